@@ -67,9 +67,7 @@ def test_waiting_is_unknown_where_a_rank_has_no_trace() -> None:
 
 
 def test_copies_are_binned_as_perftools_does() -> None:
-    table = copy_rows(
-        {("HtoD", 8): (2, 10), ("HtoD", 70_000): (4, 1000), ("DtoH", 16): (1, 5)}, 2
-    )
+    table = copy_rows([("HtoD", 8, 2, 10), ("HtoD", 70_000, 4, 1000), ("DtoH", 16, 1, 5)], 2)
     assert [(row["kind"], row["bin"], row["copies_per_rank_step"]) for row in table] == [
         ("DtoH", "16 B<=<256 B", 0.5),
         ("HtoD", "<16 B", 1.0),

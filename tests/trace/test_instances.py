@@ -8,11 +8,11 @@ import pytest
 
 from stepmark.core.trace_columns import NONE, RankTrace
 from stepmark.trace.kineto.instances import PHASES, CommCalls, comm_calls
+from stepmark.trace.kineto.intervals import without
 from stepmark.trace.kineto.links import steps
 from stepmark.trace.kineto.reader import read_trace
 from stepmark.trace.kineto.windows import (
     communication_and_compute,
-    exposed,
     gpu_windows,
     in_windows,
 )
@@ -56,7 +56,7 @@ def test_exposed_communication_is_that_of_a_plain_sweep_over_each_window(name: s
     # The file's own times are relative to its base; windows of the reader are absolute.
     base = int(trace.gpu.start[0]) - events[0].start
     communication, compute = communication_and_compute(trace)
-    hidden = exposed(communication, compute, windows)
+    hidden = in_windows(without(communication, compute), windows)
     for number, (start, end) in enumerate(zip(*windows, strict=True)):
         window = (int(start) - base, int(end) - base)
         # A kernel of a group without a name like nccl's is communication here.

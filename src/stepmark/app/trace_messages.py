@@ -89,7 +89,16 @@ class _View:
             expected=self.curve.times if self.curve else None,
         )
         self.ranks = list(self._rank_rows())
-        self.copies = report.copy_rows(self._copies(), self.found.num_steps)
+        self.copies = report.copy_rows(
+            (
+                copy
+                for result in traces.results
+                for selected in [result.value.selected(options.has_step)]
+                for step, *copy in result.value.copies
+                if step in selected
+            ),
+            self.found.num_steps,
+        )
         self.compared = [row for source in sources for row in self._compared(source)]
 
     def _compared(self, source: Source) -> list[Row]:
@@ -152,16 +161,6 @@ class _View:
                 "arrived_last": waits.last if self.found.end_spread is not None else None,
                 "early_s": waits.early / steps if agree else None,
             }
-
-    def _copies(self) -> dict[tuple[str, int], tuple[int, int]]:
-        sums: dict[tuple[str, int], tuple[int, int]] = {}
-        for result in self.traces.results:
-            selected = set(result.value.selected(self.options.has_step))
-            for (step, kind, size), (count, ns) in result.value.copies.items():
-                if step in selected:
-                    before = sums.get((kind, size), (0, 0))
-                    sums[kind, size] = (before[0] + count, before[1] + ns)
-        return sums
 
     def _saved_share(self) -> float | None:
         """Return by how much of their time transfers get shorter with the other curve."""

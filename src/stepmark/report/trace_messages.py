@@ -1,7 +1,7 @@
 """Messages of profiler traces as rows and text, and what a faster network would gain."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.columns import Row, digits, number, text
@@ -10,15 +10,14 @@ from stepmark.core.units import format_bytes, format_time
 from stepmark.report import histogram
 from stepmark.report.expected import Expected
 
-_HIDDEN = (
+_HIDDEN = {
     "time_s",
     "calls",
     "calls_per_rank",
     "bytes",
     "bytes_per_rank",
     "expected_per_rank_s",
-)
-_BOUNDS = ("communication_s", "exposed_s", "transfer_s", "other_kernels_s")
+}
 # Of the step: below this no network makes it noticeably shorter.
 _NOTICEABLE = 0.1
 
@@ -41,31 +40,25 @@ def rows(
     kinds of which some ranks have no trace, so that how long they wait is unknown.
     """
     bins = bins or histogram.default_bins(messages)
-
-    def table_of(tallies: Histogram, times: Mapping[MessageKind, Expected] | None) -> list[Row]:
-        return histogram.rows(
-            tallies, by=by, bins=bins, num_ranks_seen=num_ranks, expected=times
-        )
-
     untimed = {kind: replace(messages[kind], timed_calls=0, seconds=0.0) for kind in partial}
     complete = messages | untimed
     in_kernels = {
         kind: replace(tally, seconds=kernels.get(kind, 0) / 1e9)
         for kind, tally in complete.items()
     }
-    table = table_of(messages, expected)
-    cells = zip(table, table_of(complete, None), table_of(in_kernels, None), strict=True)
-    for row, shortest, whole in cells:
+    tables = [
+        histogram.rows(tallies, by=by, bins=bins, num_ranks_seen=num_ranks, expected=times)
+        for tallies, times in ((messages, expected), (complete, None), (in_kernels, None))
+    ]
+    for row, shortest, whole in zip(*tables, strict=True):
         row["latency_s"] = _mean(row)
         transfer, kernel = _mean(shortest), _mean(whole)
-        known = transfer is not None and kernel is not None
-        row["waiting_s"] = kernel - transfer if known else None  # type: ignore[operator]
+        row["waiting_s"] = None if transfer is None or kernel is None else kernel - transfer
         covered, should = number(row, "covered_calls"), number(row, "expected_s")
         row["expected_per_call_s"] = should / covered if covered and should else None
-        calls, num_bytes = (number(row, key) or 0 for key in ("calls", "bytes"))
-        row["calls_per_rank_step"] = calls / num_rank_steps if num_rank_steps else None
-        row["bytes_per_rank_step"] = num_bytes / num_rank_steps if num_rank_steps else None
-    return table
+        for key in ("calls", "bytes"):
+            row[f"{key}_per_rank_step"] = (number(row, key) or 0) / num_rank_steps
+    return tables[0]
 
 
 def _mean(row: Row) -> float | None:
@@ -81,34 +74,29 @@ def lines(table: Sequence[Row]) -> list[str]:
     )
 
 
-def copy_rows(
-    copies: Mapping[tuple[str, int], tuple[int, int]], num_rank_steps: int
-) -> list[Row]:
-    """Return copies by kind and by Perftools' bins of sizes; (number, ns) by (kind, bytes)."""
+def copy_rows(copies: Iterable[tuple[str, int, int, int]], num_rank_steps: int) -> list[Row]:
+    """Return copies by kind and by Perftools' bins of sizes, from (kind, bytes, number, ns)."""
     bins = histogram.parse_bins("craypat")
     cells: dict[tuple[str, int], list[int]] = {}
-    for (kind, size), (count, nanoseconds) in copies.items():
+    for kind, size, count, nanoseconds in copies:
         low = bins.of(size)[0] if size >= 0 else -1
         cell = cells.setdefault((kind, low), [0, 0, 0])
-        cell[0] += count
-        cell[1] += count * max(size, 0)
-        cell[2] += nanoseconds
+        for place, value in enumerate((count, count * size, nanoseconds)):
+            cell[place] += value
     table: list[Row] = []
     for (kind, low), (count, num_bytes, nanoseconds) in sorted(cells.items()):
-        is_known = low >= 0
+        is_known, seconds = low >= 0, nanoseconds / 1e9
         table.append(
             {
                 "kind": kind,
                 "bin": bins.label(*bins.of(low)) if is_known else "unknown",
                 "from_bytes": low if is_known else None,
                 "copies": count,
-                "copies_per_rank_step": count / num_rank_steps if num_rank_steps else None,
+                "copies_per_rank_step": count / num_rank_steps,
                 "bytes": num_bytes if is_known else None,
-                "bytes_per_rank_step": num_bytes / num_rank_steps
-                if is_known and num_rank_steps
-                else None,
-                "time_s": nanoseconds / 1e9,
-                "time_per_rank_step_s": nanoseconds / 1e9 / max(num_rank_steps, 1),
+                "bytes_per_rank_step": num_bytes / num_rank_steps if is_known else None,
+                "time_s": seconds,
+                "time_per_rank_step_s": seconds / num_rank_steps,
                 "gb_s": num_bytes / nanoseconds if is_known and nanoseconds else None,
             }
         )
@@ -166,7 +154,10 @@ def gain(ranks: Sequence[Row], share: float, unknown_share: float) -> Gain | Non
         return None
     bounds = {}
     for row in ranks:
-        busy, exposed, transfer, unknown = (number(row, key) or 0.0 for key in _BOUNDS)
+        busy, exposed, transfer, unknown = (
+            number(row, key) or 0.0
+            for key in ("communication_s", "exposed_s", "transfer_s", "other_kernels_s")
+        )
         # Of calls that run at once, a moment waits for one at most.
         transfer = min(transfer, busy)
         unknown = min(unknown, busy - transfer)
@@ -198,21 +189,21 @@ def verdict(ranks: Sequence[Row]) -> Iterator[str]:
             "ranks is not known"
         )
     elif mean / best.step_s >= _NOTICEABLE:
+        rank, last, calls = arrived_last(ranks)
+        most = f", rank {rank} arrived last in {last} of {calls} calls" * (2 * last > calls)
         yield (
             "not communication-bound, though much communication is exposed: ranks wait for one "
-            f"another{_last_text(ranks)}; {limit}"
+            f"another{most}; {limit}"
         )
     else:
         yield f"not communication-bound: {limit}"
 
 
-def _last_text(ranks: Sequence[Row]) -> str:
-    """Return which rank arrived last in most calls; "" where none did in most."""
-    counts = {str(row["rank"]): number(row, "arrived_last") or 0.0 for row in ranks}
-    (rank, last), calls = max(counts.items(), key=lambda each: each[1]), sum(counts.values())
-    if 2 * last <= calls:
-        return ""
-    return f", rank {rank} arrived last in {last:.0f} of {calls:.0f} calls"
+def arrived_last(ranks: Sequence[Row]) -> tuple[object, int, int]:
+    """Return the rank that arrived last in most calls, in how many, and of how many."""
+    counts = {row["rank"]: int(number(row, "arrived_last") or 0) for row in ranks}
+    rank = max(counts, key=lambda each: counts[each], default=None)
+    return rank, counts.get(rank, 0), sum(counts.values())
 
 
 def gain_line(what: str, result: Gain) -> str:

@@ -6,6 +6,7 @@ from statistics import median
 
 from stepmark.core.columns import Row
 from stepmark.core.units import format_time, ranks_text
+from stepmark.report.trace_messages import arrived_last
 
 _MAX_SHOWN = 16
 _SIGNIFICANT = 1.05  # ratio of medians
@@ -175,13 +176,11 @@ def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
 
 def slow_rank_line(rows: Sequence[Row]) -> str:
     """Return which rank the others wait for, by the ranks' rows of `trace messages`."""
-    last = {row["rank"]: n for row in rows if isinstance(n := row.get("arrived_last"), int)}
-    calls = sum(last.values())
-    if len(last) < 2 or not calls:
+    slowest, last, calls = arrived_last(rows)
+    if sum(row["arrived_last"] is not None for row in rows) < 2 or not calls:
         return "slow rank: not known, as no collective has kernels on two ranks or more"
-    slowest = max(last, key=lambda rank: last[rank])
-    text = f"rank {slowest} arrives last in {last[slowest]} of {calls} collectives"
-    if last[slowest] * 2 <= calls:
+    text = f"rank {slowest} arrives last in {last} of {calls} collectives"
+    if 2 * last <= calls:
         return f"slow rank: none; {text}"
     waits = [
         wait

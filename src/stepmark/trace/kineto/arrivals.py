@@ -37,7 +37,7 @@ def rank_parts(trace: RankTrace, selects: Callable[[int], bool]) -> RankParts:
             numbers=own.numbers,
             is_marked=own.is_marked,
             times=None,
-            copies={},
+            copies=(),
         ),
         exposed=without(*communication_and_compute(trace)),
     )

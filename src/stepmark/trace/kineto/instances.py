@@ -15,19 +15,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepmark.core.trace_columns import NONE, CommArgs, RankTrace
-from stepmark.trace.kineto.links import Steps, innermost, launches, parents, sends
+from stepmark.trace.kineto.links import (
+    Steps,
+    innermost,
+    launches,
+    parents,
+    sends,
+    step_of,
+    step_rows,
+    sums,
+)
 from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from stepmark.core.trace_columns import Ints, OpColumns, SpanColumns
     from stepmark.trace.kineto.windows import Flags
 
-    Pattern = re.Pattern[str]
-
 PHASES = ("", "forward", "backward", "optimizer")
-_AUTOGRAD = "autograd::engine::evaluate_function"
 # Annotations of users, torch and modules, by the phase during which they are open.
 _ANNOTATIONS = {
     "forward": re.compile(r"forward|^nn\.Module: ", re.IGNORECASE),
@@ -59,23 +63,20 @@ class CommCalls:
 
 def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     """Return the calls, and kernels of unlinked ones that say themselves what they are."""
-    comms, gpu = trace.comms, trace.gpu
+    comms, gpu, calls = trace.comms, trace.gpu, trace.calls
     known = np.flatnonzero(comms.comm != NONE)
-    columns_of_known = comms.start[known], comms.end[known], comms.thread[known]
-    rows = _leaves(trace, known)
+    spans = comms.start[known], comms.end[known], comms.thread[known]
     unknown = np.flatnonzero(comms.comm == NONE)
-    inside = innermost(*columns_of_known, comms.start[unknown], comms.thread[unknown])
+    inside = innermost(*spans, comms.start[unknown], comms.thread[unknown])
+    rows = _leaves(trace, known)
+    place = np.full(comms.start.size + 1, NONE, np.int64)  # the last one is of NONE
+    place[rows] = np.arange(rows.size)
     kernels = np.flatnonzero(is_communication(trace))
     call = launches(trace)[kernels]
+    launched, call = call != NONE, call[call != NONE]
     host = np.full(kernels.size, NONE, np.int64)
-    launched = call != NONE
-    calls = trace.calls
-    parent = innermost(
-        *columns_of_known, calls.start[call[launched]], calls.thread[call[launched]]
-    )
-    places = np.full(comms.start.size + 1, NONE, np.int64)  # the last one is of NONE
-    places[rows] = np.arange(rows.size)
-    host[launched] = places[np.append(known, NONE)[parent]]
+    around = innermost(*spans, calls.start[call], calls.thread[call])
+    host[launched] = place[np.append(known, NONE)[around]]
     start = np.full(rows.size, np.iinfo(np.int64).max, np.int64)
     end = np.full(rows.size, NONE, np.int64)
     linked = host != NONE
@@ -88,11 +89,13 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     own, unlinked = alone[says], alone[~says]
     issued = np.concatenate((comms.start[rows], gpu.start[own]))
     order = np.argsort(issued, kind="stable")
-    threads = comms.thread[rows]
     columns = {
         "comm": (comms.comm[rows], gpu.comm[own]),
-        "step": (_steps_of(steps, comms.start[rows]), steps.of_gpu[own]),
-        "phase": (_phases(trace, threads, comms.start[rows]), np.zeros(own.size, np.int64)),
+        "step": (step_of(steps, comms.start[rows]), steps.of_gpu[own]),
+        "phase": (
+            _phases(trace, comms.thread[rows], comms.start[rows]),
+            np.zeros(own.size, np.int64),
+        ),
         "seq": (comms.seq[rows], gpu.seq[own]),
         "start": (start, gpu.start[own]),
         "end": (end, gpu.end[own]),
@@ -118,14 +121,6 @@ def _leaves(trace: RankTrace, known: Ints) -> Ints:
     return np.asarray(rows[~is_outer[rows]])
 
 
-def _steps_of(steps: Steps, times: Ints) -> Ints:
-    if not steps.is_marked:
-        return np.zeros(times.size, np.int64)
-    step = np.searchsorted(steps.start, times, side="right") - 1
-    inside = (step >= 0) & (times < steps.end[np.maximum(step, 0)])
-    return np.where(inside, step, NONE)
-
-
 def _phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:
     """Return the phase of each place on a thread; 0 where nothing proves one.
 
@@ -133,48 +128,32 @@ def _phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:
     inside an operation of autograd, so that backward goes before forward.
     """
     ops, spans = trace.ops, trace.spans
+    autograd = re.compile("autograd::engine::evaluate_function")
+
+    def rows_of(table: OpColumns | SpanColumns, pattern: re.Pattern[str]) -> Ints:
+        names = [n for n, name in enumerate(trace.names) if pattern.search(name)]
+        return np.flatnonzero(np.isin(table.name, names))
+
+    def is_inside(table: OpColumns | SpanColumns, pattern: re.Pattern[str]) -> Flags:
+        rows = rows_of(table, pattern)
+        columns = table.start[rows], table.end[rows], table.thread[rows]
+        return np.asarray(innermost(*columns, times, threads) != NONE)
+
     phase = np.zeros(times.size, np.int64)
-    for number, name in enumerate(PHASES):
-        if pattern := _ANNOTATIONS.get(name):
-            phase[_inside(spans, trace.names, pattern, threads, times)] = number
-    autograd = re.compile(_AUTOGRAD)
-    is_backward = _inside(ops, trace.names, autograd, threads, times)
-    is_backward |= _inside(spans, trace.names, _ANNOTATIONS["backward"], threads, times)
-    marked = _threads(spans, trace.names, re.compile("ProfilerStep#"))
+    for name, pattern in _ANNOTATIONS.items():
+        phase[is_inside(spans, pattern)] = PHASES.index(name)
+    is_backward = is_inside(ops, autograd) | is_inside(spans, _ANNOTATIONS["backward"])
+    marked = spans.thread[step_rows(trace)]
     if marked.size:
-        is_backward |= np.isin(
-            threads, np.setdiff1d(_threads(ops, trace.names, autograd), marked)
-        )
+        own = np.setdiff1d(ops.thread[rows_of(ops, autograd)], marked)
+        is_backward |= np.isin(threads, own)
     phase[is_backward] = PHASES.index("backward")
     return phase
 
 
-def _rows(table: OpColumns | SpanColumns, names: Sequence[str], pattern: Pattern) -> Ints:
-    numbers = [number for number, name in enumerate(names) if pattern.search(name)]
-    return np.flatnonzero(np.isin(table.name, numbers))
-
-
-def _threads(table: OpColumns | SpanColumns, names: Sequence[str], pattern: Pattern) -> Ints:
-    return np.unique(table.thread[_rows(table, names, pattern)])
-
-
-def _inside(
-    table: OpColumns | SpanColumns,
-    names: Sequence[str],
-    pattern: Pattern,
-    threads: Ints,
-    times: Ints,
-) -> Flags:
-    """Return which places lie in an interval of that name on their thread."""
-    rows = _rows(table, names, pattern)
-    columns = (table.start[rows], table.end[rows], table.thread[rows])
-    return np.asarray(innermost(*columns, times, threads) != NONE)
-
-
 def _by_name(trace: RankTrace, kernels: Ints) -> tuple[tuple[str, int, int], ...]:
     """Return (name, number, ns) of kernels, the longest together first."""
-    gpu, sums = trace.gpu, {}
-    for name in np.unique(gpu.name[kernels]):
-        rows = kernels[gpu.name[kernels] == name]
-        sums[trace.names[name]] = (rows.size, int((gpu.end[rows] - gpu.start[rows]).sum()))
-    return tuple(sorted(((n, *s) for n, s in sums.items()), key=lambda row: -row[2]))
+    gpu = trace.gpu
+    totals = sums([gpu.name[kernels]], [gpu.end[kernels] - gpu.start[kernels]])
+    rows = [(trace.names[name], count, time) for (name,), (count, time) in totals]
+    return tuple(sorted(rows, key=lambda row: -row[2]))

@@ -126,6 +126,15 @@ def steps(trace: RankTrace) -> Steps:
     )
 
 
+def step_of(steps: Steps, times: Ints) -> Ints:
+    """Return the index of the step during which each time on the host lies, or NONE."""
+    if not steps.is_marked:
+        return np.zeros(times.size, np.int64)
+    step = np.searchsorted(steps.start, times, side="right") - 1
+    is_inside = (step >= 0) & (times < np.append(steps.end, NONE)[step])
+    return np.where(is_inside, step, NONE)
+
+
 def step_rows(trace: RankTrace) -> Ints:
     """Return the rows of spans that mark steps."""
     marks = [name for name, text in enumerate(trace.names) if _STEP.search(text)]

@@ -8,7 +8,7 @@ that this is the transfer; what other ranks take beyond it is waiting.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
@@ -63,14 +63,23 @@ class _Kind:
     """Calls of one kind over all ranks; times in ns."""
 
     kind: MessageKind
-    signature: tuple[object, ...]  # what is equal on all ranks of a call
-    is_synchronizing: bool
     is_partial: bool = False  # some ranks of its group have no trace
     calls: int = 0
     ranks: set[int] = field(default_factory=set)
     timed: int = 0
     transfer: int = 0
     kernels: int = 0
+    signature: tuple[object, ...] = field(init=False)  # what is equal on all ranks of a call
+    is_synchronizing: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        kind = self.kind
+        self.signature = (kind.collective, kind.dtype, kind.message_bytes)
+        if kind.collective in ALL_TO_ALL:  # uneven parts differ over ranks
+            self.signature = ("all_to_all", kind.dtype)
+        elif kind.collective in (SEND, RECV):
+            self.signature = ("pair", kind.dtype, kind.call_bytes)
+        self.is_synchronizing = is_synchronizing(kind)
 
 
 @dataclass(slots=True, eq=False)
@@ -84,14 +93,6 @@ class _Call:
     start: int
     end: int
     transfer: int | None = None
-
-
-def _signature(kind: MessageKind) -> tuple[object, ...]:
-    if kind.collective in ALL_TO_ALL:  # uneven parts differ over ranks
-        return "all_to_all", kind.dtype
-    if kind.collective in (SEND, RECV):
-        return "pair", kind.dtype, kind.call_bytes
-    return kind.collective, kind.dtype, kind.message_bytes
 
 
 # Group, its ranks, and of a pair also source and target: calls of one are in order.
@@ -109,7 +110,9 @@ def match(
         result.ranks[rank] = RankWaits()
         selected = messages.selected(has_step)
         result.num_steps += len(selected)
-        for channel, call in _calls(rank, info, messages, set(selected), kinds, result):
+        for channel, call in _calls(
+            rank, info, messages, set(selected), kinds, result.uncounted
+        ):
             channels[channel][rank].append(call)
         for _, _, nanoseconds in messages.calls.unlinked:
             result.ranks[rank].other_kernels += nanoseconds
@@ -118,13 +121,24 @@ def match(
         )
     spreads: list[tuple[int, int, int]] = []
     for channel, lists in channels.items():
-        for group in _matched(channel, lists, by_rank.keys(), result):
+        for group in _matched(channel, lists, by_rank.keys(), result.unmatched):
             _time(group, spreads, result)
-    _judge_clocks(spreads, result)
+    if spreads:  # arrivals are known if they differ by more than ends, as clocks do
+        ends, starts, after = zip(*spreads, strict=True)
+        result.end_spread = median(ends)
+        result.clocks_agree = 2 * result.end_spread < median(starts) and min(after) >= 0
     for lists in channels.values():
         for rank, calls in lists.items():
             _sum_up(calls, result.ranks[rank])
-    _sum_up_kinds(kinds.values(), result)
+    for own in kinds.values():
+        result.histogram[own.kind] = Tally(
+            calls=own.calls,
+            ranks=len(own.ranks),
+            timed_calls=own.timed,
+            seconds=own.transfer / 1e9,
+        )
+    result.kernels = {own.kind: own.kernels for own in kinds.values() if own.timed}
+    result.partial = {own.kind for own in kinds.values() if own.is_partial}
     return result
 
 
@@ -134,10 +148,9 @@ def _calls(
     messages: RankMessages,
     selected: set[int],
     kinds: dict[MessageKind, _Kind],
-    result: Messages,
+    uncounted: Counter[str],
 ) -> Iterator[tuple[_Channel, _Call]]:
     calls = messages.calls
-    members = [members_of(args, info) for args in calls.args]
     known: dict[tuple[int, int], tuple[_Channel, _Kind] | str] = {}
     columns = (calls.comm, calls.step, calls.phase, calls.seq, calls.start, calls.end)
     rows = zip(*(column.tolist() for column in columns), strict=True)
@@ -145,20 +158,20 @@ def _calls(
         if step not in selected:
             continue
         if (comm, phase) not in known:
-            args, group = calls.args[comm], members[comm]
-            kind = kind_of(args, group, PHASES[phase])
-            if not isinstance(kind, str):
-                known[comm, phase] = (
-                    (kind.group, group, _pair(rank, kind, args, group)),
-                    kinds.setdefault(
-                        kind, _Kind(kind, _signature(kind), is_synchronizing(kind))
-                    ),
+            args = calls.args[comm]
+            members = members_of(args, info)
+            kind = kind_of(args, members, PHASES[phase])
+            known[comm, phase] = (
+                kind
+                if isinstance(kind, str)
+                else (
+                    (kind.group, members, _pair(rank, kind, args, members)),
+                    kinds.setdefault(kind, _Kind(kind)),
                 )
-            else:
-                known[comm, phase] = kind
+            )
         found = known[comm, phase]
         if isinstance(found, str):
-            result.uncounted[found] += 1
+            uncounted[found] += 1
         else:
             yield found[0], _Call(rank, found[1], messages.numbers[step], seq, start, end)
 
@@ -166,98 +179,72 @@ def _calls(
 def _pair(
     rank: int, kind: MessageKind, args: CommArgs, members: Sequence[int]
 ) -> tuple[int | None, int | None] | None:
-    """Return source and target of a send or a receive."""
-    if kind.collective == SEND:
-        return rank, _of_world(args.target, args, members)
-    if kind.collective == RECV:
-        return _of_world(args.source, args, members), rank
-    return None
-
-
-def _of_world(peer: int | None, args: CommArgs, members: Sequence[int]) -> int | None:
-    """Return a peer's rank in the world: gloo's operators state that in the group."""
-    if peer is None or args.group or args.group_size is not None:
-        return peer
-    return members[peer] if peer < len(members) else None
+    """Return source and target of a send or a receive, as ranks of the world."""
+    if kind.collective not in (SEND, RECV):
+        return None
+    peer = args.target if kind.collective == SEND else args.source
+    if peer is not None and not args.group and args.group_size is None:  # gloo: of the group
+        peer = members[peer] if peer < len(members) else None
+    return (rank, peer) if kind.collective == SEND else (peer, rank)
 
 
 def _matched(
     channel: _Channel,
     lists: Mapping[int, list[_Call]],
-    ranks: Iterable[int],
-    result: Messages,
+    ranks: Collection[int],
+    unmatched: Counter[str],
 ) -> Iterator[list[_Call]]:
     """Yield the calls of all ranks of each message that is matched; count the others."""
     group, members, pair = channel
     label = f"group {group}" if group else "a group"
     participants = [rank for rank in (members if pair is None else pair) if rank is not None]
     if not members or (pair is not None and len(participants) < 2):
-        result.unmatched[f"the ranks of {label} are not in the trace"] += sum(
-            map(len, lists.values())
-        )
+        text = f"the ranks of {label} are not in the trace"
+        unmatched[text] += sum(map(len, lists.values()))
         return
     present = [rank for rank in dict.fromkeys(participants) if rank in ranks]
     if len(present) < len(set(participants)):
         for calls in lists.values():
             for call in calls:
                 call.kind.is_partial = True
-    by_step: dict[int, dict[int, list[_Call]]] = defaultdict(dict)
+    by_step: dict[int, dict[int, list[_Call]]] = defaultdict(lambda: {r: [] for r in present})
     for rank in present:
         for call in lists.get(rank, ()):
-            by_step[call.step].setdefault(rank, []).append(call)
+            by_step[call.step][rank].append(call)
     for step, own in sorted(by_step.items()):
-        yield from _in_step(label, step, {rank: own.get(rank, []) for rank in present}, result)
+        yield from _in_step(label, step, own, unmatched)
 
 
 def _in_step(
-    label: str, step: int, by_rank: Mapping[int, Sequence[_Call]], result: Messages
+    label: str, step: int, by_rank: Mapping[int, Sequence[_Call]], unmatched: Counter[str]
 ) -> Iterator[list[_Call]]:
-    """Match by the number of the call where it is known, else by order."""
-    lists = list(by_rank.values())
-    if all(call.seq != NONE for calls in lists for call in calls):
-        by_seq: dict[tuple[int, int], list[_Call]] = defaultdict(list)
-        for calls in lists:
-            seen: Counter[int] = Counter()
-            for call in calls:
-                by_seq[call.seq, seen[call.seq]].append(call)
-                seen[call.seq] += 1
-        groups = list(by_seq.values())
-    else:
-        groups = list(_in_order(label, step, by_rank, result))
-    for calls in groups:
-        if len(calls) < len(lists):
-            text = f"in step {step} some ranks lack calls of {label} that others have"
-            result.unmatched[text] += len(calls)
-        elif len({call.kind.signature for call in calls}) > 1:
-            text = f"in step {step} ranks differ in a collective or size of {label}"
-            result.unmatched[text] += len(calls)
-        else:
-            yield calls
-
-
-def _in_order(
-    label: str, step: int, by_rank: Mapping[int, Sequence[_Call]], result: Messages
-) -> Iterator[list[_Call]]:
-    """Match the nth calls of a collective, if all ranks have as many."""
-    by_name: dict[object, dict[int, list[_Call]]] = defaultdict(
-        lambda: {r: [] for r in by_rank}
-    )
+    """Match by the number of the call where it is known, else the nth of a collective."""
+    has_numbers = all(call.seq != NONE for calls in by_rank.values() for call in calls)
+    groups: dict[tuple[object, int], list[_Call]] = defaultdict(list)
+    counts: dict[object, dict[int, int]] = defaultdict(lambda: dict.fromkeys(by_rank, 0))
     for rank, calls in by_rank.items():
         for call in calls:
-            by_name[call.kind.signature[0]][rank].append(call)
-    for name, own in by_name.items():
-        counts = {rank: len(calls) for rank, calls in own.items()}
-        common = Counter(counts.values()).most_common(1)[0][0]
-        odd = [count for count in counts.values() if count != common]
-        if not odd:
-            yield from (list(calls) for calls in zip(*own.values(), strict=True))
+            name = call.seq if has_numbers else call.kind.signature[0]
+            groups[name, counts[name][rank]].append(call)
+            counts[name][rank] += 1
+    for (name, _), calls in groups.items():
+        numbers = counts[name]
+        common = Counter(numbers.values()).most_common(1)[0][0]
+        odd = next((number for number in numbers.values() if number != common), None)
+        if odd is not None and not has_numbers:
+            ranks = [rank for rank, number in numbers.items() if number == odd]
+            text = (
+                f"in step {step} {ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} "
+                f"{odd} {name} call{'s' * (odd != 1)} of {label}, others {common}"
+            )
+        elif len(calls) < len(by_rank):
+            text = f"in step {step} some ranks lack calls of {label} that others have"
+        elif len({call.kind.signature for call in calls}) > 1:
+            text = f"in step {step} ranks differ in a collective or size of {label}"
+        else:
+            yield calls
             continue
-        ranks = [rank for rank, count in counts.items() if count == odd[0]]
-        verb, plural = ("has", "have")[len(ranks) > 1], "s" * (odd[0] != 1)
-        text = (
-            f"in step {step} {ranks_text(ranks)} {verb} {odd[0]} {name} call{plural} of {label}"
-        )
-        result.unmatched[f"{text}, others {common}"] += sum(counts.values())
+        unmatched[text] += len(calls)
 
 
 def _time(
@@ -288,18 +275,6 @@ def is_synchronizing(kind: MessageKind) -> bool:
     return name in frozenset(Collective) and FACTS[Collective(name)].synchronizing
 
 
-def _judge_clocks(spreads: Sequence[tuple[int, int, int]], result: Messages) -> None:
-    """Decide whether arrivals can be told: they differ by more than ends do.
-
-    No rank ends before all have arrived.
-    """
-    if not spreads:
-        return
-    ends, starts, after = zip(*spreads, strict=True)
-    result.end_spread = median(ends)
-    result.clocks_agree = 2 * result.end_spread < median(starts) and min(after) >= 0
-
-
 def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
     """Add the calls of a rank to its sums, and to those of their kinds."""
     for call in calls:
@@ -319,17 +294,3 @@ def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
         waits.waiting.append((call.start, call.end - transfer))
         waits.kernels += duration
         waits.transfer += transfer
-
-
-def _sum_up_kinds(kinds: Iterable[_Kind], result: Messages) -> None:
-    for own in kinds:
-        result.histogram[own.kind] = Tally(
-            calls=own.calls,
-            ranks=len(own.ranks),
-            timed_calls=own.timed,
-            seconds=own.transfer / 1e9,
-        )
-        if own.timed:
-            result.kernels[own.kind] = own.kernels
-        if own.is_partial:
-            result.partial.add(own.kind)

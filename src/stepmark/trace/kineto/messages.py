@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,19 +17,14 @@ from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankInfo, RankT
 from stepmark.trace.kineto import windows
 from stepmark.trace.kineto.host_times import host_times
 from stepmark.trace.kineto.instances import CommCalls, comm_calls
-from stepmark.trace.kineto.links import Steps, whole
+from stepmark.trace.kineto.intervals import without
+from stepmark.trace.kineto.links import Steps, sums, whole
 from stepmark.trace.kineto.links import steps as steps_of
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
-_COPIES = (
-    ("HtoD", re.compile(r"HtoD|Host_?To_?Device", re.IGNORECASE)),
-    ("DtoH", re.compile(r"DtoH|Device_?To_?Host", re.IGNORECASE)),
-    ("PtoP", re.compile(r"PtoP|Peer", re.IGNORECASE)),
-    ("DtoD", re.compile(r"DtoD|Device_?To_?Device", re.IGNORECASE)),
-    ("HtoH", re.compile(r"HtoH|Host_?To_?Host", re.IGNORECASE)),
-)
+_COPY = re.compile("(H|D)(?:ost|evice)?_?to_?(H|D)", re.IGNORECASE)
 GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
 ALL_TO_ALL = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
 
@@ -51,14 +46,14 @@ class RankMessages:
     """What is kept of one rank's trace.
 
     numbers: of its steps; empty: places of those without work, as the last mark of a profiler
-    may be. copies: (step, kind, bytes) to (number, ns).
+    may be. copies: (step, kind, bytes, number, ns).
     """
 
     calls: CommCalls
     numbers: tuple[int, ...]
     is_marked: bool
     times: StepTimes | None  # None where nothing is recorded
-    copies: dict[tuple[int, str, int], tuple[int, int]]
+    copies: tuple[tuple[int, str, int, int, int], ...]
     empty: frozenset[int] = frozenset()
 
     def selected(self, has_step: Callable[[int], bool]) -> list[int]:
@@ -84,7 +79,7 @@ def rank_messages(trace: RankTrace) -> RankMessages:
         numbers=steps.numbers,
         is_marked=steps.is_marked,
         times=times if times.window.any() else None,
-        copies=_copies(trace, steps.of_gpu),
+        copies=tuple(_copies(trace, steps.of_gpu)),
         empty=frozenset(range(len(steps.numbers))) - busy,
     )
 
@@ -95,7 +90,7 @@ def _gpu_times(trace: RankTrace, steps: Steps) -> StepTimes:
     return StepTimes(
         window=window.end - window.start,
         communication=windows.in_windows(communication, window),
-        exposed=windows.exposed(communication, compute, window),
+        exposed=windows.in_windows(without(communication, compute), window),
     )
 
 
@@ -107,25 +102,18 @@ def _host_times(trace: RankTrace, steps: Steps) -> StepTimes:
     return StepTimes(window=columns[0], communication=columns[1], exposed=columns[2])
 
 
-def _copies(trace: RankTrace, of_gpu: Ints) -> dict[tuple[int, str, int], tuple[int, int]]:
+def _copies(trace: RankTrace, of_gpu: Ints) -> Iterator[tuple[int, str, int, int, int]]:
     gpu = trace.gpu
     rows = np.flatnonzero(gpu.kind == GpuKind.MEMCPY)
-    keys = np.stack([of_gpu[rows], gpu.name[rows], gpu.num_bytes[rows]], axis=1)
-    unique, place = np.unique(keys, axis=0, return_inverse=True)
-    place = place.reshape(-1)
-    counts = np.bincount(place, minlength=len(unique))
-    nanoseconds = np.zeros(len(unique), np.int64)
-    np.add.at(nanoseconds, place, gpu.end[rows] - gpu.start[rows])
-    sums: dict[tuple[int, str, int], tuple[int, int]] = {}
-    for (step, name, size), count, ns in zip(unique, counts, nanoseconds, strict=True):
-        key = (int(step), _copy_kind(trace.names[name]), int(size))
-        before = sums.get(key, (0, 0))
-        sums[key] = (before[0] + int(count), before[1] + int(ns))
-    return sums
-
-
-def _copy_kind(name: str) -> str:
-    return next((kind for kind, pattern in _COPIES if pattern.search(name)), "other")
+    keys = of_gpu[rows], gpu.name[rows], gpu.num_bytes[rows]
+    for (step, name, size), (count, time) in sums(keys, [gpu.end[rows] - gpu.start[rows]]):
+        text = trace.names[name]
+        ends = _COPY.search(text)
+        if re.search("PtoP|Peer", text, re.IGNORECASE):
+            kind = "PtoP"
+        else:
+            kind = f"{ends[1].upper()}to{ends[2].upper()}" if ends else "other"
+        yield step, kind, size, count, time
 
 
 def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind | str:

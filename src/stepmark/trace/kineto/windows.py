@@ -14,7 +14,7 @@ import numpy as np
 
 from stepmark.core.kernel_groups import COMMUNICATION, group_of
 from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
-from stepmark.trace.kineto.intervals import Intervals, time_before, union, without
+from stepmark.trace.kineto.intervals import Intervals, time_before, union
 from stepmark.trace.kineto.links import Steps, launches
 
 if TYPE_CHECKING:
@@ -90,8 +90,3 @@ def communication_and_compute(trace: RankTrace) -> tuple[Intervals, Intervals]:
 def in_windows(times: Intervals, windows: Windows) -> Ints:
     """Return how much of the times lies in each window."""
     return time_before(times, windows.end) - time_before(times, windows.start)
-
-
-def exposed(communication: Intervals, compute: Intervals, windows: Windows) -> Ints:
-    """Return the communication of each window during which no compute kernel runs."""
-    return in_windows(without(communication, compute), windows)
