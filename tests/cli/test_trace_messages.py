@@ -135,7 +135,7 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
             "times of all_gather, reduce_scatter; it has all_reduce",
         ),
         (["--other-curve", CURVES], "given with --curve to compare with"),
-        (["--steps", "9"], "steps of the traces: 5, 6"),
+        (["--steps", "9"], "--steps 9 is invalid: it must be among those of the traces: 5-6."),
         (["--network-speedup", "0.5"], "from 1 to 1000"),
         (["--by", "rank"], "some of collective"),
     ],
@@ -185,6 +185,20 @@ def test_communication_of_unknown_calls_may_be_transfer(
     found = document(capsys, tmp_path)
     assert found["network"]["verdict"][1].startswith("perhaps communication-bound")
     assert "their sizes are not known" in found["notes"][0]
+
+
+def test_steps_without_any_work_have_no_messages(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = TraceWriter(rank=0, world_size=1)
+    job.step(1, 0, 100)
+    job.step(2, 100, 100)
+    job.write(tmp_path)
+    for words in ((), ("--steps", "2")):
+        code, out, err = messages(capsys, tmp_path, *words)
+        assert (code, err) == (0, "")
+        assert "no message of torch.distributed is in these steps" in out
+        assert "communication-bound: not known, as no step with work is in the traces" in out
 
 
 def test_a_curve_of_messages_of_unknown_size_is_refused(

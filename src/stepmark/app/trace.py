@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.app.profiler_tables import looks_like_profiler_table, run_table
-from stepmark.app.trace_files import RankResult, damage_notes, map_traces
+from stepmark.app.trace_files import damage_notes, map_traces
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
 from stepmark.core.trace_breakdown import RankTimes
@@ -34,7 +34,11 @@ def breakdown(options: BreakdownOptions) -> int:
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:
         return 0
-    _check_steps(options, traces.results)
+    times = [(result.info.file, result.value[0].times) for result in traces.results]
+    options.check_steps(
+        {number for _, each in times for number in each.all_steps},
+        (file for file, each in times if not each.is_marked),
+    )
     by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
     messages = matched(by_rank, options.has_step)
     ranks = list(with_arrivals(by_rank, messages).items())
@@ -76,22 +80,6 @@ def _reduce(options: BreakdownOptions, trace: RankTrace) -> tuple[RankParts, Tim
     parts = rank_parts(trace, options.has_step)
     has_page = options.html and parts.times.steps
     return parts, timeline(trace, options) if has_page else None
-
-
-def _check_steps(
-    options: BreakdownOptions, results: Sequence[RankResult[tuple[RankParts, Timeline | None]]]
-) -> None:
-    """Raise ConfigError for --steps that no trace has, or that traces do not mark."""
-    if options.steps is None:
-        return
-    for result in results:
-        if not result.value[0].times.is_marked:
-            allowed = f"it has no meaning for {result.info.file}, without ProfilerStep marks"
-            raise ConfigError("steps", options.steps, allowed)
-    numbers = {number for result in results for number in result.value[0].times.all_steps}
-    if not any(map(options.has_step, numbers)):
-        allowed = f"among those of the traces: {ranks_text(numbers).split(' ', 1)[1]}"
-        raise ConfigError("steps", options.steps, allowed)
 
 
 def _damage(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[tuple[int, Damage]]:

@@ -1,7 +1,6 @@
 """stepmark trace messages: how often each message was sent, how fast, and what that costs."""
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -67,15 +66,14 @@ class _View:
     ) -> None:
         self.options, self.traces, self.sources = options, traces, sources
         by_rank = {r.info.rank or 0: (r.info, r.value) for r in traces.results}
+        options.check_steps(
+            {number for result in traces.results for number in result.value.numbers},
+            (result.info.file for result in traces.results if not result.value.is_marked),
+        )
         self.found = match(by_rank, options.has_step)
-        if not self.found.num_steps:
-            numbers = sorted({n for r in traces.results for n in r.value.numbers})
-            allowed = f"steps of the traces: {', '.join(map(str, numbers[:20]))}"
-            raise ConfigError("steps", options.steps, allowed)
-        if options.steps and not all(r.value.is_marked for r in traces.results):
-            raise ConfigError(
-                "steps", options.steps, "given for traces with ProfilerStep marks"
-            )
+        self.selected = {
+            rank: value.selected(options.has_step) for rank, (_, value) in by_rank.items()
+        }
         self.curve = self._curve(options.curve)
         self.other = self._curve(options.other_curve)
         self.rows = report.rows(
@@ -89,23 +87,24 @@ class _View:
             expected=self.curve.times if self.curve else None,
         )
         self.ranks = list(self._rank_rows())
-        self.copies = report.copy_rows(
-            (
-                copy
-                for result in traces.results
-                for selected in [result.value.selected(options.has_step)]
-                for step, *copy in result.value.copies
-                if step in selected
-            ),
-            self.found.num_steps,
-        )
-        self.compared = [row for source in sources for row in self._compared(source)]
-
-    def _compared(self, source: Source) -> list[Row]:
-        found, num_ranks = self.found, source.num_ranks_seen
-        return report.compared(
-            found.histogram, found.num_steps, source.histogram, num_ranks, source.kind
-        )
+        copies = [
+            copy[1:]
+            for rank, (_, value) in by_rank.items()
+            for copy in value.copies
+            if copy[0] in self.selected[rank]
+        ]
+        self.copies = report.copy_rows(copies, self.found.num_steps)
+        self.compared = [
+            row
+            for source in sources
+            for row in report.compared(
+                self.found.histogram,
+                self.found.num_steps,
+                source.histogram,
+                source.num_ranks_seen,
+                source.kind,
+            )
+        ]
 
     def _curve(self, name: str | None) -> _Curve | None:
         if name is None:
@@ -137,7 +136,7 @@ class _View:
     def _rank_rows(self) -> Iterator[Row]:
         for result in self.traces.results:
             rank, value = result.info.rank or 0, result.value
-            waits, selected = self.found.ranks[rank], value.selected(self.options.has_step)
+            waits, selected = self.found.ranks[rank], self.selected[rank]
             steps = max(len(selected), 1) * 1e9
             times, is_timed = value.times, waits.timed > 0
             sums = {
@@ -162,27 +161,22 @@ class _View:
                 "early_s": waits.early / steps if agree else None,
             }
 
-    def _saved_share(self) -> float | None:
-        """Return by how much of their time transfers get shorter with the other curve."""
-        if self.curve is None or self.other is None:
-            return None
-        tallies = self.found.histogram
-        total = sum(tally.seconds for tally in tallies.values())
-        both = self.curve.times.keys() & self.other.times.keys()
-        saved = sum(
-            tallies[kind].seconds
-            * (1 - self.other.times[kind].seconds / self.curve.times[kind].seconds)
-            for kind in both
-        )
-        return saved / total if total else None
-
     def _gains(self) -> Iterator[tuple[str, report.Gain]]:
         faster = 1 - 1 / self.options.network_speedup
-        if result := report.gain(self.ranks, faster, faster):
-            yield f"a network {self.options.network_speedup:g} times as fast", result
-        share = self._saved_share()
-        if share is not None and (result := report.gain(self.ranks, share, 0.0)):
-            yield f"with {self.options.other_curve} instead of {self.options.curve}", result
+        shares = [(f"a network {self.options.network_speedup:g} times as fast", faster, faster)]
+        tallies = self.found.histogram
+        total = sum(tally.seconds for tally in tallies.values())
+        if self.curve and self.other and total:
+            saved = sum(
+                tallies[kind].seconds * (1 - other.seconds / self.curve.times[kind].seconds)
+                for kind, other in self.other.times.items()
+                if kind in self.curve.times
+            )
+            what = f"with {self.options.other_curve} instead of {self.options.curve}"
+            shares.append((what, saved / total, 0.0))
+        for what, share, unknown_share in shares:
+            if result := report.gain(self.ranks, share, unknown_share):
+                yield what, result
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
@@ -242,17 +236,16 @@ class _View:
         notes += [
             f"untimed: {text} (calls: {count})" for text, count in found.unmatched.items()
         ]
-        unlinked: Counter[str] = Counter()
-        nanoseconds: Counter[str] = Counter()
+        unlinked: dict[str, list[int]] = {}
         for result in self.traces.results:
             for name, count, ns in result.value.calls.unlinked:
-                unlinked[name] += count
-                nanoseconds[name] += ns
+                sums = unlinked.setdefault(name, [0, 0])
+                sums[0], sums[1] = sums[0] + count, sums[1] + ns
         notes += [
-            f"{count} kernels {name[:60]} ({format_time(nanoseconds[name] / 1e9)}) are of no "
+            f"{count} kernels {name[:60]} ({format_time(ns / 1e9)}) are of no "
             "call in the traces (coalesced calls, replayed graphs, shared memory of GPUs): "
             "their sizes are not known"
-            for name, count in unlinked.most_common()
+            for name, (count, ns) in sorted(unlinked.items(), key=lambda item: -item[1][0])
         ]
         if other := [kind for kind in found.histogram if not is_synchronizing(kind)]:
             names = ", ".join(sorted({kind.collective for kind in other}))

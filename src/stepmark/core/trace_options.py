@@ -1,5 +1,6 @@
 """The options of stepmark trace."""
 
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +8,7 @@ from typing import Annotated
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files, Ranks
 from stepmark.core.options import REQUIRED, Reader, between, flag, group, words_of
+from stepmark.core.units import ranks_text
 
 
 class StepRanges(tuple[tuple[int, int], ...]):
@@ -52,6 +54,18 @@ class TraceInputs:
     def has_step(self, number: int) -> bool:
         """Return whether --steps selects this step."""
         return self.steps is None or any(low <= number <= high for low, high in self.steps)
+
+    def check_steps(self, numbers: Collection[int], unmarked: Iterable[str]) -> None:
+        """Raise ConfigError if --steps selects none of these, or for files without steps."""
+        if self.steps is None:
+            return
+        if file := next(iter(unmarked), None):
+            allowed = f"it has no meaning for {file}, without ProfilerStep marks"
+        elif not any(map(self.has_step, numbers)):
+            allowed = f"among those of the traces: {ranks_text(numbers).split(' ', 1)[1]}"
+        else:
+            return
+        raise ConfigError("steps", self.steps, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
