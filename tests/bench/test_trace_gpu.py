@@ -51,7 +51,7 @@ def test_a_step_is_attributed(tmp_path: Path, flags: list[str]) -> None:
     trace = read_trace(file)
     workload = of_case(record.case)
     table = measured_ops(trace, workload=workload)
-    ops = list(table.operations(0))
+    ops = list(table.ops)
     assert not table.is_host
     assert len(table.steps) == 3
 

@@ -53,7 +53,7 @@ def test_every_product_of_a_step_has_its_role(
             assert (trace.info.rank, trace.info.world_size) == (rank, 2)
             table = measured_ops(trace)
             assert len(table.steps) == 3
-            ops = list(table.operations(rank))
+            ops = list(table.ops)
             calls: Counter[tuple[object, ...]] = Counter()
             for each in ops:
                 if each.key.op in PRODUCTS:

@@ -16,7 +16,7 @@ def rank(**times: list[int]) -> RankSums:
     count = max(map(len, times.values()))
     sums: dict[Label, Sum] = {
         (name,): Sum(
-            total_ns=sum(values),
+            time_ns=sum(values),
             calls=len(values),
             kernels=len(values),
             shortest_ns=min(values),

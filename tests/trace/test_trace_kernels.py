@@ -36,23 +36,21 @@ def test_sums_are_those_of_the_kernels(folder: str) -> None:
         steps, outside = {"ProfilerStep#0": outside}, []
     for name, events in steps.items():
         sums: dict[str, list[int]] = {}
-        for op in table.operations(0):
+        for op in table.ops:
             if op.step == int(name.partition("#")[2]):
                 count_total = sums.setdefault(op.key.name, [0, 0])
                 count_total[0] += op.kernels
                 count_total[1] += op.time_ns
         assert sums == kernel_sums(events)
     assert table.outside_ns == sum(event.end - event.start for event in outside)
-    assert all(
-        op.shortest_ns <= op.time_ns / op.kernels <= op.longest_ns for op in table.operations(0)
-    )
+    assert all(op.shortest_ns <= op.time_ns / op.kernels <= op.longest_ns for op in table.ops)
 
 
 def test_communication_of_fsdp_has_its_block() -> None:
     """Eight layers, gathered in both passes and reduced once."""
     table = measured_ops(read_trace(TRACES / "fsdp8" / "rank3.json.gz"))
     calls: Counter[tuple[object, ...]] = Counter()
-    for op in table.operations(3):
+    for op in table.ops:
         if op.key.kind == "comm" and op.step == 6:
             kind = "gather" if "AllGather" in op.key.name else "reduce"
             calls[op.key.role, op.key.layer, op.key.phase, kind] += op.kernels
@@ -69,7 +67,7 @@ def test_steps_without_work_and_graphs_are_said() -> None:
     assert table.notes == ("no work of step 2 is in the trace: it does not count",)
     table = measured_ops(read_trace(next((TRACES / "hip-graph").glob("*.json*"))))
     assert table.notes[0].startswith("544 kernels and copies were launched by graphs")
-    assert sum(op.kernels for op in table.operations(0) if not op.key.op) == 544 + 3
+    assert sum(op.kernels for op in table.ops if not op.key.op) == 544 + 3
 
 
 class Step(TraceWriter):
@@ -132,7 +130,7 @@ def trained(folder: Path, *, marks: bool = True) -> list[MeasuredOp]:
     step.kernel("adam", 712, 1712, 5)
     step.kernel("fill", 950, 1950, 7)
     trace = read_trace(step.write(folder))
-    return list(measured_ops(trace, workload=None if marks else shapes()).operations(0))
+    return list(measured_ops(trace, workload=None if marks else shapes()).ops)
 
 
 def shapes(*, times: int = 1) -> Workload:
@@ -200,17 +198,17 @@ def test_products_of_one_shape_are_taken_in_order_or_have_all_roles(
     items = tuple(replace(base, module=role, layer=None) for role in "ab")
     workload = replace(shapes(), blocks={"b": items})
     table = measured_ops(read_trace(step.write(tmp_path)), workload=workload)
-    assert {key.role for key in table.keys} == roles
-    ordered = [op.key.role for op in sorted(table.operations(0), key=lambda op: op.key.role)]
+    assert {op.key.role for op in table.ops} == roles
+    ordered = [op.key.role for op in sorted(table.ops, key=lambda op: op.key.role)]
     assert ordered == sorted(roles)
     step.op("CompiledFunction", 900, 8)
     table = measured_ops(read_trace(step.write(tmp_path)), workload=workload)
-    assert {key.role for key in table.keys} == {"a | b"}, "the order of a graph is its own"
+    assert {op.key.role for op in table.ops} == {"a | b"}, "the order of a graph is its own"
     other = replace(base, op=Gemm(m=1, n=1, k=1), module="c")
     table = measured_ops(
         read_trace(step.write(tmp_path)), workload=replace(workload, blocks={"b": (other,)})
     )
-    assert {key.role for key in table.keys} == {""}
+    assert {op.key.role for op in table.ops} == {""}
     assert table.notes == (
         f"{count} of {count} products have a shape that the workload has not",
     )
@@ -233,13 +231,16 @@ def test_weights_of_others_may_be_transposed(tmp_path: Path) -> None:
             step.mark("data", 950, 1)
         step.product(10, [[16, 64], [64, 48]])
         table = measured_ops(read_trace(step.write(tmp_path)), workload=workload)
-        assert {key.role for key in table.keys} == {role}
+        assert {op.key.role for op in table.ops} == {role}
     step = Step(rank=0, world_size=1)
     step.step(0, 0, 1000)
     step.product(10, [[48, 64], [64, 16]])  # down as x W
     step.product(30, [[16, 64], [64, 48]], kernel="second")
     table = measured_ops(read_trace(step.write(tmp_path)), workload=workload)
-    assert {key.name: key.role for key in table.keys} == {"fwd": "mlp.down", "second": "mlp.up"}
+    assert {op.key.name: op.key.role for op in table.ops} == {
+        "fwd": "mlp.down",
+        "second": "mlp.up",
+    }
 
 
 def test_a_product_counts_once(tmp_path: Path) -> None:
@@ -250,7 +251,7 @@ def test_a_product_counts_once(tmp_path: Path) -> None:
     step.kernel("Memcpy of a workspace", 12, 1012, 1)
     step.kernel("gemm", 14, 1014, 5)
     step.kernel("splitKreduce", 16, 1020, 3)
-    ops = measured_ops(read_trace(step.write(tmp_path))).operations(0)
+    ops = measured_ops(read_trace(step.write(tmp_path))).ops
     assert {op.key.name: (op.calls, op.kernels) for op in ops} == {
         "Memcpy of a workspace": (0, 1),
         "gemm": (1, 1),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from stepmark.app.trace_files import RankResult, TraceSet, map_traces, trace_files
+from stepmark.app.trace_files import TraceSet, map_traces, trace_files
 from stepmark.app.workload_files import read as read_workload
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
@@ -27,7 +27,7 @@ from stepmark.store.export import write_csv, write_json
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.breakdown import breakdown
-from stepmark.trace.kineto.kernels import StepRanges, measured_ops
+from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
 _MOST_NOTES = 8
@@ -40,18 +40,16 @@ class _Rank:
     sums: RankSums
     products: Products
     with_recomputed: bool  # whether products counts those that are recomputed
+    times: RankTimes | None = None
 
 
 def kernels(options: KernelsOptions) -> int:
     """Print and write the table of operations."""
     options.check_stdout()
-    workload, notes = _workload(options)
-    traces = map_traces(options, partial(_reduce, options.by, options.steps, workload))
-    if traces is None:
+    found = _read(options)
+    if found is None:
         return 0
-    ranks = _ranks(traces)
-    _check_steps(options, ranks)
-    notes = [*traces.notes, *notes, *_notes(traces, workload)]
+    ranks, notes = found
     rows = trace_kernels.rows(ranks, options.by)
     notes += trace_kernels.hints(rows, options.by)
     if options.json:
@@ -62,7 +60,8 @@ def kernels(options: KernelsOptions) -> int:
     if options.csv:
         write_csv(rows, options.csv, "kernels")
     if not options.to_stdout:
-        _print(trace_kernels.header(ranks), trace_kernels.lines(ranks, options.by), notes)
+        table = trace_kernels.lines(ranks, rows, options.by)
+        _print([*trace_kernels.header(ranks), *table], notes)
     return 0
 
 
@@ -71,38 +70,30 @@ def compare(options: CompareTracesOptions) -> int:
     options.check_stdout()
     if len(options.files) != 2:
         raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
-    sides, notes = [], []
+    sides, notes, heads = [], [], []
     for name, word in zip("AB", options.files, strict=True):
-        side = replace(options, files=(word,))
-        workload, about = _workload(side)
-        traces = map_traces(side, partial(_reduce, options.by, options.steps, workload))
-        if traces is None:
+        found = _read(replace(options, files=(word,)))
+        if found is None:
             return 0
-        sides.append(_ranks(traces))
-        _check_steps(side, sides[-1])
-        about = [*traces.notes, *about, *_notes(traces, workload)]
-        notes += [f"{name}: {note}" for note in about]
+        sides.append(found[0])
+        heads += [f"{name} {word}: {line}" for line in trace_kernels.header(found[0])]
+        notes += [f"{name}: {note}" for note in found[1]]
     a, b = sides
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
     notes += trace_comparison.remarks(a, b, rows)
     if options.json:
-        document = {"a": options.files[0], "b": options.files[1], "by": options.by}
-        counts = {"a_steps": trace_kernels.num_steps(a), "b_steps": trace_kernels.num_steps(b)}
-        write_json(
-            document | counts | {"rows": rows, "total": total, "notes": notes},
-            options.json,
-            "compare",
-        )
+        document: Row = {"a": options.files[0], "b": options.files[1], "by": options.by}
+        document |= {
+            f"{name}_steps": trace_kernels.num_steps(side)
+            for name, side in zip("ab", sides, strict=True)
+        }
+        document |= {"rows": rows, "total": total, "notes": notes}
+        write_json(document, options.json, "compare")
     if options.csv:
         write_csv(rows, options.csv, "compare")
     if not options.to_stdout:
-        heads = [
-            f"{name} {word}: {line}"
-            for name, word, side in zip("AB", options.files, sides, strict=True)
-            for line in trace_kernels.header(side)
-        ]
-        _print(heads, trace_comparison.lines(rows, total, options.by), notes)
+        _print([*heads, *trace_comparison.lines(rows, total, options.by)], notes)
     return 0
 
 
@@ -115,25 +106,28 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
         return ["the traces of the profile are not there"]
     workload, notes = _workload(options)
     try:
-        read = map_traces(options, partial(_reduce_profile, workload), shares=False)
+        traces = map_traces(options, partial(_reduce_profile, options, workload), shares=False)
     except ConfigError as error:
         return [f"the profile cannot be read: {error}"]
-    assert read is not None
-    results = [RankResult(info=result.info, value=result.value[0]) for result in read.results]
-    traces = TraceSet(results=tuple(results), world_size=read.world_size, missing=(), notes=())
-    times = [(result.info.rank or 0, result.value[1]) for result in read.results]
+    assert traces is not None
+    times = [
+        (result.info.rank or 0, result.value.times)
+        for result in traces.results
+        if result.value.times is not None
+    ]
     ranks = _ranks(traces)
     # A rank's median: the first profiled step has the profiler's own start in it.
     profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
     unprofiled = summarize(slowest_per_sample(record.samples.seconds)).median
     unprofiled *= record.training.cycle
+    rows = trace_kernels.rows(ranks, "role")
     return [
         f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
         f"({profiled / unprofiled - 1:+.1%})",
         *_without_profiler(times, unprofiled),
         *("", *trace_breakdown.summary(times), ""),
         *trace_kernels.header(ranks),
-        *trace_kernels.lines(ranks, "role", most=24),
+        *trace_kernels.lines(ranks, rows, "role", most=24),
         *(f"note: {note}" for note in (*notes, *_notes(traces, workload))),
     ]
 
@@ -156,23 +150,38 @@ def _without_profiler(
         )
 
 
-def _reduce(
-    by: str, in_steps: StepRanges | None, workload: Workload | None, trace: RankTrace
-) -> _Rank:
-    table = measured_ops(trace, in_steps=in_steps, workload=workload)
-    rank = trace.info.rank or 0
+def _read(options: KernelsOptions) -> tuple[Ranks, list[str]] | None:
+    """Return the sums of each rank, and notes; None on ranks that do not report."""
+    workload, notes = _workload(options)
+    traces = map_traces(options, partial(_reduce, options, workload))
+    if traces is None:
+        return None
+    ranks = _ranks(traces)
+    if options.steps is not None and not all(sums.is_marked for _, sums in ranks):
+        allowed = "left out: these traces have no ProfilerStep marks"
+        raise ConfigError("steps", options.steps, allowed)
+    if options.steps is not None and not any(sums.steps for _, sums in ranks):
+        raise ConfigError("steps", options.steps, "among the steps of the traces")
+    return ranks, [*traces.notes, *notes, *_notes(traces, workload)]
+
+
+def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace) -> _Rank:
+    table = measured_ops(trace, options.has_step, workload)
     products: Products = Counter()
     # On a host recomputation begins products that it then does not carry out.
-    is_partial = table.is_host and any(key.is_recomputed for key in table.keys)
-    for op in table.operations(rank) if workload else ():
+    is_partial = table.is_host and any(op.key.is_recomputed for op in table.ops)
+    for op in table.ops if workload else ():
         if op.key.op in PRODUCTS and not (is_partial and op.key.is_recomputed):
             products[op.key.role, op.key.phase] += op.calls
-    sums = trace_kernels.summed(table, by, rank)
+    sums = trace_kernels.summed(table, options.by)
     return _Rank(sums=sums, products=products, with_recomputed=not is_partial)
 
 
-def _reduce_profile(workload: Workload | None, trace: RankTrace) -> tuple[_Rank, RankTimes]:
-    return _reduce("role", None, workload, trace), breakdown(trace, lambda _number: True)
+def _reduce_profile(
+    options: KernelsOptions, workload: Workload | None, trace: RankTrace
+) -> _Rank:
+    times = breakdown(trace, options.has_step)
+    return replace(_reduce(options, workload, trace), times=times)
 
 
 def _ranks(traces: TraceSet[_Rank]) -> Ranks:
@@ -223,11 +232,9 @@ def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]
         is_product = isinstance(op, ComputeOp) and isinstance(op.op, kinds)
         if is_product and (found.with_recomputed or not op.recompute):
             expected[op.module, str(op.phase)] += calls * count
-    unsure = {
-        key: n for key, n in found.products.items() if " | " in key[0] or key[1] not in _TOLD
-    }
+    unsure = [key for key in found.products if " | " in key[0] or key[1] not in _TOLD]
     if unsure:
-        number = sum(unsure.values()) / count
+        number = sum(found.products[key] for key in unsure) / count
         yield f"{number:.4g} products per step have a shape of several roles or phases"
     skipped = {role for roles, _ in unsure for role in roles.split(" | ")}
     # Attention by products, as on a CPU, is one operation of a workload.
@@ -241,19 +248,6 @@ def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]
             )
 
 
-def _check_steps(options: KernelsOptions, ranks: Sequence[tuple[int, RankSums]]) -> None:
-    """Raise ConfigError for --steps that no trace has, or that traces do not mark."""
-    if options.steps is None:
-        return
-    if not all(sums.is_marked for _, sums in ranks):
-        allowed = "left out: these traces have no ProfilerStep marks"
-        raise ConfigError("steps", options.steps, allowed)
-    if not any(sums.steps for _, sums in ranks):
-        raise ConfigError("steps", options.steps, "among the steps of the traces")
-
-
-def _print(*parts: Sequence[str]) -> None:
-    *texts, notes = parts
-    for text in texts:
-        sys.stdout.writelines(f"{line}\n" for line in text)
+def _print(lines: Sequence[str], notes: Sequence[str]) -> None:
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     sys.stdout.writelines(f"note: {note}\n" for note in notes)

@@ -1,13 +1,7 @@
 """Operations of a training step as a profiler measured them, by the names of the workload."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from stepmark.core.trace_columns import Ints
+from typing import NamedTuple
 
 MARK = "stepmark::"  # prefix of our own annotations: a module's path, or a phase
 WHOLE = "model"  # path of a model that is compiled as a whole
@@ -15,11 +9,8 @@ COARSE = ("", "block", "output", WHOLE)  # roles of compiled modules, and none
 COMPUTE, COMM, MEMORY = "compute", "comm", "memory"  # kinds
 # torch's products of matrices; each is one Gemm or GroupedGemm of a workload.
 PRODUCTS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("mm", "addmm", "bmm", "baddbmm", "_scaled_mm"),
-        *("_grouped_mm", "_scaled_grouped_mm"),
-    )
+    f"aten::{name}mm"
+    for name in ("", "add", "b", "baddb", "_scaled_", "_grouped_", "_scaled_grouped_")
 )
 
 
@@ -43,16 +34,15 @@ class OpKey(NamedTuple):
     name: str  # of the kernel or copy; of the operation in a trace without a GPU
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class MeasuredOp:
     """All work of one kind in one step of one rank.
 
     time_ns is the sum over kernels, which may overlap one another. calls counts operations of
     torch that launched it, kernels what they launched; an operation counts where its first
-    kernel does. num_bytes: of copies and memsets; None for kernels.
+    kernel does.
     """
 
-    rank: int
     step: int
     key: OpKey
     time_ns: int
@@ -60,16 +50,15 @@ class MeasuredOp:
     kernels: int
     shortest_ns: int
     longest_ns: int
-    num_bytes: int | None
 
     @property
-    def seconds(self) -> float:
-        return self.time_ns * 1e-9
+    def by_step_ns(self) -> dict[int, int]:
+        return {self.step: self.time_ns}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OpTable:
-    """Measured operations of one rank as columns: a row for each step and key.
+class MeasuredSteps:
+    """Steps of one rank whose work is measured.
 
     is_host: there is no work of a GPU in the trace, and times are those of operations on the
     host without the operations inside them. outside_ns: work that no marked step launched.
@@ -77,31 +66,16 @@ class OpTable:
     a host: as it was marked).
     """
 
-    keys: tuple[OpKey, ...]
     steps: tuple[int, ...]
     step_ns: tuple[int, ...]
     is_marked: bool
     is_host: bool
     outside_ns: int
-    step: Ints  # index in steps
-    key: Ints  # index in keys
-    time_ns: Ints
-    calls: Ints
-    kernels: Ints
-    shortest_ns: Ints
-    longest_ns: Ints
-    num_bytes: Ints  # -1: no copy
     notes: tuple[str, ...] = ()
 
-    def operations(self, rank: int) -> Iterator[MeasuredOp]:
-        """Yield the rows as measured operations."""
-        sums = ("time_ns", "calls", "kernels", "shortest_ns", "longest_ns")
-        columns = (getattr(self, name).tolist() for name in ("step", "key", "num_bytes", *sums))
-        for step, key, num_bytes, *numbers in zip(*columns, strict=True):
-            yield MeasuredOp(
-                rank=rank,
-                step=self.steps[step],
-                key=self.keys[key],
-                num_bytes=None if num_bytes < 0 else num_bytes,
-                **dict(zip(sums, numbers, strict=True)),
-            )
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpTable(MeasuredSteps):
+    """Measured operations of one rank."""
+
+    ops: tuple[MeasuredOp, ...]

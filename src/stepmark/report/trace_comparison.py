@@ -7,17 +7,19 @@ from dataclasses import replace
 from fractions import Fraction
 
 from stepmark.core.columns import Row, aligned
-from stepmark.core.ratio import Ratio, Verdict, ratio
+from stepmark.core.ratio import Verdict, ratio
 from stepmark.report.trace_kernels import (
     COLUMNS,
+    MOST_ROWS,
     Label,
     Ranks,
     Sum,
     as_text,
     num_steps,
+    number,
+    whole_of,
 )
 
-_MOST_ROWS = 40
 _MS = 1e6  # nanoseconds
 _TEMPLATE = re.compile(r"<.*>(?:\(.*\))?|\(.*\)|(?<=_)\d+x\d+\w*|(?<=[a-z_])\d+$")
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
@@ -37,33 +39,23 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
         | _compared((first.get(label, Sum()), second.get(label, Sum())), (a, b))
         for label in dict.fromkeys((*first, *second))
     ]
-    return sorted(table, key=lambda row: -abs(_value(row, "difference_ns")))
+    return sorted(table, key=lambda row: -abs(number(row, "difference_ns")))
 
 
 def _compared(sums: tuple[Sum, Sum], sides: tuple[Ranks, Ranks]) -> Row:
     """Return the figures of a row."""
     counts = [num_steps(ranks) or 1 for ranks in sides]
-    a, b = (Fraction(own.total_ns, n) for own, n in zip(sums, counts, strict=True))
-    judged = _judge(sums, sides) if a and b else None
+    a, b = (Fraction(own.time_ns, n) for own, n in zip(sums, counts, strict=True))
     row: Row = dict(zip(_FIELDS, map(float, (a, b, b - a)), strict=True))
     return row | {
         "time_ratio": float(b / a) if a and b else None,
-        "low": 1 / judged.high if judged and judged.high else None,
-        "high": 1 / judged.low if judged and judged.low else None,
-        "verdict": judged.verdict.value if judged else "",
-        "reason": judged.reason if judged else "",
+        **(_verdict(sums, sides) if a and b else _judged()),
         "only_in": "" if all(own.kernels for own in sums) else "a" if sums[0].kernels else "b",
         "a_calls": sums[0].calls / counts[0],
         "b_calls": sums[1].calls / counts[1],
-        "a_total_ns": sums[0].total_ns,
-        "b_total_ns": sums[1].total_ns,
+        "a_total_ns": sums[0].time_ns,
+        "b_total_ns": sums[1].time_ns,
     }
-
-
-def _value(row: Mapping[str, object], name: str) -> float:
-    value = row[name]
-    assert isinstance(value, int | float)
-    return value
 
 
 def _sums(ranks: Ranks) -> dict[Label, Sum]:
@@ -93,25 +85,24 @@ def plain_name(name: str) -> str:
     return plain if plain.strip("*") else name
 
 
-def _judge(sums: tuple[Sum, Sum], sides: tuple[Ranks, Ranks]) -> Ratio:
+def _verdict(sums: tuple[Sum, Sum], sides: tuple[Ranks, Ranks]) -> Row:
     """Return the verdict over steps: of each the mean of its ranks."""
     samples = [_by_step(own, ranks) for own, ranks in zip(sums, sides, strict=True)]
-    if not all(all(values) for values in samples):
-        speed = _mean(samples[0]) / _mean(samples[1])
-        return _without_verdict(speed, "not in every step")
+    if not all(map(all, samples)):
+        return _judged(Verdict.CANNOT_TELL.value, "not in every step")
     if min(map(len, samples)) < 2:
-        return _without_verdict(_mean(samples[0]) / _mean(samples[1]), "a single step")
-    judged = ratio(*samples)
-    return replace(judged, reason=judged.reason.replace("launches", "steps"))
+        return _judged(Verdict.CANNOT_TELL.value, "a single step")
+    speed = ratio(*samples)
+    reason = speed.reason.replace("launches", "steps")
+    return _judged(speed.verdict.value, reason, speed.high, speed.low)
 
 
-def _without_verdict(speed: float, reason: str) -> Ratio:
-    verdict = Verdict.CANNOT_TELL
-    return Ratio(speed=speed, low=None, high=None, verdict=verdict, reason=reason)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
+def _judged(
+    verdict: str = "", reason: str = "", high: float | None = None, low: float | None = None
+) -> Row:
+    """Return the columns of a verdict. high and low: of the speed, which is 1 / time."""
+    ends = {"low": 1 / high if high else None, "high": 1 / low if low else None}
+    return {**ends, "verdict": verdict, "reason": reason}
 
 
 def _by_step(own: Sum, ranks: Ranks) -> list[float]:
@@ -121,14 +112,10 @@ def _by_step(own: Sum, ranks: Ranks) -> list[float]:
 
 def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
     """Return the sums over all rows, with their verdict."""
-    wholes = (Sum(), Sum())
-    for whole, ranks in zip(wholes, (a, b), strict=True):
-        for _, own in ranks:
-            for each in own.sums.values():
-                whole.add(each)
-    sums = [sum(_value(row, name) for row in table) for name in ("a_total_ns", "b_total_ns")]
-    assert sums == [whole.total_ns for whole in wholes]
-    return _compared(wholes, (a, b))
+    a_sum, b_sum = (whole_of(_sums(ranks).values()) for ranks in (a, b))
+    assert sum(number(row, "a_total_ns") for row in table) == a_sum.time_ns
+    assert sum(number(row, "b_total_ns") for row in table) == b_sum.time_ns
+    return _compared((a_sum, b_sum), (a, b))
 
 
 def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str]:
@@ -136,11 +123,11 @@ def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str
     cells = [["A ms/step", "B ms/step", "B - A", "B / A", "verdict", *COLUMNS[by]]]
     cells += [
         [*_numbers(row), *(as_text(row[name]) for name in COLUMNS[by])]
-        for row in table[:_MOST_ROWS]
+        for row in table[:MOST_ROWS]
     ]
-    if table[_MOST_ROWS:]:
-        rest = {name: sum(_value(row, name) for row in table[_MOST_ROWS:]) for name in _FIELDS}
-        cells.append([*_numbers(rest), f"{len(table) - _MOST_ROWS} more rows (--csv has all)"])
+    if table[MOST_ROWS:]:
+        rest = {name: sum(number(row, name) for row in table[MOST_ROWS:]) for name in _FIELDS}
+        cells.append([*_numbers(rest), f"{len(table) - MOST_ROWS} more rows (--csv has all)"])
     cells.append([*_numbers(sums), "sum"])
     width = len(cells[0])
     padded = [[*line, *[""] * (width - len(line))] for line in cells]
@@ -148,7 +135,7 @@ def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str
 
 
 def _numbers(row: Mapping[str, object]) -> list[str]:
-    a, b, difference = (_value(row, name) for name in _FIELDS)
+    a, b, difference = (number(row, name) for name in _FIELDS)
     time_ratio = f"{b / a:.3f}" if a and b else ""
     verdict = str(row.get("verdict", ""))
     if verdict == Verdict.CANNOT_TELL.value:

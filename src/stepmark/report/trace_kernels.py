@@ -1,16 +1,16 @@
 """Measured operations of traces as tables: time per step by role, operation or kernel."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from stepmark.core.columns import Row, aligned
 from stepmark.core.kernel_groups import group_of
-from stepmark.core.trace_ops import OpKey, OpTable
+from stepmark.core.trace_ops import MeasuredOp, MeasuredSteps, OpKey, OpTable
 from stepmark.core.units import ranks_text
 
 UNATTRIBUTED = "unattributed"
-_MOST_ROWS = 40
+MOST_ROWS = 40
 _WIDTH = 90
 _MUCH = 50  # percent
 _US, _MS = 1e3, 1e6  # nanoseconds
@@ -28,15 +28,15 @@ DEFINITIONS = (
 class Sum:
     """Work with one label on one rank."""
 
-    total_ns: int = 0
+    time_ns: int = 0
     calls: int = 0
     kernels: int = 0
     shortest_ns: int = 2**62
     longest_ns: int = 0
     by_step_ns: Counter[int] = field(default_factory=Counter)
 
-    def add(self, other: "Sum") -> None:
-        self.total_ns += other.total_ns
+    def add(self, other: "Sum | MeasuredOp") -> None:
+        self.time_ns += other.time_ns
         self.calls += other.calls
         self.kernels += other.kernels
         self.shortest_ns = min(self.shortest_ns, other.shortest_ns)
@@ -48,20 +48,14 @@ Label = tuple[str, ...]  # of the columns in COLUMNS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSums:
+class RankSums(MeasuredSteps):
     """Sums of one rank's steps by label."""
 
     sums: Mapping[Label, Sum]
-    steps: tuple[int, ...]
-    step_ns: tuple[int, ...]
-    is_host: bool
-    is_marked: bool
-    outside_ns: int
-    notes: tuple[str, ...] = ()
 
     @property
     def total_ns(self) -> int:
-        return sum(each.total_ns for each in self.sums.values())
+        return sum(each.time_ns for each in self.sums.values())
 
 
 # Columns of a label, by what rows are told apart.
@@ -77,46 +71,27 @@ COLUMNS: dict[str, tuple[str, ...]] = {
 
 def label_of(key: OpKey, by: str) -> Label:
     """Return the label of an operation; what is unknown is UNATTRIBUTED."""
-    phase = f"re-{key.phase}" if key.is_recomputed else key.phase
-    match by:
-        case "role":
-            return (key.role or UNATTRIBUTED, phase, key.kind)
-        case "layer":
-            layer = "outside blocks" if key.role else UNATTRIBUTED
-            return (layer if key.layer is None else str(key.layer), key.kind)
-        case "module":
-            return (key.module or UNATTRIBUTED, phase, key.kind)
-        case "op":
-            return (key.op or UNATTRIBUTED,)
-        case "group":
-            return (group_of(key.name),)
-    return (key.name,)
+    layer = "outside blocks" if key.role else UNATTRIBUTED
+    values = {
+        "role": key.role or UNATTRIBUTED,
+        "phase": f"re-{key.phase}" if key.is_recomputed else key.phase,
+        "kind": key.kind,
+        "layer": layer if key.layer is None else str(key.layer),
+        "module": key.module or UNATTRIBUTED,
+        "op": key.op or UNATTRIBUTED,
+        "group": group_of(key.name),
+        "name": key.name,
+    }
+    return tuple(values[column] for column in COLUMNS[by])
 
 
-def summed(table: OpTable, by: str, rank: int = 0) -> RankSums:
+def summed(table: OpTable, by: str) -> RankSums:
     """Return the sums of a rank's operations."""
     sums: dict[Label, Sum] = defaultdict(Sum)
-    labels = {key: label_of(key, by) for key in table.keys}
-    for op in table.operations(rank):
-        sums[labels[op.key]].add(
-            Sum(
-                total_ns=op.time_ns,
-                calls=op.calls,
-                kernels=op.kernels,
-                shortest_ns=op.shortest_ns,
-                longest_ns=op.longest_ns,
-                by_step_ns=Counter({op.step: op.time_ns}),
-            )
-        )
-    return RankSums(
-        sums=dict(sums),
-        steps=table.steps,
-        step_ns=table.step_ns,
-        is_host=table.is_host,
-        is_marked=table.is_marked,
-        outside_ns=table.outside_ns,
-        notes=table.notes,
-    )
+    for op in table.ops:
+        sums[label_of(op.key, by)].add(op)
+    about = {each.name: getattr(table, each.name) for each in fields(MeasuredSteps)}
+    return RankSums(sums=dict(sums), **about)
 
 
 Ranks = Sequence[tuple[int, RankSums]]
@@ -135,35 +110,45 @@ def rows(ranks: Ranks, by: str) -> list[Row]:
     count, total_ns = num_steps(ranks) or 1, sum(sums.total_ns for _, sums in ranks)
     table: list[Row] = []
     for label in dict.fromkeys(label for _, sums in ranks for label in sums.sums):
-        whole = Sum()
-        per_rank: dict[int, float] = {}
-        for rank, sums in ranks:
-            own = sums.sums.get(label, Sum())
-            whole.add(own)
-            per_rank[rank] = own.total_ns / (len(sums.steps) or 1)
+        own = [(rank, sums.sums.get(label, Sum()), len(sums.steps)) for rank, sums in ranks]
+        whole = whole_of(each for _, each, _ in own)
+        per_rank = {rank: each.time_ns / (steps or 1) for rank, each, steps in own}
         slowest = max(per_rank, key=per_rank.__getitem__)
         table.append(
             dict(zip(COLUMNS[by], label, strict=True))
             | {
-                "time_per_step_ns": whole.total_ns / count,
-                "share_pct": 100 * whole.total_ns / (total_ns or 1),
+                "time_per_step_ns": whole.time_ns / count,
+                "share_pct": 100 * whole.time_ns / (total_ns or 1),
                 "calls_per_step": whole.calls / count,
                 "kernels_per_step": whole.kernels / count,
-                "mean_ns": whole.total_ns / whole.kernels,
+                "mean_ns": whole.time_ns / whole.kernels,
                 "shortest_ns": whole.shortest_ns,
                 "longest_ns": whole.longest_ns,
                 "fastest_rank_ns": min(per_rank.values()),
                 "slowest_rank_ns": per_rank[slowest],
                 "slowest_rank": slowest,
-                "total_ns": whole.total_ns,
+                "total_ns": whole.time_ns,
             }
         )
-    return sorted(table, key=lambda row: -_number(row["total_ns"]))
+    return sorted(table, key=lambda row: -number(row, "total_ns"))
+
+
+def whole_of(sums: Iterable[Sum]) -> Sum:
+    whole = Sum()
+    for each in sums:
+        whole.add(each)
+    return whole
+
+
+def number(row: Mapping[str, object], name: str) -> float:
+    value = row[name]
+    assert isinstance(value, int | float)
+    return value
 
 
 def hints(table: Sequence[Row], by: str) -> Iterator[str]:
     """Yield what would tell more where much of the time is not attributed."""
-    shares = [_number(row["share_pct"]) for row in table if UNATTRIBUTED in row.values()]
+    shares = [number(row, "share_pct") for row in table if UNATTRIBUTED in row.values()]
     if sum(shares) > _MUCH:
         other = "--by op" if by == "module" else "--workload FILE tells products, --by op"
         yield f"{sum(shares):.0f} % of the time is {UNATTRIBUTED}: {other} shows operations"
@@ -192,46 +177,37 @@ def header(ranks: Ranks) -> list[str]:
     ]
     outside_ns = sum(sums.outside_ns for _, sums in ranks)
     if outside_ns:
-        text = (
-            f"{outside_ns / _MS:.3f} ms of work, of all ranks, was launched outside the steps"
-        )
-        lines.append(f"{text}: it is not counted")
+        text = "of work, of all ranks, was launched outside the steps: it is not counted"
+        lines.append(f"{outside_ns / _MS:.3f} ms {text}")
     return lines
 
 
+def _scaled(unit: float, digits: int) -> Callable[[float], str]:
+    return lambda value: f"{value / unit:.{digits}f}"
+
+
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("time_per_step_ns", "ms/step", lambda value: f"{value / _MS:.3f}"),
-    ("share_pct", "%", lambda value: f"{value:.1f}"),
-    ("calls_per_step", "calls", lambda value: f"{value:.4g}"),
-    ("kernels_per_step", "kernels", lambda value: f"{value:.4g}"),
-    ("mean_ns", "mean us", lambda value: f"{value / _US:.2f}"),
-    ("shortest_ns", "min us", lambda value: f"{value / _US:.2f}"),
-    ("longest_ns", "max us", lambda value: f"{value / _US:.2f}"),
+    ("time_per_step_ns", "ms/step", _scaled(_MS, 3)),
+    ("share_pct", "%", _scaled(1, 1)),
+    ("calls_per_step", "calls", "{:.4g}".format),
+    ("kernels_per_step", "kernels", "{:.4g}".format),
+    ("mean_ns", "mean us", _scaled(_US, 2)),
+    ("shortest_ns", "min us", _scaled(_US, 2)),
+    ("longest_ns", "max us", _scaled(_US, 2)),
+    ("fastest_rank_ns", "fastest rank", _scaled(_MS, 3)),
+    ("slowest_rank_ns", "slowest", _scaled(_MS, 3)),
 )
 
 
-def lines(ranks: Ranks, by: str, most: int = _MOST_ROWS) -> list[str]:
-    """Return the table as text."""
-    table = rows(ranks, by)
-    shown = list(_SHOWN)
-    if len(ranks) > 1:
-        shown.append(("fastest_rank_ns", "fastest rank", lambda value: f"{value / _MS:.3f}"))
-        shown.append(("slowest_rank_ns", "slowest", lambda value: f"{value / _MS:.3f}"))
+def lines(ranks: Ranks, table: Sequence[Row], by: str, most: int = MOST_ROWS) -> list[str]:
+    """Return the table as text; columns of ranks where there are several."""
+    shown = _SHOWN if len(ranks) > 1 else _SHOWN[:-2]
     cells = [[*(title for _, title, _ in shown), *COLUMNS[by]]]
     for row in table[:most]:
-        numbers = [show(_number(row[name])) for name, _, show in shown]
+        numbers = [show(number(row, name)) for name, _, show in shown]
         cells.append([*numbers, *(as_text(row[name]) for name in COLUMNS[by])])
     text = aligned(cells, [True] * len(shown) + [False] * len(COLUMNS[by]))
-    return [*text, *_rest(table[most:], num_steps(ranks))]
-
-
-def _rest(table: Sequence[Row], count: int) -> list[str]:
-    if not table:
-        return []
-    rest = sum(_number(row["total_ns"]) for row in table) / count / _MS
-    return [f"and {len(table)} more rows of {rest:.3f} ms together: --csv has all"]
-
-
-def _number(value: object) -> float:
-    assert isinstance(value, int | float)
-    return value
+    if rest := table[most:]:
+        rest_ms = sum(number(row, "total_ns") for row in rest) / num_steps(ranks) / _MS
+        text.append(f"and {len(rest)} more rows of {rest_ms:.3f} ms together: --csv has all")
+    return text

@@ -26,14 +26,16 @@ if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
 Numbers = Sequence[int | None]  # of the steps of windows
-_COMM = re.compile(r"^(?:c10d::|_?c10d_functional|record_param_comms|gloo:|mpi:|ucc:|nccl:)")
+COMM_NAME = re.compile(
+    r"^(?:c10d::|_?c10d_functional|record_param_comms|gloo:|mpi:|ucc:|nccl:)"
+)
 _COMPUTE = re.compile(r"^(?!autograd::|torch::autograd::)\w+::|cpp_fused")
 _NO_TIMES: Intervals = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -> RankTimes:
     """Return the times of the selected steps on the host."""
-    is_comm = np.array([bool(_COMM.match(name)) for name in trace.names], bool)
+    is_comm = np.array([bool(COMM_NAME.match(name)) for name in trace.names], bool)
     compute, comm = _busy(trace, is_comm)
     num_ops = np.searchsorted(trace.ops.start, steps.end)
     num_ops -= np.searchsorted(trace.ops.start, steps.start)
