@@ -5,13 +5,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 
 from stepmark.app import workload_files
 from stepmark.app.trace_files import TraceSet, map_traces
 from stepmark.core.errors import ConfigError
-from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_options import ToWorkloadOptions, TraceInputs
 from stepmark.core.units import ranks_text
 from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
@@ -34,7 +34,7 @@ def to_workload(options: ToWorkloadOptions) -> int:
 def read(inputs: TraceInputs) -> Workload | None:
     """Return one step of a job as a workload. None on ranks of a launcher but the first."""
     step = _step(inputs)
-    traces = map_traces(inputs, partial(_program, step))
+    traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
         return None
     for note in traces.notes:
@@ -44,7 +44,7 @@ def read(inputs: TraceInputs) -> Workload | None:
         absent = {r.info.rank or 0 for r in traces.results} - programs.keys()
         raise ConfigError("steps", step, f"a step of all ranks: {ranks_text(absent)} lack it")
     for rank, each in programs.items():
-        if each.left_out and not each.messages:
+        if each.left_out and not any(isinstance(op, CommOp) for op in each.operations):
             what = "; ".join(f"{count} {text}" for text, count in each.left_out.items())
             allowed = f"traces that state the messages of the step: {what}"
             raise ConfigError("trace", f"rank {rank}", allowed)
@@ -63,7 +63,7 @@ def _step(inputs: TraceInputs) -> int:
         return low
     if outer_launcher.is_rank():  # whose other ranks do not learn which step it is
         raise ConfigError("steps", "missing", "the number of a step, under a launcher")
-    traces = map_traces(inputs, step_windows)
+    traces = map_traces(inputs, partial(step_windows, inputs))
     assert traces is not None
     took: dict[int, list[int]] = {}
     for result in traces.results:
@@ -76,21 +76,14 @@ def _step(inputs: TraceInputs) -> int:
     return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
 
 
-def _program(step: int, trace: RankTrace) -> RankProgram | None:
-    return program(trace, step)
-
-
 def _workload(
     traces: TraceSet[RankProgram | None], programs: Mapping[int, RankProgram], name: str
 ) -> Workload:
     world, groups = traces.world_size, dict[str, Group]()
-    by_rank = {
-        rank: _named(rank_program, world, groups) for rank, rank_program in programs.items()
-    }
-    messages = {
-        rank: [_bare(op) for op in operations if isinstance(op, CommOp)]
-        for rank, operations in by_rank.items()
-    }
+    by_rank = {rank: _named(each, world, groups) for rank, each in programs.items()}
+    # Without their waits, which times decide.
+    bare = {rank: [replace(op, after=()) for op in own] for rank, own in by_rank.items()}
+    messages = {rank: [op for op in bare[rank] if isinstance(op, CommOp)] for rank in bare}
     notes = list(_notes(programs))
     first = min(programs)
     if len(programs) < world:
@@ -104,29 +97,23 @@ def _workload(
         absent = ranks_text(set(range(world)) - programs.keys())
         notes.append(f"{absent}: no trace is read; the program is that of rank {first}")
     ranks: list[Sequence[Operation]] = []
-    start = 0
-    while start < world:
-        known = start if start in programs else first
-        end = start + 1
-        while end < world and messages.get(end, messages[known]) == messages[known]:
-            end += 1
-        like = [rank for rank in programs if start <= rank < end] or [first]
-        operations, unequal = _timed(by_rank, programs, like)
-        ranks += [operations] * (end - start)
+    for _, alike in groupby(range(world), lambda rank: messages.get(rank, messages[first])):
+        members = list(alike)
+        like = [rank for rank in members if rank in programs] or [first]
+        unequal = [rank for rank in like if bare[rank] != bare[like[0]]]
+        times = [programs[rank].times for rank in like if rank not in unequal]
+        ranks += [_timed(by_rank[like[0]], times)] * len(members)
         if unequal:
             notes.append(
                 f"{ranks_text(unequal)}: the same messages as rank {like[0]}, but other "
                 "computations: those of that rank stand for them"
             )
-        start = end
     stages, blocks = stages_of(ranks)
     info = traces.results[0].info
     workload = Workload(
         name=name,
         rules="trace",
-        source=", ".join(
-            ["torch.profiler", *(f"{key} {value}" for key, value in info.versions)]
-        ),
+        source=", ".join(["torch.profiler", *map(" ".join, info.versions)]),
         world_size=world,
         settings={
             "step": programs[first].step,
@@ -141,12 +128,10 @@ def _workload(
     return replace(workload, notes=workload.notes + disagreements(workload))
 
 
-def _named(
-    rank_program: RankProgram, world: int, groups: dict[str, Group]
-) -> tuple[Operation, ...]:
+def _named(each: RankProgram, world: int, groups: dict[str, Group]) -> tuple[Operation, ...]:
     """Return the operations with groups whose names are alike on all ranks."""
     names = {}
-    for name, members in rank_program.members.items():
+    for name, members in each.members.items():
         group = group_of(members, f"group {name}")
         desc = name.partition(" ")[2]
         names[name] = name_of(group, world)
@@ -155,35 +140,20 @@ def _named(
         groups[names[name]] = group
     return tuple(
         replace(op, group=names[op.group]) if isinstance(op, CommOp) else op
-        for op in rank_program.operations
+        for op in each.operations
     )
 
 
 def _timed(
-    by_rank: Mapping[int, tuple[Operation, ...]],
-    programs: Mapping[int, RankProgram],
-    ranks: Sequence[int],
-) -> tuple[tuple[Operation, ...], list[int]]:
-    """Return the first rank's operations with median times, and ranks with other ones."""
-    operations = by_rank[ranks[0]]
-    shapes = {rank: [_bare(op) for op in by_rank[rank]] for rank in ranks}
-    like = [rank for rank in ranks if shapes[rank] == shapes[ranks[0]]]
-    times = zip(*(programs[rank].times for rank in like), strict=True)
-    timed = tuple(
-        replace(op, time_s=_median(each)) if isinstance(op, ComputeOp) else op
-        for op, each in zip(operations, times, strict=True)
-    )
-    return timed, [rank for rank in ranks if rank not in like]
-
-
-def _bare(op: Operation) -> Operation:
-    """Return an operation without its waits, which times decide."""
-    return replace(op, after=())
-
-
-def _median(times: Sequence[int | None]) -> float | None:
-    known = [time for time in times if time is not None]
-    return median(known) / 1e9 if known else None
+    operations: Sequence[Operation], times: Sequence[Sequence[int | None]]
+) -> tuple[Operation, ...]:
+    """Return the operations with median times over ranks, which are ns."""
+    timed = []
+    for op, each in zip(operations, zip(*times, strict=True), strict=True):
+        known = [time for time in each if time is not None]
+        is_timed = known and isinstance(op, ComputeOp)
+        timed.append(replace(op, time_s=median(known) / 1e9) if is_timed else op)
+    return tuple(timed)
 
 
 def _notes(programs: Mapping[int, RankProgram]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,12 @@ from stepmark.trace.kineto.stream import EventStream
 from stepmark.trace.kineto.windows import gpu_windows
 
 if TYPE_CHECKING:
-    from stepmark.core.trace_columns import CallColumns, CommColumns, Ints, OpColumns
+    from stepmark.core.trace_columns import Ints
 
 _STEP = "ProfilerStep#"
 _ROWS = 1 << 16  # of a piece of a table
-_WHOLE = ("device", "in_elements", "out_elements", "group_size")  # numbers that are looked up
+# Columns of numbers that are looked up.
+_WHOLE = ("step", "device", "in_elements", "out_elements", "group_size")
 
 
 class _CopiedEvent(Event, gc=False):
@@ -64,14 +65,8 @@ class Selection:
         end = start + _nanoseconds(max(event.dur or 0, 0))
         is_gpu = table == "gpu" or event.cat.startswith(("gpu_", "cuda_sync", "cuda_event"))
         window = self.gpu if is_gpu else self.host
-        return (start <= window[1] and end >= window[0]) or (
-            not is_gpu and self._launches(start, end)
-        )
-
-    def _launches(self, start: int, end: int) -> bool:
-        """Return whether work that is kept was launched between these times."""
-        place = bisect_left(self.calls, start)
-        return place < len(self.calls) and self.calls[place] <= end
+        launched = bisect_left(self.calls, start) < bisect_right(self.calls, end)
+        return (start <= window[1] and end >= window[0]) or (launched and not is_gpu)
 
 
 def _nanoseconds(micros: float) -> int:
@@ -93,9 +88,7 @@ def select(trace: RankTrace, inputs: TraceInputs) -> Selection | None:
     if rows[-1] - rows[0] + 1 != len(rows):
         allowed = "consecutive steps: the time between others would belong to none"
         raise ConfigError("steps", ",".join(str(marked.numbers[row]) for row in rows), allowed)
-    gpu, of_gpu = trace.gpu, marked.of_gpu
-    is_own = (of_gpu >= rows[0]) & (of_gpu <= rows[-1])
-    host = int(marked.start[rows[0]]), int(marked.end[rows[-1]])
+    gpu, is_own = trace.gpu, np.isin(marked.of_gpu, rows)
     windows = gpu_windows(trace, marked)
     window = int(windows.start[rows[0]]), int(windows.end[rows[-1]])
     is_kept = is_own | ((gpu.start <= window[1]) & (gpu.end >= window[0]))
@@ -103,7 +96,7 @@ def select(trace: RankTrace, inputs: TraceInputs) -> Selection | None:
     return Selection(
         base=trace.info.base_ns,
         names=frozenset(f"{_STEP}{marked.numbers[row]}" for row in rows),
-        host=host,
+        host=(int(marked.start[rows[0]]), int(marked.end[rows[-1]])),
         gpu=window,
         correlations=frozenset(gpu.correlation[is_kept].tolist()) - {NONE},
         calls=np.sort(trace.calls.start[call[call != NONE]]).tolist(),
@@ -172,42 +165,48 @@ def tables(trace: RankTrace, rank: int, inputs: TraceInputs) -> Iterator[Exporte
 
     step: that launched a GPU event, or in which a call, op or message starts.
     """
-    marked = steps(trace)
-    chosen = np.array(chosen_steps(trace, inputs))
-    numbers = np.array([*marked.numbers, NONE])
+    marked, chosen = steps(trace), chosen_steps(trace, inputs)
     for name, more in _columns(trace).items():
         table = getattr(trace, name)
         step = marked.of_gpu if name == "gpu" else _step_at(marked, table.start)
         columns: dict[str, Column] = {
             "rank": (np.full(step.size, rank), None),
-            "step": (numbers[step], None),
+            "step": (step, marked.numbers),
             "start_ns": (table.start, None),
             "end_ns": (table.end, None),
             **more,
         }
-        rows = np.arange(step.size)
-        if inputs.steps is not None:
-            rows = np.flatnonzero(np.isin(step, chosen))
+        is_kept = np.isin(step, chosen) | (inputs.steps is None)
         yield ExportedTable(
             name=name,
             types={
                 key: "BIGINT" if texts is None or key in _WHOLE else "VARCHAR"
                 for key, (_, texts) in columns.items()
             },
-            pieces=_pieces(list(columns.values()), rows),
+            pieces=_pieces(list(columns.values()), np.flatnonzero(is_kept)),
         )
 
 
 def _columns(trace: RankTrace) -> dict[str, dict[str, Column]]:
     """Return the columns of each table that other tables lack."""
     gpu, calls, ops, comms = trace.gpu, trace.calls, trace.ops, trace.comms
-    processes = [process for process, _ in trace.threads]
-    threads = [thread for _, thread in trace.threads]
 
-    def on_thread(table: CallColumns | OpColumns | CommColumns) -> dict[str, Column]:
-        return {"process": (table.thread, processes), "thread": (table.thread, threads)}
+    def of_thread(thread: Ints) -> dict[str, Column]:
+        processes, threads = ([each[part] for each in trace.threads] for part in (0, 1))
+        return {"process": (thread, processes), "thread": (thread, threads)}
 
-    args, seq = gpu_comms(trace)
+    def of_message(args: Ints, seq: Ints) -> dict[str, Column]:
+        known = trace.comm_args
+        return {
+            "collective": (args, [each.collective for each in known]),
+            "dtype": (args, [each.dtype for each in known]),
+            "in_elements": (args, [each.in_elements for each in known]),
+            "out_elements": (args, [each.out_elements for each in known]),
+            "group_name": (args, [each.group for each in known]),
+            "group_size": (args, [each.group_size for each in known]),
+            "seq": (seq, None),
+        }
+
     return {
         "gpu": {
             "name": (gpu.name, trace.names),
@@ -218,41 +217,27 @@ def _columns(trace: RankTrace) -> dict[str, dict[str, Column]]:
             "correlation": (gpu.correlation, None),
             "external_id": (gpu.external, None),
             "num_bytes": (gpu.num_bytes, None),
-            **_messages(trace, args, seq),
+            **of_message(*gpu_comms(trace)),
         },
         "calls": {
             "name": (calls.name, trace.names),
-            **on_thread(calls),
+            **of_thread(calls.thread),
             "correlation": (calls.correlation, None),
             "external_id": (calls.external, None),
         },
         "ops": {
             "name": (ops.name, trace.names),
-            **on_thread(ops),
+            **of_thread(ops.thread),
             "external_id": (ops.external, None),
             "sequence": (ops.sequence, None),
             "forward_thread": (ops.forward_thread, None),
             "shapes": (ops.shapes, trace.shapes),
         },
         "comms": {
-            **on_thread(comms),
+            **of_thread(comms.thread),
             "external_id": (comms.external, None),
-            **_messages(trace, comms.comm, comms.seq),
+            **of_message(comms.comm, comms.seq),
         },
-    }
-
-
-def _messages(trace: RankTrace, args: Ints, seq: Ints) -> dict[str, Column]:
-    """Return columns of the arguments of torch.distributed."""
-    each = trace.comm_args
-    return {
-        "collective": (args, [comm.collective for comm in each]),
-        "dtype": (args, [comm.dtype for comm in each]),
-        "in_elements": (args, [comm.in_elements for comm in each]),
-        "out_elements": (args, [comm.out_elements for comm in each]),
-        "group_name": (args, [comm.group for comm in each]),
-        "group_size": (args, [comm.group_size for comm in each]),
-        "seq": (seq, None),
     }
 
 
@@ -264,10 +249,10 @@ def _step_at(marked: Steps, places: Ints) -> Ints:
 def _pieces(columns: Sequence[Column], rows: Ints) -> Iterator[list[list[object]]]:
     for first in range(0, rows.size, _ROWS):
         piece = rows[first : first + _ROWS]
-        yield [_values(values[piece].tolist(), texts) for values, texts in columns]
-
-
-def _values(values: list[int], texts: Sequence[object] | None) -> list[object]:
-    if texts is None:
-        return [None if value == NONE else value for value in values]
-    return [None if value == NONE else texts[value] for value in values]
+        yield [
+            [
+                None if at == NONE else texts[at] if texts else at
+                for at in values[piece].tolist()
+            ]
+            for values, texts in columns
+        ]

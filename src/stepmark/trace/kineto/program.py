@@ -24,23 +24,22 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Bmm, Gemm, Layout, Phase
 from stepmark.core.ops.fields import MULTIPLIED
 from stepmark.core.trace_columns import NONE, CommArgs, RankTrace
+from stepmark.core.trace_options import TraceInputs
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation
 from stepmark.trace.kineto.attribution import PHASES, attribute, operation_of
+from stepmark.trace.kineto.export import busy_steps
 from stepmark.trace.kineto.host_ops import HostOps
 from stepmark.trace.kineto.instances import PHASES as COMM_PHASES
 from stepmark.trace.kineto.instances import comm_calls
 from stepmark.trace.kineto.links import launches, steps
 from stepmark.trace.kineto.messages import kind_of, members_of
 from stepmark.trace.kineto.stream_waits import told_to_wait
-from stepmark.trace.kineto.windows import gpu_windows, is_communication
+from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
-_PHASES = {
-    **{"": Phase.STEP, "forward": Phase.FWD, "backward": Phase.BWD},
-    "optimizer": Phase.OPTIM,
-}
+_PHASES = dict(zip(COMM_PHASES, (Phase.STEP, Phase.FWD, Phase.BWD, Phase.OPTIM), strict=True))
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 
 
@@ -57,17 +56,12 @@ class RankProgram:
     members: dict[str, tuple[int, ...]]
     left_out: Counter[str]
 
-    @property
-    def messages(self) -> list[Operation]:
-        return [op for op in self.operations if isinstance(op, CommOp)]
 
-
-def step_windows(trace: RankTrace) -> dict[int, int]:
-    """Return how long the GPU needed for each step that has GPU events, ns."""
-    marked = steps(trace)
-    windows = gpu_windows(trace, marked)
-    took = (windows.end - windows.start).tolist()
-    return {number: time for number, time in zip(marked.numbers, took, strict=True) if time}
+def step_windows(inputs: TraceInputs, trace: RankTrace) -> dict[int, int]:
+    """Return how long the GPU needed for each chosen step that has GPU events, ns."""
+    numbers = steps(trace).numbers
+    windows = busy_steps(trace, inputs).items()
+    return {numbers[row]: end - start for row, (start, end) in windows}
 
 
 def program(trace: RankTrace, step: int) -> RankProgram | None:
@@ -100,10 +94,9 @@ class _Item:
     issued: int
     start: int
     end: int
-    stream: int
     time: int | None
-    launcher: int = NONE
-    is_told: bool = False  # to wait for an event of another stream
+    stream: int
+    is_told: bool  # to wait for an event of another stream
     seen: dict[int, int] = field(default_factory=dict)  # by stream: up to which item it waits
 
 
@@ -163,43 +156,37 @@ class _Maker:
             **self._place(at, args.collective, phase),
             peer=((partner or 0) - members.index(rank)) % len(members) if is_pair else None,
         )
-        stream = NONE if at is None else int(self.trace.gpu.stream[self.rows[at]])
-        time = end - start if end != NONE else None
-        self.items.append(
-            _Item(
-                op=op,
-                issued=issued,
-                start=start,
-                end=end,
-                stream=stream,
-                time=time,
-                is_told=at is not None and bool(self.told[at]),
-            )
+        self._add(op, issued, (start, end), at)
+
+    def _add(self, op: Operation, issued: int, times: tuple[int, int], at: int | None) -> _Item:
+        """Add an operation. at: its first GPU event among those of the step."""
+        start, end = times
+        item = _Item(
+            op=op,
+            issued=issued,
+            start=start,
+            end=end,
+            time=end - start if end != NONE else None,
+            stream=NONE if at is None else int(self.trace.gpu.stream[self.rows[at]]),
+            is_told=at is not None and bool(self.told[at]),
         )
+        self.items.append(item)
+        return item
 
     def add_computations(self) -> None:
         gpu, rows = self.trace.gpu, self.rows
         issued = np.append(self.trace.calls.start, NONE)[self.call]
-        last: _Item | None = None
+        last, of_last = None, (NONE, NONE)
         for at in np.lexsort((gpu.start[rows], issued)).tolist():
             if self.is_comm[at]:
                 continue
             start, end = int(gpu.start[rows[at]]), int(gpu.end[rows[at]])
-            launcher, stream = int(self.launcher[at]), int(gpu.stream[rows[at]])
-            if last and launcher != NONE and (last.launcher, last.stream) == (launcher, stream):
+            own = int(self.launcher[at]), int(gpu.stream[rows[at]])
+            if last and own[0] != NONE and own == of_last:
                 last.end, last.time = max(last.end, end), (last.time or 0) + end - start
-                continue
-            last = _Item(
-                op=self._computation(at),
-                issued=int(issued[at]),
-                start=start,
-                end=end,
-                stream=stream,
-                time=end - start,
-                launcher=launcher,
-                is_told=bool(self.told[at]),
-            )
-            self.items.append(last)
+            else:
+                last = self._add(self._computation(at), int(issued[at]), (start, end), at)
+            of_last = own
 
     def _computation(self, at: int) -> ComputeOp:
         trace, launcher = self.trace, int(self.launcher[at])
@@ -210,9 +197,8 @@ class _Maker:
         shape = int(trace.ops.shapes[launcher])
         product = None
         if name in _PRODUCTS and shape != NONE:
-            product = _product(
-                *(name, trace.shapes[shape], *trace.operands[shape]), is_tf32="tf32" in kernel
-            )
+            texts = trace.shapes[shape], *trace.operands[shape]
+            product = _product(texts, _PRODUCTS[name], is_tf32="tf32" in kernel)
         return ComputeOp(op=product or Kernel(name=name), **self._place(at, name))
 
     def program(self, step: int) -> RankProgram:
@@ -241,14 +227,8 @@ class _Maker:
             own.append(number)
             last = ends.setdefault(item.stream, [])
             last.append(max(item.end, last[-1] if last else NONE))
-            operations.append(
-                replace(
-                    item.op,
-                    stream=names[item.stream],
-                    name=names[item.stream],
-                    after=tuple(after),
-                )
-            )
+            name = names[item.stream]
+            operations.append(replace(item.op, stream=name, name=name, after=tuple(after)))
         return RankProgram(
             step=step,
             operations=tuple(operations),
@@ -266,21 +246,18 @@ class _Maker:
         main = max(busy, key=lambda stream: busy[stream], default=NONE)
         names = {main: COMPUTE}
         for item in self.items:
-            if item.stream not in names:
-                unknown = item.stream == NONE
-                names[item.stream] = "unknown" if unknown else f"stream {len(names)}"
+            name = "unknown" if item.stream == NONE else f"stream {len(names)}"
+            names.setdefault(item.stream, name)
         return names
 
 
-def _product(
-    name: str, dims: str, types: str, strides: str, *, is_tf32: bool
-) -> Gemm | Bmm | None:
-    """Return the product of two inputs; None where type or layout is not known."""
-    at = _PRODUCTS[name]
+def _product(texts: Sequence[str], first: int, *, is_tf32: bool) -> Gemm | Bmm | None:
+    """Return the product of the inputs from `first`; None where type or layout is not known.
+
+    texts: JSON of all inputs' shapes, types and strides.
+    """
     try:
-        (a, b), dtypes, (of_a, of_b) = (
-            json.loads(text)[at : at + 2] for text in (dims, types, strides)
-        )
+        (a, b), dtypes, (of_a, of_b) = (json.loads(text)[first : first + 2] for text in texts)
         dtype = parse_dtype(dtypes[0].removeprefix("c10::"), allowed=MULTIPLIED)
         if dtypes[0] != dtypes[1] or len(a) != len(b) or a[-1] != b[-2]:
             return None
