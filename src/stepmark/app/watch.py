@@ -8,10 +8,9 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +60,12 @@ def run(options: WatchOptions) -> int:
         raise ConfigError("command", options.words[0], f"a program ({error})") from None
     ranks, damaged = read_ranks(folder)
     notes = (*setup.notes, *damaged)
-    _print(_text(options, folder, setup, code))
+    end = f"; it ended with exit code {code}" if code else ""
+    _print((f"# watched: {shlex.join(options.words)}{end}", f"run {folder}"))
+    _print(f"kept as you set it: {setting}" for setting in setup.kept)
     _print((*job_lines(ranks), *cost_lines(ranks), *(f"note: {note}" for note in notes)))
     files = list(_written(folder, setup, started_at))
-    has_traces = any(rank.trace for rank in ranks)
-    of_traces = _of_traces(folder, files) if has_traces else {}
+    of_traces = _of_traces(folder, files) if any(rank.trace for rank in ranks) else {}
     report = _logs(files)
     if report:
         _print(("", *report.text()))
@@ -131,16 +131,18 @@ def setup_of(options: WatchOptions, folder: Path, user: Mapping[str, str]) -> Se
             "NCCL_DEBUG_SUBSYS": options.nccl_subsys,
             _NCCL_FILE: str(folder / _NCCL / "nccl.%h.%p.log"),
         }
-    names = {new: (new, old) for new, old in (_BUFFER, _DUMP_FILE)}
-    users = dict(config) | dict(user)
-    present = {
-        name: next((each for each in names.get(name, (name,)) if each in users), None)
+    users = config | dict(user)
+    old_names = dict((_BUFFER, _DUMP_FILE))
+    kept = {  # by our name: the user's
+        name: own
         for name in wanted
+        for own in (name if name in users else old_names.get(name, name),)
+        if own in users
     }
     return Setup(
-        variables={name: value for name, value in wanted.items() if present[name] is None}
+        variables={name: value for name, value in wanted.items() if name not in kept}
         | {"PYTHONPATH": os.pathsep.join(path), "STEPMARK_WATCH": json.dumps(plan)},
-        kept=tuple(f"{name}={users[name]}" for name in present.values() if name is not None),
+        kept=tuple(f"{name}={users[name]}" for name in kept.values()),
         notes=tuple(notes),
     )
 
@@ -182,17 +184,17 @@ def _print(lines: Iterable[str]) -> None:
 def _of_traces(folder: Path, files: Sequence[str]) -> dict[str, Any]:
     """Print what the traces show, beside NCCL's logs; return it as documents by verb."""
     paths = (str(folder / TRACES),)
-    breakdown = BreakdownOptions(files=paths, json=str(folder / "breakdown.json"))
-    messages = MessagesOptions(files=(*paths, *files), json=str(folder / "messages.json"))
+    verbs: dict[str, tuple[Callable[[Any], int], Any]] = {
+        "breakdown": (trace.breakdown, BreakdownOptions(files=paths)),
+        "messages": (trace_messages.messages, MessagesOptions(files=(*paths, *files))),
+    }
     documents: dict[str, Any] = {}
-    for name, print_and_write in (
-        ("breakdown", partial(trace.breakdown, breakdown)),
-        ("messages", partial(trace_messages.messages, messages)),
-    ):
+    for name, (print_and_write, options) in verbs.items():
+        path = folder / f"{name}.json"
         _print(("", f"## {name} of the profiled steps"))
         try:
-            print_and_write()
-            documents[name] = json.loads((folder / f"{name}.json").read_bytes())
+            print_and_write(replace(options, json=str(path)))
+            documents[name] = json.loads(path.read_bytes())
         except StepmarkError as error:
             sys.stderr.write(f"stepmark: {error}\n")
         except Exception:  # noqa: BLE001, the exit code is the job's all the same
@@ -223,9 +225,3 @@ def _written(folder: Path, setup: Setup, started_at: float) -> Iterator[str]:
         status = os.stat(path)
         if status.st_size and status.st_mtime >= started_at:
             yield path
-
-
-def _text(options: WatchOptions, folder: Path, setup: Setup, code: int) -> Sequence[str]:
-    end = "" if code == 0 else f"; it ended with exit code {code}"
-    lines = [f"# watched: {shlex.join(options.words)}{end}", f"run {folder}"]
-    return lines + [f"kept as you set it: {setting}" for setting in setup.kept]

@@ -1,13 +1,15 @@
 """Step times of a watched job, without and with the profiler, and the ratio of the two."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeVar
 
-from stepmark.core.columns import Row
+from stepmark.core.columns import Row, aligned, number
 from stepmark.core.units import format_time, ranks_text
 from stepmark.report.trace_messages import arrived_last
 
+T = TypeVar("T")
 _MAX_SHOWN = 16
 _SIGNIFICANT = 1.05  # ratio of medians
 
@@ -44,21 +46,22 @@ class WatchedRank:
     @property
     def row(self) -> Row:
         """Return a row of the table, with the figures and what they are made of."""
-        unprofiled = [time for time in (*self.unprofiled_s, *self.after_s) if time is not None]
-        profiled = [time for time in self.profiled_s if time is not None]
-        plain, slow = _middle(unprofiled), _middle(profiled)
-        return {
+        row: Row = {
             "rank": self.rank,
             "host": self.host,
             "is_profiled": self.trace is not None,
-            "unprofiled_s": plain,
-            "unprofiled_min_s": min(unprofiled, default=None),
-            "unprofiled_max_s": max(unprofiled, default=None),
-            "unprofiled_steps": len(unprofiled),
-            "profiled_s": slow,
-            "profiled_min_s": min(profiled, default=None),
-            "profiled_max_s": max(profiled, default=None),
-            "profiled_steps": len(profiled),
+        }
+        unprofiled = [time for time in (*self.unprofiled_s, *self.after_s) if time is not None]
+        profiled = [time for time in self.profiled_s if time is not None]
+        for name, times in (("unprofiled", unprofiled), ("profiled", profiled)):
+            row |= {
+                f"{name}_s": median(times) if times else None,
+                f"{name}_min_s": min(times, default=None),
+                f"{name}_max_s": max(times, default=None),
+                f"{name}_steps": len(times),
+            }
+        plain, slow = number(row, "unprofiled_s"), number(row, "profiled_s")
+        return row | {
             "ratio": slow / plain if plain and slow else None,
             "ranges_overlap": bool(profiled and unprofiled)
             and min(profiled) <= max(unprofiled)
@@ -72,17 +75,10 @@ class WatchedRank:
     @property
     def slowdown_s(self) -> float:
         """Return by how much the profiled steps are longer; 0 where that is not significant."""
-        row = self.row
-        slow, plain, ratio = row["profiled_s"], row["unprofiled_s"], row["ratio"]
-        if not isinstance(ratio, float) or self.trace is None or ratio < _SIGNIFICANT:
+        plain, slow = (number(self.row, f"{name}_s") for name in ("unprofiled", "profiled"))
+        if self.trace is None or not plain or not slow or slow / plain < _SIGNIFICANT:
             return 0.0
-        assert isinstance(slow, float)
-        assert isinstance(plain, float)
         return slow - plain
-
-
-def _middle(times: Sequence[float]) -> float | None:
-    return median(times) if times else None
 
 
 def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
@@ -96,18 +92,13 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         f"time of a step, from one step of {optimizers} to the next, by {clocks}: "
         "median (least to most, number of steps)"
     )
-    cells: list[tuple[str, ...]] = [("rank", "unprofiled", "profiled", "profiled/unprofiled")]
+    cells = [("rank", "unprofiled", "profiled", "profiled/unprofiled")]
     cells += [_cells(rank) for rank in timed[:_MAX_SHOWN]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        pairs = zip(row, widths, strict=True)
-        yield "  " + "  ".join(cell.ljust(width) for cell, width in pairs).rstrip()
+    yield from (f"  {line}" for line in aligned(cells, [False] * 4))
     if len(timed) > _MAX_SHOWN:
         yield f"  ... and {len(timed) - _MAX_SHOWN} more; --json or --csv has all"
-    start, write = (
-        max((each for each in times if each is not None), default=None)
-        for times in ([r.start_s for r in timed], [r.write_s for r in timed])
-    )
+    start = max((rank.start_s for rank in timed if rank.start_s is not None), default=None)
+    write = max((rank.write_s for rank in timed if rank.write_s is not None), default=None)
     if start is not None:
         written = "" if write is None else f" and {format_time(write)} to write the trace"
         yield f"the job waited {format_time(start)} to start the profiler{written}, once"
@@ -121,7 +112,7 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         yield "a rank without a profile waits in collectives for those with one"
 
 
-def _cells(rank: WatchedRank) -> tuple[str, ...]:
+def _cells(rank: WatchedRank) -> tuple[str, str, str, str]:
     row = rank.row
     ratio = "" if row["ratio"] is None or rank.trace is None else f"{row['ratio']:.3f}"
     if ratio and row["ranges_overlap"]:
@@ -131,9 +122,11 @@ def _cells(rank: WatchedRank) -> tuple[str, ...]:
 
 
 def _times(row: Row, name: str) -> str:
-    times = [row[f"{name}_{part}"] for part in ("s", "min_s", "max_s")]
-    middle, low, high = (format_time(t) if isinstance(t, float) else "" for t in times)
-    return f"{middle} ({low} to {high}, {row[f'{name}_steps']})" if middle else "unknown"
+    middle, low, high = (number(row, f"{name}_{part}") for part in ("s", "min_s", "max_s"))
+    if middle is None or low is None or high is None:
+        return "unknown"
+    span = f"{format_time(low)} to {format_time(high)}"
+    return f"{format_time(middle)} ({span}, {row[f'{name}_steps']})"
 
 
 def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
@@ -145,8 +138,8 @@ def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
             "hide the variables PYTHONPATH and STEPMARK_WATCH from it"
         )
     elif not timed:
-        reasons = dict.fromkeys(rank.reason or "no step" for rank in ranks)
-        yield f"{len(ranks)} processes with torch, none with steps: {'; '.join(reasons)}"
+        why = dict.fromkeys(rank.reason or "no step" for rank in ranks)
+        yield f"{len(ranks)} processes with torch, none with steps: {'; '.join(why)}"
     else:
         size = max(rank.world_size or 1 for rank in timed)
         hosts = len({rank.host for rank in timed})
@@ -156,22 +149,27 @@ def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         silent = set(range(size)) - {rank.rank for rank in timed}
         if silent:
             yield f"no step was seen of {ranks_text(silent)}"
-        profiled = [rank for rank in timed if rank.trace]
-        windows = dict.fromkeys(rank.profiled_steps for rank in profiled)
-        for window in windows:
-            if window is not None:
-                members = [rank.rank for rank in profiled if rank.profiled_steps == window]
-                yield f"profiled: steps {window[0]} to {window[1]} of {ranks_text(members)}"
+        windows = _ranks_by(
+            (rank.profiled_steps, rank) for rank in timed if rank.profiled_steps
+        )
+        for window, members in windows.items():
+            yield f"profiled: steps {window[0]} to {window[1]} of {members}"
         if len(windows) > 1:
             yield "the windows differ, so ranks cannot be compared step by step"
-        reasons = dict.fromkeys(rank.reason for rank in timed if rank.reason)
-        for reason in reasons:
-            members = [rank.rank for rank in timed if rank.reason == reason]
-            yield f"not profiled: {ranks_text(members)}: {reason}"
-    notes = dict.fromkeys(note for rank in ranks for note in rank.notes.values())
-    for note in notes:
-        members = [rank.rank for rank in ranks if note in rank.notes.values()]
-        yield f"note: {ranks_text(members)}: {note}"
+        reasons = _ranks_by((rank.reason, rank) for rank in timed if rank.reason)
+        for reason, members in reasons.items():
+            yield f"not profiled: {members}: {reason}"
+    notes = _ranks_by((note, rank) for rank in ranks for note in rank.notes.values())
+    for note, members in notes.items():
+        yield f"note: {members}: {note}"
+
+
+def _ranks_by(pairs: Iterable[tuple[T, WatchedRank]]) -> dict[T, str]:
+    """Return the ranks of each value as text."""
+    members: dict[T, list[int]] = {}
+    for value, rank in pairs:
+        members.setdefault(value, []).append(rank.rank)
+    return {value: ranks_text(own) for value, own in members.items()}
 
 
 def slow_rank_line(rows: Sequence[Row]) -> str:
@@ -185,7 +183,7 @@ def slow_rank_line(rows: Sequence[Row]) -> str:
     waits = [
         wait
         for row in rows
-        if row["rank"] != slowest and isinstance(wait := row.get("waiting_s"), float)
+        if (wait := number(row, "waiting_s")) is not None and row["rank"] != slowest
     ]
     waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
     return f"slow rank: {text}{waited}"
