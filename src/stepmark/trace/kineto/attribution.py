@@ -16,7 +16,7 @@ import numpy as np
 from stepmark.core.ops import Phase
 from stepmark.core.trace_columns import NONE, RankTrace
 from stepmark.core.trace_ops import MARK
-from stepmark.trace.kineto.host_ops import PHASE_MARKS, STACK, HostOps, distinct, nearest
+from stepmark.trace.kineto.host_ops import STACK, HostOps, distinct, nearest
 from stepmark.trace.kineto.links import innermost, launches, lookup
 from stepmark.trace.kineto.roles import Place, place_of
 
@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 
 PHASES = ("", Phase.FWD, Phase.DGRAD, Phase.WGRAD, Phase.BWD, Phase.OPTIM)
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
+# Annotations by the phase that they tell: modules are called in the forward pass.
+_SPANS = {
+    Phase.BWD: re.compile(rf"{MARK}backward$|FSDP::.*backward"),
+    Phase.OPTIM: re.compile(rf"{MARK}optimizer$|Optimizer\."),
+    Phase.FWD: re.compile(rf"{MARK}(?!data$)|{STACK}|FSDP::.*forward"),
+}
 _ACTIVATION = re.compile(r"::(?:silu|gelu|relu)")
 _COLLECTIVE = re.compile(r"^c10d::\w+_$|^_c10d_functional::(?!wait|_wrap)")
 
@@ -52,12 +58,8 @@ def operation_of(trace: RankTrace) -> Ints:
     """
     gpu, calls, ops = trace.gpu, trace.calls, trace.ops
     call = launches(trace)
-    known = np.flatnonzero(call != NONE)
-    row = np.full(gpu.start.size, NONE, np.int64)
-    row[known] = innermost(
-        *(ops.start, ops.end, ops.thread),
-        *(calls.start[call[known]], calls.thread[call[known]]),
-    )
+    start, thread = np.append(calls.start, NONE)[call], np.append(calls.thread, NONE)[call]
+    row = innermost(ops.start, ops.end, ops.thread, start, thread)
     missing = np.flatnonzero(row == NONE)
     row[missing] = lookup(ops.external, gpu.external[missing])
     return row
@@ -74,7 +76,9 @@ def attribute(host: HostOps, rows: Ints) -> Attribution:
     source = np.where(is_known, cause, used)
     marker_there = np.where(in_node, NONE, marker)
     marker_there[is_known] = host.span_of(host.markers, cause[is_known])
-    place, places = _places(host, used, source, marker_there, in_node & _is_sum(host, node))
+    place, places = _places(
+        host, used, source, marker_there, in_node & host.is_sum[host.ops.name[node]]
+    )
     phase = _phases(host, used, node)
     is_recomputed = (node != NONE) & ~in_node & host.is_module[host.spans.name[marker]]
     phase[is_recomputed] = _NUMBER[Phase.FWD]
@@ -90,10 +94,6 @@ def attribute(host: HostOps, rows: Ints) -> Attribution:
         places=places,
         products=products,
     )
-
-
-def _is_sum(host: HostOps, node: Ints) -> Ints:
-    return np.asarray(host.is_sum[host.ops.name[node]])
 
 
 def _places(
@@ -136,11 +136,10 @@ def _places(
 def _is_activated(host: HostOps, source: Ints, marker: Ints) -> Ints:
     """Return whether an activation came before each operation in its module's call."""
     ops = host.ops
-    rows = np.flatnonzero(host.where(_ACTIVATION.search)[ops.name])
-    place = np.searchsorted(ops.start[rows], ops.start[source]) - 1
-    before = np.append(rows, NONE)[place]
+    activations = np.flatnonzero(host.where(_ACTIVATION.search)[ops.name])
+    before = host.last_before(activations, source)
     is_inside = (before != NONE) & (ops.start[before] >= host.spans.start[marker])
-    return np.asarray(is_inside & (ops.thread[before] == ops.thread[source])).astype(np.int64)
+    return np.asarray(is_inside, np.int64)
 
 
 def _phases(host: HostOps, rows: Ints, node: Ints) -> Ints:
@@ -161,17 +160,7 @@ def _phases(host: HostOps, rows: Ints, node: Ints) -> Ints:
 
 def _phase_of_span(name: str) -> str:
     """Return the phase that an annotation tells, or ""."""
-    if name in PHASE_MARKS:
-        return dict(zip(PHASE_MARKS, ("", Phase.FWD, Phase.BWD, Phase.OPTIM), strict=True))[
-            name
-        ]
-    if name.startswith("FSDP::"):
-        return Phase.BWD if "backward" in name else Phase.FWD * ("forward" in name)
-    return (
-        Phase.OPTIM
-        if name.startswith("Optimizer.")
-        else Phase.FWD * name.startswith((MARK, STACK))
-    )
+    return next((phase for phase, pattern in _SPANS.items() if pattern.match(name)), "")
 
 
 def _gradients(host: HostOps, rows: Ints, cause: Ints, product: Ints, products: Ints) -> Ints:

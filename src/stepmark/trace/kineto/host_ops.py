@@ -16,7 +16,7 @@ import numpy as np
 
 from stepmark.core.trace_columns import NONE, OpColumns, RankTrace, SpanColumns
 from stepmark.core.trace_ops import MARK, PRODUCTS
-from stepmark.trace.kineto.links import innermost, parents
+from stepmark.trace.kineto.links import innermost, parents_by_thread
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -63,7 +63,7 @@ class HostOps:
     @cached_property
     def parent(self) -> Ints:
         """Operation around each, or NONE."""
-        return _parents_by_thread(self.ops)
+        return parents_by_thread(self.ops.start, self.ops.end, self.ops.thread)
 
     @cached_property
     def node(self) -> Ints:
@@ -109,29 +109,25 @@ class HostOps:
         up = self.parent[inside]
         is_empty = (up != NONE) & (cause[up] == NONE) & self.is_node[ops.name[up]]
         cause[up[is_empty]] = cause[inside[is_empty]]
-        sums, known = np.flatnonzero(self.is_sum[ops.name]), np.flatnonzero(cause != NONE)
-        cause[sums] = self._last_before(known, sums, cause)
+        sums = np.flatnonzero(self.is_sum[ops.name])
+        cause[sums] = cause[self.last_before(np.flatnonzero(cause != NONE), sums)]
         return cause
 
-    def _last_before(self, known: Ints, rows: Ints, values: Ints) -> Ints:
-        """Return the value of the last known row of the same thread before each, or NONE."""
+    def last_before(self, known: Ints, rows: Ints) -> Ints:
+        """Return the last known operation of the same thread before each, or NONE."""
         result = np.full(rows.size, NONE, np.int64)
         for thread in np.unique(self.ops.thread[rows]):
             chosen = np.flatnonzero(self.ops.thread[rows] == thread)
             own = known[self.ops.thread[known] == thread]
             place = np.searchsorted(self.ops.start[own], self.ops.start[rows[chosen]]) - 1
-            if own.size:
-                result[chosen] = np.where(place >= 0, values[own[place]], NONE)
+            result[chosen] = np.where(place >= 0, np.append(own, NONE)[place], NONE)
         return result
 
     def span_of(self, own: Ints, rows: Ints) -> Ints:
         """Return the innermost of some annotations around each operation, or NONE."""
         spans, ops = self.spans, self.ops
-        found = innermost(
-            *(spans.start[own], spans.end[own], spans.thread[own]),
-            *(ops.start[rows], ops.thread[rows]),
-        )
-        return np.append(own, NONE)[found]
+        columns = spans.start[own], spans.end[own], spans.thread[own]
+        return np.append(own, NONE)[innermost(*columns, ops.start[rows], ops.thread[rows])]
 
     def outermost(self, rows: Ints, since: Ints) -> Ints:
         """Return the outermost operation around each that starts at or after a moment."""
@@ -145,36 +141,33 @@ class HostOps:
 
     def call_before(self, marker: Ints, places: Ints) -> Ints:
         """Return the annotation inside a marker that ended last before each place, or NONE."""
-        spans, result = self.spans, np.full(marker.size, NONE, np.int64)
-        for thread in np.unique(spans.thread[marker[marker != NONE]]):
-            rows = self.markers[spans.thread[self.markers] == thread]
-            parent = parents(spans.start[rows], spans.end[rows])
-            chosen = np.flatnonzero((marker != NONE) & (spans.thread[marker] == thread))
-            target = np.searchsorted(rows, marker[chosen])
-            last = np.searchsorted(spans.start[rows], places[chosen], "right") - 1
-            while (pending := np.flatnonzero(last > target)).size:  # a turn per level
-                is_child = parent[last[pending]] == target[pending]
-                hits = pending[is_child]
-                result[chosen[hits]] = rows[last[hits]]
-                last[pending] = np.where(is_child, NONE, parent[last[pending]])
-        return result
+        spans, rows = self.spans, self.markers
+        start, size = spans.start[rows], rows.size + 1
+        parent = parents_by_thread(start, spans.end[rows], spans.thread[rows])
+        inside = np.sort(parent * size + np.arange(rows.size))  # by parent, then by start
+        target = np.searchsorted(rows, marker)
+        wanted = target * size + np.searchsorted(start, places, "right")
+        last = np.append(inside, NONE)[np.searchsorted(inside, wanted) - 1]
+        is_child = (marker != NONE) & (last // size == target)
+        return np.where(is_child, np.append(rows, NONE)[last % size], NONE)
 
     @cached_property
     def stack_paths(self) -> tuple[Ints, list[str]]:
         """Path of each annotation of a module stack, the classes around it, and all paths."""
-        is_stack = self.where(lambda name: name.startswith(STACK))
-        rows = np.flatnonzero(is_stack[self.spans.name])
-        spans = SpanColumns(
-            **{each.name: getattr(self.spans, each.name)[rows] for each in fields(SpanColumns)}
-        )
+        spans, is_stack = self.spans, self.where(lambda name: name.startswith(STACK))
+        rows = np.flatnonzero(is_stack[spans.name])
+        parent = parents_by_thread(spans.start[rows], spans.end[rows], spans.thread[rows])
         paths: dict[str, int] = {}
+        own: list[int] = []
         texts: list[str] = []
-        numbers = np.full(self.spans.start.size, NONE, np.int64)
-        for row, up in zip(rows.tolist(), _parents_by_thread(spans).tolist(), strict=True):
-            own = self.names[self.spans.name[row]].removeprefix(STACK)
-            path = own if up == NONE else f"{texts[numbers[rows[up]]]}.{own}"
-            numbers[row] = paths.setdefault(path, len(paths))
-            texts = texts if len(texts) == len(paths) else [*paths]
+        for name, up in zip(spans.name[rows].tolist(), parent.tolist(), strict=True):
+            path = self.names[name].removeprefix(STACK)
+            path = path if up == NONE else f"{texts[own[up]]}.{path}"
+            own.append(paths.setdefault(path, len(paths)))
+            if len(texts) < len(paths):
+                texts.append(path)
+        numbers = np.full(spans.start.size, NONE, np.int64)
+        numbers[rows] = own
         return numbers, texts
 
     def products(self, rows: Ints) -> tuple[Ints, Ints]:
@@ -221,15 +214,6 @@ def distinct(columns: Sequence[Ints]) -> tuple[Ints, Ints]:
         code = place * (int(column.max(initial=NONE)) + 2) + column + 1
         _, first, place = np.unique(code, return_index=True, return_inverse=True)
     return first, place
-
-
-def _parents_by_thread(table: OpColumns | SpanColumns) -> Ints:
-    parent = np.full(table.start.size, NONE, np.int64)
-    for thread in np.unique(table.thread):
-        rows = np.flatnonzero(table.thread == thread)
-        up = parents(table.start[rows], table.end[rows])
-        parent[rows] = np.append(rows, NONE)[up]
-    return parent
 
 
 def _with_none(table: T) -> T:

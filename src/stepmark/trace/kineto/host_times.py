@@ -19,7 +19,7 @@ from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, RankTrace
 from stepmark.trace.kineto.intervals import Intervals, join, time_before, union, without
-from stepmark.trace.kineto.links import Steps, parents, sums
+from stepmark.trace.kineto.links import Steps, parents_by_thread, sums
 from stepmark.trace.kineto.windows import Windows, in_windows
 
 if TYPE_CHECKING:
@@ -112,10 +112,9 @@ def _comms(
     parts = [np.empty((0, 3), np.int64)]
     for table in (trace.ops, trace.spans):
         rows = np.flatnonzero(is_comm[table.name]) if table.name.size else table.name
-        for thread in np.unique(table.thread[rows]):
-            own = rows[table.thread[rows] == thread]
-            own = own[parents(table.start[own], table.end[own]) == NONE]
-            parts.append(np.stack((table.start[own], table.end[own], table.name[own]), axis=1))
+        columns = table.start[rows], table.end[rows], table.thread[rows]
+        own = rows[parents_by_thread(*columns) == NONE]
+        parts.append(np.stack((table.start[own], table.end[own], table.name[own]), axis=1))
     start, end, name = np.concatenate(parts).T
     exposed = end - start - time_before(compute, end) + time_before(compute, start)
     place = _places(windows, start)
@@ -136,11 +135,9 @@ def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator
     """Yield the time of operators without those inside, by step and group."""
     ops = trace.ops
     own_time = ops.end - ops.start
-    for thread in np.unique(ops.thread):
-        rows = np.flatnonzero(ops.thread == thread)
-        parent = parents(ops.start[rows], ops.end[rows])
-        inner = parent != NONE
-        np.subtract.at(own_time, rows[parent[inner]], (ops.end - ops.start)[rows[inner]])
+    parent = parents_by_thread(ops.start, ops.end, ops.thread)
+    inner = parent != NONE
+    np.subtract.at(own_time, parent[inner], (ops.end - ops.start)[inner])
     place = _places(windows, ops.start)
     rows = np.flatnonzero(place != NONE)
     groups = list(dict.fromkeys(map(group_of, trace.names)))

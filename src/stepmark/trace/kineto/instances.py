@@ -19,7 +19,7 @@ from stepmark.trace.kineto.links import (
     Steps,
     innermost,
     launches,
-    parents,
+    parents_by_thread,
     sends,
     step_of,
     step_rows,
@@ -112,13 +112,9 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
 def _leaves(trace: RankTrace, known: Ints) -> Ints:
     """Return the calls that send something and contain no other: NCCL's barrier does."""
     comms = trace.comms
-    is_outer = np.zeros(comms.start.size, bool)
-    for thread in np.unique(comms.thread[known]):
-        rows = known[comms.thread[known] == thread]
-        parent = parents(comms.start[rows], comms.end[rows])
-        is_outer[rows[parent[parent != NONE]]] = True
+    parent = parents_by_thread(comms.start[known], comms.end[known], comms.thread[known])
     rows = np.intersect1d(sends(trace), known)
-    return np.asarray(rows[~is_outer[rows]])
+    return np.setdiff1d(rows, known[parent[parent != NONE]])
 
 
 def _phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:

@@ -88,6 +88,15 @@ def parents(start: Ints, end: Ints) -> Ints:
     return parent
 
 
+def parents_by_thread(start: Ints, end: Ints, thread: Ints) -> Ints:
+    """Return the row of the interval of the same thread that holds each interval, or NONE."""
+    parent = np.full(start.size, NONE, np.int64)
+    for number in np.unique(thread):
+        rows = np.flatnonzero(thread == number)
+        parent[rows] = np.append(rows, NONE)[parents(start[rows], end[rows])]
+    return parent
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
     """Steps of one process: their numbers, and their spans on the host.
