@@ -58,17 +58,13 @@ def _write(
     if options.ranks is not None and rank not in options.ranks:
         return ()
     if options.to == "trimmed":
-        return (_trimmed(options, folder / f"rank{rank}.json.gz", trace),)
+        file = folder / f"rank{rank}.json.gz"
+        selection = export.select(trace, options)
+        with written(file, "out") as stream, gzip.GzipFile("", "wb", 4, stream, 0) as packed:
+            packed.writelines(export.trimmed(Path(trace.info.file), selection))
+        return ((file.name, f"{file.stat().st_size:,} bytes"),)
     files = []
     for table in export.tables(trace, rank, options):
         file = folder / f"{table.name}.rank{rank}.{options.to}"
         files.append((file.name, f"{write_pieces(table.types, table.pieces, file):,} rows"))
     return tuple(files)
-
-
-def _trimmed(options: ConvertOptions, file: Path, trace: RankTrace) -> tuple[str, str]:
-    selection = export.select(trace, options)
-    with written(file, "out") as stream, gzip.GzipFile("", "wb", 4, stream, 0) as packed:
-        for text in export.trimmed(Path(trace.info.file), selection):
-            packed.write(text)
-    return file.name, f"{file.stat().st_size:,} bytes"

@@ -19,6 +19,10 @@ class Segment(NamedTuple):
     name: str
     is_inferred: bool = False
 
+    @property
+    def time(self) -> int:
+        return self.end - self.start
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Path:

@@ -1,5 +1,6 @@
 """The breakdown of traces as one HTML page: timeline, steps, hidden communication, messages."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 
@@ -84,8 +85,7 @@ def _timeline(timelines: Mapping[int, Timeline]) -> Iterator[Drawn]:
     bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
     # The longest are drawn first, so that of too many the shortest are left out.
     bars.sort(key=lambda item: item[1].start - item[1].end)
-    left_out = bars[MOST_BARS:]
-    bars = bars[:MOST_BARS]
+    bars, left_out = bars[:MOST_BARS], bars[MOST_BARS:]
     figure = go.Figure()
     for group in (*GROUPS, OTHER):
         own = [(rank, bar) for rank, bar in bars if bar.group == group]
@@ -124,10 +124,10 @@ def _timeline(timelines: Mapping[int, Timeline]) -> Iterator[Drawn]:
 
 def _streams(each: Timeline) -> list[str]:
     """Return the streams of a rank, the busiest first."""
-    busy: dict[str, int] = {}
+    busy: Counter[str] = Counter()
     for bar in each.bars:
-        busy[bar.stream] = busy.get(bar.stream, 0) + bar.busy
-    return sorted(busy, key=lambda stream: -busy[stream])
+        busy[bar.stream] += bar.busy
+    return [stream for stream, _ in busy.most_common()]
 
 
 def _hover(bar: Bar) -> str:
@@ -141,8 +141,7 @@ def _steps(rows: Sequence[Row]) -> Iterator[Drawn]:
     """Yield the parts of a step: by rank (means over steps), or by step of one rank."""
     if not rows:
         return
-    ranks = sorted({int(number(row, "rank") or 0) for row in rows})
-    key = "rank" if len(ranks) > 1 else "step"
+    key = "rank" if len({row["rank"] for row in rows}) > 1 else "step"
     groups: dict[str, list[Row]] = {}
     for row in rows:
         name = "all" if row[key] is None else f"{key} {row[key]}"
@@ -182,21 +181,21 @@ def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Drawn]:
     """Yield how much of each collective runs beside compute."""
     if not rows:
         return
-    sums: dict[str, list[float]] = {}
+    sums: dict[str, list[float]] = {}  # ms: hidden, exposed
     for row in rows:
-        name = str(row["collective"] or row["kernel"])[:40]
         size = f" of {row['group_size']}" if row["group_size"] else ""
-        parts = sums.setdefault(
-            f"{name}, {row['group_desc'] or row['group']}{size}", [0.0, 0.0]
-        )
+        name = f"{str(row['collective'] or row['kernel'])[:40]}, "
+        name += f"{row['group_desc'] or row['group']}{size}"
         exposed = number(row, "exposed_ns") or 0.0
-        parts[0] += ((number(row, "time_ns") or 0.0) - exposed) / 1e6 / num_steps
-        parts[1] += exposed / 1e6 / num_steps
+        hidden = (number(row, "time_ns") or 0.0) - exposed
+        before = sums.get(name, [0.0, 0.0])
+        sums[name] = [
+            old + new / 1e6 / num_steps
+            for old, new in zip(before, (hidden, exposed), strict=True)
+        ]
     names = sorted(sums, key=lambda name: -sum(sums[name]))[:12]
     figure = go.Figure()
-    for place, (title, colour) in enumerate(
-        (("hidden by compute", COLOURS[5]), ("exposed", _RED))
-    ):
+    for place, title, colour in ((0, "hidden by compute", COLOURS[5]), (1, "exposed", _RED)):
         figure.add_bar(
             orientation="h",
             y=[escape(name) for name in names],

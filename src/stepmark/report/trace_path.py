@@ -2,9 +2,9 @@
 
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from stepmark.core.columns import Row, aligned
+from stepmark.core.columns import Row, aligned, text
 from stepmark.core.critical_path import (
     CATEGORIES,
     COMPUTE,
@@ -77,63 +77,53 @@ def _categories(path: Path) -> Iterator[Row]:
     window = path.window[1] - path.window[0]
     for category in CATEGORIES:
         parts = [segment for segment in path.segments if segment.category == category]
-        time = _time(parts)
-        if time:
+        if time := _time(parts):
             yield {
                 "step": path.step,
                 "category": category,
                 "time_ns": time,
                 "share_pct": 100 * time / window,
-                "inferred_ns": _time([part for part in parts if part.is_inferred]),
-                "other_ranks_ns": _time([part for part in parts if part.rank != path.rank]),
+                "inferred_ns": _time(part for part in parts if part.is_inferred),
+                "other_ranks_ns": _time(part for part in parts if part.rank != path.rank),
                 "step_at_least_ns": path.at_least[category],
             }
 
 
 def _names(path: Path) -> Iterator[Row]:
-    times: Counter[tuple[str, str]] = Counter()
-    counts: Counter[tuple[str, str]] = Counter()
+    parts: dict[tuple[str, str], list[Segment]] = {}
     for segment in path.segments:
-        is_kernel = segment.category == COMPUTE
-        name = group_of(segment.name) if is_kernel else segment.name
-        times[segment.category, name] += segment.end - segment.start
-        counts[segment.category, name] += 1
-    for (category, name), time in sorted(times.items(), key=lambda item: -item[1]):
+        name = group_of(segment.name) if segment.category == COMPUTE else segment.name
+        parts.setdefault((segment.category, name), []).append(segment)
+    for (category, name), own in sorted(parts.items(), key=lambda item: -_time(item[1])):
         yield {
             "step": path.step,
             "category": category,
             "name": name,
-            "segments": counts[category, name],
-            "time_ns": time,
+            "segments": len(own),
+            "time_ns": _time(own),
         }
 
 
-def _time(segments: Sequence[Segment]) -> int:
-    return sum(segment.end - segment.start for segment in segments)
+def _time(segments: Iterable[Segment]) -> int:
+    return sum(segment.time for segment in segments)
 
 
 def lines(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the text of the paths."""
     for path in paths:
-        window = path.window[1] - path.window[0]
         step = "whole trace" if path.step is None else f"step {path.step}"
-        yield f"{step}, rank {path.rank}: {_ms(window)} ms, of which"
-        cells = [["", "ms", "%", "step >= ms"]]
-        names = list(_names(path))
-        rows = list(_categories(path))
-        for row in sorted(rows, key=lambda each: -_int(each["time_ns"])):
-            title = _TITLES.get(str(row["category"]), str(row["category"]))
+        yield f"{step}, rank {path.rank}: {_ms(_time(path.segments))} ms, of which"
+        cells, names = [["", "ms", "%", "step >= ms"]], list(_names(path))
+        for row in sorted(_categories(path), key=lambda each: -_ns(each)):
+            category, least = text(row, "category"), _ns(row, "step_at_least_ns")
             share = f"{row['share_pct']:.1f}"
-            cells.append([title, _ms(row["time_ns"]), share, _ms(row["step_at_least_ns"])])
-            own = [each for each in names if each["category"] == row["category"]]
-            if [each["name"] for each in own] != [row["category"]]:
-                cells += [
-                    [f"  {str(each['name'])[:_NAME]}", _ms(each["time_ns"]), "", ""]
-                    for each in own[:_MOST_NAMES]
-                ]
+            cells.append([_TITLES.get(category, category), _ms(_ns(row)), share, _ms(least)])
+            own = [each for each in names if each["category"] == category]
+            if len(own) > 1 or own[0]["name"] != category:
+                for each in own[:_MOST_NAMES]:
+                    cells.append([f"  {text(each, 'name')[:_NAME]}", _ms(_ns(each)), "", ""])
             if rest := own[_MOST_NAMES:]:
-                time = sum(_int(each["time_ns"]) for each in rest)
-                cells.append([f"  {len(rest)} others", _ms(time), "", ""])
+                cells.append([f"  {len(rest)} others", _ms(sum(map(_ns, rest))), "", ""])
         yield from aligned(cells, [False, True, True, True])
         yield from _remarks(path)
         yield ""
@@ -144,15 +134,14 @@ def lines(paths: Sequence[Path]) -> Iterator[str]:
 def _remarks(path: Path) -> Iterator[str]:
     by_rank: Counter[int] = Counter()
     for segment in path.segments:
-        by_rank[segment.rank] += segment.end - segment.start
+        by_rank[segment.rank] += segment.time
     if set(by_rank) != {path.rank}:
         words = ", ".join(f"rank {rank} {_ms(time)} ms" for rank, time in by_rank.most_common())
         yield f"where the path runs: {words}; ranks wait for it in collectives"
-    if inferred := _time([part for part in path.segments if part.is_inferred]):
-        count = sum(part.is_inferred for part in path.segments)
+    if inferred := [part for part in path.segments if part.is_inferred]:
         yield (
-            f"inferred: {count} waits for another stream ({_ms(inferred)} ms of gaps), as the "
-            "trace does not tell which event was awaited"
+            f"inferred: {len(inferred)} waits for another stream ({_ms(_time(inferred))} ms of "
+            "gaps), as the trace does not tell which event was awaited"
         )
     if path.unmatched:
         yield (
@@ -168,10 +157,11 @@ def _remarks(path: Path) -> Iterator[str]:
         )
 
 
-def _int(value: object) -> int:
+def _ns(row: Row, key: str = "time_ns") -> int:
+    value = row[key]
     assert isinstance(value, int)
     return value
 
 
-def _ms(nanoseconds: object) -> str:
-    return f"{_int(nanoseconds) / 1e6:.3f}"
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:.3f}"

@@ -43,15 +43,12 @@ CLOCKS_NS = 20_000
 def critical_path(works: Mapping[int, StepWork]) -> Path:
     """Return the critical path of one step. works: by rank."""
     walk = _Walk(works)
-    rank = walk.last_rank()
-    work = walk.ranks[rank].work
-    walk.from_end_of(rank)
-    segments = tuple(reversed(walk.segments))
+    rank = walk.from_last_end()
     return Path(
-        step=work.step,
+        step=walk.ranks[rank].work.step,
         rank=rank,
-        window=work.window,
-        segments=segments,
+        window=walk.ranks[rank].work.window,
+        segments=tuple(reversed(walk.segments)),
         at_least=walk.at_least(rank),
         without_clocks=tuple(sorted(works.keys() - walk.offsets.keys())),
         absent=tuple(sorted(walk.absent)),
@@ -123,10 +120,6 @@ class _Walk:
         self.unmatched = self.time = self.floor = 0
         self._unequal = _unequal(works)
 
-    def last_rank(self) -> int:
-        """Return the rank that ends last, of those whose clocks are set."""
-        return max(self.offsets, key=lambda rank: (self.ranks[rank].work.window[1], -rank))
-
     def at_least(self, rank: int) -> dict[str, int]:
         """Return the longest work that remains without each category of the path.
 
@@ -134,7 +127,7 @@ class _Walk:
         """
         spent: Counter[str] = Counter()
         for segment in self.segments:
-            spent[segment.category] += segment.end - segment.start
+            spent[segment.category] += segment.time
         own = self.ranks[rank]
         end = own.work.end.copy()
         for row in np.flatnonzero(own.work.category == COMMUNICATION).tolist():
@@ -152,14 +145,17 @@ class _Walk:
             result[category] = remains
         return result
 
-    def from_end_of(self, rank: int) -> None:
-        work = self.ranks[rank].work
+    def from_last_end(self) -> int:
+        """Walk back from where the last rank ends, of those whose clocks are set. Return it."""
+        last = max(self.offsets, key=lambda each: (self.ranks[each].work.window[1], -each))
+        rank, work = last, self.ranks[last].work
         self.floor, self.time = work.window
         row = int(np.flatnonzero(work.end == self.time)[0])
         while self.time > self.floor and row != NONE:
             rank, row = self._event(rank, row)
             row = self._cause(rank, row)
         self._to(self.floor, rank, UNKNOWN, "before the events that were read")
+        return last
 
     def _to(
         self, start: int, rank: int, category: str, name: str, *, is_inferred: bool = False
@@ -178,9 +174,7 @@ class _Walk:
             self._to(start, rank, own.category[row], name)
             return rank, row
         rows, is_complete = self._rows(rank, row)
-        arrival, cause = (
-            self._arrival(rank, row, rows) if len(rows) > 1 else (start, (rank, row))
-        )
+        arrival, cause = self._arrival(rank, row, rows)
         since = self.time
         self._to(arrival, rank, COMMUNICATION, name)
         self.unmatched += 0 if is_complete else since - self.time
@@ -214,15 +208,13 @@ class _Walk:
 
     def _rows(self, rank: int, row: int) -> tuple[dict[int, int], bool]:
         """Return the event of each rank of a collective that has a trace, and if all have."""
-        own = self.ranks[rank]
-        instance = own.work.instance[row]
+        instance = self.ranks[rank].work.instance[row]
         if instance is None or (instance.members, instance.group) in self._unequal:
-            return {}, False
-        rows = {
-            rank: self.ranks[rank].rows[instance]
-            for rank in instance.members
-            if rank in self.ranks and instance in self.ranks[rank].rows
+            return {rank: row}, False
+        traced = {
+            other: self.ranks[other].rows for other in instance.members if other in self.ranks
         }
+        rows = {other: own[instance] for other, own in traced.items() if instance in own}
         self.absent.update(set(instance.members) - set(rows))
         return rows, len(rows) == len(instance.members)
 
@@ -255,10 +247,9 @@ class _Walk:
     def _host(self, rank: int, thread: int) -> int:
         """Add what host threads did. Return the GPU event that the host had waited for."""
         own = self.ranks[rank]
-        threads = own.work.threads
         latest = self.time
-        while self.time > self.floor and thread in threads:
-            host = threads[thread]
+        while self.time > self.floor and thread in own.work.threads:
+            host = own.work.threads[thread]
             sync = int(np.searchsorted(host.sync_end, self.time, side="right")) - 1
             hand = int(np.searchsorted(host.handoff_end, latest, side="right")) - 1
             synced = int(host.sync_end[sync]) if sync >= 0 else self.floor
