@@ -43,7 +43,12 @@ class Output:
 
 
 class Inputs(ABC):
-    """One kind of input: how it is made, changed and read."""
+    """One kind of input: how it is made, changed and read.
+
+    samples: of each change, in every run and in the long one.
+    """
+
+    samples, all_samples = 15, 150
 
     @property
     @abstractmethod

@@ -10,7 +10,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from tests.damage import logs, profiler_tables, tables, workload_files
+from tests.damage import logs, profiler_tables, tables, traces, workload_files
 from tests.damage.mutators import Effect, Inputs, Mutator
 
 FORMATS = ("native", "simai", "aicb", "param", "chakra")
@@ -19,6 +19,7 @@ FAMILIES: dict[str, Inputs] = {
     "logs": logs.Logs(),
     "sick logs": logs.SickLogs(),
     "profiler tables": profiler_tables.ProfilerTables(),
+    "traces": traces.Traces(),
     **{f"{name} workload": workload_files.Files(name) for name in FORMATS},
 }
 CASES = [
@@ -26,7 +27,6 @@ CASES = [
     for family, inputs in FAMILIES.items()
     for mutator in inputs.mutators
 ]
-SAMPLES, ALL = 15, 150
 
 
 def outcomes(family: str, mutator: Mutator, number: int, folder: Path) -> Counter[str]:
@@ -55,7 +55,7 @@ def check(mutator: Mutator, counts: Counter[str]) -> None:
 
 @pytest.mark.parametrize(("family", "mutator"), CASES)
 def test_a_sample_of_changed_inputs(family: str, mutator: Mutator, tmp_path: Path) -> None:
-    check(mutator, outcomes(family, mutator, SAMPLES, tmp_path))
+    check(mutator, outcomes(family, mutator, FAMILIES[family].samples, tmp_path))
 
 
 @pytest.mark.slow
@@ -63,7 +63,7 @@ def test_a_sample_of_changed_inputs(family: str, mutator: Mutator, tmp_path: Pat
 def test_all_changed_inputs(
     family: str, mutator: Mutator, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    counts = outcomes(family, mutator, ALL, tmp_path)
+    counts = outcomes(family, mutator, FAMILIES[family].all_samples, tmp_path)
     with capsys.disabled():
         sys.stdout.write(f"\n{family:16} {mutator.name:22} {mutator.effect:12} {dict(counts)}")
     check(mutator, counts)

@@ -153,7 +153,7 @@ def _structure(trace: RankTrace, call: Ints) -> Iterator[Damage]:
         text = "ProfilerStep marks overlap, as of several processes: the trace is one window"
         yield Damage(kind="steps-overlap", count=1, text=text)
     num_devices = np.unique(device_of(trace)).size
-    text = "GPUs are in this trace: each has rows of its own"
+    text = "GPUs are in this trace: breakdown has rows of each, other commands none apart"
     yield from _damage("devices", num_devices * (num_devices > 1), text)
 
 
