@@ -40,9 +40,9 @@ class CommArgs:
     dtype: str
     in_elements: int
     out_elements: int
-    group: str
-    group_desc: str
-    group_size: int | None
+    group: str = ""
+    group_desc: str = ""
+    group_size: int | None = None
     ranks: tuple[int, ...] = ()
     in_splits: tuple[int, ...] = ()
     out_splits: tuple[int, ...] = ()

@@ -25,8 +25,7 @@ OPERATOR, WORK = "c10d::", "gloo:"
 _SILENT = ("c10d::check_for_nan", "c10d::wait")
 # Operators whose first argument is both input and output.
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce", "send", "recv", "barrier"})
-
-
+# Types of arguments without a type of elements.
 _NO_TYPES = frozenset({"", "TensorList", "Scalar", "ScalarList"})
 
 
@@ -58,9 +57,10 @@ def gloo_calls(events: Iterable[Event]) -> list[GlooCall]:
         pairs = list(zip(own, works[family], strict=False))
         if len(own) != len(done) or any(_span(w)[0] < _span(e)[0] for e, w in pairs):
             done = [None] * len(own)  # not all of the work is in the trace
-        for event, work in zip(own, done, strict=True):
-            span = None if work is None else _span(work)
-            calls.append(GlooCall(event, _args(event, work), span))
+        calls += [
+            GlooCall(event, _args(event, work), _span(work) if work else None)
+            for event, work in zip(own, done, strict=True)
+        ]
     for family in works.keys() - operators.keys():  # old versions of torch have no operator
         calls += [
             GlooCall(work, _args_of_work(family, work), _span(work)) for work in works[family]
@@ -88,10 +88,9 @@ def _family(name: str) -> str:
 
 def _args(event: Event, work: Event | None) -> CommArgs:
     name = torch_collective(event.name.removeprefix(OPERATOR))
-    first, second = (sum(_elements_of(event, place)) for place in (0, 1))
-    is_in_place = name in _IN_PLACE
+    outputs, inputs = (_elements_of(event, place) for place in (0, 1))
     concrete = _values(event, "concrete_inputs")
-    splits = _elements_of(event, 1), _elements_of(event, 0)
+    splits = inputs, outputs
     if event.name == "c10d::alltoall_base_":
         outs, ins = (*concrete[3:5], "", "")[:2]
         splits = _splits(ins), _splits(outs)
@@ -100,11 +99,8 @@ def _args(event: Event, work: Event | None) -> CommArgs:
     return CommArgs(
         collective=name or event.name.removeprefix(OPERATOR),
         dtype="" if name == "barrier" else _dtype(event) or (_dtype(work) if work else ""),
-        in_elements=first if is_in_place else second,
-        out_elements=first,
-        group="",
-        group_desc="",
-        group_size=None,
+        in_elements=sum(outputs if name in _IN_PLACE else inputs),
+        out_elements=sum(outputs),
         in_splits=splits[0] if name == "all_to_all" else (),
         out_splits=splits[1] if name == "all_to_all" else (),
         source=rank if name == "recv" else None,
@@ -121,9 +117,6 @@ def _args_of_work(family: str, work: Event) -> CommArgs:
         dtype=_dtype(work),
         in_elements=elements,
         out_elements=elements if family in _IN_PLACE else 0,
-        group="",
-        group_desc="",
-        group_size=None,
     )
 
 
@@ -147,11 +140,11 @@ def _elements_of(event: Event, place: int) -> tuple[int, ...]:
     if place >= min(len(dims), len(types)) or types[place] in _NO_TYPES - {"TensorList"}:
         return ()
     shapes: Sequence[Any] = dims[place] if types[place] == "TensorList" else [dims[place]]
-    return tuple(math.prod(shape) for shape in shapes if _is_shape(shape))
-
-
-def _is_shape(shape: object) -> bool:
-    return isinstance(shape, list) and all(isinstance(size, int) for size in shape)
+    return tuple(
+        math.prod(shape)
+        for shape in shapes
+        if isinstance(shape, list) and all(isinstance(size, int) for size in shape)
+    )
 
 
 def _splits(text: object) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, RankTrace
 from stepmark.trace.kineto.intervals import Intervals, join, time_before, union, without
-from stepmark.trace.kineto.links import Steps, parents_by_thread, sums
+from stepmark.trace.kineto.links import Steps, parents_by_thread, span_of, sums
 from stepmark.trace.kineto.windows import Windows, in_windows
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def _comms(
         parts.append(np.stack((table.start[own], table.end[own], table.name[own]), axis=1))
     start, end, name = np.concatenate(parts).T
     exposed = end - start - time_before(compute, end) + time_before(compute, start)
-    place = _places(windows, start)
+    place = span_of(*windows, start)
     inside = place != NONE
     values = [(end - start)[inside], exposed[inside]]
     for (number, which), total in sums([place[inside], name[inside]], values):
@@ -138,7 +138,7 @@ def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator
     parent = parents_by_thread(ops.start, ops.end, ops.thread)
     inner = parent != NONE
     np.subtract.at(own_time, parent[inner], (ops.end - ops.start)[inner])
-    place = _places(windows, ops.start)
+    place = span_of(*windows, ops.start)
     rows = np.flatnonzero(place != NONE)
     groups = list(dict.fromkeys(map(group_of, trace.names)))
     group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
@@ -150,10 +150,3 @@ def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator
             num_events=total[0],
             time_ns=total[1],
         )
-
-
-def _places(windows: Windows, start: Ints) -> Ints:
-    """Return the window in which each time lies, or NONE."""
-    place = np.searchsorted(windows.start, start, side="right") - 1
-    is_inside = (place >= 0) & (start < np.append(windows.end, NONE)[place])
-    return np.where(is_inside, place, NONE)

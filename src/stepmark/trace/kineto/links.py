@@ -123,25 +123,26 @@ def steps(trace: RankTrace) -> Steps:
     start, end = spans.start[rows], spans.end[rows]
     call = launches(trace)
     launched = np.append(trace.calls.start, NONE)[call]
-    step = np.searchsorted(start, launched, side="right") - 1
-    is_inside = (call != NONE) & (step >= 0)
-    is_inside &= launched < end[np.maximum(step, 0)]
     return Steps(
         numbers=step_numbers(trace),
         start=start,
         end=end,
-        of_gpu=np.where(is_inside, step, NONE),
+        of_gpu=np.where(call == NONE, NONE, span_of(start, end, launched)),
         is_marked=True,
     )
+
+
+def span_of(start: Ints, end: Ints, times: Ints) -> Ints:
+    """Return the row of the span in which each time lies, or NONE. Spans do not overlap."""
+    row = np.searchsorted(start, times, side="right") - 1
+    return np.where((row >= 0) & (times < np.append(end, NONE)[row]), row, NONE)
 
 
 def step_of(steps: Steps, times: Ints) -> Ints:
     """Return the index of the step during which each time on the host lies, or NONE."""
     if not steps.is_marked:
         return np.zeros(times.size, np.int64)
-    step = np.searchsorted(steps.start, times, side="right") - 1
-    is_inside = (step >= 0) & (times < np.append(steps.end, NONE)[step])
-    return np.where(is_inside, step, NONE)
+    return span_of(steps.start, steps.end, times)
 
 
 def step_rows(trace: RankTrace) -> Ints:

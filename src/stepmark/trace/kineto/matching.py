@@ -272,7 +272,7 @@ def _time(
 def is_synchronizing(kind: MessageKind) -> bool:
     """Return whether no rank can end before all have arrived: the shortest is the transfer."""
     name = kind.collective
-    return name in frozenset(Collective) and FACTS[Collective(name)].synchronizing
+    return name in list(Collective) and FACTS[Collective(name)].synchronizing
 
 
 def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
