@@ -11,18 +11,16 @@ _BLOCK = re.compile(r"blocks\.(\d+)(?:\.(.+))?$")
 _STACK_LAYER = re.compile(r"(?:^|\.)\w*(?:Block|Layer)_(\d+)(?:\.|$)")
 _LEAVES = {"attention_norm": "attention.norm", "ffn_norm": "mlp.norm"}
 _RESIDUALS = {"attention": "attention.residual", "ffn": "mlp.residual"}
-_ENDS = {"output": "output", "output.head": "head", "output.norm": "head.norm"}
-_ATTENTION = re.compile(r"^(?!triton).*(?:attention|flash|sdpa)", re.IGNORECASE)
+_ENDS = {"output": "output", "output.head": "head", "output.norm": "head.norm", WHOLE: WHOLE}
 _ROTATION = re.compile(r"::(?:mul|add|sub|neg|cat|stack|chunk|view_as_\w+)_?$")
 _COMM = re.compile(
     r"c10d|nccl:|gloo:|record_param_comms|all_?gather|reduce_?scatter|all_?reduce"
 )
 _PRODUCT = re.compile(r"mm$|grouped_mm|linear|matmul")
-_LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax|CrossEntropy")
 # Roles that an operation's name alone tells.
 _BY_OP = {
-    "attention.core": _ATTENTION,
-    "loss": _LOSS,
+    "attention.core": re.compile(r"^(?!triton).*(?:attention|flash|sdpa)", re.IGNORECASE),
+    "loss": re.compile("cross_entropy|nll_loss|log_softmax|CrossEntropy"),
     "embedding": re.compile("::embedding"),
     "pipeline": re.compile("^c10d::(?:send|recv)"),
 }
@@ -99,8 +97,10 @@ def role_of_call(
     last before it, or "". is_activated: an activation came before it in this call.
     """
     match = _BLOCK.match(path)
+    if path == "output" and before.endswith((".head", ".norm")):
+        return "loss"
     if match is None:
-        return _role_at_ends(path, before)
+        return "embedding" if path.startswith("embedding") else _ENDS.get(path, "")
     name, last = match[2] or "", before.rpartition(".")[2]
     inside = {
         "": _RESIDUALS.get(last, "block"),
@@ -118,13 +118,3 @@ def role_of_call(
         return "mlp.experts_down" if is_activated else first
     role = inside.get(name) or _LEAVES.get(name) or role_of(name)
     return TOGETHER.get(role, role) if is_gated else role
-
-
-def _role_at_ends(path: str, before: str) -> str:
-    if path == WHOLE:
-        return WHOLE
-    if path.startswith("embedding"):
-        return "embedding"
-    if path == "output" and before.endswith((".head", ".norm")):
-        return "loss"
-    return _ENDS.get(path, "")

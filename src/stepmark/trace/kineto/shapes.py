@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _BACKWARD = (Phase.DGRAD, Phase.WGRAD, Phase.BWD)
 Shape = tuple[int, ...]  # rows, columns, contracted
 Candidate = tuple[str, int | None, str]  # role, layer, phase
-Known = dict[str, dict[Shape, list[Candidate]]]  # by pass
+Known = dict[tuple[str, Shape], list[Candidate]]  # by pass and shape
 
 
 def by_shape(
@@ -86,7 +86,7 @@ def by_shape(
 
 def _products_of(workload: Workload, rank: int, is_own: bool) -> Known:
     """Return a rank's products by pass and shape, in the order in which they run."""
-    known: Known = {"fwd": defaultdict(list), "bwd": defaultdict(list)}
+    known: Known = defaultdict(list)
     for op in workload.expand(workload.stage_of(rank)):
         if not isinstance(op, ComputeOp):
             continue
@@ -98,7 +98,7 @@ def _products_of(workload: Workload, rank: int, is_own: bool) -> Known:
         else:
             continue
         candidate = (op.module, op.layer, str(op.phase))
-        known[_pass(op.phase, op.recompute)][_key(shape, is_own)].append(candidate)
+        known[_pass(op.phase, op.recompute), _key(shape, is_own)].append(candidate)
     return known
 
 
@@ -114,16 +114,16 @@ def _key(shape: Sequence[int], is_own: bool) -> Shape:
 def _candidates(known: Known, shape: Shape, layer: int | None, when: str) -> list[Candidate]:
     """Return the operations of this shape, or of its transpose where none has the shape."""
     m, n, k = shape
-    found: list[Candidate] = []
-    for wanted in dict.fromkeys(((m, n, k), (n, m, k))):
-        found = found or [
+    for wanted in ((m, n, k), (n, m, k)):
+        candidates = [
             candidate
-            for name, products in known.items()
-            if when in ("", name)
-            for candidate in products.get(wanted, ())
+            for name in ([when] if when else ["fwd", "bwd"])
+            for candidate in known.get((name, wanted), ())
             if layer in (None, candidate[1])
         ]
-    return found
+        if candidates:
+            return candidates
+    return []
 
 
 def _merged(candidates: Sequence[Candidate]) -> Candidate:
