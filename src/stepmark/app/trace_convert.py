@@ -21,8 +21,7 @@ def convert(options: ConvertOptions) -> int:
     """Write the files; they appear together, when all are written."""
     folder = options.out
     if options.to == "chakra":
-        workload = trace_workload.read(options)
-        if workload is not None:
+        if workload := trace_workload.read(options):
             target = workload_files.Target(to="chakra", out=f"{folder}/")
             workload_files.deliver(workload, target)
         return 0

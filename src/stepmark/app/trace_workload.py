@@ -24,10 +24,8 @@ _NO_NAME = ("", "undefined", "default_pg")
 
 def to_workload(options: ToWorkloadOptions) -> int:
     """Write the workload."""
-    workload = read(options)
-    if workload is not None:
-        target = workload_files.Target(to="native", out=options.out)
-        workload_files.deliver(workload, target)
+    if workload := read(options):
+        workload_files.deliver(workload, workload_files.Target(to="native", out=options.out))
     return 0
 
 
@@ -65,11 +63,12 @@ def _step(inputs: TraceInputs) -> int:
         raise ConfigError("steps", "missing", "the number of a step, under a launcher")
     traces = map_traces(inputs, partial(step_windows, inputs))
     assert traces is not None
-    took: dict[int, list[int]] = {}
-    for result in traces.results:
-        for number, time in result.value.items():
-            took.setdefault(number, []).append(time)
-    whole = {n: max(times) for n, times in took.items() if len(times) == len(traces.results)}
+    took = [result.value for result in traces.results]
+    whole = {
+        number: max(times[number] for times in took)
+        for number in took[0]
+        if all(number in times for times in took)
+    }
     if not whole:
         value = ", ".join(inputs.files)
         raise ConfigError("trace", value, "traces with a step that has GPU events on all ranks")

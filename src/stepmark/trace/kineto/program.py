@@ -98,6 +98,7 @@ class _Item:
     stream: int
     is_told: bool  # to wait for an event of another stream
     seen: dict[int, int] = field(default_factory=dict)  # by stream: up to which item it waits
+    reach: int = NONE  # the last end of its stream up to it
 
 
 class _Maker:
@@ -205,28 +206,23 @@ class _Maker:
         """Return the operations in issue order, with the streams and waits of the trace."""
         self.items.sort(key=lambda item: item.issued)
         names = self._streams()
-        queues: dict[int, list[int]] = {}  # items of each stream
-        ends: dict[int, list[int]] = {}
+        queues: dict[int, list[_Item]] = {}  # by stream
         operations: list[Operation] = []
-        for number, item in enumerate(self.items):
+        for item in self.items:
             own = queues.setdefault(item.stream, [])
-            before = self.items[own[-1]] if own else None
-            item.seen = dict(before.seen) if before else {}
+            if own:
+                item.seen, item.reach = dict(own[-1].seen), own[-1].reach
             after = []
-            if item.start != NONE and item.is_told:
-                for other, queue in queues.items():
-                    place = bisect_right(ends.get(other, []), item.start) - 1
-                    if other == item.stream or place <= item.seen.get(other, -1):
-                        continue
-                    back = len(queue) - 1 - place
-                    after.append(names[other] + (f"~{back}" if back else ""))
-                    for stream, at in self.items[queue[place]].seen.items():
-                        item.seen[stream] = max(item.seen.get(stream, -1), at)
-                    item.seen[other] = max(item.seen.get(other, -1), place)
-            item.seen[item.stream] = len(own)
-            own.append(number)
-            last = ends.setdefault(item.stream, [])
-            last.append(max(item.end, last[-1] if last else NONE))
+            for other, queue in queues.items() if item.start != NONE and item.is_told else ():
+                place = bisect_right(queue, item.start, key=lambda each: each.reach) - 1
+                if other == item.stream or place <= item.seen.get(other, -1):
+                    continue
+                back = len(queue) - 1 - place
+                after.append(names[other] + (f"~{back}" if back else ""))
+                for stream, at in queue[place].seen.items():
+                    item.seen[stream] = max(item.seen.get(stream, -1), at)
+            item.seen[item.stream], item.reach = len(own), max(item.end, item.reach)
+            own.append(item)
             name = names[item.stream]
             operations.append(replace(item.op, stream=name, name=name, after=tuple(after)))
         return RankProgram(
