@@ -37,6 +37,12 @@ from stepmark.core.kernel_groups import group_of
         ("aten::_fused_adamw_", "optimizer"),
         ("Memcpy DtoD (Device -> Device)", "copies"),
         ("fsdp::chunk_cat", "copies"),
+        ("autograd::engine::evaluate_function: TransposeBackward0", "copies"),
+        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<float>", "copy kernels"),
+        (
+            "void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>",
+            "copy kernels",
+        ),
         (
             "void at::native::vectorized_elementwise_kernel<8, CUDAFunctor_add<float>>",
             "elementwise",

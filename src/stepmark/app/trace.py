@@ -55,17 +55,18 @@ def breakdown(options: BreakdownOptions) -> int:
     if options.csv:
         filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or {"steps": []}, options.csv, "csv")
-    lines = [*report.lines(ranks), *(f"note: {note}" for note in notes)]
+    noted = [f"note: {note}" for note in notes]
     if options.html:
         page: str = load("stepmark.report.trace_page:page")(  # with plotly
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
             {r.info.rank or 0: r.value[1] for r in traces.results if r.value[1]},
             histogram.rows(messages.histogram, num_ranks_seen=len(ranks)),
-            lines,
+            [*report.lines(ranks, details=True), *noted],
         )
         write_text(options.html, page, "html")
     if not options.to_stdout:
+        lines = (*report.lines(ranks, details=options.details), *noted)
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
 

@@ -5,8 +5,13 @@ from functools import lru_cache
 
 COMMUNICATION = "communication"
 COPIES = "copies"
+COPY_KERNELS = "copy kernels"
 OTHER = "other"
 
+_COPYING = (
+    r"memcpy|memset|::copy_|_copy_|::_to_copy|chunk_cat|split_with_sizes|CatArray|::cat\b"
+    "|::fill_|FillFunctor|transpose"
+)
 # The first pattern that is found in a name is its group. What torch.compile fuses comes first,
 # as its kernels list the operations inside; attention comes before products, as its kernels are
 # products too; optimizers before the parts of theirs; convolutions before their products.
@@ -23,8 +28,8 @@ GROUPS: dict[str, str] = {
     r"|Cijk_|matmul|\bbmm_|::(?:add)?b?mm\b|scaled_mm|_mm_|::linear\b|splitk",
     "norms": r"(?:layer|rms|batch|group)_?norm|rmsnorm|gammabeta|\bbn_[fb]w|::bn_",
     "softmax and loss": r"softmax|nll_loss|cross_entropy",
-    COPIES: r"memcpy|memset|::copy_|_copy_|::_to_copy|chunk_cat|split_with_sizes|CatArray"
-    r"|::cat\b|::fill_|FillFunctor|transpose",
+    COPIES: rf"^mem(?:cpy|set)|^(?!.*kernel)(?=[\w:. ]+$).*(?:{_COPYING})",  # or operators
+    COPY_KERNELS: _COPYING,
     "indexing": r"(?<!rotary_)embedding|index|gather|scatter|sort|topk|scan",
     "reductions": r"reduce",
     "elementwise": r"elementwise|functor",

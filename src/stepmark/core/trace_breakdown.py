@@ -66,8 +66,10 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommTimes:
-    """GPU events of one collective in one group; times are sums over them.
+    """Communication of one collective in one group.
 
+    num_events: those of the step; time_ns: time of its window in which any of them runs, also
+    of other steps; exposed_ns: the part without compute.
     kernel: its name where no arguments say which collective it is, else "".
     """
 
@@ -126,13 +128,13 @@ class CopyTimes:
 class Arrivals:
     """How one rank and the others wait for each other, in calls that are matched over ranks.
 
-    unmatched_ns: time of kernels of other calls. num_last, caused_ns: calls in which it arrived
-    last, and how long the others together waited in them. early_ns: how long before the last
-    rank it arrived; None where clocks of the ranks do not agree.
+    waiting_ns: time of its windows in which it waits in any call. num_last, caused_ns: calls in
+    which it arrived last, and the time in which another rank waits in any of them, summed over
+    ranks. unmatched_ns, early_ns: sums over calls: kernels of other calls, and how long before
+    the last rank it arrived; None where clocks of the ranks do not agree.
     """
 
     num_calls: int
-    comm_ns: int
     waiting_ns: int
     unmatched_ns: int
     num_last: int

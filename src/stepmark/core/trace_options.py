@@ -72,6 +72,7 @@ class TraceInputs:
 class BreakdownOptions(Files, TraceInputs):
     """stepmark trace breakdown."""
 
+    details: bool = flag("also launch calls, copies and the queue of launches", default=False)
     html: str | None = flag("timeline, steps and messages as one page", metavar="PATH")
 
 

@@ -1,10 +1,12 @@
 """Tables of the PyTorch profiler and Perftools as text, flat rows and plain values."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from stepmark.core.columns import Row, aligned
 from stepmark.core.profiler_table import Communication, ProfilerTable, TableRow, time_text
+from stepmark.core.units import ranks_text
 
 _MAX_ROWS, _MAX_NAME = 40, 52
 _NS = 1e9
@@ -24,10 +26,13 @@ def text(table: ProfilerTable) -> Iterator[str]:
     bins = (key for key in total if key.startswith(_BINS) and total[key].value)
     if copies := [f"{total[key].printed} {table.columns[key]}" for key in bins]:
         yield f"    copies by size, bins {', '.join(copies)}"
-    for flag in table.flags:
-        what = " ".join(filter(None, (flag.column, flag.printed)))
-        words = (f"line {flag.line}", flag.row, what, flag.reason)
-        yield f"    ! {': '.join(filter(None, words))} [{flag.rule}]"
+    for rule, count in Counter(flag.rule for flag in table.flags).items():
+        own = [flag for flag in table.flags if flag.rule == rule]
+        lines = ranks_text(flag.line for flag in own).replace("rank", "line")
+        lines += f" ({count} figures), first" * (count > 1)
+        what = " ".join(filter(None, (own[0].column, own[0].printed)))
+        words = (lines, own[0].row, what, own[0].reason)
+        yield f"    ! {': '.join(filter(None, words))} [{rule}]"
 
 
 def _answer(answer: Communication) -> Iterator[str]:

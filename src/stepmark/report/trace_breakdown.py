@@ -1,58 +1,36 @@
 """The breakdown of traces as rows, in ns, and as text, in ms."""
 
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
-from stepmark.core.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View, aligned
+from stepmark.core.columns import (
+    COUNT,
+    NUMBER,
+    PAGE,
+    SHOWN,
+    TEXT,
+    Column,
+    Row,
+    View,
+    aligned,
+    digits,
+)
 from stepmark.core.columns import rows as rows_of
 from stepmark.core.trace_breakdown import RankTimes, StepTimes
 from stepmark.core.units import format_bytes, ranks_text
 
 Ranks = Sequence[tuple[int, RankTimes]]
-_MOST_ROWS = 24  # of a table by rank and step; above, the slowest are shown
-_SLOWEST = 6
-_MOST_SENTENCES = 2
-_WIDTH = 100
+_MOST_ROWS = 16  # of a table by rank; above, the slowest are shown
+_NOTABLE = 0.01  # share of a step from which the first sentence names a rank
 
-DEFINITIONS = {
-    "gpu": (
-        "Times are those of the GPU. An event belongs to the step whose ProfilerStep mark "
-        "holds its launch call. A step lasts from the end of the last event of the step "
-        "before to the end of its own last one; the first one from where earlier work ends, or "
-        "where the host begins it. Without marks the window is from the first event to the "
-        "last.",
-        "compute: kernels run that are no communication. exposed communication: what calls of "
-        "torch.distributed launched, or kernels of NCCL, RCCL and the like run, and no "
-        "compute. exposed copies: other copies or memsets run, and neither of these. idle: "
-        "nothing runs. The four add up to the step.",
-        "idle, by the event that ends it: host-bound until its launch call returned (and of "
-        "that, while the call ran: much where a job has many short kernels); kernel gap where "
-        "it then started within 100 us; unknown where it started later (it waited for an "
-        "event, or work is missing), or its launch is not in the trace.",
-        "waiting for other ranks: what a kernel of a collective takes longer than the "
-        "shortest one of the same call on any rank, from its start on. others wait for it: "
-        "summed over the other ranks, in calls in which this rank's kernel is the shortest. "
-        "early: how long before the last rank it arrives, if the clocks of ranks agree.",
-        "queue: mean number of events that are launched and have not started.",
-    ),
-    "host": (
-        "Times are those of the host: there are no GPU events. A step is its ProfilerStep "
-        "mark; without marks the window is from the first operator to the last.",
-        "communication: operators of c10d, waits for them, and spans of gloo's threads. "
-        "compute: operators with a namespace (aten::mm) on any thread, outside the "
-        "communication of their own thread. exposed communication: communication and no "
-        "compute. idle: neither, as Python, autograd and data loading. The three add up to "
-        "the step.",
-    ),
-}
+DEFINITIONS = "docs/traces.md"
 
 
 @dataclass(frozen=True, slots=True)
 class _RankStep:
-    """A step of a rank. base_ns: the start of the rank's first window."""
+    """A step of a rank. base_ns: start of the first window, of all ranks if clocks agree."""
 
     rank: int
     times: StepTimes
@@ -104,11 +82,17 @@ STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("copies_ns", _of("memory_ns"), COUNT),
     Column("other_steps_ns", _of("other_steps_ns"), COUNT),
     Column("events", _of("num_events"), COUNT, "", SHOWN),
-    Column("queue_mean_depth", _mean_depth, NUMBER, "queue", SHOWN),
-    Column("queue_max_depth", _of("queue", "max"), COUNT, "", PAGE),
+    Column("queue_mean_depth", _mean_depth, NUMBER, "queue", PAGE),
+    Column("queue_max_depth", _of("queue", "max"), COUNT, "deepest", PAGE),
     Column("queue_empty_ns", _of("queue", "empty_ns"), COUNT),
 )
 _TABLES = {"communication": "comms", **{n: n for n in ("kernels", "launches", "copies")}}
+# What may make a rank late, and how that reads before its time.
+_CAUSES = {
+    "host_bound_ns": "whose host is late: host-bound for",
+    "compute_ns": "which computes longer:",
+    "idle_ns": "which is idle longer:",
+}
 _SUMMANDS = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
 _PARTS = {
     "step": "window_ns",
@@ -146,17 +130,24 @@ def tables(ranks: Ranks) -> dict[str, list[Row]]:
 
 
 def _steps(ranks: Ranks) -> Iterator[_RankStep]:
+    starts = {
+        rank: min(s.start_ns for s in times.steps) for rank, times in ranks if times.steps
+    }
+    agreeing = {rank for rank, t in ranks if t.arrivals and t.arrivals.early_ns is not None}
+    common_ns = min((starts[rank] for rank in agreeing), default=0)
     for rank, times in ranks:
-        base_ns = min((step.start_ns for step in times.steps), default=0)
         for step in times.steps:
-            yield _RankStep(rank, step, base_ns)
+            yield _RankStep(rank, step, common_ns if rank in agreeing else starts[rank])
 
 
-def lines(ranks: Ranks) -> Iterator[str]:
-    """Yield the report as text: what was measured on GPUs, then what on hosts."""
+def lines(ranks: Ranks, *, details: bool = False) -> Iterator[str]:
+    """Yield the report as text: what was measured on GPUs, then what on hosts.
+
+    details: also launch calls, copies and the queue of launches.
+    """
     tabled = tables(ranks)
     clocks = [
-        clock for clock in DEFINITIONS if any(r["clock"] == clock for r in tabled["steps"])
+        clock for clock in ("gpu", "host") if any(r["clock"] == clock for r in tabled["steps"])
     ]
     if not clocks:
         is_missing = any(
@@ -167,7 +158,10 @@ def lines(ranks: Ranks) -> Iterator[str]:
         yield from [""] * (place > 0)
         own = {row["rank"] for row in tabled["steps"] if row["clock"] == clock}
         part = {name: [r for r in rows if r["rank"] in own] for name, rows in tabled.items()}
-        yield from _report(part, clock)
+        yield from _report(part, clock, details)
+    if clocks:
+        more = "" if details else "; launch calls and copies: trace breakdown --details"
+        yield from ["", f"Definitions: {DEFINITIONS}{more}."]
 
 
 def summary(ranks: Ranks) -> Iterator[str]:
@@ -176,56 +170,82 @@ def summary(ranks: Ranks) -> Iterator[str]:
     return _summary(steps) if steps else iter(())
 
 
-def _report(tabled: dict[str, list[Row]], clock: str) -> Iterator[str]:
+def _report(tabled: dict[str, list[Row]], clock: str, details: bool) -> Iterator[str]:
     steps = tabled["steps"]
-    yield from _sentences(steps)
+    yield from [_headline(steps, tabled["arrivals"]), ""]
     yield from _summary(steps)
     yield ""
-    yield from _step_lines(steps)
+    yield from _step_lines(steps, tabled["arrivals"], details)
     yield from _arrival_lines(tabled["arrivals"])
     kernels = "Kernels and copies" if clock == "gpu" else "Operators"
-    for title, table, label in (
-        ("Communication", "communication", _comm_label),
-        (kernels, "kernels", _group_label),
-    ):
-        if rows := tabled[table]:
-            yield from [
-                "",
-                f"{title}: time in ms, mean over ranks and steps of sums over calls",
-            ]
-            yield from _means(rows, label, len(steps))
-    yield from _launch_lines(tabled["launches"])
-    yield from _copy_lines(tabled["copies"])
-    for definition in DEFINITIONS[clock]:
-        yield from ["", *textwrap.wrap(definition, _WIDTH)]
+    if rows := tabled["communication"]:
+        yield from ["", "Communication: ms of a step in which any call of a line runs, mean"]
+        yield from _means(rows, _comm_label, len(steps))
+    if rows := tabled["kernels"]:
+        yield from ["", f"{kernels}: ms of a step, sums over calls, mean"]
+        yield from _means(rows, lambda row: str(row["group"]), len(steps))
+    if details:
+        yield from _launch_lines(tabled["launches"])
+        yield from _copy_lines(tabled["copies"])
 
 
-def _sentences(steps: Sequence[Row]) -> Iterator[str]:
-    """Yield one sentence per step of a rank, or on the slowest of many."""
-    slowest = max(steps, key=lambda row: _ns(row, "window_ns"))
-    many = len(steps) > _MOST_SENTENCES
-    for row in [slowest] if many else steps:
-        step = "whole trace" if row["step"] is None else f"step {row['step']}"
-        first, took = _ns(row, "from_ns"), _ns(row, "window_ns")
-        parts = ", ".join(
-            f"{title.strip()} {_ms(_ns(row, name))} ms ({_share(_ns(row, name), took)})"
-            for title, name in _PARTS.items()
-            if name in _SUMMANDS and _ns(row, name)
+def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
+    """Return where the time went, and which rank is waited for, else is the slowest."""
+    took, waiting = _sum(steps, "window_ns"), _waiting(steps, arrivals)
+    parts = []
+    for title, name in _PARTS.items():
+        if name in _SUMMANDS and (time := _sum(steps, name)):
+            host = _sum(steps, "host_bound_ns") if name == "idle_ns" else 0
+            cause = waiting * (name == "exposed_comm_ns")
+            cause += f" ({_ms(host / len(steps))} ms is host-bound)" * (2 * host > time)
+            parts.append(f"{title.strip()} {_share(time, took)}{cause}")
+    times = {row["rank"]: _mean(steps, "window_ns", {row["rank"]}) for row in steps}
+    slowest = max(times, key=lambda rank: times[rank])
+    if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
+        parts.append(f"the slowest is rank {slowest} with {_ms(times[slowest])} ms")
+    average = " on average" * (len(steps) > 1)
+    where = " on the host (no GPU events)" * (steps[0]["clock"] == "host")
+    return f"{_which(steps)}{where}: {_ms(took / len(steps))} ms{average}: {', '.join(parts)}"
+
+
+def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
+    """Return what part of exposed communication is waiting, and for which rank."""
+    ranks = {row["rank"] for row in steps}
+    took, comm, waiting = (
+        _mean(steps, name, ranks)
+        for name in ("window_ns", "exposed_comm_ns", "exposed_waiting_ns")
+    )
+    if comm > _NOTABLE * took and any(row["exposed_waiting_ns"] is None for row in steps):
+        return " (how much of it is waiting for other ranks is not known)"
+    if waiting <= _NOTABLE * took or not _sum(arrivals, "caused_ns"):
+        return ""
+    worst = max(arrivals, key=lambda row: _ns(row, "caused_ns"))
+    is_most = 2 * _ns(worst, "caused_ns") > _sum(arrivals, "waiting_ns")
+    text = f"{_ms(waiting)} of {_ms(comm)} ms is waiting, "
+    text += f"{'mostly' if is_most else 'the most'} for rank {worst['rank']}"
+    for name, cause in _CAUSES.items():
+        own, others = (
+            _mean(steps, name, o) for o in ({worst["rank"]}, ranks - {worst["rank"]})
         )
-        yield (
-            f"{step}, rank {row['rank']}{' (the slowest)' * many}: {_ms(took)} ms from "
-            f"{_ms(first)} to {_ms(first + took)} ms: {parts}"
-        )
-    yield ""
+        if own - others > waiting / 2:
+            return f" ({text}, {cause} {_ms(own)} ms, others {_ms(others)} ms)"
+    return f" ({text})"
+
+
+def _mean(steps: Sequence[Row], name: str, ranks: set[object]) -> float:
+    return mean([_ns(row, name) for row in steps if row["rank"] in ranks] or [0])
+
+
+def _which(steps: Sequence[Row]) -> str:
+    numbers = {int(str(row["step"])) for row in steps if row["step"] is not None}
+    which = ranks_text(numbers).replace("rank", "step") if numbers else "whole trace"
+    return f"{which} of {ranks_text({_ns(row, 'rank') for row in steps})}"
 
 
 def _summary(steps: Sequence[Row]) -> Iterator[str]:
     """Yield each part of a step: mean, share, spread."""
-    numbers = {int(str(row["step"])) for row in steps if row["step"] is not None}
-    which = ranks_text(numbers).replace("rank", "step") if numbers else "whole trace"
-    ranks = ranks_text({_ns(row, "rank") for row in steps})
     titles = ("mean", "share", "min", "median", "max") if len(steps) > 1 else ("time", "share")
-    cells = [[f"{which} of {ranks}, in ms", *titles]]
+    cells = [[f"{_which(steps)}, in ms", *titles]]
     for title, name in _PARTS.items():
         known = [row for row in steps if row[name] is not None]
         values = [_ns(row, name) for row in known]
@@ -236,20 +256,24 @@ def _summary(steps: Sequence[Row]) -> Iterator[str]:
     yield from aligned(cells, [False, *[True] * len(titles)])
 
 
-def _step_lines(steps: Sequence[Row]) -> Iterator[str]:
+def _step_lines(steps: Sequence[Row], arrivals: Sequence[Row], details: bool) -> Iterator[str]:
     """Yield a line per rank and step, of the slowest where there are many."""
     shown = list(steps)
+    ranks = {row["rank"] for row in steps}
+    is_common = ranks == {row["rank"] for row in arrivals if row["early_ns"] is not None}
+    since = "all ranks" if is_common else "each rank, as their clocks are not known to agree"
+    clock = f"; 'from' counts from the first of {since}" * (len(ranks) > 1)
     if len(steps) > _MOST_ROWS:
-        shown = sorted(steps, key=lambda row: -_ns(row, "window_ns"))[:_SLOWEST]
-        yield f"The slowest {_SLOWEST} of {len(steps)}, in ms (--json has all):"
+        shown = sorted(steps, key=lambda row: -_ns(row, "window_ns"))[:_MOST_ROWS]
+        yield f"The slowest {_MOST_ROWS} of {len(steps)}, in ms (--json has all){clock}:"
     else:
-        yield "By rank and step, in ms:"
+        yield f"By rank and step, in ms{clock}:"
     devices = {(row["rank"], row["device"]) for row in steps}
-    has_several = len(devices) > len({rank for rank, _ in devices})
+    has_several = len(devices) > len(ranks)
     columns = [
         column
         for column in STEP_COLUMNS
-        if View.CONSOLE in column.views
+        if (View.PAGE if details else View.CONSOLE) in column.views
         and any(row[column.name] for row in shown)
         and (column.name != "device" or has_several)
     ]
@@ -264,26 +288,24 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
     if len(rows) < 2:
         return
     order = sorted(rows, key=lambda row: -_ns(row, "caused_ns"))
-    worst = order[0]
+    worst, num_others = order[0], len(rows) - 1
     yield ""
-    if _ns(worst, "caused_ns"):
-        each = _ns(worst, "caused_ns") / _ns(worst, "steps") / (len(rows) - 1)
+    if caused := _ns(worst, "caused_ns"):
+        each = _ms(caused / _ns(worst, "steps") / num_others)
         yield (
-            f"The others wait for rank {worst['rank']} the most: {_ms(each)} ms of a step on "
-            f"average. It arrives last in {worst['num_last']} of {worst['num_calls']} calls."
+            f"The others wait for rank {worst['rank']} the most: {each} ms of a step on "
+            f"average, hidden or not. It arrives last in {worst['num_last']} of "
+            f"{worst['num_calls']} calls."
         )
-    most = f", the {_SLOWEST} that are waited for the most" * (len(rows) > _MOST_ROWS)
-    yield f"Calls matched over ranks{most}; ms per step:"
-    titles = ("rank", "calls", "comm", "waits", "others wait for it", "last in", "early")
-    cells = [[*titles, "not matched"]]
-    for row in order[:_SLOWEST] if most else order:
-        names = ("comm_ns", "waiting_ns", "caused_ns", "early_ns", "unmatched_ns")
-        comm, waits, caused, early, unmatched = (
-            "n/a" if row[name] is None else _ms(_ns(row, name) / _ns(row, "steps"))
-            for name in names
-        )
-        numbers = (str(row["rank"]), str(row["num_calls"]), comm, waits, caused)
-        cells.append([*numbers, str(row["num_last"]), early, unmatched])
+    most = f", the {_MOST_ROWS} that are waited for the most" * (len(rows) > _MOST_ROWS)
+    yield f"Calls matched over ranks{most}; ms of a step, and of a call where it arrives early:"
+    cells = [["rank", "calls", "waits", "others wait for it", "last in", "early"]]
+    for row in order[:_MOST_ROWS]:
+        steps, calls = _ns(row, "steps"), _ns(row, "num_calls")
+        waits = _ms(_ns(row, "waiting_ns") / steps)
+        others = _ms(_ns(row, "caused_ns") / steps / num_others)
+        early = "n/a" if row["early_ns"] is None else _ms(_ns(row, "early_ns") / calls)
+        cells.append([str(row["rank"]), str(calls), waits, others, str(row["num_last"]), early])
     yield from aligned(cells, [True] * len(cells[0]))
 
 
@@ -305,10 +327,6 @@ def _comm_label(row: Row) -> str:
     return f"{row['collective']}, group {group} of {row['group_size'] or 'unknown size'}"
 
 
-def _group_label(row: Row) -> str:
-    return str(row["group"])
-
-
 def _by_label(
     rows: Iterable[Row], label: Callable[[Row], str], time: str
 ) -> dict[str, list[Row]]:
@@ -320,7 +338,7 @@ def _by_label(
 
 
 def _means(rows: Sequence[Row], label: Callable[[Row], str], num_steps: int) -> Iterator[str]:
-    """Yield means by label over all ranks and steps, and their range."""
+    """Yield means by label over all ranks and steps, and the range of these."""
     sums = ["time_ns", *["exposed_ns"] * ("exposed_ns" in rows[0])]
     cells = [["", "calls", "time", *["exposed"] * (len(sums) - 1), "min", "max"]]
     for key, own in _by_label(rows, label, "time_ns").items():
@@ -329,7 +347,7 @@ def _means(rows: Sequence[Row], label: Callable[[Row], str], num_steps: int) -> 
             each[row["rank"], row["device"], row["step"]] += _ns(row, "time_ns")
         least = min(each.values()) if len(each) == num_steps else 0
         means = [_ms(_sum(own, name) / num_steps) for name in sums]
-        calls = f"{_sum(own, 'num_events') / num_steps:.4g}"
+        calls = digits(_sum(own, "num_events") / num_steps)
         cells.append([key, calls, *means, _ms(least), _ms(max(each.values()))])
     yield from aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
 

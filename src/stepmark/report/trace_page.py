@@ -7,7 +7,7 @@ from html import escape
 import plotly.graph_objects as go
 
 from stepmark.core.columns import Row, number
-from stepmark.core.kernel_groups import COMMUNICATION, COPIES, GROUPS, OTHER
+from stepmark.core.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, GROUPS, OTHER
 from stepmark.core.trace_timeline import Bar, Timeline
 from stepmark.report import histogram_figures
 from stepmark.report.figures import COLOURS, Drawn, styled
@@ -23,6 +23,7 @@ _GROUP_COLOURS = {
     "attention": COLOURS[5],
     COMMUNICATION: _RED,
     COPIES: COLOURS[4],
+    COPY_KERNELS: "#c9b1d6",
     "optimizer": COLOURS[3],
     "norms": COLOURS[6],
     "elementwise": _GREEN,
@@ -208,7 +209,7 @@ def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Drawn]:
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     figure.update_xaxes(title="ms per rank and step")
     note = (
-        "Sums over the kernels of each collective, waiting for other ranks included; kernels "
-        "that run at the same time count each."
+        "Time in which any call of a collective runs, waiting for other ranks included; "
+        "collectives that run at the same time count each."
     )
     yield "Communication beside compute", note, styled(figure, height=130 + 30 * len(names))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,13 +10,14 @@ import numpy as np
 
 from stepmark.core.trace_breakdown import Arrivals, RankTimes
 from stepmark.core.trace_columns import RankInfo, RankTrace
+from stepmark.trace.kineto import host_times
 from stepmark.trace.kineto.breakdown import breakdown
 from stepmark.trace.kineto.instances import comm_calls
-from stepmark.trace.kineto.intervals import Intervals, clip, common, union, without
+from stepmark.trace.kineto.intervals import Intervals, common, union, without
 from stepmark.trace.kineto.links import steps
 from stepmark.trace.kineto.matching import Messages, match
 from stepmark.trace.kineto.messages import RankMessages
-from stepmark.trace.kineto.windows import communication_and_compute
+from stepmark.trace.kineto.windows import Windows, communication_and_compute, in_windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,8 @@ class RankParts:
 def rank_parts(trace: RankTrace, selects: Callable[[int], bool]) -> RankParts:
     """Reduce a trace to its breakdown, and what tells how it waits for other ranks."""
     own = steps(trace)
+    is_gpu = trace.gpu.start.size > 0
+    runs = communication_and_compute if is_gpu else host_times.communication_and_compute
     return RankParts(
         times=breakdown(trace, selects),
         messages=RankMessages(
@@ -39,7 +43,7 @@ def rank_parts(trace: RankTrace, selects: Callable[[int], bool]) -> RankParts:
             times=None,
             copies=(),
         ),
-        exposed=without(*communication_and_compute(trace)),
+        exposed=without(*runs(trace)),
     )
 
 
@@ -56,34 +60,40 @@ def with_arrivals(
     """Return the breakdown by rank, with how ranks wait for each other where that is known.
 
     A rank waits in a call from the start of its kernel for what the kernel takes longer than
-    the shortest one of the call. Ranks whose trace has several GPUs are not told.
+    the shortest one of the call; calls that wait at once are one wait. Ranks whose trace has
+    several GPUs are not told.
     """
-    result = {}
-    for rank, (_, part) in parts.items():
-        times, waits = part.times, messages.ranks[rank]
-        if waits.timed and len({step.device for step in times.steps}) == 1:
-            table = np.array(waits.waiting, np.int64)
-            waiting = union(table[:, 0], table[:, 1])
-            exposed = common(waiting, part.exposed)
-            times = replace(
-                times,
-                steps=tuple(
-                    replace(
-                        step,
-                        waiting_ns=clip(waiting, step.start_ns, step.end_ns).total,
-                        exposed_waiting_ns=clip(exposed, step.start_ns, step.end_ns).total,
-                    )
-                    for step in times.steps
-                ),
-                arrivals=Arrivals(
-                    num_calls=waits.timed,
-                    comm_ns=waits.kernels,
-                    waiting_ns=waits.kernels - waits.transfer,
-                    unmatched_ns=waits.other_kernels,
-                    num_last=waits.last,
-                    caused_ns=waits.caused,
-                    early_ns=waits.early if messages.clocks_agree else None,
-                ),
-            )
-        result[rank] = times
+    known = {
+        rank: (
+            np.array(messages.ranks[rank].waiting, np.int64).T,
+            Windows(*np.array([(s.start_ns, s.end_ns) for s in part.times.steps], np.int64).T),
+        )
+        for rank, (_, part) in parts.items()
+        if messages.ranks[rank].timed and len({step.device for step in part.times.steps}) == 1
+    }
+    caused = Counter[int]()
+    for (start, end, last), windows in known.values():
+        for other in np.unique(last).tolist():
+            waits = union(start[last == other], end[last == other])
+            caused[other] += int(in_windows(waits, windows).sum())
+    result = {rank: part.times for rank, (_, part) in parts.items()}
+    for rank, ((start, end, _), windows) in known.items():
+        times, sums, waits = result[rank], messages.ranks[rank], union(start, end)
+        waits_ns = in_windows(waits, windows).tolist()
+        exposed_ns = in_windows(common(waits, parts[rank][1].exposed), windows).tolist()
+        result[rank] = replace(
+            times,
+            steps=tuple(
+                replace(step, waiting_ns=waits_ns[n], exposed_waiting_ns=exposed_ns[n])
+                for n, step in enumerate(times.steps)
+            ),
+            arrivals=Arrivals(
+                num_calls=sums.timed,
+                waiting_ns=sum(waits_ns),
+                unmatched_ns=sums.other_kernels,
+                num_last=sums.last,
+                caused_ns=caused[rank],
+                early_ns=sums.early if messages.clocks_agree else None,
+            ),
+        )
     return result

@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from stepmark.core.kernel_groups import group_of
+from stepmark.core.kernel_groups import COPIES, group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto import idle, launches, links
 from stepmark.trace.kineto.checks import device_of, missing_work
 from stepmark.trace.kineto.host_times import host_times
 from stepmark.trace.kineto.intervals import clip, join, time_before, union, without
-from stepmark.trace.kineto.windows import Windows, gpu_windows, in_windows, is_communication
+from stepmark.trace.kineto.windows import (
+    Windows,
+    gpu_windows,
+    in_windows,
+    is_communication,
+    label_times,
+)
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -152,13 +158,11 @@ def _step_times(gpu: _Gpu) -> Iterator[StepTimes]:
 
 def _comm_times(gpu: _Gpu) -> Iterator[CommTimes]:
     """Yield times of communication by step, collective and group."""
-    trace, is_own = gpu.trace, gpu.is_comm & (gpu.place != NONE)
+    trace = gpu.trace
     kernels = trace.gpu.kind[gpu.rows] == GpuKind.KERNEL
     computes = gpu.rows[kernels & ~gpu.is_comm]
     compute = union(trace.gpu.start[computes], trace.gpu.end[computes])
-    rows = gpu.rows[is_own]
-    start, end = trace.gpu.start[rows], trace.gpu.end[rows]
-    exposed = end - start - time_before(compute, end) + time_before(compute, start)
+    rows, place = gpu.rows[gpu.is_comm], gpu.place[gpu.is_comm]
     comm = links.gpu_comms(trace)[0][rows]
     ids, of_row = np.unique(
         np.where(comm == NONE, -2 - trace.gpu.name[rows], comm), return_inverse=True
@@ -166,14 +170,15 @@ def _comm_times(gpu: _Gpu) -> Iterator[CommTimes]:
     kinds = [_comm_kind(trace, number) for number in ids.tolist()]
     labels = list(dict.fromkeys(kinds))
     label = np.array([labels.index(kind) for kind in kinds], np.int64)[of_row]
-    for (number, which), sums in links.sums([gpu.place[is_own], label], [end - start, exposed]):
+    columns = trace.gpu.start[rows], trace.gpu.end[rows], label, place
+    for which, number, count, time_ns, exposed_ns in label_times(columns, compute, gpu.windows):
         yield CommTimes(
             device=gpu.device,
             step=gpu.numbers[number],
             **dict(labels[which]),
-            num_events=sums[0],
-            time_ns=sums[1],
-            exposed_ns=sums[2],
+            num_events=count,
+            time_ns=time_ns,
+            exposed_ns=exposed_ns,
         )
 
 
@@ -191,9 +196,10 @@ def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
 def _kernel_times(gpu: _Gpu) -> Iterator[KernelTimes]:
     trace, is_own = gpu.trace, gpu.place != NONE
     rows = gpu.rows[is_own]
-    groups = list(dict.fromkeys(map(group_of, trace.names)))
+    groups = list(dict.fromkeys((COPIES, *map(group_of, trace.names))))
     group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
-    keys = [gpu.place[is_own], group[trace.gpu.name[rows]]]
+    of_row = np.where(trace.gpu.kind[rows] == GpuKind.KERNEL, group[trace.gpu.name[rows]], 0)
+    keys = [gpu.place[is_own], of_row]
     for (number, which), sums in links.sums(keys, [(trace.gpu.end - trace.gpu.start)[rows]]):
         yield KernelTimes(
             device=gpu.device,

@@ -18,9 +18,9 @@ import numpy as np
 from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, RankTrace
-from stepmark.trace.kineto.intervals import Intervals, join, time_before, union, without
+from stepmark.trace.kineto.intervals import Intervals, join, union, without
 from stepmark.trace.kineto.links import Steps, parents_by_thread, span_of, sums
-from stepmark.trace.kineto.windows import Windows, in_windows
+from stepmark.trace.kineto.windows import Windows, in_windows, label_times
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -35,8 +35,8 @@ _NO_TIMES: Intervals = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
 
 def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -> RankTimes:
     """Return the times of the selected steps on the host."""
-    is_comm = np.array([bool(COMM_NAME.match(name)) for name in trace.names], bool)
-    compute, comm = _busy(trace, is_comm)
+    is_comm = _is_comm(trace)
+    comm, compute = communication_and_compute(trace)
     num_ops = np.searchsorted(trace.ops.start, steps.end)
     num_ops -= np.searchsorted(trace.ops.start, steps.start)
     runs = (num_ops > 0) | (in_windows(comm, Windows(steps.start, steps.end)) > 0)
@@ -74,8 +74,13 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
     )
 
 
-def _busy(trace: RankTrace, is_comm: Ints) -> tuple[Intervals, Intervals]:
-    """Return when compute and when communication runs on any thread."""
+def _is_comm(trace: RankTrace) -> Ints:
+    return np.array([bool(COMM_NAME.match(name)) for name in trace.names], bool)
+
+
+def communication_and_compute(trace: RankTrace) -> tuple[Intervals, Intervals]:
+    """Return when communication and when compute runs on any thread."""
+    is_comm = _is_comm(trace)
     is_compute = (
         np.array([bool(_COMPUTE.search(name)) for name in trace.names], bool) & ~is_comm
     )
@@ -85,7 +90,7 @@ def _busy(trace: RankTrace, is_comm: Ints) -> tuple[Intervals, Intervals]:
         own_comm = union(start[calls], end[calls])
         compute = join(compute, without(union(start[computes], end[computes]), own_comm))
         comm = join(comm, own_comm)
-    return compute, comm
+    return comm, compute
 
 
 def _threads(trace: RankTrace, is_comm: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
@@ -116,18 +121,15 @@ def _comms(
         own = rows[parents_by_thread(*columns) == NONE]
         parts.append(np.stack((table.start[own], table.end[own], table.name[own]), axis=1))
     start, end, name = np.concatenate(parts).T
-    exposed = end - start - time_before(compute, end) + time_before(compute, start)
-    place = span_of(*windows, start)
-    inside = place != NONE
-    values = [(end - start)[inside], exposed[inside]]
-    for (number, which), total in sums([place[inside], name[inside]], values):
+    calls = start, end, name, span_of(*windows, start)
+    for which, number, count, time_ns, exposed_ns in label_times(calls, compute, windows):
         yield CommTimes(
             device=None,
             step=numbers[number],
             kernel=trace.names[which],
-            num_events=total[0],
-            time_ns=total[1],
-            exposed_ns=total[2],
+            num_events=count,
+            time_ns=time_ns,
+            exposed_ns=exposed_ns,
         )
 
 

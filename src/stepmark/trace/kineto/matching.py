@@ -31,9 +31,8 @@ class RankWaits:
     other_kernels: int = 0  # time of kernels of other calls, or of no call
     last: int = 0  # calls in which its kernel was the shortest: it arrived last
     early: int = 0  # time: how long before the last rank it arrived, if clocks agree
-    caused: int = 0  # time: how long others together waited in calls in which it was last
-    # Of each timed call in which it waits: start and end, without the transfer at its end.
-    waiting: list[tuple[int, int]] = field(default_factory=list)
+    # Of each timed call in which it waits: start, end without the transfer, and for which rank.
+    waiting: list[tuple[int, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -93,6 +92,7 @@ class _Call:
     start: int
     end: int
     transfer: int | None = None
+    last: int = NONE  # the rank that arrived last
 
 
 # Group, its ranks, and of a pair also source and target: calls of one are in order.
@@ -260,9 +260,10 @@ def _time(
     if not calls[0].kind.is_synchronizing or len(calls) < 2:
         return
     if known.count(shortest) == 1:
-        last = result.ranks[calls[known.index(shortest)].rank]
-        last.last += 1
-        last.caused += sum(known) - shortest * len(known)
+        last = calls[known.index(shortest)].rank
+        result.ranks[last].last += 1
+        for call in calls:
+            call.last = last
     starts, ends = [call.start for call in calls], [call.end for call in calls]
     for call in calls:
         result.ranks[call.rank].early += max(starts) - call.start
@@ -291,6 +292,6 @@ def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
             waits.other_kernels += duration
             continue
         waits.timed += 1
-        waits.waiting.append((call.start, call.end - transfer))
+        waits.waiting.append((call.start, call.end - transfer, call.last))
         waits.kernels += duration
         waits.transfer += transfer

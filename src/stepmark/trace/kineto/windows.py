@@ -14,10 +14,12 @@ import numpy as np
 
 from stepmark.core.kernel_groups import COMMUNICATION, group_of
 from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
-from stepmark.trace.kineto.intervals import Intervals, time_before, union
+from stepmark.trace.kineto.intervals import Intervals, time_before, union, without
 from stepmark.trace.kineto.links import Steps, launches
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from stepmark.core.trace_columns import Ints
@@ -90,3 +92,20 @@ def communication_and_compute(trace: RankTrace) -> tuple[Intervals, Intervals]:
 def in_windows(times: Intervals, windows: Windows) -> Ints:
     """Return how much of the times lies in each window."""
     return time_before(times, windows.end) - time_before(times, windows.start)
+
+
+def label_times(
+    columns: tuple[Ints, Ints, Ints, Ints], compute: Intervals, windows: Windows
+) -> Iterator[tuple[int, int, int, int, int]]:
+    """Yield (label, window, its events, time in which any runs, the part without compute).
+
+    columns: start, end, label and window, or NONE, of each event.
+    """
+    start, end, label, place = columns
+    for which in np.unique(label).tolist():
+        own = label == which
+        times = union(start[own], end[own])
+        count = np.bincount(place[own & (place != NONE)], minlength=windows.start.size)
+        sums = count, in_windows(times, windows), in_windows(without(times, compute), windows)
+        for number in np.flatnonzero(sums[0] + sums[1]).tolist():
+            yield (which, number, *(int(each[number]) for each in sums))
