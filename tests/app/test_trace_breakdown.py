@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trace.comm_traces import TraceWriter
+from tests.trace.comm_traces import MAIN, TraceWriter
 
 from stepmark.cli.main import status
 
@@ -118,6 +118,32 @@ def test_waits_at_once_count_once(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"(0.045 of 0.055 ms is waiting, {cause})" in out.splitlines()[0]
     assert "slowest" not in out
     assert "'from' counts from the first of all ranks:" in out
+
+
+def test_waits_of_gloo_at_once_count_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    work = {"Input Dims": [[4]], "Input type": ["float"]}
+    shapes = {"Input Dims": [[[4]], []], "Input type": ["TensorList", ""]}
+    for rank, arrives in enumerate([30, 120]):
+        writer = TraceWriter(rank=rank, world_size=2, backend="gloo")
+        writer.step(1, 0, 200)
+        writer.add("cpu_op", "aten::mm", 40, 20, MAIN)
+        for number in range(2):
+            start = arrives + number
+            writer.add("cpu_op", "c10d::allreduce_", start - 10 + number * 5, 5, MAIN, **shapes)
+            span = (start, 130 + number - start, 21 + number)
+            writer.add("user_annotation", "gloo:all_reduce", *span, **work)
+        writer.write(tmp_path)
+    report = document(capsys, tmp_path)
+    waits = [(row["waiting_ns"], row["exposed_waiting_ns"]) for row in report["steps"]]
+    assert waits == [(91_000, 71_000), (0, 0)]
+    times = {
+        (row["rank"], row["kernel"]): (row["num_events"], row["time_ns"], row["exposed_ns"])
+        for row in report["communication"]
+    }
+    assert times[0, "gloo:all_reduce"] == (2, 101_000, 81_000)
+    assert times[1, "gloo:all_reduce"] == (2, 11_000, 11_000)
 
 
 def test_events_of_a_collective_that_run_at_once_count_once(

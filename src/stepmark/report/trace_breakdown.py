@@ -5,18 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean, median
 
-from stepmark.core.columns import (
-    COUNT,
-    NUMBER,
-    PAGE,
-    SHOWN,
-    TEXT,
-    Column,
-    Row,
-    View,
-    aligned,
-    digits,
-)
+from stepmark.core.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View, aligned
 from stepmark.core.columns import rows as rows_of
 from stepmark.core.trace_breakdown import RankTimes, StepTimes
 from stepmark.core.units import format_bytes, ranks_text
@@ -24,7 +13,6 @@ from stepmark.core.units import format_bytes, ranks_text
 Ranks = Sequence[tuple[int, RankTimes]]
 _MOST_ROWS = 16  # of a table by rank; above, the slowest are shown
 _NOTABLE = 0.01  # share of a step from which the first sentence names a rank
-
 DEFINITIONS = "docs/traces.md"
 
 
@@ -347,7 +335,8 @@ def _means(rows: Sequence[Row], label: Callable[[Row], str], num_steps: int) -> 
             each[row["rank"], row["device"], row["step"]] += _ns(row, "time_ns")
         least = min(each.values()) if len(each) == num_steps else 0
         means = [_ms(_sum(own, name) / num_steps) for name in sums]
-        calls = digits(_sum(own, "num_events") / num_steps)
+        num_calls = _sum(own, "num_events") / num_steps
+        calls = f"{num_calls:.4g}" if num_calls < 1e3 else f"{num_calls:.0f}"
         cells.append([key, calls, *means, _ms(least), _ms(max(each.values()))])
     yield from aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
 
