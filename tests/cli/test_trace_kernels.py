@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.trace.trace_scripts import Script
 
 from stepmark.cli.main import status
 from stepmark.core.ops import Gemm
@@ -103,3 +104,26 @@ def test_a_trace_beside_another(capsys: pytest.CaptureFixture[str]) -> None:
     unmarked = str(DATA / "b200-vllm")
     assert status(["trace", "kernels", unmarked, "--steps", "1"]) == 2
     assert "ProfilerStep" in capsys.readouterr().err
+
+
+def test_ranks_whose_gpu_work_is_missing_have_no_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Launches without GPU events; and a rank that ran on its host beside one with a GPU."""
+    for rank in range(3):
+        script = Script(rank, 3)
+        script.step(0, 50)
+        script.op("aten::mm", 1, 40)
+        if rank == 0:
+            script.kernel("gemm", 2, (10, 20))
+        elif rank == 1:
+            script.call("cudaLaunchKernel", 2, 3)
+        script.write(tmp_path)
+    report = read(capsys, "kernels", str(tmp_path), "--by", "op")
+    assert (report["ranks"], report["num_steps"]) == ([0], 1)
+    assert [(row["op"], row["total_ns"]) for row in report["rows"]] == [("aten::mm", 10_000)]
+    notes = "\n".join(report["notes"])
+    assert "rank 1: it has launches and no GPU events" in notes
+    assert "rank 2: no GPU events, as other ranks have" in notes
+    assert status(["trace", "kernels", str(tmp_path / "rank1.json"), "--steps", "1"]) == 0
+    assert capsys.readouterr().out.startswith("no times of any step\nnote: ")

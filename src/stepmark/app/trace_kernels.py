@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from stepmark.app.trace_files import TraceSet, map_traces, trace_files
+from stepmark.app.trace_files import TraceSet, damage_notes, map_traces, trace_files
 from stepmark.app.workload_files import read as read_workload
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
@@ -15,7 +15,7 @@ from stepmark.core.ops import Gemm, GroupedGemm, Phase
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.trace_breakdown import RankTimes
-from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_columns import Damage, RankTrace
 from stepmark.core.trace_ops import PRODUCTS
 from stepmark.core.trace_options import CompareTracesOptions, KernelsOptions
 from stepmark.core.train_case import TrainCase
@@ -27,6 +27,7 @@ from stepmark.store.export import write_csv, write_json
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.breakdown import breakdown
+from stepmark.trace.kineto.checks import missing_work
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -40,6 +41,7 @@ class _Rank:
     sums: RankSums
     products: Products
     with_recomputed: bool  # whether products counts those that are recomputed
+    missing: tuple[Damage, ...]  # why its times are none of the step: GPU work is missing
     times: RankTimes | None = None
 
 
@@ -115,7 +117,10 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
         for result in traces.results
         if result.value.times is not None
     ]
+    notes = [*notes, *_notes(traces, workload)]
     ranks = _ranks(traces)
+    if not trace_kernels.num_steps(ranks):
+        return [*trace_kernels.header(ranks), *(f"note: {note}" for note in notes)]
     # A rank's median: the first profiled step has the profiler's own start in it.
     profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
     unprofiled = summarize(slowest_per_sample(record.samples.seconds)).median
@@ -128,7 +133,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
         *("", *trace_breakdown.summary(times), ""),
         *trace_kernels.header(ranks),
         *trace_kernels.lines(ranks, rows, "role", most=24),
-        *(f"note: {note}" for note in (*notes, *_notes(traces, workload))),
+        *(f"note: {note}" for note in notes),
     ]
 
 
@@ -160,7 +165,7 @@ def _read(options: KernelsOptions) -> tuple[Ranks, list[str]] | None:
     if options.steps is not None and not all(sums.is_marked for _, sums in ranks):
         allowed = "left out: these traces have no ProfilerStep marks"
         raise ConfigError("steps", options.steps, allowed)
-    if options.steps is not None and not any(sums.steps for _, sums in ranks):
+    if options.steps is not None and ranks and not any(sums.steps for _, sums in ranks):
         raise ConfigError("steps", options.steps, "among the steps of the traces")
     return ranks, [*traces.notes, *notes, *_notes(traces, workload)]
 
@@ -174,7 +179,8 @@ def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace
         if op.key.op in PRODUCTS and not (is_partial and op.key.is_recomputed):
             products[op.key.role, op.key.phase] += op.calls
     sums = trace_kernels.summed(table, options.by)
-    return _Rank(sums=sums, products=products, with_recomputed=not is_partial)
+    missing = tuple(missing_work(trace)) if table.is_host else ()
+    return _Rank(sums=sums, products=products, with_recomputed=not is_partial, missing=missing)
 
 
 def _reduce_profile(
@@ -185,7 +191,10 @@ def _reduce_profile(
 
 
 def _ranks(traces: TraceSet[_Rank]) -> Ranks:
-    return [(result.info.rank or 0, result.value.sums) for result in traces.results]
+    """Return the sums of each rank; times of hosts are not added to those of GPUs."""
+    values = {r.info.rank or 0: r.value for r in traces.results if not r.value.missing}
+    is_host = all(each.sums.is_host for each in values.values())
+    return [(rank, v.sums) for rank, v in values.items() if v.sums.is_host == is_host]
 
 
 def _workload(options: KernelsOptions) -> tuple[Workload | None, list[str]]:
@@ -211,10 +220,19 @@ def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
     ranks: dict[str, list[int]] = defaultdict(list)
     if workload is not None and workload.world_size != traces.world_size:
         yield f"the workload has {workload.world_size} ranks, the job {traces.world_size}"
+    yield from damage_notes(
+        (result.info.rank or 0, each)
+        for result in traces.results
+        for each in result.value.missing
+    )
+    counted = {rank for rank, _ in _ranks(traces)}
     for result in traces.results:
         rank, sums = result.info.rank or 0, result.value.sums
         texts = list(sums.notes)
-        if workload is not None and sums.steps and rank < workload.world_size:
+        if rank not in counted:
+            text = "no GPU events, as other ranks have: times of its host are left out"
+            texts = [] if result.value.missing else [text]
+        elif workload is not None and sums.steps and rank < workload.world_size:
             texts += _wrong_counts(result.value, workload, workload.stage_of(rank))
         for text in texts:
             ranks[text].append(rank)

@@ -163,7 +163,7 @@ def header(ranks: Ranks) -> list[str]:
     """Return what the table is of: how much work, of which steps, and what is left out."""
     count = num_steps(ranks)
     if not count:
-        return ["no step of these has work"]
+        return ["no step of these has work" if ranks else "no times of any step"]
     total_ns = sum(sums.total_ns for _, sums in ranks)
     is_host = all(sums.is_host for _, sums in ranks)
     what = "operations on the host" if is_host else "kernels and copies"
@@ -201,6 +201,8 @@ _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
 
 def lines(ranks: Ranks, table: Sequence[Row], by: str, most: int = MOST_ROWS) -> list[str]:
     """Return the table as text; columns of ranks where there are several."""
+    if not table:
+        return []
     shown = _SHOWN if len(ranks) > 1 else _SHOWN[:-2]
     cells = [[*(title for _, title, _ in shown), *COLUMNS[by]]]
     for row in table[:most]:
