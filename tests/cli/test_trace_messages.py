@@ -198,7 +198,37 @@ def test_steps_without_any_work_have_no_messages(
         code, out, err = messages(capsys, tmp_path, *words)
         assert (code, err) == (0, "")
         assert "no message of torch.distributed is in these steps" in out
-        assert "communication-bound: not known, as no step with work is in the traces" in out
+        assert (
+            "communication-bound: not known, because no step with work is in the traces" in out
+        )
+
+
+def test_ranks_without_their_gpu_work_are_left_out_and_give_no_verdict(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for rank in range(3):
+        job = TraceWriter(rank=rank, world_size=3)
+        for step in range(1 if rank == 2 else 3):
+            start = 1000 * step
+            job.step(step, start, 1000)
+            job.add("cpu_op", "aten::mm", start + 5, 20, 1)
+            call_start = None if rank == 2 else start + 500
+            job.collective("allreduce", 512, 512, start + 30, call_start, 100 + rank)
+        job.add("cpu_op", "nccl:all_reduce", 60, 5, 1)
+        job.write(tmp_path)
+    reason = "rank 2: it has calls of NCCL and no GPU events"
+    found = document(capsys, tmp_path)
+    assert [row["rank"] for row in found["ranks"]] == [0, 1]
+    assert found["rank_steps"] == 6
+    assert any(note.startswith(reason) for note in found["notes"])
+    _, out, _ = messages(capsys, tmp_path)
+    assert out.startswith("# 2 of 3 ranks, 3 steps each")
+    found = document(capsys, tmp_path, "--ranks", "2")
+    assert found["network"]["verdict"] == [
+        f"communication-bound: not known, because no step has times ({reason}: times of the "
+        "host do not show where the step went)"
+    ]
+    assert found["histogram"][0]["calls"] == 1
 
 
 def test_a_curve_of_messages_of_unknown_size_is_refused(

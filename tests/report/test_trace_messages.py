@@ -81,7 +81,8 @@ def test_copies_are_binned_as_perftools_does() -> None:
 
 def rank_row(rank: int, exposed: float, transfer: float, unknown: float) -> Row:
     row: Row = {"rank": rank, "step_s": 1.0, "communication_s": 1.0, "exposed_s": exposed}
-    return row | {"transfer_s": transfer, "other_kernels_s": unknown}
+    times = {"transfer_s": transfer, "other_kernels_s": unknown}
+    return row | times | {"waiting_s": max(1.0 - transfer - unknown, 0.0)}
 
 
 def test_transfers_that_run_at_once_save_as_long_as_one_of_them() -> None:
@@ -135,11 +136,21 @@ def one(exposed: float, transfer: float, unknown: float = 0.0) -> list[Row]:
 def test_the_verdict_tells_transfer_from_waiting_and_from_what_is_unknown(
     ranks: list[Row], words: str
 ) -> None:
-    assert list(verdict(ranks))[1].startswith(words)
+    assert list(verdict(ranks, ""))[1].startswith(words)
+
+
+def test_ranks_wait_for_one_another_only_if_timed_calls_show_it() -> None:
+    """One rank exposes nothing, so that no network helps; why others expose is not timed."""
+    rows = [rank_row(0, 0.6, 0.0, 1.0), rank_row(1, 0.0, 0.0, 1.0)]
+    text = "communication-bound: not known, because much communication is exposed"
+    assert list(verdict(rows, ""))[1].startswith(text)
+    rows[0]["waiting_s"] = 0.31
+    assert "ranks wait for one another" in list(verdict(rows, ""))[1]
 
 
 def test_without_work_on_a_gpu_there_is_no_verdict() -> None:
-    assert "not known" in next(verdict([]))
+    text = "communication-bound: not known, because no step has times"
+    assert next(verdict([], "no step has times")) == text
 
 
 # Another source

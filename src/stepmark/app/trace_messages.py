@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepmark.app.log_sources import Source, read_sources
 from stepmark.app.measured_curves import read_curves
-from stepmark.app.trace_files import TraceSet, map_traces
+from stepmark.app.trace_files import TraceSet, damage_notes, map_traces
 from stepmark.app.trace_sources import recorded, split_sources
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
@@ -38,12 +38,23 @@ def messages(options: MessagesOptions) -> int:
     if traces is None:
         return 0
     names = [Path(result.info.file).name for result in traces.results]
+    notes = (*traces.notes, *_lost(traces))
+    # Ranks whose GPU work is missing are left out, unless it is missing of all.
+    whole = tuple(result for result in traces.results if not result.value.damage)
+    traces = replace(traces, results=whole or traces.results, notes=notes)
     sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
     view = _View(options, traces, sources)
     if not options.to_stdout:
         sys.stdout.writelines(f"{line}\n" for line in view.text())
     view.write()
     return 0
+
+
+def _lost(traces: TraceSet[RankMessages]) -> Iterator[str]:
+    """Yield which ranks have calls and no times, and why."""
+    return damage_notes(
+        (r.info.rank or 0, damage) for r in traces.results for damage in r.value.damage
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,10 +189,16 @@ class _View:
             if result := report.gain(self.ranks, share, unknown_share):
                 yield what, result
 
+    def _verdict(self) -> Iterator[str]:
+        lost = "; ".join(_lost(self.traces))
+        reason = f"no step has times ({lost})" if lost else "no step with work is in the traces"
+        return report.verdict(self.ranks, reason)
+
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
-        ranks, steps = len(self.traces.results), self.found.num_steps / len(self.traces.results)
-        each = f"{steps:g} step{'s' if steps != 1 else ''} each"
+        ranks, counts = len(self.traces.results), sorted(map(len, self.selected.values()))
+        low, high = counts[0], counts[-1]
+        each = f"{f'{low} to ' * (low < high)}{high} step{'s' * (high != 1)} each"
         if not any(result.value.is_marked for result in self.traces.results):
             each = "without marks of steps: the whole trace is one"
         yield (
@@ -200,7 +217,7 @@ class _View:
             yield ""
             yield from histogram.lines(self.copies, report.COPY_COLUMNS)
         yield ""
-        yield from report.verdict(self.ranks)
+        yield from self._verdict()
         for what, result in self._gains():
             yield report.gain_line(what, result)
         for source in self.sources:
@@ -286,7 +303,7 @@ class _View:
             "network": {
                 "step_s": best.step_s if best else None,
                 "most_gain_s": best.seconds if best else None,
-                "verdict": list(report.verdict(self.ranks)),
+                "verdict": list(self._verdict()),
                 "gains": [
                     {"network": what, "most_gain_s": result.seconds, "limited_by": result.rank}
                     for what, result in self._gains()

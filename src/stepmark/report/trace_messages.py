@@ -20,6 +20,8 @@ _HIDDEN = {
 }
 # Of the step: below this no network makes it noticeably shorter.
 _NOTICEABLE = 0.1
+# Of exposed communication: waiting explains it from this on.
+_MOST = 0.5
 
 
 def rows(
@@ -166,11 +168,11 @@ def gain(ranks: Sequence[Row], share: float, unknown_share: float) -> Gain | Non
     return Gain(step_s=sum(steps) / len(steps), seconds=max(bounds[least], 0.0), rank=least)
 
 
-def verdict(ranks: Sequence[Row]) -> Iterator[str]:
-    """Yield whether the job waits for its network, and why."""
+def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
+    """Yield whether the job waits for its network, and why. reason: for unknown times."""
     best, known = gain(ranks, 1.0, 1.0), gain(ranks, 1.0, 0.0)
     if best is None or known is None:
-        yield "communication-bound: not known, as no step with work is in the traces"
+        yield f"communication-bound: not known, because {reason}"
         return
     exposed = [number(row, "exposed_s") or 0.0 for row in ranks]
     mean = sum(exposed) / len(exposed)
@@ -188,15 +190,25 @@ def verdict(ranks: Sequence[Row]) -> Iterator[str]:
             f"perhaps communication-bound: {limit}, but how much of it is waiting for other "
             "ranks is not known"
         )
-    elif mean / best.step_s >= _NOTICEABLE:
+    elif mean / best.step_s < _NOTICEABLE:
+        yield f"not communication-bound: {limit}"
+    elif sum(_explained(row) for row in ranks) < _MOST * sum(exposed):
+        yield (
+            "communication-bound: not known, because much communication is exposed and calls "
+            f"timed on all their ranks do not explain it as waiting; {limit}"
+        )
+    else:
         rank, last, calls = arrived_last(ranks)
         most = f", rank {rank} arrived last in {last} of {calls} calls" * (2 * last > calls)
         yield (
             "not communication-bound, though much communication is exposed: ranks wait for one "
             f"another{most}; {limit}"
         )
-    else:
-        yield f"not communication-bound: {limit}"
+
+
+def _explained(row: Row) -> float:
+    """Return how much exposed communication may be waiting that was seen."""
+    return min(number(row, "waiting_s") or 0.0, number(row, "exposed_s") or 0.0)
 
 
 def arrived_last(ranks: Sequence[Row]) -> tuple[object, int, int]:

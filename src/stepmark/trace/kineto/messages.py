@@ -13,8 +13,9 @@ from stepmark.core.collectives import Collective, torch_collective
 from stepmark.core.dtypes import message_dtype
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.message import MessageKind, sized
-from stepmark.core.trace_columns import NONE, CommArgs, GpuKind, RankInfo, RankTrace
+from stepmark.core.trace_columns import NONE, CommArgs, Damage, GpuKind, RankInfo, RankTrace
 from stepmark.trace.kineto import windows
+from stepmark.trace.kineto.checks import missing_work
 from stepmark.trace.kineto.host_times import host_times
 from stepmark.trace.kineto.instances import CommCalls, comm_calls
 from stepmark.trace.kineto.intervals import without
@@ -46,7 +47,8 @@ class RankMessages:
     """What is kept of one rank's trace.
 
     numbers: of its steps; empty: places of those without work, as the last mark of a profiler
-    may be. copies: (step, kind, bytes, number, ns).
+    may be. copies: (step, kind, bytes, number, ns). damage: why no times are known although
+    calls are.
     """
 
     calls: CommCalls
@@ -55,6 +57,7 @@ class RankMessages:
     times: StepTimes | None  # None where nothing is recorded
     copies: tuple[tuple[int, str, int, int, int], ...]
     empty: frozenset[int] = frozenset()
+    damage: tuple[Damage, ...] = ()
 
     def selected(self, has_step: Callable[[int], bool]) -> list[int]:
         """Return the places of the selected steps; without marks, of the only one."""
@@ -74,13 +77,15 @@ def rank_messages(trace: RankTrace) -> RankMessages:
     busy = {*np.unique(steps.of_gpu).tolist(), *calls.step.tolist()}
     if not trace.gpu.start.size:
         busy.update(np.flatnonzero(times.window).tolist())
+    missing = () if trace.gpu.start.size else tuple(missing_work(trace))
     return RankMessages(
         calls=calls,
         numbers=steps.numbers,
         is_marked=steps.is_marked,
-        times=times if times.window.any() else None,
+        times=times if times.window.any() and not missing else None,
         copies=tuple(_copies(trace, steps.of_gpu)),
         empty=frozenset(range(len(steps.numbers))) - busy,
+        damage=missing,
     )
 
 
