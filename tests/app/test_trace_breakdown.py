@@ -261,6 +261,8 @@ def test_what_is_in_no_window_is_noted(capsys: pytest.CaptureFixture[str]) -> No
         "968 GPU events (27.768 ms) lie outside the windows of all steps: they are not counted"
     )
     assert f"rank 0: {outside}" in notes
+    first = run(capsys, TRACES / "hip-graph")[1].splitlines()[0]
+    assert first.endswith("idle 97.9 % (463.252 ms is of unknown cause)")
     notes = document(capsys, TRACES / "mi250")["notes"]
     assert "rank 0: no window of step 2, which launched nothing" in notes
 

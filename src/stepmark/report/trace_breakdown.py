@@ -182,10 +182,12 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
     took, waiting = _sum(steps, "window_ns"), _waiting(steps, arrivals)
     parts = []
     for title, name in _PARTS.items():
-        if name in _SUMMANDS and (time := _sum(steps, name)):
-            host = _sum(steps, "host_bound_ns") if name == "idle_ns" else 0
+        if name in _SUMMANDS and _share(time := _sum(steps, name), took) != "0.0 %":
             cause = waiting * (name == "exposed_comm_ns")
-            cause += f" ({_ms(host / len(steps))} ms is host-bound)" * (2 * host > time)
+            for part in ("host_bound_ns", "unknown_idle_ns") * (name == "idle_ns"):
+                if 2 * (own := _sum(steps, part)) > time:
+                    words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
+                    cause = f" ({_ms(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
     times = {row["rank"]: _mean(steps, "window_ns", {row["rank"]}) for row in steps}
     slowest = max(times, key=lambda rank: times[rank])
