@@ -175,7 +175,7 @@ def _waits_for(order: list[Work], now: int, start: int, end: int) -> list[str]:
         return ["unknown"]
     done, begun = min(ready)
     if now < done:
-        return ["host_bound", *["launch_bound"] * (now >= begun)]
+        return ["host_bound", *["launch_call"] * (now >= begun)]
     return ["kernel_gap" if gap_end - max(gap_start, done) <= MAX_GAP_NS else "unknown"]
 
 
@@ -191,7 +191,7 @@ def shown(times: StepTimes) -> dict[str, int]:
     )
     parts = {name: getattr(times, f"{name}_ns") for name in names}
     assert times.idle
-    for name in ("host_bound", "launch_bound", "kernel_gap", "unknown"):
+    for name in ("host_bound", "launch_call", "kernel_gap", "unknown"):
         parts[name] = getattr(times.idle, f"{name}_ns")
     if times.queue:
         parts |= {"depth": times.queue.depth_ns, "empty": times.queue.empty_ns}

@@ -10,7 +10,7 @@ class IdleTimes:
     """Idle time of a GPU, by what the kernel that ends each gap waited for."""
 
     host_bound_ns: int  # its launch call had not returned
-    launch_bound_ns: int  # part of host_bound: that call ran
+    launch_call_ns: int  # part of host_bound: that call ran
     kernel_gap_ns: int  # it was launched, and started soon
     unknown_ns: int  # its launch is not in the trace, or it was launched and did not start
 

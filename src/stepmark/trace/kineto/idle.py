@@ -53,7 +53,7 @@ def idle_times(
     return [
         IdleTimes(
             host_bound_ns=host_ns,
-            launch_bound_ns=call_ns,
+            launch_call_ns=call_ns,
             kernel_gap_ns=gap_ns,
             unknown_ns=unknown_ns,
         )
