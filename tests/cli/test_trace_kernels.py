@@ -127,3 +127,45 @@ def test_ranks_whose_gpu_work_is_missing_have_no_times(
     assert "rank 2: no GPU events, as other ranks have" in notes
     assert status(["trace", "kernels", str(tmp_path / "rank1.json"), "--steps", "1"]) == 0
     assert capsys.readouterr().out.startswith("no times of any step\nnote: ")
+
+
+def test_a_comparison_begins_with_the_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its figures are those of breakdown; the host's lateness is idle time of the GPU."""
+    files = []
+    for name, late in (("a", 0), ("b", 30)):
+        script = Script()
+        for start in (0, 100, 203 + late):
+            number = 1 + sum(each["cat"] == "user_annotation" for each in script.events)
+            script.add(
+                "user_annotation", f"ProfilerStep#{number}", (9, 9), (start, start + 40 + late)
+            )
+            script.op("aten::mm", start + 1, start + 39 + late)
+            script.kernel("gemm", start + 2 + late, (start + 10 + late, start + 38 + late))
+        (tmp_path / name).mkdir()
+        files.append(str(script.write(tmp_path / name)))
+    report = read(capsys, "compare", *files)
+    parts = {row["part"].strip(): row for row in report["step"]}
+    assert list(parts) == ["step", "compute", "idle", "host-bound"]
+    assert parts["compute"]["difference_ns"] == 0
+    for side, file in zip("ab", files, strict=True):
+        steps = read(capsys, "breakdown", file)["steps"]
+        for name, column in (("step", "window_ns"), ("idle", "idle_ns")):
+            assert parts[name][f"{side}_total_ns"] == sum(row[column] for row in steps) > 0
+    assert parts["idle"]["difference_ns"] == parts["step"]["difference_ns"] > 0
+    assert status(["trace", "compare", *files]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("A ms/step")
+    assert lines[1].endswith(" step")
+
+
+def test_traces_that_do_not_compare_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    gpu, host = str(DATA / "mi250"), str(DATA / "cpu-only")
+    for words in ((gpu, host), (host, gpu)):
+        assert status(["trace", "compare", *words]) == 2
+        error = capsys.readouterr().err
+        assert f"trace {host} is invalid" in error
+        assert "host and GPU times do not compare" in error
+    assert status(["trace", "compare", gpu, str(DATA / "mtia")]) == 2
+    assert "events of its device are not read" in capsys.readouterr().err

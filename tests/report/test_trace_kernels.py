@@ -90,6 +90,10 @@ def test_a_comparison_adds_up_and_judges() -> None:
     text = trace_comparison.lines(list(rows.values()), total, "op")
     assert "only in A" in text[2]
     assert text[-1].endswith("sum")
+    b = [(0, rank(mm=[500, 505]))]
+    (row,) = trace_comparison.rows(a, b, "op")[:1]
+    row |= {"b_calls": 2.0}
+    assert "(1 calls, then 2)" in trace_comparison.lines([row], total, "op")[1]
 
 
 @pytest.mark.parametrize("steps", [[1000], [1000, 0]])
@@ -112,17 +116,41 @@ def test_a_step_that_not_all_ranks_have_is_the_mean_of_those() -> None:
     assert row["verdict"] == "cannot tell"
 
 
-def test_kernels_of_one_side_are_joined_without_tiles() -> None:
-    names = [
-        "void at::native::elementwise_kernel<128, 4, lambda(int)#1>(int, at::x)",
-        "void at::native::elementwise_kernel<128, 2, lambda(int)#2>(int, at::x)",
-        "nvjet_hsh_128x256_64x4_1x2_h_bz_TNT",
-        "nvjet_hsh_256x128_64x4_2x1_v_bz_TNT",
-        "same_kernel_7",
+def test_pairs_of_kernels_are_joined_without_sizes() -> None:
+    """Functors, types and lambdas are what a kernel computes; two candidates are no pair."""
+    reduce = "void at::native::reduce_kernel<{}, 1, at::ReduceOp<float, {}> >(at::R<float>)"
+    index = "void (anonymous namespace)::{}<int, {}>(int)"
+    pairs = [
+        (reduce.format(128, "MeanOps"), reduce.format(512, "MeanOps")),
+        ("nvjet_hsh_128x256_64x4_1x2_h_bz_TNT", "nvjet_hsh_256x128_64x4_2x1_v_bz_TNT"),
+        ("triton_poi_fused_add_3", "triton_poi_fused_add_11"),
     ]
-    a = [(0, rank(**{names[0]: [5, 5], names[2]: [7, 7], names[4]: [1, 1]}))]
-    b = [(0, rank(**{names[1]: [6, 6], names[3]: [8, 8], names[4]: [1, 1]}))]
+    alone = [
+        (reduce.format(128, "MaxOps"), reduce.format(128, "SumOps")),
+        (index.format("gather", 4), index.format("scatter", 4)),
+        ("k<4, lambda(int)#1>", "k<4, lambda(int)#2>"),
+        ("gemm_bf16_64x64", "gemm_fp8_64x64"),
+        ("two_1x1", "two_2x2"),
+    ]
+    a = [(0, rank(**{name: [5, 5] for name, _ in pairs + alone}, same_7=[1, 1]))]
+    own = {name: [6, 6] for _, name in pairs + alone}
+    b = [(0, rank(**own, two_3x3=[6, 6], same_7=[1, 1]))]
     rows = {str(row["name"]): row for row in trace_comparison.rows(a, b, "name")}
-    assert set(rows) == {"at::native::elementwise_kernel*", "nvjet_hsh_*", names[4]}
-    assert not any(row["only_in"] for row in rows.values())
-    assert sum(float(str(row["a_ns"])) for row in rows.values()) == 13
+    assert {name for name, row in rows.items() if not row["only_in"]} == {
+        "at::native::reduce_kernel<*, *, at::ReduceOp<float, MeanOps> >(at::R<float>)",
+        *("nvjet_hsh_*_bz_TNT", "triton_poi_fused_add_*", "same_7"),
+    }
+    assert {name for name, row in rows.items() if row["only_in"] == "a"} == {
+        x for x, _ in alone
+    }
+    assert sum(float(str(row["a_ns"])) for row in rows.values()) == 5 * 8 + 1
+
+
+def test_many_intervals_are_no_certainty() -> None:
+    a, b = (
+        [(0, rank(**{f"op{n}": [100 + n, 101 + n, 99 + n + more] for n in range(21)}))]
+        for more in (0, 1)
+    )
+    notes = list(trace_comparison.remarks(a, b, trace_comparison.rows(a, b, "op")))
+    assert notes[1].startswith("each of 21 intervals")
+    assert "expect up to 1 " in notes[1]

@@ -22,6 +22,7 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.units import ranks_text
 from stepmark.core.workload import ComputeOp, Workload
 from stepmark.report import trace_breakdown, trace_comparison, trace_kernels
+from stepmark.report.trace_breakdown import Ranks as Times
 from stepmark.report.trace_kernels import Ranks, RankSums
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.reader import read_records
@@ -51,7 +52,7 @@ def kernels(options: KernelsOptions) -> int:
     found = _read(options)
     if found is None:
         return 0
-    ranks, notes = found
+    ranks, _, notes = found
     rows = trace_kernels.rows(ranks, options.by)
     notes += trace_kernels.hints(rows, options.by)
     if options.json:
@@ -68,34 +69,45 @@ def kernels(options: KernelsOptions) -> int:
 
 
 def compare(options: CompareTracesOptions) -> int:
-    """Print and write the comparison of two traces."""
+    """Print and write the comparison of two traces: their steps, then their operations."""
     options.check_stdout()
     if len(options.files) != 2:
         raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
-    sides, notes, heads = [], [], []
+    sides, times, notes, heads = [], [], [], []
     for name, word in zip("AB", options.files, strict=True):
-        found = _read(replace(options, files=(word,)))
+        found = _read(replace(options, files=(word,)), with_times=True)
         if found is None:
             return 0
-        sides.append(found[0])
-        heads += [f"{name} {word}: {line}" for line in trace_kernels.header(found[0])]
-        notes += [f"{name}: {note}" for note in found[1]]
+        ranks, own_times, own_notes = found
+        if not trace_kernels.num_steps(ranks):
+            reason = f" ({own_notes[-1]})" if own_notes else ""
+            raise ConfigError("trace", word, f"a trace with times of a step{reason}")
+        sides.append(ranks)
+        times.append(own_times)
+        heads += [f"{name} {word}: {line}" for line in trace_kernels.header(ranks)]
+        notes += [f"{name}: {note}" for note in own_notes]
     a, b = sides
+    if a[0][1].is_host != b[0][1].is_host:
+        host = options.files[0 if a[0][1].is_host else 1]
+        allowed = "a trace with GPU events, as the other one: host and GPU times do not compare"
+        raise ConfigError("trace", host, allowed)
+    steps = trace_comparison.step_rows(times[0], times[1])
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
-    notes += trace_comparison.remarks(a, b, rows)
+    notes += trace_comparison.remarks(a, b, [*steps, *rows])
     if options.json:
         document: Row = {"a": options.files[0], "b": options.files[1], "by": options.by}
         document |= {
             f"{name}_steps": trace_kernels.num_steps(side)
             for name, side in zip("ab", sides, strict=True)
         }
-        document |= {"rows": rows, "total": total, "notes": notes}
+        document |= {"step": steps, "rows": rows, "total": total, "notes": notes}
         write_json(document, options.json, "compare")
     if options.csv:
         write_csv(rows, options.csv, "compare")
     if not options.to_stdout:
-        _print([*heads, *trace_comparison.lines(rows, total, options.by)], notes)
+        table = trace_comparison.lines(rows, total, options.by)
+        _print([*trace_comparison.step_lines(steps), "", *heads, *table], notes)
     return 0
 
 
@@ -112,11 +124,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     except ConfigError as error:
         return [f"the profile cannot be read: {error}"]
     assert traces is not None
-    times = [
-        (result.info.rank or 0, result.value.times)
-        for result in traces.results
-        if result.value.times is not None
-    ]
+    times = _times(traces)
     notes = [*notes, *_notes(traces, workload)]
     ranks = _ranks(traces)
     if not trace_kernels.num_steps(ranks):
@@ -137,9 +145,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     ]
 
 
-def _without_profiler(
-    times: Sequence[tuple[int, RankTimes]], unprofiled_s: float
-) -> Iterator[str]:
+def _without_profiler(times: Times, unprofiled_s: float) -> Iterator[str]:
     """Yield what work of the GPU leaves of the unprofiled step: the profiler slows the host."""
     work = [
         summarize([(s.compute_ns + s.exposed_memory_ns) * 1e-9 for s in rank.steps]).median
@@ -155,10 +161,16 @@ def _without_profiler(
         )
 
 
-def _read(options: KernelsOptions) -> tuple[Ranks, list[str]] | None:
-    """Return the sums of each rank, and notes; None on ranks that do not report."""
+def _read(
+    options: KernelsOptions, *, with_times: bool = False
+) -> tuple[Ranks, Times, list[str]] | None:
+    """Return the sums of each rank, its times if they are asked for, and notes.
+
+    None on ranks of a launcher that do not report.
+    """
     workload, notes = _workload(options)
-    traces = map_traces(options, partial(_reduce, options, workload))
+    reduce = _reduce_profile if with_times else _reduce
+    traces = map_traces(options, partial(reduce, options, workload))
     if traces is None:
         return None
     ranks = _ranks(traces)
@@ -167,7 +179,7 @@ def _read(options: KernelsOptions) -> tuple[Ranks, list[str]] | None:
         raise ConfigError("steps", options.steps, allowed)
     if options.steps is not None and ranks and not any(sums.steps for _, sums in ranks):
         raise ConfigError("steps", options.steps, "among the steps of the traces")
-    return ranks, [*traces.notes, *notes, *_notes(traces, workload)]
+    return ranks, _times(traces), [*traces.notes, *notes, *_notes(traces, workload)]
 
 
 def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace) -> _Rank:
@@ -195,6 +207,13 @@ def _ranks(traces: TraceSet[_Rank]) -> Ranks:
     values = {r.info.rank or 0: r.value for r in traces.results if not r.value.missing}
     is_host = all(each.sums.is_host for each in values.values())
     return [(rank, v.sums) for rank, v in values.items() if v.sums.is_host == is_host]
+
+
+def _times(traces: TraceSet[_Rank]) -> Times:
+    """Return the times of the ranks of `_ranks`, where they were asked for."""
+    ranks = {rank for rank, _ in _ranks(traces)}
+    found = ((result.info.rank or 0, result.value.times) for result in traces.results)
+    return [(rank, times) for rank, times in found if times is not None and rank in ranks]
 
 
 def _workload(options: KernelsOptions) -> tuple[Workload | None, list[str]]:

@@ -1,5 +1,6 @@
 """Two traces side by side: time per step of each operation, and the difference."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,6 +9,8 @@ from fractions import Fraction
 
 from stepmark.core.columns import Row, aligned
 from stepmark.core.ratio import Verdict, ratio
+from stepmark.report import trace_breakdown
+from stepmark.report.trace_breakdown import Ranks as Times
 from stepmark.report.trace_kernels import (
     COLUMNS,
     MOST_ROWS,
@@ -15,41 +18,73 @@ from stepmark.report.trace_kernels import (
     Ranks,
     Sum,
     as_text,
-    num_steps,
     number,
     whole_of,
 )
 
 _MS = 1e6  # nanoseconds
-_TEMPLATE = re.compile(r"<.*>(?:\(.*\))?|\(.*\)|(?<=_)\d+x\d+\w*|(?<=[a-z_])\d+$")
+# Tiles, with the order in which they are walked, and other numbers. Not those in the names of
+# types (bf16) and of lambdas (#2), which are other functions.
+_SIZES = re.compile(
+    r"(?<=_)\d+x\d+(?:x\d+)*(?:_\d+x\d+)*(?:_[hv](?=_))?|(?<![A-Za-z0-9.#])\d+(?![\w.])"
+)
+_TITLES = ("A ms/step", "B ms/step", "B - A", "B / A", "verdict")
+_PARTS = {
+    "step": "window_ns",
+    "  compute": "compute_ns",
+    "  exposed communication": "exposed_comm_ns",
+    "  exposed copies": "exposed_copies_ns",
+    "  idle": "idle_ns",
+    "    host-bound": "host_bound_ns",
+}
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
 
 
 def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
     """Return a row for each label, the largest difference first, in nanoseconds per step.
 
-    time_ratio is B's time over A's. Kernels of one side are joined where their names differ
-    in template arguments, tiles and numbers alone.
+    time_ratio is B's time over A's. Two kernels, of one side each, are joined where their
+    names differ in tiles and other sizes alone, and no other kernel has such a name.
     """
     if by == "name":
-        a, b = _joined(a, b), _joined(b, a)
-    first, second = _sums(a), _sums(b)
+        a, b = _joined(a, b)
+    first, second, counts = _sums(a), _sums(b), (_counts(a), _counts(b))
     table = [
         dict(zip(COLUMNS[by], label, strict=True))
-        | _compared((first.get(label, Sum()), second.get(label, Sum())), (a, b))
+        | _compared((first.get(label, Sum()), second.get(label, Sum())), counts)
         for label in dict.fromkeys((*first, *second))
     ]
     return sorted(table, key=lambda row: -abs(number(row, "difference_ns")))
 
 
-def _compared(sums: tuple[Sum, Sum], sides: tuple[Ranks, Ranks]) -> Row:
-    """Return the figures of a row."""
-    counts = [num_steps(ranks) or 1 for ranks in sides]
+def step_rows(a: Times, b: Times) -> list[Row]:
+    """Return a row for each part of a step, as in a breakdown, in nanoseconds per step."""
+    sides = [trace_breakdown.tables(times)["steps"] for times in (a, b)]
+    counts = tuple(Counter(int(str(row["step"] or 0)) for row in rows) for rows in sides)
+    table: list[Row] = []
+    for title, column in _PARTS.items():
+        if any(row[column] is None for rows in sides for row in rows):
+            continue
+        sums = [Sum(kernels=1), Sum(kernels=1)]
+        for own, rows in zip(sums, sides, strict=True):
+            for row in rows:
+                own.by_step_ns[int(str(row["step"] or 0))] += int(number(row, column))
+            own.time_ns = own.by_step_ns.total()
+        if any(own.time_ns for own in sums):
+            table.append(
+                {"part": title} | _compared((sums[0], sums[1]), (counts[0], counts[1]))
+            )
+    return table
+
+
+def _compared(sums: tuple[Sum, Sum], ranks: tuple[Counter[int], Counter[int]]) -> Row:
+    """Return the figures of a row. ranks: number of them by step, of each side."""
+    counts = [own.total() or 1 for own in ranks]
     a, b = (Fraction(own.time_ns, n) for own, n in zip(sums, counts, strict=True))
     row: Row = dict(zip(_FIELDS, map(float, (a, b, b - a)), strict=True))
     return row | {
         "time_ratio": float(b / a) if a and b else None,
-        **(_verdict(sums, sides) if a and b else _judged()),
+        **(_verdict(sums, ranks) if a and b else _judged()),
         "only_in": "" if all(own.kernels for own in sums) else "a" if sums[0].kernels else "b",
         "a_calls": sums[0].calls / counts[0],
         "b_calls": sums[1].calls / counts[1],
@@ -66,28 +101,37 @@ def _sums(ranks: Ranks) -> dict[Label, Sum]:
     return sums
 
 
-def _joined(ranks: Ranks, others: Ranks) -> Ranks:
-    """Return the sums with shorter names of kernels that the other side does not have."""
-    known = {label for _, own in others for label in own.sums}
-    result = []
-    for rank, own in ranks:
-        sums: dict[Label, Sum] = {}
-        for label, each in own.sums.items():
-            name = label if label in known else (plain_name(label[0]),)
-            sums.setdefault(name, Sum()).add(each)
-        result.append((rank, replace(own, sums=sums)))
-    return result
+def _joined(a: Ranks, b: Ranks) -> tuple[Ranks, Ranks]:
+    """Return the sums, those of a pair of kernels by the name that they have in common."""
+    first, second = (set(_sums(ranks)) for ranks in (a, b))
+    counts = [
+        Counter(plain_name(name) for (name,) in own) for own in (first - second, second - first)
+    ]
+    pairs = {name for name in counts[0] if counts[0][name] == counts[1][name] == 1}
+    renamed: dict[Label, Label] = {
+        (name,): (plain_name(name),) for (name,) in first ^ second if plain_name(name) in pairs
+    }
+    new_a, new_b = (
+        [
+            (rank, replace(own, sums={renamed.get(k, k): v for k, v in own.sums.items()}))
+            for rank, own in ranks
+        ]
+        for ranks in (a, b)
+    )
+    return new_a, new_b
 
 
 def plain_name(name: str) -> str:
-    """Return a kernel's name without template arguments, tiles and the number at its end."""
-    plain = _TEMPLATE.sub("*", name.removeprefix("void "))
-    return plain if plain.strip("*") else name
+    """Return a kernel's name without tiles and other sizes; functions and types stay."""
+    return _SIZES.sub("*", name.removeprefix("void "))
 
 
-def _verdict(sums: tuple[Sum, Sum], sides: tuple[Ranks, Ranks]) -> Row:
+def _verdict(sums: tuple[Sum, Sum], ranks: tuple[Counter[int], Counter[int]]) -> Row:
     """Return the verdict over steps: of each the mean of its ranks."""
-    samples = [_by_step(own, ranks) for own, ranks in zip(sums, sides, strict=True)]
+    samples = [
+        [own.by_step_ns[step] / counts[step] for step in sorted(counts)]
+        for own, counts in zip(sums, ranks, strict=True)
+    ]
     if not all(map(all, samples)):
         return _judged(Verdict.CANNOT_TELL.value, "not in every step")
     if min(map(len, samples)) < 2:
@@ -105,9 +149,8 @@ def _judged(
     return {**ends, "verdict": verdict, "reason": reason}
 
 
-def _by_step(own: Sum, ranks: Ranks) -> list[float]:
-    counts = Counter(step for _, sums in ranks for step in sums.steps)
-    return [own.by_step_ns[step] / counts[step] for step in sorted(counts)]
+def _counts(ranks: Ranks) -> Counter[int]:
+    return Counter(step for _, sums in ranks for step in sums.steps)
 
 
 def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
@@ -115,12 +158,21 @@ def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
     a_sum, b_sum = (whole_of(_sums(ranks).values()) for ranks in (a, b))
     assert sum(number(row, "a_total_ns") for row in table) == a_sum.time_ns
     assert sum(number(row, "b_total_ns") for row in table) == b_sum.time_ns
-    return _compared((a_sum, b_sum), (a, b))
+    return _compared((a_sum, b_sum), (_counts(a), _counts(b)))
+
+
+def step_lines(table: Sequence[Row]) -> list[str]:
+    """Return the parts of a step as text."""
+    cells = [
+        [*_TITLES, "mean over steps and ranks"],
+        *([*_numbers(row), str(row["part"])] for row in table),
+    ]
+    return aligned(cells, [True] * 4 + [False] * 2)
 
 
 def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str]:
     """Return the table as text, with the sum of all rows."""
-    cells = [["A ms/step", "B ms/step", "B - A", "B / A", "verdict", *COLUMNS[by]]]
+    cells = [[*_TITLES, *COLUMNS[by]]]
     cells += [
         [*_numbers(row), *(as_text(row[name]) for name in COLUMNS[by])]
         for row in table[:MOST_ROWS]
@@ -140,6 +192,8 @@ def _numbers(row: Mapping[str, object]) -> list[str]:
     verdict = str(row.get("verdict", ""))
     if verdict == Verdict.CANNOT_TELL.value:
         verdict = f"{verdict} ({row['reason']})"
+    if verdict and row.get("a_calls") != row.get("b_calls"):
+        verdict += f" ({row['a_calls']:.4g} calls, then {row['b_calls']:.4g})"
     if only := row.get("only_in"):
         verdict = f"only in {str(only).upper()}"
     return [f"{a / _MS:.3f}", f"{b / _MS:.3f}", f"{difference / _MS:+.3f}", time_ratio, verdict]
@@ -154,12 +208,9 @@ def remarks(a: Ranks, b: Ranks, table: Sequence[Row]) -> Iterator[str]:
             "another launch can differ by more"
         )
     if judged > 20:
-        yield f"of {judged} intervals at most about {judged / 100:.1g} are off by chance"
+        yield (
+            f"each of {judged} intervals misses the true ratio with a probability of 1 %: "
+            f"expect up to {math.ceil(judged / 100)} to be off by chance"
+        )
     if [rank for rank, _ in a] != [rank for rank, _ in b]:
         yield "the two sides have different ranks"
-    if _is_host(a) != _is_host(b):
-        yield "one side has times of the host, as its traces have no GPU: they do not compare"
-
-
-def _is_host(ranks: Ranks) -> bool:
-    return any(sums.is_host for _, sums in ranks)
