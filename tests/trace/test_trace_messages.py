@@ -286,6 +286,28 @@ def test_a_rank_without_trace_makes_transfers_partial(tmp_path: Path) -> None:
     assert (waits.timed, waits.transfer, waits.other_kernels) == (0, 0, 20_000)
 
 
+def test_of_ranks_that_are_not_all_none_is_known_to_arrive_last(tmp_path: Path) -> None:
+    found = matched([job_of(rank, [20 - rank], world_size=3) for rank in range(2)], tmp_path)
+    assert [(waits.last, waits.early) for waits in found.ranks.values()] == [(0, 0)] * 2
+
+
+def test_times_of_calls_that_run_at_once_count_once(tmp_path: Path) -> None:
+    """Rank 0 waits from 100 to 140 and 120 to 150 us; 140 to 160 and 150 to 180 transfer."""
+    jobs = []
+    for rank, spans in enumerate([[(100, 60), (120, 60)], [(140, 20), (150, 30)]]):
+        job = TraceWriter(rank=rank, world_size=2)
+        job.step(1, 0, 10_000)
+        for number, (start, took) in enumerate(spans):
+            group, members = str(number), range(2)
+            place = (50 + 10 * number, start, took)
+            job.collective("allreduce", 8, 8, *place, group=group, desc="", ranks=members)
+        jobs.append(job)
+    waits, late = matched(jobs, tmp_path).ranks.values()
+    assert (waits.timed, waits.kernels, waits.transfer) == (2, 80_000, 40_000)
+    assert waits.waited == waits.early == 50_000
+    assert (late.last, late.waited, late.kernels) == (2, 0, 40_000)
+
+
 def test_bus_bandwidth_is_bytes_by_the_factor_over_the_shortest_kernel(fsdp8: ByRank) -> None:
     """One rank of TraceLens' GiB/s is checked by its definition: 2^30 against 10^9."""
     record = next(

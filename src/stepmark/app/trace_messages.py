@@ -166,9 +166,11 @@ class _View:
                 "exposed_s": sums["exposed"],
                 "kernels_s": waits.kernels / steps if is_timed else None,
                 "transfer_s": waits.transfer / steps if is_timed else None,
-                "waiting_s": (waits.kernels - waits.transfer) / steps if is_timed else None,
+                "waiting_s": waits.waited / steps if is_timed else None,
                 "other_kernels_s": max(waits.other_kernels / steps, unexplained, 0.0),
-                "arrived_last": waits.last if self.found.end_spread is not None else None,
+                "arrived_last": waits.last
+                if is_timed and self.found.end_spread is not None
+                else None,
                 "early_s": waits.early / steps if agree else None,
             }
 
@@ -273,8 +275,8 @@ class _View:
         if found.partial:
             calls = sum(found.histogram[kind].calls for kind in found.partial)
             notes.append(
-                f"of {calls} calls some ranks have no trace: the latency is the shortest "
-                "kernel of the others and may contain waiting"
+                f"of {calls} calls some ranks have no trace: their latency, waiting and bus "
+                "bandwidth are not known"
             )
         if found.end_spread is not None and not found.clocks_agree:
             notes.append(

@@ -39,7 +39,7 @@ def rows(
 
     Times are of calls that were matched over ranks. latency_s: mean of the shortest kernel of
     any rank; waiting_s: mean of what kernels took beyond it. kernels: nanoseconds. partial:
-    kinds of which some ranks have no trace, so that how long they wait is unknown.
+    kinds of which some ranks have no trace: the shortest kernel of all is unknown.
     """
     bins = bins or histogram.default_bins(messages)
     untimed = {kind: replace(messages[kind], timed_calls=0, seconds=0.0) for kind in partial}
@@ -50,11 +50,11 @@ def rows(
     }
     tables = [
         histogram.rows(tallies, by=by, bins=bins, num_ranks_seen=num_ranks, expected=times)
-        for tallies, times in ((messages, expected), (complete, None), (in_kernels, None))
+        for tallies, times in ((complete, expected), (in_kernels, None))
     ]
-    for row, shortest, whole in zip(*tables, strict=True):
-        row["latency_s"] = _mean(row)
-        transfer, kernel = _mean(shortest), _mean(whole)
+    for row, whole in zip(*tables, strict=True):
+        transfer, kernel = _mean(row), _mean(whole)
+        row["latency_s"] = transfer
         row["waiting_s"] = None if transfer is None or kernel is None else kernel - transfer
         covered, should = number(row, "covered_calls"), number(row, "expected_s")
         row["expected_per_call_s"] = should / covered if covered and should else None

@@ -12,26 +12,35 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+import numpy as np
+
 from stepmark.core.collectives import FACTS, Collective
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind, Tally
 from stepmark.core.trace_columns import NONE, CommArgs, RankInfo
 from stepmark.core.units import ranks_text
 from stepmark.trace.kineto.instances import PHASES
+from stepmark.trace.kineto.intervals import union
 from stepmark.trace.kineto.messages import ALL_TO_ALL, RankMessages, kind_of, members_of
 
 
 @dataclass(slots=True)
 class RankWaits:
-    """Calls of one rank that were matched over ranks; times in ns."""
+    """Calls of one rank that were matched over ranks; times in ns.
+
+    Each time is that in which any of the calls is in that state, so that calls which run at
+    once count once; one may wait while another transfers.
+    """
 
     calls: int = 0
     timed: int = 0  # calls that are matched over all their ranks, which they synchronize
     kernels: int = 0  # time of these
-    transfer: int = 0  # time: that of the shortest kernel of any rank
+    transfer: int = 0  # time: the end of each, as long as the shortest kernel of any rank
+    waited: int = 0  # time: what is before it
     other_kernels: int = 0  # time of kernels of other calls, or of no call
-    last: int = 0  # calls in which its kernel was the shortest: it arrived last
-    early: int = 0  # time: how long before the last rank it arrived, if clocks agree
-    # Of each timed call in which it waits: start, end without the transfer, and for which rank.
+    last: int = 0  # timed calls in which its kernel was the shortest: it arrived last
+    early: int = 0  # time from its arrival to that of the last rank, if clocks agree
+    # Of each timed call: start and end of the wait, which is before the transfer, and the
+    # rank that arrived last, or NONE.
     waiting: list[tuple[int, int, int]] = field(default_factory=list)
 
 
@@ -93,6 +102,7 @@ class _Call:
     end: int
     transfer: int | None = None
     last: int = NONE  # the rank that arrived last
+    latest: int = NONE  # and when
 
 
 # Group, its ranks, and of a pair also source and target: calls of one are in order.
@@ -122,14 +132,13 @@ def match(
     spreads: list[tuple[int, int, int]] = []
     for channel, lists in channels.items():
         for group in _matched(channel, lists, by_rank.keys(), result.unmatched):
-            _time(group, spreads, result)
+            _time(group, spreads)
     if spreads:  # arrivals are known if they differ by more than ends, as clocks do
         ends, starts, after = zip(*spreads, strict=True)
         result.end_spread = median(ends)
         result.clocks_agree = 2 * result.end_spread < median(starts) and min(after) >= 0
-    for lists in channels.values():
-        for rank, calls in lists.items():
-            _sum_up(calls, result.ranks[rank])
+    for rank, waits in result.ranks.items():
+        _sum_up([call for lists in channels.values() for call in lists.get(rank, ())], waits)
     for own in kinds.values():
         result.histogram[own.kind] = Tally(
             calls=own.calls,
@@ -247,9 +256,7 @@ def _in_step(
         unmatched[text] += len(calls)
 
 
-def _time(
-    calls: Sequence[_Call], spreads: list[tuple[int, int, int]], result: Messages
-) -> None:
+def _time(calls: Sequence[_Call], spreads: list[tuple[int, int, int]]) -> None:
     """Note the transfer of a message on all its ranks, and how its ranks arrived and ended."""
     if any(call.end == NONE for call in calls):
         return
@@ -259,14 +266,11 @@ def _time(
         call.transfer = shortest
     if not calls[0].kind.is_synchronizing or len(calls) < 2:
         return
-    if known.count(shortest) == 1:
-        last = calls[known.index(shortest)].rank
-        result.ranks[last].last += 1
-        for call in calls:
-            call.last = last
     starts, ends = [call.start for call in calls], [call.end for call in calls]
+    is_one = known.count(shortest) == 1
     for call in calls:
-        result.ranks[call.rank].early += max(starts) - call.start
+        call.latest = max(starts)
+        call.last = calls[known.index(shortest)].rank if is_one else NONE
     spreads.append((max(ends) - min(ends), max(starts) - min(starts), min(ends) - max(starts)))
 
 
@@ -278,20 +282,23 @@ def is_synchronizing(kind: MessageKind) -> bool:
 
 def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
     """Add the calls of a rank to its sums, and to those of their kinds."""
+    timed, others = [], []
     for call in calls:
         kind, transfer = call.kind, call.transfer
-        duration = 0 if call.end == NONE else call.end - call.start
         kind.calls += 1
         kind.ranks.add(call.rank)
-        waits.calls += 1
         if transfer is not None:
             kind.timed += 1
             kind.transfer += transfer
-            kind.kernels += duration
-        if transfer is None or kind.is_partial or not kind.is_synchronizing:
-            waits.other_kernels += duration
-            continue
-        waits.timed += 1
-        waits.waiting.append((call.start, call.end - transfer, call.last))
-        waits.kernels += duration
-        waits.transfer += transfer
+            kind.kernels += call.end - call.start
+        if transfer is not None and kind.is_synchronizing and not kind.is_partial:
+            timed.append((call.start, call.end - transfer, call.end, call.latest))
+            waits.waiting.append((call.start, call.end - transfer, call.last))
+            waits.last += call.last == call.rank
+        elif call.end != NONE:
+            others.append((call.start, call.end))
+    waits.calls, waits.timed = len(calls), len(timed)
+    start, wait_end, end, latest = np.array(timed, np.int64).reshape(-1, 4).T
+    waits.kernels, waits.early = union(start, end).total, union(start, latest).total
+    waits.waited, waits.transfer = union(start, wait_end).total, union(wait_end, end).total
+    waits.other_kernels += union(*np.array(others, np.int64).reshape(-1, 2).T).total
