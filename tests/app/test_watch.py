@@ -15,7 +15,7 @@ from stepmark.app.watch import SITE, read_ranks, setup_of
 from stepmark.cli.main import status
 from stepmark.core.columns import Row
 from stepmark.core.verb_options import WatchOptions
-from stepmark.report.watch_cost import slow_rank_line
+from stepmark.report.trace_messages import slow_rank_line
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_ddp.py"
@@ -58,7 +58,8 @@ def test_a_job_of_two_ranks(tmp_path: Path) -> None:
     assert "profiled: steps 9 to 11 of ranks 0-1" in done.stdout
     assert "stepmark" not in done.stderr
     assert "exposed communication" in done.stdout
-    assert "slow rank: " in done.stdout
+    assert 0 < done.stdout.find("slow rank: ") < done.stdout.find("## breakdown")
+    assert done.stdout.find("exposed communication: ") < done.stdout.rfind("slow rank: ")
     written = document(tmp_path)
     assert {row["step"] for row in written["breakdown"]["steps"]} == {9, 10, 11}
     assert written["messages"]["world_size"] == 2
@@ -123,7 +124,10 @@ def test_one_process_with_workers_and_a_sitecustomize_of_its_own(tmp_path: Path)
 
 
 def test_a_job_without_torch(tmp_path: Path) -> None:
-    done = watch(tmp_path, job=[sys.executable, "-c", "print('words')"])
+    job = [sys.executable, "-c", "print('words')"]
+    done = watch(tmp_path, "--ranks", "0,9", job=job)
+    text = "note: --ranks selects ranks 0, 9, of which no step was seen: no profile"
+    assert text in done.stdout
     assert done.returncode == 0
     assert done.stdout.startswith("words\n")
     assert "no process of the job has loaded torch" in done.stdout

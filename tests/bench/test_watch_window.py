@@ -162,7 +162,7 @@ def test_a_job_that_ends_early_has_no_trace(begin: Begin, tmp_path: Path) -> Non
     window.at_exit()
     seen = report(tmp_path)
     assert seen["trace"] is None
-    assert "ended after 7 steps" in seen["reason"]
+    assert seen["reason"] == "the job ended after 8 steps; the profile needs 9"
     assert list((tmp_path / "traces").iterdir()) == []
     assert not torch.autograd.profiler._is_profiler_enabled
 
@@ -362,7 +362,7 @@ def test_an_exit_in_the_profile_waits_only_so_long_for_the_gpu(
     window.at_exit()
     assert not torch.autograd._profiler_enabled()
     assert synchronized == []
-    assert report(tmp_path)["reason"] == "the job ended after 6 steps; the profile needs 8"
+    assert report(tmp_path)["reason"] == "the job ended after 7 steps; the profile needs 9"
 
 
 def test_a_gpu_that_fails_leaves_no_profile_behind(begin: Begin) -> None:

@@ -81,6 +81,7 @@ def test_copies_are_binned_as_perftools_does() -> None:
 
 def rank_row(rank: int, exposed: float, transfer: float, unknown: float) -> Row:
     row: Row = {"rank": rank, "step_s": 1.0, "communication_s": 1.0, "exposed_s": exposed}
+    row["arrived_last"] = None
     times = {"transfer_s": transfer, "other_kernels_s": unknown}
     return row | times | {"waiting_s": max(1.0 - transfer - unknown, 0.0)}
 
@@ -146,6 +147,13 @@ def test_ranks_wait_for_one_another_only_if_timed_calls_show_it() -> None:
     assert list(verdict(rows, ""))[1].startswith(text)
     rows[0]["waiting_s"] = 0.31
     assert "ranks wait for one another" in list(verdict(rows, ""))[1]
+
+
+def test_the_slow_rank_stands_beside_every_verdict_on_several_ranks() -> None:
+    ranks = [rank_row(n, 0.5, 0.9, 0.0) | {"arrived_last": 4 * n} for n in range(2)]
+    bound, slow = list(verdict(ranks, ""))[1:]
+    assert bound.startswith("communication-bound")
+    assert slow.startswith("slow rank: rank 1 arrives last in 4 of 4 collectives, and the")
 
 
 def test_without_work_on_a_gpu_there_is_no_verdict() -> None:

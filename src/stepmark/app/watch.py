@@ -1,6 +1,8 @@
 """stepmark watch: one's own job, unmodified, with NCCL's log, flight recorder and a profile."""
 
+import contextlib
 import glob
+import io
 import json
 import os
 import shlex
@@ -21,9 +23,11 @@ from stepmark.app import log_sources, logs, trace, trace_messages
 from stepmark.app.delivery import make_folder, write_files
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.trace_options import BreakdownOptions, MessagesOptions
+from stepmark.core.units import ranks_text
 from stepmark.core.verb_options import LogsOptions, WatchOptions
 from stepmark.launch import foreground, outer_launcher
-from stepmark.report.watch_cost import WatchedRank, cost_lines, job_lines, slow_rank_line
+from stepmark.report.trace_messages import slow_rank_line
+from stepmark.report.watch_cost import WatchedRank, cost_lines, job_lines
 from stepmark.store.export import write_json
 from stepmark.store.runs import TRACES, new_run_id
 
@@ -59,11 +63,15 @@ def run(options: WatchOptions) -> int:
     except OSError as error:
         raise ConfigError("command", options.words[0], f"a program ({error})") from None
     ranks, damaged = read_ranks(folder)
-    notes = (*setup.notes, *damaged)
+    stepped = {rank.rank for rank in ranks if rank.world_size is not None}
+    absent = set(options.ranks or ()) - stepped
+    unseen = f"--ranks selects {ranks_text(absent)}, of which no step was seen: no profile"
+    notes = (*setup.notes, *damaged, *([unseen] if absent else []))
     end = f"; it ended with exit code {code}" if code else ""
     _print((f"# watched: {shlex.join(options.words)}{end}", f"run {folder}"))
     _print(f"kept as you set it: {setting}" for setting in setup.kept)
-    _print((*job_lines(ranks), *cost_lines(ranks), *(f"note: {note}" for note in notes)))
+    cost = cost_lines(ranks)
+    _print((*job_lines(ranks, code), *cost, *(f"note: {note}" for note in notes)))
     files = list(_written(folder, setup, started_at))
     of_traces = _of_traces(folder, files) if any(rank.trace for rank in ranks) else {}
     report = _logs(files)
@@ -189,18 +197,21 @@ def _of_traces(folder: Path, files: Sequence[str]) -> dict[str, Any]:
         "messages": (trace_messages.messages, MessagesOptions(files=(*paths, *files))),
     }
     documents: dict[str, Any] = {}
+    printed = []
     for name, (print_and_write, options) in verbs.items():
         path = folder / f"{name}.json"
-        _print(("", f"## {name} of the profiled steps"))
+        text = io.StringIO()
         try:
-            print_and_write(replace(options, json=str(path)))
+            with contextlib.redirect_stdout(text):
+                print_and_write(replace(options, json=str(path)))
             documents[name] = json.loads(path.read_bytes())
         except StepmarkError as error:
             sys.stderr.write(f"stepmark: {error}\n")
         except Exception:  # noqa: BLE001, the exit code is the job's all the same
             traceback.print_exc()
-    if "messages" in documents:
-        _print((slow_rank_line(documents["messages"]["ranks"]),))
+        printed += ["", f"## {name} of the profiled steps", *text.getvalue().splitlines()]
+    rows = documents["messages"]["ranks"] if "messages" in documents else ()
+    _print((*(["", slow_rank_line(rows)] * (len(rows) > 1)), *printed))
     return documents
 
 

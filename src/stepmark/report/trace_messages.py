@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 
 from stepmark.core.columns import Row, digits, number, text
 from stepmark.core.message import Histogram, MessageKind
@@ -198,12 +199,14 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
             f"timed on all their ranks do not explain it as waiting; {limit}"
         )
     else:
-        rank, last, calls = arrived_last(ranks)
+        rank, last, calls = _arrived_last(ranks)
         most = f", rank {rank} arrived last in {last} of {calls} calls" * (2 * last > calls)
         yield (
             "not communication-bound, though much communication is exposed: ranks wait for one "
             f"another{most}; {limit}"
         )
+    if len(ranks) > 1:
+        yield slow_rank_line(ranks)
 
 
 def _explained(row: Row) -> float:
@@ -211,7 +214,24 @@ def _explained(row: Row) -> float:
     return min(number(row, "waiting_s") or 0.0, number(row, "exposed_s") or 0.0)
 
 
-def arrived_last(ranks: Sequence[Row]) -> tuple[object, int, int]:
+def slow_rank_line(rows: Sequence[Row]) -> str:
+    """Return which rank the others wait for, as text."""
+    slowest, last, calls = _arrived_last(rows)
+    if sum(row["arrived_last"] is not None for row in rows) < 2 or not calls:
+        return "slow rank: not known, as no collective is timed on all its ranks"
+    text = f"rank {slowest} arrives last in {last} of {calls} collectives"
+    if 2 * last <= calls:
+        return f"slow rank: none; {text}"
+    waits = [
+        wait
+        for row in rows
+        if (wait := number(row, "waiting_s")) is not None and row["rank"] != slowest
+    ]
+    waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
+    return f"slow rank: {text}{waited}"
+
+
+def _arrived_last(ranks: Sequence[Row]) -> tuple[object, int, int]:
     """Return the rank that arrived last in most calls, in how many, and of how many."""
     counts = {row["rank"]: int(number(row, "arrived_last") or 0) for row in ranks}
     rank = max(counts, key=lambda each: counts[each], default=None)

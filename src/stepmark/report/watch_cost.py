@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from stepmark.core.columns import Row, aligned, number
 from stepmark.core.units import format_time, ranks_text
-from stepmark.report.trace_messages import arrived_last
 
 T = TypeVar("T")
 _MAX_SHOWN = 16
@@ -129,10 +128,12 @@ def _times(row: Row, name: str) -> str:
     return f"{format_time(middle)} ({span}, {row[f'{name}_steps']})"
 
 
-def job_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
+def job_lines(ranks: Sequence[WatchedRank], exit_code: int = 0) -> Iterator[str]:
     """Yield what the job was, which ranks were profiled, and why others were not."""
     timed = [rank for rank in ranks if rank.world_size is not None]
-    if not ranks:
+    if not ranks and exit_code:
+        yield f"no process of the job had loaded torch when it failed (exit code {exit_code})"
+    elif not ranks:
         yield (
             "no process of the job has loaded torch: a container, sudo, python -E or -I may "
             "hide the variables PYTHONPATH and STEPMARK_WATCH from it"
@@ -170,20 +171,3 @@ def _ranks_by(pairs: Iterable[tuple[T, WatchedRank]]) -> dict[T, str]:
     for value, rank in pairs:
         members.setdefault(value, []).append(rank.rank)
     return {value: ranks_text(own) for value, own in members.items()}
-
-
-def slow_rank_line(rows: Sequence[Row]) -> str:
-    """Return which rank the others wait for, by the ranks' rows of `trace messages`."""
-    slowest, last, calls = arrived_last(rows)
-    if sum(row["arrived_last"] is not None for row in rows) < 2 or not calls:
-        return "slow rank: not known, as no collective has kernels on two ranks or more"
-    text = f"rank {slowest} arrives last in {last} of {calls} collectives"
-    if 2 * last <= calls:
-        return f"slow rank: none; {text}"
-    waits = [
-        wait
-        for row in rows
-        if (wait := number(row, "waiting_s")) is not None and row["rank"] != slowest
-    ]
-    waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
-    return f"slow rank: {text}{waited}"

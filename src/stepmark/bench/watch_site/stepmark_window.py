@@ -268,8 +268,9 @@ class Window:
                 number = "only one" if self.optimizers else "no"
                 self.report["reason"] = f"{number} optimizer step was seen"
             elif self.report["is_chosen"] and not self.report["trace"]:
-                self.report["reason"] = (
-                    f"the job ended after {self.count} steps; the profile needs {self.last}"
+                self.report["reason"] = (  # the first step of all is only the start of one
+                    f"the job ended after {self.count + 1} steps; the profile needs "
+                    f"{self.last + 1}"
                 )
             self._write()
         self.is_done = True
