@@ -82,6 +82,8 @@ def test_other_sources_of_the_job_stand_beside_the_traces(
     for name, source in (("logs", "nccl-logs/fsdp8"), ("dumps", "flight-recorder")):
         shutil.copytree(DATA / source, tmp_path / name)
     shutil.copytree(FSDP8, tmp_path / "traces-of-it")
+    quoted = json.dumps({"evidence": "host:1:2 [0] NCCL INFO comm 0x1"}, indent=2)
+    (tmp_path / "watch.json").write_text(quoted)  # a report that quotes a log is none
     _, out, _ = messages(capsys, tmp_path)
     agree = "agrees: 4 of 4 kinds of message are there as often as in 10 steps"
     assert f"NCCL log (8 files) {agree}" in out
@@ -137,9 +139,10 @@ def test_files(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         (["--other-curve", CURVES], "given with --curve to compare with"),
         (["--steps", "9"], "--steps 9 is invalid: it must be among those of the traces: 5-6."),
         (["--network-speedup", "0.5"], "from 1 to 1000"),
+        (["--force"], "given with --curve, which it accepts"),
         (["--by", "rank"], "some of collective"),
     ],
-    ids=["settings", "collectives", "no-curve", "steps", "speedup", "by"],
+    ids=["settings", "collectives", "no-curve", "steps", "speedup", "force", "by"],
 )
 def test_refusals(capsys: pytest.CaptureFixture[str], words: list[object], text: str) -> None:
     code, _, err = messages(capsys, FSDP8, *words)
@@ -201,6 +204,42 @@ def test_steps_without_any_work_have_no_messages(
         assert (
             "communication-bound: not known, because no step with work is in the traces" in out
         )
+
+
+def test_without_communication_one_line_says_so(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    job = TraceWriter(rank=0, world_size=1)
+    job.step(1, 0, 100)
+    job.kernel("gemm", 1, 10, 80)
+    job.write(tmp_path)
+    code, out, _ = messages(capsys, tmp_path)
+    assert code == 0
+    assert re.search(r"\nnot communication-bound: nothing is sent in \S+ us per step\n", out)
+    assert not re.search("a network|exposed communication", out)
+
+
+def test_calls_whose_times_no_gpu_shows_give_no_verdict(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Gloo sends from the host, beside a GPU."""
+    job = TraceWriter(rank=0, world_size=2)
+    job.step(1, 0, 100)
+    job.kernel("gemm", 1, 10, 80)
+    job.collective("allreduce", 8, 8, 20, None)
+    job.write(tmp_path)
+    reason = "calls between ranks have no times in these steps"
+    found = document(capsys, tmp_path)["network"]
+    assert found["verdict"] == [f"communication-bound: not known, because {reason}"]
+    assert found["gains"] == []
+
+
+def test_a_page_that_cannot_be_written_leaves_no_report(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = messages(capsys, FSDP8, "--html", tmp_path, "--json", tmp_path / "m.json")
+    assert (code, out, list(tmp_path.iterdir())) == (2, "", [])
+    assert "a file that can be written" in err
 
 
 def test_ranks_without_their_gpu_work_are_left_out_and_give_no_verdict(

@@ -153,7 +153,8 @@ def kinds_of(path: Path) -> set[str]:
         return {INSPECTOR}
     if looks_like_flight_recorder(head):
         return {FLIGHT}
-    kinds = {LOG} if looks_like_log(head) else set()
+    is_report = head.startswith(b"{\n") and path.suffix == ".json"  # ours may quote a log
+    kinds = {LOG} if looks_like_log(head) and not is_report else set()
     if not is_binary(head) and looks_like_tables(decode(head)):
         kinds.add(TABLES)
     return kinds

@@ -33,6 +33,8 @@ def messages(options: MessagesOptions) -> int:
         raise ConfigError(
             "other-curve", options.other_curve, "given with --curve to compare with"
         )
+    if options.force and not options.curve:
+        raise ConfigError("force", "given", "given with --curve, which it accepts")
     words, others = split_sources(options.files)
     traces = map_traces(replace(options, files=tuple(words)), rank_messages)
     if traces is None:
@@ -44,9 +46,9 @@ def messages(options: MessagesOptions) -> int:
     traces = replace(traces, results=whole or traces.results, notes=notes)
     sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
     view = _View(options, traces, sources)
+    view.write()
     if not options.to_stdout:
         sys.stdout.writelines(f"{line}\n" for line in view.text())
-    view.write()
     return 0
 
 
@@ -175,6 +177,8 @@ class _View:
             }
 
     def _gains(self) -> Iterator[tuple[str, report.Gain]]:
+        if not self._communicates:
+            return
         faster = 1 - 1 / self.options.network_speedup
         shares = [(f"a network {self.options.network_speedup:g} times as fast", faster, faster)]
         tallies = self.found.histogram
@@ -194,7 +198,14 @@ class _View:
     def _verdict(self) -> Iterator[str]:
         lost = "; ".join(_lost(self.traces))
         reason = f"no step has times ({lost})" if lost else "no step with work is in the traces"
+        sends = any(kind.num_ranks != 1 for kind in self.found.histogram)
+        if sends and self.ranks[0]["step_s"] and not self._communicates:
+            return report.verdict([], "calls between ranks have no times in these steps")
         return report.verdict(self.ranks, reason)
+
+    @property
+    def _communicates(self) -> bool:
+        return any(row["communication_s"] for row in self.ranks)
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
@@ -321,6 +332,12 @@ class _View:
     def write(self) -> None:
         """Write the files that the options name. Raises ConfigError."""
         options = self.options
+        if options.html:
+            page = load("stepmark.report.histogram_figures:page")  # with plotly
+            title = f"messages of {self.traces.world_size} ranks"
+            write_text(
+                options.html, page("stepmark trace messages", [(title, self.rows, ())]), "html"
+            )
         if options.json:
             write_json(self.document(), options.json, "messages")
         if options.csv:
@@ -331,9 +348,3 @@ class _View:
                 "sources": self.compared,
             }
             write_tables({n: rows for n, rows in tables.items() if rows}, options.csv, "csv")
-        if options.html:
-            page = load("stepmark.report.histogram_figures:page")  # with plotly
-            title = f"messages of {self.traces.world_size} ranks"
-            write_text(
-                options.html, page("stepmark trace messages", [(title, self.rows, ())]), "html"
-            )

@@ -175,6 +175,9 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
     if best is None or known is None:
         yield f"communication-bound: not known, because {reason}"
         return
+    if not any(row["communication_s"] for row in ranks):
+        yield f"not communication-bound: nothing is sent in {format_time(best.step_s)} per step"
+        return
     exposed = [number(row, "exposed_s") or 0.0 for row in ranks]
     mean = sum(exposed) / len(exposed)
     span = f"; {format_time(min(exposed))} to {format_time(max(exposed))} by rank"
