@@ -16,7 +16,9 @@ def test_text_and_json_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert status(["trace", "critical-path", *words, "--steps", "5-6"]) == 0
     text = capsys.readouterr().out
     assert "step 6, rank 7: 100.892 ms" in text
-    assert "host (launch-bound)" in text
+    assert "launch path on the host" in text
+    assert "host-bound in a breakdown counts only" in " ".join(text.split())
+    assert "clocks of ranks are set by the ends of common collectives" in " ".join(text.split())
     assert "no trace of ranks 1-6" in text
     assert status(["trace", "critical-path", *words, "--json", str(file)]) == 0
     document = json.loads(file.read_text())

@@ -12,6 +12,7 @@ import pytest
 from stepmark.core.critical_path import Path as CriticalPath
 from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_options import CriticalPathOptions
+from stepmark.report.trace_path import lines, tables
 from stepmark.trace.kineto.critical_path import critical_path
 from stepmark.trace.kineto.reader import read_trace
 from stepmark.trace.kineto.step_work import step_work
@@ -83,7 +84,7 @@ def test_host_bound(tmp_path: Path) -> None:
     path = path_of(tmp_path, script)
     assert microseconds(path) == {"compute": 10, "launch latency": 4, "host": 381}
     names = Counter(segment.name for segment in path.segments if segment.category == "host")
-    assert names == {"aten::slow": 4, "between operations": 3}
+    assert names == {"aten::slow": 4, "Python and other host code": 3}
     # All of the host's time is waited for; without it the kernels remain.
     assert path.at_least["host"] == 40000
 
@@ -129,7 +130,7 @@ def test_a_straggler_is_on_the_path(tmp_path: Path, ahead: float) -> None:
     # Without the trace of rank 1 it is waiting or transfer, and said.
     alone = path_of(tmp_path, scripts[0])
     assert by_category(alone)["communication"] == 600000
-    assert (alone.absent, alone.unmatched) == ((1,), 600000)
+    assert (alone.absent, alone.unmatched, alone.uncounted) == ((1,), 600000, 600000)
     assert alone.at_least["compute"] < 20000  # the sum may end at once
 
 
@@ -174,7 +175,11 @@ def test_a_thread_waits_for_the_thread_that_started_it(tmp_path: Path) -> None:
     script.kernel("grad", 78, (81, 90), thread=AUTOGRAD)
     path = path_of(tmp_path, script)
     host = [(s.name, (s.end - s.start) / 1000) for s in path.segments if s.category == "host"]
-    assert host == [("aten::forward", 50), ("between operations", 2), ("aten::backward", 27)]
+    assert host == [
+        ("aten::forward", 50),
+        ("Python and other host code", 2),
+        ("aten::backward", 27),
+    ]
 
 
 def test_recorded_waits_go_before_times(tmp_path: Path) -> None:
@@ -290,3 +295,23 @@ def test_measured_steps_of_known_truth() -> None:
     # The product behind the last `item()` ends the step; others end while the host sleeps.
     assert names["sync0"]["reductions"] == 8
     assert names["sync0"]["matrix products"] >= 17
+
+
+def test_communication_beside_the_path_may_be_waiting(tmp_path: Path) -> None:
+    """Of a missing rank: bounds that count it as 0 say so where they stand."""
+    script = Script(0, 2)
+    script.step(0, 100)
+    script.all_reduce(1, (10, 60))
+    script.kernel("product", 4, (12, 90))
+    path = path_of(tmp_path, script)
+    assert (path.unmatched, path.uncounted) == (0, 50000)
+    (compute,) = (row for row in tables([path])["categories"] if row["category"] == "compute")
+    assert compute["bound_without_ns"] == 50000
+    text = list(lines([path]))
+    assert next(line for line in text if line.startswith("compute ")).endswith(" *")
+    (remark,) = (line for line in text if line.startswith("* "))
+    assert "0.050 ms of rank 0 on and beside it, may be waiting" in remark
+    other = Script(1, 2)
+    other.step(0, 100)
+    other.all_reduce(1, (10, 60))
+    assert not any(line.startswith("* ") for line in lines([path_of(tmp_path, script, other)]))

@@ -31,7 +31,8 @@ class Path:
     at_least: how long the step would take at least, ns, if all of a category took no time:
     the longest that remains of this path or of one stream. without_clocks: ranks whose clocks
     no collective sets. absent: ranks of its collectives that have no trace. unmatched: time in
-    kernels of communication that cannot be compared over ranks, and so may be waiting.
+    kernels of communication on the path that cannot be compared over ranks, and so may be
+    waiting; uncounted: that of the rank, on the path or not, which at_least takes for 0.
     """
 
     step: int | None
@@ -42,3 +43,4 @@ class Path:
     without_clocks: tuple[int, ...]
     absent: tuple[int, ...]
     unmatched: int
+    uncounted: int

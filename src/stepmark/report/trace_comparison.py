@@ -4,7 +4,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from fractions import Fraction
 
 from stepmark.core.columns import Row, aligned
@@ -38,6 +37,7 @@ _PARTS = {
     "    host-bound": "host_bound_ns",
 }
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
+Sums = dict[Label, Sum]
 
 
 def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
@@ -46,9 +46,9 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
     time_ratio is B's time over A's. Two kernels, of one side each, are joined where their
     names differ in tiles and other sizes alone, and no other kernel has such a name.
     """
-    if by == "name":
-        a, b = _joined(a, b)
     first, second, counts = _sums(a), _sums(b), (_counts(a), _counts(b))
+    if by == "name":
+        first, second = _joined(first, second)
     table = [
         dict(zip(COLUMNS[by], label, strict=True))
         | _compared((first.get(label, Sum()), second.get(label, Sum())), counts)
@@ -63,18 +63,19 @@ def step_rows(a: Times, b: Times) -> list[Row]:
     counts = tuple(Counter(int(str(row["step"] or 0)) for row in rows) for rows in sides)
     table: list[Row] = []
     for title, column in _PARTS.items():
-        if any(row[column] is None for rows in sides for row in rows):
-            continue
-        sums = [Sum(kernels=1), Sum(kernels=1)]
-        for own, rows in zip(sums, sides, strict=True):
-            for row in rows:
-                own.by_step_ns[int(str(row["step"] or 0))] += int(number(row, column))
-            own.time_ns = own.by_step_ns.total()
-        if any(own.time_ns for own in sums):
-            table.append(
-                {"part": title} | _compared((sums[0], sums[1]), (counts[0], counts[1]))
-            )
+        if all(row[column] is not None for rows in sides for row in rows):
+            a_sum, b_sum = (_part(rows, column) for rows in sides)
+            if a_sum.time_ns or b_sum.time_ns:
+                row = _compared((a_sum, b_sum), (counts[0], counts[1]))
+                table.append({"part": title} | row)
     return table
+
+
+def _part(steps: Sequence[Row], column: str) -> Sum:
+    by_step_ns = Counter[int]()
+    for row in steps:
+        by_step_ns[int(str(row["step"] or 0))] += int(number(row, column))
+    return Sum(time_ns=by_step_ns.total(), kernels=1, by_step_ns=by_step_ns)
 
 
 def _compared(sums: tuple[Sum, Sum], ranks: tuple[Counter[int], Counter[int]]) -> Row:
@@ -93,32 +94,23 @@ def _compared(sums: tuple[Sum, Sum], ranks: tuple[Counter[int], Counter[int]]) -
     }
 
 
-def _sums(ranks: Ranks) -> dict[Label, Sum]:
-    sums: dict[Label, Sum] = {}
+def _sums(ranks: Ranks) -> Sums:
+    sums: Sums = {}
     for _, own in ranks:
         for label, each in own.sums.items():
             sums.setdefault(label, Sum()).add(each)
     return sums
 
 
-def _joined(a: Ranks, b: Ranks) -> tuple[Ranks, Ranks]:
+def _joined(a: Sums, b: Sums) -> tuple[Sums, Sums]:
     """Return the sums, those of a pair of kernels by the name that they have in common."""
-    first, second = (set(_sums(ranks)) for ranks in (a, b))
-    counts = [
-        Counter(plain_name(name) for (name,) in own) for own in (first - second, second - first)
-    ]
+    single = a.keys() ^ b.keys()
+    counts = [Counter(plain_name(name) for (name,) in own.keys() & single) for own in (a, b)]
     pairs = {name for name in counts[0] if counts[0][name] == counts[1][name] == 1}
-    renamed: dict[Label, Label] = {
-        (name,): (plain_name(name),) for (name,) in first ^ second if plain_name(name) in pairs
-    }
-    new_a, new_b = (
-        [
-            (rank, replace(own, sums={renamed.get(k, k): v for k, v in own.sums.items()}))
-            for rank, own in ranks
-        ]
-        for ranks in (a, b)
-    )
-    return new_a, new_b
+    plain = {label: (plain_name(label[0]),) for label in single}
+    names = {label: new for label, new in plain.items() if new[0] in pairs}
+    first, second = ({names.get(k, k): v for k, v in own.items()} for own in (a, b))
+    return first, second
 
 
 def plain_name(name: str) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from stepmark.core.columns import Row, aligned, text
 from stepmark.core.critical_path import (
     CATEGORIES,
+    COMMUNICATION,
     COMPUTE,
     GAP,
     HOST,
@@ -20,18 +21,22 @@ from stepmark.core.units import ranks_text
 
 DEFINITIONS = (
     "The path goes back from the end of the last GPU event of the step, on the rank that ends "
-    "last, to the start of its window (where the step before ends on the GPU). An event waited "
-    "for the one before it on its stream, for its launch, or for an event of another stream, "
-    "whichever came last; a launch for what the host thread did since it last waited for the "
-    "GPU; a collective for the last rank to arrive, on which the path goes on. The parts add "
-    "up to the step.",
+    "last (clocks of ranks are set by the ends of common collectives), to the start of its "
+    "window (where the step before ends on the GPU). An event waited for the one before it on "
+    "its stream, for its launch, or for an event of another stream, whichever came last; a "
+    "launch for what the host thread did since it last waited for the GPU; a collective for "
+    "the last rank to arrive, on which the path goes on. The parts add up to the step.",
+    "launch path on the host: the path runs through what the host did before a launch. It "
+    "counts all of the host's time on the path, also while the GPU was busy with earlier work; "
+    "host-bound in a breakdown counts only time in which the GPU was idle.",
     "step >=: the least time of the step if all of this took none: the work that remains on "
     "this path, or on one stream. It is a bound and no forecast: where another path becomes "
-    "the longest, the step takes more.",
+    "the longest, the step takes more. Communication that may be waiting counts as 0 in it "
+    "(bound_without_ns).",
 )
 _TITLES = {
     PEER: "waiting for a peer",
-    HOST: "host (launch-bound)",
+    HOST: "launch path on the host",
     GAP: "gaps between events",
     UNKNOWN: "before the events",
 }
@@ -86,6 +91,7 @@ def _categories(path: Path) -> Iterator[Row]:
                 "inferred_ns": _time(part for part in parts if part.is_inferred),
                 "other_ranks_ns": _time(part for part in parts if part.rank != path.rank),
                 "step_at_least_ns": path.at_least[category],
+                "bound_without_ns": path.uncounted if category != COMMUNICATION else 0,
             }
 
 
@@ -115,9 +121,10 @@ def lines(paths: Sequence[Path]) -> Iterator[str]:
         yield f"{step}, rank {path.rank}: {_ms(_time(path.segments))} ms, of which"
         cells, names = [["", "ms", "%", "step >= ms"]], list(_names(path))
         for row in sorted(_categories(path), key=lambda each: -_ns(each)):
-            category, least = text(row, "category"), _ns(row, "step_at_least_ns")
+            category = text(row, "category")
             share = f"{row['share_pct']:.1f}"
-            cells.append([_TITLES.get(category, category), _ms(_ns(row)), share, _ms(least)])
+            least = f"{_ms(_ns(row, 'step_at_least_ns'))}{' *' * bool(row['bound_without_ns'])}"
+            cells.append([_TITLES.get(category, category), _ms(_ns(row)), share, least])
             own = [each for each in names if each["category"] == category]
             if len(own) > 1 or own[0]["name"] != category:
                 for each in own[:_MOST_NAMES]:
@@ -143,10 +150,12 @@ def _remarks(path: Path) -> Iterator[str]:
             f"inferred: {len(inferred)} waits for another stream ({_ms(_time(inferred))} ms of "
             "gaps), as the trace does not tell which event was awaited"
         )
-    if path.unmatched:
+    if path.uncounted or path.unmatched:
         yield (
-            f"{_ms(path.unmatched)} ms of communication may be waiting for other ranks: their "
-            "traces are missing, or do not say which collective it is"
+            f"* {_ms(path.unmatched)} ms of communication on this path, and "
+            f"{_ms(path.uncounted)} ms of rank {path.rank} on and beside it, may be waiting for "
+            "other ranks: their traces are missing, or do not say which collective it is. It "
+            "counts as 0 in these bounds"
         )
     if path.absent:
         yield f"no trace of {ranks_text(path.absent)}: whether they arrived last is not known"

@@ -38,6 +38,7 @@ _DELAY_NS = 10_000
 # Ends of a collective differ over ranks by some 10 us. Clocks are set so that half of them
 # differ by less; below it a rank counts as no later than another.
 CLOCKS_NS = 20_000
+_PYTHON = "Python and other host code"  # between operations and calls that the trace names
 
 
 def critical_path(works: Mapping[int, StepWork]) -> Path:
@@ -53,6 +54,7 @@ def critical_path(works: Mapping[int, StepWork]) -> Path:
         without_clocks=tuple(sorted(works.keys() - walk.offsets.keys())),
         absent=tuple(sorted(walk.absent)),
         unmatched=walk.unmatched,
+        uncounted=walk.uncounted,
     )
 
 
@@ -117,7 +119,7 @@ class _Walk:
         }
         self.segments: list[Segment] = []
         self.absent: set[int] = set()
-        self.unmatched = self.time = self.floor = 0
+        self.unmatched = self.uncounted = self.time = self.floor = 0
         self._unequal = _unequal(works)
 
     def at_least(self, rank: int) -> dict[str, int]:
@@ -133,6 +135,9 @@ class _Walk:
         for row in np.flatnonzero(own.work.category == COMMUNICATION).tolist():
             calls, is_complete = self._rows(rank, row)
             end[row] = own.start[row] + (self._shortest(calls) if is_complete else 0)
+        zero = end == own.work.start
+        whole = union(own.work.start[zero], own.work.end[zero])
+        self.uncounted = clip(whole, *own.work.window).total
         result = {}
         for category, time in spent.items():
             remains = sum(spent.values()) - time
@@ -264,7 +269,7 @@ class _Walk:
             row = int(host.sync_row[sync])
             self._to(own.end[row], rank, HOST, "return from waiting for the GPU")
             return row
-        self._to(self.floor, rank, HOST, "outside of operations")
+        self._to(self.floor, rank, HOST, _PYTHON)
         return NONE
 
     def _operations(self, rank: int, host: HostThread, until: int) -> None:
@@ -273,10 +278,10 @@ class _Walk:
         place = int(np.searchsorted(host.start, self.time)) - 1
         while place >= 0 and self.time > until:
             start, end = int(host.start[place]), int(host.end[place])
-            self._to(max(end, until), rank, HOST, "between operations")
+            self._to(max(end, until), rank, HOST, _PYTHON)
             self._to(max(start, until), rank, HOST, host.name[place])
             place -= 1
-        self._to(until, rank, HOST, "between operations")
+        self._to(until, rank, HOST, _PYTHON)
 
 
 def _unequal(works: Mapping[int, StepWork]) -> set[tuple[tuple[int, ...], str]]:
