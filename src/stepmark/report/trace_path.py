@@ -153,9 +153,9 @@ def _remarks(path: Path) -> Iterator[str]:
     if path.uncounted or path.unmatched:
         yield (
             f"* {_ms(path.unmatched)} ms of communication on this path, and "
-            f"{_ms(path.uncounted)} ms of rank {path.rank} on and beside it, may be waiting for "
-            "other ranks: their traces are missing, or do not say which collective it is. It "
-            "counts as 0 in these bounds"
+            f"{_ms(path.uncounted)} ms of rank {path.rank} on and beside it, may be waiting "
+            "for other ranks: their traces are missing, or do not say which collective it is. "
+            "It counts as 0 in these bounds"
         )
     if path.absent:
         yield f"no trace of {ranks_text(path.absent)}: whether they arrived last is not known"
