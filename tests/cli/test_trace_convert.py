@@ -28,4 +28,22 @@ def test_a_trace_of_one_step_and_two_ranks(
     words[3] = "9"
     assert status(["trace", "convert", str(DATA / "fsdp8"), *words, "--out", str(other)]) == 2
     assert "5, 6" in capsys.readouterr().err
-    assert not any(other.iterdir())
+    assert not other.exists()
+    other.mkdir()
+    assert status(["trace", "convert", str(DATA / "fsdp8"), *words, "--out", str(other)]) == 2
+    assert list(other.iterdir()) == []
+
+
+def test_outputs_of_another_kind_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder for a file, and stdout for a folder: nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    trace = str(DATA / "fsdp8")
+    for form in ("csv", "chakra"):
+        assert status(["trace", "convert", trace, "--to", form, "--out", "-"]) == 2
+        assert "it must be a folder" in capsys.readouterr().err
+    for out in (str(tmp_path), "new/"):
+        assert status(["trace", "to-workload", trace, "--out", out]) == 2
+        assert "a workload is one file" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []

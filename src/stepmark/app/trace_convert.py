@@ -20,13 +20,16 @@ from stepmark.trace.kineto import export
 def convert(options: ConvertOptions) -> int:
     """Write the files; they appear together, when all are written."""
     folder = options.out
+    if str(folder) == "-":
+        raise ConfigError("out", folder, "a folder: a file is written for each rank")
     if options.to == "chakra":
         if workload := trace_workload.read(options):
             target = workload_files.Target(to="chakra", out=f"{folder}/")
             workload_files.deliver(workload, target)
         return 0
+    is_new = not folder.exists()
     with config_errors(folder, "out"):
-        if folder.exists() and any(not each.name.startswith(".") for each in folder.iterdir()):
+        if not is_new and any(not each.name.startswith(".") for each in folder.iterdir()):
             raise ConfigError("out", folder, "a new or empty folder")
         unfinished = folder / ".unfinished"
         unfinished.mkdir(parents=True, exist_ok=True)
@@ -38,7 +41,7 @@ def convert(options: ConvertOptions) -> int:
             for file in sorted(unfinished.iterdir()):
                 os.replace(file, folder / file.name)
     except ConfigError:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(folder if is_new else unfinished, ignore_errors=True)
         raise
     unfinished.rmdir()
     for note in traces.notes:

@@ -16,6 +16,7 @@ from stepmark.core.trace_options import ToWorkloadOptions, TraceInputs
 from stepmark.core.units import ranks_text
 from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.launch import outer_launcher
+from stepmark.store.export import is_folder
 from stepmark.trace.kineto.program import RankProgram, program, step_windows
 from stepmark.workload.formats.ranks import disagreements, group_of, name_of, stages_of
 
@@ -24,6 +25,8 @@ _NO_NAME = ("", "undefined", "default_pg")
 
 def to_workload(options: ToWorkloadOptions) -> int:
     """Write the workload."""
+    if options.out != "-" and is_folder(options.out):
+        raise ConfigError("out", options.out, "a file, e.g. step.json: a workload is one file")
     if workload := read(options):
         workload_files.deliver(workload, workload_files.Target(to="native", out=options.out))
     return 0
