@@ -131,6 +131,10 @@ def one(exposed: float, transfer: float, unknown: float = 0.0) -> list[Row]:
             one(0.6, 0.05),
             "not communication-bound, though much communication is exposed: ranks",
         ),
+        (
+            one(0.5, 0.4),
+            "communication-bound, though most exposed communication may be waiting for others",
+        ),
         (one(0.6, 0.0, 0.6), "perhaps communication-bound: a network without transfer time"),
     ],
 )

@@ -174,6 +174,7 @@ class _View:
                 if is_timed and self.found.end_spread is not None
                 else None,
                 "early_s": waits.early / steps if agree else None,
+                "early_per_call_s": waits.early / waits.timed / 1e9 if agree else None,
             }
 
     def _gains(self) -> Iterator[tuple[str, report.Gain]]:

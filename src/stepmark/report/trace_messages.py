@@ -124,7 +124,7 @@ RANK_COLUMNS = (
     ("transfer_s", "transfer"),
     ("waiting_s", "waiting"),
     ("arrived_last", "arrived last"),
-    ("early_s", "before the last"),
+    ("early_per_call_s", "early/call"),
 )
 
 
@@ -187,8 +187,10 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
     )
     limit = f"a network without transfer time takes at most {best.share:.1%} from the step"
     limit += f" (rank {best.rank} gains least)" if len(ranks) > 1 else ""
+    is_waiting = sum(_explained(row) for row in ranks) >= _MOST * sum(exposed)
     if known.share >= _NOTICEABLE:
-        yield f"communication-bound: {limit}"
+        most = ", though most exposed communication may be waiting for others" * is_waiting
+        yield f"communication-bound{most}: {limit}"
     elif best.share >= _NOTICEABLE:
         yield (
             f"perhaps communication-bound: {limit}, but how much of it is waiting for other "
@@ -196,7 +198,7 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
         )
     elif mean / best.step_s < _NOTICEABLE:
         yield f"not communication-bound: {limit}"
-    elif sum(_explained(row) for row in ranks) < _MOST * sum(exposed):
+    elif not is_waiting:
         yield (
             "communication-bound: not known, because much communication is exposed and calls "
             f"timed on all their ranks do not explain it as waiting; {limit}"

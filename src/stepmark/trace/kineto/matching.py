@@ -27,8 +27,8 @@ from stepmark.trace.kineto.messages import ALL_TO_ALL, RankMessages, kind_of, me
 class RankWaits:
     """Calls of one rank that were matched over ranks; times in ns.
 
-    Each time is that in which any of the calls is in that state, so that calls which run at
-    once count once; one may wait while another transfers.
+    kernels, transfer, waited: time in which any of the calls is in that state, so that calls
+    which run at once count once; one may wait while another transfers.
     """
 
     calls: int = 0
@@ -36,9 +36,9 @@ class RankWaits:
     kernels: int = 0  # time of these
     transfer: int = 0  # time: the end of each, as long as the shortest kernel of any rank
     waited: int = 0  # time: what is before it
-    other_kernels: int = 0  # time of kernels of other calls, or of no call
+    other_kernels: int = 0  # sum of kernels of other calls, or of no call
     last: int = 0  # timed calls in which its kernel was the shortest: it arrived last
-    early: int = 0  # time from its arrival to that of the last rank, if clocks agree
+    early: int = 0  # sum over these: how long before the last rank it arrived, if clocks agree
     # Of each timed call: start and end of the wait, which is before the transfer, and the
     # rank that arrived last, or NONE.
     waiting: list[tuple[int, int, int]] = field(default_factory=list)
@@ -282,7 +282,7 @@ def is_synchronizing(kind: MessageKind) -> bool:
 
 def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
     """Add the calls of a rank to its sums, and to those of their kinds."""
-    timed, others = [], []
+    timed = []
     for call in calls:
         kind, transfer = call.kind, call.transfer
         kind.calls += 1
@@ -292,13 +292,13 @@ def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
             kind.transfer += transfer
             kind.kernels += call.end - call.start
         if transfer is not None and kind.is_synchronizing and not kind.is_partial:
-            timed.append((call.start, call.end - transfer, call.end, call.latest))
+            timed.append((call.start, call.end - transfer, call.end))
             waits.waiting.append((call.start, call.end - transfer, call.last))
             waits.last += call.last == call.rank
+            waits.early += max(call.latest - call.start, 0)
         elif call.end != NONE:
-            others.append((call.start, call.end))
+            waits.other_kernels += call.end - call.start
     waits.calls, waits.timed = len(calls), len(timed)
-    start, wait_end, end, latest = np.array(timed, np.int64).reshape(-1, 4).T
-    waits.kernels, waits.early = union(start, end).total, union(start, latest).total
-    waits.waited, waits.transfer = union(start, wait_end).total, union(wait_end, end).total
-    waits.other_kernels += union(*np.array(others, np.int64).reshape(-1, 2).T).total
+    start, wait_end, end = np.array(timed, np.int64).reshape(-1, 3).T
+    waits.kernels, waits.waited = union(start, end).total, union(start, wait_end).total
+    waits.transfer = union(wait_end, end).total
