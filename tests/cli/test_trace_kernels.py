@@ -83,7 +83,13 @@ def test_kernels_of_eight_gpus(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     csv = tmp_path / "kernels.csv"
     assert status(["trace", "kernels", folder, "--ranks", "1", "--csv", str(csv)]) == 0
     assert "unattributed" in csv.read_text()
-    assert "kernels and copies: " in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "kernels and copies: " in text
+    assert "blocks and root are FSDP's gathers" in text
+    assert status(["trace", "kernels", str(DATA / "cpu-only"), "--by", "op"]) == 0
+    header = next(line for line in capsys.readouterr().out.splitlines() if "mean us" in line)
+    assert "operations" in header
+    assert "kernels" not in header
 
 
 def test_a_trace_beside_another(capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
-from stepmark.core.columns import Row, aligned
+from stepmark.core.columns import Row, aligned, digits
 from stepmark.core.ratio import Verdict, ratio
 from stepmark.report import trace_breakdown
 from stepmark.report.trace_breakdown import Ranks as Times
@@ -185,7 +185,9 @@ def _numbers(row: Mapping[str, object]) -> list[str]:
     if verdict == Verdict.CANNOT_TELL.value:
         verdict = f"{verdict} ({row['reason']})"
     if verdict and row.get("a_calls") != row.get("b_calls"):
-        verdict += f" ({row['a_calls']:.4g} calls, then {row['b_calls']:.4g})"
+        verdict += (
+            f" ({digits(number(row, 'a_calls'))} calls, then {digits(number(row, 'b_calls'))})"
+        )
     if only := row.get("only_in"):
         verdict = f"only in {str(only).upper()}"
     return [f"{a / _MS:.3f}", f"{b / _MS:.3f}", f"{difference / _MS:+.3f}", time_ratio, verdict]

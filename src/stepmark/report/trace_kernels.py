@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from stepmark.core.columns import Row, aligned
+from stepmark.core.columns import Row, aligned, digits
 from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_ops import MeasuredOp, MeasuredSteps, OpKey, OpTable
 from stepmark.core.units import ranks_text
@@ -152,6 +152,11 @@ def hints(table: Sequence[Row], by: str) -> Iterator[str]:
     if sum(shares) > _MUCH:
         other = "--by op" if by == "module" else "--workload FILE tells products, --by op"
         yield f"{sum(shares):.0f} % of the time is {UNATTRIBUTED}: {other} shows operations"
+    if any(row.get("role") in ("blocks", "root") for row in table):
+        yield (
+            "blocks and root are FSDP's gathers, reductions and their copies: of transformer "
+            "blocks, and of all other parameters"
+        )
 
 
 def as_text(value: object) -> str:
@@ -189,8 +194,8 @@ def _scaled(unit: float, digits: int) -> Callable[[float], str]:
 _SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("time_per_step_ns", "ms/step", _scaled(_MS, 3)),
     ("share_pct", "%", _scaled(1, 1)),
-    ("calls_per_step", "calls", "{:.4g}".format),
-    ("kernels_per_step", "kernels", "{:.4g}".format),
+    ("calls_per_step", "calls", digits),
+    ("kernels_per_step", "kernels", digits),
     ("mean_ns", "mean us", _scaled(_US, 2)),
     ("shortest_ns", "min us", _scaled(_US, 2)),
     ("longest_ns", "max us", _scaled(_US, 2)),
@@ -204,7 +209,8 @@ def lines(ranks: Ranks, table: Sequence[Row], by: str, most: int = MOST_ROWS) ->
     if not table:
         return []
     shown = _SHOWN if len(ranks) > 1 else _SHOWN[:-2]
-    cells = [[*(title for _, title, _ in shown), *COLUMNS[by]]]
+    own = "operations" if all(sums.is_host for _, sums in ranks) else "kernels"
+    cells = [[*(own if title == "kernels" else title for _, title, _ in shown), *COLUMNS[by]]]
     for row in table[:most]:
         numbers = [show(number(row, name)) for name, _, show in shown]
         cells.append([*numbers, *(as_text(row[name]) for name in COLUMNS[by])])
