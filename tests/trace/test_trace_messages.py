@@ -153,6 +153,10 @@ def test_a_call_of_unknown_name_or_type_is_not_counted_but_said() -> None:
     assert kind_of(args("allreduce", 1, -1), (), "") == "calls of negative size"
     one_side = kind_of(args("_allgather_base", 0, 8), (), "")
     assert one_side == "calls without one of their sizes"
+    of_gloo = args("allgather", 8, 0, dtype="Float", group="", group_desc="", group_size=None)
+    kind = kind_of(of_gloo, (0, 1), "")  # the list of lists that it fills has no shapes
+    assert isinstance(kind, MessageKind)
+    assert (kind.call_bytes, kind.message_bytes) == (32, 64)
     for group_size in (0, -8, 2**40):
         kind = kind_of(args("allreduce", 1, 1, group_size=group_size), (), "")
         assert kind == f"calls of a group of {group_size} ranks that lists 0"

@@ -131,7 +131,8 @@ def kind_of(args: CommArgs, members: Sequence[int], phase: str) -> MessageKind |
     if size is not None and not (size == num_ranks and 0 < size <= MAX_RANKS):
         return f"calls of a group of {size} ranks that lists {len(members)}"
     least, most = sorted((args.in_elements, args.out_elements))
-    if least < 0 or (name in GATHERS and least == 0 < most):
+    is_gloo = not args.group and size is None  # torch records no shapes of its lists of lists
+    if least < 0 or (name in GATHERS and least == 0 < most and not is_gloo):
         return "calls of negative size" if least < 0 else "calls without one of their sizes"
     dtype = message_dtype(args.dtype)
     if name == Collective.BARRIER:
