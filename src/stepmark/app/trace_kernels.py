@@ -96,18 +96,16 @@ def compare(options: CompareTracesOptions) -> int:
     total = trace_comparison.total(a, b, rows)
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
     if options.json:
-        document: Row = {"a": options.files[0], "b": options.files[1], "by": options.by}
-        document |= {
-            f"{name}_steps": trace_kernels.num_steps(side)
-            for name, side in zip("ab", sides, strict=True)
-        }
-        document |= {"step": steps, "rows": rows, "total": total, "notes": notes}
-        write_json(document, options.json, "compare")
+        num_steps = map(trace_kernels.num_steps, sides)
+        document: Row = dict(zip(("a", "b"), options.files, strict=True))
+        document |= dict(zip(("a_steps", "b_steps"), num_steps, strict=True))
+        document |= {"by": options.by, "step": steps, "rows": rows, "total": total}
+        write_json(document | {"notes": notes}, options.json, "compare")
     if options.csv:
         write_csv(rows, options.csv, "compare")
     if not options.to_stdout:
         table = trace_comparison.lines(rows, total, options.by)
-        _print([*trace_comparison.step_lines(steps), "", *heads, *table], notes)
+        _print([*trace_comparison.lines(steps, {}, "part"), "", *heads, *table], notes)
     return 0
 
 
@@ -173,13 +171,11 @@ def _read(
     traces = map_traces(options, partial(reduce, options, workload))
     if traces is None:
         return None
-    ranks = _ranks(traces)
-    if options.steps is not None and not all(sums.is_marked for _, sums in ranks):
-        allowed = "left out: these traces have no ProfilerStep marks"
-        raise ConfigError("steps", options.steps, allowed)
-    if options.steps is not None and ranks and not any(sums.steps for _, sums in ranks):
-        raise ConfigError("steps", options.steps, "among the steps of the traces")
-    return ranks, _times(traces), [*traces.notes, *notes, *_notes(traces, workload)]
+    options.check_steps(
+        {number for result in traces.results for number in result.steps},
+        (result.info.file for result in traces.results if not result.steps),
+    )
+    return _ranks(traces), _times(traces), [*traces.notes, *notes, *_notes(traces, workload)]
 
 
 def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace) -> _Rank:

@@ -82,7 +82,7 @@ _CAUSES = {
     "idle_ns": "which is idle longer:",
 }
 _SUMMANDS = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
-_PARTS = {
+PARTS = {
     "step": "window_ns",
     "  compute": "compute_ns",
     "  exposed communication": "exposed_comm_ns",
@@ -181,7 +181,7 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
     """Return where the time went, and which rank is waited for, else is the slowest."""
     took, waiting = _sum(steps, "window_ns"), _waiting(steps, arrivals)
     parts = []
-    for title, name in _PARTS.items():
+    for title, name in PARTS.items():
         if name in _SUMMANDS and _share(time := _sum(steps, name), took) != "0.0 %":
             cause = waiting * (name == "exposed_comm_ns")
             for part in ("host_bound_ns", "unknown_idle_ns") * (name == "idle_ns"):
@@ -236,7 +236,7 @@ def _summary(steps: Sequence[Row]) -> Iterator[str]:
     """Yield each part of a step: mean, share, spread."""
     titles = ("mean", "share", "min", "median", "max") if len(steps) > 1 else ("time", "share")
     cells = [[f"{_which(steps)}, in ms", *titles]]
-    for title, name in _PARTS.items():
+    for title, name in PARTS.items():
         known = [row for row in steps if row[name] is not None]
         values = [_ns(row, name) for row in known]
         if any(values):

@@ -27,15 +27,6 @@ _MS = 1e6  # nanoseconds
 _SIZES = re.compile(
     r"(?<=_)\d+x\d+(?:x\d+)*(?:_\d+x\d+)*(?:_[hv](?=_))?|(?<![A-Za-z0-9.#])\d+(?![\w.])"
 )
-_TITLES = ("A ms/step", "B ms/step", "B - A", "B / A", "verdict")
-_PARTS = {
-    "step": "window_ns",
-    "  compute": "compute_ns",
-    "  exposed communication": "exposed_comm_ns",
-    "  exposed copies": "exposed_copies_ns",
-    "  idle": "idle_ns",
-    "    host-bound": "host_bound_ns",
-}
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
 Sums = dict[Label, Sum]
 
@@ -60,25 +51,22 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
 def step_rows(a: Times, b: Times) -> list[Row]:
     """Return a row for each part of a step, as in a breakdown, in nanoseconds per step."""
     sides = [trace_breakdown.tables(times)["steps"] for times in (a, b)]
-    counts = tuple(Counter(int(str(row["step"] or 0)) for row in rows) for rows in sides)
+    steps = [[int(str(row["step"] or 0)) for row in rows] for rows in sides]
     table: list[Row] = []
-    for title, column in _PARTS.items():
-        if all(row[column] is not None for rows in sides for row in rows):
-            a_sum, b_sum = (_part(rows, column) for rows in sides)
-            if a_sum.time_ns or b_sum.time_ns:
-                row = _compared((a_sum, b_sum), (counts[0], counts[1]))
-                table.append({"part": title} | row)
+    for title, column in trace_breakdown.PARTS.items():
+        if any(row[column] is None for rows in sides for row in rows):
+            continue
+        sums = [Sum(kernels=1), Sum(kernels=1)]
+        for own, rows, numbers in zip(sums, sides, steps, strict=True):
+            for step, row in zip(numbers, rows, strict=True):
+                own.by_step_ns[step] += int(number(row, column))
+            own.time_ns = own.by_step_ns.total()
+        if sums[0].time_ns or sums[1].time_ns:
+            table.append({"part": title} | _compared(sums, [Counter(each) for each in steps]))
     return table
 
 
-def _part(steps: Sequence[Row], column: str) -> Sum:
-    by_step_ns = Counter[int]()
-    for row in steps:
-        by_step_ns[int(str(row["step"] or 0))] += int(number(row, column))
-    return Sum(time_ns=by_step_ns.total(), kernels=1, by_step_ns=by_step_ns)
-
-
-def _compared(sums: tuple[Sum, Sum], ranks: tuple[Counter[int], Counter[int]]) -> Row:
+def _compared(sums: Sequence[Sum], ranks: Sequence[Counter[int]]) -> Row:
     """Return the figures of a row. ranks: number of them by step, of each side."""
     counts = [own.total() or 1 for own in ranks]
     a, b = (Fraction(own.time_ns, n) for own, n in zip(sums, counts, strict=True))
@@ -102,15 +90,13 @@ def _sums(ranks: Ranks) -> Sums:
     return sums
 
 
-def _joined(a: Sums, b: Sums) -> tuple[Sums, Sums]:
+def _joined(a: Sums, b: Sums) -> list[Sums]:
     """Return the sums, those of a pair of kernels by the name that they have in common."""
     single = a.keys() ^ b.keys()
     counts = [Counter(plain_name(name) for (name,) in own.keys() & single) for own in (a, b)]
-    pairs = {name for name in counts[0] if counts[0][name] == counts[1][name] == 1}
     plain = {label: (plain_name(label[0]),) for label in single}
-    names = {label: new for label, new in plain.items() if new[0] in pairs}
-    first, second = ({names.get(k, k): v for k, v in own.items()} for own in (a, b))
-    return first, second
+    names = {k: new for k, new in plain.items() if counts[0][new[0]] == counts[1][new[0]] == 1}
+    return [{names.get(k, k): v for k, v in own.items()} for own in (a, b)]
 
 
 def plain_name(name: str) -> str:
@@ -118,7 +104,7 @@ def plain_name(name: str) -> str:
     return _SIZES.sub("*", name.removeprefix("void "))
 
 
-def _verdict(sums: tuple[Sum, Sum], ranks: tuple[Counter[int], Counter[int]]) -> Row:
+def _verdict(sums: Sequence[Sum], ranks: Sequence[Counter[int]]) -> Row:
     """Return the verdict over steps: of each the mean of its ranks."""
     samples = [
         [own.by_step_ns[step] / counts[step] for step in sorted(counts)]
@@ -153,26 +139,18 @@ def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
     return _compared((a_sum, b_sum), (_counts(a), _counts(b)))
 
 
-def step_lines(table: Sequence[Row]) -> list[str]:
-    """Return the parts of a step as text."""
-    cells = [
-        [*_TITLES, "mean over steps and ranks"],
-        *([*_numbers(row), str(row["part"])] for row in table),
-    ]
-    return aligned(cells, [True] * 4 + [False] * 2)
-
-
 def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str]:
-    """Return the table as text, with the sum of all rows."""
-    cells = [[*_TITLES, *COLUMNS[by]]]
+    """Return the table as text, with the sum of all rows, if there is one."""
+    columns = COLUMNS.get(by, (by,))
+    cells = [["A ms/step", "B ms/step", "B - A", "B / A", "verdict", *columns]]
     cells += [
-        [*_numbers(row), *(as_text(row[name]) for name in COLUMNS[by])]
-        for row in table[:MOST_ROWS]
+        [*_numbers(row), *(as_text(row[name]) for name in columns)] for row in table[:MOST_ROWS]
     ]
     if table[MOST_ROWS:]:
         rest = {name: sum(number(row, name) for row in table[MOST_ROWS:]) for name in _FIELDS}
         cells.append([*_numbers(rest), f"{len(table) - MOST_ROWS} more rows (--csv has all)"])
-    cells.append([*_numbers(sums), "sum"])
+    if sums:
+        cells.append([*_numbers(sums), "sum"])
     width = len(cells[0])
     padded = [[*line, *[""] * (width - len(line))] for line in cells]
     return aligned(padded, [True] * 4 + [False] * (width - 4))
@@ -202,9 +180,7 @@ def remarks(a: Ranks, b: Ranks, table: Sequence[Row]) -> Iterator[str]:
             "another launch can differ by more"
         )
     if judged > 20:
-        yield (
-            f"each of {judged} intervals misses the true ratio with a probability of 1 %: "
-            f"expect up to {math.ceil(judged / 100)} to be off by chance"
-        )
+        count = math.ceil(judged / 100)
+        yield f"of {judged} intervals, expect up to {count} to miss the true ratio by chance"
     if [rank for rank, _ in a] != [rank for rank, _ in b]:
         yield "the two sides have different ranks"

@@ -40,6 +40,7 @@ _TITLES = {
     GAP: "gaps between events",
     UNKNOWN: "before the events",
 }
+_SEGMENT = ("rank", "start_ns", "end_ns", "category", "name", "is_inferred")
 _MOST_NAMES = 6
 _NAME = 72
 _WIDTH = 100
@@ -63,15 +64,7 @@ def tables(paths: Sequence[Path]) -> dict[str, list[Row]]:
         "categories": [row for path in paths for row in _categories(path)],
         "names": [row for path in paths for row in _names(path)],
         "segments": [
-            {
-                "step": path.step,
-                "rank": segment.rank,
-                "start_ns": segment.start,
-                "end_ns": segment.end,
-                "category": segment.category,
-                "name": segment.name,
-                "is_inferred": segment.is_inferred,
-            }
+            {"step": path.step} | dict(zip(_SEGMENT, segment, strict=True))
             for path in paths
             for segment in path.segments
         ],
