@@ -29,12 +29,9 @@ _MAX_NOTES = 40
 def messages(options: MessagesOptions) -> int:
     """Print and write the histogram, the ranks and what a faster network gains."""
     options.check_stdout()
-    if options.other_curve and not options.curve:
-        raise ConfigError(
-            "other-curve", options.other_curve, "given with --curve to compare with"
-        )
-    if options.force and not options.curve:
-        raise ConfigError("force", "given", "given with --curve, which it accepts")
+    for field, value in (("other-curve", options.other_curve), ("force", options.force)):
+        if value and not options.curve:
+            raise ConfigError(field, value, "given with --curve")
     words, others = split_sources(options.files)
     traces = map_traces(replace(options, files=tuple(words)), rank_messages)
     if traces is None:
@@ -100,6 +97,7 @@ class _View:
             expected=self.curve.times if self.curve else None,
         )
         self.ranks = list(self._rank_rows())
+        self.communicates = any(row["communication_s"] for row in self.ranks)
         copies = [
             copy[1:]
             for rank, (_, value) in by_rank.items()
@@ -156,6 +154,7 @@ class _View:
                 name: int(getattr(times, name)[selected].sum()) / steps if times else None
                 for name in ("window", "communication", "exposed")
             }
+            is_compared = is_timed and self.found.end_spread is not None
             agree = is_timed and self.found.clocks_agree
             # Communication that no call explains may be transfer, too.
             unexplained = (sums["communication"] or 0.0) - waits.kernels / steps
@@ -170,15 +169,13 @@ class _View:
                 "transfer_s": waits.transfer / steps if is_timed else None,
                 "waiting_s": waits.waited / steps if is_timed else None,
                 "other_kernels_s": max(waits.other_kernels / steps, unexplained, 0.0),
-                "arrived_last": waits.last
-                if is_timed and self.found.end_spread is not None
-                else None,
+                "arrived_last": waits.last if is_compared else None,
                 "early_s": waits.early / steps if agree else None,
                 "early_per_call_s": waits.early / waits.timed / 1e9 if agree else None,
             }
 
     def _gains(self) -> Iterator[tuple[str, report.Gain]]:
-        if not self._communicates:
+        if not self.communicates:
             return
         faster = 1 - 1 / self.options.network_speedup
         shares = [(f"a network {self.options.network_speedup:g} times as fast", faster, faster)]
@@ -200,13 +197,9 @@ class _View:
         lost = "; ".join(_lost(self.traces))
         reason = f"no step has times ({lost})" if lost else "no step with work is in the traces"
         sends = any(kind.num_ranks != 1 for kind in self.found.histogram)
-        if sends and self.ranks[0]["step_s"] and not self._communicates:
+        if sends and self.ranks[0]["step_s"] and not self.communicates:
             return report.verdict([], "calls between ranks have no times in these steps")
         return report.verdict(self.ranks, reason)
-
-    @property
-    def _communicates(self) -> bool:
-        return any(row["communication_s"] for row in self.ranks)
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""

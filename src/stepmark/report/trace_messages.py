@@ -187,7 +187,8 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
     )
     limit = f"a network without transfer time takes at most {best.share:.1%} from the step"
     limit += f" (rank {best.rank} gains least)" if len(ranks) > 1 else ""
-    is_waiting = sum(_explained(row) for row in ranks) >= _MOST * sum(exposed)
+    waits = (number(row, "waiting_s") or 0.0 for row in ranks)
+    is_waiting = sum(map(min, waits, exposed)) >= _MOST * sum(exposed)
     if known.share >= _NOTICEABLE:
         most = ", though most exposed communication may be waiting for others" * is_waiting
         yield f"communication-bound{most}: {limit}"
@@ -204,43 +205,30 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
             f"timed on all their ranks do not explain it as waiting; {limit}"
         )
     else:
-        rank, last, calls = _arrived_last(ranks)
-        most = f", rank {rank} arrived last in {last} of {calls} calls" * (2 * last > calls)
         yield (
             "not communication-bound, though much communication is exposed: ranks wait for one "
-            f"another{most}; {limit}"
+            f"another; {limit}"
         )
     if len(ranks) > 1:
         yield slow_rank_line(ranks)
 
 
-def _explained(row: Row) -> float:
-    """Return how much exposed communication may be waiting that was seen."""
-    return min(number(row, "waiting_s") or 0.0, number(row, "exposed_s") or 0.0)
-
-
 def slow_rank_line(rows: Sequence[Row]) -> str:
     """Return which rank the others wait for, as text."""
-    slowest, last, calls = _arrived_last(rows)
-    if sum(row["arrived_last"] is not None for row in rows) < 2 or not calls:
+    known = ((row["rank"], number(row, "arrived_last")) for row in rows)
+    counts = {rank: int(times) for rank, times in known if times is not None}
+    calls = sum(counts.values())
+    if len(counts) < 2 or not calls:
         return "slow rank: not known, as no collective is timed on all its ranks"
+    slowest = max(counts, key=lambda rank: counts[rank])
+    last = counts[slowest]
     text = f"rank {slowest} arrives last in {last} of {calls} collectives"
     if 2 * last <= calls:
         return f"slow rank: none; {text}"
-    waits = [
-        wait
-        for row in rows
-        if (wait := number(row, "waiting_s")) is not None and row["rank"] != slowest
-    ]
+    others = (number(row, "waiting_s") for row in rows if row["rank"] != slowest)
+    waits = [wait for wait in others if wait is not None]
     waited = f", and the others wait {format_time(median(waits))} per step" if waits else ""
     return f"slow rank: {text}{waited}"
-
-
-def _arrived_last(ranks: Sequence[Row]) -> tuple[object, int, int]:
-    """Return the rank that arrived last in most calls, in how many, and of how many."""
-    counts = {row["rank"]: int(number(row, "arrived_last") or 0) for row in ranks}
-    rank = max(counts, key=lambda each: counts[each], default=None)
-    return rank, counts.get(rank, 0), sum(counts.values())
 
 
 def gain_line(what: str, result: Gain) -> str:
