@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from stepmark.core.kernel_groups import COMMUNICATION, group_of
 from stepmark.core.record import Measured
@@ -23,7 +24,10 @@ from stepmark.workload.rules.pytorch.case import of_case
 
 from ..cli.process import stepmark_process
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 # Large enough that the GPU, and not the host, takes the time.
 WORDS = [
     "llama-3.1-8b",
