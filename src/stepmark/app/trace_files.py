@@ -263,10 +263,10 @@ def _unequal_steps(results: Sequence[RankResult[R]]) -> Iterator[str]:
         )
 
 
-def damage_notes(found: Iterable[tuple[int, Damage]]) -> Iterator[str]:
+def damage_notes(damages: Iterable[tuple[int, Damage]]) -> Iterator[str]:
     """Yield what is wrong with ranks, once for all of them where it is of one kind."""
     by_kind: dict[str, list[tuple[int, Damage]]] = {}
-    for rank, damage in found:
+    for rank, damage in damages:
         by_kind.setdefault(damage.kind, []).append((rank, damage))
     for cases in by_kind.values():
         rank, most = max(cases, key=lambda case: (case[1].count, -case[0]))

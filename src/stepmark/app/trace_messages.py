@@ -80,20 +80,20 @@ class _View:
             {number for result in traces.results for number in result.value.numbers},
             (result.info.file for result in traces.results if not result.value.is_marked),
         )
-        self.found = match(by_rank, options.has_step)
+        self.matched = match(by_rank, options.has_step)
         self.selected = {
             rank: value.selected(options.has_step) for rank, (_, value) in by_rank.items()
         }
         self.curve = self._curve(options.curve)
         self.other = self._curve(options.other_curve)
         self.rows = report.rows(
-            self.found.histogram,
-            self.found.kernels,
-            self.found.partial,
+            self.matched.histogram,
+            self.matched.kernels,
+            self.matched.partial,
             by=histogram.BY if options.by is None else histogram.parse_by(options.by),
             bins=histogram.parse_bins(options.bins) if options.bins else None,
             num_ranks=len(by_rank),
-            num_rank_steps=self.found.num_steps,
+            num_rank_steps=self.matched.num_steps,
             expected=self.curve.times if self.curve else None,
         )
         self.ranks = list(self._rank_rows())
@@ -104,13 +104,13 @@ class _View:
             for copy in value.copies
             if copy[0] in self.selected[rank]
         ]
-        self.copies = report.copy_rows(copies, self.found.num_steps)
+        self.copies = report.copy_rows(copies, self.matched.num_steps)
         self.compared = [
             row
             for source in sources
             for row in report.compared(
-                self.found.histogram,
-                self.found.num_steps,
+                self.matched.histogram,
+                self.matched.num_steps,
                 source.histogram,
                 source.num_ranks_seen,
                 source.kind,
@@ -120,10 +120,10 @@ class _View:
     def _curve(self, name: str | None) -> _Curve | None:
         if name is None:
             return None
-        found, steps = self.found, self.found.num_steps
+        matched, steps = self.matched, self.matched.num_steps
         known: Histogram = {
             kind: tally
-            for kind, tally in found.histogram.items()
+            for kind, tally in matched.histogram.items()
             if kind.message_bytes is not None
             and (kind.collective in (SEND, RECV) or (kind.num_ranks or 1) > 1)
         }
@@ -133,8 +133,8 @@ class _View:
         times = expected.expected(
             known, read_curves(name, self.options.runs), force=self.options.force
         )
-        totals = expected.totals(found.histogram, times, 1)
-        covered = [(found.histogram[kind], time.seconds) for kind, time in times.items()]
+        totals = expected.totals(matched.histogram, times, 1)
+        covered = [(matched.histogram[kind], time.seconds) for kind, time in times.items()]
         return _Curve(
             name=name,
             times=times,
@@ -147,15 +147,15 @@ class _View:
     def _rank_rows(self) -> Iterator[Row]:
         for result in self.traces.results:
             rank, value = result.info.rank or 0, result.value
-            waits, selected = self.found.ranks[rank], self.selected[rank]
+            waits, selected = self.matched.ranks[rank], self.selected[rank]
             steps = max(len(selected), 1) * 1e9
             times, is_timed = value.times, waits.timed > 0
             sums = {
                 name: int(getattr(times, name)[selected].sum()) / steps if times else None
                 for name in ("window", "communication", "exposed")
             }
-            is_compared = is_timed and self.found.end_spread is not None
-            agree = is_timed and self.found.clocks_agree
+            is_compared = is_timed and self.matched.end_spread is not None
+            agree = is_timed and self.matched.clocks_agree
             # Communication that no call explains may be transfer, too.
             unexplained = (sums["communication"] or 0.0) - waits.kernels / steps
             yield {
@@ -179,7 +179,7 @@ class _View:
             return
         faster = 1 - 1 / self.options.network_speedup
         shares = [(f"a network {self.options.network_speedup:g} times as fast", faster, faster)]
-        tallies = self.found.histogram
+        tallies = self.matched.histogram
         total = sum(tally.seconds for tally in tallies.values())
         if self.curve and self.other and total:
             saved = sum(
@@ -196,7 +196,7 @@ class _View:
     def _verdict(self) -> Iterator[str]:
         lost = "; ".join(_lost(self.traces))
         reason = f"no step has times ({lost})" if lost else "no step with work is in the traces"
-        sends = any(kind.num_ranks != 1 for kind in self.found.histogram)
+        sends = any(kind.num_ranks != 1 for kind in self.matched.histogram)
         if sends and self.ranks[0]["step_s"] and not self.communicates:
             return report.verdict([], "calls between ranks have no times in these steps")
         return report.verdict(self.ranks, reason)
@@ -215,7 +215,7 @@ class _View:
         if self.rows:
             yield from report.lines(self.rows)
         else:
-            which = " of known size" if sum(self.found.uncounted.values()) else ""
+            which = " of known size" if sum(self.matched.uncounted.values()) else ""
             yield f"no message{which} of torch.distributed is in these steps"
         yield from self._curve_text()
         yield ""
@@ -241,7 +241,7 @@ class _View:
         for curve in filter(None, (self.curve, self.other)):
             line = f"# by {curve.name} these take {format_time(curve.all_s)} per rank and step"
             if curve.timed_s and curve is self.curve:
-                took = "took at most" if self.found.partial else "took"
+                took = "took at most" if self.matched.partial else "took"
                 times = f"{curve.took_s / curve.timed_s:.2f} times that"
                 line += f"; the timed ones take {format_time(curve.timed_s)} by it, and {took} "
                 line += f"{format_time(curve.took_s)}, {times}"
@@ -250,15 +250,15 @@ class _View:
 
     def notes(self) -> list[str]:
         """Return what is not known, and why."""
-        found = self.found
+        matched = self.matched
         notes = list(self.traces.notes)
         notes += [
             f"{count} {reason} are not counted"
-            for reason, count in found.uncounted.items()
+            for reason, count in matched.uncounted.items()
             if count
         ]
         notes += [
-            f"untimed: {text} (calls: {count})" for text, count in found.unmatched.items()
+            f"untimed: {text} (calls: {count})" for text, count in matched.unmatched.items()
         ]
         unlinked: dict[str, list[int]] = {}
         for result in self.traces.results:
@@ -271,22 +271,22 @@ class _View:
             "their sizes are not known"
             for name, (count, ns) in sorted(unlinked.items(), key=lambda item: -item[1][0])
         ]
-        if other := [kind for kind in found.histogram if not is_synchronizing(kind)]:
+        if other := [kind for kind in matched.histogram if not is_synchronizing(kind)]:
             names = ", ".join(sorted({kind.collective for kind in other}))
             notes.append(
                 f"a rank may end before others begin in {names}: their shortest kernel may be "
                 "less than the transfer, and is not counted as one by rank"
             )
-        if found.partial:
-            calls = sum(found.histogram[kind].calls for kind in found.partial)
+        if matched.partial:
+            calls = sum(matched.histogram[kind].calls for kind in matched.partial)
             notes.append(
                 f"of {calls} calls some ranks have no trace: their latency, waiting and bus "
                 "bandwidth are not known"
             )
-        if found.end_spread is not None and not found.clocks_agree:
+        if matched.end_spread is not None and not matched.clocks_agree:
             notes.append(
                 "how long before the last each rank arrived is not known: ends of a call are "
-                f"{format_time(found.end_spread / 1e9)} apart (median): clocks may differ"
+                f"{format_time(matched.end_spread / 1e9)} apart (median): clocks may differ"
             )
         return notes
 
@@ -295,7 +295,7 @@ class _View:
         best = report.gain(self.ranks, 1.0, 1.0)
         return {
             "world_size": self.traces.world_size,
-            "rank_steps": self.found.num_steps,
+            "rank_steps": self.matched.num_steps,
             "histogram": self.rows,
             "ranks": self.ranks,
             "copies": self.copies,
@@ -317,8 +317,8 @@ class _View:
                 ],
             },
             "end_spread_s": None
-            if self.found.end_spread is None
-            else self.found.end_spread / 1e9,
+            if self.matched.end_spread is None
+            else self.matched.end_spread / 1e9,
             "sources": self.compared,
             "notes": self.notes(),
         }

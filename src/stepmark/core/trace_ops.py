@@ -19,7 +19,7 @@ class OpKey(NamedTuple):
 
     role, layer, phase and is_recomputed are module, layer, phase and recompute of the
     ComputeOp or CommOp of a workload (core/workload.py) that the operation carries out; in a
-    trace the phase of a gradient that is not told apart is "bwd". A role may be several,
+    trace the phase of a gradient that is not known exactly is "bwd". A role may be several,
     joined by " | ", where shapes do not tell which. Work of torch.compile has the role of the
     module that is compiled: "block", "output", or "model".
     """

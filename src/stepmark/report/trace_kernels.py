@@ -58,7 +58,7 @@ class RankSums(MeasuredSteps):
         return sum(each.time_ns for each in self.sums.values())
 
 
-# Columns of a label, by what rows are told apart.
+# Columns of a label, that distinguish rows.
 COLUMNS: dict[str, tuple[str, ...]] = {
     "role": ("role", "phase", "kind"),
     "layer": ("layer", "kind"),

@@ -254,11 +254,11 @@ def compared(
     each message the other source has: the same number for all. Types are left out, as NCCL
     sends some as others; and groups, which each source names in its own way.
     """
-    ours, theirs = _sizes(messages), _sizes(others)
+    trace_sizes, other_sizes = _sizes(messages), _sizes(others)
     table: list[Row] = []
-    for key in sorted(ours.keys() | theirs.keys(), key=str):
-        per_step = ours[key] / num_rank_steps if key in ours else None
-        per_rank = theirs[key] / max(num_ranks, 1) if key in theirs else None
+    for key in sorted(trace_sizes.keys() | other_sizes.keys(), key=str):
+        per_step = trace_sizes[key] / num_rank_steps if key in trace_sizes else None
+        per_rank = other_sizes[key] / max(num_ranks, 1) if key in other_sizes else None
         table.append(
             {
                 "source": source,

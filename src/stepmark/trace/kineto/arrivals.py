@@ -61,7 +61,7 @@ def with_arrivals(
 
     A rank waits in a call from the start of its kernel for what the kernel takes longer than
     the shortest one of the call; calls that wait at once are one wait. Ranks whose trace has
-    several GPUs are not told.
+    several GPUs are not known.
     """
     known = {
         rank: (

@@ -1,7 +1,7 @@
 """The critical path of a step: what each moment of its window was spent on, from its end back.
 
 From the last GPU event back: an event starts when its stream is free, its launch has returned,
-and what its stream was told to wait for has ended; the last of these is its cause. A launch is
+and what its stream was made to wait for has ended; the last of these is its cause. A launch is
 caused by what the host thread did since it last waited for the GPU. A collective ends when the
 last rank has arrived: there the path goes on. Segments tile the window exactly.
 
@@ -93,7 +93,7 @@ class _Rank:
         self.category, self.launch = work.category.tolist(), work.launch.tolist()
         self.thread: list[int] = work.thread.tolist()
         self.after: list[int] = work.after.tolist()
-        self.told: list[bool] = work.told.tolist()
+        self.waits_on_stream: list[bool] = work.waits_on_stream.tolist()
         self.by_end = np.argsort(work.end, kind="stable").tolist()
         self.ends = [self.end[row] for row in self.by_end]
         self.before: list[int] = []  # the event before it on its stream, or NONE
@@ -231,7 +231,7 @@ class _Walk:
         launched = min(own.launch[row], start) if thread != NONE else NONE
         known = max(free, launched)
         other = own.after[row]
-        is_inferred = other == NONE and own.told[row] and start - known > _DELAY_NS
+        is_inferred = other == NONE and own.waits_on_stream[row] and start - known > _DELAY_NS
         if is_inferred:
             other = own.last_ended(row)
         if other != NONE and known < own.end[other] <= start:

@@ -101,8 +101,8 @@ class EventTables:
             elif cat == "python_function":
                 modules = [event for event in rows if event.name.startswith(_MODULE)]
                 tables.setdefault("spans", []).extend(modules)
-        for table, found in tables.items():
-            if rows := self._valid(found):
+        for table, candidates in tables.items():
+            if rows := self._valid(candidates):
                 self.columns.setdefault(table, []).append(getattr(self, f"_{table}")(rows))
                 if table == "ops" and (comms := [e for e in rows if e.name == _COMM]):
                     self.columns.setdefault("comms", []).append(self._comm_calls(comms))

@@ -55,12 +55,12 @@ def measured_ops(
         trace = _with_gloo(trace)
     host = HostOps(trace)
     work = _on_host(host, marked) if is_host else _on_gpu(trace, marked)
-    found = attribute(host, _callers(host) if is_host else work.op_row)
+    attribution = attribute(host, _callers(host) if is_host else work.op_row)
     notes: tuple[str, ...] = ()
     rank = trace.info.rank
     if workload is not None and (rank is not None or len(workload.stages) == 1):
-        found, notes = by_shape(
-            *(found, work.op_row, work.step, workload, rank or 0),
+        attribution, notes = by_shape(
+            *(attribution, work.op_row, work.step, workload, rank or 0),
             is_ordered=not any(name.startswith(_COMPILED) for name in trace.names),
             is_own=any(name in PHASE_MARKS for name in trace.names),
         )
@@ -81,7 +81,7 @@ def measured_ops(
         is_host=is_host,
         outside_ns=int(work.own_ns[work.step == NONE].sum()),
         notes=notes,
-        ops=tuple(_sums(trace, work, found, rows, marked.numbers)),
+        ops=tuple(_sums(trace, work, attribution, rows, marked.numbers)),
     )
 
 
@@ -156,13 +156,22 @@ def _callers(host: HostOps) -> Ints:
 
 
 def _sums(
-    trace: RankTrace, work: _Work, found: Attribution, rows: Ints, numbers: tuple[int, ...]
+    trace: RankTrace,
+    work: _Work,
+    attribution: Attribution,
+    rows: Ints,
+    numbers: tuple[int, ...],
 ) -> Iterator[MeasuredOp]:
     """Yield sums of these rows by step and key."""
     op_row = work.op_row[rows]
     op = np.where(op_row == NONE, NONE, np.append(trace.ops.name, NONE)[op_row])
     columns = (
-        *(work.step[rows], found.place[rows], found.phase[rows], found.is_recomputed[rows]),
+        *(
+            work.step[rows],
+            attribution.place[rows],
+            attribution.phase[rows],
+            attribution.is_recomputed[rows],
+        ),
         *(work.kind[rows], op, work.name[rows]),
     )
     first, group = distinct(columns)
@@ -185,7 +194,7 @@ def _sums(
     keys = np.stack([column[first] for column in columns], axis=1)
     for indices, values in zip(keys.tolist(), sums.tolist(), strict=True):
         step, place, phase, is_recomputed, kind, op_name, name = indices
-        role, module, layer = found.places[place]
+        role, module, layer = attribution.places[place]
         key = OpKey(
             role=role,
             module=module,

@@ -178,11 +178,11 @@ def _calls(
                     kinds.setdefault(kind, _Kind(kind)),
                 )
             )
-        found = known[comm, phase]
-        if isinstance(found, str):
-            uncounted[found] += 1
+        series = known[comm, phase]
+        if isinstance(series, str):
+            uncounted[series] += 1
         else:
-            yield found[0], _Call(rank, found[1], messages.numbers[step], seq, start, end)
+            yield series[0], _Call(rank, series[1], messages.numbers[step], seq, start, end)
 
 
 def _pair(

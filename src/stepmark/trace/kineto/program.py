@@ -33,7 +33,7 @@ from stepmark.trace.kineto.instances import PHASES as COMM_PHASES
 from stepmark.trace.kineto.instances import comm_calls
 from stepmark.trace.kineto.links import launches, steps
 from stepmark.trace.kineto.messages import kind_of, members_of
-from stepmark.trace.kineto.stream_waits import told_to_wait
+from stepmark.trace.kineto.stream_waits import made_to_wait
 from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class _Item:
     end: int
     time: int | None
     stream: int
-    is_told: bool  # to wait for an event of another stream
+    was_made_to_wait: bool  # to wait for an event of another stream
     seen: dict[int, int] = field(default_factory=dict)  # by stream: up to which item it waits
     reach: int = NONE  # the last end of its stream up to it
 
@@ -106,9 +106,9 @@ class _Maker:
         """rows: GPU events of the step."""
         self.trace, self.rows = trace, rows
         self.call = launches(trace)[rows]
-        self.told = told_to_wait(trace, launches(trace))[rows]
+        self.waits_on_stream = made_to_wait(trace, launches(trace))[rows]
         self.launcher = operation_of(trace)[rows]
-        self.found = attribute(HostOps(trace), self.launcher)
+        self.attribution = attribute(HostOps(trace), self.launcher)
         self.is_comm = is_communication(trace)[rows]
         self.items: list[_Item] = []
         self.members: dict[str, tuple[int, ...]] = {}
@@ -121,12 +121,12 @@ class _Maker:
         """Return module, layer, phase and recompute of an operation, where they are known."""
         if at is None:
             return {"module": module, "phase": phase}
-        place = self.found.places[self.found.place[at]]
+        place = self.attribution.places[self.attribution.place[at]]
         return {
             "module": place.role or module,
             "layer": place.layer,
-            "phase": Phase(PHASES[self.found.phase[at]] or phase),
-            "recompute": bool(self.found.is_recomputed[at]),
+            "phase": Phase(PHASES[self.attribution.phase[at]] or phase),
+            "recompute": bool(self.attribution.is_recomputed[at]),
         }
 
     def add_message(
@@ -169,7 +169,7 @@ class _Maker:
             end=end,
             time=end - start if end != NONE else None,
             stream=NONE if at is None else int(self.trace.gpu.stream[self.rows[at]]),
-            is_told=at is not None and bool(self.told[at]),
+            was_made_to_wait=at is not None and bool(self.waits_on_stream[at]),
         )
         self.items.append(item)
         return item
@@ -213,7 +213,9 @@ class _Maker:
             if own:
                 item.seen, item.reach = dict(own[-1].seen), own[-1].reach
             after = []
-            for other, queue in queues.items() if item.start != NONE and item.is_told else ():
+            for other, queue in (
+                queues.items() if item.start != NONE and item.was_made_to_wait else ()
+            ):
                 place = bisect_right(queue, item.start, key=lambda each: each.reach) - 1
                 if other == item.stream or place <= item.seen.get(other, -1):
                     continue

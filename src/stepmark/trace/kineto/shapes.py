@@ -26,7 +26,7 @@ Known = dict[tuple[str, Shape], list[Candidate]]  # by pass and shape
 
 
 def by_shape(
-    found: Attribution,
+    attribution: Attribution,
     op_row: Ints,
     step: Ints,
     workload: Workload,
@@ -44,44 +44,47 @@ def by_shape(
     gradients.
     """
     known = _products_of(workload, min(rank, workload.world_size - 1), is_own)
-    coarse = [number for number, place in enumerate(found.places) if place.role in COARSE]
+    coarse = [number for number, place in enumerate(attribution.places) if place.role in COARSE]
     rows, first, index = np.unique(op_row, return_index=True, return_inverse=True)
-    is_open = (rows != NONE) & (found.product[first] != NONE) & (step[first] != NONE)
-    is_open &= np.isin(found.place[first], coarse)
-    keys = [_key(shape, is_own) for shape in found.products.tolist()]
+    is_open = (rows != NONE) & (attribution.product[first] != NONE) & (step[first] != NONE)
+    is_open &= np.isin(attribution.place[first], coarse)
+    keys = [_key(shape, is_own) for shape in attribution.products.tolist()]
     opened = set(rows[is_open].tolist())
     groups: dict[tuple[int, Shape, int | None, str], list[int]] = defaultdict(list)
     for number in np.flatnonzero(is_open).tolist():
         row = first[number]
-        if found.cause[row] in opened:
+        if attribution.cause[row] in opened:
             continue
-        phase, layer = PHASES[found.phase[row]], found.places[found.place[row]].layer
-        when = _pass(phase, bool(found.is_recomputed[row])) if phase else ""
-        groups[int(step[row]), keys[found.product[row]], layer, when].append(number)
-    places = {place: number for number, place in enumerate(found.places)}
-    place, phases, unmatched = found.place[first], found.phase[first], 0
+        phase, layer = (
+            PHASES[attribution.phase[row]],
+            attribution.places[attribution.place[row]].layer,
+        )
+        when = _pass(phase, bool(attribution.is_recomputed[row])) if phase else ""
+        groups[int(step[row]), keys[attribution.product[row]], layer, when].append(number)
+    places = {place: number for number, place in enumerate(attribution.places)}
+    place, phases, unmatched = attribution.place[first], attribution.phase[first], 0
     for (_, shape, layer, when), numbers in groups.items():
         candidates = _candidates(known, shape, layer, when)
         unmatched += len(numbers) * (not candidates)
         if candidates and not (is_ordered and len(candidates) == len(numbers)):
             candidates = [_merged(candidates)] * len(numbers)
         for number, (role, its_layer, phase) in zip(numbers, candidates, strict=False):
-            old = found.places[place[number]]
+            old = attribution.places[place[number]]
             new = Place(role, old.module, old.layer if its_layer is None else its_layer)
             place[number] = places.setdefault(new, len(places))
             phases[number] = PHASES.index(phase) if phase else phases[number]
-    cause = np.searchsorted(rows, found.cause[first])
-    inherits = np.flatnonzero(is_open & np.isin(found.cause[first], rows[is_open]))
+    cause = np.searchsorted(rows, attribution.cause[first])
+    inherits = np.flatnonzero(is_open & np.isin(attribution.cause[first], rows[is_open]))
     place[inherits] = place[cause[inherits]]
     is_named = is_open[index]
-    found = replace(
-        found,
-        place=np.where(is_named, place[index], found.place),
-        phase=np.where(is_named, phases[index], found.phase),
+    attribution = replace(
+        attribution,
+        place=np.where(is_named, place[index], attribution.place),
+        phase=np.where(is_named, phases[index], attribution.phase),
         places=tuple(places),
     )
     text = f"{unmatched} of {is_open.sum()} products have a shape that the workload has not"
-    return found, (text,) * bool(unmatched)
+    return attribution, (text,) * bool(unmatched)
 
 
 def _products_of(workload: Workload, rank: int, is_own: bool) -> Known:

@@ -17,7 +17,7 @@ from stepmark.trace.kineto.export import busy_steps
 from stepmark.trace.kineto.intervals import Intervals, join, time_before, union
 from stepmark.trace.kineto.links import Steps, gpu_comms, launches, parents, steps
 from stepmark.trace.kineto.messages import members_of
-from stepmark.trace.kineto.stream_waits import awaited, is_named, told_to_wait
+from stepmark.trace.kineto.stream_waits import awaited, is_named, made_to_wait
 from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
@@ -67,8 +67,8 @@ class StepWork:
 
     name: a message's with its group; category: compute, communication or copies. launch: end of
     the call that launched an event; thread: that call's, else NONE. after: the event of another
-    stream that its stream was told to wait for, or NONE; told: whether it may have been told to
-    wait for one.
+    stream that its stream was made to wait for, or NONE; waits_on_stream: whether it may have
+    been made to wait for one.
     """
 
     step: int | None  # None: the trace has no marks of steps
@@ -81,7 +81,7 @@ class StepWork:
     launch: Ints
     thread: Ints
     after: Ints
-    told: Flags
+    waits_on_stream: Flags
     instance: list[Instance | None]
     threads: dict[int, HostThread]
 
@@ -116,7 +116,7 @@ class _Work:
     def __init__(self, trace: RankTrace, marked: Steps) -> None:
         self.trace, self.marked = trace, marked
         self.call = launches(trace)
-        self.told = told_to_wait(trace, self.call)
+        self.waits_on_stream = made_to_wait(trace, self.call)
         self.args = gpu_comms(trace)[0]
         self.is_comm = is_communication(trace)
         self.is_sync = is_named(trace, trace.calls.name, _WAITS)
@@ -142,7 +142,7 @@ class _Work:
             launch=np.append(calls.end, NONE)[call],
             thread=np.append(calls.thread, NONE)[call],
             after=awaited(trace, self.call, rows),
-            told=self.told[rows],
+            waits_on_stream=self.waits_on_stream[rows],
             instance=self._instances(rows, step),
             threads=self._threads(rows, early, window[1]),
         )

@@ -21,7 +21,7 @@ _CALL = "StreamWaitEvent"
 _RECORDED = "Stream Wait Event"  # of cuda_sync, which tells the stream that waits
 
 
-def told_to_wait(trace: RankTrace, call: Ints) -> Flags:
+def made_to_wait(trace: RankTrace, call: Ints) -> Flags:
     """Return whether the host made a stream wait between an event's launch and the one before.
 
     call: of each GPU event's launch. Where cuda_sync does not tell which stream had to wait,
@@ -29,11 +29,11 @@ def told_to_wait(trace: RankTrace, call: Ints) -> Flags:
     events of a trace without such calls.
     """
     gpu, calls = trace.gpu, trace.calls
-    told = np.ones(gpu.start.size, bool)
+    waits = np.ones(gpu.start.size, bool)
     syncs = np.flatnonzero(is_named(trace, trace.syncs.name, _RECORDED))
     times = calls.start[is_named(trace, calls.name, _CALL)]
     if not times.size and not syncs.size:
-        return told
+        return waits
     issued = np.append(calls.start, NONE)[call]
     for stream in np.unique(gpu.stream):
         rows = np.flatnonzero((gpu.stream == stream) & (call != NONE))
@@ -41,9 +41,9 @@ def told_to_wait(trace: RankTrace, call: Ints) -> Flags:
         if syncs.size:
             times = np.sort(trace.syncs.start[syncs[trace.syncs.stream[syncs] == stream]])
         number = np.searchsorted(times, issued[rows])
-        told[rows] = np.diff(number, prepend=0) > 0
+        waits[rows] = np.diff(number, prepend=0) > 0
     _, index, counts = np.unique(call, return_inverse=True, return_counts=True)
-    return told | (counts[index] > 1)
+    return waits | (counts[index] > 1)
 
 
 def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
@@ -60,10 +60,10 @@ def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
     recorded = lookup(calls.correlation, syncs.recorded[waits])
     issued = np.append(calls.start, NONE)[call[rows]]
     last = issued.max(initial=0)
-    for wait, told, record in zip(waits, called, recorded, strict=True):
-        if NONE in (told, record) or calls.start[told] > last:
+    for wait, launch, record in zip(waits, called, recorded, strict=True):
+        if NONE in (launch, record) or calls.start[launch] > last:
             continue
-        first = (gpu.stream[rows] == syncs.stream[wait]) & (issued > calls.start[told])
+        first = (gpu.stream[rows] == syncs.stream[wait]) & (issued > calls.start[launch])
         before = (gpu.stream[rows] == syncs.awaited[wait]) & (issued != NONE)
         before &= issued < calls.start[record]
         if first.any() and before.any():
