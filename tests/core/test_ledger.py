@@ -70,7 +70,7 @@ def test_a_ledger_that_does_not_add_up_cannot_be_made() -> None:
     [
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "mlp.up", "fwd", "product"),
         ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "head", "dgrad", "product"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention.core", "fwd", "attention"),
+        ("cudnn_native_sdpa_sm90_flash_fprop", "attention.core", "fwd", "attention"),
         ("triton_red_fused__log_softmax_0", "output", "fwd", "loss"),
         ("triton_poi_fused_gelu_1", "block", "fwd", "norm and elementwise"),
         ("multi_tensor_apply_kernel<FusedAdam>", "update", "optim", "optimizer"),
