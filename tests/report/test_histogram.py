@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from stepmark.core.collectives import Collective, busbw_factor, num_parts
 from stepmark.core.columns import Row
+from stepmark.core.comm_curve import ABOVE, BELOW, MEASURED, Curve, curve_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import Histogram, MessageKind, Tally
-from stepmark.report.expected import ABOVE, BELOW, MEASURED, Curve, curve_of, expected, totals
+from stepmark.report.expected import expected, totals
 from stepmark.report.histogram import (
     BY,
     MESSAGE,

@@ -18,6 +18,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Copy, Gemm, Norm, Op, Phase
 from stepmark.core.record import Check, Environment, RunInfo, Samples
 from stepmark.core.record import Measured as Record
+from stepmark.core.roofline import roofline_time
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Stage, Workload
 from stepmark.workload.durations import (
     Fixed,
@@ -29,7 +30,6 @@ from stepmark.workload.durations import (
     describe,
     fill,
     parse_source,
-    roofline_time,
 )
 
 from .formats.hand_made import ADD, QKV, QKV_DGRAD, QKV_WGRAD, op, pipeline

@@ -6,9 +6,9 @@ from pathlib import Path
 from stepmark.app.view import view
 from stepmark.core.collectives import Collective
 from stepmark.core.columns import number, text
+from stepmark.core.comm_curve import Curve, curve_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Table
-from stepmark.report.expected import Curve, curve_of
 from stepmark.store.reader import find_run, is_run
 from stepmark.trace.tables import find
 

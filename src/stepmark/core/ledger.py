@@ -21,6 +21,7 @@ class Work(StrEnum):
     ELEMENTWISE = "norm and elementwise"
     LOSS = "loss"
     OPTIMIZER = "optimizer"
+    COPY = "copy"  # by a copy engine or a memset: Group.COPIES
 
 
 class Group(StrEnum):

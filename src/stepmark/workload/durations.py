@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from stepmark.core.device import DeviceSpec, find_device, load_devices
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILY_OF, Op, Phase
+from stepmark.core.roofline import roofline_time
 from stepmark.core.units import format_time
 from stepmark.core.workload import ComputeOp, Kernel, Workload
 
@@ -174,24 +175,6 @@ def shape(op: Op | Kernel, *, dtype: bool = True) -> str:
         if (value := getattr(op, field.name)) != field.default or field.name == "dtype"
         if dtype or field.name != "dtype"
     )
-
-
-def roofline_time(op: Op | Kernel, device: DeviceSpec) -> float | None:
-    """Return the seconds that the device needs at least; None: a cost or peak is unknown.
-
-    A Kernel has no type: its FLOPs are compared with the highest peak of the device. An
-    operation without any cost has no time.
-    """
-    if op.flops is None or op.bytes_moved is None or device.hbm_bytes_per_s is None:
-        return None
-    bound_s = op.bytes_moved / device.hbm_bytes_per_s
-    if not op.flops:
-        return bound_s or None
-    if isinstance(op, Kernel):
-        peak = max(device.peak_flops_per_s.values(), default=None)
-    else:
-        peak = device.peak(op.dtype)
-    return None if peak is None else max(bound_s, op.flops / peak)
 
 
 def _seconds(value: str, text: str) -> float:
