@@ -52,6 +52,11 @@ ANSWERS: dict[Any, Any] = {
         "average_socket_power": "N/A",
         "power_limit": 750000000,
     },
+    "amdsmi_get_energy_count": {
+        "energy_accumulator": 2_000_000,
+        "counter_resolution": 15.3,
+        "timestamp": 1,
+    },
     "amdsmi_get_power_cap_info": {"power_cap": 650000000, "default_power_cap": 750000000},
     ("amdsmi_get_clock_info", ClkType.GFX): {"clk": 1432, "min_clk": 500, "max_clk": 2100},
     ("amdsmi_get_clock_info", ClkType.MEM): {"clk": 1300, "min_clk": 900, "max_clk": 1300},
@@ -121,6 +126,7 @@ def test_every_answer_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = card(monkeypatch, {})
     reading = gpu.reading()
     assert (reading.sm_clock_hz, reading.power_w, reading.temperature_c) == (None, None, None)
+    assert gpu.energy_j() is None
     assert gpu.health() == nvidia.Health()
     assert gpu.links() == nvidia.Links(fabric="xGMI")
     assert gpu.device_info(0).name == "AMD Instinct MI300X"
@@ -128,7 +134,9 @@ def test_every_answer_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reading_is_in_si_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = card(monkeypatch, ANSWERS).reading()
+    gpu = card(monkeypatch, ANSWERS)
+    reading = gpu.reading()
+    assert gpu.energy_j() == pytest.approx(30.6)
     assert (reading.sm_clock_hz, reading.power_w) == (1.432e9, 412)
     assert reading.temperature_c == 58
     assert reading.throttle == ("power cap",)  # "N/A" is not a reason

@@ -33,6 +33,7 @@ ANSWERS: dict[Any, Any] = {
     "nvmlDeviceGetName": "NVIDIA H200",
     "nvmlDeviceGetUUID": f"GPU-{UUID}",
     "nvmlDeviceGetPowerUsage": 132894,
+    "nvmlDeviceGetTotalEnergyConsumption": 9_876_543_210,
     "nvmlDeviceGetPowerManagementLimit": 700000,
     "nvmlDeviceGetPowerManagementDefaultLimit": 700000,
     ("nvmlDeviceGetClockInfo", 1): 1980,
@@ -114,6 +115,7 @@ def test_every_answer_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     reading, health, links = gpu.reading(), gpu.health(), gpu.links()
     assert (reading.sm_clock_hz, reading.power_w, reading.temperature_c) == (None, None, None)
     assert reading.throttle == ()
+    assert gpu.energy_j() is None
     assert health == nvidia.Health()
     assert links == nvidia.Links(fabric="NVLink")
     assert gpu.device_info(0).name == "NVIDIA H200"  # torch still knows
@@ -126,7 +128,9 @@ def test_only_nvml_errors_are_taken_for_unsupported(monkeypatch: pytest.MonkeyPa
 
 
 def test_reading_is_in_si_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading = h200(monkeypatch).reading()
+    gpu = h200(monkeypatch)
+    reading = gpu.reading()
+    assert gpu.energy_j() == pytest.approx(9_876_543.210)
     assert reading.sm_clock_hz == 1.98e9
     assert reading.power_w == pytest.approx(132.894)
     assert reading.temperature_c == 41

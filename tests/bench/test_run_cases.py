@@ -185,6 +185,26 @@ def test_bursts_idle_before_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert idles == []
 
 
+def test_half_load_idles_as_long_as_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+
+    class Working(FakeTimer):
+        calls_per_sample = 2
+
+        def sample(self, count: int) -> list[float]:
+            batches.append(count)
+            time.sleep(count * 2e-3)
+            return super().sample(count)
+
+    install(monkeypatch, {"good": impl()}, steady)
+    monkeypatch.setattr(clock, "choose", lambda *_, **__: Working(steady()))
+    samples = one(gemm(rate=Rate.HALF), Effort(sample_s=0.3, soak_s=9)).samples
+    assert samples.soak_s == 0
+    assert len(batches) > 2
+    assert set(batches) == {5}  # 10 ms of work
+    assert samples.wall_s >= (2 * sum(batches) - 5) * 2e-3  # no pause after the last
+
+
 # What goes wrong
 
 

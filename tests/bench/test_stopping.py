@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.bench.clock import MAX_SAMPLES, Effort, is_enough
+from stepmark.bench.clock import HALF_S, MAX_SAMPLES, Effort, is_enough
+from stepmark.core.case import Rate
 
 
 @given(usable_s=st.floats(0.1, 1e4), sample_s=st.floats(0.1, 1e3), soak_s=st.floats(0, 1e3))
@@ -19,13 +20,13 @@ def test_a_shortened_effort_fits_its_share(
     assert (short.min_batches, short.target_ci_rel) == (7, 0.1)
 
 
-@pytest.mark.parametrize("burst", [False, True])
-def test_time_and_number_end_what_never_settles(*, burst: bool) -> None:
+@pytest.mark.parametrize("rate", Rate)
+def test_time_and_number_end_what_never_settles(rate: Rate) -> None:
     effort = Effort(sample_s=3.0, min_batches=10, target_ci_rel=0.0)
     uneven = [[1.0, 2.0]] * 20
-    assert not is_enough(uneven, 2.9, effort, burst=burst)
-    assert is_enough(uneven, 3.0 + 4 * burst, effort, burst=burst)
-    assert is_enough([[1.0, 2.0] * (MAX_SAMPLES // 2)], 0.0, effort, burst=burst)
+    assert not is_enough(uneven, 2.9, effort, rate)
+    assert is_enough(uneven, 3.0 + 4 * (rate is Rate.BURST), effort, rate)
+    assert is_enough([[1.0, 2.0] * (MAX_SAMPLES // 2)], 0.0, effort, rate)
 
 
 def test_batches_are_the_unit_of_what_is_sustained() -> None:
@@ -36,3 +37,10 @@ def test_batches_are_the_unit_of_what_is_sustained() -> None:
     assert is_enough(steady, 0.1, effort)
     assert not is_enough(steady[:9], 0.1, effort)
     assert not is_enough(drifting, 0.1, effort)
+
+
+def test_half_load_lasts_long_enough_for_its_power() -> None:
+    steady = [[1.0] * 7] * 50
+    assert not is_enough(steady, HALF_S - 0.1, Effort(), Rate.HALF)
+    assert is_enough(steady, HALF_S, Effort(), Rate.HALF)
+    assert is_enough(steady, 0.5, Effort(sample_s=0.5), Rate.HALF)  # a budget goes first

@@ -64,6 +64,34 @@ def test_silence_is_none_not_zero() -> None:
     assert sampled(Sampler(None, read=Telemetry)) == Telemetry()
 
 
+def test_energy_lies_between_changes_of_the_counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A counter that moves every 30 ms by 7 J and is read every 10 ms."""
+    readings = itertools.count(2)
+    now_ms = 0
+
+    def energy_j() -> float:
+        nonlocal now_ms
+        now_ms = 10 * next(readings)
+        return 1e6 + 7.0 * (now_ms // 30)
+
+    monkeypatch.setattr(telemetry.time, "monotonic", lambda: now_ms / 1e3)
+    sampler = Sampler(None, read=Telemetry, energy_j=energy_j, interval_s=1e-3)
+    found = sampled(sampler, 0.1)
+    assert found.energy_j is not None
+    assert found.span_s is not None
+    assert found.energy_j > 0
+    assert found.energy_j / found.span_s == pytest.approx(7 / 0.03)
+
+
+@pytest.mark.parametrize("answers", [[None], [5.0], [5.0, 6.0]])
+def test_a_counter_that_changes_less_than_twice_gives_no_energy(
+    answers: list[float | None],
+) -> None:
+    each = itertools.chain(answers, itertools.repeat(answers[-1]))
+    sampler = Sampler(None, read=Telemetry, energy_j=lambda: next(each), interval_s=1e-3)
+    assert sampled(sampler, 0.02) == Telemetry()
+
+
 def test_a_broken_source_ends_the_readings_not_the_run() -> None:
     answers = iter([Telemetry(power_w=1.0, num_readings=1)])
 

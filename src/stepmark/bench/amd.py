@@ -112,6 +112,12 @@ class AmdGpu(Card):
             num_readings=1,
         )
 
+    def energy_j(self) -> float | None:
+        """Return the energy used since the driver was loaded; the counter's unit is given."""
+        count = self._ask("amdsmi_get_energy_count")
+        unit_uj = number(count, "counter_resolution")
+        return unit_uj and scaled(number(count, "energy_accumulator"), unit_uj * 1e-6)
+
     def links(self) -> Links:
         pcie = self._ask("amdsmi_get_pcie_info") or {}
         now, most = pcie.get("pcie_metric"), pcie.get("pcie_static")

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from stepmark.core.case import SOAK_S, ClockName
+from stepmark.core.case import SOAK_S, ClockName, Rate
 from stepmark.core.stats import summarize
 
 VERSION = 1
@@ -261,6 +261,8 @@ def _graph_or(rotate: RotateTimer, calls: Calls, call_s: float) -> Timer:
 
 
 BURST_IDLE_S = 1.0
+# At half load, so that the energy counter and the mean power are sure.
+HALF_S = 2.0
 MIN_SAMPLES = 5
 MAX_SAMPLES = 20_000
 # A power-limited device drifts over tenths of a second, so samples of one batch are alike: the
@@ -287,9 +289,10 @@ class Effort:
 
 
 def is_enough(
-    batches: list[list[float]], spent_s: float, effort: Effort, *, burst: bool = False
+    batches: list[list[float]], spent_s: float, effort: Effort, rate: Rate = Rate.SUSTAINED
 ) -> bool:
     """Return whether samples suffice. batches: the slowest rank's seconds per sample."""
+    burst = rate is Rate.BURST
     # A burst idles a second per 20 ms of work, so its budget is counted in bursts.
     limit = effort.sample_s + 4 * BURST_IDLE_S if burst else effort.sample_s
     count = sum(map(len, batches))
@@ -298,7 +301,7 @@ def is_enough(
     if burst:
         samples = [value for batch in batches for value in batch]
         return count >= MIN_SAMPLES and summarize(samples).ci_rel < effort.target_ci_rel
-    if len(batches) < effort.min_batches:
+    if len(batches) < effort.min_batches or (rate is Rate.HALF and spent_s < HALF_S):
         return False
     medians = [summarize(batch).median for batch in batches]
     return summarize(medians).ci_rel < effort.target_ci_rel

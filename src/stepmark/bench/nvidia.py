@@ -173,6 +173,10 @@ class NvidiaGpu(Card):
             num_readings=1,
         )
 
+    def energy_j(self) -> float | None:
+        """Return the energy used since the driver was loaded."""
+        return scaled(self._ask("nvmlDeviceGetTotalEnergyConsumption"), 1e-3)
+
     def links(self) -> Links:
         states = [
             self._ask("nvmlDeviceGetNvLinkState", link)

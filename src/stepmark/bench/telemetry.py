@@ -1,7 +1,8 @@
-"""Clock, power, temperature and throttle reasons while samples run."""
+"""Clock, power, energy, temperature and throttle reasons while samples run."""
 
 import statistics
 import threading
+import time
 from collections.abc import Callable
 
 import psutil
@@ -59,13 +60,18 @@ class Sampler:
         device_index: int | None,
         *,
         read: Callable[[], Telemetry] | None = None,
+        energy_j: Callable[[], float | None] = lambda: None,
         interval_s: float | None = None,
         more_threads: int = 0,
     ) -> None:
-        """more_threads: number of data loaders, or of threads of concurrent compute."""
+        """read and energy_j replace the device's own.
+
+        more_threads: number of data loaders, or of threads of concurrent compute.
+        """
         gpu = open_gpu(device_index) if device_index is not None and read is None else None
         on_cpu = device_index is None
         self._read = read or (gpu.reading if gpu else cpu_reading if on_cpu else Telemetry)
+        self._energy_j = gpu.energy_j if gpu else energy_j
         self._interval_s = interval_s or (CPU_INTERVAL_S if on_cpu else GPU_INTERVAL_S)
         # GPU work has one thread per rank that issues it.
         self._own_threads = (torch.get_num_threads() if on_cpu else 1) + more_threads
@@ -73,6 +79,8 @@ class Sampler:
             self._own_threads += GLOO_THREADS
         self._has_source = read is None
         self._readings: list[Telemetry] = []
+        # (moment, energy) of the first reading, and of the first and the last change after it.
+        self._energies: list[tuple[float, float]] = []
         self._host: HostReadings | None = None
         self._load: HostLoad | None = None
         self._after = Telemetry()
@@ -81,7 +89,7 @@ class Sampler:
 
     def __enter__(self) -> "Sampler":
         assert self._thread is None, "a sampler runs once at a time"
-        self._readings, self._after = [], Telemetry()
+        self._readings, self._energies, self._after = [], [], Telemetry()
         self._host, self._load = HostReadings() if self._has_source else None, None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
@@ -96,11 +104,13 @@ class Sampler:
             self._thread = None
 
     def _run(self) -> None:
-        stop, readings, host = self._stop, self._readings, self._host
+        stop, readings, energies = self._stop, self._readings, self._energies
+        host = self._host
         try:
             while True:
                 if host is not None:
                     host.read()
+                self._read_energy(energies)
                 reading = self._read()
                 if reading.num_readings:
                     readings.append(reading)
@@ -110,15 +120,26 @@ class Sampler:
         except LOST:
             return
 
+    def _read_energy(self, energies: list[tuple[float, float]]) -> None:
+        """Keep a change of the counter: what it shows between two changes is out of date."""
+        energy_j = self._energy_j()
+        if energy_j is not None and (not energies or energies[-1][1] != energy_j):
+            energies[2:] = [(time.monotonic(), energy_j)]
+
     def telemetry(self) -> Telemetry:
         """Return medians and the union of throttle reasons of the last `with` block."""
-        readings = tuple(self._readings)
+        readings, energies = tuple(self._readings), self._energies
+        span_s, energy_j = None, None
+        if len(energies) > 2:
+            span_s, energy_j = (b - a for a, b in zip(energies[1], energies[2], strict=True))
         return Telemetry(
             sm_clock_hz=median([r.sm_clock_hz for r in readings]),
             power_w=median([r.power_w for r in readings]),
             temperature_c=self._after.temperature_c,
             throttle=tuple(sorted({w for r in readings for w in r.throttle} - {IDLE})),
             num_readings=len(readings),
+            energy_j=energy_j,
+            span_s=span_s,
             host=self._load,
         )
 

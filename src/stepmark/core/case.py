@@ -15,10 +15,15 @@ SOAK_S = 2.0
 
 
 class Rate(StrEnum):
-    """burst: at most 20 ms of work after 1 s idle. sustained: after a soak of its kernel."""
+    """How hard the device works while it is timed.
+
+    burst: at most 20 ms of work after 1 s idle. sustained: after a soak of its kernel. half:
+    10 ms of work, then idle as long, again and again: full clock at a known load.
+    """
 
     BURST = "burst"
     SUSTAINED = "sustained"
+    HALF = "half"
 
 
 class ClockName(StrEnum):

@@ -55,7 +55,7 @@ class Timing:
     """Timing."""
 
     clock: ClockName = flag(f"timing method: {', '.join(ClockName)}", default=ClockName.AUTO)
-    rate: Rate | None = flag("sustained or burst [sustained]")
+    rate: Rate | None = flag("sustained, burst, or half: 10 ms of work, 10 ms idle [sustained]")
 
 
 @group

@@ -64,6 +64,10 @@ class Telemetry:
     temperature_c: float | None = None  # after the last sample
     throttle: tuple[str, ...] = ()  # reasons seen while the samples ran
     num_readings: int = 0
+    # What the device used in span_s, which ends at the first and the last change of its energy
+    # counter while the samples ran.
+    energy_j: float | None = None
+    span_s: float | None = None
     host: HostLoad | None = None  # None in records of older releases
 
 

@@ -24,8 +24,8 @@ from stepmark.core.record import Check, Measured, Samples
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.units import format_bytes
 
-_BURST_WORK_S = 20e-3
-_BATCH_S = 0.1
+# Work between two agreements of the ranks.
+_BATCH_S = {Rate.BURST: 20e-3, Rate.SUSTAINED: 0.1, Rate.HALF: 10e-3}
 _MAX_SETS = 128
 
 
@@ -199,7 +199,7 @@ def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
     """Run the case itself until its device is as warm as in a long job."""
     begin = time.monotonic()
     while (spent := time.monotonic() - begin) < soak_s:
-        timer.sample(_batch(timer, estimate_s, min(_BATCH_S, soak_s - spent)))
+        timer.sample(_batch(timer, estimate_s, min(_BATCH_S[Rate.SUSTAINED], soak_s - spent)))
     return time.monotonic() - begin
 
 
@@ -216,20 +216,24 @@ def _collect(
     effort: Effort,
 ) -> list[float]:
     """Sample in batches until rank 0 decides from all ranks' maxima that they suffice."""
-    burst = case.rate is Rate.BURST
-    length = _BURST_WORK_S if burst else min(_BATCH_S, effort.sample_s / 4)
+    length = min(_BATCH_S[case.rate], effort.sample_s / 4)
+    count = _batch(timer, estimate_s, length)
+    resume_at = 0.0
     seconds: list[float] = []
     batches: list[list[float]] = []  # slowest rank per sample
     begin = time.monotonic()
 
     def enough() -> bool:
-        return is_enough(batches, time.monotonic() - begin, effort, burst=burst)
+        return is_enough(batches, time.monotonic() - begin, effort, case.rate)
 
     while True:  # rank 0 ends it, for all
-        if burst:
+        if case.rate is Rate.BURST:
             time.sleep(BURST_IDLE_S)
+        elif case.rate is Rate.HALF:
+            time.sleep(max(0.0, resume_at - time.monotonic()))
         context.ranks.barrier()
-        batch = agreed(context.ranks, lambda: timer.sample(_batch(timer, estimate_s, length)))
+        batch = agreed(context.ranks, lambda: timer.sample(count))
+        resume_at = time.monotonic() + sum(batch) * timer.calls_per_sample
         seconds += batch
         batches.append(slowest_per_sample(context.ranks.gather(batch)))
         if context.ranks.decide(enough):
