@@ -17,6 +17,7 @@ from tests.store.writers import new_run
 from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Copy
+from stepmark.core.plan import Entry, Plan, Profile
 from stepmark.core.record import (
     DeviceInfo,
     Environment,
@@ -26,7 +27,7 @@ from stepmark.core.record import (
     RunInfo,
     Samples,
 )
-from stepmark.store import codec, reader, runs
+from stepmark.store import codec, plans, reader, runs
 from stepmark.store.runs import RunWriter, StoreError
 
 DEVICES = tuple(
@@ -350,3 +351,22 @@ def test_an_impossible_sample_is_a_damaged_record(tmp_path: Path, value: object)
     found = reader.read(path)
     assert found.records == [measured(8)]
     assert "1 of 2 records" in found.notes[0]
+
+
+def test_a_plan_keeps_how_each_case_is_profiled_and_older_plans_have_none() -> None:
+    entries = tuple(
+        Entry(
+            position=place,
+            launch=1,
+            case=OpCase(op=Copy(num_bytes=place + 1), backend="torch"),
+            profile=profile,
+        )
+        for place, profile in enumerate((Profile.NONE, Profile.PAUSED))
+    )
+    plan = Plan(command="op", device="cuda", world_size=1, entries=entries)
+    text = plans.encode(plan)
+    assert plans.decode(text) == plan
+    older = text.replace(b'"profile":"paused",', b"")
+    assert [entry.profile for entry in plans.decode(older).entries] == [""] * 2
+    with pytest.raises(ConfigError, match="profile"):
+        plans.decode(text.replace(b'"paused"', b'"sometimes"'))

@@ -3,6 +3,7 @@
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from stepmark.core.case import SOAK_S
 from stepmark.core.record import AnyCase
@@ -11,16 +12,27 @@ PLAN_SCHEMA = 1
 FORCE = "--force"  # tells ranks to continue a run although the environment differs
 
 
+class Profile(StrEnum):
+    """How steps are profiled after those that are timed."""
+
+    NONE = ""
+    PLAIN = "plain"  # back to back
+    # The device idles before each phase of a step, so that its kernels run at full clock.
+    PAUSED = "paused"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One case to measure in one launch. The position is its index in the plan.
 
-    Entries of one launch share communicators; a new launch makes them anew.
+    Entries of one launch share communicators; a new launch makes them anew. profile: of a
+    training step, where TrainHow.profile asks for none.
     """
 
     position: int
     launch: int
     case: AnyCase
+    profile: Profile = Profile.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

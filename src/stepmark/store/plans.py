@@ -58,6 +58,7 @@ def encode(plan: Plan) -> bytes:
     lines += [
         {
             "launch": entry.launch,
+            **({"profile": entry.profile} if entry.profile else {}),
             "kind": entry.case.kind,
             "case": codec.case_to_plain(entry.case),
         }
@@ -87,4 +88,5 @@ def _entry(position: int, line: bytes, where: str) -> Entry:
     launch = plain.get("launch")
     if not isinstance(launch, int) or launch < 1:
         raise ConfigError(f"{where}:{position + 2} launch", launch, "a whole number from 1")
-    return Entry(position=position, launch=launch, case=case)
+    known = {"position": position, "launch": launch, "case": case}
+    return codec.build(Entry, plain, known)

@@ -447,3 +447,57 @@ def test_traces_of_two_launches_have_names_of_their_own(
         for launch in (1, 2, 3)
     ]
     assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize(("device", "pauses"), [("cuda", True), ("cuda", False), ("cpu", True)])
+@pytest.mark.parametrize("is_profiled", [True, False])
+def test_a_paused_profile_idles_before_each_pass_outside_of_its_mark(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    device: str,
+    *,
+    pauses: bool,
+    is_profiled: bool,
+) -> None:
+    events: list[str] = []
+
+    class Marks:
+        def __init__(self, _roots: object) -> None:
+            self.begin_phase = lambda phase: events.append(f"begin {phase}")
+            self.end_phase = lambda: events.append("end")
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_error: object) -> None: ...
+
+    def cycles(count: int, *, on_phase: Callable[[str], None], **_calls: Any) -> None:
+        for phase in ("data", "forward", "backward", "optimizer"):
+            on_phase(phase)
+
+    names: list[str] = []
+
+    def fake_profile(_folder: Path, name: str, _rank: int) -> Any:
+        names.append(name)
+        return SimpleNamespace(start=lambda: None, stop=tuple)
+
+    monkeypatch.setattr(profiling, "Profile", fake_profile)
+    monkeypatch.setattr(profiling, "Annotations", Marks)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: events.append("synchronize"))
+    monkeypatch.setattr(profiling.time, "sleep", lambda s: events.append(f"idle {s} s"))
+    ranks = replace(fakes.context().ranks, device=torch.device(device))
+    work: Any = SimpleNamespace(untimed_cycles=cycles)
+    profiling.record_profile(
+        work, ranks, case(), tmp_path, (), is_profiled=is_profiled, launch=1, pauses=pauses
+    )
+    idle = ["synchronize", "idle 0.3 s"] if pauses and device == "cuda" else []
+    assert [name.endswith("-paused") for name in names] == [bool(idle)] * is_profiled
+    if not is_profiled:
+        assert events == 3 * idle
+        return
+    assert events == [
+        *("end", "begin data"),
+        *("end", *idle, "begin forward"),
+        *("end", *idle, "begin backward"),
+        *("end", *idle, "begin optimizer"),
+    ]

@@ -27,7 +27,7 @@ from stepmark.bench.training.model_parallel import (
     coordinates_of,
 )
 from stepmark.core.message import MessageKind, Tally
-from stepmark.core.plan import Entry, TrainHow
+from stepmark.core.plan import Entry, Profile, TrainHow
 from stepmark.core.record import Failed, Measured
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, Precision, Schedule
@@ -183,7 +183,7 @@ class TrainingBench(Bench):
             with FailureBroadcast(
                 context.ranks, entry.position, lambda problem: self._blocked(problem, entry)
             ) as broadcast:
-                return _measure(case, context, how, end_s, broadcast, launch=entry.launch)
+                return _measure(case, context, how, end_s, broadcast, entry)
         finally:
             # The next case must not run out of variants: torch compiles eight of a function.
             torch.compiler.reset()
@@ -219,8 +219,7 @@ def _measure(
     how: TrainHow,
     end_s: float | None,
     broadcast: FailureBroadcast,
-    *,
-    launch: int,
+    entry: Entry,
 ) -> Measured:
     ranks, started_at, begin = context.ranks, time.time(), time.monotonic()
 
@@ -244,7 +243,7 @@ def _measure(
     all_ranks(steady)
     counts = counter.since(build_s, work.samples.first_s)
     messages, traces = all_ranks(
-        lambda: _untimed(work, context, case, how, launch, rank_trainer.roots)
+        lambda: _untimed(work, context, case, how, entry, rank_trainer.roots)
     )
     by_rank = ranks.gather((work.samples.without_losses(), sampler.telemetry(), counts))
     samples_by_rank, telemetry, states = zip(*by_rank, strict=True)
@@ -275,7 +274,7 @@ def _untimed(
     context: MeasureContext,
     case: TrainCase,
     how: TrainHow,
-    launch: int,
+    entry: Entry,
     roots: Sequence[nn.Module],
 ) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[str, ...]]:
     """Return messages and files of traces, where requested and not interrupted."""
@@ -284,11 +283,17 @@ def _untimed(
     ranks, folder = context.ranks, context.folder
     if how.messages and not work.samples.interrupted:
         messages = profiling.record_messages(work, ranks, case)
-    if how.profile and folder and not work.samples.interrupted:
+    if (how.profile or entry.profile) and folder and not work.samples.interrupted:
         folder.mkdir(parents=True, exist_ok=True)
-        is_profiled = ranks.rank in how.profile_ranks
         traces = profiling.record_profile(
-            work, ranks, case, folder, roots, is_profiled=is_profiled, launch=launch
+            work,
+            ranks,
+            case,
+            folder,
+            roots,
+            is_profiled=ranks.rank in how.profile_ranks,
+            launch=entry.launch,
+            pauses=entry.profile is Profile.PAUSED,
         )
     return messages, traces
 

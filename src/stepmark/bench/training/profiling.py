@@ -1,6 +1,7 @@
 """Untimed samples after the timed ones: messages, and a Kineto trace."""
 
 import re
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,9 @@ class Profile:
 
 
 _PROFILED = 3  # samples
+# After it an H200 keeps full clock for about 40 ms of products, until its power limit acts.
+PAUSE_S = 0.3
+_PASSES = ("forward", "backward", "optimizer")
 
 
 def record_messages(
@@ -96,16 +100,26 @@ def record_profile(
     *,
     is_profiled: bool,
     launch: int,
+    pauses: bool = False,
 ) -> tuple[str, ...]:
     """Write Kineto traces of a few samples, in whole cycles; return all ranks' file names.
 
     A cycle comes before, whose launches are not in the trace. roots: modules that a step calls.
+    pauses: GPUs idle before each pass and the optimizer, but not within a pipeline's passes.
     """
     count = 1 + max(1, _PROFILED // case.cycle)
+    pauses = pauses and ranks.device.type == "cuda"
+
+    def pause(phase: str) -> None:
+        if pauses and phase in _PASSES:
+            torch.cuda.synchronize(ranks.device)
+            time.sleep(PAUSE_S)
+
     if not is_profiled:
-        work.untimed_cycles(count)
+        work.untimed_cycles(count, on_phase=pause)
         return _gathered(ranks, ())
-    name = f"train-{case.case_id[:16]}" + (f"-launch{launch}" if launch > 1 else "")
+    name = f"train-{case.case_id[:16]}" + "-paused" * pauses
+    name += f"-launch{launch}" if launch > 1 else ""
     recorder = Profile(folder, name, ranks.rank)
     with Annotations(roots) as marks:
         recorder.start()
@@ -117,6 +131,7 @@ def record_profile(
 
         def begin(phase: str) -> None:
             marks.end_phase()
+            pause(phase)
             if not _is_mixed(case, phase):
                 marks.begin_phase(phase)
 
