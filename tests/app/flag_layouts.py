@@ -183,6 +183,7 @@ TRAINED: dict[str, dict[str, Any]] = {
 # Flags that change messages, computation or memory of a step, with values.
 OF_STEP: dict[str, tuple[Any, ...]] = {
     "scale": ("tiny",),
+    "num_layers": ("8",),
     "seq_len": ("128",),
     "strategy": ("ddp", "fsdp", "tp"),
     "nproc": ("8",),

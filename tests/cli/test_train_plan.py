@@ -254,7 +254,7 @@ SPREADS = (
 )
 ANY = (
     *("", "--ac full", "--ac selective", "--sac ops", "--sac 1/4", "--sac 3/8"),
-    *("--text", "--scale 1/8"),
+    *("--text", "--scale 1/8", "--num-layers 4", "--scale 1/8 --layers 99"),
     *("--fp8", "--fp8 --fp8-head", "--fp8 --fp8-recipe rowwise", "--precision bf16"),
     "--precision master",
     *("--fp8 --no-fp8-all-gather --precision bf16", "--compile", "--compile-scope model"),

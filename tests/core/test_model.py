@@ -239,6 +239,27 @@ def test_scaled_divides() -> None:
     assert (small.hidden_size, small.num_heads, small.head_dim) == (128, 8, 16)
 
 
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("count", [2, 7, 200])
+def test_layers_are_of_the_same_kinds(name: str, count: int) -> None:
+    full = find_model(name)
+    model = full.with_layers(count)
+    assert model.num_layers == count
+    assert (model.num_dense_layers > 0) == (full.num_dense_layers > 0)
+    assert (model.num_moe_layers > 0) == (full.num_moe_layers > 0)
+    assert full.with_layers(full.num_layers) is full
+    if count != full.num_layers:
+        assert model.name == f"{full.name}@{count}-layers"
+        assert model.layer_params() == full.layer_params()
+        assert model.num_params != full.num_params
+
+
+def test_one_layer_cannot_be_of_two_kinds() -> None:
+    assert find_model("llama-3.1-8b").with_layers(1).name == "llama-3.1-8b@1-layers"
+    with pytest.raises(ConfigError, match="num-layers 1 is invalid: it must be at least 2"):
+        find_model("deepseek-v3").with_layers(1)
+
+
 @pytest.mark.parametrize("factor", [Fraction(0), Fraction(-1, 2), Fraction(2)])
 def test_scale_out_of_range(factor: Fraction) -> None:
     with pytest.raises(ConfigError, match="scale"):

@@ -84,6 +84,7 @@ def _models(options: TrainOptions, tp: int) -> Iterator[tuple[ModelConfig, str]]
         if seq_len is not None and not 1 <= seq_len <= most:
             raise ConfigError("seq-len", seq_len, f"from 1 to {most} for {model.name}")
         model = dataclasses.replace(model, seq_len=seq_len or model.seq_len)
+        model = model.with_layers(options.num_layers or model.num_layers)
         yield model, name if is_file else ""
 
 

@@ -355,6 +355,26 @@ class ModelConfig:
             aliases=(),
         )
 
+    def with_layers(self, count: int) -> "ModelConfig":
+        """Return the model with this many layers, one of experts at least if it has any."""
+        if count == self.num_layers:
+            return self
+        moe = self.moe
+        if moe and moe.first_dense_layers:
+            if count == 1:
+                allowed = f"at least 2, since {self.name} has both dense and MoE layers"
+                raise ConfigError("num-layers", count, allowed)
+            moe = replace(moe, first_dense_layers=min(moe.first_dense_layers, count - 1))
+        return replace(
+            self,
+            name=f"{self.name}@{count}-layers",
+            num_layers=count,
+            moe=moe,
+            published_params=None,
+            published_active_params=None,
+            aliases=(),
+        )
+
     def tiny(self) -> "ModelConfig":
         """Return the same architecture, small enough for a test on CPU: `--scale tiny`."""
         hidden, heads, layers = 64, 4, 2

@@ -21,13 +21,13 @@ from stepmark.core.training import (
 )
 
 # Fields that are not part of the identity of a case, and of its model.
-_NO_IDENTITY = ("labels", "model_file")
+_NO_IDENTITY = ("labels", "model_file", "num_layers")
 _NO_IDENTITY_OF_MODEL = ("source", "aliases", "published_params", "published_active_params")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCase:
-    """One training step. All fields but labels and model_file are its identity.
+    """One training step. All fields but those of _NO_IDENTITY are its identity.
 
     model.seq_len is the sequence length. mbs is the batch per data rank and micro-step.
     """
@@ -69,6 +69,7 @@ class TrainCase:
     seed: int = 0
     scale: str = ""  # e.g. 1/8 or tiny
     model_file: str = ""  # file of the model; for the command only
+    num_layers: int | None = None  # that were asked for, as model has; for the command only
     labels: tuple[Label, ...] = ()
 
     @property

@@ -99,6 +99,7 @@ class Model(ModelChoice):
         metavar="MODEL...",
     )
     model: str | None = flag("the same as MODEL: one name, or several with commas")
+    num_layers: Count | None = flag("layers instead of the model's", "--num-layers", "--layers")
 
 
 @group
@@ -281,7 +282,7 @@ SAME_IN_CASE = (
     *_ALWAYS,
     *("grad_sync", "compile_mode", "attention", "loss_chunks", "lr", "clip", "reshard"),
     *("prefetch", "blocks_per_group", "bucket_mb", "pp_schedule", "pp_microbatches", "seed"),
-    *("cuda_graph", "async_tp", "scale"),
+    *("cuda_graph", "async_tp", "scale", "num_layers"),
 )
 
 
