@@ -301,7 +301,9 @@ def is_enough(
     if burst:
         samples = [value for batch in batches for value in batch]
         return count >= MIN_SAMPLES and summarize(samples).ci_rel < effort.target_ci_rel
-    if len(batches) < effort.min_batches or (rate is Rate.HALF and spent_s < HALF_S):
+    if rate is Rate.HALF and spent_s < HALF_S:
+        return False
+    if len(batches) < effort.min_batches:
         return False
     medians = [summarize(batch).median for batch in batches]
     return summarize(medians).ci_rel < effort.target_ci_rel
