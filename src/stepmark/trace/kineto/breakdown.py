@@ -14,7 +14,7 @@ from stepmark.core.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.trace.kineto import idle, launches, links
 from stepmark.trace.kineto.checks import device_of, missing_work
 from stepmark.trace.kineto.host_times import host_times
-from stepmark.trace.kineto.intervals import clip, join, time_before, union, without
+from stepmark.trace.kineto.intervals import Intervals, clip, join, time_before, union, without
 from stepmark.trace.kineto.windows import (
     Windows,
     gpu_windows,
@@ -31,11 +31,12 @@ Selects = Callable[[int], bool]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Gpu:
+class Gpu:
     """One GPU, and the steps of it that are selected.
 
-    rows: of its events; call, is_comm, place: of each, its launch call, whether it is
-    communication, and the place of its step among `numbers` and `windows`, or NONE.
+    rows: of its events; call, is_comm, is_memory, place: of each, its launch call, whether it
+    is communication, whether it is another copy or memset, and the place of its step among
+    `numbers` and `windows`, or NONE. all_windows: also of steps that are not selected.
     """
 
     trace: RankTrace
@@ -43,63 +44,74 @@ class _Gpu:
     rows: Ints
     call: Ints
     is_comm: Flags
+    is_memory: Flags
     place: Ints
     numbers: tuple[int | None, ...]
     windows: Windows
+    all_windows: Windows
+
+    def times(self, which: Flags) -> Intervals:
+        """Return when any of these of its events run."""
+        rows = self.rows[which]
+        return union(self.trace.gpu.start[rows], self.trace.gpu.end[rows])
 
 
 def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     """Return the times of a trace. selects: which steps, by number."""
-    steps = links.steps(trace)
-    call = links.launches(trace)
     if not trace.gpu.start.size:
-        missing = tuple(missing_work(trace))
+        steps, missing = links.steps(trace), tuple(missing_work(trace))
         times = _no_times(steps) if missing else host_times(trace, steps, selects)
         return replace(times, damage=missing)
+    steps, own = gpus(trace, selects)
+    outside = [_outside(gpu) for gpu in own]
+    with_work = {steps.numbers[i] for i in np.unique(steps.of_gpu) if i != NONE}
+    chosen = np.concatenate([gpu.rows[gpu.place != NONE] for gpu in own])
+    return RankTimes(
+        is_marked=steps.is_marked,
+        all_steps=steps.numbers if steps.is_marked else (),
+        empty_steps=tuple(sorted(set(steps.numbers) - with_work)),
+        steps=tuple(step for gpu in own for step in _step_times(gpu)),
+        comms=tuple(comm for gpu in own for comm in _comm_times(gpu)),
+        kernels=tuple(kernel for gpu in own for kernel in _kernel_times(gpu)),
+        launches=tuple(launches.launch_times(trace, links.launches(trace), chosen)),
+        copies=tuple(launches.copy_times(trace, chosen)),
+        num_outside=sum(count for count, _ in outside),
+        outside_ns=sum(time_ns for _, time_ns in outside),
+    )
+
+
+def gpus(trace: RankTrace, selects: Selects) -> tuple[links.Steps, list[Gpu]]:
+    """Return the steps of a trace with GPU events, and its GPUs by their number."""
+    steps, call = links.steps(trace), links.launches(trace)
     if steps.is_marked and (steps.of_gpu == NONE).all():
         steps = links.whole(trace)
-    is_comm = is_communication(trace)
-    device = device_of(trace)
-    gpus: list[_Gpu] = []
-    num_outside = outside_ns = 0
-    with_work: set[int] = set()
+    is_comm, device = is_communication(trace), device_of(trace)
+    is_memory = ~is_comm & (trace.gpu.kind != GpuKind.KERNEL)
+    result = []
     for number in np.unique(device).tolist():
         rows = np.flatnonzero(device == number)
         windows = gpu_windows(trace, steps, rows)
-        count, time_ns = _outside(trace, rows, windows)
-        num_outside, outside_ns = num_outside + count, outside_ns + time_ns
         index = np.unique(steps.of_gpu[rows])
         index = index[index != NONE]
-        with_work.update(steps.numbers[i] for i in index)
         if steps.is_marked:
             index = index[[selects(steps.numbers[i]) for i in index]]
         place = np.full(len(steps.numbers) + 1, NONE, np.int64)  # the last one is for NONE
         place[index] = np.arange(index.size)
-        gpus.append(
-            _Gpu(
+        result.append(
+            Gpu(
                 trace=trace,
                 device=number,
                 rows=rows,
                 call=call[rows],
                 is_comm=is_comm[rows],
+                is_memory=is_memory[rows],
                 place=place[steps.of_gpu[rows]],
                 numbers=tuple(steps.numbers[i] if steps.is_marked else None for i in index),
                 windows=Windows(windows.start[index], windows.end[index]),
+                all_windows=windows,
             )
         )
-    chosen = np.concatenate([gpu.rows[gpu.place != NONE] for gpu in gpus])
-    return RankTimes(
-        is_marked=steps.is_marked,
-        all_steps=steps.numbers if steps.is_marked else (),
-        empty_steps=tuple(sorted(set(steps.numbers) - with_work)),
-        steps=tuple(step for gpu in gpus for step in _step_times(gpu)),
-        comms=tuple(comm for gpu in gpus for comm in _comm_times(gpu)),
-        kernels=tuple(kernel for gpu in gpus for kernel in _kernel_times(gpu)),
-        launches=tuple(launches.launch_times(trace, call, chosen)),
-        copies=tuple(launches.copy_times(trace, chosen)),
-        num_outside=num_outside,
-        outside_ns=outside_ns,
-    )
+    return steps, result
 
 
 def _no_times(steps: links.Steps) -> RankTimes:
@@ -107,21 +119,17 @@ def _no_times(steps: links.Steps) -> RankTimes:
     return RankTimes(is_marked=steps.is_marked, all_steps=numbers, empty_steps=(), steps=())
 
 
-def _outside(trace: RankTrace, rows: Ints, windows: Windows) -> tuple[int, int]:
+def _outside(gpu: Gpu) -> tuple[int, int]:
     """Return the number of events that no window contains, and the time out of windows."""
-    start, end = trace.gpu.start[rows], trace.gpu.end[rows]
-    inside = union(windows.start, windows.end)
+    start, end = gpu.trace.gpu.start[gpu.rows], gpu.trace.gpu.end[gpu.rows]
+    inside = union(gpu.all_windows.start, gpu.all_windows.end)
     is_inside = time_before(inside, end) > time_before(inside, start)
     return int((~is_inside & (end > start)).sum()), without(union(start, end), inside).total
 
 
-def _step_times(gpu: _Gpu) -> Iterator[StepTimes]:
-    start, end = gpu.trace.gpu.start[gpu.rows], gpu.trace.gpu.end[gpu.rows]
-    is_memory = ~gpu.is_comm & (gpu.trace.gpu.kind[gpu.rows] != GpuKind.KERNEL)
-    is_compute = ~gpu.is_comm & ~is_memory
-    compute, comm, memory = (
-        union(start[own], end[own]) for own in (is_compute, gpu.is_comm, is_memory)
-    )
+def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
+    is_compute = ~gpu.is_comm & ~gpu.is_memory
+    compute, comm, memory = map(gpu.times, (is_compute, gpu.is_comm, gpu.is_memory))
     kernels = join(compute, comm)
     busy = join(kernels, memory)
     exposed = without(comm, compute), without(memory, kernels)
@@ -129,12 +137,13 @@ def _step_times(gpu: _Gpu) -> Iterator[StepTimes]:
         in_windows(times, gpu.windows).tolist()
         for times in (compute, comm, memory, *exposed, busy)
     ]
-    idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, busy, gpu.windows)
+    gaps = idle.idle_gaps(gpu.trace, gpu.rows, gpu.call, busy, gpu.windows)
+    idle_times = idle.idle_times(gaps, len(gpu.numbers))
     depths = launches.queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     for number, step in enumerate(gpu.numbers):
         first, last = int(gpu.windows.start[number]), int(gpu.windows.end[number])
         own = gpu.place == number
-        own_ns = clip(union(start[own], end[own]), first, last).total
+        own_ns = clip(gpu.times(own), first, last).total
         compute_ns, comm_ns, memory_ns, exposed_comm_ns, exposed_memory_ns, busy_ns = (
             each[number] for each in sums
         )
@@ -156,12 +165,10 @@ def _step_times(gpu: _Gpu) -> Iterator[StepTimes]:
         )
 
 
-def _comm_times(gpu: _Gpu) -> Iterator[CommTimes]:
+def _comm_times(gpu: Gpu) -> Iterator[CommTimes]:
     """Yield times of communication by step, collective and group."""
     trace = gpu.trace
-    kernels = trace.gpu.kind[gpu.rows] == GpuKind.KERNEL
-    computes = gpu.rows[kernels & ~gpu.is_comm]
-    compute = union(trace.gpu.start[computes], trace.gpu.end[computes])
+    compute = gpu.times(~gpu.is_comm & ~gpu.is_memory)
     rows, place = gpu.rows[gpu.is_comm], gpu.place[gpu.is_comm]
     comm = links.gpu_comms(trace)[0][rows]
     ids, of_row = np.unique(
@@ -193,7 +200,7 @@ def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
     )
 
 
-def _kernel_times(gpu: _Gpu) -> Iterator[KernelTimes]:
+def _kernel_times(gpu: Gpu) -> Iterator[KernelTimes]:
     trace, is_own = gpu.trace, gpu.place != NONE
     rows = gpu.rows[is_own]
     groups = list(dict.fromkeys((COPIES, *map(group_of, trace.names))))

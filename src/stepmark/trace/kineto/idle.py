@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,10 +20,24 @@ MAX_KERNEL_GAP_NS = 100_000
 _NEVER = np.iinfo(np.int64).max
 
 
-def idle_times(
+class IdleGaps(NamedTuple):
+    """Times in which nothing runs, with the place of the window that each lies in.
+
+    host, kernel_gap and unknown add up to the gap, in this order; in_call is a part of host.
+    """
+
+    start: Ints
+    window: Ints
+    host: Ints
+    in_call: Ints
+    kernel_gap: Ints
+    unknown: Ints
+
+
+def idle_gaps(
     trace: RankTrace, rows: Ints, call: Ints, busy: Intervals, windows: Windows
-) -> list[IdleTimes]:
-    """Return the idle times of one GPU in each window; they add up to what is not busy.
+) -> IdleGaps:
+    """Return the idle times of one GPU in each window by what they wait for.
 
     rows, call: its events and the calls that launched them. A gap in which nothing runs ends
     with an event. Up to the end of its launch call the gap is the host's; what remains is a
@@ -31,7 +45,6 @@ def idle_times(
     """
     tiles = Intervals(windows.start, windows.end)
     gaps = common(tiles, without(union(windows.start, windows.end), busy))
-    window = np.searchsorted(windows.end, gaps.end, side="left")
     # Of the events that start at the end of a gap, the one that was launched first.
     begun, ready = _launched(trace, rows, call)
     order = np.lexsort((begun, ready, trace.gpu.start[rows]))
@@ -43,13 +56,26 @@ def idle_times(
     is_known = launched != _NEVER
     length = gaps.end - gaps.start
     host = np.where(is_known, np.clip(launched - gaps.start, 0, length), 0)
-    in_call = np.minimum(host, gaps.start + host - np.minimum(begun[chosen], gaps.start + host))
     rest = length - host
     is_kernel_gap = is_known & (rest <= MAX_KERNEL_GAP_NS)
-    parts = (host, in_call, np.where(is_kernel_gap, rest, 0), np.where(is_kernel_gap, 0, rest))
-    sums = np.zeros((len(parts), windows.start.size), np.int64)
+    return IdleGaps(
+        start=gaps.start,
+        window=np.searchsorted(windows.end, gaps.end, side="left"),
+        host=host,
+        in_call=np.minimum(
+            host, gaps.start + host - np.minimum(begun[chosen], gaps.start + host)
+        ),
+        kernel_gap=np.where(is_kernel_gap, rest, 0),
+        unknown=np.where(is_kernel_gap, 0, rest),
+    )
+
+
+def idle_times(gaps: IdleGaps, num_windows: int) -> list[IdleTimes]:
+    """Return the idle times of each window; they add up to what is not busy."""
+    parts = (gaps.host, gaps.in_call, gaps.kernel_gap, gaps.unknown)
+    sums = np.zeros((len(parts), num_windows), np.int64)
     for total, part in zip(sums, parts, strict=True):
-        np.add.at(total, window, part)
+        np.add.at(total, gaps.window, part)
     return [
         IdleTimes(
             host_bound_ns=host_ns,
