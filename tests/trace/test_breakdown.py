@@ -146,7 +146,7 @@ def counted(
         times["most"] = max(times["most"], queued)
         times["empty"] += not queued
         if not running:
-            times.update(_waits_for(order, now, start, end))
+            times.update(waits_for(order, now, start, end))
     return times
 
 
@@ -163,7 +163,7 @@ def sums(job: Job, works: list[Work], step: int | None) -> tuple[int, Counter[st
     return calls, groups
 
 
-def _waits_for(order: list[Work], now: int, start: int, end: int) -> list[str]:
+def waits_for(order: list[Work], now: int, start: int, end: int) -> list[str]:
     gap_end = min([end, *(w.start for w in order if w.start > now and w.end > w.start)])
     gap_start = max([start, *(w.end for w in order if w.end <= now and w.end > w.start)])
     ready = []

@@ -42,6 +42,8 @@ class Idle(StrEnum):
     DATA = "data"  # the batch
     RANK = "waiting for a rank"
     UNKNOWN = "unknown"
+    # Of a measured step: what is left, also below 0, after the profiler's cost is taken off.
+    UNEXPLAINED = "unexplained"
 
 
 _WORK_OF_GROUP = {
@@ -69,6 +71,9 @@ def work_of(kernel: str, role: str, phase: str) -> Work:
 
 
 Line = tuple[Group, str]
+# Names of `Ledger.within`.
+RECOMPUTED = "recomputed"  # of compute
+TRANSFER, WAITING = "transfer", "waiting for other ranks"  # of exposed communication
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from stepmark.core.kernel_groups import group_of
 from stepmark.core.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.core.trace_columns import NONE, RankTrace
-from stepmark.trace.kineto.intervals import Intervals, join, union, without
+from stepmark.trace.kineto.intervals import Intervals, Pieces, first_begun, union, without
 from stepmark.trace.kineto.links import Steps, parents_by_thread, span_of, sums
 from stepmark.trace.kineto.windows import Windows, in_windows, label_times
 
@@ -30,7 +30,6 @@ COMM_NAME = re.compile(
     r"^(?:c10d::|_?c10d_functional|record_param_comms|gloo:|mpi:|ucc:|nccl:)"
 )
 _COMPUTE = re.compile(r"^(?!autograd::|torch::autograd::)\w+::|cpp_fused")
-_NO_TIMES: Intervals = Intervals(np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -> RankTimes:
@@ -80,30 +79,33 @@ def _is_comm(trace: RankTrace) -> Ints:
 
 def communication_and_compute(trace: RankTrace) -> tuple[Intervals, Intervals]:
     """Return when communication and when compute runs on any thread."""
-    is_comm = _is_comm(trace)
+    comm, compute = work_on_threads(trace)
+    return union(comm.start, comm.end), union(compute.start, compute.end)
+
+
+def work_on_threads(trace: RankTrace) -> tuple[Pieces, Pieces]:
+    """Return communication by name, and compute by the row of its operation.
+
+    Where several run, on one thread or on many, it is the one that began first.
+    """
+    is_comm, ops, spans = _is_comm(trace), trace.ops, trace.spans
     is_compute = (
         np.array([bool(_COMPUTE.search(name)) for name in trace.names], bool) & ~is_comm
     )
-    compute = comm = _NO_TIMES
-    for start, end, name in _threads(trace, is_comm):
-        computes, calls = is_compute[name], is_comm[name]
-        own_comm = union(start[calls], end[calls])
-        compute = join(compute, without(union(start[computes], end[computes]), own_comm))
-        comm = join(comm, own_comm)
-    return comm, compute
-
-
-def _threads(trace: RankTrace, is_comm: Ints) -> Iterator[tuple[Ints, Ints, Ints]]:
-    """Yield start, end and name of the operators and communication of each thread."""
-    ops, spans = trace.ops, trace.spans
-    span_rows = np.flatnonzero(is_comm[spans.name]) if spans.name.size else spans.name
-    start = np.concatenate((ops.start, spans.start[span_rows]))
-    end = np.concatenate((ops.end, spans.end[span_rows]))
-    name = np.concatenate((ops.name, spans.name[span_rows]))
-    thread = np.concatenate((ops.thread, spans.thread[span_rows]))
-    for number in np.unique(thread):
-        rows = thread == number
-        yield start[rows], end[rows], name[rows]
+    calls = [
+        np.stack((table.start, table.end, table.name, table.thread))[:, is_comm[table.name]]
+        for table in (ops, spans)
+        if table.name.size
+    ]
+    start, end, name, thread = np.concatenate([np.empty((4, 0), np.int64), *calls], axis=1)
+    rows = np.flatnonzero(is_compute[ops.name]) if ops.name.size else ops.name
+    parts = [np.empty((3, 0), np.int64)]
+    for number in np.unique(ops.thread[rows]):
+        own = rows[ops.thread[rows] == number]
+        own_comm = union(start[thread == number], end[thread == number])
+        pieces = first_begun(ops.start[own], ops.end[own], own).without(own_comm)
+        parts.append(np.stack(pieces))
+    return first_begun(start, end, name), first_begun(*np.concatenate(parts, axis=1))
 
 
 def _comms(

@@ -34,6 +34,46 @@ def union(start: Ints, end: Ints) -> Intervals:
     return Intervals(start[first], reach[last])
 
 
+class Pieces(NamedTuple):
+    """Disjoint times in ascending order, and the row of what each belongs to."""
+
+    start: Ints
+    end: Ints
+    row: Ints
+
+    @property
+    def times(self) -> Intervals:
+        return Intervals(self.start, self.end)
+
+    def clip(self, start: int, end: int) -> Pieces:
+        """Return the parts inside [start, end)."""
+        own = slice(
+            int(np.searchsorted(self.end, start, "right")),
+            int(np.searchsorted(self.start, end, "left")),
+        )
+        return Pieces(
+            np.maximum(self.start[own], start), np.minimum(self.end[own], end), self.row[own]
+        )
+
+    def without(self, times: Intervals) -> Pieces:
+        """Return the parts that are not in these times."""
+        left = without(self.times, times)
+        return Pieces(*left, self.row[np.searchsorted(self.start, left.start, "right") - 1])
+
+
+def first_begun(start: Ints, end: Ints, row: Ints) -> Pieces:
+    """Return the union of intervals, each time with the interval around it that begins first.
+
+    Rows that begin at once count in their order.
+    """
+    order = np.argsort(start, kind="stable")
+    start, end, row = start[order], end[order], row[order]
+    reach = np.maximum.accumulate(end)
+    start = np.concatenate((start[:1], np.maximum(start[1:], reach[:-1])))
+    keep = end > start
+    return Pieces(start[keep], end[keep], row[keep])
+
+
 def join(a: Intervals, b: Intervals) -> Intervals:
     """Return the times in a or b."""
     return union(np.concatenate((a.start, b.start)), np.concatenate((a.end, b.end)))
