@@ -1,7 +1,7 @@
 """stepmark trace breakdown: where the time of each step went."""
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from stepmark.app.trace_files import damage_notes, map_traces
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
 from stepmark.core.trace_breakdown import RankTimes
-from stepmark.core.trace_columns import Damage, RankTrace
-from stepmark.core.trace_options import BreakdownOptions
+from stepmark.core.trace_columns import Damage, RankInfo, RankTrace
+from stepmark.core.trace_options import BreakdownOptions, TraceInputs
 from stepmark.core.trace_timeline import Timeline
 from stepmark.core.units import ranks_text
 from stepmark.report import histogram
@@ -19,6 +19,7 @@ from stepmark.report import trace_breakdown as report
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
 from stepmark.trace.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
+from stepmark.trace.kineto.matching import Messages
 from stepmark.trace.kineto.timeline import timeline
 from stepmark.trace.read_text import read_head
 
@@ -34,19 +35,9 @@ def breakdown(options: BreakdownOptions) -> int:
     traces = map_traces(options, partial(_reduce, options))
     if traces is None:
         return 0
-    times = [(result.info.file, result.value[0].times) for result in traces.results]
-    options.check_steps(
-        {number for _, each in times for number in each.all_steps},
-        (file for file, each in times if not each.is_marked),
-    )
     by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
-    messages = matched(by_rank, options.has_step)
-    ranks = list(with_arrivals(by_rank, messages).items())
-    notes = [*traces.notes, *damage_notes(_damage(ranks))]
-    if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
-        more = f"; and {len(reasons) - 3} more reasons" * (len(reasons) > 3)
-        text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])
-        notes.append(f"how ranks wait for each other is not known of {text}{more}")
+    ranks, messages, notes = waiting_times(by_rank, options)
+    notes = [*traces.notes, *notes]
     tables = report.tables(ranks)
     if options.json:
         header = {"world_size": traces.world_size, "missing_ranks": traces.missing}
@@ -69,6 +60,24 @@ def breakdown(options: BreakdownOptions) -> int:
         lines = (*report.lines(ranks, details=options.details), *noted)
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
+
+
+def waiting_times(
+    by_rank: Mapping[int, tuple[RankInfo, RankParts]], inputs: TraceInputs
+) -> tuple[list[tuple[int, RankTimes]], Messages, list[str]]:
+    """Return the times of ranks, how they wait for each other, matched calls, and notes."""
+    inputs.check_steps(
+        {number for _, part in by_rank.values() for number in part.times.all_steps},
+        (info.file for info, part in by_rank.values() if not part.times.is_marked),
+    )
+    messages = matched(by_rank, inputs.has_step)
+    ranks = list(with_arrivals(by_rank, messages).items())
+    notes = list(damage_notes(_damage(ranks)))
+    if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
+        more = f"; and {len(reasons) - 3} more reasons" * (len(reasons) > 3)
+        text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])
+        notes.append(f"how ranks wait for each other is not known of {text}{more}")
+    return ranks, messages, notes
 
 
 def _is_table(files: Sequence[str]) -> bool:

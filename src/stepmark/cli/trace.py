@@ -14,6 +14,15 @@ app = group(
                 "Show where the time of each step went on each rank.",
             ),
         ),
+        "ledger": (
+            "Where each nanosecond of a step went: kind of work, collective, cause of idle.",
+            builder(
+                trace_options.LedgerOptions,
+                "stepmark.app.step_ledger:ledger",
+                "Show the lines that a step's time adds up from: compute by kind of work, "
+                "exposed communication by collective, copies, idle time by cause.",
+            ),
+        ),
         "messages": (
             "How often each message was sent, how fast, and what a faster network gains.",
             builder(

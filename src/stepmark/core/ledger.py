@@ -7,7 +7,7 @@ end and a name, and `ledger` gives every nanosecond of the window to exactly one
 import heapq
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stepmark.core.kernel_groups import group_of
@@ -106,6 +106,51 @@ class Ledger:
     def total(self, group: Group) -> int:
         """Return the time of all lines of a group, in ns."""
         return sum(time for (own, _), time in self.lines.items() if own is group)
+
+
+# Idle times in which the profiler's own work is: it slows the host.
+_PROFILED = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA)
+
+
+def without_profiler(profiled: Ledger, step_ns: int) -> Ledger:
+    """Return the ledger of a step that takes `step_ns` without the profiler.
+
+    What the profiled step takes longer is idle time of the host, then launch gaps, then data.
+    What this does not explain, either way, is idle time that is unexplained.
+    """
+    lines, rest_ns = dict(profiled.lines), profiled.window_ns - step_ns
+    for cause in _PROFILED:
+        line = Group.IDLE, str(cause)
+        cost_ns = max(0, min(rest_ns, lines.get(line, 0)))
+        if cost_ns:
+            lines[line] -= cost_ns
+            rest_ns -= cost_ns
+    lines[Group.IDLE, str(Idle.UNEXPLAINED)] = -rest_ns
+    return replace(
+        profiled, window_ns=step_ns, lines={line: ns for line, ns in lines.items() if ns}
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredLedger:
+    """Ledger of a training step, from its profile.
+
+    ledger: of the step without the profiler; profiled: of the profiled step of the rank that
+    works the longest, thus the one that others wait for.
+    """
+
+    ledger: Ledger
+    profiled: Ledger
+    rank: int
+    num_ranks: int  # with a trace
+    step: int | None
+    num_steps: int  # profiled, of which `step` is the median by its time
+    notes: tuple[str, ...] = ()
+
+    @property
+    def profiling_ns(self) -> int:
+        """Return what the profiled step takes longer."""
+        return self.profiled.window_ns - self.ledger.window_ns
 
 
 # (start, end of an idle time) -> its parts by cause

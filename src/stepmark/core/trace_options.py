@@ -77,6 +77,11 @@ class BreakdownOptions(Files, TraceInputs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LedgerOptions(Files, TraceInputs):
+    """stepmark trace ledger."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class MessagesOptions(Files, TraceInputs):
     """Messages."""
 

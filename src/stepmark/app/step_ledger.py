@@ -1,0 +1,126 @@
+"""Ledgers of measured steps: of traces (stepmark trace ledger), and of a training case."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from stepmark.app.trace import waiting_times
+from stepmark.app.trace_files import map_traces
+from stepmark.core.errors import ConfigError
+from stepmark.core.ledger import (
+    TRANSFER,
+    WAITING,
+    Group,
+    Ledger,
+    MeasuredLedger,
+    without_profiler,
+)
+from stepmark.core.record import Measured
+from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.trace_breakdown import StepTimes
+from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_options import LedgerOptions, TraceInputs
+from stepmark.report import ledger as report
+from stepmark.report.ledger import RankLedger
+from stepmark.report.training_rates import means_of
+from stepmark.store.export import write_csv, write_json
+from stepmark.store.runs import TRACES
+from stepmark.trace.kineto.arrivals import RankParts, rank_parts
+from stepmark.trace.kineto.ledger import ledgers
+
+
+def ledger(options: LedgerOptions) -> int:
+    """Print and write the ledger of every step of every rank."""
+    options.check_stdout()
+    found = _read(options, shares=True)
+    if found is None:
+        return 0
+    steps, notes = found
+    rows = report.step_rows(steps)
+    if options.json:
+        document = {"notes": notes, "definitions": report.DEFINITIONS, "rows": rows}
+        write_json(document, options.json, "ledger")
+    if options.csv:
+        write_csv(rows, options.csv, "ledger")
+    if not options.to_stdout:
+        lines = (*report.step_lines(steps), *(f"note: {note}" for note in notes))
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+    return 0
+
+
+def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
+    """Return the ledger of a training step that was measured and then profiled.
+
+    folder: of its run. Raises ConfigError where no trace has times of the step.
+    """
+    training = record.training
+    if training is None or not training.traces:
+        raise ConfigError("profile", "not given", "given: train --profile traces the step")
+    files = [folder / TRACES / name for name in training.traces]
+    if missing := [file for file in files if not file.is_file()]:
+        raise ConfigError("trace", missing[0], "a file that exists")
+    found = _read(TraceInputs(files=tuple(map(str, files))), shares=False)
+    assert found is not None  # this process reads all files
+    steps, notes = found
+    means = means_of(slowest_per_sample(record.samples.seconds), training.cycle)
+    if not steps or not means:
+        reason = notes[-1] if notes else "the run was interrupted"
+        raise ConfigError("trace", files[0], f"one with times of a step that ran ({reason})")
+    by_rank = {rank: [s for s in steps if s.rank == rank] for rank in {s.rank for s in steps}}
+    medians = [_median(own) for own in by_rank.values()]
+    slowest = max(medians, key=lambda step: (_own_ns(step.ledger), -step.rank))
+    step_s = summarize(means).median * training.cycle
+    return MeasuredLedger(
+        ledger=without_profiler(slowest.ledger, round(step_s * 1e9)),
+        profiled=slowest.ledger,
+        rank=slowest.rank,
+        num_ranks=len(by_rank),
+        step=slowest.step,
+        num_steps=len(by_rank[slowest.rank]),
+        notes=tuple(notes),
+    )
+
+
+def _median(steps: Sequence[RankLedger]) -> RankLedger:
+    """Return the step in the middle by its time, of two the shorter one."""
+    return sorted(steps, key=lambda step: step.ledger.window_ns)[(len(steps) - 1) // 2]
+
+
+def _own_ns(ledger: Ledger) -> int:
+    """Return the time in which a rank does not merely communicate: others wait for it."""
+    return ledger.window_ns - ledger.total(Group.COMM)
+
+
+def _read(inputs: TraceInputs, *, shares: bool) -> tuple[list[RankLedger], list[str]] | None:
+    """Return the ledger of each step of each rank, and notes.
+
+    None on ranks of a launcher that do not report.
+    """
+    traces = map_traces(inputs, partial(_reduce, inputs), shares=shares)
+    if traces is None:
+        return None
+    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
+    own = {r.info.rank or 0: r.value[1] for r in traces.results}
+    ranks, _, notes = waiting_times(by_rank, inputs)
+    steps = [
+        RankLedger(rank=rank, times=step, ledger=_with_waiting(ledger, step))
+        for rank, times in ranks
+        for step, ledger in zip(times.steps, own[rank], strict=True)
+    ]
+    return steps, [*traces.notes, *notes]
+
+
+def _reduce(inputs: TraceInputs, trace: RankTrace) -> tuple[RankParts, tuple[Ledger, ...]]:
+    own = ledgers(trace, inputs.has_step)
+    return rank_parts(trace, inputs.has_step), tuple(each for _, each in own)
+
+
+def _with_waiting(ledger: Ledger, step: StepTimes) -> Ledger:
+    """Return the ledger with what exposed communication is, where calls are matched."""
+    waiting_ns = step.exposed_waiting_ns
+    if waiting_ns is None:
+        return ledger
+    parts = {TRANSFER: step.exposed_comm_ns - waiting_ns, WAITING: waiting_ns}
+    return replace(ledger, within={**ledger.within, **{n: t for n, t in parts.items() if t}})
