@@ -20,7 +20,14 @@ from typing import Any
 from tests.damage.mutators import Effect, Inputs, Lines, Mutator, Output, verdict
 from tests.trace import trace_truth
 
-from stepmark.app import trace, trace_kernels, trace_messages, trace_path, trace_workload
+from stepmark.app import (
+    step_ledger,
+    trace,
+    trace_kernels,
+    trace_messages,
+    trace_path,
+    trace_workload,
+)
 from stepmark.core import trace_options as options
 from stepmark.core.errors import ConfigError
 from stepmark.core.workload import CommOp
@@ -31,6 +38,7 @@ Json = dict[str, Any]
 Fact = tuple[object, ...]
 _VERBS: dict[str, tuple[Callable[[Any], int], Callable[..., Any]]] = {
     "breakdown": (trace.breakdown, options.BreakdownOptions),
+    "ledger": (step_ledger.ledger, options.LedgerOptions),
     "messages": (trace_messages.messages, options.MessagesOptions),
     "kernels": (trace_kernels.kernels, options.KernelsOptions),
     "critical-path": (trace_path.run, options.CriticalPathOptions),
@@ -124,6 +132,12 @@ def _laws(documents: dict[str, Json]) -> None:
         names = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
         assert sum(step[name] or 0 for name in names) == step["window_ns"]
         by_rank.setdefault(step["rank"], []).append(step)
+        own = [
+            row["time_ns"]
+            for row in documents["ledger"]["rows"]
+            if not row["is_part"] and all(row[n] == step[n] for n in ("rank", "device", "step"))
+        ]
+        assert sum(own) == step["window_ns"]
     for row in documents.get("messages", {"ranks": ()})["ranks"]:
         steps = by_rank.get(row["rank"], [])
         if (

@@ -57,11 +57,11 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
     """
     training = record.training
     if training is None or not training.traces:
-        raise ConfigError("profile", "not given", "given: train --profile traces the step")
+        raise ConfigError("profile", None, "train --profile, which traces the step")
     files = [folder / TRACES / name for name in training.traces]
     if missing := [file for file in files if not file.is_file()]:
         raise ConfigError("trace", missing[0], "a file that exists")
-    found = _read(TraceInputs(files=tuple(map(str, files))), shares=False)
+    found = _read(LedgerOptions(files=tuple(map(str, files))), shares=False)
     assert found is not None  # this process reads all files
     steps, notes = found
     means = means_of(slowest_per_sample(record.samples.seconds), training.cycle)
@@ -71,6 +71,8 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
     by_rank = {rank: [s for s in steps if s.rank == rank] for rank in {s.rank for s in steps}}
     medians = [_median(own) for own in by_rank.values()]
     slowest = max(medians, key=lambda step: (_own_ns(step.ledger), -step.rank))
+    if slowest.step is None:
+        raise ConfigError("trace", files[0], "a trace with marks of its steps (ProfilerStep)")
     step_s = summarize(means).median * training.cycle
     return MeasuredLedger(
         ledger=without_profiler(slowest.ledger, round(step_s * 1e9)),

@@ -143,7 +143,7 @@ class MeasuredLedger:
     profiled: Ledger
     rank: int
     num_ranks: int  # with a trace
-    step: int | None
+    step: int
     num_steps: int  # profiled, of which `step` is the median by its time
     notes: tuple[str, ...] = ()
 

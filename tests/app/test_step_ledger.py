@@ -1,0 +1,133 @@
+"""stepmark trace ledger, and the ledger of a training case without the profiler's cost."""
+
+import csv
+import io
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.report.train_records import fsdp, micro, train_measured
+from tests.trace.comm_traces import TraceWriter
+
+from stepmark.app.step_ledger import measured_ledger
+from stepmark.cli.main import status
+from stepmark.core.errors import ConfigError
+from stepmark.core.ledger import Group, Ledger, without_profiler
+from stepmark.core.record import Measured
+from stepmark.core.train_case import TrainCase
+
+FSDP8 = Path(__file__).parents[1] / "data" / "traces" / "fsdp8"
+
+
+def traced(
+    folder: Path, samples_s: list[float], case: TrainCase | None = None, *, marks: bool = True
+) -> Measured:
+    """Return a record with traces of two ranks: steps of 1, 1.2 and 1.1 ms.
+
+    Rank 1 works for 0.5 ms, rank 0 for 0.4 ms; then they communicate.
+    """
+    for rank in (0, 1):
+        writer = TraceWriter(rank=rank, world_size=2)
+        at = 0.0
+        for number, took in enumerate((1000, 1200, 1100)):
+            if marks:
+                writer.step(number, at, took)
+            work = 400 + 100 * rank
+            writer.kernel("gemm", at + 50, at + 60, work)
+            writer.collective("allreduce", 8, 8, at + 70, at + 60 + work, took - 60 - work)
+            at += took
+        writer.write(folder / "traces")
+    record = train_measured(case or fsdp(2), [samples_s, [0.9 * s for s in samples_s]])
+    assert record.training is not None
+    training = replace(record.training, traces=("rank0.json", "rank1.json"))
+    return replace(record, training=training)
+
+
+def test_the_profilers_cost_is_taken_off(tmp_path: Path) -> None:
+    """Of the median step, of the rank that works the longest; lines add up to the real step."""
+    own = measured_ledger(tmp_path, traced(tmp_path, [1.08e-3] * 3))
+    assert (own.rank, own.num_ranks, own.step, own.num_steps) == (1, 2, 2, 3)
+    assert (own.profiled.window_ns, own.ledger.window_ns) == (1_100_000, 1_080_000)
+    assert own.profiling_ns == 20_000
+    assert own.profiled.lines[Group.IDLE, "host"] == 51_000
+    assert own.ledger.lines == {**own.profiled.lines, (Group.IDLE, "host"): 31_000}
+    assert own.ledger.within == {"transfer": 540_000}
+
+
+def test_a_step_is_a_whole_cycle(tmp_path: Path) -> None:
+    """The optimizer, in one of four samples, counts; what no line explains is idle."""
+    record = traced(tmp_path, [1e-3, 1e-3, 1e-3, 5e-3] * 2, micro(2))
+    own = measured_ledger(tmp_path, record).ledger
+    assert own.window_ns == 8_000_000
+    assert own.lines[Group.IDLE, "unexplained"] == 8_000_000 - 1_100_000
+
+
+@pytest.mark.parametrize(
+    ("step_ns", "idle"),
+    [
+        (1000, {"host": 50, "launch gap": 30, "data": 20}),
+        (960, {"host": 10, "launch gap": 30, "data": 20}),
+        (930, {"launch gap": 10, "data": 20}),
+        (905, {"data": 5}),
+        (870, {"unexplained": -30}),
+        (1070, {"host": 50, "launch gap": 30, "data": 20, "unexplained": 70}),
+    ],
+)
+def test_the_host_pays_for_the_profiler_first(step_ns: int, idle: dict[str, int]) -> None:
+    lines = {(Group.IDLE, "host"): 50, (Group.IDLE, "launch gap"): 30, (Group.IDLE, "data"): 20}
+    busy = {(Group.COMPUTE, "product"): 900}
+    closed = without_profiler(Ledger(window_ns=1000, lines=lines | busy), step_ns)
+    assert closed.lines == busy | {(Group.IDLE, cause): ns for cause, ns in idle.items()}
+
+
+def test_what_has_no_step_is_refused(tmp_path: Path) -> None:
+    record = traced(tmp_path, [1e-3], marks=False)
+    with pytest.raises(ConfigError, match="marks of its steps"):
+        measured_ledger(tmp_path, record)
+    with pytest.raises(ConfigError, match="it must be a file that exists"):
+        measured_ledger(tmp_path / "other", record)
+    assert record.training is not None
+    bare = replace(record, training=replace(record.training, traces=()))
+    with pytest.raises(ConfigError, match="profile is missing: give train --profile"):
+        measured_ledger(tmp_path, bare)
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert status(["trace", "ledger", str(FSDP8), "--jobs", "1", *map(str, words)]) == 0
+    return capsys.readouterr().out
+
+
+def test_lines_of_traces_add_up_to_their_windows(capsys: pytest.CaptureFixture[str]) -> None:
+    document = json.loads(run(capsys, "--json", "-"))
+    sums: Counter[tuple[int, int, int]] = Counter()
+    for row in document["rows"]:
+        key = row["rank"], row["step"], row["window_ns"]
+        sums[key] += 0 if row["is_part"] else row["time_ns"]
+    assert len(sums) == 16
+    assert all(total == window for (_, _, window), total in sums.items())
+    assert any("outside the windows" in note for note in document["notes"])
+    rows = list(csv.DictReader(io.StringIO(run(capsys, "--steps", "6", "--csv", "-"))))
+    waits = {row["rank"]: int(row["time_ns"]) for row in rows if row["line"].startswith("wait")}
+    assert 20 * waits.pop("7") < min(waits.values())
+    assert {row["group"] for row in rows if row["is_part"] == "True"} == {"within"}
+
+
+def test_the_text_has_groups_and_their_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = run(capsys).splitlines()
+    assert lines[0].startswith("steps 5-6 of ranks 0-7, in ms ")
+    assert lines[0].split()[-5:] == ["mean", "share", "min", "median", "max"]
+    assert lines[1].split() == [
+        "step",
+        "102.744",
+        "100.0",
+        "%",
+        "100.892",
+        "102.551",
+        "103.315",
+    ]
+    titles = [line[:30].rstrip() for line in lines]
+    place = titles.index("  exposed communication")
+    assert titles[place + 1 : place + 3] == ["    all_gather", "    reduce_scatter"]
+    assert "Definitions: docs/traces.md." in lines
