@@ -18,7 +18,7 @@ from stepmark.core.option_groups import RunOptions
 from stepmark.core.options import plain
 from stepmark.core.plan import Plan, entries
 from stepmark.core.record import AnyCase, Record, Skipped
-from stepmark.core.train_options import TrainOptions
+from stepmark.core.train_options import CalibrateOptions, TrainOptions
 from stepmark.store import plans
 from stepmark.store.runs import RunWriter
 
@@ -57,6 +57,7 @@ VERBS: dict[str, tuple[object, AnyCase]] = {
     "comm": (CommOptions(), comm_case()),
     "train": (TrainOptions(model="llama-3.1-8b"), single()),
     "run": (RunOptions(), COPY),
+    "calibrate": (CalibrateOptions(model="llama-3.1-8b"), single()),
 }
 
 

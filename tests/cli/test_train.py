@@ -11,7 +11,7 @@ from tests.report.train_records import flat, single
 
 from stepmark.app.train import found_batch
 from stepmark.cli.main import status
-from stepmark.core.record import Failed, Record
+from stepmark.core.record import Failed, Measured, Record
 from stepmark.core.train_case import TrainCase
 from stepmark.store.reader import read_records
 
@@ -47,6 +47,30 @@ def test_one_rank_is_measured_shown_and_written(tmp_path: Path) -> None:
     assert "tokens/s" in done.stdout
     assert re.search(r"^\[1/1\] train gpt2-125m@tiny single mbs 1", done.stderr, re.M)
     assert done.stderr.splitlines()[-1].startswith("run ")
+
+
+def test_calibration_measures_every_part_and_is_resumed(tmp_path: Path) -> None:
+    words = ["calibrate", "gpt2-125m", "--num-layers", "3", "--mbs", "2", "--nproc", "2", *TINY]
+    done = stepmark(*words, "--budget", "4s", "--json", "rows.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    run = only_run(tmp_path / "runs")
+    kernels, host, *messages = read_records(run)
+    assert (kernels.train.model.num_layers, kernels.train.mbs) == (2, 2)
+    assert (host.train.model.num_layers, host.train.mbs) == (3, 1)
+    assert isinstance(kernels, Measured)
+    assert isinstance(host, Measured)
+    assert [bool(part.training and part.training.traces) for part in (kernels, host)] == [1, 0]
+    assert {record.comm.family for record in messages} == {
+        *("all_gather", "reduce_scatter", "all_reduce")
+    }
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert len(rows) == len(messages) + 2
+    first, second, *rest = done.stdout.splitlines()
+    assert re.match(r"kernels +2 layers, steady step .* product .* optimizer", first)
+    assert re.match(r"host +3 layers, 128 tokens: forward .* backward .* optimizer", second)
+    assert sum(line.startswith("busbw") for line in rest) == 3
+    again = stepmark("resume", run.name, cwd=tmp_path)
+    assert (again.returncode, again.stdout) == (0, done.stdout)
 
 
 def test_two_ranks_of_each_strategy_learn_a_text_and_tell_their_messages(

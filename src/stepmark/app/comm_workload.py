@@ -25,6 +25,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError, NothingToMeasureError
 from stepmark.core.options import plain
 from stepmark.core.units import format_bytes
+from stepmark.core.workload import Workload
 from stepmark.report.nccl_tests import test_name, type_name
 
 # Options that a workload replaces.
@@ -50,11 +51,18 @@ def plan(
     if world_size < 2:
         allowed = "at least 2 ranks, because a single one sends nothing"
         raise ConfigError("nproc", world_size, allowed)
+    return placed(_cases(options), comm_plan.shared(options, device, world_size, world_size))
+
+
+def placed(originals: Iterable[CommCase], base: CommCase) -> tuple[list[CommCase], list[str]]:
+    """Return cases on the ranks of `base`, measured as it is, and notes on what differs.
+
+    Raises ConfigError where none is left.
+    """
     notes: list[str] = []
     cases: dict[CommCase, CommCase] = {}
-    base = comm_plan.shared(options, device, world_size, world_size)
-    for original in _cases(options):
-        case = _placed(original, base, world_size, notes)
+    for original in originals:
+        case = _placed(original, base, base.world_size, notes)
         if case is None:
             continue
         if reason := comm_plan.impossible(case):
@@ -69,20 +77,27 @@ def plan(
 
 
 def _cases(options: CommOptions) -> Iterable[CommCase]:
-    """Yield the cases of a workload in their original groups, labelled with their modules."""
+    """Return the cases of a workload in their original groups."""
     rule = "it cannot be combined with --from-workload"
     comm_plan.refuse(options, _IN_WORKLOAD, rule)
     # A send and its receipt are p2p here; nccl-tests' program for it is sendrecv.
     names = [Collective.P2P if name == Collective.SENDRECV else name for name in options.names]
     workload = workload_files.read(options.from_workload or "")
-    messages = workload_show.messages(workload, names)
-    if not messages:
+    cases = labelled(workload, names)
+    if not cases:
         allowed = f"a workload that has {' or '.join(names) or 'communication'}"
         raise ConfigError("from-workload", options.from_workload, allowed)
-    for message in messages:
+    return cases
+
+
+def labelled(workload: Workload, names: Iterable[str] = ()) -> list[CommCase]:
+    """Return the collectives of these names, or all, with their modules and calls per step."""
+    cases = []
+    for message in workload_show.messages(workload, names):
         role, count = ", ".join(message.modules), max(message.calls.values())
         label = Label(model=workload.name, role=role, count=count)
-        yield replace(message.case, labels=(label,))
+        cases.append(replace(message.case, labels=(label,)))
+    return cases
 
 
 def _placed(

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from stepmark.app.train_plan import estimated_memory
-from stepmark.core.case import Label, OpCase
+from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
@@ -56,6 +56,7 @@ def _operator_row(case: OpCase, label: Label) -> Row:
         "shape": case.op.shape_text,
         "dtype": str(case.dtype),
         "backend": case.backend,
+        "rate": str(case.rate),
         "ranks": case.num_ranks,
         "memory_bytes": case.op.memory_bytes,
         "flops": case.op.flops,
@@ -120,6 +121,7 @@ def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
 def _operator_line(row: Row) -> str:
     names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
     words = " ".join(row[name] for name in names if row[name])
+    words += "" if row["rate"] == Rate.SUSTAINED else f" {row['rate']}"
     traffic, memory = format_bytes(row["bytes_moved"]), format_bytes(row["memory_bytes"])
     return f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
 

@@ -28,6 +28,7 @@ SHOW = {
     "comm": "stepmark.app.comm:show",
     "train": "stepmark.app.train:show",
     "run": "stepmark.app.run:show",
+    "calibrate": "stepmark.app.calibrate:show",
 }
 Show = Callable[[Path, Mapping[str, Any], int], int]
 

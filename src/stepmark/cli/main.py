@@ -75,6 +75,12 @@ VERBS = {
         "stepmark.core.train_options:TrainOptions",
         "Train for real: steps of single, DDP, FSDP, TP, PP by phase, MFU by convention.",
     ),
+    "calibrate": Verb(
+        "Measure the parts from which a step is predicted.",
+        "stepmark.app.calibrate:run",
+        "stepmark.core.train_options:CalibrateOptions",
+        "Measure the parts of one training step: kernels, host, collectives, power.",
+    ),
     "resume": Verb(
         "Measure what is left of a run that was cut short.",
         "stepmark.app.measure:resume",

@@ -64,12 +64,14 @@ class CommHow:
 class TrainHow:
     """How training steps are measured. steps: steady samples wanted; None: the default.
 
-    The budget is wall time: building, compiling and warm-up count.
+    The budget is wall time: building, compiling and warm-up count. steady_s: seconds that the
+    steady samples last at least.
     """
 
     budget_s: float | None = None
     timeout_s: float = 600.0
     steps: int | None = None
+    steady_s: float = 0.0
     messages: bool = False
     profile: bool = False
     profile_ranks: tuple[int, ...] = (0,)
@@ -93,7 +95,7 @@ class Plan:
     options: the user's options, as plain data by option name.
     """
 
-    command: str  # the verb: op, comm, train, run, replay
+    command: str  # the verb: op, comm, train, run, calibrate
     argv: tuple[str, ...] = ()  # the words after `stepmark`, as the user typed them
     device: str  # cuda or cpu
     world_size: int

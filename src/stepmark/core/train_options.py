@@ -248,20 +248,11 @@ class Sampling:
     messages: bool = flag("every collective of one more step, as a histogram", default=False)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainOptions(
-    Model,
-    Axes,
-    Parallelism,
-    Batch,
-    OptimizerStep,
-    Numbers,
-    Techniques,
-    Sharding,
-    Sampling,
-    MeasureOptions,
+@group
+class CaseOptions(
+    Model, Axes, Parallelism, Batch, OptimizerStep, Numbers, Techniques, Sharding
 ):
-    """stepmark train."""
+    """Training steps."""
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -273,6 +264,16 @@ class TrainOptions(
         if not names:
             raise ConfigError("model", "missing", "a name, or a file such as config.json")
         return names
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(CaseOptions, Sampling, MeasureOptions):
+    """stepmark train."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrateOptions(CaseOptions, MeasureOptions):
+    """stepmark calibrate."""
 
 
 # Options that are the case's field of the same name; those of _ALWAYS have defaults that

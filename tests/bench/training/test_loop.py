@@ -112,6 +112,16 @@ def test_every_step_has_its_phases_and_they_add_up(clock: FakeClock, wanted: int
     assert [float(one) for one in taken.losses[:2]] == [2.0, 5.0], "means of three"
 
 
+@pytest.mark.parametrize("steady_s", [1.0, 20.0])
+def test_steady_samples_last_as_long_as_is_asked(clock: FakeClock, steady_s: float) -> None:
+    work = made(clock, case(), FakeTrainer(clock))
+    work.first()
+    work.run(4, None, steady_s)
+    steady = work.samples.seconds[work.samples.steady :]
+    assert len(steady) >= 4
+    assert max(4 * steady[0], steady_s) <= sum(steady) < max(8 * steady[0], steady_s + 2.0)
+
+
 def test_of_micro_steps_every_fourth_has_the_optimizer(clock: FakeClock) -> None:
     trainer = FakeTrainer(clock)
     taken = ran(clock, micro(), trainer, 8, None)

@@ -238,7 +238,7 @@ def _measure(
 
     def steady() -> None:
         with sampler:
-            work.run(_num_steady(case, how), end_s)
+            work.run(_num_steady(case, how), end_s, how.steady_s)
 
     all_ranks(steady)
     counts = counter.since(build_s, work.samples.first_s)

@@ -108,6 +108,7 @@ class Loop:
         self._case, self._trainer, self._batches, self._ranks = case, trainer, batches, ranks
         self._on_gpu = ranks.device.type == "cuda"
         self.samples = StepSamples()
+        self._steady_s = 0.0
         self._pending: list[_Sample] = []
         self._times_by_rank: list[list[float]] = [[] for _ in range(ranks.num_ranks)]
         self._num_shared = 0
@@ -123,11 +124,13 @@ class Loop:
             self.sample()
         self._settle(0)
 
-    def run(self, num_steady: int, end_s: float | None) -> None:
-        """Until `wanted` samples are steady on every rank, or time is up. Call `first` before.
+    def run(self, num_steady: int, end_s: float | None, steady_s: float = 0.0) -> None:
+        """Sample until so many samples are steady on every rank, or time is up.
 
-        end_s: on time.monotonic. Ctrl-C ends it on all ranks, with samples.interrupted set.
+        Call `first` before. end_s: on time.monotonic. steady_s: seconds that steady samples
+        last at least. Ctrl-C ends it on all ranks, with samples.interrupted set.
         """
+        self._steady_s = steady_s
         most = _PATIENCE * num_steady + _MORE_CYCLES * self._case.cycle
         with _deferred_interrupt() as interrupts, _no_collection():
             while True:
@@ -229,12 +232,16 @@ class Loop:
     def _is_over(self, num_steady: int, most: int, *, interrupted: bool, late: bool) -> bool:
         interrupted, late = self._share(interrupted, late)
         self.samples.interrupted = interrupted
-        slowest = self._slowest()
-        if interrupted or late or len(slowest) >= most:
+        slowest, cycle = self._slowest(), self._case.cycle
+        if interrupted or late:
             return True
-        steady = steady_from(slowest, self._case.cycle)
+        if len(slowest) >= most and sum(slowest[cycle:]) >= _PATIENCE * self._steady_s:
+            return True
+        steady = steady_from(slowest, cycle)
         # The first cycle compiles and allocates: it is never steady.
-        return steady is not None and len(slowest) - max(steady, self._case.cycle) >= num_steady
+        rest = slowest[max(steady or 0, cycle) :]
+        is_long = len(rest) >= num_steady and sum(rest) >= self._steady_s
+        return steady is not None and is_long
 
     def _steady(self, num_steady: int) -> int:
         """Return the first steady sample; a case that is never steady keeps its last ones."""
