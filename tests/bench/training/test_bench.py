@@ -268,7 +268,7 @@ def test_ctrl_c_stops_after_the_record(
     install()
     records: list[Record] = []
 
-    def interrupted(work: Any, _wanted: int, _end_s: float | None) -> None:
+    def interrupted(work: Any, *_limits: object) -> None:
         work.sample()
         work.samples.interrupted = True
 
