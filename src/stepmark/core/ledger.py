@@ -153,6 +153,15 @@ class MeasuredLedger:
         return self.profiled.window_ns - self.ledger.window_ns
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPower:
+    """Means of a step over one GPU, and its energy. None: unknown."""
+
+    clock_hz: float | None = None
+    power_w: float | None = None
+    energy_j: float | None = None
+
+
 # (start, end of an idle time) -> its parts by cause
 Causes = Callable[[int, int], Iterable[tuple[Idle, int]]]
 

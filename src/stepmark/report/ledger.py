@@ -1,16 +1,38 @@
-"""Ledgers of steps as rows, in ns, and as text, in ms."""
+"""Ledgers of steps as rows, in ns, and as text, in ms: of traces, and two beside each other."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
-from stepmark.core.columns import COUNT, FLAG, PERCENT, TEXT, Column, Row, aligned
+from stepmark.core.columns import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    PERCENT,
+    TEXT,
+    Column,
+    Row,
+    aligned,
+    digits,
+)
 from stepmark.core.columns import rows as rows_of
-from stepmark.core.ledger import Group, Ledger, Line
+from stepmark.core.ledger import (
+    RECOMPUTED,
+    WAITING,
+    Group,
+    Idle,
+    Ledger,
+    Line,
+    MeasuredLedger,
+    StepPower,
+)
 from stepmark.core.trace_breakdown import StepTimes
 from stepmark.core.units import ranks_text
 
 DEFINITIONS = "docs/traces.md"
+NAMES = ("predicted", "measured")
+_NOTABLE_PCT = 1.0
+_AVOIDABLE = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA, Idle.RANK)
 _MS = 1e6
 
 
@@ -94,6 +116,202 @@ def lines_of(ledgers: Sequence[Ledger], group: Group) -> list[Line]:
     """Return the lines of a group in any of the ledgers, the largest first."""
     lines = {line for own in ledgers for line in own.lines if line[0] is group}
     return sorted(lines, key=lambda n: (-max(abs(o.lines.get(n, 0)) for o in ledgers), n[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A line of two ledgers. share: of the second one's step."""
+
+    line: Line
+    first_ns: int
+    second_ns: int
+    step_ns: int
+
+    @property
+    def ns(self) -> int:
+        return self.second_ns - self.first_ns
+
+
+def differences(first: Ledger, second: Ledger) -> list[Difference]:
+    """Return every line of either ledger, by group, the largest first."""
+    both = (first, second)
+    return [
+        Difference(
+            line=line,
+            first_ns=first.lines.get(line, 0),
+            second_ns=second.lines.get(line, 0),
+            step_ns=second.window_ns,
+        )
+        for group in Group
+        for line in lines_of(both, group)
+    ]
+
+
+def columns(first: str, second: str) -> tuple[Column[Difference], ...]:
+    """Return the columns of differences between two ledgers of these names."""
+    return (
+        Column("group", lambda o: str(o.line[0]), TEXT),
+        Column("line", lambda o: o.line[1], TEXT),
+        Column(f"{first}_ns", lambda o: o.first_ns, COUNT),
+        Column(f"{second}_ns", lambda o: o.second_ns, COUNT),
+        Column("difference_ns", lambda o: o.ns, COUNT),
+        Column("difference_pct", lambda o: _percent(o.ns, o.step_ns), PERCENT),
+    )
+
+
+def difference_rows(first: Ledger, second: Ledger, names: tuple[str, str] = NAMES) -> list[Row]:
+    """Return a row per line; rows add up to the two steps."""
+    return rows_of(columns(*names), differences(first, second))
+
+
+def absolute_ns(first: Ledger, second: Ledger) -> int:
+    """Return the sum of absolute differences, which do not cancel as those of steps may."""
+    return sum(abs(each.ns) for each in differences(first, second))
+
+
+def difference_lines(
+    first: Ledger, second: Ledger, names: tuple[str, str] = NAMES
+) -> Iterator[str]:
+    """Yield two ledgers as a table: times in ms, differences in % of the second step."""
+    cells = [["in ms", *names, f"{names[1]} - {names[0]}", "% of the step"]]
+    step_ns = second.window_ns
+    for title, (first_ns, second_ns) in _table((first, second)):
+        difference_ns = second_ns - first_ns
+        share = _signed(_percent(difference_ns, step_ns), 1)
+        times = (_ms(first_ns), _ms(second_ns), _signed(difference_ns / _MS, 3))
+        cells.append([title, *times, share])
+    total_ns = absolute_ns(first, second)
+    share = "" if not step_ns else f"{_percent(total_ns, step_ns):.1f}"
+    cells.append(["sum of absolute differences of lines", "", "", _ms(total_ns), share])
+    yield from aligned(cells, [False, *[True] * 4])
+
+
+_Quantity = tuple[str, str, float | None, float | None]  # name, unit, predicted, measured
+POWER_COLUMNS: tuple[Column[_Quantity], ...] = (
+    Column("quantity", lambda o: o[0], TEXT),
+    Column("unit", lambda o: o[1], TEXT),
+    Column("predicted", lambda o: o[2], NUMBER),
+    Column("measured", lambda o: o[3], NUMBER),
+    Column(
+        "difference_pct",
+        lambda o: None if not o[2] or o[3] is None else 100 * (o[3] / o[2] - 1),
+        PERCENT,
+    ),
+)
+
+
+def power_rows(predicted: StepPower, measured: StepPower) -> list[Row]:
+    """Return clock, power and energy of the step on one GPU, as predicted and measured."""
+    items: list[_Quantity] = [
+        ("SM clock", "MHz", _mhz(predicted.clock_hz), _mhz(measured.clock_hz)),
+        ("power", "W", predicted.power_w, measured.power_w),
+        ("energy", "J", predicted.energy_j, measured.energy_j),
+    ]
+    return rows_of(POWER_COLUMNS, items)
+
+
+def _mhz(clock_hz: float | None) -> float | None:
+    return None if clock_hz is None else clock_hz / 1e6
+
+
+def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
+    """Yield the rows that are known on either side; what is unknown is n/a."""
+    cells = [["", "predicted", "measured", "difference %"]]
+    for row in power_rows(predicted, measured):
+        values = row["predicted"], row["measured"], row["difference_pct"]
+        if values[:2] != (None, None):
+            shown = [NUMBER.show(v) if v is not None else "n/a" for v in values[:2]]
+            change = "" if values[2] is None else _signed(float(str(values[2])), 1)
+            cells.append([f"{row['quantity']} ({row['unit']})", *shown, change])
+    if len(cells) > 1:
+        yield from aligned(cells, [False, True, True, True])
+
+
+def source_line(measured: MeasuredLedger) -> str:
+    """Return which step was measured, and what became of the profiler's cost."""
+    which = f"step {measured.step}, the median of {measured.num_steps}, of rank {measured.rank}"
+    if measured.num_ranks > 1:
+        which += f", which works the longest of {measured.num_ranks}"
+    cost_ns = measured.profiling_ns
+    than = f"{_ms(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
+    text = f"{which}: {_ms(measured.profiled.window_ns)} ms with the profiler, {than}"
+    rest_ns = measured.ledger.lines.get((Group.IDLE, str(Idle.UNEXPLAINED)), 0)
+    return f"measured: {text}" + f"; {_ms(rest_ns)} ms are unexplained" * bool(rest_ns)
+
+
+def sentence(
+    subject: str,
+    measured: Ledger,
+    predicted: Ledger | None = None,
+    *,
+    interval: str = "",
+    mfu_pct: float | None = None,
+) -> str:
+    """Return the answer: how long the step takes, where the prediction differs, what to gain.
+
+    subject: model, strategy and devices. interval: of the prediction, as text.
+    """
+    parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
+    if predicted is not None:
+        around = f" ({interval})" * bool(interval)
+        parts[0] += f", predicted {_short(predicted.window_ns)}{around}"
+        parts.append(
+            f"the lines differ by {_short(absolute_ns(predicted, measured))} ms in sum"
+        )
+        largest = max(differences(predicted, measured), key=lambda each: abs(each.ns))
+        if largest.ns:
+            sign = "+" if largest.ns > 0 else "-"
+            parts.append(
+                f"largest: {words_of(largest.line)} {sign}{_short(abs(largest.ns))} ms"
+            )
+    if mfu_pct is not None:
+        parts.append(f"{mfu_pct:.0f} % MFU")
+    return "; ".join([*parts, f"to gain: {to_gain(measured)}"])
+
+
+def words_of(line: Line) -> str:
+    """Return a line in words, without its group's heading."""
+    group, name = line
+    return {
+        Group.COMPUTE: name,
+        Group.OVERLAPPED: f"{name} under communication",
+        Group.COMM: f"exposed {name}",
+        Group.COPIES: f"exposed {name}",
+        Group.IDLE: f"idle time ({name})",
+    }[group]
+
+
+def to_gain(measured: Ledger) -> str:
+    """Return the largest time that is no necessary work, with its share of the step."""
+    times = {
+        "exposed communication": measured.total(Group.COMM),
+        "copies": measured.total(Group.COPIES),
+        "recomputation": measured.within.get(RECOMPUTED, 0),
+    }
+    for cause in _AVOIDABLE:
+        line = Group.IDLE, str(cause)
+        times[words_of(line)] = measured.lines.get(line, 0)
+    name = max(times, key=lambda each: times[each])
+    share = _percent(times[name], measured.window_ns)
+    if share < _NOTABLE_PCT:
+        return f"nothing above {_NOTABLE_PCT:.0f} % of the step"
+    if name == "exposed communication":
+        is_waiting = 2 * measured.within.get(WAITING, 0) > times[name]
+        name += f", mostly {WAITING if is_waiting else lines_of([measured], Group.COMM)[0][1]}"
+    return f"{_short(times[name])} ms ({share:.1f} %) of {name}"
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100 * part / whole if whole else 0.0
+
+
+def _signed(value: float, places: int) -> str:
+    return f"{value:+.{places}f}"
+
+
+def _short(nanoseconds: float) -> str:
+    """Return milliseconds with three digits."""
+    return digits(nanoseconds / _MS, 3)
 
 
 def _ms(nanoseconds: float) -> str:
