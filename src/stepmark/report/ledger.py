@@ -291,14 +291,14 @@ def to_gain(measured: Ledger) -> str:
     for cause in _AVOIDABLE:
         line = Group.IDLE, str(cause)
         times[words_of(line)] = measured.lines.get(line, 0)
-    name = max(times, key=lambda each: times[each])
-    share = _percent(times[name], measured.window_ns)
+    name, time_ns = max(times.items(), key=lambda item: item[1])
+    share = _percent(time_ns, measured.window_ns)
     if share < _NOTABLE_PCT:
         return f"nothing above {_NOTABLE_PCT:.0f} % of the step"
     if name == "exposed communication":
-        is_waiting = 2 * measured.within.get(WAITING, 0) > times[name]
+        is_waiting = 2 * measured.within.get(WAITING, 0) > time_ns
         name += f", mostly {WAITING if is_waiting else lines_of([measured], Group.COMM)[0][1]}"
-    return f"{_short(times[name])} ms ({share:.1f} %) of {name}"
+    return f"{_short(time_ns)} ms ({share:.1f} %) of {name}"
 
 
 def _percent(part: float, whole: float) -> float:

@@ -1,0 +1,155 @@
+"""Two ledgers beside each other: what cancels shows, and the sentence says what they say."""
+
+import random
+import re
+
+import pytest
+
+from stepmark.core.ledger import (
+    RECOMPUTED,
+    WAITING,
+    Group,
+    Idle,
+    Ledger,
+    Line,
+    MeasuredLedger,
+    StepPower,
+    Work,
+)
+from stepmark.report import ledger_page
+from stepmark.report.ledger import (
+    absolute_ns,
+    difference_lines,
+    difference_rows,
+    power_lines,
+    power_rows,
+    sentence,
+    source_line,
+    to_gain,
+)
+
+PRODUCT, UNDER = (Group.COMPUTE, "product"), (Group.OVERLAPPED, "product")
+GATHER, SCATTER = (Group.COMM, "all_gather"), (Group.COMM, "reduce_scatter")
+HOST, COPY = (Group.IDLE, "host"), (Group.COPIES, "copy")
+
+
+def ledger(lines_ms: dict[Line, float], **within_ms: float) -> Ledger:
+    lines = {line: round(ms * 1e6) for line, ms in lines_ms.items()}
+    within = {name: round(ms * 1e6) for name, ms in within_ms.items()}
+    return Ledger(window_ns=sum(lines.values()), lines=lines, within=within)
+
+
+PREDICTED = ledger({PRODUCT: 300, UNDER: 50, GATHER: 20, SCATTER: 40, COPY: 1, HOST: 8})
+MEASURED = ledger({PRODUCT: 296, UNDER: 50, GATHER: 20, SCATTER: 49, COPY: 1, HOST: 11})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_lines_add_up_and_do_not_cancel(seed: int) -> None:
+    rng = random.Random(seed)
+    names = [(Group.COMPUTE, str(work)) for work in Work]
+    names += [(Group.COMM, "a"), (Group.COMM, "b"), (Group.COPIES, "copy")]
+    names += [(Group.IDLE, str(cause)) for cause in Idle]
+
+    def some() -> Ledger:
+        lines = {name: rng.randrange(-5, 99) for name in names if rng.random() < 0.7}
+        return Ledger(window_ns=sum(lines.values()), lines=lines)
+
+    a, b = some(), some()
+    rows = difference_rows(a, b, ("a", "b"))
+    assert sum(int(str(row["a_ns"])) for row in rows) == a.window_ns
+    assert sum(int(str(row["b_ns"])) for row in rows) == b.window_ns
+    apart = [int(str(row["difference_ns"])) for row in rows]
+    assert sum(apart) == b.window_ns - a.window_ns
+    assert sum(map(abs, apart)) == absolute_ns(a, b) >= abs(b.window_ns - a.window_ns)
+    groups = [str(row["group"]) for row in rows]
+    assert groups == sorted(groups, key=[str(group) for group in Group].index)
+
+
+def test_the_table_has_groups_lines_and_both_sums() -> None:
+    lines = list(difference_lines(PREDICTED, MEASURED))
+    cells = {re.split(" {2,}", line.strip())[0]: line.split()[-4:] for line in lines}
+    assert lines[0].split("  ")[-1].strip() == "% of the step"
+    assert cells["step"] == ["419.000", "427.000", "+8.000", "+1.9"]
+    assert cells["exposed communication"] == ["60.000", "69.000", "+9.000", "+2.1"]
+    assert cells["reduce_scatter"] == ["40.000", "49.000", "+9.000", "+2.1"]
+    assert lines[-1].split()[-2:] == ["16.000", "3.7"]
+    titles = [line.strip().split("  ")[0] for line in lines]
+    assert titles.index("reduce_scatter") < titles.index("all_gather")  # the larger one first
+
+
+def test_the_sentence() -> None:
+    interval = "90 %: 405 to 433"
+    text = sentence(
+        "llama-3.1-8b FSDP on 4 x H200", MEASURED, PREDICTED, interval=interval, mfu_pct=48.2
+    )
+    assert text == (
+        "llama-3.1-8b FSDP on 4 x H200: measured 427 ms, predicted 419 (90 %: 405 to 433); the "
+        "lines differ by 16 ms in sum; largest: exposed reduce_scatter +9 ms; 48 % MFU; "
+        "to gain: 69 ms (16.2 %) of exposed communication, mostly reduce_scatter"
+    )
+    faster = sentence("x", PREDICTED, MEASURED)
+    assert "largest: exposed reduce_scatter -9 ms" in faster
+    assert "MFU" not in faster
+    assert sentence("x", MEASURED).startswith("x: measured 427 ms; to gain: 69 ms")
+
+
+@pytest.mark.parametrize(
+    ("own", "text"),
+    [
+        (ledger({PRODUCT: 99.5, HOST: 0.5}), "nothing above 1 % of the step"),
+        (ledger({PRODUCT: 90, HOST: 10}), "10 ms (10.0 %) of idle time (host)"),
+        (ledger({PRODUCT: 90, COPY: 10}), "10 ms (10.0 %) of copies"),
+        (
+            ledger({PRODUCT: 90, HOST: 10}, **{RECOMPUTED: 30}),
+            "30 ms (30.0 %) of recomputation",
+        ),
+        (
+            ledger({PRODUCT: 80, GATHER: 20}, **{WAITING: 12}),
+            "20 ms (20.0 %) of exposed communication, mostly waiting for other ranks",
+        ),
+        (
+            ledger({PRODUCT: 50, (Group.IDLE, "unexplained"): 50}),
+            "nothing above 1 % of the step",
+        ),
+    ],
+)
+def test_what_there_is_to_gain(own: Ledger, text: str) -> None:
+    assert to_gain(own) == text
+
+
+def test_power_that_is_unknown_is_no_number() -> None:
+    predicted = StepPower(clock_hz=1.6e9, power_w=690.0)
+    measured = StepPower(clock_hz=1.68e9)
+    rows = {row["quantity"]: row for row in power_rows(predicted, measured)}
+    assert rows["SM clock"]["difference_pct"] == pytest.approx(5)
+    assert rows["power"]["difference_pct"] is rows["energy"]["measured"] is None
+    lines = [line.split() for line in power_lines(predicted, measured)]
+    assert lines[1:] == [
+        ["SM", "clock", "(MHz)", "1600", "1680", "+5.0"],
+        ["power", "(W)", "690", "n/a"],
+    ]
+    assert list(power_lines(StepPower(), StepPower())) == []
+
+
+def test_the_source_has_the_profilers_cost() -> None:
+    profiled = ledger({PRODUCT: 296, HOST: 138})
+    closed = ledger({PRODUCT: 296, (Group.IDLE, "unexplained"): -3})
+    own = MeasuredLedger(
+        ledger=closed, profiled=profiled, rank=3, num_ranks=4, step=2, num_steps=3
+    )
+    assert source_line(own) == (
+        "measured: step 2, the median of 3, of rank 3, which works the longest of 4: 434.000 "
+        "ms with the profiler, 141.000 ms more than without it; -3.000 ms are unexplained"
+    )
+
+
+def test_waterfalls_are_the_lines() -> None:
+    _, _, figure = ledger_page.waterfalls((PREDICTED, MEASURED), ("A", "B"))
+    for trace, own in zip(figure.data, (PREDICTED, MEASURED), strict=True):
+        assert sum(trace.x[:-1]) == pytest.approx(own.window_ns / 1e6)
+        assert trace.x[-1] == own.window_ns / 1e6
+        assert list(trace.measure) == ["relative"] * 6 + ["total"]
+    assert figure.data[0].y[1] == "product under communication"
+    page = ledger_page.html(PREDICTED, MEASURED, text=["<b>"])
+    assert "&lt;b&gt;" in page
+    assert "sum of absolute differences" in page
