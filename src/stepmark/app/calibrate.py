@@ -49,8 +49,9 @@ from stepmark.workload.rules.pytorch.case import of_case
 # Roles of the training cases and of the operators.
 KERNELS, HOST, POWER = "kernels", "host", "power"
 _FEWEST_LAYERS, _SMALL_WIDTH, _FEW_TOKENS = 2, 256, 64
-_STEPS, _STEADY_S = 20, 2.0
-_MODEL_S, _COMM_S = 90.0, 50.0  # operators end by themselves after some 35 s
+_STEPS, STEADY_S = 20, 2.0
+_MODEL_S, COMM_S = 90.0, 50.0  # operators end by themselves after some 35 s
+_IDLE_BYTES = 4096  # so few that the device is as good as idle, at full clock
 _LOADS: tuple[tuple[Op, tuple[Rate, ...]], ...] = (
     (Gemm(m=8192, n=8192, k=8192, dtype=DType.BF16), (Rate.SUSTAINED, Rate.HALF)),
     (
@@ -66,6 +67,7 @@ _LOADS: tuple[tuple[Op, tuple[Rate, ...]], ...] = (
         (Rate.SUSTAINED, Rate.HALF),
     ),
     (Copy(num_bytes=GIB), (Rate.SUSTAINED,)),
+    (Copy(num_bytes=_IDLE_BYTES), (Rate.HALF,)),
 )
 
 
@@ -78,28 +80,32 @@ def plan(options: CalibrateOptions, machine: Machine) -> Plan:
     """Plan the parts of one training step. Raises ConfigError."""
     case = _case(options, machine)
     parts, notes = calibration_cases(case, machine)
-    budget_s, timeout_s = options.budget, options.timeout or 600.0
-    is_compiled = case.compile is not CompileScope.NONE
-    model_s = budget_s / 2 if budget_s else None if is_compiled else _MODEL_S
     return Plan(
         command="calibrate",
         argv=tuple(sys.argv[1:]),
         options=plain(options),
         device=machine.device,
         world_size=case.num_ranks,
-        how=How(
-            op=OpHow(budget_s=budget_s and budget_s / 4, timeout_s=timeout_s),
-            comm=CommHow(budget_s=budget_s / 4 if budget_s else _COMM_S),
-            train=TrainHow(
-                steps=_STEPS,
-                steady_s=_STEADY_S,
-                budget_s=model_s,
-                timeout_s=timeout_s,
-                compile_fallback=options.compile_fallback,
-            ),
-        ),
+        how=_how(options, case),
         entries=parts,
         notes=(*notes, *file_notes(",".join(options.model_names))),
+    )
+
+
+def _how(options: CalibrateOptions, case: TrainCase) -> How:
+    budget_s, timeout_s = options.budget, options.timeout or 600.0
+    is_compiled = case.compile is not CompileScope.NONE
+    model_s = budget_s / 2 if budget_s else None if is_compiled else _MODEL_S
+    return How(
+        op=OpHow(budget_s=budget_s and budget_s / 4, timeout_s=timeout_s),
+        comm=CommHow(budget_s=budget_s / 4 if budget_s else COMM_S),
+        train=TrainHow(
+            steps=_STEPS,
+            steady_s=STEADY_S,
+            budget_s=model_s,
+            timeout_s=timeout_s,
+            compile_fallback=options.compile_fallback,
+        ),
     )
 
 
