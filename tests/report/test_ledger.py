@@ -77,6 +77,12 @@ def test_the_table_has_groups_lines_and_both_sums() -> None:
     assert titles.index("reduce_scatter") < titles.index("all_gather")  # the larger one first
 
 
+def test_a_part_that_one_ledger_lacks_is_no_zero() -> None:
+    waiting = ledger({PRODUCT: 80, GATHER: 20}, **{WAITING: 12})
+    lines = list(difference_lines(ledger({PRODUCT: 80, GATHER: 18}), waiting))
+    assert lines[-2].split() == [*f"of which {WAITING}".split(), "12.000"]
+
+
 def test_the_sentence() -> None:
     interval = "90 %: 405 to 433"
     text = sentence(
@@ -144,7 +150,7 @@ def test_the_source_has_the_profilers_cost() -> None:
 
 
 def test_waterfalls_are_the_lines() -> None:
-    _, _, figure = ledger_page.waterfalls((PREDICTED, MEASURED), ("A", "B"))
+    _, _, figure = ledger_page.waterfalls((PREDICTED, MEASURED), ("A", "B"), "x")
     for trace, own in zip(figure.data, (PREDICTED, MEASURED), strict=True):
         assert sum(trace.x[:-1]) == pytest.approx(own.window_ns / 1e6)
         assert trace.x[-1] == own.window_ns / 1e6

@@ -121,8 +121,15 @@ def _cell(value: object) -> str:
 
 
 def run_report(options: ReportOptions) -> None:
-    """Write the page and print where it is."""
-    sys.stdout.write(f"{write_page(find_run(options.runs, options.run), options.out)}\n")
+    """Write the page of a run, or of two side by side, and print where it is."""
+    path = find_run(options.runs, options.run)
+    if options.other is None:
+        target = write_page(path, options.out)
+    else:
+        other = find_run(options.runs, options.other)
+        target = options.out or path / f"report-{other.name}.html"
+        write_text(target, load("stepmark.app.step_ledger:comparison_page")(path, other), "out")
+    sys.stdout.write(f"{target}\n")
 
 
 def write_page(path: Path, target: Path | None = None) -> Path:

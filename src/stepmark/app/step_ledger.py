@@ -1,13 +1,16 @@
-"""Ledgers of measured steps: of traces (stepmark trace ledger), and of a training case."""
+"""Ledgers of measured steps: of traces (stepmark trace ledger), training cases, two runs."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from html import escape
 from pathlib import Path
 
 from stepmark.app.trace import waiting_times
 from stepmark.app.trace_files import map_traces
+from stepmark.app.view import view
+from stepmark.core.columns import Row, number
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import (
     TRANSFER,
@@ -17,6 +20,7 @@ from stepmark.core.ledger import (
     MeasuredLedger,
     without_profiler,
 )
+from stepmark.core.options import load
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.trace_breakdown import StepTimes
@@ -25,6 +29,7 @@ from stepmark.core.trace_options import LedgerOptions, TraceInputs
 from stepmark.report import ledger as report
 from stepmark.report.ledger import RankLedger
 from stepmark.report.training_rates import means_of
+from stepmark.report.training_words import title
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.arrivals import RankParts, rank_parts
@@ -83,6 +88,53 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
         num_steps=len(by_rank[slowest.rank]),
         notes=tuple(notes),
     )
+
+
+def comparison_page(first: Path, second: Path) -> str:
+    """Return a page with the ledgers of the training steps that both runs profiled.
+
+    Where they have no case in common and profiled one step each, it is of these two.
+    """
+    a, b = (_profiled(path) for path in (first, second))
+    pairs = [(a[case_id], b[case_id]) for case_id in a if case_id in b]
+    if not pairs and len(a) == len(b) == 1:
+        pairs = list(zip(a.values(), b.values(), strict=True))
+    if not pairs:
+        allowed = f"a run with a profiled training step of a case that {first.name} has, too"
+        raise ConfigError("run", second.name, allowed)
+    html = load("stepmark.report.ledger_page:html")  # with plotly
+    sections = []
+    for sides in pairs:
+        steps = [
+            measured_ledger(path, record)
+            for path, (record, _) in zip((first, second), sides, strict=True)
+        ]
+        titles = [title(row) for _, row in sides]
+        text = [
+            f"{name}, {line}"
+            for name, step, own, (_, row) in zip("AB", steps, titles, sides, strict=True)
+            for line in (
+                report.sentence(own, step.ledger, mfu_pct=number(row, "mfu_pct")),
+                report.source_line(step),
+            )
+        ]
+        name = " and ".join(dict.fromkeys(titles))
+        ledgers = (step.ledger for step in steps)
+        sections.append(html(*ledgers, ("A", "B"), step=name, text=text))
+    lead = f"A: {escape(first.name)}; B: {escape(second.name)}"
+    page: str = load("stepmark.report.page:document")("Two runs", lead, "\n".join(sections))
+    return page
+
+
+def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:
+    """Return the training steps that a run profiled, with their rows, by case."""
+    run = view(path)
+    rows = {row["case_id"]: row for row in run.train_rows if row["rank"] is None}
+    return {
+        record.case.case_id: (record, rows[record.case.case_id])
+        for record in run.records
+        if isinstance(record, Measured) and record.training and record.training.traces
+    }
 
 
 def _median(steps: Sequence[RankLedger]) -> RankLedger:

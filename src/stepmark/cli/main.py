@@ -61,7 +61,8 @@ VERBS = {
         "Write report.html of a run.",
         "stepmark.app.runs:run_report",
         f"{_MEASURE_NOTHING}:ReportOptions",
-        "Write report.html of a run: roofline, tables, curves, commands, environment.",
+        "Write report.html of a run: roofline, tables, curves, commands, environment. Of two "
+        "runs: the ledgers of their profiled training steps.",
     ),
     "comm": Verb(
         "Measure collectives: nccl-tests' flags, no MPI.",

@@ -55,10 +55,14 @@ class SqlOptions(Files, RunsFolder):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions(RunName):
+class ReportOptions(RunsFolder):
     """Page."""
 
-    out: Path | None = flag("file to write [RUN/report.html]")
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
+    other: str | None = flag(
+        "a second run: the ledgers of both side by side", argument=True, metavar="ID2"
+    )
+    out: Path | None = flag("file to write [RUN/report.html, of two RUN/report-ID2.html]")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -83,9 +83,10 @@ def step_lines(steps: Sequence[RankLedger]) -> Iterator[str]:
     several = len(steps) > 1
     titles = ("mean", "share", "min", "median", "max") if several else ("time", "share")
     cells = [[f"{_which(steps)}, in ms", *titles]]
-    total_ns = sum(each.window_ns for each in ledgers)
-    for title, values in _table(ledgers):
-        share = f"{100 * sum(values) / total_ns:.1f} %" if total_ns else "n/a"
+    window_ns = mean(each.window_ns for each in ledgers)
+    parts = [(t, [ns for ns in times if ns is not None]) for t, times in _parts(ledgers)]
+    for title, values in [*_table(ledgers), *parts]:
+        share = f"{100 * mean(values) / window_ns:.1f} %" if window_ns else "n/a"
         spread = (min(values), median(values), max(values)) if several else ()
         cells.append([title, _ms(mean(values)), share, *map(_ms, spread)])
     yield from aligned(cells, [False, *[True] * len(titles)])
@@ -101,15 +102,19 @@ def _which(steps: Sequence[RankLedger]) -> str:
 
 
 def _table(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int]]]:
-    """Yield titles, indented, with the times of each ledger: step, groups, lines, parts."""
+    """Yield titles, indented, with the times of each ledger: step, groups, lines."""
     yield "step", [own.window_ns for own in ledgers]
     for group in Group:
         if lines := lines_of(ledgers, group):
             yield f"  {group}", [own.total(group) for own in ledgers]
             for line in lines:
                 yield f"    {line[1]}", [own.lines.get(line, 0) for own in ledgers]
+
+
+def _parts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int | None]]]:
+    """Yield titles and times of what lines consist of, where a ledger has it."""
     for name in dict.fromkeys(name for own in ledgers for name in own.within):
-        yield f"of which {name}", [own.within.get(name, 0) for own in ledgers]
+        yield f"of which {name}", [own.within.get(name) for own in ledgers]
 
 
 def lines_of(ledgers: Sequence[Ledger], group: Group) -> list[Line]:
@@ -175,11 +180,13 @@ def difference_lines(
     """Yield two ledgers as a table: times in ms, differences in % of the second step."""
     cells = [["in ms", *names, f"{names[1]} - {names[0]}", "% of the step"]]
     step_ns = second.window_ns
-    for title, (first_ns, second_ns) in _table((first, second)):
-        difference_ns = second_ns - first_ns
-        share = _signed(_percent(difference_ns, step_ns), 1)
-        times = (_ms(first_ns), _ms(second_ns), _signed(difference_ns / _MS, 3))
-        cells.append([title, *times, share])
+    for title, (first_ns, second_ns) in [*_table((first, second)), *_parts((first, second))]:
+        times = ["" if ns is None else _ms(ns) for ns in (first_ns, second_ns)]
+        apart = ["", ""]
+        if first_ns is not None and second_ns is not None:
+            ns = second_ns - first_ns
+            apart = [_signed(ns / _MS, 3), _signed(_percent(ns, step_ns), 1)]
+        cells.append([title, *times, *apart])
     total_ns = absolute_ns(first, second)
     share = "" if not step_ns else f"{_percent(total_ns, step_ns):.1f}"
     cells.append(["sum of absolute differences of lines", "", "", _ms(total_ns), share])

@@ -15,16 +15,18 @@ def html(
     first: Ledger,
     second: Ledger,
     names: tuple[str, str] = NAMES,
+    *,
+    step: str = "the step",
     text: Sequence[str] = (),
 ) -> str:
     """Return the sections: the waterfalls, and the lines under text such as the sentence."""
     lines = [*text, "", *difference_lines(first, second, names)]
-    return figure_section(*waterfalls((first, second), names)) + section(
-        "Lines of the step", f"<pre>{escape(chr(10).join(lines).strip())}</pre>"
+    return figure_section(*waterfalls((first, second), names, step)) + section(
+        f"Lines of {escape(step)}", f"<pre>{escape(chr(10).join(lines).strip())}</pre>"
     )
 
 
-def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str]) -> Drawn:
+def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> Drawn:
     """Return the lines of each ledger, one after the other up to the step's time."""
     lines = [line for group in Group for line in lines_of(ledgers, group)]
     words = [escape(words_of(line)) for line in lines]
