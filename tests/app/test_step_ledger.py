@@ -3,12 +3,13 @@
 import csv
 import io
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.report.train_records import fsdp, micro, train_measured
+from tests.report.train_records import fsdp, micro, train_measured, train_run
 from tests.trace.comm_traces import TraceWriter
 
 from stepmark.app.step_ledger import measured_ledger
@@ -17,6 +18,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import Group, Ledger, without_profiler
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
+from stepmark.store.runs import RunWriter
 
 FSDP8 = Path(__file__).parents[1] / "data" / "traces" / "fsdp8"
 
@@ -92,6 +94,40 @@ def test_what_has_no_step_is_refused(tmp_path: Path) -> None:
     bare = replace(record, training=replace(record.training, traces=()))
     with pytest.raises(ConfigError, match="profile is missing: give train --profile"):
         measured_ledger(tmp_path, bare)
+
+
+def written(folder: Path, samples_s: list[float], case: TrainCase) -> Path:
+    """Write a run of one profiled step."""
+    folder.mkdir()
+    info = replace(train_run(2), run_id=folder.name)
+    with RunWriter.begin(folder, info) as writer:
+        writer.append(replace(traced(folder, samples_s, case), run_id=folder.name))
+    return folder
+
+
+def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = written(tmp_path / "20260101-000000-aaaa", [1.08e-3] * 3, fsdp(2))
+    second = written(tmp_path / "20260101-000000-bbbb", [1.05e-3] * 3, fsdp(2, clip=0.0))
+    assert status(["report", str(first), str(second)]) == 0
+    page = first / f"report-{second.name}.html"
+    assert capsys.readouterr().out == f"{page}\n"
+    text = page.read_text()
+    assert f"A: {first.name}; B: {second.name}" in text
+    assert re.search(r"\n    host +0\.031 +0\.001 +-0\.030 +-2\.9\n", text)
+    assert status(["report", str(first)]) == 0
+    assert (first / "report.html").exists()
+
+
+def test_runs_without_a_common_step_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = written(tmp_path / "20260101-000000-aaaa", [1.08e-3] * 3, fsdp(2))
+    other = tmp_path / "20260101-000000-bbbb"
+    other.mkdir()
+    with RunWriter.begin(other, replace(train_run(2), run_id=other.name)) as writer:
+        writer.append(train_measured(fsdp(2), [[1.0], [1.0]]))
+    assert status(["report", str(first), str(other)]) == 2
+    assert "a run with a profiled training step of a case that" in capsys.readouterr().err
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: object) -> str:

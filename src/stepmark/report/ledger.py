@@ -180,7 +180,9 @@ def difference_lines(
     """Yield two ledgers as a table: times in ms, differences in % of the second step."""
     cells = [["in ms", *names, f"{names[1]} - {names[0]}", "% of the step"]]
     step_ns = second.window_ns
-    for title, (first_ns, second_ns) in [*_table((first, second)), *_parts((first, second))]:
+    both = (first, second)
+    table: list[tuple[str, Sequence[int | None]]] = [*_table(both), *_parts(both)]
+    for title, (first_ns, second_ns) in table:
         times = ["" if ns is None else _ms(ns) for ns in (first_ns, second_ns)]
         apart = ["", ""]
         if first_ns is not None and second_ns is not None:
