@@ -72,7 +72,7 @@ def by_sweep(job: Job, works: list[tuple[int, GpuWork]], step: StepTimes) -> Led
     """Return the ledger of a window by core.ledger; idle times nanosecond by nanosecond."""
     names = named(job)
     groups = {"compute": Group.COMPUTE, "comm": Group.COMM}
-    labels = {"memory": "copy", "set": "memset"} | {k: str(work) for k, work in KERNELS.items()}
+    labels = {"memory": "copy", "set": "copy"} | {k: str(work) for k, work in KERNELS.items()}
     start, end = step.start_ns - BASE_NS, step.end_ns - BASE_NS
     in_order = sorted(works, key=lambda item: (item[1].start, -item[1].end))
     order = [work for _, work in in_order]

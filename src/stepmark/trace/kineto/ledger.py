@@ -34,10 +34,9 @@ from stepmark.trace.kineto.windows import is_communication
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
 
-# Names of lines: kinds of work, the same where it is recomputed, and the others.
+# Names of lines: kinds of work, and the same where it is recomputed.
 _WORKS = list(Work)
-_NAMES = [*map(str, _WORKS * 2), "copy", "memset"]
-_COPY = 2 * len(_WORKS)
+_NAMES = list(map(str, _WORKS * 2))
 
 
 def ledgers(
@@ -76,7 +75,7 @@ def _gpu_labels(trace: RankTrace) -> tuple[Ints, list[str]]:
     calls = [torch_collective(a.collective) or a.collective for a in trace.comm_args]
     comm = len(_NAMES) + np.where(args == NONE, gpu.name, len(kernels) + args)
     work = _works(trace, operation_of(trace), gpu.name)
-    work = np.where(gpu.kind == GpuKind.KERNEL, work, _COPY + (gpu.kind == GpuKind.MEMSET))
+    work = np.where(gpu.kind == GpuKind.KERNEL, work, _WORKS.index(Work.COPY))
     return np.where(is_communication(trace), comm, work), [*_NAMES, *kernels, *calls]
 
 
