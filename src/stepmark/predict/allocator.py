@@ -1,0 +1,116 @@
+"""torch's caching allocator of device memory, replayed without a device.
+
+A tensor takes a block of a segment. Small tensors share segments of 2 MiB, larger ones segments
+of 20 MiB, and those from 10 MiB on have segments of their own size. The smallest free block that
+is large enough is taken, and split unless too little would remain; blocks of one stream are not
+given to another. So blocks are larger than tensors, and segments stay when blocks are free:
+c10/cuda/CUDACachingAllocator.cpp, with its default settings.
+"""
+
+from bisect import bisect_left, insort
+from collections import Counter
+from dataclasses import dataclass, field
+
+from stepmark.core.units import MIB
+
+_ALIGNMENT = 512
+_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
+_LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB
+_SEGMENT_ALIGNMENT = 2 * MIB
+
+
+@dataclass(slots=True)
+class Block:
+    """A part of a segment that a tensor has, or that is free (of no purpose)."""
+
+    pool: tuple[int, bool]  # stream, and whether it is one of the small ones
+    address: int
+    num_bytes: int
+    requested: int = 0
+    purpose: str = ""
+    before: "Block | None" = None
+    after: "Block | None" = None
+
+
+@dataclass(slots=True)
+class Allocator:
+    """Blocks of one device, and the most that there were since the last reset_peaks()."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak_allocated: int = 0
+    peak_reserved: int = 0
+    at_peak: Counter[str] = field(default_factory=Counter)  # requested bytes by purpose
+    _requested: Counter[str] = field(default_factory=Counter)
+    _free: dict[tuple[int, bool], list[tuple[int, int]]] = field(default_factory=dict)
+    _blocks: dict[int, Block] = field(default_factory=dict)  # the free ones by address
+    _end: int = 0
+
+    def reset_peaks(self) -> None:
+        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        self.at_peak = self._requested.copy()
+
+    def allocate(self, num_bytes: int, purpose: str, stream: int = 0) -> Block:
+        size = max(-(-num_bytes // _ALIGNMENT), 1) * _ALIGNMENT
+        is_small = size <= _SMALL
+        pool = (stream, is_small)
+        free = self._free.setdefault(pool, [])
+        index = bisect_left(free, (size, 0))
+        if index < len(free):
+            block = self._blocks.pop(free.pop(index)[1])
+        else:
+            block = self._segment(pool, size)
+        rest = block.num_bytes - size
+        if rest >= _ALIGNMENT if is_small else rest > _SMALL:
+            remainder = Block(pool, block.address + size, rest, before=block, after=block.after)
+            if block.after:
+                block.after.before = remainder
+            block.after, block.num_bytes = remainder, size
+            self._put(remainder)
+        block.requested, block.purpose = num_bytes, purpose
+        self._requested[purpose] += num_bytes
+        self.allocated += block.num_bytes
+        if self.allocated > self.peak_allocated:
+            self.peak_allocated, self.at_peak = self.allocated, self._requested.copy()
+        return block
+
+    def free(self, block: Block) -> None:
+        self.allocated -= block.num_bytes
+        self._requested[block.purpose] -= block.requested
+        block.purpose = ""
+        if (after := block.after) and not after.purpose:
+            self._take(after)
+            block.num_bytes += after.num_bytes
+            block.after = after.after
+            if block.after:
+                block.after.before = block
+        if (before := block.before) and not before.purpose:
+            self._take(before)
+            before.num_bytes += block.num_bytes
+            before.after = block.after
+            if before.after:
+                before.after.before = before
+            block = before
+        self._put(block)
+
+    def _segment(self, pool: tuple[int, bool], size: int) -> Block:
+        if pool[1]:
+            num_bytes = _SMALL_SEGMENT
+        elif size < _LARGE:
+            num_bytes = _LARGE_SEGMENT
+        else:
+            num_bytes = -(-size // _SEGMENT_ALIGNMENT) * _SEGMENT_ALIGNMENT
+        block = Block(pool, self._end, num_bytes)
+        self._end += num_bytes
+        self.reserved += num_bytes
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
+        return block
+
+    def _put(self, block: Block) -> None:
+        insort(self._free[block.pool], (block.num_bytes, block.address))
+        self._blocks[block.address] = block
+
+    def _take(self, block: Block) -> None:
+        free = self._free[block.pool]
+        del free[bisect_left(free, (block.num_bytes, block.address))]
+        del self._blocks[block.address]

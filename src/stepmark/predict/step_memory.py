@@ -1,0 +1,591 @@
+"""Tensors of a training step on one rank, in the order in which they come and go.
+
+bench/training builds and runs the step; FSDP's tensors are those of torch 2.11,
+_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py. State and what FSDP gathers and
+reduces are tensors by parameter; activations are those that modules' `keeps` count.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from stepmark.core.module import Module, Param
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import CompileScope, DataParallel, GradSync, Precision, Recompute
+from stepmark.core.units import MIB
+from stepmark.predict.allocator import Allocator, Block
+
+_FP32 = 4
+STORED_ITEMSIZE = {
+    Precision.AMP: 4,
+    Precision.MASTER: 2,
+    Precision.BF16: 2,
+    Precision.FP32: 4,
+}
+# cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
+_WORKSPACES = (32 * MIB, 32 * MIB)
+# torch's gradient of a lookup adds sorted segments of tokens where there are more than a few.
+_FEW_LOOKUPS, _LOOKUPS_PER_SEGMENT = 3072, 10
+_FIRST_BUCKET = MIB
+_COMPUTE, _GATHER, _REDUCE = 0, 1, 2  # streams
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A parameter on this rank, before and after FSDP divides it."""
+
+    param: Param
+    numel: int
+    stored: int
+    initialized: int  # elements of the whole tensor that is drawn
+    gathered_itemsize: int
+    grad: Block | None = None
+    copy: Block | None = None  # in bf16, autocast's
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.param.shape) > 1
+
+    @property
+    def is_table(self) -> bool:
+        return self.param.part == "embedding"
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """A module with none inside: bytes per token that it keeps, and of its input's gradient."""
+
+    keeps: tuple[int, ...]
+    input_grad: int
+    is_norm: bool
+    is_residual: bool
+
+
+@dataclass(slots=True)
+class _Unit:
+    """A block, or one end of the model. Leaves are in forward order."""
+
+    name: str
+    leaves: tuple[_Leaf, ...]
+    weights: list[list[_Weight]]  # by leaf
+    is_checkpointed: bool = False
+    groups: "list[_Group]" = field(default_factory=list)
+
+    @property
+    def all_weights(self) -> list[_Weight]:
+        return [weight for weights in self.weights for weight in weights]
+
+
+@dataclass(slots=True)
+class _Group:
+    """Parameters that FSDP gathers and reduces together."""
+
+    weights: list[_Weight]
+    num_units: int
+    reshards: bool  # after the forward pass
+    in_backward: bool = True  # gathered for it
+    buffer: Block | None = None
+    whole: list[Block] = field(default_factory=list)
+    sharded_grad: Block | None = None
+    units_done: int = 0
+
+
+_Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
+
+
+class StepMemory:
+    """Replay of a pipeline stage's start and of optimizer steps."""
+
+    def __init__(self, case: TrainCase, stage: int, root: Module) -> None:
+        self.heap = Allocator()
+        self._case, axes = case, case.parallel
+        self._is_fsdp = case.data_parallel is DataParallel.FSDP
+        self._is_ddp = case.data_parallel is DataParallel.DDP
+        self._is_compiled = case.compile is not CompileScope.NONE
+        self._itemsize = _FP32 if case.precision is Precision.FP32 else 2
+        self._casts = case.precision is Precision.AMP and not self._is_fsdp
+        self._grad_itemsize = _FP32 if self._casts else self._itemsize
+        self._keeps_grads = case.cuda_graph or case.compiles_graphs
+        microbatches = 1 if axes.pp == 1 else case.pp_microbatches or axes.pp
+        # 1F1B: the first stage is as many microbatches ahead as there are stages.
+        self._in_flight = min(axes.pp - stage, microbatches)
+        self._tokens = -(-case.mbs // microbatches) * case.model.seq_len // axes.cp
+        self._units = self._make_units(root, stage)
+        self._tie()
+        self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
+        self._groups = self._make_groups() if self._is_fsdp else []
+        self._last_buffer: Block | None = None  # FSDP frees it after the next copy-out
+        self._last_reduced: Block | None = None  # and this one before the next reduction
+        self._added: list[Block] = []  # gradients that a compiled graph returns to be added
+        self._has_moments = False
+        self._start()
+
+    def steps(self, count: int) -> None:
+        """Run optimizer steps. Micro-steps after the second one repeat it."""
+        micro_steps = min(self._case.grad_accum, 2)
+        for _ in range(count):
+            for number in range(micro_steps):
+                self._micro_step(is_last=number == micro_steps - 1)
+            self._optimize()
+
+    # Start
+
+    def _make_units(self, root: Module, stage: int) -> list[_Unit]:
+        case, units = self._case, list[_Unit]()
+        num_layers, stages = case.model.num_layers, case.parallel.pp
+        index = 0 if stage == 0 else num_layers - num_layers // stages
+        for module in root.inside:
+            is_block = module.name.startswith("blocks")
+            leaves = [leaf for leaf in module.walk() if not leaf.inside]
+            shapes = tuple(self._leaves(leaves))
+            for _ in range(module.times):
+                unit = _Unit(
+                    "block" if is_block else module.name,
+                    shapes,
+                    [[self._weight(param) for param in leaf.params] for leaf in leaves],
+                    is_block and case.is_checkpointed[index],
+                )
+                units.append(unit)
+                index += is_block
+        return units
+
+    def _leaves(self, modules: list[Module]) -> Iterator[_Leaf]:
+        model, tp, size = self._case.model, self._case.parallel.tp, self._itemsize
+        outputs, follows_product = model.hidden_size, False
+        for module in modules:
+            keeps, param = module.keeps, next(iter(module.params), None)
+            eager = 0 if self._is_compiled else keeps.eager
+            widths = [keeps.whole, keeps.divided // tp, eager // tp]
+            tensors = [size * width for width in widths] + [_FP32 * keeps.statistics // tp]
+            width = model.hidden_size
+            if param is not None and len(param.shape) > 1:
+                copies = model.moe.top_k if model.moe and param.is_expert else 1
+                width, output = copies * param.shape[-1], copies * param.shape[-2] // tp
+                outputs = output + (outputs if follows_product else 0)
+                follows_product = True
+            elif param is None:
+                width, follows_product = outputs, False
+            yield _Leaf(
+                keeps=tuple(filter(None, tensors)),
+                input_grad=size * width,
+                is_norm=param is not None and param.is_norm,
+                is_residual=module.role.endswith("residual"),
+            )
+
+    def _weight(self, param: Param) -> _Weight:
+        case, axes = self._case, self._case.parallel
+        whole = param.numel // (axes.ep if param.is_expert and not self._is_fsdp else 1)
+        numel = param.numel // (1 if param.is_partial else axes.tp)
+        numel //= axes.ep if param.is_expert else 1
+        ranks = axes.dp_shard * axes.cp // (axes.ep if param.is_expert else 1)
+        ranks = ranks if self._is_fsdp else 1
+        is_fp8 = case.fp8_all_gather and len(param.shape) == 2 and param.part != "embedding"
+        is_fp8 = is_fp8 and (case.fp8_head or param.part != "head")
+        return _Weight(
+            param=param,
+            numel=numel,
+            stored=-(-numel // ranks),
+            initialized=whole,
+            gathered_itemsize=1 if is_fp8 else self._itemsize,
+        )
+
+    def _tie(self) -> None:
+        """Let the head have the table where both are here."""
+        first, last = self._units[0], self._units[-1]
+        ends = (first.name, last.name)
+        if self._case.model.tied_embeddings and ends == ("embedding", "output"):
+            last.weights[1] = [first.weights[0][0]]
+
+    def _make_groups(self) -> list[_Group]:
+        """Group parameters as bench/training/parallelize.py does."""
+        case, groups = self._case, list[_Group]()
+        reshards, is_apart = case.reshard != "no", case.parallel.ep > 1
+        blocks = [unit for unit in self._units if unit.name == "block"]
+        ends = [unit for unit in self._units if unit.name != "block"]
+
+        def add(units: list[_Unit], reshards: bool, in_backward: bool = True) -> None:
+            weights = {id(x): x for unit in units for x in unit.all_weights}.values()
+            experts = [x for x in weights if is_apart and x.param.is_expert]
+            others = [x for x in weights if not (is_apart and x.param.is_expert)]
+            for members in filter(None, (others, experts)):
+                group = _Group(members, len(units), reshards, in_backward)
+                groups.append(group)
+                for unit in units:
+                    unit.groups.append(group)
+
+        is_tied = case.model.tied_embeddings and len(ends) == 2
+        if is_tied:
+            add(ends, reshards=False)
+        elif ends and ends[0].name == "embedding":
+            add(ends[:1], reshards, in_backward=False)
+        for first in range(0, len(blocks), case.blocks_per_group):
+            add(blocks[first : first + case.blocks_per_group], reshards)
+        if ends and ends[-1].name == "output" and not is_tied:
+            add(ends[-1:], reshards=False)
+        return groups
+
+    def _start(self) -> None:
+        """Allocate weights, and whole ones in fp32 one at a time, of which a rank keeps parts."""
+        case, heap = self._case, self.heap
+        for weight in self._weights:
+            self._allocate(weight.stored * STORED_ITEMSIZE[case.precision], "weights")
+        if not case.model.max_positions:
+            width = case.model.mla.qk_rope_head_dim if case.model.mla else case.model.d_qk
+            for _ in "cos", "sin":
+                num_bytes = case.model.seq_len // case.parallel.cp * width * _FP32
+                self._allocate(num_bytes, "working")
+        for weight in self._weights:
+            if weight.is_matrix:
+                whole = self._allocate(weight.initialized * _FP32, "working")
+                if weight.stored != weight.initialized:
+                    self._free(self._allocate(weight.stored * _FP32, "working"))
+                self._free(whole)
+        if case.precision is Precision.MASTER:
+            for purpose in ("weights", "gradients"):
+                for weight in self._weights:
+                    self._allocate(weight.stored * _FP32, purpose)
+        if self._keeps_grads:
+            for weight in self._weights:
+                weight.grad = self._allocate(weight.numel * self._grad_itemsize, "gradients")
+        if self._is_ddp:
+            self._allocate_buckets()
+        for num_bytes in _WORKSPACES if case.device == "cuda" else ():
+            heap.allocate(num_bytes, "working")
+
+    def _allocate_buckets(self) -> None:
+        """Allocate DDP's buckets: they are the gradients, the last parameter's first."""
+        limit, filled = _FIRST_BUCKET, 0
+        for weight in reversed(self._weights):
+            filled += weight.numel * STORED_ITEMSIZE[self._case.precision]
+            if filled >= limit:
+                self._allocate(filled, "gradients")
+                limit, filled = self._case.bucket_mb * MIB, 0
+        if filled:
+            self._allocate(filled, "gradients")
+
+    # A step
+
+    def _allocate(self, num_bytes: int, purpose: str, stream: int = _COMPUTE) -> Block:
+        return self.heap.allocate(num_bytes, purpose, stream)
+
+    def _free(self, *blocks: Block) -> None:
+        for block in blocks:
+            self.heap.free(block)
+
+    def _micro_step(self, *, is_last: bool) -> None:
+        is_reduced = is_last or self._case.grad_sync is GradSync.EVERY
+        passes = [self._forward() for _ in range(self._in_flight)]
+        for number, kept in enumerate(passes):
+            is_over = number == len(passes) - 1
+            self._backward(kept, reduces=is_reduced and is_over, reshards=is_over)
+        if self._case.precision is Precision.MASTER:
+            self._drop_grads()
+
+    def _forward(self) -> list[_Kept]:
+        kept: list[_Kept] = []
+        for unit in self._units:
+            self._gather(unit)
+            if unit.name == "embedding":
+                kept.append([])
+            elif unit.is_checkpointed:
+                if self._casts and not self._is_compiled:
+                    self._cast(unit.all_weights)
+                sizes = self._checkpoint_sizes(unit)
+                kept.append([[self._allocate(size * self._tokens, "activations")] for size in sizes])
+            else:
+                kept.append(self._keep(unit))
+                if unit.name == "output":
+                    kept[-1].append(self._loss(unit))
+            self._reshard(unit)
+        for unit in self._units:  # autocast's cache ends with its region
+            if unit.is_checkpointed:
+                self._free_copies(unit.all_weights)
+        return kept
+
+    def _cast(self, weights: Iterable[_Weight]) -> None:
+        """Make autocast's copies, which products keep for their backward pass."""
+        for weight in weights:
+            if self._casts and weight.copy is None:
+                weight.copy = self._allocate(2 * weight.numel, "gathered")
+
+    def _free_copies(self, weights: Iterable[_Weight]) -> None:
+        for weight in weights:
+            if weight.copy is not None:
+                self._free(weight.copy)
+                weight.copy = None
+
+    def _keep(self, unit: _Unit) -> _Kept:
+        kept: _Kept = []
+        for leaf, weights in zip(unit.leaves, unit.weights, strict=True):
+            self._cast(weights)
+            sizes = (size * self._tokens for size in leaf.keeps)
+            kept.append([self._allocate(size, "activations") for size in sizes])
+        return kept
+
+    def _checkpoint_sizes(self, unit: _Unit) -> list[int]:
+        """Return bytes per token of what a checkpointed block keeps."""
+        model, tp, size = self._case.model, self._case.parallel.tp, self._itemsize
+        sizes = [model.hidden_size * size // tp]
+        if self._case.recompute is Recompute.OPS:
+            # Attention with its statistics, and the outputs of every second product.
+            outputs = sum(
+                weight.param.shape[-2] * (model.moe.top_k if model.moe and weight.param.is_expert else 1)
+                for weight in unit.all_weights
+                if weight.is_matrix
+            )
+            others = (self._case.parallel.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
+            sizes += [
+                model.num_heads * model.d_v * size // tp,
+                model.num_heads * _FP32 // tp,
+                size * others // tp,
+                size * outputs // 2 // tp,
+            ]
+        return [num_bytes for num_bytes in sizes if num_bytes]
+
+    def _loss(self, unit: _Unit) -> list[Block]:
+        """Compute logits and loss, with chunks also gradients; return what is kept."""
+        case, tokens = self._case, -(-self._tokens // self._case.loss_chunks)
+        logits = tokens * case.model.vocab_size
+        if case.loss_chunks == 1:
+            block = self._allocate(self._itemsize * logits, "head")
+            if self._is_compiled:
+                return [block]
+            fp32, log_softmax = (self._allocate(_FP32 * logits, "head") for _ in range(2))
+            self._free(fp32, block)
+            return [log_softmax]
+        (head,) = unit.weights[1]
+        row_bytes = case.model.hidden_size * self._itemsize
+        grad_input = self._allocate(self._tokens * row_bytes, "head")
+        total: Block | None = None
+        for _ in range(2):
+            made = [self._allocate(self._itemsize * logits, "head")]
+            if not self._is_compiled:
+                made += [self._allocate(_FP32 * logits, "head") for _ in range(3)]
+            made.append(self._allocate(tokens * row_bytes, "head"))
+            made.append(self._allocate(self._itemsize * head.numel, "head"))
+            if self._casts:
+                made.append(self._allocate(_FP32 * head.numel, "head"))
+            total = total or self._allocate(self._grad_itemsize * head.numel, "head")
+            self._free(*made)
+        assert total is not None
+        return [grad_input, total]
+
+    def _backward(self, kept: list[_Kept], *, reduces: bool, reshards: bool) -> None:
+        grad = self._allocate(_FP32, "working")
+        if self._units[-1].name != "output":
+            grad = self._allocate(self._tokens * self._case.model.hidden_size * self._itemsize, "working")
+        for unit, blocks in zip(reversed(self._units), reversed(kept), strict=True):
+            self._gather_again(unit)
+            if unit.name == "output":
+                grad = self._output_backward(unit, blocks, grad)
+            elif unit.name == "block":
+                grad = self._block_backward(unit, blocks, grad)
+            else:
+                grad = self._lookup_backward(unit, grad)
+            self._free(*self._added)
+            self._added.clear()
+            self._reduce(unit, reduces=reduces, reshards=reshards)
+        self._free(grad)
+        if self._last_reduced:
+            self._free(self._last_reduced)
+            self._last_reduced = None
+
+    def _output_backward(self, unit: _Unit, kept: _Kept, grad: Block) -> Block:
+        case, logits = self._case, self._tokens * self._case.model.vocab_size
+        self._free(grad)
+        *kept, last = kept
+        if case.loss_chunks > 1:
+            new, total = last
+            self._add_grads(unit.weights[1])
+            self._free(total)
+        else:
+            if not self._is_compiled:  # else the gradient takes the place of the logits
+                grads = [self._allocate(_FP32 * logits, "head") for _ in range(2)]
+                self._free(grads[0], *last)
+                last = [self._allocate(self._itemsize * logits, "head")]
+                self._free(grads[1])
+            new = self._allocate_rows(case.model.hidden_size * self._itemsize)
+            self._add_grads(unit.weights[1], after_product=last)
+        grad = self._allocate_rows(unit.leaves[0].input_grad)
+        self._add_grads(unit.weights[0])
+        self._free(new, *(block for blocks in kept for block in blocks))
+        return grad
+
+    def _allocate_rows(self, bytes_per_token: int) -> Block:
+        return self._allocate(self._tokens * bytes_per_token, "working")
+
+    def _block_backward(self, unit: _Unit, kept: _Kept, grad: Block) -> Block:
+        """Walk modules backwards. Residual sums pass the gradient on without a copy."""
+        saved: list[Block] = []
+        if unit.is_checkpointed:
+            saved = [block for blocks in kept for block in blocks]
+            kept = self._keep(unit)
+        waiting: Block | None = None  # gradient around the modules since a residual sum
+        for leaf, weights, blocks in reversed(
+            list(zip(unit.leaves, unit.weights, kept, strict=True))
+        ):
+            if leaf.is_residual:
+                waiting = grad
+                continue
+            new = self._allocate_rows(leaf.input_grad)
+            self._add_grads(weights)
+            self._free(*blocks)
+            if grad is not waiting:
+                self._free(grad)
+            if leaf.is_norm and waiting:
+                self._free(waiting)
+                waiting = None
+            grad = new
+        self._free(*saved)
+        return grad
+
+    def _lookup_backward(self, unit: _Unit, grad: Block) -> Block:
+        """Return a gradient of no size: tokens have none."""
+        tokens, hidden = self._tokens, self._case.model.hidden_size
+        if self._casts:
+            cast = self._allocate_rows(hidden * _FP32)
+            self._free(grad)
+            grad = cast
+        for (table,) in reversed(unit.weights):
+            new = self._allocate(self._grad_itemsize * table.numel, "gradients")
+            if tokens > _FEW_LOOKUPS and table is unit.weights[0][0]:
+                segments = tokens // _LOOKUPS_PER_SEGMENT
+                segments += min(tokens, table.numel // hidden)
+                self._free(self._allocate(segments * hidden * _FP32, "working"))
+            self._keep_grad(table, new)
+        self._free(grad)
+        return self._allocate(_FP32, "working")
+
+    def _add_grads(self, weights: list[_Weight], after_product: Iterable[Block] = ()) -> None:
+        """Compute gradients of weights; after_product: what only the product needs."""
+        for weight in weights:
+            new = self._allocate(weight.numel * self._itemsize, "gradients")
+            self._free(*after_product)
+            if self._casts:
+                cast = self._allocate(weight.numel * _FP32, "gradients")
+                self._free(new)
+                new = cast
+            self._free_copies([weight])
+            self._keep_grad(weight, new)
+
+    def _keep_grad(self, weight: _Weight, new: Block) -> None:
+        if weight.grad is None and not self._is_ddp:
+            weight.grad = new
+        elif self._is_compiled:
+            self._added.append(new)
+        else:
+            self._free(new)
+
+    def _drop_grads(self) -> None:
+        for weight in self._weights:
+            if weight.grad is not None and not self._keeps_grads:
+                self._free(weight.grad)
+                weight.grad = None
+        for group in self._groups:
+            if group.sharded_grad is not None:
+                self._free(group.sharded_grad)
+                group.sharded_grad = None
+
+    def _optimize(self) -> None:
+        is_master = self._case.precision is Precision.MASTER
+        size = _FP32 if is_master else STORED_ITEMSIZE[self._case.precision]
+        for weight in self._weights if not self._has_moments else ():
+            for _ in "first", "second":
+                self._allocate(weight.stored * size, "optimizer")
+        self._has_moments = True
+        if not is_master:
+            self._drop_grads()
+
+    # FSDP
+
+    def _unshard(self, group: _Group) -> None:
+        if group.whole or group.buffer:
+            return
+        sizes = [weight.stored * weight.gathered_itemsize for weight in group.weights]
+        own = self._allocate(sum(sizes), "gathered", _GATHER)
+        sizes = [weight.numel * weight.gathered_itemsize for weight in group.weights]
+        group.buffer = self._allocate(sum(sizes), "gathered", _GATHER)
+        self._free(own)
+
+    def _copy_out(self, group: _Group) -> None:
+        assert group.buffer is not None
+        group.whole = [
+            self._allocate(weight.numel * weight.gathered_itemsize, "gathered")
+            for weight in group.weights
+        ]
+
+    def _ahead(self, group: _Group, step: int) -> list[_Group]:
+        """Return the next groups, or the previous ones, that are gathered ahead of time."""
+        index = self._groups.index(group)
+        others = self._groups[index + 1 :] if step > 0 else self._groups[:index][::-1]
+        if step > 0 and self._case.prefetch == 1:
+            return []  # each gathers as it begins
+        return others[: self._case.prefetch]
+
+    def _gather(self, unit: _Unit) -> None:
+        for group in unit.groups:
+            if group.whole:
+                continue
+            self._unshard(group)
+            if self._last_buffer:
+                self._free(self._last_buffer)
+            self._copy_out(group)
+            self._last_buffer, group.buffer = group.buffer, None
+            for other in self._ahead(group, 1):
+                self._unshard(other)
+
+    def _reshard(self, unit: _Unit) -> None:
+        for group in unit.groups:
+            group.units_done += 1
+            if group.units_done == group.num_units:
+                group.units_done = 0
+                if group.reshards:
+                    self._free(*group.whole)
+                    group.whole = []
+
+    def _gather_again(self, unit: _Unit) -> None:
+        for group in reversed(unit.groups):
+            if not group.whole and group.in_backward:
+                self._unshard(group)
+                self._copy_out(group)
+                assert group.buffer is not None
+                self._free(group.buffer)
+                group.buffer = None
+            for other in self._ahead(group, -1):
+                if other.in_backward:
+                    self._unshard(other)
+
+    def _reduce(self, unit: _Unit, *, reduces: bool, reshards: bool) -> None:
+        case, size = self._case, self._case.reduce_dtype.itemsize
+        for group in unit.groups:
+            group.units_done += 1
+            if group.units_done < group.num_units:
+                continue
+            group.units_done = 0
+            if reshards:
+                self._free(*group.whole)
+                group.whole = []
+            numel = sum(weight.numel for weight in group.weights)
+            if reduces and self._last_reduced:
+                self._free(self._last_reduced)
+            if reduces:
+                self._last_reduced = self._allocate(numel * size, "gathered")
+            for weight in group.weights:
+                assert weight.grad is not None
+                self._free(weight.grad)
+                weight.grad = (
+                    None if reduces else self._allocate(weight.numel * size, "gathered")
+                )
+            if not reduces:
+                continue
+            stored = sum(weight.stored for weight in group.weights)
+            output = self._allocate(stored * size, "gradients", _REDUCE)
+            if size != STORED_ITEMSIZE[case.precision]:
+                cast = self._allocate(
+                    stored * STORED_ITEMSIZE[case.precision], "gradients", _REDUCE
+                )
+                self._free(output)
+                output = cast
+            if group.sharded_grad:
+                self._free(output)
+            else:
+                group.sharded_grad = output
