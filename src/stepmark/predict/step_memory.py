@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from stepmark.core.module import Module, Param
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, DataParallel, GradSync, Precision, Recompute
+from stepmark.core.training import CompileScope, DataParallel, Fp8, GradSync, Precision, Recompute
 from stepmark.core.units import MIB
 from stepmark.predict.allocator import Allocator, Block
 
@@ -37,9 +37,12 @@ class _Weight:
     numel: int
     stored: int
     initialized: int  # elements of the whole tensor that is drawn
+    is_gathered_fp8: bool
     gathered_itemsize: int
+    is_fp8: bool  # of its product
+    copy_itemsize: int  # of a copy for its product; 0: none
     grad: Block | None = None
-    copy: Block | None = None  # in bf16, autocast's
+    copy: Block | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -153,9 +156,17 @@ class StepMemory:
         outputs, follows_product = model.hidden_size, False
         for module in modules:
             keeps, param = module.keeps, next(iter(module.params), None)
-            eager = 0 if self._is_compiled else keeps.eager
+            is_eager = not self._is_compiled
+            if self._case.parallel.ep > 1 and ".experts" in module.role:
+                is_eager = True  # Dynamo leaves out what the exchange of rows calls
+            eager = keeps.eager if is_eager else 0
             widths = [keeps.whole, keeps.divided // tp, eager // tp]
             tensors = [size * width for width in widths] + [_FP32 * keeps.statistics // tp]
+            if self._is_fp8(param) and self._is_compiled:
+                # The product's input in FP8; attention's output is kept as such, too.
+                fp8 = keeps.whole + keeps.divided // tp
+                is_attention = module.name.endswith("attention.out")
+                tensors = [fp8, *(tensors if is_attention else ())]
             width = model.hidden_size
             if param is not None and len(param.shape) > 1:
                 copies = model.moe.top_k if model.moe and param.is_expert else 1
@@ -171,6 +182,20 @@ class StepMemory:
                 is_residual=module.role.endswith("residual"),
             )
 
+    def _is_fp8(self, param: Param | None) -> bool:
+        """Return whether a product of this weight is in FP8."""
+        case = self._case
+        if case.fp8 is Fp8.NONE or param is None or len(param.shape) != 2:
+            return False
+        if param.part == "embedding" or "router" in param.part:
+            return False
+        return case.fp8_head or param.part != "head"
+
+    def _copy_itemsize(self, param: Param) -> int:
+        if self._is_fp8(param) and self._is_compiled:
+            return 1
+        return 2 if self._casts and param.part != "embedding" else 0
+
     def _weight(self, param: Param) -> _Weight:
         case, axes = self._case, self._case.parallel
         whole = param.numel // (axes.ep if param.is_expert and not self._is_fsdp else 1)
@@ -178,14 +203,17 @@ class StepMemory:
         numel //= axes.ep if param.is_expert else 1
         ranks = axes.dp_shard * axes.cp // (axes.ep if param.is_expert else 1)
         ranks = ranks if self._is_fsdp else 1
-        is_fp8 = case.fp8_all_gather and len(param.shape) == 2 and param.part != "embedding"
-        is_fp8 = is_fp8 and (case.fp8_head or param.part != "head")
+        is_fp8 = self._is_fp8(param)
+        is_gathered_fp8 = is_fp8 and case.fp8_all_gather
         return _Weight(
             param=param,
             numel=numel,
             stored=-(-numel // ranks),
             initialized=whole,
-            gathered_itemsize=1 if is_fp8 else self._itemsize,
+            is_gathered_fp8=is_gathered_fp8,
+            gathered_itemsize=1 if is_gathered_fp8 else self._itemsize,
+            is_fp8=is_fp8,
+            copy_itemsize=0 if is_gathered_fp8 else self._copy_itemsize(param),
         )
 
     def _tie(self) -> None:
@@ -193,7 +221,9 @@ class StepMemory:
         first, last = self._units[0], self._units[-1]
         ends = (first.name, last.name)
         if self._case.model.tied_embeddings and ends == ("embedding", "output"):
-            last.weights[1] = [first.weights[0][0]]
+            (table, head) = first.weights[0][0], last.weights[1][0]
+            table.is_fp8, table.copy_itemsize = head.is_fp8, head.copy_itemsize
+            last.weights[1] = [table]
 
     def _make_groups(self) -> list[_Group]:
         """Group parameters as bench/training/parallelize.py does."""
@@ -296,6 +326,9 @@ class StepMemory:
                 if unit.name == "output":
                     kept[-1].append(self._loss(unit))
             self._reshard(unit)
+        if self._last_buffer:
+            self._free(self._last_buffer)
+            self._last_buffer = None
         for unit in self._units:  # autocast's cache ends with its region
             if unit.is_checkpointed:
                 self._free_copies(unit.all_weights)
@@ -304,8 +337,8 @@ class StepMemory:
     def _cast(self, weights: Iterable[_Weight]) -> None:
         """Make autocast's copies, which products keep for their backward pass."""
         for weight in weights:
-            if self._casts and weight.copy is None:
-                weight.copy = self._allocate(2 * weight.numel, "gathered")
+            if weight.copy_itemsize and weight.copy is None:
+                weight.copy = self._allocate(weight.copy_itemsize * weight.numel, "gathered")
 
     def _free_copies(self, weights: Iterable[_Weight]) -> None:
         for weight in weights:
@@ -403,8 +436,16 @@ class StepMemory:
                 self._free(grads[0], *last)
                 last = [self._allocate(self._itemsize * logits, "head")]
                 self._free(grads[1])
+            (head,) = unit.weights[1]
+            if head.is_fp8 and self._is_compiled:  # and transposed
+                fp8 = [self._allocate(logits, "head") for _ in range(2)]
+                self._free(*last)
+                last = fp8
+            product = self._allocate(head.numel * self._itemsize, "gradients")
+            self._free(*kept.pop(1))
             new = self._allocate_rows(case.model.hidden_size * self._itemsize)
-            self._add_grads(unit.weights[1], after_product=last)
+            self._free(*last)
+            self._add_grad(head, product)
         grad = self._allocate_rows(unit.leaves[0].input_grad)
         self._add_grads(unit.weights[0])
         self._free(new, *(block for blocks in kept for block in blocks))
@@ -455,17 +496,17 @@ class StepMemory:
         self._free(grad)
         return self._allocate(_FP32, "working")
 
-    def _add_grads(self, weights: list[_Weight], after_product: Iterable[Block] = ()) -> None:
-        """Compute gradients of weights; after_product: what only the product needs."""
+    def _add_grads(self, weights: list[_Weight]) -> None:
         for weight in weights:
-            new = self._allocate(weight.numel * self._itemsize, "gradients")
-            self._free(*after_product)
-            if self._casts:
-                cast = self._allocate(weight.numel * _FP32, "gradients")
-                self._free(new)
-                new = cast
-            self._free_copies([weight])
-            self._keep_grad(weight, new)
+            product = self._allocate(weight.numel * self._itemsize, "gradients")
+            self._add_grad(weight, product)
+
+    def _add_grad(self, weight: _Weight, new: Block) -> None:
+        self._free_copies([weight])
+        if self._casts:
+            product, new = new, self._allocate(weight.numel * _FP32, "gradients")
+            self._free(product)
+        self._keep_grad(weight, new)
 
     def _keep_grad(self, weight: _Weight, new: Block) -> None:
         if weight.grad is None and not self._is_ddp:
@@ -500,11 +541,22 @@ class StepMemory:
     def _unshard(self, group: _Group) -> None:
         if group.whole or group.buffer:
             return
-        sizes = [weight.stored * weight.gathered_itemsize for weight in group.weights]
-        own = self._allocate(sum(sizes), "gathered", _GATHER)
+        own: list[Block] = []
+        plain = 0
+        for weight in group.weights:
+            if weight.is_gathered_fp8:  # torchao scales in fp32 before it casts
+                scaled = [
+                    self._allocate(weight.stored * _FP32, "gathered", _GATHER) for _ in range(2)
+                ]
+                own.append(self._allocate(weight.stored, "gathered", _GATHER))
+                self._free(*scaled)
+            else:
+                plain += weight.stored * self._itemsize
+        if plain:
+            own.append(self._allocate(plain, "gathered", _GATHER))
         sizes = [weight.numel * weight.gathered_itemsize for weight in group.weights]
         group.buffer = self._allocate(sum(sizes), "gathered", _GATHER)
-        self._free(own)
+        self._free(*own)
 
     def _copy_out(self, group: _Group) -> None:
         assert group.buffer is not None
@@ -569,13 +621,14 @@ class StepMemory:
                 self._free(self._last_reduced)
             if reduces:
                 self._last_reduced = self._allocate(numel * size, "gathered")
+            grads = [weight.grad for weight in group.weights if weight.grad is not None]
             for weight in group.weights:
-                assert weight.grad is not None
-                self._free(weight.grad)
                 weight.grad = (
                     None if reduces else self._allocate(weight.numel * size, "gathered")
                 )
+            self._free(*grads[:-1])
             if not reduces:
+                self._free(grads[-1])
                 continue
             stored = sum(weight.stored for weight in group.weights)
             output = self._allocate(stored * size, "gradients", _REDUCE)
@@ -589,3 +642,4 @@ class StepMemory:
                 self._free(output)
             else:
                 group.sharded_grad = output
+            self._free(grads[-1])  # a variable of a loop in foreach_reduce holds it until here
