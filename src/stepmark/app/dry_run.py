@@ -96,7 +96,7 @@ def _step_row(case: TrainCase) -> Row:
         "message_calls": calls,
         "message_bytes": message_bytes,
         "messages_unknown": reason,
-        "memory_bytes": estimated_memory(case).total_bytes,
+        "memory_bytes": estimated_memory(case).allocated_bytes,
     }
 
 

@@ -1,10 +1,10 @@
 """torch's caching allocator of device memory, replayed without a device.
 
-A tensor takes a block of a segment. Small tensors share segments of 2 MiB, larger ones segments
-of 20 MiB, and those from 10 MiB on have segments of their own size. The smallest free block that
-is large enough is taken, and split unless too little would remain; blocks of one stream are not
-given to another. So blocks are larger than tensors, and segments stay when blocks are free:
-c10/cuda/CUDACachingAllocator.cpp, with its default settings.
+A tensor takes a block of a segment. Small tensors share segments of 2 MiB, larger ones
+segments of 20 MiB, and those from 10 MiB on have segments of their own size. The smallest free
+block that is large enough is taken, and split unless too little would remain; blocks of one
+stream are not given to another. So blocks are larger than tensors, and segments stay when
+blocks are free: c10/cuda/CUDACachingAllocator.cpp, with its default settings.
 """
 
 from bisect import bisect_left, insort
@@ -19,7 +19,7 @@ _LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB
 _SEGMENT_ALIGNMENT = 2 * MIB
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Block:
     """A part of a segment that a tensor has, or that is free (of no purpose)."""
 
@@ -47,6 +47,7 @@ class Allocator:
     _end: int = 0
 
     def reset_peaks(self) -> None:
+        """Forget the most that there was, as torch's reset_peak_memory_stats() does."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
         self.at_peak = self._requested.copy()
 

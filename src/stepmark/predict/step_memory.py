@@ -8,18 +8,26 @@ reduces are tensors by parameter; activations are those that modules' `keeps` co
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from stepmark.core.dtypes import DType
 from stepmark.core.module import Module, Param
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, DataParallel, Fp8, GradSync, Precision, Recompute
+from stepmark.core.training import (
+    CompileScope,
+    DataParallel,
+    Fp8,
+    GradSync,
+    Precision,
+    Recompute,
+)
 from stepmark.core.units import MIB
 from stepmark.predict.allocator import Allocator, Block
 
 _FP32 = 4
-STORED_ITEMSIZE = {
-    Precision.AMP: 4,
+_STORED_ITEMSIZE = {
+    Precision.AMP: _FP32,
     Precision.MASTER: 2,
     Precision.BF16: 2,
-    Precision.FP32: 4,
+    Precision.FP32: _FP32,
 }
 # cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
 _WORKSPACES = (32 * MIB, 32 * MIB)
@@ -29,28 +37,19 @@ _FIRST_BUCKET = MIB
 _COMPUTE, _GATHER, _REDUCE = 0, 1, 2  # streams
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Weight:
-    """A parameter on this rank, before and after FSDP divides it."""
+    """A parameter on this rank: elements before and after FSDP divides it."""
 
     param: Param
     numel: int
     stored: int
-    initialized: int  # elements of the whole tensor that is drawn
+    is_fp8: bool  # as an operand of its product
     is_gathered_fp8: bool
     gathered_itemsize: int
-    is_fp8: bool  # of its product
     copy_itemsize: int  # of a copy for its product; 0: none
     grad: Block | None = None
     copy: Block | None = None
-
-    @property
-    def is_matrix(self) -> bool:
-        return len(self.param.shape) > 1
-
-    @property
-    def is_table(self) -> bool:
-        return self.param.part == "embedding"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +58,7 @@ class _Leaf:
 
     keeps: tuple[int, ...]
     input_grad: int
+    output: int  # a product's, before tensor parallelism divides it
     is_norm: bool
     is_residual: bool
 
@@ -78,16 +78,18 @@ class _Unit:
         return [weight for weights in self.weights for weight in weights]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Group:
     """Parameters that FSDP gathers and reduces together."""
 
     weights: list[_Weight]
     num_units: int
+    has_blocks: bool
     reshards: bool  # after the forward pass
     in_backward: bool = True  # gathered for it
     buffer: Block | None = None
     whole: list[Block] = field(default_factory=list)
+    partial: Block | None = None  # what resharding over some ranks leaves
     sharded_grad: Block | None = None
     units_done: int = 0
 
@@ -106,12 +108,17 @@ class StepMemory:
         self._is_compiled = case.compile is not CompileScope.NONE
         self._itemsize = _FP32 if case.precision is Precision.FP32 else 2
         self._casts = case.precision is Precision.AMP and not self._is_fsdp
+        self._stored_itemsize = _STORED_ITEMSIZE[case.precision]
         self._grad_itemsize = _FP32 if self._casts else self._itemsize
         self._keeps_grads = case.cuda_graph or case.compiles_graphs
-        microbatches = 1 if axes.pp == 1 else case.pp_microbatches or axes.pp
+        # By DDP's hook: gradients in bf16 beside those in fp32.
+        self._compresses = self._is_ddp and case.reduce_dtype is DType.BF16
+        self._compresses = self._compresses and self._stored_itemsize == _FP32
+        self._microbatches = 1 if axes.pp == 1 else case.pp_microbatches or axes.pp
         # 1F1B: the first stage is as many microbatches ahead as there are stages.
-        self._in_flight = min(axes.pp - stage, microbatches)
-        self._tokens = -(-case.mbs // microbatches) * case.model.seq_len // axes.cp
+        self._in_flight = min(axes.pp - stage, self._microbatches)
+        self._row_bytes = case.model.hidden_size * self._itemsize
+        self._tokens = -(-case.mbs // self._microbatches) * case.model.seq_len // axes.cp
         self._units = self._make_units(root, stage)
         self._tie()
         self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
@@ -160,6 +167,8 @@ class StepMemory:
             if self._case.parallel.ep > 1 and ".experts" in module.role:
                 is_eager = True  # Dynamo leaves out what the exchange of rows calls
             eager = keeps.eager if is_eager else 0
+            if self._case.parallel.ep > 1 and module.role == "mlp.experts_down" and model.moe:
+                eager += model.moe.top_k * model.hidden_size  # index_copy keeps its source
             widths = [keeps.whole, keeps.divided // tp, eager // tp]
             tensors = [size * width for width in widths] + [_FP32 * keeps.statistics // tp]
             if self._is_fp8(param) and self._is_compiled:
@@ -167,17 +176,18 @@ class StepMemory:
                 fp8 = keeps.whole + keeps.divided // tp
                 is_attention = module.name.endswith("attention.out")
                 tensors = [fp8, *(tensors if is_attention else ())]
-            width = model.hidden_size
+            width, output = model.hidden_size, 0
             if param is not None and len(param.shape) > 1:
                 copies = model.moe.top_k if model.moe and param.is_expert else 1
-                width, output = copies * param.shape[-1], copies * param.shape[-2] // tp
-                outputs = output + (outputs if follows_product else 0)
+                width, output = copies * param.shape[-1], copies * param.shape[-2]
+                outputs = output // tp + (outputs if follows_product else 0)
                 follows_product = True
             elif param is None:
                 width, follows_product = outputs, False
             yield _Leaf(
                 keeps=tuple(filter(None, tensors)),
                 input_grad=size * width,
+                output=size * output,
                 is_norm=param is not None and param.is_norm,
                 is_residual=module.role.endswith("residual"),
             )
@@ -191,29 +201,25 @@ class StepMemory:
             return False
         return case.fp8_head or param.part != "head"
 
-    def _copy_itemsize(self, param: Param) -> int:
-        if self._is_fp8(param) and self._is_compiled:
-            return 1
-        return 2 if self._casts and param.part != "embedding" else 0
-
     def _weight(self, param: Param) -> _Weight:
         case, axes = self._case, self._case.parallel
-        whole = param.numel // (axes.ep if param.is_expert and not self._is_fsdp else 1)
         numel = param.numel // (1 if param.is_partial else axes.tp)
         numel //= axes.ep if param.is_expert else 1
         ranks = axes.dp_shard * axes.cp // (axes.ep if param.is_expert else 1)
         ranks = ranks if self._is_fsdp else 1
         is_fp8 = self._is_fp8(param)
         is_gathered_fp8 = is_fp8 and case.fp8_all_gather
+        copy_itemsize = 2 if self._casts and param.part != "embedding" else 0
+        if is_fp8 and self._is_compiled:
+            copy_itemsize = 0 if is_gathered_fp8 else 1
         return _Weight(
             param=param,
             numel=numel,
             stored=-(-numel // ranks),
-            initialized=whole,
             is_gathered_fp8=is_gathered_fp8,
             gathered_itemsize=1 if is_gathered_fp8 else self._itemsize,
             is_fp8=is_fp8,
-            copy_itemsize=0 if is_gathered_fp8 else self._copy_itemsize(param),
+            copy_itemsize=copy_itemsize,
         )
 
     def _tie(self) -> None:
@@ -237,7 +243,8 @@ class StepMemory:
             experts = [x for x in weights if is_apart and x.param.is_expert]
             others = [x for x in weights if not (is_apart and x.param.is_expert)]
             for members in filter(None, (others, experts)):
-                group = _Group(members, len(units), reshards, in_backward)
+                has_blocks = units[0].name == "block"
+                group = _Group(members, len(units), has_blocks, reshards, in_backward)
                 groups.append(group)
                 for unit in units:
                     unit.groups.append(group)
@@ -254,21 +261,14 @@ class StepMemory:
         return groups
 
     def _start(self) -> None:
-        """Allocate weights, and whole ones in fp32 one at a time, of which a rank keeps parts."""
-        case, heap = self._case, self.heap
+        case, model = self._case, self._case.model
         for weight in self._weights:
-            self._allocate(weight.stored * STORED_ITEMSIZE[case.precision], "weights")
-        if not case.model.max_positions:
-            width = case.model.mla.qk_rope_head_dim if case.model.mla else case.model.d_qk
+            self._allocate(weight.stored * self._stored_itemsize, "weights")
+        if not model.max_positions:
+            width = model.mla.qk_rope_head_dim if model.mla else model.d_qk
             for _ in "cos", "sin":
-                num_bytes = case.model.seq_len // case.parallel.cp * width * _FP32
-                self._allocate(num_bytes, "working")
-        for weight in self._weights:
-            if weight.is_matrix:
-                whole = self._allocate(weight.initialized * _FP32, "working")
-                if weight.stored != weight.initialized:
-                    self._free(self._allocate(weight.stored * _FP32, "working"))
-                self._free(whole)
+                self._allocate(model.seq_len // case.parallel.cp * width * _FP32, "working")
+        self._initialize()
         if case.precision is Precision.MASTER:
             for purpose in ("weights", "gradients"):
                 for weight in self._weights:
@@ -279,13 +279,22 @@ class StepMemory:
         if self._is_ddp:
             self._allocate_buckets()
         for num_bytes in _WORKSPACES if case.device == "cuda" else ():
-            heap.allocate(num_bytes, "working")
+            self._allocate(num_bytes, "working")
+
+    def _initialize(self) -> None:
+        """Draw whole matrices in fp32, one at a time, of which a rank keeps its part."""
+        for weight in self._weights:
+            if len(weight.param.shape) > 1:
+                whole = self._allocate(weight.param.numel * _FP32, "working")
+                if weight.stored != weight.param.numel:
+                    self._free(self._allocate(weight.stored * _FP32, "working"))
+                self._free(whole)
 
     def _allocate_buckets(self) -> None:
         """Allocate DDP's buckets: they are the gradients, the last parameter's first."""
         limit, filled = _FIRST_BUCKET, 0
         for weight in reversed(self._weights):
-            filled += weight.numel * STORED_ITEMSIZE[self._case.precision]
+            filled += weight.numel * self._stored_itemsize
             if filled >= limit:
                 self._allocate(filled, "gradients")
                 limit, filled = self._case.bucket_mb * MIB, 0
@@ -304,9 +313,12 @@ class StepMemory:
     def _micro_step(self, *, is_last: bool) -> None:
         is_reduced = is_last or self._case.grad_sync is GradSync.EVERY
         passes = [self._forward() for _ in range(self._in_flight)]
-        for number, kept in enumerate(passes):
-            is_over = number == len(passes) - 1
-            self._backward(kept, reduces=is_reduced and is_over, reshards=is_over)
+        if self._microbatches > self._in_flight:  # one of those that find gradients
+            self._backward(passes.pop(0), reduces=False, reshards=False)
+            passes.append(self._forward())
+        while passes:
+            is_over = len(passes) == 1
+            self._backward(passes.pop(0), reduces=is_reduced and is_over, reshards=is_over)
         if self._case.precision is Precision.MASTER:
             self._drop_grads()
 
@@ -320,7 +332,9 @@ class StepMemory:
                 if self._casts and not self._is_compiled:
                     self._cast(unit.all_weights)
                 sizes = self._checkpoint_sizes(unit)
-                kept.append([[self._allocate(size * self._tokens, "activations")] for size in sizes])
+                kept.append(
+                    [[self._allocate(size * self._tokens, "activations")] for size in sizes]
+                )
             else:
                 kept.append(self._keep(unit))
                 if unit.name == "output":
@@ -356,23 +370,18 @@ class StepMemory:
 
     def _checkpoint_sizes(self, unit: _Unit) -> list[int]:
         """Return bytes per token of what a checkpointed block keeps."""
-        model, tp, size = self._case.model, self._case.parallel.tp, self._itemsize
-        sizes = [model.hidden_size * size // tp]
-        if self._case.recompute is Recompute.OPS:
-            # Attention with its statistics, and the outputs of every second product.
-            outputs = sum(
-                weight.param.shape[-2] * (model.moe.top_k if model.moe and weight.param.is_expert else 1)
-                for weight in unit.all_weights
-                if weight.is_matrix
-            )
-            others = (self._case.parallel.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
-            sizes += [
-                model.num_heads * model.d_v * size // tp,
-                model.num_heads * _FP32 // tp,
-                size * others // tp,
-                size * outputs // 2 // tp,
-            ]
-        return [num_bytes for num_bytes in sizes if num_bytes]
+        if self._case.recompute is not Recompute.OPS:
+            return [self._row_bytes // self._case.parallel.tp]
+        # Attention with its statistics, and the outputs of every second product.
+        model, axes = self._case.model, self._case.parallel
+        gathered = (axes.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
+        sizes = [
+            self._row_bytes,
+            model.num_heads * (model.d_v * self._itemsize + _FP32),
+            gathered * self._itemsize,
+            sum(leaf.output for leaf in unit.leaves) // 2,
+        ]
+        return [size // axes.tp for size in sizes if size]
 
     def _loss(self, unit: _Unit) -> list[Block]:
         """Compute logits and loss, with chunks also gradients; return what is kept."""
@@ -386,14 +395,13 @@ class StepMemory:
             self._free(fp32, block)
             return [log_softmax]
         (head,) = unit.weights[1]
-        row_bytes = case.model.hidden_size * self._itemsize
-        grad_input = self._allocate(self._tokens * row_bytes, "head")
+        grad_input = self._allocate(self._tokens * self._row_bytes, "head")
         total: Block | None = None
         for _ in range(2):
             made = [self._allocate(self._itemsize * logits, "head")]
             if not self._is_compiled:
                 made += [self._allocate(_FP32 * logits, "head") for _ in range(3)]
-            made.append(self._allocate(tokens * row_bytes, "head"))
+            made.append(self._allocate(tokens * self._row_bytes, "head"))
             made.append(self._allocate(self._itemsize * head.numel, "head"))
             if self._casts:
                 made.append(self._allocate(_FP32 * head.numel, "head"))
@@ -403,9 +411,8 @@ class StepMemory:
         return [grad_input, total]
 
     def _backward(self, kept: list[_Kept], *, reduces: bool, reshards: bool) -> None:
-        grad = self._allocate(_FP32, "working")
-        if self._units[-1].name != "output":
-            grad = self._allocate(self._tokens * self._case.model.hidden_size * self._itemsize, "working")
+        is_last = self._units[-1].name == "output"
+        grad = self._allocate_rows(0 if is_last else self._row_bytes)
         for unit, blocks in zip(reversed(self._units), reversed(kept), strict=True):
             self._gather_again(unit)
             if unit.name == "output":
@@ -416,6 +423,9 @@ class StepMemory:
                 grad = self._lookup_backward(unit, grad)
             self._free(*self._added)
             self._added.clear()
+            if self._compresses:
+                numel = sum(weight.numel for weight in unit.all_weights)
+                self._free(self._allocate(2 * numel, "gathered"))
             self._reduce(unit, reduces=reduces, reshards=reshards)
         self._free(grad)
         if self._last_reduced:
@@ -443,7 +453,7 @@ class StepMemory:
                 last = fp8
             product = self._allocate(head.numel * self._itemsize, "gradients")
             self._free(*kept.pop(1))
-            new = self._allocate_rows(case.model.hidden_size * self._itemsize)
+            new = self._allocate_rows(self._row_bytes)
             self._free(*last)
             self._add_grad(head, product)
         grad = self._allocate_rows(unit.leaves[0].input_grad)
@@ -494,7 +504,7 @@ class StepMemory:
                 self._free(self._allocate(segments * hidden * _FP32, "working"))
             self._keep_grad(table, new)
         self._free(grad)
-        return self._allocate(_FP32, "working")
+        return self._allocate_rows(0)
 
     def _add_grads(self, weights: list[_Weight]) -> None:
         for weight in weights:
@@ -528,7 +538,7 @@ class StepMemory:
 
     def _optimize(self) -> None:
         is_master = self._case.precision is Precision.MASTER
-        size = _FP32 if is_master else STORED_ITEMSIZE[self._case.precision]
+        size = _FP32 if is_master else self._stored_itemsize
         for weight in self._weights if not self._has_moments else ():
             for _ in "first", "second":
                 self._allocate(weight.stored * size, "optimizer")
@@ -568,10 +578,12 @@ class StepMemory:
     def _ahead(self, group: _Group, step: int) -> list[_Group]:
         """Return the next groups, or the previous ones, that are gathered ahead of time."""
         index = self._groups.index(group)
-        others = self._groups[index + 1 :] if step > 0 else self._groups[:index][::-1]
-        if step > 0 and self._case.prefetch == 1:
-            return []  # each gathers as it begins
-        return others[: self._case.prefetch]
+        if step < 0:
+            return self._groups[max(0, index - self._case.prefetch) : index][::-1]
+        if self._case.prefetch == 1 or not group.has_blocks:
+            return []  # each is gathered as it begins
+        others = self._groups[index + 1 : index + 1 + self._case.prefetch]
+        return [other for other in others if other.has_blocks]
 
     def _gather(self, unit: _Unit) -> None:
         for group in unit.groups:
@@ -593,6 +605,10 @@ class StepMemory:
                 if group.reshards:
                     self._free(*group.whole)
                     group.whole = []
+                    if self._case.reshard.isdecimal():
+                        part = sum(weight.numel for weight in group.weights)
+                        part = part * self._itemsize // int(self._case.reshard)
+                        group.partial = self._allocate(part, "gathered")
 
     def _gather_again(self, unit: _Unit) -> None:
         for group in reversed(unit.groups):
@@ -607,7 +623,7 @@ class StepMemory:
                     self._unshard(other)
 
     def _reduce(self, unit: _Unit, *, reduces: bool, reshards: bool) -> None:
-        case, size = self._case, self._case.reduce_dtype.itemsize
+        size = self._case.reduce_dtype.itemsize
         for group in unit.groups:
             group.units_done += 1
             if group.units_done < group.num_units:
@@ -616,30 +632,38 @@ class StepMemory:
             if reshards:
                 self._free(*group.whole)
                 group.whole = []
-            numel = sum(weight.numel for weight in group.weights)
-            if reduces and self._last_reduced:
-                self._free(self._last_reduced)
+            if group.partial:
+                self._free(group.partial)
+                group.partial = None
             if reduces:
-                self._last_reduced = self._allocate(numel * size, "gathered")
-            grads = [weight.grad for weight in group.weights if weight.grad is not None]
-            for weight in group.weights:
-                weight.grad = (
-                    None if reduces else self._allocate(weight.numel * size, "gathered")
-                )
-            self._free(*grads[:-1])
-            if not reduces:
-                self._free(grads[-1])
+                self._reduce_scatter(group)
                 continue
-            stored = sum(weight.stored for weight in group.weights)
-            output = self._allocate(stored * size, "gradients", _REDUCE)
-            if size != STORED_ITEMSIZE[case.precision]:
-                cast = self._allocate(
-                    stored * STORED_ITEMSIZE[case.precision], "gradients", _REDUCE
-                )
-                self._free(output)
-                output = cast
-            if group.sharded_grad:
-                self._free(output)
-            else:
-                group.sharded_grad = output
-            self._free(grads[-1])  # a variable of a loop in foreach_reduce holds it until here
+            for weight in group.weights:  # it waits in the dtype of the reduction
+                grad, weight.grad = weight.grad, self._allocate(weight.numel * size, "gathered")
+                assert grad is not None
+                self._free(grad)
+
+    def _reduce_scatter(self, group: _Group) -> None:
+        size = self._case.reduce_dtype.itemsize
+        if self._last_reduced:
+            self._free(self._last_reduced)
+        numel = sum(weight.numel for weight in group.weights)
+        self._last_reduced = self._allocate(numel * size, "gathered")
+        grads: list[Block] = []
+        for weight in group.weights:
+            assert weight.grad is not None
+            grads.append(weight.grad)
+            weight.grad = None
+        *grads, last_grad = grads  # a variable in foreach_reduce refers to the last one
+        self._free(*grads)
+        stored = sum(weight.stored for weight in group.weights)
+        output = self._allocate(stored * size, "gradients", _REDUCE)
+        if size != self._stored_itemsize:
+            cast = self._allocate(stored * self._stored_itemsize, "gradients", _REDUCE)
+            self._free(output)
+            output = cast
+        if group.sharded_grad:
+            self._free(output)
+        else:
+            group.sharded_grad = output
+        self._free(last_grad)
