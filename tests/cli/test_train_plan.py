@@ -849,7 +849,7 @@ def test_the_main_job_trains_what_fits(
     assert found is not None
     assert (found.model, found.strategy) == (model, (strategy,))
     (case,) = train_plan.cases(found, "cuda", num_ranks)
-    assert estimate(case).total_bytes < gib * 2**30
+    assert estimate(case).allocated_bytes < gib * 2**30
     assert run.that_fits("llama-3.1-8b", num_ranks, 2**28) is None
 
 

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepmark.app.train_plan import estimated_memory as estimate
@@ -13,15 +13,27 @@ from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, DataParallel, GradSync, Precision, Recompute
-from stepmark.predict.memory import TrainMemory
+from stepmark.core.training import (
+    CompileScope,
+    DataParallel,
+    Fp8,
+    GradSync,
+    Precision,
+    Recompute,
+)
+from stepmark.predict.memory import verdict
 
 GPT = find_model("gpt2-1.5b")
 LLAMA = find_model("llama-3.1-8b")
 GIB = 2**30
+# Eight layers: enough for four stages and both kinds of DeepSeek's, and soon replayed.
 MODELS = st.sampled_from(
-    ["gpt2-1.5b", "llama-3.1-8b", "mixtral-8x7b", "deepseek-v3", "qwen3-8b"]
+    [
+        dataclasses.replace(find_model(name), num_layers=8)
+        for name in ("gpt2-1.5b", "llama-3.1-8b", "mixtral-8x7b", "deepseek-v3", "qwen3-8b")
+    ]
 )
+few = settings(max_examples=40)
 
 
 @st.composite
@@ -30,7 +42,7 @@ def cases(draw: st.DrawFn) -> TrainCase:
     data_parallel = draw(st.sampled_from(DataParallel))
     shards = draw(st.sampled_from([1, 2, 8])) if data_parallel is DataParallel.FSDP else 1
     return TrainCase(
-        model=find_model(draw(MODELS)),
+        model=draw(MODELS),
         mbs=draw(st.integers(1, 16)),
         parallel=ParallelConfig(
             tp=draw(st.sampled_from([1, 2, 4])),
@@ -50,24 +62,34 @@ def cases(draw: st.DrawFn) -> TrainCase:
     )
 
 
-def parts(memory: TrainMemory) -> dict[str, int]:
-    fields = dataclasses.asdict(memory)
-    del fields["forward_gradients_bytes"]  # of gradients_bytes
-    return fields
-
-
 def case(**more: Any) -> TrainCase:
     plain = {"model": GPT, "mbs": 4, "precision": Precision.AMP}
     return TrainCase(**{**plain, **more})
 
 
+@few
 @given(cases())
-def test_parts_are_bytes_and_bound_the_whole(case: TrainCase) -> None:
+def test_parts_add_up(case: TrainCase) -> None:
     memory = estimate(case)
-    assert min(parts(memory).values()) >= 0
-    assert 0 <= memory.forward_gradients_bytes <= memory.gradients_bytes
-    kept = memory.weights_bytes + memory.gradients_bytes + memory.optimizer_bytes
-    assert kept < memory.total_bytes <= sum(parts(memory).values())
+    parts = dataclasses.asdict(memory)
+    assert min(parts.values()) >= 0
+    reserved = parts.pop("reserved_bytes")
+    assert sum(parts.values()) == memory.allocated_bytes <= reserved
+    assert memory.rounding_bytes < 0.1 * memory.allocated_bytes
+    assert memory.weights_bytes + memory.optimizer_bytes < memory.allocated_bytes
+
+
+@few
+@given(cases())
+def test_gradients_are_there_where_they_must_be(case: TrainCase) -> None:
+    """Masters', and DDP's buckets, always; others by the end of a backward pass."""
+    memory = estimate(case)
+    if case.precision is Precision.MASTER:
+        assert memory.gradients_bytes >= memory.optimizer_bytes // 2
+    elif case.data_parallel is DataParallel.DDP:
+        assert memory.gradients_bytes >= memory.weights_bytes
+    state = memory.weights_bytes + memory.optimizer_bytes
+    assert memory.allocated_bytes > state + memory.optimizer_bytes // 2
 
 
 def test_whole_gradients_that_wait_for_their_reduction_are_counted() -> None:
@@ -80,49 +102,62 @@ def test_whole_gradients_that_wait_for_their_reduction_are_counted() -> None:
         reduce_dtype=DType.BF16,
     )
     more = dataclasses.replace(plain, grad_sync=GradSync.LAST)
-    added = estimate(more).gathered_bytes - estimate(plain).gathered_bytes
-    assert added == pytest.approx(2 * LLAMA.num_params, rel=1e-3)
+    added = estimate(more).allocated_bytes - estimate(plain).allocated_bytes
+    # Instead of shards in fp32 that are reduced in each micro-step.
+    assert added == pytest.approx((2 - 4 / 8) * LLAMA.num_params, rel=0.01)
     half = ParallelConfig(dp_shard=4, pp=2)
-    kept = estimate(dataclasses.replace(plain, parallel=half)).gathered_bytes
-    assert kept > 2 * 2 * LLAMA.num_params / 2  # weights and gradients of half of the model
+    short = dataclasses.replace(LLAMA, seq_len=64)  # so that the peak is not of activations
+    kept = estimate(dataclasses.replace(plain, model=short, parallel=half)).gathered_bytes
+    assert (
+        kept > 2 * 2 * 16 * LLAMA.layer_params()
+    )  # weights and gradients of half of the model
 
 
+@few
 @given(cases())
 def test_more_tokens_need_more(case: TrainCase) -> None:
-    total = estimate(case).total_bytes
-    assert estimate(dataclasses.replace(case, mbs=2 * case.mbs)).total_bytes >= total
+    """But for blocks that are larger than their tensors."""
+    total = estimate(case).allocated_bytes
+    more = estimate(dataclasses.replace(case, mbs=2 * case.mbs)).allocated_bytes
+    assert more >= 0.999 * total
     shorter = dataclasses.replace(case.model, seq_len=case.model.seq_len // 2)
-    assert estimate(dataclasses.replace(case, model=shorter)).total_bytes <= total
+    less = estimate(dataclasses.replace(case, model=shorter)).allocated_bytes
+    assert less <= 1.001 * total
 
 
+@few
 @given(cases())
 def test_more_layers_need_more(case: TrainCase) -> None:
     deeper = dataclasses.replace(case.model, num_layers=case.model.num_layers + 4)
     assert (
-        estimate(dataclasses.replace(case, model=deeper)).total_bytes
-        > estimate(case).total_bytes
+        estimate(dataclasses.replace(case, model=deeper)).allocated_bytes
+        > estimate(case).allocated_bytes
     )
 
 
+@few
 @given(cases())
-def test_computing_again_keeps_less(case: TrainCase) -> None:
-    kept = {
-        how: estimate(dataclasses.replace(case, recompute=how)).activations_bytes
-        for how in Recompute
-    }
-    assert kept[Recompute.FULL] < kept[Recompute.OPS] < kept[Recompute.NONE]
-    assert kept[Recompute.FULL] <= kept[Recompute.BLOCKS] <= kept[Recompute.NONE]
+def test_computing_again_needs_less(case: TrainCase) -> None:
+    none, blocks, full = (
+        estimate(dataclasses.replace(case, recompute=how)).allocated_bytes
+        for how in (Recompute.NONE, Recompute.BLOCKS, Recompute.FULL)
+    )
+    assert full <= 1.001 * blocks
+    assert blocks <= 1.001 * none
 
 
+@settings(max_examples=15)
 @given(cases(), st.integers(1, 200))
 def test_the_largest_batch_is_the_last_that_fits(case: TrainCase, gib: int) -> None:
-    memory_bytes = gib * GIB
-    found = largest_mbs(case, memory_bytes)
-    if found:
-        fits = estimate(dataclasses.replace(case, mbs=found))
-        assert fits.total_bytes <= memory_bytes
-    more = estimate(dataclasses.replace(case, mbs=found + 1))
-    assert more.total_bytes > memory_bytes
+    def fits(mbs: int) -> bool:
+        other = dataclasses.replace(case, mbs=mbs)
+        memory = estimate(other)
+        sizes = memory.allocated_bytes, memory.reserved_bytes
+        return verdict(other, *sizes, gib * GIB) == "fits"
+
+    most = largest_mbs(case, gib * GIB)
+    assert not most or fits(most)
+    assert not fits(most + 1)
 
 
 def test_nothing_fits_into_nothing() -> None:
@@ -138,8 +173,9 @@ def test_nothing_fits_into_nothing() -> None:
 def test_state_of_one_device(
     model: ModelConfig, precision: Precision, stored: int, moments: int
 ) -> None:
-    memory = estimate(case(model=model, precision=precision))
-    assert memory.weights_bytes == memory.gradients_bytes == stored * model.num_params
+    memory = estimate(case(model=model, precision=precision, grad_accum=2))
+    assert memory.weights_bytes == stored * model.num_params
+    assert memory.gradients_bytes >= stored * model.num_params
     assert memory.optimizer_bytes == moments * model.num_params
 
 
@@ -149,7 +185,6 @@ def test_shards_divide_the_state(shards: int) -> None:
     axes = ParallelConfig(dp_shard=shards)
     many = estimate(case(model=LLAMA, data_parallel=DataParallel.FSDP, parallel=axes))
     assert many.weights_bytes == one.weights_bytes // shards
-    assert many.gradients_bytes == one.gradients_bytes // shards
     assert many.optimizer_bytes == one.optimizer_bytes // shards
     assert many.activations_bytes == one.activations_bytes
 
@@ -172,9 +207,11 @@ def test_ddp_has_a_whole_copy_and_holds_gradients() -> None:
     axes = ParallelConfig(dp_replicate=8)
     ddp = estimate(case(data_parallel=DataParallel.DDP, parallel=axes))
     one = estimate(case())
-    assert parts(ddp) == parts(one)
-    assert ddp.total_bytes == one.total_bytes + one.gradients_bytes
-    assert estimate(case(grad_accum=8)).total_bytes == ddp.total_bytes
+    assert ddp.weights_bytes == ddp.gradients_bytes == one.weights_bytes
+    assert not one.gradients_bytes  # as the backward pass begins
+    for held in (ddp, estimate(case(grad_accum=8))):
+        more = held.allocated_bytes - one.allocated_bytes
+        assert more == pytest.approx(one.weights_bytes, rel=0.03)
 
 
 # Allocated at most on H200s: results/h200-train-gpt2-1.5b-master and -x4-...-ddp-master.
@@ -192,7 +229,7 @@ def test_masters_hold_their_gradients_always(num_ranks: int, measured_gib: float
             grad_accum=8,
         )
     )
-    assert memory.total_bytes / 2**30 == pytest.approx(measured_gib, rel=0.01)
+    assert memory.allocated_bytes / 2**30 == pytest.approx(measured_gib, rel=0.01)
 
 
 def test_activations_of_gpt_are_the_papers() -> None:
@@ -209,49 +246,65 @@ def test_activations_of_gpt_are_the_papers() -> None:
 
 def test_checkpointed_blocks_keep_their_input_alone() -> None:
     """The paper's 2 s b h."""
-    memory = estimate(case(recompute=Recompute.FULL))
-    tokens, layers = 4 * GPT.seq_len, GPT.num_layers
+    memory = estimate(case(mbs=32, recompute=Recompute.FULL))
+    tokens, layers = 32 * GPT.seq_len, GPT.num_layers
     assert memory.activations_bytes == tokens * 2 * GPT.hidden_size * (layers + 2)
-    some = estimate(case(recompute=Recompute.BLOCKS, recompute_blocks=(1, 4)))
-    none = estimate(case())
+    some = estimate(case(mbs=32, recompute=Recompute.BLOCKS, recompute_blocks=(1, 4)))
+    none = estimate(case(mbs=32))
     quarter = (none.activations_bytes - memory.activations_bytes) // 4
     assert some.activations_bytes == none.activations_bytes - quarter
 
 
 def test_logits() -> None:
-    """Three fp32 copies eagerly, two of bf16 compiled; chunks divide them."""
+    """Three fp32 copies eagerly, one of bf16 compiled; chunks divide them."""
     logits = 4 * GPT.seq_len * GPT.vocab_size
     assert estimate(case()).head_bytes == 12 * logits
     compiled = case(compile=CompileScope.BLOCK)
-    assert estimate(compiled).head_bytes == 4 * logits
-    chunked = estimate(dataclasses.replace(compiled, loss_chunks=8)).head_bytes
-    sums = 8 * GPT.head_params + 2 * 4 * GPT.seq_len * GPT.hidden_size
-    assert chunked == logits // 2 + sums
+    assert estimate(compiled).head_bytes == 2 * logits
+    many = dataclasses.replace(compiled, mbs=64)
+    chunked = estimate(dataclasses.replace(many, loss_chunks=8))
+    saved = estimate(many).allocated_bytes - chunked.allocated_bytes
+    assert saved > 0.7 * estimate(many).head_bytes
 
 
 def test_weights_that_are_whole_at_a_time() -> None:
+    """As the backward pass begins: the head, and the buffer of the last block."""
     axes = ParallelConfig(dp_shard=8)
     fsdp = case(model=LLAMA, data_parallel=DataParallel.FSDP, parallel=axes)
-    layer, table = LLAMA.layer_params(), LLAMA.head_params
-    gradients = max(layer, table) * (2 + 4)
-    assert estimate(fsdp).gathered_bytes == 2 * (3 * layer + table) + gradients
+    layer, head = LLAMA.layer_params(), LLAMA.head_params + LLAMA.norm_params
+    assert estimate(fsdp).gathered_bytes == 2 * (head + layer)
     kept = estimate(dataclasses.replace(fsdp, reshard="no")).gathered_bytes
-    assert kept == 2 * (33 * layer + table) + gradients
-    low = estimate(dataclasses.replace(fsdp, reduce_dtype=DType.BF16)).gathered_bytes
-    assert low == estimate(fsdp).gathered_bytes - 2 * max(layer, table)
+    assert kept == 2 * (32 * layer + head + LLAMA.head_params)
+    two = estimate(dataclasses.replace(fsdp, prefetch=2)).gathered_bytes
+    assert two == 2 * (head + 2 * layer)
+    part = estimate(dataclasses.replace(fsdp, reshard="4")).gathered_bytes
+    assert part == 2 * (head + layer) + (32 * layer + LLAMA.head_params) // 2
 
 
-def test_autocast_copies_weights_unless_compiled_or_computed_again() -> None:
-    copies = 2 * (GPT.num_layers * GPT.layer_params() + GPT.head_params)
-    assert estimate(case()).gathered_bytes == copies
-    assert estimate(case(compile=CompileScope.BLOCK)).gathered_bytes == 0
+def test_autocast_copies_weights_unless_computed_again() -> None:
+    head = 2 * (GPT.head_params + GPT.norm_params)
+    copies = head + 2 * GPT.num_layers * GPT.layer_params()
+    for scope in (CompileScope.NONE, CompileScope.BLOCK):
+        assert estimate(case(compile=scope)).gathered_bytes == copies
     assert estimate(case(precision=Precision.BF16)).gathered_bytes == 0
-    assert estimate(case(recompute=Recompute.FULL)).gathered_bytes == 2 * GPT.head_params
+    assert estimate(case(mbs=32, recompute=Recompute.FULL)).gathered_bytes == head
+
+
+def test_products_in_fp8_keep_operands_of_one_byte() -> None:
+    """Norms' and GELU's outputs have one byte instead of two; attention's is there in both."""
+    compiled = case(compile=CompileScope.BLOCK, precision=Precision.BF16)
+    low = dataclasses.replace(compiled, fp8=Fp8.TENSORWISE)
+    saved = estimate(compiled).activations_bytes - estimate(low).activations_bytes
+    per_layer = (1 + 1 + 4 - 1) * GPT.hidden_size
+    assert saved == 4 * GPT.seq_len * GPT.num_layers * per_layer
+    assert estimate(low).gathered_bytes == pytest.approx(
+        GPT.num_layers * GPT.layer_params(), rel=1e-3
+    )
 
 
 def test_tensor_parallelism_divides_state_and_heads() -> None:
     one, four = (estimate(case(parallel=ParallelConfig(tp=tp), model=LLAMA)) for tp in (1, 4))
-    assert four.weights_bytes == one.weights_bytes // 4
+    assert four.weights_bytes == pytest.approx(one.weights_bytes / 4, rel=1e-3)  # norms are not
     assert one.activations_bytes / 4 < four.activations_bytes < one.activations_bytes / 2
     assert four.head_bytes == one.head_bytes  # logits are gathered
 
@@ -274,5 +327,5 @@ def test_a_large_model_over_eight_devices() -> None:
         recompute=Recompute.BLOCKS,
         recompute_blocks=(1, 4),
     )
-    assert 30 * GIB < estimate(sac).total_bytes < 80 * GIB
+    assert 30 * GIB < estimate(sac).allocated_bytes < 80 * GIB
     assert largest_mbs(sac, 141 * 10**9) > largest_mbs(sac, 80 * 10**9) >= 2

@@ -85,6 +85,7 @@ def _step_row(case: TrainCase) -> Row:
     FLOPs are of all ranks, with recomputation; messages are of the pipeline stage with most.
     """
     calls, message_bytes, reason = _messages(case)
+    memory = estimated_memory(case)
     return {
         "model": case.model.name,
         "strategy": case.strategy,
@@ -96,7 +97,8 @@ def _step_row(case: TrainCase) -> Row:
         "message_calls": calls,
         "message_bytes": message_bytes,
         "messages_unknown": reason,
-        "memory_bytes": estimated_memory(case).allocated_bytes,
+        "memory_bytes": memory.allocated_bytes,
+        "reserved_bytes": memory.reserved_bytes,
     }
 
 
@@ -127,13 +129,17 @@ def _operator_line(row: Row) -> str:
 
 
 def _step_line(row: Row) -> str:
-    memory = format_bytes(round(row["memory_bytes"] / MIB) * MIB)
+    memory, reserved = (
+        format_bytes(round(row[name] / MIB) * MIB)
+        for name in ("memory_bytes", "reserved_bytes")
+    )
     messages = f"messages unknown: {row['messages_unknown']}"
     if not row["messages_unknown"]:
         size = format_bytes(row["message_bytes"])
         messages = f"{row['message_calls']} messages ({size}) per rank"
     flops = f"{_flops(row)} TFLOP per step of all ranks"
-    return f"{row['command']}  # {flops}, {messages}, about {memory} of memory per rank"
+    memory = f"about {memory} of memory per rank ({reserved} reserved)"
+    return f"{row['command']}  # {flops}, {messages}, {memory}"
 
 
 def _flops(row: Row) -> str:

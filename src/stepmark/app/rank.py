@@ -336,9 +336,9 @@ class Rank:
         )
 
 
-def _largest_mbs(case: "TrainCase", memory_bytes: int) -> int:
+def _largest_mbs(case: "TrainCase", device_bytes: int) -> int:
     """Import the estimate only when a case has run out of memory."""
-    mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, memory_bytes)
+    mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, device_bytes)
     return mbs
 
 

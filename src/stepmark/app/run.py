@@ -28,8 +28,6 @@ _COLLECTIVES = {
     "cpu": CommOptions(names=_NAMES, begin=4 * KIB, end=4 * MIB, factor=32.0),
 }
 _MAX_MBS = 8
-# Of an accelerator's memory; the rest is for what the estimate leaves out.
-_SHARE = 0.85
 _DOCTOR_LIMIT_S = 180.0  # it imports torch and reads every device
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
 
@@ -156,7 +154,7 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
             model=name, strategy=(strategy,), nproc=str(num_ranks), compile=True
         )
         cases = train_plan.cases(options, "cuda", num_ranks)
-        most = min(train_plan.largest_mbs(case, int(memory_bytes * _SHARE)) for case in cases)
+        most = min(train_plan.largest_mbs(case, memory_bytes) for case in cases)
         if most:
             return replace(options, mbs=(min(most, _MAX_MBS),))
     return None

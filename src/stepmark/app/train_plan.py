@@ -241,6 +241,6 @@ def estimated_memory(case: TrainCase) -> memory.TrainMemory:
     return memory.estimate(case, stage_of_case)
 
 
-def largest_mbs(case: TrainCase, memory_bytes: int) -> int:
-    """Return the largest micro-batch whose estimate fits; 0 if not even one sequence does."""
-    return memory.largest_mbs(case, memory_bytes, stage_of_case)
+def largest_mbs(case: TrainCase, device_bytes: int) -> int:
+    """Return the largest micro-batch that fits by estimate; 0 if not even one sequence does."""
+    return memory.largest_mbs(case, device_bytes, stage_of_case)

@@ -25,7 +25,7 @@ class MeasureContext:
     on_blocked(record, position): called on rank 0, in a thread, when another rank failed and
     this one is blocked in a collective that the failed rank abandoned; it must not return
     where it can record the failure.
-    largest_mbs(case, memory_bytes): estimate of the micro-batch that fits; None: no estimate.
+    largest_mbs(case, device_bytes): estimate of the micro-batch that fits; None: no estimate.
     """
 
     ranks: Ranks

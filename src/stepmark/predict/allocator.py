@@ -42,7 +42,7 @@ class Allocator:
     peak_reserved: int = 0
     at_peak: Counter[str] = field(default_factory=Counter)  # requested bytes by purpose
     _requested: Counter[str] = field(default_factory=Counter)
-    _free: dict[tuple[int, bool], list[tuple[int, int]]] = field(default_factory=dict)
+    _sizes: dict[tuple[int, bool], list[tuple[int, int]]] = field(default_factory=dict)
     _blocks: dict[int, Block] = field(default_factory=dict)  # the free ones by address
     _end: int = 0
 
@@ -55,7 +55,7 @@ class Allocator:
         size = max(-(-num_bytes // _ALIGNMENT), 1) * _ALIGNMENT
         is_small = size <= _SMALL
         pool = (stream, is_small)
-        free = self._free.setdefault(pool, [])
+        free = self._sizes.setdefault(pool, [])
         index = bisect_left(free, (size, 0))
         if index < len(free):
             block = self._blocks.pop(free.pop(index)[1])
@@ -75,7 +75,11 @@ class Allocator:
             self.peak_allocated, self.at_peak = self.allocated, self._requested.copy()
         return block
 
-    def free(self, block: Block) -> None:
+    def free(self, *blocks: Block) -> None:
+        for block in blocks:
+            self._free_one(block)
+
+    def _free_one(self, block: Block) -> None:
         self.allocated -= block.num_bytes
         self._requested[block.purpose] -= block.requested
         block.purpose = ""
@@ -108,10 +112,10 @@ class Allocator:
         return block
 
     def _put(self, block: Block) -> None:
-        insort(self._free[block.pool], (block.num_bytes, block.address))
+        insort(self._sizes[block.pool], (block.num_bytes, block.address))
         self._blocks[block.address] = block
 
     def _take(self, block: Block) -> None:
-        free = self._free[block.pool]
+        free = self._sizes[block.pool]
         del free[bisect_left(free, (block.num_bytes, block.address))]
         del self._blocks[block.address]

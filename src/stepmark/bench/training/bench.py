@@ -33,8 +33,6 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, Precision, Schedule
 
 _STEPS, _CYCLES = 30, 10
-# Share of a device's memory; the rest is the context, NCCL's buffers and fragmentation.
-_USABLE = 0.93
 
 
 _POLL_S = 0.25
@@ -204,7 +202,7 @@ def _with_estimate(record: Failed, case: TrainCase, context: MeasureContext) -> 
     if record.cause != "oom" or context.ranks.device.type != "cuda" or largest_mbs is None:
         return record
     total = torch.cuda.get_device_properties(context.ranks.device).total_memory
-    most = min(largest_mbs(case, int(total * _USABLE)), case.mbs - 1)
+    most = min(largest_mbs(case, total), case.mbs - 1)
     hint = (
         f"about --mbs {most} should fit (estimate)"
         if most
