@@ -10,7 +10,7 @@ from stepmark.core.device import load_devices
 from stepmark.core.ops import Attention, Gemm, Phase
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.core.workload import ComputeOp, Kernel, Workload
+from stepmark.core.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.workload.formats import aiob, native
 
@@ -33,11 +33,7 @@ def _run(capsysbinary: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def computed(workload: Workload) -> list[ComputeOp]:
     """What is not only waiting."""
-    return [
-        one
-        for one in workload.tally(0)
-        if isinstance(one, ComputeOp) and not (isinstance(one.op, Kernel) and one.op.is_wait)
-    ]
+    return [one for one in workload.tally(0) if isinstance(one, ComputeOp) and not one.is_wait]
 
 
 def test_without_it_there_are_no_times(run: Program) -> None:

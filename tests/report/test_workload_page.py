@@ -11,7 +11,7 @@ from stepmark.core.columns import Row
 from stepmark.core.model import find_model
 from stepmark.core.ops import Phase
 from stepmark.core.parallel import ParallelConfig
-from stepmark.core.workload import CommOp, ComputeOp, Workload
+from stepmark.core.workload import CommOp, ComputeOp, Workload, pass_of
 from stepmark.report import workload_tables as tables
 from stepmark.report import workload_text
 from stepmark.report.workload_page import layers, page, sizes
@@ -75,14 +75,15 @@ def test_bins_of_sizes_are_said(workload: Workload) -> None:
     sizes = {row["size_bytes"] for row in tables.size_rows(held, 0)}
     (said,) = [line for line in workload_text.lines(held, 0) if "in bins" in line]
     assert said.startswith(f"{len(sizes)} sizes in bins, powers of two")
-    assert workload_text.lines(replace(held, world_size=1), 0)[0].endswith(", 1 rank")
+    alone = replace(held, world_size=1, stages=held.stages[:1])
+    assert workload_text.lines(alone, 0)[0].endswith(", 1 rank")
 
 
 def test_layers_add_up_to_the_stage(workload: Workload) -> None:
     for stage in range(len(workload.stages)):
         walked: Counter[int | None] = Counter()
         for one in workload.expand(stage):
-            if isinstance(one, ComputeOp) and tables.pass_of(one) == "forward":
+            if isinstance(one, ComputeOp) and pass_of(one) == "forward":
                 walked[one.layer] += one.op.flops or 0
         found = tables.alike_layers(workload, stage)
         for held, sums in found:
@@ -163,8 +164,6 @@ def test_what_only_stands_for_waiting_is_in_no_table() -> None:
         gbs=8,
     )
     workload = megatron.workload(job, Megatron(virtual_pipeline_model_parallel_size=2))
-    waits = [
-        one for one in workload.expand(0) if isinstance(one, ComputeOp) and tables.is_wait(one)
-    ]
+    waits = [one for one in workload.expand(0) if isinstance(one, ComputeOp) and one.is_wait]
     assert waits
     assert all(row["shape"] != "wait" for row in tables.compute_rows(workload, 0))

@@ -14,9 +14,10 @@ from stepmark.core.model import find_model
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Group, Item, Kernel, Stage, Workload
+from stepmark.core.workload_stages import num_steady, shortened
 from stepmark.report import workload_page, workload_pipeline
 from stepmark.report.workload_lanes import slots
-from stepmark.report.workload_pipeline import Timeline, num_steady, shortened, timeline
+from stepmark.report.workload_pipeline import Timeline, timeline
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron import rule as megatron
 from stepmark.workload.rules.megatron.settings import Megatron

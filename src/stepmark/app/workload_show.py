@@ -28,10 +28,10 @@ from stepmark.core.message import RECV, SEND
 from stepmark.core.op_options import shape_options
 from stepmark.core.ops import FAMILY_OF, Attention, Bmm, Gemm, GroupedGemm, Op
 from stepmark.core.options import argv, load
-from stepmark.core.workload import CommOp, ComputeOp, Workload
+from stepmark.core.workload import CommOp, ComputeOp, Workload, pass_of
 from stepmark.core.workload_options import Rows
 from stepmark.report import workload_tables, workload_text
-from stepmark.report.workload_tables import SETUP, pass_of, ranges
+from stepmark.report.workload_tables import SETUP, ranges
 from stepmark.store import export
 from stepmark.store.files import write_text
 from stepmark.workload.rules import RULES

@@ -73,6 +73,7 @@ def work_of(kernel: str, role: str, phase: str) -> Work:
 Line = tuple[Group, str]
 # Names of `Ledger.within`.
 RECOMPUTED = "recomputed"  # of compute
+CONTENTION = "contention"  # of compute under communication
 TRANSFER, WAITING = "transfer", "waiting for other ranks"  # of exposed communication
 
 

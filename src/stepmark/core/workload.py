@@ -39,11 +39,6 @@ class Kernel:
     flops: int | None = None
     bytes_moved: int | None = None
 
-    @property
-    def is_wait(self) -> bool:
-        """Return whether the kernel is only a wait, which computes and moves nothing."""
-        return self.flops == 0 and self.bytes_moved == 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -89,6 +84,11 @@ class ComputeOp:
     after: tuple[str, ...] = ()  # operations of other streams after which it starts
     recompute: bool = False  # a forward operation that the backward pass recomputes
     time_s: float | None = None  # from a run, a file or a model; None: unknown
+
+    @property
+    def is_wait(self) -> bool:
+        """Return whether the operation only waits: it computes and moves nothing."""
+        return isinstance(self.op, Kernel) and self.op.flops == 0 == self.op.bytes_moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +183,21 @@ def shifted(op: Operation, layer: int, microbatch: int) -> Operation:
     if (new_layer, new_microbatch) == (op.layer, op.microbatch):
         return op
     return replace(op, layer=new_layer, microbatch=new_microbatch)
+
+
+_PASS = {
+    Phase.FWD: "forward",
+    Phase.DGRAD: "backward",
+    Phase.WGRAD: "backward",
+    Phase.BWD: "backward",
+    Phase.OPTIM: "optimizer",
+    Phase.STEP: "step",
+}
+
+
+def pass_of(op: Operation) -> str:
+    """Return forward, backward (with recomputed forwards), optimizer or step."""
+    return "backward" if op.recompute else _PASS[op.phase]
 
 
 def parse_after(text: str) -> tuple[str, int]:

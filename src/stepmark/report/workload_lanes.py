@@ -9,11 +9,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.message import RECV, SEND
-from stepmark.core.workload import COMPUTE, Block, CommOp, ComputeOp, Operation, Run, Workload
-from stepmark.report.workload_tables import is_wait, pass_of
+from stepmark.core.workload import (
+    COMPUTE,
+    Block,
+    CommOp,
+    ComputeOp,
+    Operation,
+    Run,
+    Workload,
+    pass_of,
+)
+from stepmark.core.workload_stages import Transfer, transfer_of
 
 UNITS = {"forward": 1, "backward": 2, "optimizer": 1}
-_Pair = tuple[int, int, str]  # sender, receiver and phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +58,12 @@ def slots(workload: Workload) -> tuple[Slot, ...]:
     """Return all stages' work in time; () where stages would deadlock."""
     moves = _Moves.of(workload)
     cache: dict[str, tuple[_Piece, ...]] = {}
-    sent: dict[_Pair, list[int]] = defaultdict(list)
+    sent: dict[Transfer, list[int]] = defaultdict(list)
     lanes = [
-        _Lane(index, _pieces(workload.blocks, stage.step, moves, cache), sent)
+        _Lane(workload, index, _pieces(workload.blocks, stage.step, moves, cache), sent)
         for index, stage in enumerate(workload.stages)
     ]
-    while sum(lane.advance(len(lanes)) for lane in lanes):
+    while sum(lane.advance() for lane in lanes):
         pass
     if any(not lane.is_done for lane in lanes):
         return ()
@@ -66,25 +74,29 @@ class _Lane:
     """Progress of one stage. `sent` has the times of all transfers, shared by all lanes."""
 
     def __init__(
-        self, stage: int, pieces: Sequence[_Piece], sent: Mapping[_Pair, list[int]]
+        self,
+        workload: Workload,
+        stage: int,
+        pieces: Sequence[_Piece],
+        sent: Mapping[Transfer, list[int]],
     ) -> None:
-        self.stage = stage
+        self.stage, self._workload = stage, workload
         self.slots: list[Slot] = []
         self._pieces = pieces
         self._sent = sent
         self._next = 0
         self._now = 0
-        self._num_received: dict[_Pair, int] = defaultdict(int)
+        self._num_received: dict[Transfer, int] = defaultdict(int)
         self._pass_kinds: set[str] = set()  # of work on a micro-batch
-        self._pending: list[tuple[_Pair, int]] = []  # receipts that block the stage
+        self._pending: list[tuple[Transfer, int]] = []  # receipts that block the stage
         # By the transfer's name: the pair and number of its receipts, None for what is sent.
-        self._receipts: dict[str, list[tuple[_Pair, int] | None]] = defaultdict(list)
+        self._receipts: dict[str, list[tuple[Transfer, int] | None]] = defaultdict(list)
 
     @property
     def is_done(self) -> bool:
         return self._next == len(self._pieces)
 
-    def advance(self, num_stages: int) -> bool:
+    def advance(self) -> bool:
         """Run until the stage must wait. Return whether anything was done."""
         before = self._next
         while not self.is_done:
@@ -94,7 +106,7 @@ class _Lane:
             if not is_fused and not self._receive():
                 break
             if isinstance(piece, _Move):
-                self._move(piece.operation, num_stages)
+                self._move(piece.operation)
             elif not self._work(piece):
                 break
             self._next += 1
@@ -146,51 +158,41 @@ class _Lane:
         self._now = end
         return True
 
-    def _move(self, operation: CommOp, num_stages: int) -> None:
+    def _move(self, operation: CommOp) -> None:
         """Send at once; wait for a receipt at the next piece, or where its name is needed."""
-        assert operation.peer is not None
-        other = (self.stage + operation.peer) % num_stages
+        transfer = transfer_of(self._workload, self.stage, operation)
+        assert transfer is not None
         if operation.collective == SEND:
-            self._sent[self.stage, other, operation.phase].append(self._now)
+            self._sent[transfer].append(self._now)
             self._receipts[operation.name].append(None)
             return
-        pair = (other, self.stage, operation.phase)
-        number = self._num_received[pair]
-        self._num_received[pair] += 1
+        number = self._num_received[transfer]
+        self._num_received[transfer] += 1
         if operation.stream == COMPUTE:
-            self._pending.append((pair, number))
-        self._receipts[operation.name].append((pair, number))
+            self._pending.append((transfer, number))
+        self._receipts[operation.name].append((transfer, number))
 
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """Groups whose ranks are the stages, and the names of transfers in them.
-
-    Other groups transfer data within a stage, as context parallelism's ring does.
-    """
+    """Groups in which stages transfer data, and the names of transfers in them."""
 
     groups: frozenset[str]
     names: frozenset[str]
 
     @classmethod
     def of(cls, workload: Workload) -> "_Moves":
-        count = len(workload.stages)
-        across = ((count, workload.world_size // count),)
-        groups = frozenset(
-            name
-            for name, group in workload.groups.items()
-            if tuple(digit for digit in group.digits if digit[0] > 1) == across
-        )
-        names = frozenset(
-            operation.name
+        moves = [
+            operation
             for block in workload.blocks.values()
             for operation in block
-            if isinstance(operation, CommOp)
-            and operation.collective in (SEND, RECV)
-            and operation.group in groups
-            and operation.stream != COMPUTE  # waited for at once
+            if isinstance(operation, CommOp) and transfer_of(workload, 0, operation)
+        ]
+        return cls(
+            groups=frozenset(operation.group for operation in moves),
+            # The computation waits at once for those on its stream.
+            names=frozenset(op.name for op in moves if op.stream != COMPUTE),
         )
-        return cls(groups, names)
 
 
 def _pieces(
@@ -223,7 +225,7 @@ def _piece(item: Operation, moves: _Moves) -> Iterator[_Piece]:
     if isinstance(item, CommOp) and item.collective in (SEND, RECV):
         if item.group in moves.groups:
             yield _Move(item)
-    elif isinstance(item, ComputeOp) and not is_wait(item):
+    elif isinstance(item, ComputeOp) and not item.is_wait:
         yield _Work(pass_of(item), item.microbatch, item.layer, awaited)
     elif awaited:
         yield _Work("", None, None, awaited)

@@ -4,12 +4,12 @@ Units of time and waits are those of workload_lanes.py. Of a long step, few repe
 steady state are drawn; the idle time is still that of the whole step.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from stepmark.core.workload import Block, ComputeOp, Run, Workload
+from stepmark.core.workload import Run, Workload
+from stepmark.core.workload_stages import num_steady, shortened
 from stepmark.report.workload_lanes import Slot, slots
-from stepmark.report.workload_tables import is_wait, pass_of
 
 _KEPT = 4  # repeats of a steady state that are drawn where all are too many
 _MOST_PIECES = 200_000
@@ -52,61 +52,6 @@ def timeline(workload: Workload, most: int) -> Timeline | str:
         idle_percent=100 * (1 - busy / (end * num_stages)) if end else 0.0,
         left_out=less,
     )
-
-
-def shortened(workload: Workload, num_repeats: int) -> Workload:
-    """Reduce the steady state to this many repeats in the stage that has the fewest.
-
-    Every other stage loses as many repeats.
-    """
-    less = num_steady(workload) - num_repeats
-    if less <= 0:
-        return workload
-    runs = [_steady(workload.blocks, stage.step) for stage in workload.stages]
-    blocks = dict(workload.blocks)
-    stages = []
-    for index, (stage, run) in enumerate(zip(workload.stages, runs, strict=True)):
-        assert run is not None
-        name = f"{stage.step}, shortened {index}"
-        blocks[name] = tuple(
-            replace(run, times=run.times - less) if item is run else item
-            for item in blocks[stage.step]
-        )
-        stages.append(replace(stage, step=name))
-    return replace(workload, blocks=blocks, stages=tuple(stages))
-
-
-def num_steady(workload: Workload) -> int:
-    """Return repeats of the steady state in the stage that has the fewest."""
-    runs = (_steady(workload.blocks, stage.step) for stage in workload.stages)
-    return min(run.times if run else 0 for run in runs)
-
-
-def _steady(blocks: Mapping[str, Block], step: str) -> Run | None:
-    """Return the longest run of a step that repeats forwards and backwards together."""
-    runs = [
-        item
-        for item in blocks[step]
-        if isinstance(item, Run)
-        and item.microbatch_step
-        and {"forward", "backward"} <= _kinds(blocks, item.block, {})
-    ]
-    return max(runs, key=lambda run: run.times, default=None)
-
-
-def _kinds(
-    blocks: Mapping[str, Block], block: str, cache: dict[str, frozenset[str]]
-) -> frozenset[str]:
-    """Return the passes that a block computes."""
-    if block not in cache:
-        kinds: set[str] = set()
-        for item in blocks[block]:
-            if isinstance(item, Run):
-                kinds |= _kinds(blocks, item.block, cache)
-            elif isinstance(item, ComputeOp) and not is_wait(item):
-                kinds.add(pass_of(item))
-        cache[block] = frozenset(kinds)
-    return cache[block]
 
 
 def _sums(drawn: Sequence[Slot]) -> tuple[int, int]:

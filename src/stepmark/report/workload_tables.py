@@ -21,7 +21,7 @@ from stepmark.core.columns import (
 )
 from stepmark.core.columns import rows as rows_of
 from stepmark.core.message import Histogram, MessageKind, Tally
-from stepmark.core.ops import FAMILY_OF, Op, Phase
+from stepmark.core.ops import FAMILY_OF, Op
 from stepmark.core.workload import (
     CommOp,
     ComputeOp,
@@ -31,26 +31,14 @@ from stepmark.core.workload import (
     Run,
     Stage,
     Workload,
+    pass_of,
 )
 from stepmark.report.histogram import size_of
 from stepmark.report.outcomes import percent
 
 SETUP = "setup"  # runs once, before the first step
-_PASS = {
-    Phase.FWD: "forward",
-    Phase.DGRAD: "backward",
-    Phase.WGRAD: "backward",
-    Phase.BWD: "backward",
-    Phase.OPTIM: "optimizer",
-    Phase.STEP: "step",
-}
 PASSES = (SETUP, "forward", "backward", "optimizer", "step")
 Sums = Counter[tuple[str, str]]  # by (pass, quantity)
-
-
-def pass_of(operation: Operation) -> str:
-    """Return forward, backward (with recomputed forwards), optimizer or step."""
-    return "backward" if operation.recompute else _PASS[operation.phase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,16 +241,11 @@ def size_rows(workload: Workload, stage: int) -> list[Row]:
     ]
 
 
-def is_wait(operation: ComputeOp) -> bool:
-    """Return whether the operation only waits: it computes and moves nothing."""
-    return isinstance(operation.op, Kernel) and operation.op.is_wait
-
-
 def compute_rows(workload: Workload, stage: int) -> list[Row]:
     """Return one row per distinct operator and pass, most FLOPs first."""
     by_key: dict[tuple[Op | Kernel, str], _Computed] = {}
     for operation, calls in workload.tally(stage).items():
-        if isinstance(operation, ComputeOp) and not is_wait(operation):
+        if isinstance(operation, ComputeOp) and not operation.is_wait:
             phase = operation.phase.value + (" again" if operation.recompute else "")
             key = (operation.op, phase)
             computed = by_key.setdefault(key, _Computed(operation.op, phase))

@@ -147,7 +147,7 @@ def fill(workload: Workload, *sources: Source) -> Workload:
         blocks={
             name: tuple(
                 replace(item, time_s=times[item.op, item.module, item.phase])
-                if isinstance(item, ComputeOp) and not is_wait(item)
+                if isinstance(item, ComputeOp) and not item.is_wait
                 else item
                 for item in block
             )
@@ -199,13 +199,8 @@ def _computations(workload: Workload) -> list[tuple[Op | Kernel, str, Phase]]:
         (item.op, item.module, item.phase)
         for block in workload.blocks.values()
         for item in block
-        if isinstance(item, ComputeOp) and not is_wait(item)
+        if isinstance(item, ComputeOp) and not item.is_wait
     ]
-
-
-def is_wait(item: ComputeOp) -> bool:
-    """Return whether it only waits, which has no time of its own."""
-    return isinstance(item.op, Kernel) and item.op.is_wait
 
 
 def _several_shapes(workload: Workload) -> set[tuple[str, Phase]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Phase
 from stepmark.core.workload import ComputeOp, Workload
-from stepmark.workload.durations import is_wait, section_of
+from stepmark.workload.durations import section_of
 from stepmark.workload.formats.source_file import in_file, read_lines
 
 _FIRST = re.compile(r"(train_iter):(\d{1,9})|(inference_term):(\w{1,40})")
@@ -127,7 +127,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
         item.module
         for stage in range(len(workload.stages))
         for item in workload.tally(stage)
-        if isinstance(item, ComputeOp) and not is_wait(item) and not section_of(item.module)
+        if isinstance(item, ComputeOp) and not item.is_wait and not section_of(item.module)
     )
     return [
         "all but the time of the forward pass: shapes, types, communication, order",

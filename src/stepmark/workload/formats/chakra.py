@@ -20,7 +20,7 @@ from stepmark.core.collectives import Collective
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Operation, Workload
-from stepmark.workload.durations import describe, is_wait
+from stepmark.workload.durations import describe
 from stepmark.workload.formats.chakra_reader import GROUPS_FILE, Reader, read
 from stepmark.workload.formats.chakra_schema import (
     COMM_TYPES,
@@ -186,7 +186,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     computes = {op: times for op, times in ops.items() if isinstance(op, ComputeOp)}
     comms = [op for op in ops if isinstance(op, CommOp)]
     collectives = {op.collective for op in comms}
-    untimed = sum(computes[op] for op in computes if op.time_s is None and not is_wait(op))
+    untimed = sum(computes[op] for op in computes if op.time_s is None and not op.is_wait)
     costless = sum(computes[op] for op in computes if None in (op.op.flops, op.op.bytes_moved))
     micros = [op.time_s * 1e6 for op in ops if op.time_s is not None]
     rounded = any(not math.isclose(time, round(time)) for time in micros)

@@ -21,7 +21,6 @@ from stepmark.core.dtypes import DType
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
-from stepmark.workload.durations import is_wait
 from stepmark.workload.formats.loss import Kept, communication, present, tallied
 from stepmark.workload.formats.param_trace_reader import COMPUTATIONS, Entry, Reader, read
 from stepmark.workload.formats.ranks import (
@@ -150,7 +149,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     comms = [op for op in ops if isinstance(op, CommOp)]
     collectives = {op.collective for op in comms}
     entries = {op: _compute(op) for op in ops if isinstance(op, ComputeOp)}
-    omitted = sum(ops[op] for op, entry in entries.items() if entry is None and not is_wait(op))
+    omitted = sum(ops[op] for op, entry in entries.items() if entry is None and not op.is_wait)
     narrowed = any(
         COMPUTATIONS[entry["compute"]](Entry(**entry), "") != op.op
         for op, entry in entries.items()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stepmark.core.message import SEND
 from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Phase
-from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation, Workload
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import Granularity
@@ -157,7 +157,7 @@ def in_flight_behind_transfers(program: Workload, stage: int) -> set[str]:
         elif op.stream == COMPUTE:
             flying -= set(op.after)
             behind -= set(op.after)
-            if not (isinstance(op, ComputeOp) and isinstance(op.op, Kernel) and op.op.is_wait):
+            if not (isinstance(op, ComputeOp) and op.is_wait):
                 found |= behind
                 behind = set()
     return found

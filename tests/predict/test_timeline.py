@@ -1,0 +1,211 @@
+"""The simulated step: against a plain simulation, closed forms, and laws."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from stepmark.core.dtypes import DType
+from stepmark.core.ledger import CONTENTION, WAITING, Work
+from stepmark.core.model import MoeConfig, find_model
+from stepmark.core.ops import Gemm, Phase
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.prediction import Timeline
+from stepmark.core.step_cost import Costs, OpCost
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import DataParallel, GradSync, Recompute
+from stepmark.core.workload import (
+    COMPUTE,
+    CommOp,
+    ComputeOp,
+    Group,
+    Item,
+    Kernel,
+    Run,
+    Stage,
+    Workload,
+)
+from stepmark.predict.timeline import simulate
+from stepmark.workload.rules.pytorch.case import of_case
+
+from .reference_timeline import Line, Reference, same_lines
+
+WORKS = tuple(Work)
+TINY = replace(
+    find_model("llama-3.1-8b").tiny(), num_layers=4, hidden_size=64, vocab_size=512, seq_len=32
+)
+
+
+def costs(seed: int = 0, *, host: float = 0.3, contention: bool = True, **more: Any) -> Costs:
+    """Costs in seconds that differ from operation to operation."""
+
+    def drawn(key: object) -> random.Random:
+        return random.Random(f"{seed} {key}")
+
+    def compute(op: ComputeOp) -> OpCost:
+        die = drawn((op.op, op.module, op.phase, op.recompute))
+        works = die.sample(WORKS, die.randint(1, 2))
+        return OpCost(
+            time_s={work: die.randint(1, 9) / 8 for work in works},
+            num_kernels=len(works),
+            host_s=host * die.randint(0, 8) / 4,
+        )
+
+    plain: dict[str, Any] = {
+        "compute": compute,
+        "comm": lambda op, group: drawn((op.collective, op.count, group)).randint(1, 30) / 8,
+        "gap_s": 0.0625,
+        "host_comm_s": host,
+        "compute_slowdown": {Work.PRODUCT: 1.5, Work.ATTENTION: 1.25} if contention else {},
+        "comm_slowdown": 1.25 if contention else 1.0,
+    }
+    return Costs(**(plain | more))
+
+
+def gemm(k: int = 8, **where: Any) -> ComputeOp:
+    plain: dict[str, Any] = {"phase": Phase.FWD, "module": "mlp"}
+    return ComputeOp(op=Gemm(m=8, n=8, k=k, dtype=DType.BF16), **(plain | where))
+
+
+def random_stage(die: random.Random, *, across: bool) -> tuple[Item, ...]:
+    """Return operations on a few streams that wait for one another in any way."""
+    names: list[str] = []
+    items: list[Item] = []
+    for number in range(die.randint(4, 14)):
+        after: tuple[str, ...] = ()
+        if die.random() < 0.4:
+            after = tuple(
+                name + die.choice(("", "", "~1"))
+                for name in die.sample(names, min(len(names), die.randint(0, 2)))
+            )
+        name = die.choice(("", f"n{number % 3}"))
+        where: dict[str, Any] = {"phase": Phase.FWD, "name": name, "after": after}
+        kind = die.random()
+        if kind < 0.6:
+            items.append(gemm(die.randint(1, 6) * 8, **where))
+        elif kind < 0.7:
+            wait = Kernel(name="wait", flops=0, bytes_moved=0)
+            items.append(ComputeOp(op=wait, module="wait", **where))
+        else:
+            items.append(
+                CommOp(
+                    collective="all_reduce",
+                    dtype=DType.BF16,
+                    count=die.randint(1, 4),
+                    group=die.choice(("all", "own")) if across else "own",
+                    stream=die.choice((COMPUTE, "one", "two")),
+                    module="sum",
+                    fused=number > 0 and die.random() < 0.2,
+                    **where,
+                )
+            )
+        if name:
+            names.append(name)
+    return (*items, gemm())
+
+
+def own_part(items: tuple[Item, ...], die: random.Random) -> tuple[Item, ...]:
+    """Return the program of another stage: the same messages among other computation."""
+    return tuple(
+        replace(item, op=Gemm(m=8, n=8, k=die.randint(1, 6) * 8, dtype=DType.BF16))
+        if isinstance(item, ComputeOp) and isinstance(item.op, Gemm)
+        else item
+        for item in items
+    )
+
+
+def random_workload(seed: int) -> Workload:
+    """One stage of random operations in repeats, or two that agree in their common ones."""
+    die = random.Random(seed)
+    num_stages = die.choice((1, 1, 2))
+    blocks: dict[str, tuple[Item, ...]] = {}
+    first = random_stage(die, across=num_stages > 1)
+    body = random_stage(die, across=num_stages > 1)
+    times = die.randint(1, 4)
+    common = {"collective": "all_reduce", "dtype": DType.BF16, "module": "clip"}
+    meet = CommOp(count=1, group="all", phase=Phase.OPTIM, **common)
+    for stage in range(num_stages):
+        if stage:
+            first, body = own_part(first, die), own_part(body, die)
+        run = Run(block=f"body{stage}", times=times, microbatch_step=1)
+        blocks |= {f"body{stage}": body, f"step{stage}": (*first, meet, run, gemm())}
+    return Workload(
+        name="random",
+        rules="by hand",
+        world_size=2 * num_stages,
+        groups={
+            "own": Group(digits=((2, 1),)),
+            "all": Group(digits=((2 * num_stages, 1),)),
+        },
+        blocks=blocks,
+        stages=tuple(Stage(step=f"step{stage}") for stage in range(num_stages)),
+    )
+
+
+def lines_of(timeline: Timeline, stage: int) -> Counter[Line]:
+    return Counter({line: ns / 1e9 for line, ns in timeline.ledgers[stage].lines.items()})
+
+
+def check_same(workload: Workload, prices: Costs, num_steps: int) -> None:
+    ours = simulate(workload, prices)
+    theirs = Reference(workload, prices, num_steps)
+    assert ours.step_s == pytest.approx(theirs.step_s(), rel=1e-9)
+    for stage in range(len(workload.stages)):
+        # The step before the last one, whose successor has begun.
+        assert same_lines(lines_of(ours, stage), theirs.lines[stage][-2], 1e-6)
+        within = ours.ledgers[stage].within
+        assert within[WAITING] / 1e9 == pytest.approx(theirs.waiting[stage][-2], abs=1e-6)
+        assert within[CONTENTION] / 1e9 == pytest.approx(theirs.contention[stage][-2], abs=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_workloads_are_simulated_as_by_a_plain_loop(seed: int) -> None:
+    die = random.Random(seed)
+    prices = costs(seed, host=die.choice((0, 0.1, 0.5, 2.0)), contention=die.random() < 0.7)
+    workload = random_workload(seed)
+    # A host that is faster than the other stage's gets ahead in many steps.
+    check_same(workload, prices, 9 if len(workload.stages) == 1 else 30)
+
+
+def case(**changes: Any) -> TrainCase:
+    mesh = {name: changes.pop(name) for name in tuple(changes) if hasattr(ParallelConfig, name)}
+    return replace(TrainCase(model=TINY, parallel=ParallelConfig(**mesh)), **changes)
+
+
+FSDP = DataParallel.FSDP
+EXPERTS = replace(TINY, moe=MoeConfig(num_experts=4, top_k=2, ffn_hidden_size=32))
+REAL: dict[str, TrainCase] = {
+    "single": case(),
+    "single, accumulated": case(grad_accum=3),
+    "ddp": case(dp_replicate=2, data_parallel=DataParallel.DDP, bucket_mb=1),
+    "ddp, last": case(
+        dp_replicate=2, data_parallel=DataParallel.DDP, grad_accum=3, grad_sync=GradSync.LAST
+    ),
+    "fsdp": case(dp_shard=2, data_parallel=FSDP),
+    "fsdp, kept": case(dp_shard=2, data_parallel=FSDP, reshard="no", prefetch=2),
+    "fsdp, accumulated": case(dp_shard=2, data_parallel=FSDP, grad_accum=4),
+    "hsdp": case(dp_shard=2, dp_replicate=2, data_parallel=FSDP),
+    "fsdp x tp": case(dp_shard=2, tp=2, data_parallel=FSDP, recompute=Recompute.FULL),
+    "fsdp x cp": case(dp_shard=2, cp=2, data_parallel=FSDP),
+    "ep": replace(case(dp_shard=4, ep=2, data_parallel=FSDP), model=EXPERTS),
+    "tp": case(tp=2),
+    "pp": case(pp=2, mbs=4, pp_microbatches=4),
+    "pp, passes": case(pp=2, mbs=2, pp_microbatches=2, grad_accum=2),
+    "pp, interleaved": case(pp=2, mbs=4, pp_microbatches=4, pp_schedule="interleaved"),
+    "pp x fsdp": case(pp=2, dp_shard=2, data_parallel=FSDP, mbs=4, pp_microbatches=4),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_cases_are_simulated_as_by_a_plain_loop(name: str) -> None:
+    seed = sorted(REAL).index(name)
+    check_same(of_case(REAL[name]), costs(seed, host=0.05), 5)
+
+
+@pytest.mark.parametrize("name", ["single", "fsdp", "pp"])
+def test_a_slow_host_is_simulated_as_by_a_plain_loop(name: str) -> None:
+    workload, prices = of_case(REAL[name]), costs(5, host=1.5)
+    assert simulate(workload, prices).is_host_bound
+    check_same(workload, prices, 5)
