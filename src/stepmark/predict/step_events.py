@@ -11,7 +11,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stepmark.core.ledger import Idle
 from stepmark.predict.program import Call, Kind, Part, Program, Segment
 
 _AHEAD = 2  # steps of the host before the device (bench/training/loop.py)
@@ -31,8 +30,7 @@ class Step:
     num_left: int
 
 
-@dataclass(slots=True, eq=False)
-class Busy:
+class Busy(NamedTuple):
     """Computation and launch gaps without a change in between: times by kind, in any order.
 
     extra_s: time that communication adds.
@@ -93,7 +91,7 @@ class Lane:
     unfinished: list[int] = field(default_factory=list)
     busy: list[Busy] = field(default_factory=list)
     sent: list[tuple[float, float]] = field(default_factory=list)  # transfers that have ended
-    waits: list[tuple[float, float, Idle]] = field(default_factory=list)
+    waits: list[tuple[float, float]] = field(default_factory=list)  # for the host
     streams: list[_Stream] = field(default_factory=list)
     num_computing: int = 0
     has_changed: bool = False  # its transfers, since its computation learned of them
@@ -206,8 +204,8 @@ class Simulator:
             if issue > self.now:
                 self._push(issue, lane, stream)
                 return
-        if stream is lane.streams[_MAIN]:
-            self._wait(lane, issue)
+        if stream is lane.streams[_MAIN] and lane.free_since < issue:
+            lane.waits.append((lane.free_since, issue))
         if not stream.single:
             step.starts[item] = self.now
         stream.is_busy = True
@@ -231,15 +229,6 @@ class Simulator:
             self._begin_step(lane)
         return False
 
-    def _wait(self, lane: Lane, issue: float) -> None:
-        """Record why the computation's stream was idle until now."""
-        since = lane.free_since
-        if since < issue:
-            lane.waits.append((since, min(issue, self.now), Idle.HOST))
-            since = issue
-        if since < self.now:
-            lane.waits.append((since, self.now, Idle.RANK))
-
     def _compute(
         self, lane: Lane, stream: _Stream, step: Step, item: int, segment: Segment
     ) -> None:
@@ -251,10 +240,10 @@ class Simulator:
             if begin + segment.lead_s > self.now:
                 end = begin + segment.tail_s
                 if self._is_quiet(lane, stream, step, item, end):
-                    idle_s = end - self.now - segment.total_s
-                    compute = _Compute(segment, self.now + idle_s, end=end, is_fixed=True)
-                    lane.waits.append((self.now, self.now + idle_s, Idle.HOST))
-                    stream.compute = compute
+                    # All that it waits for the host is before its computation.
+                    start = end - segment.total_s
+                    lane.waits.append((self.now, start))
+                    stream.compute = _Compute(segment, start, end=end, is_fixed=True)
                     self._push(end, lane, stream)
                     return
                 stream.singles, stream.single = segment.singles, 0
@@ -323,14 +312,16 @@ class Simulator:
         step.ends[item] = self.now
         step.num_left -= 1
         stream.place += 1
-        program, streams = lane.program, lane.streams
-        ready = [other for other in program.dependents[item] if _is_ready(step, other)]
-        if step is not lane.steps[-1] and (more := program.next_dependents[item]):
+        program = lane.program
+        dependents = [(step, other) for other in program.dependents[item]]
+        if step is not lane.steps[-1]:
             following = lane.steps[step.number + 1]
-            ready += [other for other in more if _is_ready(following, other)]
+            dependents += [(following, other) for other in program.next_dependents[item]]
+        for its, other in dependents:
+            its.waiting[other] -= 1
         self._start(lane, stream)
-        for dependent in ready:
-            self._start(lane, streams[program.streams[dependent]])
+        for _, other in dependents:
+            self._start(lane, lane.streams[program.streams[other]])
 
     def _call(self, lane: Lane, step: Step, item: int, call: Call) -> None:
         lane.parts_left[step.number, item] = len(call.parts)
@@ -382,7 +373,6 @@ class Simulator:
         stream = lane.streams[lane.program.streams[item]]
         stream.is_busy = False
         if stream is lane.streams[_MAIN]:
-            lane.waits.append((step.starts[item], self.now, Idle.RANK))
             lane.free_since = self.now
         self._end_item(lane, stream, step)
 
@@ -408,9 +398,3 @@ class Simulator:
                     if compute.slow is not lane.is_sending:
                         compute.slow = lane.is_sending
                         self._plan_compute(lane, stream, compute)
-
-
-def _is_ready(step: Step, item: int) -> bool:
-    """Return whether an item has nothing more to wait for, after one dependency less."""
-    step.waiting[item] -= 1
-    return not step.waiting[item]

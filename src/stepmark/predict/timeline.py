@@ -283,7 +283,7 @@ def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledge
         return round((min(max(time, first), end) - first) * scale)
 
     events: list[Event] = []
-    idles = [(unit(begin), unit(stop), cause) for begin, stop, cause in lane.waits]
+    idles = [(unit(begin), unit(stop), Idle.HOST) for begin, stop in lane.waits]
     within = Counter({CONTENTION: 0, TRANSFER: 0, WAITING: 0})
     for busy in lane.busy:
         if busy.end <= first or busy.start >= end:
@@ -325,7 +325,7 @@ def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledge
 
 
 class _Causes:
-    """Causes of idle times, in order of time."""
+    """Causes of idle times; where none is known, another stage is waited for."""
 
     def __init__(self, idles: list[tuple[int, int, Idle]]) -> None:
         self._idles = sorted(idle for idle in idles if idle[1] > idle[0])
@@ -334,16 +334,12 @@ class _Causes:
     def __call__(self, first: int, last: int) -> Iterator[tuple[Idle, int]]:
         place = max(0, bisect_right(self._starts, first) - 1)
         while first < last:
-            while place < len(self._idles) and self._idles[place][1] <= first:
-                place += 1
-            if place == len(self._idles):
-                yield Idle.UNKNOWN, last - first
-                return
-            start, end, cause = self._idles[place]
+            start, end, cause = last, last, Idle.RANK
+            if place < len(self._idles):
+                start, end, cause = self._idles[place]
             if start > first:
-                stop = min(start, last)
-                yield Idle.UNKNOWN, stop - first
-            else:
-                stop = min(end, last)
-                yield cause, stop - first
-            first = stop
+                yield Idle.RANK, min(start, last) - first
+            known_ns = min(end, last) - max(start, first)
+            if known_ns > 0:
+                yield cause, known_ns
+            first, place = max(first, min(end, last)), place + 1
