@@ -28,12 +28,11 @@ OLD_FP8 = (
 # Largest errors of allocated and of reserved bytes in percent, where they are larger.
 BOUNDS = {
     "h200-x2-train-proxy-ddp-fp8-head-bf16": (0.2, 8.3),
-    "h200-x2-train-llama-3.1-8b-fsdp-cp": (1.1, 2),
     # Fullest rank; the estimate has balanced routing.
     "h200-x2-train-mixtral-quarter-ep": (6.6, 25),
     "h200-x4-train-mixtral-quarter-ep": (9.6, 34),
 }
-USUAL = (0.6, 7)
+USUAL = (0.5, 7)
 
 
 def records() -> Iterator[tuple[str, Measured]]:
@@ -68,8 +67,11 @@ def test_every_recorded_step_is_within_its_bounds() -> None:
         assert error[1] <= bound[1], (name, error)
         if record.train.parallel.ep == 1:
             errors.append(error)
+        elif record.training:  # the rank with the fewest rows has hardly more than a fair share
+            least = min(filter(None, record.training.allocated_bytes))
+            assert off(memory.allocated_bytes, least) <= 0.2
     assert len(errors) >= 20
-    assert sum(error for error, _ in errors) / len(errors) <= 0.3
+    assert sum(error for error, _ in errors) / len(errors) <= 0.1
 
 
 def test_a_recorded_output_is_within_its_bounds() -> None:

@@ -35,14 +35,12 @@ class FsdpMemory:
                     unit.groups.append(group)
 
         is_tied = case.model.tied_embeddings and len(ends) == 2
-        if is_tied:
-            add(ends, reshards=False)
-        elif ends and ends[0].name == "embedding":
+        if not is_tied and ends and ends[0].name == "embedding":
             add(ends[:1], reshards, in_backward=False)
         for first in range(0, len(blocks), case.blocks_per_group):
             add(blocks[first : first + case.blocks_per_group], reshards)
-        if ends and ends[-1].name == "output" and not is_tied:
-            add(ends[-1:], reshards=False)
+        if ends and ends[-1].name == "output":  # tied ones end their forward pass with the head
+            add(ends if is_tied else ends[-1:], reshards=False)
         return groups
 
     def _unshard(self, group: Group) -> None:

@@ -128,7 +128,15 @@ class UnitBuilder:
             eager = keeps.eager if is_eager else 0
             if self._case.parallel.ep > 1 and module.role == "mlp.experts_down" and model.moe:
                 eager += model.moe.top_k * model.hidden_size  # index_copy keeps its source
-            widths = [keeps.whole, keeps.divided // tp, eager // tp]
+            divided = keeps.divided
+            if (
+                self._case.parallel.cp > 1
+            ):  # k is kept once gathered, outputs by chunk and joined
+                if module.role == "attention.rope" and not model.mla:
+                    divided -= model.num_kv_heads * model.d_qk
+                elif module.role == "attention.out":
+                    divided *= 2
+            widths = [keeps.whole, divided // tp, eager // tp]
             tensors = [size * width for width in widths] + [FP32 * keeps.statistics // tp]
             if self._is_fp8(param) and self._formats.is_compiled:
                 # The product's input in FP8; attention's output is kept as such, too.
