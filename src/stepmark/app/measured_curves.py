@@ -32,7 +32,20 @@ def read_curves(source: str, runs: Path) -> list[Curve]:
     elif table.isdecimal() and Path(head).is_file():
         points = _file_points([Path(head)], int(table))
     else:
-        points = _run_points(source, runs)
+        points = _run_points(_find(source, runs))
+    curves = _curves(points, source)
+    if not curves:
+        allowed = "a run or file with times of collectives and their number of ranks"
+        raise ConfigError("curve", source, allowed)
+    return curves
+
+
+def run_curves(path: Path) -> list[Curve]:
+    """Return the curves of the collectives that a run measured, if any."""
+    return _curves(_run_points(path), path.name)
+
+
+def _curves(points: Iterator[Point], source: str) -> list[Curve]:
     groups: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
     for collective, num_ranks, placement, size, seconds in points:
         by_placement = groups.setdefault((collective, num_ranks), {})
@@ -42,9 +55,6 @@ def read_curves(source: str, runs: Path) -> list[Curve]:
         times = by_placement.get("out-of-place") or next(iter(by_placement.values()))
         if curve := curve_of(collective, num_ranks, times, source):
             curves.append(curve)
-    if not curves:
-        allowed = "a run or file with times of collectives and their number of ranks"
-        raise ConfigError("curve", source, allowed)
     return curves
 
 
@@ -95,12 +105,15 @@ def _is_graph(table: Table) -> bool:
     return "graph" in table.method
 
 
-def _run_points(name: str, runs: Path) -> Iterator[Point]:
-    """Yield measurements without concurrent compute or delay, back to back if any are."""
+def _find(name: str, runs: Path) -> Path:
     try:
-        path = find_run(runs, name)
+        return find_run(runs, name)
     except ConfigError as error:
         raise ConfigError("curve", name, f"a file that exists, or {error.allowed}") from None
+
+
+def _run_points(path: Path) -> Iterator[Point]:
+    """Yield measurements without concurrent compute or delay, back to back if any are."""
     rows = [
         row
         for row in view(path).comm_rows

@@ -1,23 +1,30 @@
-"""stepmark run: the main job. It examines the machine, measures it and writes a report."""
+"""stepmark run: the main job. It calibrates, predicts a training step, and measures it.
+
+The parts are entries of the first launch, the step is that of the second one: before new ranks
+measure it, rank 0 writes the prediction into the run.
+"""
 
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
-from stepmark.app import comm, delivery, op_plan, train, train_plan
+from stepmark.app import calibrate, comm, delivery, op_plan, train_plan
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
 from stepmark.app.runs import write_page
+from stepmark.app.step_report import StepReport, step_report
 from stepmark.app.view import console, show_rows, view
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import LayerOptions
-from stepmark.core.option_groups import RunOptions
 from stepmark.core.options import load, plain
-from stepmark.core.plan import Entry, How, OpHow, Plan, entries
-from stepmark.core.train_options import TrainOptions
+from stepmark.core.plan import Entry, How, OpHow, Plan, Profile, TrainHow, entries
+from stepmark.core.run_options import RunOptions
+from stepmark.core.train_case import TrainCase
+from stepmark.core.train_options import CaseOptions, TrainOptions
 from stepmark.core.units import GIB, KIB, MIB
 from stepmark.launch import outer_launcher
 from stepmark.report import summary
@@ -27,13 +34,17 @@ _COLLECTIVES = {
     "cuda": CommOptions(names=_NAMES, begin=4 * KIB, end=GIB, factor=8.0, dtype=(DType.BF16,)),
     "cpu": CommOptions(names=_NAMES, begin=4 * KIB, end=4 * MIB, factor=32.0),
 }
+STEP_LAUNCH = 2  # the launch that measures the predicted step
 _MAX_MBS = 8
 _DOCTOR_LIMIT_S = 180.0  # it imports torch and reads every device
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
+# A CPU trains the smallest model on few tokens: a step takes about two seconds.
+_CPU = TrainOptions(model="gpt2-125m", seq_len=64, mbs=(1,))
+_CPU_STEPS, _STEPS = 8, 30
 
 
 def run(options: RunOptions) -> int:
-    """Examine the machine, measure operators, collectives and training, write the page."""
+    """Examine the machine, calibrate, predict, train, and write the page."""
     if options.dry_run:
         target = machine(options.device, dry_run=True)
         load("stepmark.app.dry_run:show")(plan(options, target))
@@ -56,94 +67,114 @@ def run(options: RunOptions) -> int:
     return measure(planned, options.device, options.out)
 
 
-def plan(requested: RunOptions, machine: Machine) -> Plan:
-    """Return one plan of operators, collectives and training steps. Raises ConfigError."""
-    options, seq_len = _sized(requested, machine)
-    parts: list[Entry] = []
+def plan(requested: RunOptions, machine: Machine, *, has_tables: bool = True) -> Plan:
+    """Return the plan: calibration, tables of operators and collectives; then the step.
+
+    has_tables: whether it has what only the page shows. Raises ConfigError.
+    """
     notes: list[str] = []
-    how = How(op=OpHow(budget_s=options.budget))
-    layer = LayerOptions(model=options.model, seq_len=seq_len, nproc=options.nproc)
-    parts += entries(op_plan.layer_cases(layer, machine))
-    world_size = machine.num_ranks(options.nproc)
-    share_s = (requested.budget or (60.0 if machine.device == "cpu" else 240.0)) / 4
-    count = _num_devices(options, machine)
-    if count > 1:
-        collectives = replace(
-            _COLLECTIVES[machine.device],
-            device=options.device,
-            nproc=str(count),
-            budget=share_s,
+    is_cpu = machine.device == "cpu"
+    case = step_case(requested, machine, notes)
+    budget_s = requested.budget or (60.0 if is_cpu else 240.0)
+    parts = list(calibrate.calibration_entries(case, machine))
+    how = calibrate.how(case, machine)
+    world_size = case.num_ranks
+    if has_tables:
+        layer = LayerOptions(
+            model=case.model_file or case.model.name.partition("@")[0],
+            seq_len=case.model.seq_len,
         )
-        of_comm = comm.plan(collectives, machine)
-        how, world_size = replace(how, comm=of_comm.how.comm), max(world_size, count)
-        parts += of_comm.entries
-        notes += of_comm.notes
-    if training := _training(options, machine, count, share_s, notes):
-        of_train = train.plan(training, machine)
-        how = replace(how, train=of_train.how.train)
-        world_size = max(world_size, of_train.world_size)
-        notes += of_train.notes
-        parts += of_train.entries
+        known = {entry.case.case_id for entry in parts}
+        layers = entries(op_plan.layer_cases(layer, machine))
+        parts += [entry for entry in layers if entry.case.case_id not in known]
+        how = replace(how, op=OpHow(budget_s=(how.op.budget_s or 0.0) + budget_s))
+        if case.num_ranks > 1:
+            collectives = replace(
+                _COLLECTIVES[machine.device],
+                device=requested.device,
+                nproc=str(case.num_ranks),
+                budget=budget_s / 4 + (how.comm.budget_s or 0.0),
+            )
+            of_comm = comm.plan(collectives, machine)
+            how = replace(how, comm=of_comm.how.comm)
+            parts += of_comm.entries
+            notes += of_comm.notes
+    step = Entry(position=0, launch=STEP_LAUNCH, case=case, profile=Profile.PLAIN)
     return Plan(
         command="run",
         argv=tuple(sys.argv[1:]),
-        options=plain(options),
+        options=plain(requested),
         device=machine.device,
         world_size=world_size,
-        how=how,
-        entries=tuple(replace(entry, position=i) for i, entry in enumerate(parts)),
+        how=replace(how, train=_train_how(how, case)),
+        entries=tuple(replace(each, position=i) for i, each in enumerate([*parts, step])),
         notes=tuple(notes),
     )
 
 
-def _num_devices(options: RunOptions, machine: Machine) -> int:
-    """Return all accelerators, at least two ranks of a CPU, or 1 where the number is unknown.
-
-    Under an outer launcher it is the number of ranks that were started.
-    """
-    if outer_launcher.is_rank():
-        return outer_launcher.num_ranks()
-    if machine.device == "cpu":
-        return max(2, machine.num_ranks(options.nproc))
-    return machine.num_accelerators or 1
+def _train_how(how: How, case: TrainCase) -> TrainHow:
+    steps = _CPU_STEPS if case.device == "cpu" else _STEPS
+    ranks = tuple(range(case.num_ranks)) if case.device == "cuda" else (0,)
+    return replace(how.train, steps=steps, timeout_s=900.0, profile_ranks=ranks)
 
 
-def _sized(options: RunOptions, machine: Machine) -> tuple[RunOptions, int | None]:
-    """Return options with a model that fits, and its sequence length.
+def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainCase:
+    """Return the step that is predicted and measured, sized for the machine where it is not
+    given. Raises ConfigError."""
+    given = {
+        field.name: value
+        for field in fields(CaseOptions)
+        if (value := getattr(options, field.name)) not in (None, False, ())
+    }
+    is_cpu = machine.device == "cpu"
+    compiles = not is_cpu if options.compile is None else options.compile
+    base = TrainOptions(**{**given, "compile": compiles, "device": options.device})
+    if is_cpu:
+        base = _with_defaults(base, _CPU)
+    count = machine.num_ranks(base.nproc, _most(machine))
+    if base.model or base.models:
+        if not base.mbs:
+            base = replace(base, mbs=_batch(base, machine, count, notes))
+    else:
+        fitting = that_fits("llama-3.1-8b", count, machine.memory_bytes or 0)
+        if fitting is None:
+            allowed = "one that fits; no built-in model does, by estimate"
+            raise ConfigError("model", "missing", allowed)
+        base = _with_defaults(base, fitting)
+    strategy = ("ddp" if is_cpu else "fsdp") if count > 1 else "single"
+    base = replace(base, nproc=str(count), strategy=base.strategy or (strategy,))
+    cases = train_plan.cases(base, machine.device, count)
+    if len(cases) != 1:
+        names = ", ".join(f"{case.model.name} {case.strategy} mbs {case.mbs}" for case in cases)
+        raise ConfigError("model", names, "one: a run predicts and measures one step")
+    return cases[0]
 
-    A CPU gets a small model, short sequences and 60 s in all.
-    """
-    if machine.device == "cpu":
-        small = replace(
-            options, model=options.model or "gpt2-125m", budget=options.budget or 60.0
-        )
-        return small, None if options.model else 512
-    fits = (machine.memory_bytes or 0) >= 40 * GIB
-    default = "llama-3.1-8b" if fits else "gpt2-125m"
-    return replace(options, model=options.model or default), None
+
+def _most(machine: Machine) -> str:
+    return "2" if machine.device == "cpu" else str(machine.num_accelerators or 1)
 
 
-def _training(
-    options: RunOptions, machine: Machine, count: int, share_s: float, notes: list[str]
-) -> TrainOptions | None:
-    """Return options of `stepmark train`: FSDP on accelerators, a tiny model on the CPU."""
-    if machine.device == "cpu":
-        return TrainOptions(
-            model=options.model,
-            scale="tiny",
-            device="cpu",
-            nproc=str(count),
-            strategy=("ddp", "fsdp") if count > 1 else ("single",),
-            steps=10,
-            budget=6.0,
-        )
-    fitting = that_fits(str(options.model), count, machine.memory_bytes or 0)
-    if fitting is None or fitting.model != options.model:
-        instead = f"{fitting.model} instead" if fitting else "left out"
-        notes.append(f"training {options.model} does not fit, by estimate: {instead}")
-    return fitting and replace(
-        fitting, device=options.device, steps=10, timeout=900.0, budget=share_s
+def _with_defaults(options: TrainOptions, defaults: TrainOptions) -> TrainOptions:
+    """Return the options; those that are not given are the defaults'."""
+    has_model = bool(options.model or options.models)
+    names = ("seq_len", "mbs", "strategy", *(() if has_model else ("model", "models")))
+    missing = {n: getattr(defaults, n) for n in names if getattr(options, n) in (None, ())}
+    return replace(options, **missing)
+
+
+def _batch(
+    options: TrainOptions, machine: Machine, count: int, notes: list[str]
+) -> tuple[int, ...]:
+    """Return the largest micro-batch up to 8 that fits by estimate."""
+    if not machine.memory_bytes:
+        return (1,)
+    cases = train_plan.cases(replace(options, nproc=str(count)), machine.device, count)
+    most = min(
+        train_plan.largest_mbs(case, int(machine.memory_bytes * _SHARE)) for case in cases
     )
+    if not most:
+        notes.append("by estimate not even one sequence fits in memory")
+    return (max(1, min(most, _MAX_MBS)),)
 
 
 def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | None:
@@ -161,12 +192,16 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
-    """Show operators, collectives and training steps; write the page. Returns the exit code."""
+    """Show tables, the ledger and the sentence; write the page. Returns the exit code."""
     run = view(path)
+    report: StepReport | None = step_report(path, run)
     page = write_page(path)
     show_rows(run)
     lines = summary.comm_lines(run.comm_rows)
     for line in (*lines, *summary.train_lines(run.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     summary.terminal_summary(run.run, run.rows, console(), report=page)
+    sys.stdout.write("\n" + "\n".join(report.lines if report else ()) + "\n")
     return delivery.finish(run, path, code)
+
+

@@ -34,10 +34,10 @@ class Verb:
 _SHARED, _MEASURE_NOTHING = "stepmark.core.option_groups", "stepmark.core.verb_options"
 VERBS = {
     "run": Verb(
-        "The main job: operators, collectives, summary and HTML report.",
+        "The main job: predict a training step, measure it, explain it.",
         "stepmark.app.run:run",
-        f"{_SHARED}:RunOptions",
-        "Doctor, operators of a model's layer, collectives, training steps, summary, HTML.",
+        "stepmark.core.run_options:RunOptions",
+        "Calibrate, predict a training step, train it, and say where the difference goes.",
     ),
     "doctor": Verb(
         "Show devices, peaks, health and what would run.",
@@ -81,6 +81,11 @@ VERBS = {
         "stepmark.app.calibrate:run",
         "stepmark.core.train_options:CalibrateOptions",
         "Measure the parts of one training step: kernels, host, collectives, power.",
+    "predict": Verb(
+        "Step time, memory, power of a configuration.",
+        "stepmark.app.predict:run",
+        "stepmark.core.predict_options:PredictOptions",
+        "Predict a training step from measured parts, or from a device's data sheet.",
     ),
     "resume": Verb(
         "Measure what is left of a run that was cut short.",

@@ -79,14 +79,6 @@ class MeasureOptions(Output, TimeLimits, Device):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(RunFolder, Budget, Device):
-    """Model."""
-
-    model: str | None = flag("model name, or a file such as config.json [sized for the device]")
-    nproc: str = flag("devices at once: a number or all", default="1")
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResumeOptions:
     """Run."""
 

@@ -57,7 +57,9 @@ class PowerModel:
     """Power of a GPU, and how it lowers the clock to keep its limit.
 
     slowdown x: log of the time of a product over that at full clock. Work of a kind takes
-    exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w.
+    exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w, at a
+    clock of exp(-clock_exponent x) of the highest. dynamic_w of products is that of
+    product_flops_per_s at full clock, and proportional to it. is_limited: the limit was reached.
     """
 
     limit_w: float  # mean power that the device holds under load
@@ -65,3 +67,7 @@ class PowerModel:
     dynamic_w: Mapping[Work, float]  # at full clock
     sensitivity: Mapping[Work, float]
     decay: float
+    clock_exponent: float
+    product_flops_per_s: float
+    max_clock_hz: float
+    is_limited: bool = True

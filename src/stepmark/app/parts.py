@@ -1,0 +1,300 @@
+"""The measured parts of a calibration run, as costs of a training case."""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+from stepmark.app.measured_curves import run_curves
+from stepmark.app.trace_files import map_traces
+from stepmark.app.view import median_s, read_aloud
+from stepmark.core.case import OpCase, Rate
+from stepmark.core.comm_curve import Curve
+from stepmark.core.device import DeviceSpec, find_device
+from stepmark.core.errors import ConfigError
+from stepmark.core.ledger import Work
+from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
+from stepmark.core.record import Measured, RunInfo
+from stepmark.core.stats import slowest_per_sample
+from stepmark.core.step_cost import OpCost, PowerModel
+from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_ops import OpTable
+from stepmark.core.trace_options import KernelsOptions
+from stepmark.core.train_case import TrainCase
+from stepmark.core.workload import CommOp, ComputeOp, Workload
+from stepmark.predict import power
+from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
+from stepmark.store.runs import TRACES
+from stepmark.trace.kineto.breakdown import breakdown
+from stepmark.trace.kineto.kernels import measured_ops
+from stepmark.workload.rules.pytorch.case import of_case
+
+# Gaps between kernels without a profiler, as a share of those with it: 1.2 of 1.7 us on an H200
+# (docs/LOG.md).
+_UNPROFILED_GAP = 0.7
+_PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
+# Fields in which a calibration may differ from the case: costs are scaled. Those of the model
+# are in _MODEL_SCALED.
+_SCALED = ("mbs", "grad_accum", "model", "parallel", "scale", "labels", "model_file", "seed")
+_MODEL_SCALED = ("num_layers", "seq_len", "name", "source", "aliases", "published_params")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What one sitting on one machine measured for a case.
+
+    compute: sources of costs of operations, the best first. memory: cases of few layers with
+    their allocated and reserved bytes.
+    """
+
+    run: str
+    device: DeviceSpec | None
+    device_name: str
+    compute: tuple[CostOf, ...]
+    host_s: Callable[[ComputeOp | CommOp], float]
+    gap_s: float
+    is_host: bool
+    curves: tuple[Curve, ...]
+    power: PowerModel | None
+    memory: tuple[tuple[TrainCase, int, int], ...]
+    notes: tuple[str, ...]
+
+
+def read_parts(path: Path, case: TrainCase | None) -> Parts:
+    """Return the parts of a run. case: what is predicted; None: a workload of a file.
+
+    Raises ConfigError for a run that has nothing for the case.
+    """
+    run = read_aloud(path)
+    records = [record for record in run.latest if isinstance(record, Measured)]
+    notes: list[str] = []
+    steps = [record for record in records if isinstance(record.case, TrainCase)]
+    compute: list[CostOf] = []
+    gap_s, is_host, host_s = 0.0, False, _no_host
+    memory: list[tuple[TrainCase, int, int]] = []
+    if case is not None:
+        profiled = _profiled(steps, case)
+        if profiled is None:
+            allowed = f"a run with a profile of {case.model.name} {case.strategy}: stepmark calibrate"
+            raise ConfigError("calibration", path.name, allowed)
+        costs, gap_s, is_host = _profiled_costs(path, profiled)
+        compute.append(costs)
+        if not is_host:
+            host_s = _host_times(steps, case, notes)
+        memory = list(_memory(steps, case))
+    times = {record.operator.op: median_s(record) for record in _operators(records)}
+    compute.append(OperatorCosts(times))
+    name = run.info.environment.devices[0].name
+    return Parts(
+        run=path.name,
+        device=find_device(name),
+        device_name=name,
+        compute=tuple(compute),
+        host_s=host_s,
+        gap_s=gap_s,
+        is_host=is_host,
+        curves=tuple(run_curves(path)),
+        power=_power(records),
+        memory=tuple(memory),
+        notes=tuple(notes),
+    )
+
+
+def _no_host(_op: ComputeOp | CommOp) -> float:
+    return 0.0
+
+
+def _operators(records: Iterable[Measured]) -> Iterator[Measured]:
+    """Yield sustained operators with right results."""
+    for record in records:
+        if isinstance(record.case, OpCase) and record.case.rate is Rate.SUSTAINED:
+            if not record.num_wrong and record.samples.seconds:
+                yield record
+
+
+def is_like(measured: TrainCase, case: TrainCase) -> bool:
+    """Return whether costs of the measured case are those of this case, or scale to them."""
+    for field in dataclasses.fields(case):
+        own, other = getattr(case, field.name), getattr(measured, field.name)
+        if field.name not in _SCALED and own != other:
+            return False
+    axes = ("tp", "cp", "ep")
+    if any(getattr(measured.parallel, a) != getattr(case.parallel, a) for a in axes):
+        return False
+    for field in dataclasses.fields(case.model):
+        own, other = getattr(case.model, field.name), getattr(measured.model, field.name)
+        if field.name not in _MODEL_SCALED and own != other:
+            return False
+    return True
+
+
+def _distance(measured: TrainCase, case: TrainCase) -> tuple[bool, bool, bool, int]:
+    """Return how far the measured case is from the case; the smallest is the best."""
+    return (
+        measured.model.seq_len != case.model.seq_len,
+        measured.mbs != case.mbs,
+        measured.parallel != case.parallel,
+        measured.model.num_layers,
+    )
+
+
+def _profiled(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
+    candidates = [
+        record
+        for record in steps
+        if record.training and record.training.traces and is_like(record.train, case)
+    ]
+    return min(candidates, key=lambda record: _distance(record.train, case), default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Profile:
+    table: OpTable
+    gap_ns: int
+    num_events: int
+
+
+def _profiled_costs(path: Path, record: Measured) -> tuple[ProfiledCosts, float, bool]:
+    """Return the costs of a profiled step, the gap between kernels, and whether it is a host's.
+
+    A profile of a host takes longer than the step: its times are scaled to the phases.
+    """
+    assert record.training is not None
+    workload = of_case(record.train)
+    files = tuple(str(path / TRACES / Path(name).name) for name in record.training.traces)
+    traces = map_traces(KernelsOptions(files=files[:1]), partial(_reduce, workload), shares=False)
+    assert traces is not None
+    profile = traces.results[0].value
+    table = profile.table
+    if not table.ops:
+        raise ConfigError("trace", files[0], "a trace with operations of a step")
+    if table.is_host:
+        table, gap_s = _unprofiled(table, record)
+        return ProfiledCosts(workload, table), gap_s, True
+    gap_s = _UNPROFILED_GAP * profile.gap_ns * 1e-9 / max(1, profile.num_events)
+    return ProfiledCosts(workload, table), gap_s, False
+
+
+def _reduce(workload: Workload, trace: RankTrace) -> _Profile:
+    table = measured_ops(trace, workload=workload)
+    times = breakdown(trace, lambda _number: True)
+    gaps = [step.idle.kernel_gap_ns for step in times.steps if step.idle]
+    return _Profile(table, sum(gaps), sum(step.num_events for step in times.steps))
+
+
+def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
+    """Return times that do not exceed the unprofiled phases, and the time between operations."""
+    assert record.training is not None
+    facts = record.training
+    passes_s = {
+        name: median(slowest_per_sample(getattr(facts, field)))
+        for name, field in _PASSES.items()
+        if getattr(facts, field)
+    }
+    num_steps, rest_s, kernels, factors = len(table.steps), 0.0, 0, dict[str, float]()
+    for name, pass_s in passes_s.items():
+        own = [op for op in table.ops if pass_of(op.key.phase) == name]
+        total_s = sum(op.time_ns for op in own) * 1e-9 / num_steps
+        factors[name] = min(1.0, pass_s / total_s) if total_s else 1.0
+        rest_s += max(0.0, pass_s - total_s)
+        kernels += sum(op.kernels for op in own)
+    ops = tuple(
+        replace(op, time_ns=round(op.time_ns * factors.get(pass_of(op.key.phase), 1.0)))
+        for op in table.ops
+    )
+    return replace(table, ops=ops), rest_s * num_steps / max(1, kernels)
+
+
+def _host_times(
+    steps: Iterable[Measured], case: TrainCase, notes: list[str]
+) -> Callable[[ComputeOp | CommOp], float]:
+    """Return the host's time for an operation, by pass, from a step of tiny widths."""
+    for record in steps:
+        own = record.train
+        if not own.scale or not record.training or not record.training.fwd_s:
+            continue
+        bare = replace(own, scale="", model=case.model, mbs=case.mbs, parallel=case.parallel)
+        if own.model.num_layers != case.model.num_layers or not is_like(bare, case):
+            continue
+        counts = {"fwd": 0, "bwd": 0, "optim": 0}
+        for op in of_case(own).expand():
+            counts[pass_of(op.phase)] += 1
+        per_op = {
+            name: median(slowest_per_sample(getattr(record.training, field))) / counts[name]
+            for name, field in _PASSES.items()
+            if counts[name] and getattr(record.training, field)
+        }
+        return lambda op: per_op.get(pass_of(op.phase), 0.0)
+    notes.append("the host's time was not calibrated: the step counts as bound by the device")
+    return _no_host
+
+
+def _memory(
+    steps: Iterable[Measured], case: TrainCase
+) -> Iterator[tuple[TrainCase, int, int]]:
+    for record in steps:
+        facts = record.training
+        if not facts or not is_like(record.train, case):
+            continue
+        allocated = max((b for b in facts.allocated_bytes if b), default=0)
+        reserved = max((b for b in facts.reserved_bytes if b), default=0)
+        if allocated and reserved:
+            yield record.train, allocated, reserved
+
+
+def _power(records: Iterable[Measured]) -> PowerModel | None:
+    """Return the power model, where all its operators were measured with their energy."""
+    readings: dict[tuple[type[Op], Rate], Measured] = {}
+    for record in records:
+        if not isinstance(record.case, OpCase) or not record.telemetry:
+            continue
+        op, telemetry = record.case.op, record.telemetry[0]
+        is_forward = not isinstance(op, Attention) or op.phase is Phase.FWD
+        if is_forward and telemetry.energy_j and telemetry.span_s:
+            key = type(op), record.case.rate
+            others = readings.get(key)
+            if others is None or median_s(others) < median_s(record):
+                readings[key] = record
+    needed = itertools.product((Gemm, Attention, Copy), (Rate.HALF, Rate.SUSTAINED))
+    if any(key not in readings for key in needed):
+        return None
+    product, attention = (
+        _reading(readings[op, Rate.HALF], readings[op, Rate.SUSTAINED])
+        for op in (Gemm, Attention)
+    )
+    if product is None or attention is None:
+        return None
+    return power.fit(
+        product,
+        attention,
+        copy_w=_watts(readings[Copy, Rate.SUSTAINED]),
+        idle_w=_watts(readings[Copy, Rate.HALF]),
+        product_flops=readings[Gemm, Rate.SUSTAINED].operator.op.flops,
+    )
+
+
+def _reading(half: Measured, sustained: Measured) -> power.Reading | None:
+    clocks = half.telemetry[0].sm_clock_hz, sustained.telemetry[0].sm_clock_hz
+    if not clocks[0] or not clocks[1]:
+        return None
+    span_s = half.telemetry[0].span_s
+    assert span_s
+    busy_s = sum(half.samples.seconds[0]) * half.samples.calls_per_sample
+    return power.Reading(
+        full_clock_s=median_s(half),
+        full_clock_hz=clocks[0],
+        duty=min(1.0, busy_s / span_s),
+        part_w=_watts(half),
+        sustained_s=median_s(sustained),
+        sustained_clock_hz=clocks[1],
+        sustained_w=_watts(sustained),
+    )
+
+
+def _watts(record: Measured) -> float:
+    telemetry = record.telemetry[0]
+    assert telemetry.energy_j and telemetry.span_s
+    return telemetry.energy_j / telemetry.span_s

@@ -1,0 +1,87 @@
+"""The options of `stepmark predict`."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import Files
+from stepmark.core.options import Reader, flag, group
+from stepmark.core.train_options import CaseOptions
+
+# What --what-if changes: bandwidth of the links between GPUs, of memory, the rate of products
+# and attention, each by a factor; and the power limit in watts.
+FACTORS, WATTS = ("link", "hbm", "flops"), "power"
+
+
+def _read_what_if(text: str, field: str) -> tuple[tuple[str, float], ...]:
+    changes: dict[str, float] = {}
+    for word in filter(None, map(str.strip, text.split(","))):
+        name, _, value = word.partition("=")
+        unit = "W" if name == WATTS else "x"
+        number = value.removesuffix(unit)
+        is_number = number.replace(".", "", 1).isdecimal() and len(number) <= 12
+        is_valid = name in (*FACTORS, WATTS) and value.endswith(unit) and is_number
+        if not is_valid or not 0 < float(number) < math.inf or name in changes:
+            allowed = "changes such as link=2x,hbm=1.5x,flops=2x,power=1000W, above 0, each once"
+            raise ConfigError(field, word, allowed)
+        changes[name] = float(number)
+    if not changes:
+        raise ConfigError(field, text, "at least one change, such as link=2x")
+    return tuple(changes.items())
+
+
+def _show_what_if(changes: tuple[tuple[str, float], ...]) -> str:
+    return ",".join(
+        f"{name}={value:g}{'W' if name == WATTS else 'x'}" for name, value in changes
+    )
+
+
+Changes = Annotated[
+    tuple[tuple[str, float], ...],
+    Reader(read=_read_what_if, show=_show_what_if, metavar="link=2x,..."),
+]
+
+
+@group
+class Basis:
+    """Prediction."""
+
+    from_run: str | None = flag(
+        "predict the step of this run, with its calibration; other options change it"
+    )
+    calibration: str | None = flag(
+        "run of `stepmark calibrate` or `run` whose parts are used [the latest of this device]"
+    )
+    device: str | None = flag(
+        "predict for this device by its data sheet and published efficiencies"
+    )
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+    gbs: int | None = flag(
+        "sequences per optimizer step over all ranks [mbs x data ranks x grad-accum]",
+        "--gbs",
+        "--global-batch",
+    )
+    what_if: Changes | None = flag("predict another device: link, hbm, flops by a factor, power")
+    force: bool = flag("use a calibration of another device or version", default=False)
+
+
+@group
+class PredictionFiles(Files):
+    """Files."""
+
+    timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH")
+    html: str | None = flag("the prediction with its timeline as a page", metavar="PATH")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Basis, CaseOptions, PredictionFiles):
+    """stepmark predict."""
+
+    models: tuple[str, ...] = flag(
+        "a model's name or config.json; or a workload file of any format",
+        default=(),
+        argument=True,
+        metavar="MODEL|WORKLOAD",
+    )

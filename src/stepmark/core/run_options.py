@@ -1,0 +1,20 @@
+"""The options of `stepmark run`, the main job."""
+
+from dataclasses import dataclass
+
+from stepmark.core.option_groups import Budget, Device, RunFolder
+from stepmark.core.options import flag
+from stepmark.core.train_options import CaseOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(CaseOptions, RunFolder, Budget, Device):
+    """stepmark run."""
+
+    models: tuple[str, ...] = flag(
+        "model name, or a file such as config.json [sized for the device]",
+        default=(),
+        argument=True,
+        metavar="MODEL",
+    )
+    compile: bool | None = flag("torch.compile [on accelerators]", "--compile/--no-compile")

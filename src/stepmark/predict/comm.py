@@ -1,0 +1,76 @@
+"""Time of a collective: from a measured curve, or from the device's links."""
+
+from collections.abc import Callable, Iterable
+from math import log
+
+from stepmark.core.collectives import Collective
+from stepmark.core.comm_curve import ABOVE, MEASURED, Curve
+from stepmark.core.device import DeviceSpec
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.step_cost import Source
+from stepmark.core.workload import CommOp, Group
+
+# Share of the links that large collectives reach (480 of 900 GB/s busbw of an all-reduce, 8 x
+# H100, nccl-tests' published outputs), and the latency of one hop of a ring.
+_LINK_SHARE = 0.8
+_HOP_S = 2.5e-6
+_PAIRS = ("p2p", "sendrecv")
+
+
+class CommCosts:
+    """Seconds of collectives once all ranks have begun; notes say where each is from."""
+
+    def __init__(self, curves: Iterable[Curve], device: DeviceSpec | None) -> None:
+        self._curves: dict[str, list[Curve]] = {}
+        for curve in curves:
+            self._curves.setdefault(curve.collective, []).append(curve)
+        self._device = device
+        self.sources: dict[str, Source] = {}
+
+    def __call__(self, op: CommOp, group: Group) -> float:
+        """Return the seconds. Raises ConfigError where neither a curve nor a link is known."""
+        num_bytes = op.message_bytes(group)
+        if not num_bytes or group.size < 2:
+            return 0.0
+        names = _PAIRS if op.collective in (SEND, RECV) else (op.collective,)
+        curves = [curve for name in names for curve in self._curves.get(name, ())]
+        same = [c for c in curves if c.num_ranks == group.size or op.collective in (SEND, RECV)]
+        if same:
+            time_s, mark = same[0].time_s(num_bytes)
+            self._note(op, Source.MEASURED if mark in (MEASURED, ABOVE) else Source.SCALED)
+            return time_s
+        if curves:
+            self._note(op, Source.SCALED)
+            return _scaled(curves, op, group, num_bytes)
+        link = self._device.link_bytes_per_s if self._device else None
+        if link is None:
+            device = self._device.key if self._device else "unknown"
+            allowed = "a device whose links are known, or a calibration with collectives"
+            raise ConfigError("device", device, allowed)
+        self._note(op, Source.ROOFLINE)
+        return _hops(op, group) * _HOP_S + op.bus_bytes(group) / (link * _LINK_SHARE)
+
+    def _note(self, op: CommOp, source: Source) -> None:
+        self.sources[op.collective] = source
+
+
+def _hops(op: CommOp, group: Group) -> int:
+    if op.collective in (SEND, RECV):
+        return 1
+    passes = 2 if op.collective == Collective.ALL_REDUCE else 1
+    return passes * (group.size - 1)
+
+
+def _scaled(curves: list[Curve], op: CommOp, group: Group, num_bytes: int) -> float:
+    """Return the time by the curve of the nearest number of ranks, at the same bus bandwidth."""
+    nearest = min(curves, key=lambda curve: abs(log(curve.num_ranks / group.size)))
+    other = Group(digits=((nearest.num_ranks, 1),))
+    time_s, _ = nearest.time_s(num_bytes)
+    own, measured = op.bus_bytes(group) / op.message_bytes(group), 1.0
+    if op.message_bytes(other):
+        measured = op.bus_bytes(other) / op.message_bytes(other)
+    return time_s * own / measured
+
+
+Comm = Callable[[CommOp, Group], float]

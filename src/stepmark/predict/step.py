@@ -1,0 +1,89 @@
+"""Prediction of a step: its timeline, in a fixed point with power and clock."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import exp
+
+from stepmark.core.ledger import Work
+from stepmark.core.prediction import Timeline
+from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
+from stepmark.core.workload import ComputeOp, Workload
+from stepmark.predict.costs import work_of_op
+from stepmark.predict.power import clock_factors, for_products, mean_power_w, slowdown_of
+from stepmark.predict.timeline import simulate
+
+_MOST_ROUNDS = 8
+_CLOSE = 1e-4  # of slowdown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """A predicted step of every stage.
+
+    slowdown: of products, as log; 0 at full clock. clock_hz, power_w: means over the step of
+    one device; None where no power was measured. sources: seconds of compute by origin.
+    """
+
+    timeline: Timeline
+    slowdown: float
+    clock_hz: float | None
+    power_w: float | None
+    sources: Mapping[Source, float]
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+    @property
+    def energy_j(self) -> float | None:
+        """Return the energy of one device."""
+        return None if self.power_w is None else self.power_w * self.step_s
+
+
+def predict_step(
+    workload: Workload, costs: Costs, power: PowerModel | None = None
+) -> StepPrediction:
+    """Return the prediction of one step of the workload. Raises ConfigError."""
+    times, sources, flops = _totals(workload, costs)
+    timeline, slowdown = simulate(workload, costs), 0.0
+    if power is None:
+        return StepPrediction(
+            timeline=timeline, slowdown=0.0, clock_hz=None, power_w=None, sources=sources
+        )
+    if times.get(Work.PRODUCT):
+        power = for_products(power, flops / times[Work.PRODUCT])
+    full_s = timeline.busy_s
+    for _ in range(_MOST_ROUNDS):
+        new = slowdown_of(power, full_s, timeline.step_s, slowdown)
+        is_close = abs(new - slowdown) < _CLOSE
+        slowdown = new
+        if is_close:
+            break
+        timeline = simulate(workload, costs, clock_factors(power, slowdown))
+    return StepPrediction(
+        timeline=timeline,
+        slowdown=slowdown,
+        clock_hz=power.max_clock_hz * exp(-power.clock_exponent * slowdown),
+        power_w=mean_power_w(power, slowdown, full_s, timeline.step_s),
+        sources=sources,
+    )
+
+
+def _totals(
+    workload: Workload, costs: Costs
+) -> tuple[dict[Work, float], dict[Source, float], float]:
+    """Return seconds of compute by kind and by origin, and FLOPs of products, over stages."""
+    times: dict[Work, float] = {}
+    sources: dict[Source, float] = {}
+    flops = 0.0
+    for stage in range(len(workload.stages)):
+        for op, count in workload.tally(stage).items():
+            if not isinstance(op, ComputeOp):
+                continue
+            cost: OpCost = costs.compute(op)
+            for work, time_s in cost.time_s.items():
+                times[work] = times.get(work, 0.0) + count * time_s
+            sources[cost.source] = sources.get(cost.source, 0.0) + count * cost.total_s
+            if work_of_op(op) is Work.PRODUCT:
+                flops += count * (op.op.flops or 0)
+    return times, sources, flops

@@ -1,0 +1,183 @@
+"""What a prediction says: text, rows, JSON, and a timeline for Perfetto."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from stepmark.core.columns import Row, aligned
+from stepmark.core.ledger import Group, Work
+from stepmark.core.prediction import Timeline
+from stepmark.core.step_cost import Source
+from stepmark.core.units import TFLOP
+
+_ORDER = {group: index for index, group in enumerate(Group)}
+
+
+class Predicted(Protocol):
+    """predict.step.StepPrediction."""
+
+    timeline: Timeline
+    slowdown: float
+    clock_hz: float | None
+    power_w: float | None
+    sources: Mapping[Source, float]
+
+    @property
+    def step_s(self) -> float: ...
+
+    @property
+    def energy_j(self) -> float | None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is predicted. tokens: of one optimizer step over all ranks; None: unknown."""
+
+    name: str
+    device: str
+    num_ranks: int
+    tokens: int | None = None
+    flops_per_token: float | None = None  # the model's, with the causal half
+    executed_per_token: float | None = None  # with recomputation
+    peak_flops_per_s: float | None = None
+    mbs: int | None = None
+    seq_len: int | None = None
+    calibration: str = ""
+
+
+def document(facts: Facts, prediction: Predicted, notes: list[str]) -> Row:
+    """Return everything as plain data. Times are of one optimizer step."""
+    timeline, step_s = prediction.timeline, prediction.step_s
+    tokens_per_s = facts.tokens / step_s if facts.tokens else None
+    energy_j = prediction.energy_j
+    return {
+        **asdict(facts),
+        "step_s": step_s,
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_gpu": tokens_per_s / facts.num_ranks if tokens_per_s else None,
+        "mfu_pct": _percent(facts, tokens_per_s, facts.flops_per_token),
+        "hfu_pct": _percent(facts, tokens_per_s, facts.executed_per_token),
+        "tflops": tokens_per_s * facts.flops_per_token / facts.num_ranks / TFLOP
+        if tokens_per_s and facts.flops_per_token
+        else None,
+        "bound": "host" if timeline.is_host_bound else "device",
+        "bubble_s": timeline.bubble_s,
+        "comm_s": timeline.comm_s,
+        "exposed_comm_s": timeline.exposed_s,
+        "num_kernels": round(timeline.num_kernels),
+        "clock_hz": prediction.clock_hz,
+        "power_w": prediction.power_w,
+        "energy_j": energy_j,
+        "energy_per_token_j": energy_j * facts.num_ranks / facts.tokens
+        if energy_j and facts.tokens
+        else None,
+        "sources_s": {str(source): time_s for source, time_s in prediction.sources.items()},
+        "ledger": rows(prediction),
+        "notes": notes,
+    }
+
+
+def _percent(facts: Facts, tokens_per_s: float | None, flops: float | None) -> float | None:
+    if not tokens_per_s or not flops or not facts.peak_flops_per_s:
+        return None
+    return 100 * tokens_per_s * flops / facts.num_ranks / facts.peak_flops_per_s
+
+
+def rows(prediction: Predicted) -> list[Row]:
+    """Return the lines of the ledgers, which add up to the step of each stage."""
+    return [
+        {
+            "stage": stage,
+            "group": str(group),
+            "line": name,
+            "time_s": time_ns * 1e-9,
+            "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
+        }
+        for stage, ledger in enumerate(prediction.timeline.ledgers)
+        for (group, name), time_ns in sorted(
+            ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
+        )
+    ]
+
+
+def source_notes(
+    sources: Mapping[Source, float], comm: Mapping[str, Source], device: str
+) -> Iterator[str]:
+    """Yield where costs are from, where it is not a measurement of these very operations."""
+    total = sum(sources.values())
+    texts = {
+        Source.SCALED: "is scaled from other shapes",
+        Source.OPERATOR: "is that of operators measured by themselves",
+        Source.ROOFLINE: f"is the data sheet's of {device} over published efficiencies",
+    }
+    for source, text in texts.items():
+        if total and sources.get(source):
+            yield f"{sources[source] / total:.0%} of the compute time {text}"
+    by_source: dict[Source, list[str]] = {}
+    for name, source in comm.items():
+        by_source.setdefault(source, []).append(name)
+    if names := by_source.get(Source.SCALED):
+        yield f"times of {', '.join(names)} are scaled from other sizes or numbers of ranks"
+    if names := by_source.get(Source.ROOFLINE):
+        yield f"times of {', '.join(names)} are by the data sheet's links"
+
+
+def lines(facts: Row, prediction: Predicted) -> Iterator[str]:
+    """Yield the prediction as text."""
+    where = f"{facts['num_ranks']} x {facts['device']}"
+    yield f"{facts['name']} on {where}: predicted step {prediction.step_s * 1e3:.2f} ms"
+    yield "  " + ", ".join(_rates(facts))
+    cells = [["ms", "%", "stage", "ledger", ""]]
+    has_stages = len(prediction.timeline.ledgers) > 1
+    table: list[dict[str, Any]] = rows(prediction)  # type: ignore[assignment]
+    for row in table:
+        share = "" if row["share_pct"] is None else f"{row['share_pct']:.1f}"
+        stage = str(row["stage"]) if has_stages else ""
+        cells.append(
+            [f"{row['time_s'] * 1e3:.3f}", share, stage, str(row["group"]), str(row["line"])]
+        )
+    if not has_stages:
+        cells = [[cell for place, cell in enumerate(line) if place != 2] for line in cells]
+    yield ""
+    yield from aligned(cells, [True, True, *[False] * (len(cells[0]) - 2)])
+    notes = facts["notes"]
+    assert isinstance(notes, list)
+    yield from (f"note: {note}" for note in notes)
+
+
+def _rates(facts: Mapping[str, Any]) -> Iterator[str]:
+    if facts["tokens_per_s"]:
+        yield f"{facts['tokens_per_s']:,.0f} tokens/s"
+    if facts["mfu_pct"] is not None:
+        yield f"{facts['mfu_pct']:.1f} % MFU (causal)"
+    yield f"bound by the {facts['bound']}"
+    if facts["comm_s"]:
+        exposed, comm = facts["exposed_comm_s"], facts["comm_s"]
+        yield f"communication {comm * 1e3:.1f} ms, {exposed * 1e3:.1f} ms exposed"
+    if facts["bubble_s"]:
+        yield f"pipeline bubble {facts['bubble_s'] * 1e3:.1f} ms"
+    if facts["power_w"] is not None:
+        yield f"{facts['power_w']:.0f} W at {facts['clock_hz'] / 1e6:.0f} MHz"
+    if facts["energy_per_token_j"]:
+        yield f"{facts['energy_per_token_j'] * 1e3:.1f} mJ per token"
+
+
+def timeline(prediction: Predicted) -> Row:
+    """Return the step in Chrome's trace format, which Perfetto reads: a process per stage."""
+    events: list[Row] = []
+    for span in prediction.timeline.spans:
+        events.append(
+            {
+                "ph": "X",
+                "name": span.name if span.layer is None else f"{span.name} {span.layer}",
+                "cat": span.phase,
+                "pid": span.stage,
+                "tid": span.stream,
+                "ts": span.start_s * 1e6,
+                "dur": (span.end_s - span.start_s) * 1e6,
+                "args": {"microbatch": span.microbatch},
+            }
+        )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
+
+

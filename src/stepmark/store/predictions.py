@@ -1,0 +1,58 @@
+"""The prediction of a run, which is written before the step that it predicts is measured.
+
+prediction.json is written once; prediction.sha256 has its hash, as sha256sum writes it. A
+prediction that no longer has its hash is refused.
+"""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from stepmark.core.errors import ConfigError
+
+FILE, HASH_FILE = "prediction.json", "prediction.sha256"
+
+
+def commit(run: Path, document: dict[str, Any]) -> str:
+    """Write the prediction of a run that has none, and return its hash. Raises OSError."""
+    text = json.dumps(document, indent=1).encode() + b"\n"
+    digest = hashlib.sha256(text).hexdigest()
+    _write(run / FILE, text)
+    _write(run / HASH_FILE, f"{digest}  {FILE}\n".encode())
+    return digest
+
+
+def _write(path: Path, text: bytes) -> None:
+    with path.open("xb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_committed(run: Path) -> bool:
+    return (run / FILE).exists()
+
+
+def read(run: Path) -> tuple[dict[str, Any], str] | None:
+    """Return the prediction and its hash; None where there is none.
+
+    Raises ConfigError for one that was changed after it was committed.
+    """
+    try:
+        text = (run / FILE).read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError("prediction", run / FILE, f"a file that can be read ({error})") from None
+    digest = hashlib.sha256(text).hexdigest()
+    try:
+        committed = (run / HASH_FILE).read_text(encoding="ascii").split()[0]
+    except (OSError, ValueError, IndexError):
+        committed = "missing"
+    if committed != digest:
+        allowed = f"the one that was committed (sha256 {committed[:16]}): it was changed since"
+        raise ConfigError("prediction", f"{run / FILE} (sha256 {digest[:16]})", allowed)
+    document: dict[str, Any] = json.loads(text)
+    return document, digest
