@@ -14,11 +14,12 @@ from stepmark.app import measure, op
 from stepmark.cli.main import status
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.op_options import options_class
-from stepmark.core.run_options import RunOptions
 from stepmark.core.options import plain
 from stepmark.core.plan import Plan, entries
 from stepmark.core.record import AnyCase, Record, Skipped
 from stepmark.core.train_options import CalibrateOptions, TrainOptions
+from stepmark.core.run_options import RunOptions
+from stepmark.core.train_options import TrainOptions
 from stepmark.store import plans
 from stepmark.store.runs import RunWriter
 

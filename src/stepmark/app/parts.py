@@ -15,11 +15,10 @@ from stepmark.core.case import OpCase, Rate
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.errors import ConfigError
-from stepmark.core.ledger import Work
 from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
-from stepmark.core.record import Measured, RunInfo
+from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample
-from stepmark.core.step_cost import OpCost, PowerModel
+from stepmark.core.step_cost import PowerModel
 from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_ops import OpTable
 from stepmark.core.trace_options import KernelsOptions
@@ -38,7 +37,8 @@ _UNPROFILED_GAP = 0.7
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 # Fields in which a calibration may differ from the case: costs are scaled. Those of the model
 # are in _MODEL_SCALED.
-_SCALED = ("mbs", "grad_accum", "model", "parallel", "scale", "labels", "model_file", "seed")
+_SCALED: tuple[str, ...] = ("mbs", "grad_accum", "model", "parallel", "scale", "labels", "model_file", "seed")
+_SCALED += ("num_layers", "workers", "data", "lr")
 _MODEL_SCALED = ("num_layers", "seq_len", "name", "source", "aliases", "published_params")
 
 
@@ -73,12 +73,15 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
     notes: list[str] = []
     steps = [record for record in records if isinstance(record.case, TrainCase)]
     compute: list[CostOf] = []
-    gap_s, is_host, host_s = 0.0, False, _no_host
+    gap_s, is_host = 0.0, False
+    host_s: Callable[[ComputeOp | CommOp], float] = _no_host
     memory: list[tuple[TrainCase, int, int]] = []
     if case is not None:
         profiled = _profiled(steps, case)
         if profiled is None:
-            allowed = f"a run with a profile of {case.model.name} {case.strategy}: stepmark calibrate"
+            allowed = (
+                f"a run with a profile of {case.model.name} {case.strategy}: stepmark calibrate"
+            )
             raise ConfigError("calibration", path.name, allowed)
         costs, gap_s, is_host = _profiled_costs(path, profiled)
         compute.append(costs)
@@ -110,9 +113,9 @@ def _no_host(_op: ComputeOp | CommOp) -> float:
 def _operators(records: Iterable[Measured]) -> Iterator[Measured]:
     """Yield sustained operators with right results."""
     for record in records:
-        if isinstance(record.case, OpCase) and record.case.rate is Rate.SUSTAINED:
-            if not record.num_wrong and record.samples.seconds:
-                yield record
+        is_sustained = isinstance(record.case, OpCase) and record.case.rate is Rate.SUSTAINED
+        if is_sustained and not record.num_wrong and record.samples.seconds:
+            yield record
 
 
 def is_like(measured: TrainCase, case: TrainCase) -> bool:
@@ -165,7 +168,9 @@ def _profiled_costs(path: Path, record: Measured) -> tuple[ProfiledCosts, float,
     assert record.training is not None
     workload = of_case(record.train)
     files = tuple(str(path / TRACES / Path(name).name) for name in record.training.traces)
-    traces = map_traces(KernelsOptions(files=files[:1]), partial(_reduce, workload), shares=False)
+    traces = map_traces(
+        KernelsOptions(files=files[:1]), partial(_reduce, workload), shares=False
+    )
     assert traces is not None
     profile = traces.results[0].value
     table = profile.table
@@ -186,7 +191,7 @@ def _reduce(workload: Workload, trace: RankTrace) -> _Profile:
 
 
 def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
-    """Return times that do not exceed the unprofiled phases, and the time between operations."""
+    """Return times of at most the unprofiled phases, and the time between operations."""
     assert record.training is not None
     facts = record.training
     passes_s = {
@@ -232,9 +237,7 @@ def _host_times(
     return _no_host
 
 
-def _memory(
-    steps: Iterable[Measured], case: TrainCase
-) -> Iterator[tuple[TrainCase, int, int]]:
+def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainCase, int, int]]:
     for record in steps:
         facts = record.training
         if not facts or not is_like(record.train, case):
@@ -296,5 +299,6 @@ def _reading(half: Measured, sustained: Measured) -> power.Reading | None:
 
 def _watts(record: Measured) -> float:
     telemetry = record.telemetry[0]
-    assert telemetry.energy_j and telemetry.span_s
+    assert telemetry.energy_j
+    assert telemetry.span_s
     return telemetry.energy_j / telemetry.span_s

@@ -1,7 +1,6 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -18,6 +17,7 @@ from stepmark.core.flops import per_token
 from stepmark.core.ledger import Work
 from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions
+from stepmark.core.prediction import StepPrediction
 from stepmark.core.record import Measured, RunInfo
 from stepmark.core.step_cost import Costs, OpCost, PowerModel
 from stepmark.core.train_case import TrainCase
@@ -26,7 +26,7 @@ from stepmark.core.training import Precision
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Workload
 from stepmark.predict.comm import CommCosts
 from stepmark.predict.costs import RooflineCosts, first_of
-from stepmark.predict.step import StepPrediction, predict_step
+from stepmark.predict.step import predict_step
 from stepmark.report import prediction as report
 from stepmark.store.export import write_json
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
@@ -244,8 +244,13 @@ def _calibration(
         names = {device.name for device in read_info(path).environment.devices}
         if case.device == "cuda" and names != {here.name}:
             continue
-        steps = (r for r in read_records(path) if isinstance(r, Measured) and r.training)
-        if any(r.training.traces and measured_parts.is_like(r.train, case) for r in steps):
+        if any(
+            isinstance(record, Measured)
+            and record.training
+            and record.training.traces
+            and measured_parts.is_like(record.train, case)
+            for record in read_records(path)
+        ):
             return path
     return None
 
@@ -307,7 +312,9 @@ def _changed_power(power: PowerModel | None, changes: dict[str, float]) -> Power
         allowed = "left out, since the calibration has no power of this device"
         raise ConfigError("what-if", f"power={limit_w:g}W", allowed)
     if limit_w <= power.static_w:
-        raise ConfigError("what-if", f"power={limit_w:g}W", f"above {power.static_w:.0f} W, idle")
+        raise ConfigError(
+            "what-if", f"power={limit_w:g}W", f"above {power.static_w:.0f} W, idle"
+        )
     return replace(power, limit_w=limit_w)
 
 
@@ -332,5 +339,3 @@ def facts(target: Target) -> report.Facts:
         seq_len=case.model.seq_len,
         calibration=target.parts.run if target.parts else "",
     )
-
-

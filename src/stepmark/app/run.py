@@ -203,5 +203,3 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     summary.terminal_summary(run.run, run.rows, console(), report=page)
     sys.stdout.write("\n" + "\n".join(report.lines if report else ()) + "\n")
     return delivery.finish(run, path, code)
-
-

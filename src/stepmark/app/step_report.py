@@ -64,7 +64,9 @@ def _prediction(run: Path, case: TrainCase) -> Row:
     )
     prediction, notes = predict.predict(target, {})
     document = report.document(predict.facts(target), prediction, notes)
-    around = interval(past_predictions(), stratum(case, str(document["bound"])), prediction.step_s)
+    around = interval(
+        past_predictions(), stratum(case, str(document["bound"])), prediction.step_s
+    )
     low_high = around.low_s, around.high_s
     return {**document, "interval_s": low_high, "interval": str(around)}
 
@@ -83,7 +85,7 @@ def past_predictions() -> Sequence[PastPrediction]:
     path = files("stepmark").joinpath("data", _TABLE)
     if not path.is_file():
         return ()
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8") as file:
         return tuple(
             PastPrediction(
                 stratum=(row["bound"], row["strategy"], row["compiled"]),

@@ -81,6 +81,7 @@ VERBS = {
         "stepmark.app.calibrate:run",
         "stepmark.core.train_options:CalibrateOptions",
         "Measure the parts of one training step: kernels, host, collectives, power.",
+    ),
     "predict": Verb(
         "Step time, memory, power of a configuration.",
         "stepmark.app.predict:run",

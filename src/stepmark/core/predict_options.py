@@ -24,7 +24,9 @@ def _read_what_if(text: str, field: str) -> tuple[tuple[str, float], ...]:
         is_number = number.replace(".", "", 1).isdecimal() and len(number) <= 12
         is_valid = name in (*FACTORS, WATTS) and value.endswith(unit) and is_number
         if not is_valid or not 0 < float(number) < math.inf or name in changes:
-            allowed = "changes such as link=2x,hbm=1.5x,flops=2x,power=1000W, above 0, each once"
+            allowed = (
+                "changes such as link=2x,hbm=1.5x,flops=2x,power=1000W, above 0, each once"
+            )
             raise ConfigError(field, word, allowed)
         changes[name] = float(number)
     if not changes:
@@ -63,7 +65,9 @@ class Basis:
         "--gbs",
         "--global-batch",
     )
-    what_if: Changes | None = flag("predict another device: link, hbm, flops by a factor, power")
+    what_if: Changes | None = flag(
+        "predict another device: link, hbm, flops by a factor, power"
+    )
     force: bool = flag("use a calibration of another device or version", default=False)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from stepmark.core.ledger import Ledger, Work
+from stepmark.core.step_cost import Source
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,3 +40,27 @@ class Timeline:
     num_kernels: float
     is_host_bound: bool
     spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPrediction:
+    """A predicted step of every stage.
+
+    slowdown: of products, as log; 0 at full clock. clock_hz, power_w: means over the step of
+    one device; None where no power was measured. sources: seconds of compute by origin.
+    """
+
+    timeline: Timeline
+    slowdown: float
+    clock_hz: float | None
+    power_w: float | None
+    sources: Mapping[Source, float]
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+    @property
+    def energy_j(self) -> float | None:
+        """Return the energy of one device."""
+        return None if self.power_w is None else self.power_w * self.step_s

@@ -17,4 +17,6 @@ class RunOptions(CaseOptions, RunFolder, Budget, Device):
         argument=True,
         metavar="MODEL",
     )
-    compile: bool | None = flag("torch.compile [on accelerators]", "--compile/--no-compile")
+    compile: bool | None = flag(  # type: ignore[assignment]
+        "torch.compile [on accelerators]", "--compile/--no-compile"
+    )

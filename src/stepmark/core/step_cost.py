@@ -59,7 +59,7 @@ class PowerModel:
     slowdown x: log of the time of a product over that at full clock. Work of a kind takes
     exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w, at a
     clock of exp(-clock_exponent x) of the highest. dynamic_w of products is that of
-    product_flops_per_s at full clock, and proportional to it. is_limited: the limit was reached.
+    product_flops_per_s at full clock, and proportional to it. is_limited: it has a limit.
     """
 
     limit_w: float  # mean power that the device holds under load

@@ -63,7 +63,7 @@ def _hops(op: CommOp, group: Group) -> int:
 
 
 def _scaled(curves: list[Curve], op: CommOp, group: Group, num_bytes: int) -> float:
-    """Return the time by the curve of the nearest number of ranks, at the same bus bandwidth."""
+    """Return the time at the bus bandwidth of the curve of the nearest number of ranks."""
     nearest = min(curves, key=lambda curve: abs(log(curve.num_ranks / group.size)))
     other = Group(digits=((nearest.num_ranks, 1),))
     time_s, _ = nearest.time_s(num_bytes)

@@ -1,11 +1,9 @@
 """Prediction of a step: its timeline, in a fixed point with power and clock."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from math import exp
 
 from stepmark.core.ledger import Work
-from stepmark.core.prediction import Timeline
+from stepmark.core.prediction import StepPrediction
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.workload import ComputeOp, Workload
 from stepmark.predict.costs import work_of_op
@@ -14,30 +12,6 @@ from stepmark.predict.timeline import simulate
 
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPrediction:
-    """A predicted step of every stage.
-
-    slowdown: of products, as log; 0 at full clock. clock_hz, power_w: means over the step of
-    one device; None where no power was measured. sources: seconds of compute by origin.
-    """
-
-    timeline: Timeline
-    slowdown: float
-    clock_hz: float | None
-    power_w: float | None
-    sources: Mapping[Source, float]
-
-    @property
-    def step_s(self) -> float:
-        return self.timeline.step_s
-
-    @property
-    def energy_j(self) -> float | None:
-        """Return the energy of one device."""
-        return None if self.power_w is None else self.power_w * self.step_s
 
 
 def predict_step(

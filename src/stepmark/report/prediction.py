@@ -2,31 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from stepmark.core.columns import Row, aligned
-from stepmark.core.ledger import Group, Work
-from stepmark.core.prediction import Timeline
+from stepmark.core.ledger import Group
+from stepmark.core.prediction import StepPrediction
 from stepmark.core.step_cost import Source
 from stepmark.core.units import TFLOP
 
 _ORDER = {group: index for index, group in enumerate(Group)}
-
-
-class Predicted(Protocol):
-    """predict.step.StepPrediction."""
-
-    timeline: Timeline
-    slowdown: float
-    clock_hz: float | None
-    power_w: float | None
-    sources: Mapping[Source, float]
-
-    @property
-    def step_s(self) -> float: ...
-
-    @property
-    def energy_j(self) -> float | None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +29,7 @@ class Facts:
     calibration: str = ""
 
 
-def document(facts: Facts, prediction: Predicted, notes: list[str]) -> Row:
+def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
     """Return everything as plain data. Times are of one optimizer step."""
     timeline, step_s = prediction.timeline, prediction.step_s
     tokens_per_s = facts.tokens / step_s if facts.tokens else None
@@ -83,7 +67,7 @@ def _percent(facts: Facts, tokens_per_s: float | None, flops: float | None) -> f
     return 100 * tokens_per_s * flops / facts.num_ranks / facts.peak_flops_per_s
 
 
-def rows(prediction: Predicted) -> list[Row]:
+def rows(prediction: StepPrediction) -> list[Row]:
     """Return the lines of the ledgers, which add up to the step of each stage."""
     return [
         {
@@ -122,14 +106,14 @@ def source_notes(
         yield f"times of {', '.join(names)} are by the data sheet's links"
 
 
-def lines(facts: Row, prediction: Predicted) -> Iterator[str]:
+def lines(facts: Row, prediction: StepPrediction) -> Iterator[str]:
     """Yield the prediction as text."""
     where = f"{facts['num_ranks']} x {facts['device']}"
     yield f"{facts['name']} on {where}: predicted step {prediction.step_s * 1e3:.2f} ms"
     yield "  " + ", ".join(_rates(facts))
     cells = [["ms", "%", "stage", "ledger", ""]]
     has_stages = len(prediction.timeline.ledgers) > 1
-    table: list[dict[str, Any]] = rows(prediction)  # type: ignore[assignment]
+    table: list[dict[str, Any]] = rows(prediction)
     for row in table:
         share = "" if row["share_pct"] is None else f"{row['share_pct']:.1f}"
         stage = str(row["stage"]) if has_stages else ""
@@ -162,7 +146,7 @@ def _rates(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{facts['energy_per_token_j'] * 1e3:.1f} mJ per token"
 
 
-def timeline(prediction: Predicted) -> Row:
+def timeline(prediction: StepPrediction) -> Row:
     """Return the step in Chrome's trace format, which Perfetto reads: a process per stage."""
     events: list[Row] = []
     for span in prediction.timeline.spans:
@@ -179,5 +163,3 @@ def timeline(prediction: Predicted) -> Row:
             }
         )
     return {"displayTimeUnit": "ms", "traceEvents": events}
-
-

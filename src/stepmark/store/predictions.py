@@ -45,7 +45,9 @@ def read(run: Path) -> tuple[dict[str, Any], str] | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        raise ConfigError("prediction", run / FILE, f"a file that can be read ({error})") from None
+        raise ConfigError(
+            "prediction", run / FILE, f"a file that can be read ({error})"
+        ) from None
     digest = hashlib.sha256(text).hexdigest()
     try:
         committed = (run / HASH_FILE).read_text(encoding="ascii").split()[0]

@@ -1,0 +1,77 @@
+"""Times of collectives: curves where there are any, else links."""
+
+import pytest
+
+from stepmark.core.collectives import Collective
+from stepmark.core.comm_curve import Curve
+from stepmark.core.device import load_devices
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.message import RECV, SEND
+from stepmark.core.ops import Phase
+from stepmark.core.step_cost import Source
+from stepmark.core.workload import CommOp, Group
+from stepmark.predict.comm import CommCosts
+
+EIGHT = Group(digits=((8, 1),))
+H100 = load_devices()["h100-sxm"]
+
+
+def op(collective: str, num_bytes: int, size: int = 8) -> CommOp:
+    is_whole = collective in (Collective.ALL_REDUCE, SEND, RECV)
+    count = num_bytes // 2 if is_whole else num_bytes // 2 // size
+    return CommOp(
+        collective=collective,
+        dtype=DType.BF16,
+        count=count,
+        group="g",
+        phase=Phase.FWD,
+        module="m",
+        peer=1 if collective in (SEND, RECV) else None,
+    )
+
+
+def curve(collective: str, ranks: int, *points: tuple[int, float]) -> Curve:
+    return Curve(collective=collective, num_ranks=ranks, points=points, source="test")
+
+
+def test_a_measured_size_has_its_time() -> None:
+    costs = CommCosts([curve("all_gather", 8, (2**20, 1e-5), (2**24, 1e-4))], None)
+    assert costs(op("all_gather", 2**20), EIGHT) == pytest.approx(1e-5)
+    assert 1e-5 < costs(op("all_gather", 2**22), EIGHT) < 1e-4
+    assert costs(op("all_gather", 2**25), EIGHT) == pytest.approx(2e-4)
+    assert costs.sources == {"all_gather": Source.MEASURED}
+
+
+def test_another_number_of_ranks_keeps_the_bus_bandwidth() -> None:
+    costs = CommCosts([curve("all_reduce", 2, (2**24, 1e-4))], None)
+    # 2 (n - 1) / n of the buffer is on the bus: 1 for two ranks, 1.75 for eight.
+    assert costs(op("all_reduce", 2**24), EIGHT) == pytest.approx(1.75e-4)
+    assert costs.sources == {"all_reduce": Source.SCALED}
+
+
+def test_a_side_of_a_pair_has_the_time_of_a_transfer() -> None:
+    costs = CommCosts([curve("p2p", 2, (2**20, 4e-6))], None)
+    assert costs(op(SEND, 2**20), EIGHT) == costs(op(RECV, 2**20), EIGHT) == 4e-6
+
+
+def test_links_bound_what_no_curve_tells() -> None:
+    costs = CommCosts([], H100)
+    for collective in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        large = op(collective, 2**30)
+        time_s = costs(large, EIGHT)
+        assert time_s > large.bus_bytes(EIGHT) / 450e9
+        assert time_s < large.bus_bytes(EIGHT) / 450e9 * 1.5
+    assert costs(op("all_reduce", 2), EIGHT) > 1e-6  # latency
+    assert costs.sources["all_reduce"] is Source.ROOFLINE
+
+
+def test_nothing_to_send_takes_no_time() -> None:
+    costs = CommCosts([], None)
+    assert costs(op("all_reduce", 0), EIGHT) == 0
+    assert costs(op("all_reduce", 2**20), Group(digits=((1, 1),))) == 0
+
+
+def test_unknown_links_are_refused() -> None:
+    with pytest.raises(ConfigError, match="links are known"):
+        CommCosts([], None)(op("all_reduce", 2**20), EIGHT)

@@ -1,0 +1,121 @@
+"""Power and clock: laws, and readings of an H200 at duties that the model was not fitted to."""
+
+from dataclasses import replace
+from math import exp
+
+import pytest
+
+from stepmark.core.ledger import Work
+from stepmark.predict.power import (
+    Reading,
+    clock_factors,
+    fit,
+    for_products,
+    mean_power_w,
+    slowdown_of,
+)
+
+# H200 at 700 W, torch 2.11: bf16 products of 8192^3, attention 4 x 4096 x 32 x 128, copies.
+H200 = fit(
+    Reading(
+        full_clock_s=1.3845e-3,
+        full_clock_hz=1.98e9,
+        duty=0.491,
+        part_w=550.5,
+        sustained_s=1.6187e-3,
+        sustained_clock_hz=1.485e9,
+        sustained_w=700.0,
+    ),
+    Reading(
+        full_clock_s=0.9153e-3,
+        full_clock_hz=1.98e9,
+        duty=0.4907,
+        part_w=530.1,
+        sustained_s=1.0402e-3,
+        sustained_clock_hz=1.71e9,
+        sustained_w=700.0,
+    ),
+    copy_w=605.2,
+    idle_w=123.7,
+    product_flops=2 * 8192**3,
+)
+
+
+@pytest.mark.parametrize(("duty", "watts"), [(0.2471, 336.1), (0.0995, 214.1)])
+def test_power_at_other_duties(duty: float, watts: float) -> None:
+    power_w = mean_power_w(H200, 0.0, {Work.PRODUCT: duty}, 1.0)
+    assert power_w == pytest.approx(watts, rel=0.05)
+
+
+def test_a_sustained_product_is_at_the_limit_again() -> None:
+    slowdown = slowdown_of(H200, {Work.PRODUCT: 1.0}, 1.0, 0.0)
+    assert exp(slowdown) == pytest.approx(1.6187 / 1.3845, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("product_ms", "copy_ms", "measured_ms"),
+    [(95.5, 50, 1.541), (93.1, 98, 1.501), (195.6, 100, 1.565)],
+)
+def test_products_between_copies_run_faster(
+    product_ms: float, copy_ms: float, measured_ms: float
+) -> None:
+    """Phases of tens of ms alternate; the time is that of one product of 8192^3."""
+    full_s = {Work.PRODUCT: product_ms * 1.3845 / measured_ms * 1e-3}
+    copy_w = (605.2 - 123.7) * copy_ms * 1e-3
+    step_s = full_s[Work.PRODUCT] + copy_ms * 1e-3
+    # A copy draws what it does at any clock: the rest of the limit is the products'.
+    for _ in range(20):
+        share = copy_w / step_s
+        limited = replace(H200, limit_w=H200.limit_w - share)
+        slowdown = slowdown_of(limited, full_s, step_s, 0.0)
+        step_s = full_s[Work.PRODUCT] * exp(slowdown) + copy_ms * 1e-3
+    assert 1.3845 * exp(slowdown) == pytest.approx(measured_ms, rel=0.03)
+
+
+def test_no_slowdown_below_the_limit() -> None:
+    assert slowdown_of(H200, {Work.PRODUCT: 0.3}, 1.0, 0.0) == 0.0
+    assert slowdown_of(H200, {Work.OPTIMIZER: 1.0}, 1.0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("share", [0.75, 0.9, 1.0])
+def test_the_limit_is_kept(share: float) -> None:
+    full_s = {Work.PRODUCT: share, Work.ELEMENTWISE: 1 - share}
+    slowdown = slowdown_of(H200, full_s, 1.0, 0.0)
+    factors = clock_factors(H200, slowdown)
+    step_s = sum(factors[work] * time_s for work, time_s in full_s.items())
+    assert mean_power_w(H200, slowdown, full_s, step_s) == pytest.approx(H200.limit_w, rel=1e-6)
+    assert 0 < slowdown < 0.3
+    again = slowdown_of(H200, full_s, step_s, slowdown)
+    assert again == pytest.approx(slowdown, abs=1e-9)
+
+
+def test_more_products_are_slower_products() -> None:
+    slow = [
+        slowdown_of(H200, {Work.PRODUCT: share, Work.ELEMENTWISE: 1 - share}, 1.0, 0.0)
+        for share in (0.7, 0.8, 0.9, 1.0)
+    ]
+    assert slow == sorted(slow)
+
+
+def test_products_of_a_higher_rate_draw_more() -> None:
+    rate = H200.product_flops_per_s
+    fast, slow = for_products(H200, 1.1 * rate), for_products(H200, 0.8 * rate)
+    own = {Work.PRODUCT: 1.0}
+    slowdowns = [slowdown_of(each, own, 1.0, 0.0) for each in (slow, H200, fast)]
+    assert slowdowns == sorted(slowdowns)
+    assert slowdowns[0] < slowdowns[2]
+
+
+def test_a_device_without_a_limit() -> None:
+    reading = Reading(
+        full_clock_s=1.0,
+        full_clock_hz=1e9,
+        duty=0.5,
+        part_w=200.0,
+        sustained_s=1.001,
+        sustained_clock_hz=1e9,
+        sustained_w=300.0,
+    )
+    free = fit(reading, reading, copy_w=250.0, idle_w=100.0, product_flops=10**12)
+    assert not free.is_limited
+    assert slowdown_of(free, {Work.PRODUCT: 5.0}, 5.0, 0.0) == 0.0

@@ -1,0 +1,47 @@
+"""A prediction is written once, and one that was changed is refused."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from stepmark.core.errors import ConfigError
+from stepmark.store import predictions
+
+
+def test_what_was_committed_is_read(tmp_path: Path) -> None:
+    assert predictions.read(tmp_path) is None
+    assert not predictions.is_committed(tmp_path)
+    digest = predictions.commit(tmp_path, {"step_s": 0.4})
+    assert predictions.is_committed(tmp_path)
+    assert predictions.read(tmp_path) == ({"step_s": 0.4}, digest)
+
+
+def test_it_is_committed_once(tmp_path: Path) -> None:
+    predictions.commit(tmp_path, {"step_s": 0.4})
+    with pytest.raises(FileExistsError):
+        predictions.commit(tmp_path, {"step_s": 0.5})
+    read = predictions.read(tmp_path)
+    assert read is not None
+    assert read[0] == {"step_s": 0.4}
+
+
+def test_a_later_edit_is_refused(tmp_path: Path) -> None:
+    predictions.commit(tmp_path, {"step_s": 0.4})
+    file = tmp_path / predictions.FILE
+    file.write_text(file.read_text().replace("0.4", "0.5"))
+    with pytest.raises(ConfigError, match="changed since"):
+        predictions.read(tmp_path)
+
+
+def test_a_prediction_without_its_hash_is_refused(tmp_path: Path) -> None:
+    predictions.commit(tmp_path, {"step_s": 0.4})
+    (tmp_path / predictions.HASH_FILE).unlink()
+    with pytest.raises(ConfigError, match="missing"):
+        predictions.read(tmp_path)
+
+
+def test_sha256sum_agrees(tmp_path: Path) -> None:
+    predictions.commit(tmp_path, {"step_s": 0.4})
+    command = ["sha256sum", "-c", predictions.HASH_FILE]
+    assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
