@@ -19,7 +19,7 @@ def test_what_was_committed_is_read(tmp_path: Path) -> None:
 
 def test_it_is_committed_once(tmp_path: Path) -> None:
     predictions.commit(tmp_path, {"step_s": 0.4})
-    with pytest.raises(FileExistsError):
+    with pytest.raises(ConfigError, match="has none yet"):
         predictions.commit(tmp_path, {"step_s": 0.5})
     read = predictions.read(tmp_path)
     assert read is not None

@@ -6,7 +6,7 @@ measure it, rank 0 writes the prediction into the run.
 
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import LayerOptions
 from stepmark.core.options import load, plain
-from stepmark.core.plan import Entry, How, OpHow, Plan, Profile, TrainHow, entries
+from stepmark.core.plan import Entry, Plan, Profile, entries
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import CaseOptions, TrainOptions
@@ -67,55 +67,83 @@ def run(options: RunOptions) -> int:
     return measure(planned, options.device, options.out)
 
 
-def plan(requested: RunOptions, machine: Machine, *, has_tables: bool = True) -> Plan:
-    """Return the plan: calibration, tables of operators and collectives; then the step.
-
-    has_tables: whether it has what only the page shows. Raises ConfigError.
-    """
+def plan(requested: RunOptions, machine: Machine) -> Plan:
+    """Return the plan of a run: calibration, tables of the machine, and the step."""
     notes: list[str] = []
-    is_cpu = machine.device == "cpu"
     case = step_case(requested, machine, notes)
-    budget_s = requested.budget or (60.0 if is_cpu else 240.0)
-    parts = list(calibrate.calibration_entries(case, machine))
-    how = calibrate.how(case, machine)
-    world_size = case.num_ranks
-    if has_tables:
-        layer = LayerOptions(
-            model=case.model_file or case.model.name.partition("@")[0],
-            seq_len=case.model.seq_len,
+    steps = plan_of_steps([case], machine, requested)
+    budget_s = requested.budget or (60.0 if machine.device == "cpu" else 240.0)
+    layer = LayerOptions(
+        model=case.model_file or case.model.name.partition("@")[0], seq_len=case.model.seq_len
+    )
+    tables = list(entries(op_plan.layer_cases(layer, machine)))
+    how = replace(steps.how, op=replace(steps.how.op, budget_s=budget_s))
+    if case.num_ranks > 1:
+        collectives = replace(
+            _COLLECTIVES[machine.device],
+            device=requested.device,
+            nproc=str(case.num_ranks),
+            budget=budget_s / 2,
         )
-        known = {entry.case.case_id for entry in parts}
-        layers = entries(op_plan.layer_cases(layer, machine))
-        parts += [entry for entry in layers if entry.case.case_id not in known]
-        how = replace(how, op=OpHow(budget_s=(how.op.budget_s or 0.0) + budget_s))
-        if case.num_ranks > 1:
-            collectives = replace(
-                _COLLECTIVES[machine.device],
-                device=requested.device,
-                nproc=str(case.num_ranks),
-                budget=budget_s / 4 + (how.comm.budget_s or 0.0),
-            )
-            of_comm = comm.plan(collectives, machine)
-            how = replace(how, comm=of_comm.how.comm)
-            parts += of_comm.entries
-            notes += of_comm.notes
-    step = Entry(position=0, launch=STEP_LAUNCH, case=case, profile=Profile.PLAIN)
-    return Plan(
-        command="run",
-        argv=tuple(sys.argv[1:]),
-        options=plain(requested),
-        device=machine.device,
-        world_size=world_size,
-        how=replace(how, train=_train_how(how, case)),
-        entries=tuple(replace(each, position=i) for i, each in enumerate([*parts, step])),
-        notes=tuple(notes),
+        of_comm = comm.plan(collectives, machine)
+        how = replace(how, comm=of_comm.how.comm)
+        tables += of_comm.entries
+        notes += of_comm.notes
+    known = {entry.case.case_id for entry in steps.entries}
+    parts = [entry for entry in steps.entries if entry.launch == 1]
+    parts += [entry for entry in tables if entry.case.case_id not in known]
+    own = [entry for entry in steps.entries if entry.launch > 1]
+    return replace(
+        steps,
+        how=how,
+        entries=tuple(replace(each, position=i) for i, each in enumerate([*parts, *own])),
+        notes=(*steps.notes, *notes),
     )
 
 
-def _train_how(how: How, case: TrainCase) -> TrainHow:
-    steps = _CPU_STEPS if case.device == "cpu" else _STEPS
-    ranks = tuple(range(case.num_ranks)) if case.device == "cuda" else (0,)
-    return replace(how.train, steps=steps, timeout_s=900.0, profile_ranks=ranks)
+def plan_of_steps(
+    cases: Sequence[TrainCase], machine: Machine, options: RunOptions, launches: int = 1
+) -> Plan:
+    """Return a plan that calibrates for training steps, and then measures them.
+
+    The cases have the same number of ranks. launches: in which each step is measured.
+    """
+    parts: dict[str, Entry] = {}
+    notes: list[str] = []
+    for case in cases:
+        own, own_notes = calibrate.calibration_cases(case, machine)
+        parts |= {entry.case.case_id: entry for entry in own if entry.case.case_id not in parts}
+        notes += own_notes
+    steps = [
+        Entry(position=0, launch=launch, case=case, profile=profile)
+        for launch, profile in zip(
+            range(STEP_LAUNCH, STEP_LAUNCH + launches),
+            (Profile.PLAIN, *[Profile.NONE] * launches),
+            strict=False,
+        )
+        for case in cases
+    ]
+    is_cpu = machine.device == "cpu"
+    how = calibrate.how(None, None, is_compiled=True)
+    ranks = (0,) if is_cpu else tuple(range(cases[0].num_ranks))
+    train_how = replace(
+        how.train,
+        steps=_CPU_STEPS if is_cpu else _STEPS,
+        timeout_s=900.0,
+        profile_ranks=ranks,
+    )
+    return Plan(
+        command="run",
+        argv=tuple(sys.argv[1:]),
+        options=plain(options),
+        device=machine.device,
+        world_size=cases[0].num_ranks,
+        how=replace(how, train=train_how),
+        entries=tuple(
+            replace(each, position=i) for i, each in enumerate([*parts.values(), *steps])
+        ),
+        notes=tuple(dict.fromkeys(notes)),
+    )
 
 
 def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainCase:

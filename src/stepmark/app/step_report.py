@@ -28,28 +28,32 @@ _TABLE = "predictions.csv"
 
 
 def commit(run: Path, plan: Plan) -> None:
-    """Write the prediction of the plan's last case, or why there is none."""
+    """Write the predictions of the steps of later launches, or why there is none."""
     if predictions.is_committed(run):
         return
-    case = plan.entries[-1].case
-    assert isinstance(case, TrainCase)
-    document: dict[str, Any] = {
+    cases = {e.case.case_id: e.case for e in plan.entries if e.launch > 1}
+    entries: list[dict[str, Any]] = []
+    for case_id, case in cases.items():
+        assert isinstance(case, TrainCase)
+        try:
+            entry = {"prediction": _prediction(run, case), "problem": ""}
+        except StepmarkError as error:
+            entry = {"prediction": None, "problem": str(error)}
+        entries.append({"case_id": case_id, **entry})
+    document = {
         "schema": 1,
         "version": VERSION,
-        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "case_id": case.case_id,
+        "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "predictions": entries,
     }
-    try:
-        document |= {"prediction": _prediction(run, case), "problem": ""}
-    except StepmarkError as error:
-        document |= {"prediction": None, "problem": str(error)}
     digest = predictions.commit(run, document)
-    if document["prediction"]:
-        step_s = document["prediction"]["step_s"]
-        text = f"predicted step {step_s * 1e3:.1f} ms"
-    else:
-        text = f"no prediction ({document['problem']})"
-    sys.stderr.write(f"{text}, committed before the measurement: sha256 {digest[:16]}\n")
+    for entry in entries:
+        predicted = entry["prediction"]
+        text = f"no prediction: {entry['problem']}"
+        if predicted:
+            text = f"predicted step of {predicted['name']}: {predicted['step_s'] * 1e3:.1f} ms"
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"committed before the measurement: sha256 {digest}\n")
 
 
 def _prediction(run: Path, case: TrainCase) -> Row:

@@ -16,11 +16,18 @@ FILE, HASH_FILE = "prediction.json", "prediction.sha256"
 
 
 def commit(run: Path, document: dict[str, Any]) -> str:
-    """Write the prediction of a run that has none, and return its hash. Raises OSError."""
+    """Write the prediction of a run that has none, and return its hash.
+
+    Raises ConfigError where it cannot be written.
+    """
     text = json.dumps(document, indent=1).encode() + b"\n"
     digest = hashlib.sha256(text).hexdigest()
-    _write(run / FILE, text)
-    _write(run / HASH_FILE, f"{digest}  {FILE}\n".encode())
+    try:
+        _write(run / FILE, text)
+        _write(run / HASH_FILE, f"{digest}  {FILE}\n".encode())
+    except OSError as error:
+        allowed = f"a folder that has none yet and can be written ({error.strerror})"
+        raise ConfigError("prediction", run / FILE, allowed) from None
     return digest
 
 
