@@ -17,9 +17,8 @@ from stepmark.core.op_options import options_class
 from stepmark.core.options import plain
 from stepmark.core.plan import Plan, entries
 from stepmark.core.record import AnyCase, Record, Skipped
-from stepmark.core.train_options import CalibrateOptions, TrainOptions
 from stepmark.core.run_options import RunOptions
-from stepmark.core.train_options import TrainOptions
+from stepmark.core.train_options import CalibrateOptions, TrainOptions
 from stepmark.store import plans
 from stepmark.store.runs import RunWriter
 

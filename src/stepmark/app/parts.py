@@ -37,7 +37,16 @@ _UNPROFILED_GAP = 0.7
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 # Fields in which a calibration may differ from the case: costs are scaled. Those of the model
 # are in _MODEL_SCALED.
-_SCALED: tuple[str, ...] = ("mbs", "grad_accum", "model", "parallel", "scale", "labels", "model_file", "seed")
+_SCALED: tuple[str, ...] = (
+    "mbs",
+    "grad_accum",
+    "model",
+    "parallel",
+    "scale",
+    "labels",
+    "model_file",
+    "seed",
+)
 _SCALED += ("num_layers", "workers", "data", "lr")
 _MODEL_SCALED = ("num_layers", "seq_len", "name", "source", "aliases", "published_params")
 

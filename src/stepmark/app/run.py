@@ -21,7 +21,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import LayerOptions
 from stepmark.core.options import load, plain
-from stepmark.core.plan import Entry, Plan, Profile, entries
+from stepmark.core.plan import CommHow, Entry, How, Plan, Profile, TrainHow, entries
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import CaseOptions, TrainOptions
@@ -124,13 +124,11 @@ def plan_of_steps(
         for case in cases
     ]
     is_cpu = machine.device == "cpu"
-    how = calibrate.how(None, None, is_compiled=True)
-    ranks = (0,) if is_cpu else tuple(range(cases[0].num_ranks))
-    train_how = replace(
-        how.train,
+    train_how = TrainHow(
         steps=_CPU_STEPS if is_cpu else _STEPS,
+        steady_s=calibrate.STEADY_S,
         timeout_s=900.0,
-        profile_ranks=ranks,
+        profile_ranks=(0,) if is_cpu else tuple(range(cases[0].num_ranks)),
     )
     return Plan(
         command="run",
@@ -138,7 +136,7 @@ def plan_of_steps(
         options=plain(options),
         device=machine.device,
         world_size=cases[0].num_ranks,
-        how=replace(how, train=train_how),
+        how=How(comm=CommHow(budget_s=calibrate.COMM_S), train=train_how),
         entries=tuple(
             replace(each, position=i) for i, each in enumerate([*parts.values(), *steps])
         ),
@@ -229,5 +227,5 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     for line in (*lines, *summary.train_lines(run.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     summary.terminal_summary(run.run, run.rows, console(), report=page)
-    sys.stdout.write("\n" + "\n".join(report.lines if report else ()) + "\n")
+    sys.stdout.write("".join(f"{line}\n" for line in (report.lines() if report else ())))
     return delivery.finish(run, path, code)

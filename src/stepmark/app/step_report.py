@@ -2,29 +2,35 @@
 
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from stepmark.app import predict
+from stepmark.app import calibrate, predict
 from stepmark.app.parts import read_parts
 from stepmark.app.predict import Target
+from stepmark.app.step_ledger import measured_ledger
+from stepmark.app.view import View
 from stepmark.core.columns import Row
-from stepmark.core.errors import StepmarkError
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.ledger import Group, Ledger, MeasuredLedger
 from stepmark.core.plan import Plan
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope
 from stepmark.predict.interval import PastPrediction, interval
+from stepmark.report import ledger as report_ledger
 from stepmark.report import prediction as report
+from stepmark.report.ledger import StepPower
 from stepmark.store import predictions
 from stepmark.workload.rules.pytorch.case import of_case
 
 VERSION = 1  # of the predictor: rows of other versions are no past predictions of this one
 _TABLE = "predictions.csv"
+_CLOCK_STEP_S = 1.0  # by which a clock may be set back
 
 
 def commit(run: Path, plan: Plan) -> None:
@@ -35,6 +41,7 @@ def commit(run: Path, plan: Plan) -> None:
     entries: list[dict[str, Any]] = []
     for case_id, case in cases.items():
         assert isinstance(case, TrainCase)
+        entry: dict[str, Any]
         try:
             entry = {"prediction": _prediction(run, case), "problem": ""}
         except StepmarkError as error:
@@ -102,14 +109,112 @@ def past_predictions() -> Sequence[PastPrediction]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that was predicted, then measured and profiled."""
+
+    name: str
+    predicted: Ledger | None  # of the stage of the measured rank
+    measured: MeasuredLedger
+    power: tuple[StepPower, StepPower]  # predicted, measured
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a run says of its step: lines for the terminal, and a section of its page."""
+    """What a run says of its steps. digest: of the committed predictions, "" without any."""
 
-    lines: tuple[str, ...]
-    html: str
+    steps: tuple[Step, ...]
+    notes: tuple[str, ...]
+    digest: str
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report as text; it ends with a sentence per step."""
+        for step in self.steps:
+            yield ""
+            if step.predicted is not None:
+                yield from report_ledger.difference_lines(step.predicted, step.measured.ledger)
+                yield ""
+                yield from report_ledger.power_lines(*step.power)
+            yield report_ledger.source_line(step.measured)
+        yield from (f"note: {note}" for note in self.notes)
+        if self.digest:
+            yield f"prediction committed before the measurement: sha256 {self.digest}"
+        yield from (f"\n{step.sentence}" for step in self.steps)
 
 
-def step_record(records: Sequence[object], case_id: str) -> Measured | None:
-    """Return the record of the predicted step."""
-    own = [r for r in records if isinstance(r, Measured) and r.case.case_id == case_id]
-    return own[-1] if own else None
+def step_report(path: Path, run: View) -> StepReport | None:
+    """Return the report of the steps that a run predicted; None where it predicts none.
+
+    Raises ConfigError for a prediction that was changed after it was committed.
+    """
+    committed = predictions.read(path)
+    if committed is None:
+        return None
+    document, digest = committed
+    created_at = datetime.fromisoformat(document["created_at"]).timestamp()
+    steps: list[Step] = []
+    notes: list[str] = []
+    for entry in document["predictions"]:
+        records = [
+            record
+            for record in run.records
+            if isinstance(record, Measured) and record.case.case_id == entry["case_id"]
+        ]
+        if entry["problem"]:
+            notes.append(f"no prediction: {entry['problem']}")
+        for record in records:
+            if record.started_at < created_at - _CLOCK_STEP_S:
+                notes.append("the step was measured before its prediction was committed")
+            if record.training and record.training.traces:
+                try:
+                    measured = measured_ledger(path, record)
+                except ConfigError as error:
+                    notes.append(f"no ledger: {error}")
+                    continue
+                steps.append(_step(entry["prediction"], record, measured, run))
+                notes += measured.notes
+    return StepReport(steps=tuple(steps), notes=tuple(dict.fromkeys(notes)), digest=digest)
+
+
+def _step(
+    predicted: dict[str, Any] | None, record: Measured, measured: MeasuredLedger, run: View
+) -> Step:
+    case = record.train
+    names = {device.name for device in run.run.environment.devices}
+    where = f"{case.num_ranks} x {', '.join(sorted(names))}"
+    name = f"{case.model.name} {case.strategy} on {where}"
+    rows = [row for row in run.train_rows if row.get("case_id") == case.case_id]
+    mfu = next((row["mfu_pct"] for row in rows if row.get("mfu_pct") is not None), None)
+    own = StepPower(None, None, None)
+    ledger = None
+    if predicted:
+        ledger = _ledger(predicted, of_case(case).stage_of(measured.rank))
+        keys = ("clock_hz", "power_w", "energy_j")
+        own = StepPower(*(predicted[key] for key in keys))
+    return Step(
+        name=name,
+        predicted=ledger,
+        measured=measured,
+        power=(own, _measured_power(record, measured)),
+        sentence=report_ledger.sentence(
+            name,
+            measured.ledger,
+            ledger,
+            interval=str(predicted["interval"]) if predicted else "",
+            mfu_pct=mfu if isinstance(mfu, float) else None,
+        ),
+    )
+
+
+def _ledger(predicted: dict[str, Any], stage: int) -> Ledger:
+    rows = [row for row in predicted["ledger"] if row["stage"] == stage]
+    lines = {(Group(row["group"]), str(row["line"])): int(row["time_ns"]) for row in rows}
+    return Ledger(window_ns=sum(lines.values()), lines=lines)
+
+
+def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
+    """Return clock, power and energy of the measured rank's device."""
+    state = record.telemetry[measured.rank]
+    watts = calibrate.power_w(state)
+    energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9
+    return StepPower(state.sm_clock_hz, watts, energy_j)

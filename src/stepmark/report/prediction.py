@@ -74,7 +74,7 @@ def rows(prediction: StepPrediction) -> list[Row]:
             "stage": stage,
             "group": str(group),
             "line": name,
-            "time_s": time_ns * 1e-9,
+            "time_ns": time_ns,
             "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
         }
         for stage, ledger in enumerate(prediction.timeline.ledgers)
@@ -118,7 +118,7 @@ def lines(facts: Row, prediction: StepPrediction) -> Iterator[str]:
         share = "" if row["share_pct"] is None else f"{row['share_pct']:.1f}"
         stage = str(row["stage"]) if has_stages else ""
         cells.append(
-            [f"{row['time_s'] * 1e3:.3f}", share, stage, str(row["group"]), str(row["line"])]
+            [f"{row['time_ns'] * 1e-6:.3f}", share, stage, str(row["group"]), str(row["line"])]
         )
     if not has_stages:
         cells = [[cell for place, cell in enumerate(line) if place != 2] for line in cells]
