@@ -292,8 +292,7 @@ def _reading(half: Measured, sustained: Measured) -> power.Reading | None:
     clocks = half.telemetry[0].sm_clock_hz, sustained.telemetry[0].sm_clock_hz
     if not clocks[0] or not clocks[1]:
         return None
-    span_s = half.telemetry[0].span_s
-    assert span_s
+    span_s = half.samples.wall_s - half.samples.soak_s
     busy_s = sum(half.samples.seconds[0]) * half.samples.calls_per_sample
     return power.Reading(
         full_clock_s=median_s(half),

@@ -1,5 +1,6 @@
 """Prediction of a step: its timeline, in a fixed point with power and clock."""
 
+from dataclasses import replace
 from math import exp
 
 from stepmark.core.ledger import Work
@@ -12,6 +13,7 @@ from stepmark.predict.timeline import simulate
 
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
+_ANCHOR_STEPS = 12
 
 
 def predict_step(
@@ -41,6 +43,30 @@ def predict_step(
         power_w=mean_power_w(power, slowdown, full_s, timeline.step_s),
         sources=sources,
     )
+
+
+def anchored(
+    power: PowerModel, workload: Workload, costs: Costs, step_s: float
+) -> PowerModel:
+    """Return the model with which the calibrated step takes as long as it was measured.
+
+    Power of products and attention depends on their operands, which only the step has: it is
+    multiplied by one factor, from a half to twice.
+    """
+    low, high = 0.5, 2.0
+    if not power.is_limited or predict_step(workload, costs, power).slowdown == 0.0:
+        return power  # the step does not reach the limit: it says nothing
+    for _ in range(_ANCHOR_STEPS):
+        factor = (low * high) ** 0.5
+        predicted = predict_step(workload, costs, _multiplied(power, factor))
+        low, high = (factor, high) if predicted.step_s < step_s else (low, factor)
+    return _multiplied(power, (low * high) ** 0.5)
+
+
+def _multiplied(power: PowerModel, factor: float) -> PowerModel:
+    works = (Work.PRODUCT, Work.ATTENTION)
+    changed = {work: factor * power.dynamic_w[work] for work in works}
+    return replace(power, dynamic_w={**power.dynamic_w, **changed})
 
 
 def _totals(
