@@ -15,25 +15,23 @@ from stepmark.core.case import OpCase, Rate
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.errors import ConfigError
+from stepmark.core.ledger import Work, work_of
 from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample
-from stepmark.core.step_cost import PowerModel
+from stepmark.core.step_cost import Costs, OpCost, PowerModel
 from stepmark.core.trace_columns import RankTrace
-from stepmark.core.trace_ops import OpTable
+from stepmark.core.trace_ops import COMPUTE, OpTable
 from stepmark.core.trace_options import KernelsOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.predict import power
+from stepmark.predict import power, step
 from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
 from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.breakdown import breakdown
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
-# Gaps between kernels without a profiler, as a share of those with it: 1.2 of 1.7 us on an H200
-# (docs/LOG.md).
-_UNPROFILED_GAP = 0.7
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 # Fields in which a calibration may differ from the case: costs are scaled. Those of the model
 # are in _MODEL_SCALED.
@@ -82,7 +80,7 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
     notes: list[str] = []
     steps = [record for record in records if isinstance(record.case, TrainCase)]
     compute: list[CostOf] = []
-    gap_s, is_host = 0.0, False
+    gap_s, is_host, shallow = 0.0, False, None
     host_s: Callable[[ComputeOp | CommOp], float] = _no_host
     memory: list[tuple[TrainCase, int, int]] = []
     if case is not None:
@@ -92,8 +90,9 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
                 f"a run with a profile of {case.model.name} {case.strategy}: stepmark calibrate"
             )
             raise ConfigError("calibration", path.name, allowed)
-        costs, gap_s, is_host = _profiled_costs(path, profiled)
-        compute.append(costs)
+        shallow = _shallow(path, profiled)
+        compute.append(shallow.costs)
+        gap_s, is_host = shallow.gap_s, shallow.is_host
         if not is_host:
             host_s = _host_times(steps, case, notes)
         memory = list(_memory(steps, case))
@@ -109,7 +108,7 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
         gap_s=gap_s,
         is_host=is_host,
         curves=tuple(run_curves(path)),
-        power=_power(records),
+        power=_power(records, shallow),
         memory=tuple(memory),
         notes=tuple(notes),
     )
@@ -169,27 +168,63 @@ class _Profile:
     num_events: int
 
 
-def _profiled_costs(path: Path, record: Measured) -> tuple[ProfiledCosts, float, bool]:
-    """Return the costs of a profiled step, the gap between kernels, and whether it is a host's.
+@dataclass(frozen=True, slots=True)
+class _Shallow:
+    """A profiled step of few layers. limited_s, full_s: times of the kernels of its blocks back
+    to back and with pauses, by kind of work; step_s: unprofiled, back to back."""
 
-    A profile of a host takes longer than the step: its times are scaled to the phases.
+    workload: Workload
+    costs: ProfiledCosts
+    gap_s: float
+    is_host: bool
+    step_s: float
+    full_s: dict[Work, float]
+    limited_s: dict[Work, float]
+
+
+def _shallow(path: Path, record: Measured) -> _Shallow:
+    """Read a profiled step. Of a GPU the steps in the first half of the trace are back to back,
+    those in the second half have pauses, and are at full clock.
     """
     assert record.training is not None
     workload = of_case(record.train)
     files = tuple(str(path / TRACES / Path(name).name) for name in record.training.traces)
-    traces = map_traces(
-        KernelsOptions(files=files[:1]), partial(_reduce, workload), shares=False
-    )
+    inputs = KernelsOptions(files=files[:1])
+    traces = map_traces(inputs, partial(_reduce, workload), shares=False)
     assert traces is not None
     profile = traces.results[0].value
     table = profile.table
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
+    step_s = median_s(record) * record.training.cycle
     if table.is_host:
         table, gap_s = _unprofiled(table, record)
-        return ProfiledCosts(workload, table), gap_s, True
-    gap_s = _UNPROFILED_GAP * profile.gap_ns * 1e-9 / max(1, profile.num_events)
-    return ProfiledCosts(workload, table), gap_s, False
+        return _Shallow(workload, ProfiledCosts(workload, table), gap_s, True, step_s, {}, {})
+    half = len(table.steps) // 2 if "-paused" in files[0] else 0
+    full, limited = (
+        _with_steps(table, table.steps[half:]),
+        _with_steps(table, table.steps[:half]),
+    )
+    gap_s = profile.gap_ns * 1e-9 / max(1, profile.num_events)
+    costs = ProfiledCosts(workload, full)
+    return _Shallow(
+        workload, costs, gap_s, False, step_s, _in_blocks(full), _in_blocks(limited)
+    )
+
+
+def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
+    ops = tuple(op for op in table.ops if op.step in steps)
+    return replace(table, steps=steps, ops=ops)
+
+
+def _in_blocks(table: OpTable) -> dict[Work, float]:
+    """Return the time of a step's kernels in transformer blocks by kind of work."""
+    times: dict[Work, float] = {}
+    for op in table.ops:
+        if op.key.layer is not None and op.key.kind == COMPUTE:
+            work = work_of(op.key.name, op.key.role, op.key.phase)
+            times[work] = times.get(work, 0.0) + op.time_ns * 1e-9 / len(table.steps)
+    return times
 
 
 def _reduce(workload: Workload, trace: RankTrace) -> _Profile:
@@ -257,7 +292,7 @@ def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainC
             yield record.train, allocated, reserved
 
 
-def _power(records: Iterable[Measured]) -> PowerModel | None:
+def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel | None:
     """Return the power model, where all its operators were measured with their energy."""
     readings: dict[tuple[type[Op], Rate], Measured] = {}
     for record in records:
@@ -279,13 +314,24 @@ def _power(records: Iterable[Measured]) -> PowerModel | None:
     )
     if product is None or attention is None:
         return None
-    return power.fit(
+    model = power.fit(
         product,
         attention,
         copy_w=_watts(readings[Copy, Rate.SUSTAINED]),
         idle_w=_watts(readings[Copy, Rate.HALF]),
         product_flops=readings[Gemm, Rate.SUSTAINED].operator.op.flops,
     )
+    if shallow is None or shallow.is_host:
+        return model
+    model = power.with_sensitivities(model, shallow.full_s, shallow.limited_s)
+    costs = Costs(
+        compute=lambda op: shallow.costs(op) or OpCost(time_s={}, num_kernels=0.0),
+        comm=lambda _op, _group: 0.0,
+        gap_s=shallow.gap_s,
+    )
+    if any(isinstance(op, CommOp) for op in shallow.workload.expand()):
+        return model  # its step has communication, too
+    return step.anchored(model, shallow.workload, costs, shallow.step_s)
 
 
 def _reading(half: Measured, sustained: Measured) -> power.Reading | None:

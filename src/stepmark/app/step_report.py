@@ -16,7 +16,7 @@ from stepmark.app.step_ledger import measured_ledger
 from stepmark.app.view import View
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.core.ledger import Group, Ledger, MeasuredLedger
+from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
 from stepmark.core.plan import Plan
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
@@ -24,7 +24,6 @@ from stepmark.core.training import CompileScope
 from stepmark.predict.interval import PastPrediction, interval
 from stepmark.report import ledger as report_ledger
 from stepmark.report import prediction as report
-from stepmark.report.ledger import StepPower
 from stepmark.store import predictions
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -185,12 +184,11 @@ def _step(
     name = f"{case.model.name} {case.strategy} on {where}"
     rows = [row for row in run.train_rows if row.get("case_id") == case.case_id]
     mfu = next((row["mfu_pct"] for row in rows if row.get("mfu_pct") is not None), None)
-    own = StepPower(None, None, None)
+    own = StepPower()
     ledger = None
     if predicted:
         ledger = _ledger(predicted, of_case(case).stage_of(measured.rank))
-        keys = ("clock_hz", "power_w", "energy_j")
-        own = StepPower(*(predicted[key] for key in keys))
+        own = StepPower(**{key: predicted[key] for key in ("clock_hz", "power_w", "energy_j")})
     return Step(
         name=name,
         predicted=ledger,
@@ -217,4 +215,4 @@ def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
     state = record.telemetry[measured.rank]
     watts = calibrate.power_w(state)
     energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9
-    return StepPower(state.sm_clock_hz, watts, energy_j)
+    return StepPower(clock_hz=state.sm_clock_hz, power_w=watts, energy_j=energy_j)

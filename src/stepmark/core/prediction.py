@@ -46,7 +46,7 @@ class Timeline:
 class StepPrediction:
     """A predicted step of every stage.
 
-    slowdown: of products, as log; 0 at full clock. clock_hz, power_w: means over the step of
+    slowdown: of attention, as log; 0 at full clock. clock_hz, power_w: means over the step of
     one device; None where no power was measured. sources: seconds of compute by origin.
     """
 

@@ -56,7 +56,7 @@ class Costs:
 class PowerModel:
     """Power of a GPU, and how it lowers the clock to keep its limit.
 
-    slowdown x: log of the time of a product over that at full clock. Work of a kind takes
+    slowdown x: log of the time of attention over that at full clock. Work of a kind takes
     exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w, at a
     clock of exp(-clock_exponent x) of the highest. dynamic_w of products is that of
     product_flops_per_s at full clock, and proportional to it. is_limited: it has a limit.

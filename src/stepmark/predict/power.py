@@ -1,26 +1,30 @@
 """Power of a GPU under a training step, and the clock with which it keeps its limit.
 
-A device lowers its clock until its mean power is the limit. x is the log of the time of a
-product over that at full clock; work of other kinds takes exp(sensitivity x) times as long.
+A device lowers its clock until its mean power is the limit. x is the log of the time of
+attention over that at full clock, since attention follows the clock; work of other kinds takes
+exp(sensitivity x) times as long.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
+from statistics import mean
 
 from stepmark.core.ledger import Work
 from stepmark.core.step_cost import PowerModel
 
 # Measured on an H200 (docs/LOG.md): kernels of steps of gpt2-1.5b and llama-3.1-8b at the power
-# limit beside the same kernels at full clock, as exponents of the products' slowdown.
+# limit beside the same kernels at full clock, as exponents of the slowdown of attention. That
+# of products is 0.45 to 0.75, by their shapes.
 SENSITIVITY = {
-    Work.PRODUCT: 1.0,
-    Work.ATTENTION: 1.26,
-    Work.ELEMENTWISE: 0.43,
-    Work.LOSS: 0.43,
-    Work.OPTIMIZER: 0.27,
+    Work.PRODUCT: 0.6,
+    Work.ATTENTION: 1.0,
+    Work.ELEMENTWISE: 0.35,
+    Work.LOSS: 0.35,
+    Work.OPTIMIZER: 0.28,
     Work.COPY: 0.0,
 }
+_LEAST_MEASURED = 0.02  # a smaller slowdown of attention tells no sensitivity
 # Of the dynamic power of a copy, which has the highest bandwidth: a multi-tensor AdamW reaches
 # 3.4 of 4.26 TB/s (same source).
 _MEMORY_BOUND = 0.8
@@ -50,7 +54,7 @@ def fit(
     idle_w: at full clock without work; copy_w: of a sustained copy, which does not reach the
     limit. product_flops: of the product that was measured.
     """
-    slowdown = log(product.sustained_s / product.full_clock_s)
+    slowdown = log(attention.sustained_s / attention.full_clock_s)
     dynamic_w = {
         work: (reading.part_w - idle_w) / reading.duty
         for work, reading in ((Work.PRODUCT, product), (Work.ATTENTION, attention))
@@ -59,20 +63,43 @@ def fit(
     for work in (Work.ELEMENTWISE, Work.LOSS, Work.OPTIMIZER):
         dynamic_w[work] = memory_bound_w
     is_limited = slowdown > _LEAST_SLOWDOWN
-    sustained_w = product.sustained_w - idle_w
+    sustained_w = attention.sustained_w - idle_w
+    clock_exponents = [
+        log(reading.full_clock_hz / reading.sustained_clock_hz)
+        / log(reading.sustained_s / reading.full_clock_s)
+        for reading in (product, attention)
+        if is_limited
+    ]
     return PowerModel(
         limit_w=product.sustained_w,
         static_w=idle_w,
         dynamic_w=dynamic_w,
         sensitivity=SENSITIVITY,
-        decay=log(dynamic_w[Work.PRODUCT] / sustained_w) / slowdown if is_limited else 0.0,
-        clock_exponent=log(product.full_clock_hz / product.sustained_clock_hz) / slowdown
-        if is_limited
-        else 0.0,
+        decay=log(dynamic_w[Work.ATTENTION] / sustained_w) / slowdown if is_limited else 0.0,
+        clock_exponent=mean(clock_exponents) if is_limited else 0.0,
         product_flops_per_s=product_flops / product.full_clock_s,
         max_clock_hz=product.full_clock_hz,
         is_limited=is_limited,
     )
+
+
+def with_sensitivities(
+    power: PowerModel, full_s: Mapping[Work, float], limited_s: Mapping[Work, float]
+) -> PowerModel:
+    """Return the model with the sensitivities of kernels that were measured at both clocks.
+
+    full_s, limited_s: time of the same kernels at full clock and at the power limit, by kind.
+    """
+    slowdowns = {
+        work: log(limited_s[work] / full_s[work])
+        for work in (Work.PRODUCT, Work.ATTENTION, Work.ELEMENTWISE)
+        if full_s.get(work) and limited_s.get(work)
+    }
+    slowdown = slowdowns.get(Work.ATTENTION, 0.0)
+    if slowdown < _LEAST_MEASURED:
+        return power
+    measured = {work: min(1.2, max(0.0, x / slowdown)) for work, x in slowdowns.items()}
+    return replace(power, sensitivity={**power.sensitivity, **measured})
 
 
 def for_products(power: PowerModel, flops_per_s: float) -> PowerModel:

@@ -45,9 +45,7 @@ def predict_step(
     )
 
 
-def anchored(
-    power: PowerModel, workload: Workload, costs: Costs, step_s: float
-) -> PowerModel:
+def anchored(power: PowerModel, workload: Workload, costs: Costs, step_s: float) -> PowerModel:
     """Return the model with which the calibrated step takes as long as it was measured.
 
     Power of products and attention depends on their operands, which only the step has: it is

@@ -428,7 +428,7 @@ def test_traces_of_two_launches_have_names_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class FakeProfile:
-        def __init__(self, _folder: Path, name: str, rank: int) -> None:
+        def __init__(self, _folder: Path, name: str, rank: int, _warmups: int) -> None:
             self._file = f"{name}-rank{rank}.json.gz"
 
         def start(self) -> None:
@@ -471,27 +471,36 @@ def test_a_paused_profile_idles_before_each_pass_outside_of_its_mark(
 
         def __exit__(self, *_error: object) -> None: ...
 
-    def cycles(count: int, *, on_phase: Callable[[str], None], **_calls: Any) -> None:
-        for phase in ("data", "forward", "backward", "optimizer"):
-            on_phase(phase)
+    counts: list[int] = []
+
+    def cycles(count: int, *, on_phase: Callable[[str], None], on_end: Any) -> None:
+        counts.append(count)
+        for number in range(count):
+            events.clear()  # but for the last cycle
+            for phase in ("data", "forward", "backward", "optimizer"):
+                on_phase(phase)
+            on_end(number)
 
     names: list[str] = []
 
-    def fake_profile(_folder: Path, name: str, _rank: int) -> Any:
+    def fake_profile(_folder: Path, name: str, _rank: int, num_warmups: int) -> Any:
         names.append(name)
-        return SimpleNamespace(start=lambda: None, stop=tuple)
+        assert num_warmups == (4 if device == "cuda" else 1)
+        return SimpleNamespace(start=lambda: None, stop=tuple, next_step=lambda: None)
 
     monkeypatch.setattr(profiling, "Profile", fake_profile)
     monkeypatch.setattr(profiling, "Annotations", Marks)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: events.append("synchronize"))
     monkeypatch.setattr(profiling.time, "sleep", lambda s: events.append(f"idle {s} s"))
     ranks = replace(fakes.context().ranks, device=torch.device(device))
-    work: Any = SimpleNamespace(untimed_cycles=cycles)
+    samples = SimpleNamespace(seconds=[9.0, 0.25, 0.25])
+    work: Any = SimpleNamespace(untimed_cycles=cycles, samples=samples)
     profiling.record_profile(
         work, ranks, case(), tmp_path, (), is_profiled=is_profiled, launch=1, pauses=pauses
     )
     idle = ["synchronize", "idle 0.3 s"] if pauses and device == "cuda" else []
     assert [name.endswith("-paused") for name in names] == [bool(idle)] * is_profiled
+    assert counts == [(4 if device == "cuda" else 1) + 3 * (2 if idle else 1)]
     if not is_profiled:
         assert events == 3 * idle
         return
@@ -500,4 +509,5 @@ def test_a_paused_profile_idles_before_each_pass_outside_of_its_mark(
         *("end", *idle, "begin forward"),
         *("end", *idle, "begin backward"),
         *("end", *idle, "begin optimizer"),
+        "end",
     ]

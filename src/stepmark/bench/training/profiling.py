@@ -21,12 +21,13 @@ from stepmark.core.train_case import TrainCase
 
 
 class Profile:
-    """Records this rank's steps after the first one, which warms the profiler up.
+    """Records this rank's steps after the first ones, which warm the profiler up.
 
     Where the driver or CUPTI hides kernels, the trace has only what the host did.
     """
 
-    def __init__(self, folder: Path, name: str, rank: int) -> None:
+    def __init__(self, folder: Path, name: str, rank: int, num_warmups: int = 1) -> None:
+        self._num_warmups = num_warmups
         plain = re.sub(r"[^\w.@+=-]+", "-", name)
         self.path = folder / f"{plain}-rank{rank}.json.gz"
         self._profiler: Any = None
@@ -44,12 +45,15 @@ class Profile:
         # Only with a schedule are steps marked in the trace.
         profiler = torch_profiler.profile(
             activities=activities,
-            schedule=lambda step: ProfilerAction.RECORD if step else ProfilerAction.WARMUP,
+            schedule=self._action,
             record_shapes=True,
             acc_events=True,
         )
         profiler.start()
         self._profiler = profiler
+
+    def _action(self, step: int) -> ProfilerAction:
+        return ProfilerAction.RECORD if step >= self._num_warmups else ProfilerAction.WARMUP
 
     def next_step(self) -> None:
         """Mark the end of a step and the begin of another."""
@@ -67,6 +71,8 @@ class Profile:
 
 
 _PROFILED = 3  # samples
+# A GPU that was idle runs faster until its power limit acts: steps are recorded after it does.
+_SOAK_S, _MOST_WARMUPS = 1.0, 200
 # After it an H200 keeps full clock for about 40 ms of products, until its power limit acts.
 PAUSE_S = 0.3
 _PASSES = ("forward", "backward", "optimizer")
@@ -104,28 +110,37 @@ def record_profile(
 ) -> tuple[str, ...]:
     """Write Kineto traces of a few samples, in whole cycles; return all ranks' file names.
 
-    A cycle comes before, whose launches are not in the trace. roots: modules that a step calls.
-    pauses: GPUs idle before each pass and the optimizer, but not within a pipeline's passes.
+    Cycles come before, whose launches are not in the trace. roots: modules that a step calls.
+    pauses: as many cycles follow in which GPUs idle before each pass and the optimizer, but not
+    within a pipeline's passes.
     """
-    count = 1 + max(1, _PROFILED // case.cycle)
     pauses = pauses and ranks.device.type == "cuda"
+    num_warmups = _num_warmups(work, ranks, case)
+    num_plain = max(1, _PROFILED // case.cycle)
+    count = num_warmups + num_plain * (2 if pauses else 1)
+    num_done = 0
 
     def pause(phase: str) -> None:
-        if pauses and phase in _PASSES:
+        if pauses and num_done >= num_warmups + num_plain and phase in _PASSES:
             torch.cuda.synchronize(ranks.device)
             time.sleep(PAUSE_S)
 
+    def count_cycle(number: int) -> None:
+        nonlocal num_done
+        num_done = number + 1
+
     if not is_profiled:
-        work.untimed_cycles(count, on_phase=pause)
+        work.untimed_cycles(count, on_phase=pause, on_end=count_cycle)
         return _gathered(ranks, ())
     name = f"train-{case.case_id[:16]}" + "-paused" * pauses
     name += f"-launch{launch}" if launch > 1 else ""
-    recorder = Profile(folder, name, ranks.rank)
+    recorder = Profile(folder, name, ranks.rank, num_warmups)
     with Annotations(roots) as marks:
         recorder.start()
 
         def end_cycle(number: int) -> None:
             marks.end_phase()
+            count_cycle(number)
             if number < count - 1:  # else there would be an empty step
                 recorder.next_step()
 
@@ -138,6 +153,20 @@ def record_profile(
         work.untimed_cycles(count, on_phase=begin, on_end=end_cycle)
         files = recorder.stop()
     return _gathered(ranks, files)
+
+
+def _num_warmups(work: Loop, ranks: Ranks, case: TrainCase) -> int:
+    """Return the cycles before those that are recorded; the same number on all ranks."""
+    if ranks.device.type != "cuda":
+        return 1
+
+    def soak() -> int:
+        seconds = sorted(work.samples.seconds)
+        cycle_s = seconds[len(seconds) // 2] * case.cycle
+        return max(1, min(_MOST_WARMUPS, round(_SOAK_S / max(cycle_s, 1e-6))))
+
+    warmups: int = ranks.decide(soak)
+    return warmups
 
 
 def _gathered(ranks: Ranks, files: tuple[str, ...]) -> tuple[str, ...]:
