@@ -111,6 +111,7 @@ def past_predictions() -> Sequence[PastPrediction]:
 class Step:
     """A step that was predicted, then measured and profiled."""
 
+    case_id: str
     name: str
     predicted: Ledger | None  # of the stage of the measured rank
     measured: MeasuredLedger
@@ -190,6 +191,7 @@ def _step(
         ledger = _ledger(predicted, of_case(case).stage_of(measured.rank))
         own = StepPower(**{key: predicted[key] for key in ("clock_hz", "power_w", "energy_j")})
     return Step(
+        case_id=case.case_id,
         name=name,
         predicted=ledger,
         measured=measured,

@@ -1,0 +1,278 @@
+"""Predictions that are committed before their measurement, and the table of them.
+
+    python recipes/prediction_rows.py measure --nproc 1 --only 1-6 --out runs/predictions
+    python recipes/prediction_rows.py measure --nproc 1 --resume runs/predictions/ID
+    python recipes/prediction_rows.py table runs/predictions results/predictions.csv
+
+`measure` calibrates for several training steps in one sitting, commits all their predictions,
+and measures each step in two launches. `table` writes a row per step: predicted and measured
+time (the mean of both launches), clock, power, memory, the largest line errors, and the
+baseline that predicts every step from one constant rate.
+"""
+
+import argparse
+import csv
+import statistics
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from stepmark.app import run as main_job
+from stepmark.app import step_report, view
+from stepmark.app.machine import machine
+from stepmark.app.measure import measure_quietly, resume
+from stepmark.core.errors import StepmarkError
+from stepmark.core.flops import per_token
+from stepmark.core.option_groups import ResumeOptions
+from stepmark.core.options import WholeNumbers, build, flag
+from stepmark.core.record import Measured
+from stepmark.core.run_options import RunOptions
+from stepmark.core.train_case import TrainCase
+from stepmark.report.ledger import absolute_ns, differences
+from stepmark.store import predictions
+from stepmark.store.reader import list_runs
+
+# By number of ranks: model and options of `stepmark run`.
+ROWS: dict[int, tuple[str, ...]] = {
+    1: (
+        "gpt2-1.5b --mbs 8",
+        "gpt2-1.5b --mbs 8 --no-compile",
+        "gpt2-1.5b --mbs 16",
+        "gpt2-1.5b --mbs 4 --no-compile",
+        "gpt2-1.5b --mbs 12 --ac full",
+        "gpt2-1.5b --mbs 12 --ac selective",
+        "llama-3.1-8b --mbs 1 --seq-len 4096 --precision bf16",
+        "llama-3.1-8b --mbs 1 --seq-len 4096 --precision bf16 --no-compile",
+        "llama-3.1-8b --mbs 2 --seq-len 4096 --precision bf16 --ac full",
+        "qwen3-8b --mbs 1 --seq-len 4096 --precision bf16",
+        "qwen3-8b --mbs 1 --seq-len 4096 --precision bf16 --no-compile --ac full",
+        "llama-3.1-70b-proxy-1l --mbs 2",
+        "llama-3.1-70b-proxy --mbs 1 --precision bf16",
+        "llama-3.1-70b-proxy-1l --mbs 2 --no-compile",
+        "gpt2-125m --mbs 32",
+        "gpt2-125m --mbs 8 --no-compile",
+        "gpt2-125m --mbs 16 --grad-accum 4",
+        "gpt2-1.5b --mbs 4 --grad-accum 4",
+        "gpt2-1.5b --mbs 1 --no-compile",
+        "mixtral-8x7b --scale 1/4 --mbs 2 --no-compile",
+    ),
+    2: (
+        *(f"gpt2-1.5b --strategy {s} --mbs 8" for s in ("ddp", "fsdp", "tp")),
+        *(f"gpt2-1.5b --strategy {s} --mbs 8 --no-compile" for s in ("ddp", "fsdp", "tp")),
+        "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 8192",
+        "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 8192 --ac full",
+        "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 4096 --ac selective --no-compile",
+        "llama-3.1-8b --strategy tp --mbs 1 --seq-len 4096 --precision bf16",
+        "qwen3-8b --strategy fsdp --mbs 1 --seq-len 4096",
+        "qwen3-8b --strategy fsdp --mbs 2 --seq-len 4096 --ac full --no-compile",
+        "llama-3.1-70b-proxy --strategy fsdp --mbs 1",
+        "llama-3.1-70b-proxy --strategy ddp --mbs 1 --precision bf16",
+        "mixtral-8x7b --scale 1/4 --strategy fsdp --ep 2 --mbs 2 --no-compile",
+        "mixtral-8x7b --scale 1/4 --strategy fsdp --mbs 2 --no-compile",
+        "gpt2-125m --strategy ddp --mbs 16",
+        "gpt2-125m --strategy fsdp --mbs 16 --no-compile",
+        "gpt2-1.5b --strategy ddp --mbs 4 --grad-accum 4",
+        "gpt2-1.5b --strategy fsdp --mbs 12 --ac full",
+    ),
+    4: (
+        *(f"gpt2-1.5b --strategy {s} --mbs 8" for s in ("ddp", "fsdp")),
+        *(f"gpt2-1.5b --strategy {s} --mbs 8 --no-compile" for s in ("ddp", "fsdp")),
+        "gpt2-1.5b --strategy fsdp --tp 2 --mbs 8",
+        "gpt2-1.5b --strategy fsdp --tp 2 --mbs 8 --no-compile",
+        *(f"llama-3.1-8b --strategy fsdp --mbs {m} --seq-len 8192" for m in (1, 2)),
+        "llama-3.1-8b --strategy fsdp --mbs 2 --seq-len 8192 --ac full",
+        "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 8192 --no-compile",
+        "llama-3.1-8b --strategy fsdp --tp 2 --mbs 2 --seq-len 4096",
+        "llama-3.1-8b --strategy fsdp --tp 2 --mbs 2 --seq-len 4096 --no-compile",
+        "llama-3.1-8b --strategy tp --mbs 2 --seq-len 4096",
+        "llama-3.1-8b --strategy tp --mbs 2 --seq-len 4096 --no-compile",
+        "qwen3-8b --strategy fsdp --mbs 2 --seq-len 4096",
+        "qwen3-8b --strategy fsdp --tp 2 --mbs 2 --seq-len 4096",
+        "llama-3.1-70b-proxy --strategy fsdp --mbs 2",
+        "llama-3.1-70b-proxy --strategy ddp --mbs 1 --precision bf16",
+        "mixtral-8x7b --scale 1/4 --strategy fsdp --ep 4 --mbs 2 --no-compile",
+        "gpt2-125m --strategy ddp --mbs 16",
+        "gpt2-125m --strategy fsdp --mbs 16 --no-compile",
+        "gpt2-1.5b --strategy fsdp --mbs 16 --ac selective",
+        "gpt2-1.5b --strategy ddp --mbs 4 --grad-accum 4",
+        "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 4096 --grad-accum 2",
+    ),
+}
+_LAUNCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Numbers:
+    """Rows."""
+
+    only: WholeNumbers = flag("numbers of rows", default=())
+
+
+_SMALL_SHARE = 0.05  # lines above this share of the step count in the table
+
+
+def _options(words: str, nproc: int, device: str | None) -> RunOptions:
+    model, *flags = words.split()
+    values: dict[str, Any] = {"models": (model,), "nproc": str(nproc), "device": device}
+    name = ""
+    for word in flags:
+        if word == "--no-compile":
+            values["compile"] = False
+        elif word.startswith("--"):
+            name = word.removeprefix("--").replace("-", "_")
+        else:
+            values[name] = word
+    return build(RunOptions, values)
+
+
+def _measure(arguments: argparse.Namespace) -> int:
+    if arguments.resume:
+        return resume(ResumeOptions(run=arguments.resume, out=Path(arguments.out)))
+    rows = ROWS[arguments.nproc]
+    numbers = build(_Numbers, {"only": arguments.only or f"1-{len(rows)}"}).only
+    chosen = [rows[number - 1] for number in numbers if number <= len(rows)]
+    here = machine(arguments.device)
+    cases: list[TrainCase] = []
+    for words in chosen:
+        notes: list[str] = []
+        options = _options(words, arguments.nproc, arguments.device)
+        cases.append(main_job.step_case(options, here, notes))
+        for note in notes:
+            sys.stderr.write(f"{words}: {note}\n")
+    plan = main_job.plan_of_steps(cases, here, RunOptions(), launches=_LAUNCHES)
+    code, path = measure_quietly(plan, arguments.out)
+    sys.stderr.write(f"run {path}\n")
+    return code
+
+
+def _table(arguments: argparse.Namespace) -> int:
+    rows = [row for path in list_runs(Path(arguments.runs)) for row in _rows_of(path)]
+    if not rows:
+        sys.stderr.write(f"{arguments.runs}: no predicted step\n")
+        return 3
+    for row in rows:
+        others = [o["flops_per_s"] for o in rows if o["model"] != row["model"]]
+        rate = statistics.median(others) if others else None
+        row["constant_rate_error_pct"] = 100 * (row["flops_per_s"] / rate - 1) if rate else None
+    with Path(arguments.csv).open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    errors = [abs(row["error_pct"]) for row in rows]
+    sys.stdout.write(
+        f"{len(rows)} rows: mean {statistics.mean(errors):.2f} %, max {max(errors):.2f} %\n"
+    )
+    return 0
+
+
+def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
+    committed = predictions.read(path)
+    if committed is None:
+        return
+    document, digest = committed
+    run = view.view(path)
+    report = step_report.step_report(path, run)
+    steps = {step.case_id: step for step in report.steps} if report else {}
+    for entry in document["predictions"]:
+        records = [
+            record
+            for record in run.records
+            if isinstance(record, Measured) and record.case.case_id == entry["case_id"]
+        ]
+        predicted = entry["prediction"]
+        if len(records) < _LAUNCHES or not predicted:
+            sys.stderr.write(f"{path.name}: left out: {entry['problem'] or 'not measured'}\n")
+            continue
+        yield _row(path, document, digest, predicted, records, steps.get(entry["case_id"]))
+
+
+def _row(
+    path: Path,
+    document: dict[str, Any],
+    digest: str,
+    predicted: dict[str, Any],
+    records: list[Measured],
+    step: step_report.Step | None,
+) -> dict[str, Any]:
+    case = records[0].train
+    facts = records[0].training
+    assert facts is not None
+    measured_s = statistics.mean(view.median_s(record) * case.cycle for record in records)
+    bound, strategy, compiled = step_report.stratum(case, predicted["bound"])
+    tokens = case.tokens_per_step * case.micro_steps
+    row = {
+        "run": path.name,
+        "version": document["version"],
+        "sha256": digest,
+        "committed_at": document["created_at"],
+        "device": predicted["device"],
+        "model": case.model.name,
+        "ranks": case.num_ranks,
+        "mbs": case.mbs,
+        "seq_len": case.model.seq_len,
+        "precision": str(case.precision),
+        "ac": str(case.recompute),
+        "grad_accum": case.grad_accum,
+        "bound": bound,
+        "strategy": strategy,
+        "compiled": compiled,
+        "predicted_s": predicted["step_s"],
+        "measured_s": measured_s,
+        "error_pct": 100 * (predicted["step_s"] / measured_s - 1),
+        "flops_per_s": per_token(case).causal * tokens / measured_s / case.num_ranks,
+        "clock_error_pct": None,
+        "energy_error_pct": None,
+        "lines_error_pct": None,
+        "largest_line_error_pct": None,
+        "predicted_allocated": predicted.get("allocated_bytes"),
+        "measured_allocated": max((b for b in facts.allocated_bytes if b), default=None),
+        "predicted_reserved": predicted.get("reserved_bytes"),
+        "measured_reserved": max((b for b in facts.reserved_bytes if b), default=None),
+    }
+    if step is None or step.predicted is None:
+        return row
+    own, seen = step.power
+    for name, first, second in (
+        ("clock_error_pct", own.clock_hz, seen.clock_hz),
+        ("energy_error_pct", own.energy_j, seen.energy_j),
+    ):
+        row[name] = 100 * (first / second - 1) if first and second else None
+    ledger = step.measured.ledger
+    row["lines_error_pct"] = 100 * absolute_ns(step.predicted, ledger) / ledger.window_ns
+    large = [
+        100 * abs(each.ns) / each.second_ns
+        for each in differences(step.predicted, ledger)
+        if each.second_ns > _SMALL_SHARE * ledger.window_ns
+    ]
+    row["largest_line_error_pct"] = max(large, default=None)
+    return row
+
+
+def main() -> int:
+    """Run a command of this recipe."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    commands = parser.add_subparsers(required=True)
+    measure = commands.add_parser("measure")
+    measure.add_argument("--nproc", type=int, choices=sorted(ROWS), default=1)
+    measure.add_argument("--only", help="numbers of rows, e.g. 1-6,9")
+    measure.add_argument("--resume", help="run to go on with")
+    measure.add_argument("--device")
+    measure.add_argument("--out", default="runs/predictions")
+    measure.set_defaults(call=_measure)
+    table = commands.add_parser("table")
+    table.add_argument("runs")
+    table.add_argument("csv")
+    table.set_defaults(call=_table)
+    arguments = parser.parse_args()
+    try:
+        code: int = arguments.call(arguments)
+    except StepmarkError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
