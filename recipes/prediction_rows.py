@@ -59,8 +59,10 @@ ROWS: dict[int, tuple[str, ...]] = {
         "mixtral-8x7b --scale 1/4 --mbs 2 --no-compile",
     ),
     2: (
-        *(f"gpt2-1.5b --strategy {s} --mbs 8" for s in ("ddp", "fsdp", "tp")),
-        *(f"gpt2-1.5b --strategy {s} --mbs 8 --no-compile" for s in ("ddp", "fsdp", "tp")),
+        *(f"gpt2-1.5b --strategy {s} --mbs 8" for s in ("ddp", "fsdp")),
+        "gpt2-125m --strategy tp --mbs 16",
+        *(f"gpt2-1.5b --strategy {s} --mbs 8 --no-compile" for s in ("ddp", "fsdp")),
+        "gpt2-125m --strategy tp --mbs 16 --no-compile",
         "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 8192",
         "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 8192 --ac full",
         "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 4096 --ac selective --no-compile",
@@ -79,8 +81,8 @@ ROWS: dict[int, tuple[str, ...]] = {
     4: (
         *(f"gpt2-1.5b --strategy {s} --mbs 8" for s in ("ddp", "fsdp")),
         *(f"gpt2-1.5b --strategy {s} --mbs 8 --no-compile" for s in ("ddp", "fsdp")),
-        "gpt2-1.5b --strategy fsdp --tp 2 --mbs 8",
-        "gpt2-1.5b --strategy fsdp --tp 2 --mbs 8 --no-compile",
+        "gpt2-125m --strategy fsdp --tp 2 --mbs 16",
+        "gpt2-125m --strategy fsdp --tp 2 --mbs 16 --no-compile",
         *(f"llama-3.1-8b --strategy fsdp --mbs {m} --seq-len 8192" for m in (1, 2)),
         "llama-3.1-8b --strategy fsdp --mbs 2 --seq-len 8192 --ac full",
         "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 8192 --no-compile",
