@@ -116,7 +116,7 @@ def test_power_is_measured_on_gpus_alone_at_full_and_half_load() -> None:
     assert [(case.family, case.rate) for case in cases] == [
         *(("gemm", Rate.SUSTAINED), ("gemm", Rate.HALF)),
         *(("attention", Rate.SUSTAINED), ("attention", Rate.HALF)),
-        ("copy", Rate.SUSTAINED),
+        *(("copy", Rate.SUSTAINED), ("copy", Rate.HALF)),
     ]
     assert {case.num_ranks for case in cases} == {2}
     on_cpu = planned(f"{words} --device cpu", CPU)
