@@ -278,7 +278,7 @@ def _costs(
     def compute(op: ComputeOp) -> OpCost:
         cost = first(op)
         if cost is None:
-            if not (isinstance(op.op, Kernel) and op.op.is_wait):
+            if not op.is_wait:
                 unknown[op.op.name if isinstance(op.op, Kernel) else op.module] = None
             return OpCost(time_s={}, num_kernels=0.0)
         times = {work: t / _factor(work, changes) for work, t in cost.time_s.items()}

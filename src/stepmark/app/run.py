@@ -195,9 +195,7 @@ def _batch(
     if not machine.memory_bytes:
         return (1,)
     cases = train_plan.cases(replace(options, nproc=str(count)), machine.device, count)
-    most = min(
-        train_plan.largest_mbs(case, int(machine.memory_bytes * _SHARE)) for case in cases
-    )
+    most = min(train_plan.largest_mbs(case, machine.memory_bytes) for case in cases)
     if not most:
         notes.append("by estimate not even one sequence fits in memory")
     return (max(1, min(most, _MAX_MBS)),)

@@ -96,7 +96,7 @@ class ProfiledCosts:
         ops = [
             op
             for op in workload.expand(stage)
-            if isinstance(op, ComputeOp) and not _is_wait(op)
+            if isinstance(op, ComputeOp) and not op.is_wait
         ]
         counts = Counter(_key(op) for op in ops)
         self._rates = {
@@ -247,7 +247,3 @@ def first_of(
         return None
 
     return cost
-
-
-def _is_wait(op: ComputeOp) -> bool:
-    return isinstance(op.op, Kernel) and op.op.is_wait
