@@ -31,7 +31,6 @@ from stepmark.core.record import Measured
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.report.ledger import absolute_ns, differences
-from stepmark.store import predictions
 from stepmark.store.reader import list_runs
 
 # By number of ranks: model and options of `stepmark run`.
@@ -170,31 +169,24 @@ def _table(arguments: argparse.Namespace) -> int:
 
 
 def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    committed = predictions.read(path)
+    committed = step_report.commitment(path)
     if committed is None:
         return
-    document, digest = committed
     run = view.view(path)
     report = step_report.step_report(path, run)
     steps = {step.case_id: step for step in report.steps} if report else {}
-    for entry in document["predictions"]:
-        records = [
-            record
-            for record in run.records
-            if isinstance(record, Measured) and record.case.case_id == entry["case_id"]
-        ]
-        predicted = entry["prediction"]
-        if len(records) < _LAUNCHES or not predicted:
-            sys.stderr.write(f"{path.name}: left out: {entry['problem'] or 'not measured'}\n")
+    for own in committed.steps:
+        records = step_report.records_of(run, own.case_id)
+        if len(records) < _LAUNCHES or own.problem:
+            sys.stderr.write(f"{path.name}: left out: {own.problem or 'not measured'}\n")
             continue
-        yield _row(path, document, digest, predicted, records, steps.get(entry["case_id"]))
+        yield _row(path, committed, own, records, steps.get(own.case_id))
 
 
 def _row(
     path: Path,
-    document: dict[str, Any],
-    digest: str,
-    predicted: dict[str, Any],
+    committed: step_report.Commitment,
+    own: step_report.Committed,
     records: list[Measured],
     step: step_report.Step | None,
 ) -> dict[str, Any]:
@@ -202,14 +194,14 @@ def _row(
     facts = records[0].training
     assert facts is not None
     measured_s = statistics.mean(view.median_s(record) * case.cycle for record in records)
-    bound, strategy, compiled = step_report.stratum(case, predicted["bound"])
+    bound, strategy, compiled = step_report.stratum(case, own.bound)
     tokens = case.tokens_per_step * case.micro_steps
     row = {
         "run": path.name,
-        "version": document["version"],
-        "sha256": digest,
-        "committed_at": document["created_at"],
-        "device": predicted["device"],
+        "version": committed.version,
+        "sha256": committed.digest,
+        "committed_at": committed.created_at,
+        "device": own.device,
         "model": case.model.name,
         "ranks": case.num_ranks,
         "mbs": case.mbs,
@@ -220,25 +212,25 @@ def _row(
         "bound": bound,
         "strategy": strategy,
         "compiled": compiled,
-        "predicted_s": predicted["step_s"],
+        "predicted_s": own.step_s,
         "measured_s": measured_s,
-        "error_pct": 100 * (predicted["step_s"] / measured_s - 1),
+        "error_pct": 100 * (own.step_s / measured_s - 1),
         "flops_per_s": per_token(case).causal * tokens / measured_s / case.num_ranks,
         "clock_error_pct": None,
         "energy_error_pct": None,
         "lines_error_pct": None,
         "largest_line_error_pct": None,
-        "predicted_allocated": predicted.get("allocated_bytes"),
+        "predicted_allocated": own.allocated_bytes,
         "measured_allocated": max((b for b in facts.allocated_bytes if b), default=None),
-        "predicted_reserved": predicted.get("reserved_bytes"),
+        "predicted_reserved": own.reserved_bytes,
         "measured_reserved": max((b for b in facts.reserved_bytes if b), default=None),
     }
     if step is None or step.predicted is None:
         return row
-    own, seen = step.power
+    seen = step.power[1]
     for name, first, second in (
-        ("clock_error_pct", own.clock_hz, seen.clock_hz),
-        ("energy_error_pct", own.energy_j, seen.energy_j),
+        ("clock_error_pct", own.power.clock_hz, seen.clock_hz),
+        ("energy_error_pct", own.power.energy_j, seen.energy_j),
     ):
         row[name] = 100 * (first / second - 1) if first and second else None
     ledger = step.measured.ledger

@@ -67,6 +67,7 @@ class Parts:
     curves: tuple[Curve, ...]
     power: PowerModel | None
     memory: tuple[tuple[TrainCase, int, int], ...]
+    memory_bytes: int | None  # of the device
     notes: tuple[str, ...]
 
 
@@ -98,11 +99,11 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
         memory = list(_memory(steps, case))
     times = {record.operator.op: median_s(record) for record in _operators(records)}
     compute.append(OperatorCosts(times))
-    name = run.info.environment.devices[0].name
+    first = run.info.environment.devices[0]
     return Parts(
         run=path.name,
-        device=find_device(name),
-        device_name=name,
+        device=find_device(first.name),
+        device_name=first.name,
         compute=tuple(compute),
         host_s=host_s,
         gap_s=gap_s,
@@ -110,6 +111,7 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
         curves=tuple(run_curves(path)),
         power=_power(records, shallow),
         memory=tuple(memory),
+        memory_bytes=first.memory_bytes,
         notes=tuple(notes),
     )
 

@@ -15,15 +15,15 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
 from stepmark.core.ledger import Work
-from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions
-from stepmark.core.prediction import StepPrediction
+from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.record import Measured, RunInfo
 from stepmark.core.step_cost import Costs, OpCost, PowerModel
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import CaseOptions, TrainOptions, options_of
 from stepmark.core.training import Precision
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Workload
+from stepmark.predict import memory
 from stepmark.predict.comm import CommCosts
 from stepmark.predict.costs import RooflineCosts, first_of
 from stepmark.predict.step import predict_step
@@ -31,6 +31,7 @@ from stepmark.report import prediction as report
 from stepmark.store.export import write_json
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
 from stepmark.workload.rules.pytorch.case import of_case
+from stepmark.workload.tree import stage_of_case
 
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/LOG.md). It stands in where no calibration has it.
@@ -54,13 +55,12 @@ def run(options: PredictOptions) -> int:
     """Predict, print, write files. Returns the exit code."""
     options.check_stdout()
     target = _target(options)
+    about = facts(target)
     prediction, notes = predict(target, dict(options.what_if or ()))
-    document = report.document(facts(target), prediction, notes)
+    document = report.document(about, prediction, notes)
     write_files(options, "prediction", document, report.rows(prediction))
     if options.timeline:
         write_json(report.timeline(prediction), options.timeline, "timeline")
-    if options.html:
-        load("stepmark.report.prediction_page:write")(document, prediction, options.html)
     if not options.to_stdout and options.timeline != "-":
         sys.stdout.write("\n".join(report.lines(document, prediction)) + "\n")
     return 0
@@ -319,7 +319,7 @@ def _changed_power(power: PowerModel | None, changes: dict[str, float]) -> Power
 
 
 def facts(target: Target) -> report.Facts:
-    """Return what rates are derived from."""
+    """Return the memory of the step, and what rates are derived from."""
     case, workload = target.case, target.workload
     if case is None:
         return report.Facts(
@@ -338,4 +338,28 @@ def facts(target: Target) -> report.Facts:
         mbs=case.mbs,
         seq_len=case.model.seq_len,
         calibration=target.parts.run if target.parts else "",
+        memory=_memory(case, target),
+    )
+
+
+def _memory(case: TrainCase, target: Target) -> StepMemory | None:
+    """Return the predicted memory; None on a CPU, where torch does not count it."""
+    if case.device != "cuda":
+        return None
+    device_bytes = target.device.hbm_bytes if target.device else None
+    if target.parts and target.parts.memory_bytes:
+        device_bytes = target.parts.memory_bytes
+    measured = target.parts.memory if target.parts else ()
+    allocated, reserved = memory.calibrated(case, stage_of_case, measured)
+    verdict, fitting = "unknown", ""
+    if device_bytes is not None:
+        verdict = memory.verdict(case, allocated, reserved, device_bytes)
+        if verdict == "runs out of memory":
+            fitting = train_plan.what_fits(case, device_bytes, measured)
+    return StepMemory(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=device_bytes,
+        verdict=verdict,
+        fitting=fitting,
     )

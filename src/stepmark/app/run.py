@@ -173,6 +173,8 @@ def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainC
     if len(cases) != 1:
         names = ", ".join(f"{case.model.name} {case.strategy} mbs {case.mbs}" for case in cases)
         raise ConfigError("model", names, "one: a run predicts and measures one step")
+    if machine.memory_bytes:
+        train_plan.check_memory(cases[0], machine.memory_bytes)
     return cases[0]
 
 

@@ -3,7 +3,7 @@
 import csv
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -72,8 +72,9 @@ def _prediction(run: Path, case: TrainCase) -> Row:
         device_name=parts.device_name,
         parts=parts,
     )
+    about = predict.facts(target)
     prediction, notes = predict.predict(target, {})
-    document = report.document(predict.facts(target), prediction, notes)
+    document = report.document(about, prediction, notes)
     around = interval(
         past_predictions(), stratum(case, str(document["bound"])), prediction.step_s
     )
@@ -142,27 +143,87 @@ class StepReport:
         yield from (f"\n{step.sentence}" for step in self.steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The committed prediction of a step. problem: why there is none, "" with one.
+
+    ledgers: by pipeline stage.
+    """
+
+    case_id: str
+    problem: str
+    step_s: float = 0.0
+    bound: str = ""
+    device: str = ""
+    interval: str = ""
+    power: StepPower = StepPower()
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    ledgers: tuple[Ledger, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commitment:
+    """The committed predictions of a run. digest: their hash."""
+
+    steps: tuple[Committed, ...]
+    version: int
+    created_at: str
+    digest: str
+
+
+def commitment(path: Path) -> Commitment | None:
+    """Return what a run predicted; None where it predicts nothing.
+
+    Raises ConfigError for a prediction that was changed after it was committed.
+    """
+    found = predictions.read(path)
+    if found is None:
+        return None
+    document, digest = found
+    steps = []
+    for entry in document["predictions"]:
+        own = Committed(case_id=entry["case_id"], problem=entry["problem"])
+        if (known := entry["prediction"]) is not None:
+            lines: dict[int, dict[tuple[Group, str], int]] = {}
+            for row in known["ledger"]:
+                key = Group(row["group"]), str(row["line"])
+                lines.setdefault(row["stage"], {})[key] = row["time_ns"]
+            sizes = known["memory"] or {}
+            own = replace(
+                own,
+                **{name: known[name] for name in ("step_s", "bound", "device", "interval")},
+                allocated_bytes=sizes.get("allocated_bytes"),
+                reserved_bytes=sizes.get("reserved_bytes"),
+                power=StepPower(**{n: known[n] for n in ("clock_hz", "power_w", "energy_j")}),
+                ledgers=tuple(
+                    Ledger(window_ns=sum(each.values()), lines=each) for each in lines.values()
+                ),
+            )
+        steps.append(own)
+    return Commitment(
+        steps=tuple(steps),
+        version=document["version"],
+        created_at=document["created_at"],
+        digest=digest,
+    )
+
+
 def step_report(path: Path, run: View) -> StepReport | None:
     """Return the report of the steps that a run predicted; None where it predicts none.
 
     Raises ConfigError for a prediction that was changed after it was committed.
     """
-    committed = predictions.read(path)
+    committed = commitment(path)
     if committed is None:
         return None
-    document, digest = committed
-    created_at = datetime.fromisoformat(document["created_at"]).timestamp()
+    created_at = datetime.fromisoformat(committed.created_at).timestamp()
     steps: list[Step] = []
     notes: list[str] = []
-    for entry in document["predictions"]:
-        records = [
-            record
-            for record in run.records
-            if isinstance(record, Measured) and record.case.case_id == entry["case_id"]
-        ]
-        if entry["problem"]:
-            notes.append(f"no prediction: {entry['problem']}")
-        for record in records:
+    for own in committed.steps:
+        if own.problem:
+            notes.append(f"no prediction: {own.problem}")
+        for record in records_of(run, own.case_id):
             if record.started_at < created_at - _CLOCK_STEP_S:
                 notes.append("the step was measured before its prediction was committed")
             if record.training and record.training.traces:
@@ -171,45 +232,44 @@ def step_report(path: Path, run: View) -> StepReport | None:
                 except ConfigError as error:
                     notes.append(f"no ledger: {error}")
                     continue
-                steps.append(_step(entry["prediction"], record, measured, run))
+                steps.append(_step(own, record, measured, run))
                 notes += measured.notes
-    return StepReport(steps=tuple(steps), notes=tuple(dict.fromkeys(notes)), digest=digest)
+    return StepReport(
+        steps=tuple(steps), notes=tuple(dict.fromkeys(notes)), digest=committed.digest
+    )
 
 
-def _step(
-    predicted: dict[str, Any] | None, record: Measured, measured: MeasuredLedger, run: View
-) -> Step:
+def records_of(run: View, case_id: str) -> list[Measured]:
+    """Return what was measured of a case."""
+    return [
+        record
+        for record in run.records
+        if isinstance(record, Measured) and record.case.case_id == case_id
+    ]
+
+
+def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View) -> Step:
     case = record.train
     names = {device.name for device in run.run.environment.devices}
     where = f"{case.num_ranks} x {', '.join(sorted(names))}"
     name = f"{case.model.name} {case.strategy} on {where}"
     rows = [row for row in run.train_rows if row.get("case_id") == case.case_id]
     mfu = next((row["mfu_pct"] for row in rows if row.get("mfu_pct") is not None), None)
-    own = StepPower()
-    ledger = None
-    if predicted:
-        ledger = _ledger(predicted, of_case(case).stage_of(measured.rank))
-        own = StepPower(**{key: predicted[key] for key in ("clock_hz", "power_w", "energy_j")})
+    ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
     return Step(
         case_id=case.case_id,
         name=name,
         predicted=ledger,
         measured=measured,
-        power=(own, _measured_power(record, measured)),
+        power=(own.power, _measured_power(record, measured)),
         sentence=report_ledger.sentence(
             name,
             measured.ledger,
             ledger,
-            interval=str(predicted["interval"]) if predicted else "",
+            interval=own.interval,
             mfu_pct=mfu if isinstance(mfu, float) else None,
         ),
     )
-
-
-def _ledger(predicted: dict[str, Any], stage: int) -> Ledger:
-    rows = [row for row in predicted["ledger"] if row["stage"] == stage]
-    lines = {(Group(row["group"]), str(row["line"])): int(row["time_ns"]) for row in rows}
-    return Ledger(window_ns=sum(lines.values()), lines=lines)
 
 
 def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:

@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from stepmark.core.training import (
     Recompute,
     Schedule,
 )
+from stepmark.core.units import format_bytes
 from stepmark.predict import memory
 from stepmark.workload.tree import stage_of_case
 
 # Micro-batches that --find-batch tries, until one is too large.
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_MOST_RANKS = 1024  # that are suggested for a step that does not fit
 _DATA_PARALLEL = ("ddp", "fsdp")
 _MODEL_AXES = ("tp", "pp", "cp")  # each is a strategy, too
 
@@ -241,6 +244,42 @@ def estimated_memory(case: TrainCase) -> memory.TrainMemory:
     return memory.estimate(case, stage_of_case)
 
 
-def largest_mbs(case: TrainCase, device_bytes: int) -> int:
+def largest_mbs(
+    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
+) -> int:
     """Return the largest micro-batch that fits by estimate; 0 if not even one sequence does."""
-    return memory.largest_mbs(case, device_bytes, stage_of_case)
+    return memory.largest_mbs(case, device_bytes, stage_of_case, measured)
+
+
+def check_memory(case: TrainCase, device_bytes: int) -> None:
+    """Raise ConfigError for a step that surely runs out of memory, by estimate."""
+    sizes = memory.calibrated(case, stage_of_case)
+    if memory.verdict(case, *sizes, device_bytes) == "runs out of memory":
+        needed, there = format_bytes(sizes[0]), format_bytes(device_bytes)
+        fitting = what_fits(case, device_bytes)
+        allowed = f"one that fits into {there} (it needs {needed}){fitting and ', such as '}"
+        raise ConfigError("mbs", case.mbs, allowed + fitting)
+
+
+def what_fits(
+    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
+) -> str:
+    """Return options with which the step fits, by estimate; "" where none of these helps.
+
+    measured: as in predict.memory.calibrated.
+    """
+    if most := largest_mbs(case, device_bytes, measured):
+        return f"--mbs {most}"
+    full = replace(case, recompute=Recompute.FULL)
+    if case.recompute is Recompute.NONE and (most := largest_mbs(full, device_bytes)):
+        return f"--ac full --mbs {most}"
+    count = case.num_ranks
+    while count < _MOST_RANKS:
+        count *= 2
+        shards = count // case.num_ranks * case.parallel.data_ranks
+        axes = replace(case.parallel, dp_replicate=1, dp_shard=shards)
+        wider = replace(full, mbs=1, parallel=axes, data_parallel=DataParallel.FSDP)
+        sizes = memory.calibrated(wider, stage_of_case)
+        if memory.verdict(wider, *sizes, device_bytes) == "fits":
+            return f"--strategy fsdp --nproc {count} --ac full --mbs 1"
+    return ""

@@ -76,7 +76,6 @@ class PredictionFiles(Files):
     """Files."""
 
     timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH")
-    html: str | None = flag("the prediction with its timeline as a page", metavar="PATH")
 
 
 @dataclass(frozen=True, kw_only=True)

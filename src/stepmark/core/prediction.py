@@ -64,3 +64,18 @@ class StepPrediction:
     def energy_j(self) -> float | None:
         """Return the energy of one device."""
         return None if self.power_w is None else self.power_w * self.step_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMemory:
+    """Predicted memory of the fullest rank.
+
+    verdict: fits, runs out of memory, uncertain, or unknown for a device of unknown size.
+    fitting: options with which a step fits that runs out of memory, "" where none is known.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int | None
+    verdict: str
+    fitting: str

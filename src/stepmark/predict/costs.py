@@ -94,9 +94,7 @@ class ProfiledCosts:
 
     def __init__(self, workload: Workload, table: OpTable, stage: int = 0) -> None:
         ops = [
-            op
-            for op in workload.expand(stage)
-            if isinstance(op, ComputeOp) and not op.is_wait
+            op for op in workload.expand(stage) if isinstance(op, ComputeOp) and not op.is_wait
         ]
         counts = Counter(_key(op) for op in ops)
         self._rates = {

@@ -80,16 +80,19 @@ def _of_stage(case: TrainCase, stage: int, root: Module) -> TrainMemory:
 
 
 def calibrated(
-    case: TrainCase, tree: Tree, measured: Sequence[tuple[TrainCase, int, int]]
+    case: TrainCase, tree: Tree, measured: Sequence[tuple[TrainCase, int, int]] = ()
 ) -> tuple[int, int]:
     """Return allocated and reserved bytes, corrected by those of measured cases.
 
     measured: the same training with fewer layers, with its allocated and reserved bytes. What
     the estimate misses of the deepest one is added; a slope through two depths would multiply
-    noise by the number of layers. Raises ValueError where nothing was measured.
+    noise by the number of layers. Where nothing was measured, it is the estimate.
     """
+    memory = estimate(case, tree)
+    if not measured:
+        return memory.allocated_bytes, memory.reserved_bytes
     known, allocated, reserved = max(measured, key=lambda item: item[0].model.num_layers)
-    memory, base = estimate(case, tree), estimate(known, tree)
+    base = estimate(known, tree)
     allocated += memory.allocated_bytes - base.allocated_bytes
     reserved += memory.reserved_bytes - base.reserved_bytes
     return allocated, max(allocated, reserved)
@@ -122,14 +125,17 @@ def _errors(case: TrainCase) -> tuple[float, float]:
     return _ERRORS if is_measured else _ERRORS_NOT_MEASURED
 
 
-def largest_mbs(case: TrainCase, device_bytes: int, tree: Tree) -> int:
+def largest_mbs(
+    case: TrainCase,
+    device_bytes: int,
+    tree: Tree,
+    measured: Sequence[tuple[TrainCase, int, int]] = (),
+) -> int:
     """Return the largest micro-batch that fits by verdict; 0 if not even one sequence does."""
 
     def fits(mbs: int) -> bool:
         other = replace(case, mbs=mbs)
-        memory = estimate(other, tree)
-        bytes_by_kind = memory.allocated_bytes, memory.reserved_bytes
-        return verdict(other, *bytes_by_kind, device_bytes) == "fits"
+        return verdict(other, *calibrated(other, tree, measured), device_bytes) == "fits"
 
     low, high = 0, 1
     while high < _TOO_MANY and fits(high):

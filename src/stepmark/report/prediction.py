@@ -6,9 +6,9 @@ from typing import Any
 
 from stepmark.core.columns import Row, aligned
 from stepmark.core.ledger import Group
-from stepmark.core.prediction import StepPrediction
+from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Source
-from stepmark.core.units import TFLOP
+from stepmark.core.units import TFLOP, format_bytes
 
 _ORDER = {group: index for index, group in enumerate(Group)}
 
@@ -27,6 +27,7 @@ class Facts:
     mbs: int | None = None
     seq_len: int | None = None
     calibration: str = ""
+    memory: StepMemory | None = None
 
 
 def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
@@ -106,11 +107,13 @@ def source_notes(
         yield f"times of {', '.join(names)} are by the data sheet's links"
 
 
-def lines(facts: Row, prediction: StepPrediction) -> Iterator[str]:
+def lines(facts: Mapping[str, Any], prediction: StepPrediction) -> Iterator[str]:
     """Yield the prediction as text."""
     where = f"{facts['num_ranks']} x {facts['device']}"
     yield f"{facts['name']} on {where}: predicted step {prediction.step_s * 1e3:.2f} ms"
     yield "  " + ", ".join(_rates(facts))
+    if facts["memory"]:
+        yield f"  {_memory_line(facts['memory'])}"
     cells = [["ms", "%", "stage", "ledger", ""]]
     has_stages = len(prediction.timeline.ledgers) > 1
     table: list[dict[str, Any]] = rows(prediction)
@@ -144,6 +147,18 @@ def _rates(facts: Mapping[str, Any]) -> Iterator[str]:
         yield f"{facts['power_w']:.0f} W at {facts['clock_hz'] / 1e6:.0f} MHz"
     if facts["energy_per_token_j"]:
         yield f"{facts['energy_per_token_j'] * 1e3:.1f} mJ per token"
+
+
+def _memory_line(memory: Mapping[str, Any]) -> str:
+    """Return the predicted memory and whether it fits."""
+    sizes = (format_bytes(memory[name]) for name in ("allocated_bytes", "reserved_bytes"))
+    text = "memory: {} allocated, {} reserved".format(*sizes)
+    if memory["device_bytes"] is None:
+        return f"{text}; that of the device is unknown"
+    verdicts = {"fits": "fits into", "uncertain": "may run out of"}
+    words = verdicts.get(memory["verdict"], "RUNS OUT OF")
+    text += f", {words} {format_bytes(memory['device_bytes'])}"
+    return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
 
 
 def timeline(prediction: StepPrediction) -> Row:
