@@ -288,6 +288,10 @@ class Reference:
             if node.stage == stage
         ]
         works = sorted((w, start) for start, w, _ in computes if w is not None)
+        if works:
+            self.contention[stage][number] += step * (1 - computes[0][2])
+        copies = [work for work in works if work[0] is Work.COPY]
+        works = [work for work in works if work[0] is not Work.COPY]
         is_moving = any(
             side.stage == stage for sides, _ in self.moving.values() for side in sides
         )
@@ -298,11 +302,12 @@ class Reference:
         )
         if works:
             line = (Group.OVERLAPPED if comms else Group.COMPUTE, str(works[0][0]))
-            self.contention[stage][number] += step * (1 - computes[0][2])
         elif comms:
             line = Group.COMM, str(comms[0][1])
             if not is_moving:
                 self.waiting[stage][number] += step
+        elif copies:
+            line = Group.COPIES, str(copies[0][0])
         elif computes:
             line = Group.IDLE, str(Idle.LAUNCH_GAP)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from stepmark.app.measured_curves import run_curves
 from stepmark.app.trace_files import map_traces
@@ -198,7 +198,7 @@ def _shallow(path: Path, record: Measured) -> _Shallow:
     table = profile.table
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
-    step_s = median_s(record) * record.training.cycle
+    step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
     if table.is_host:
         table, gap_s = _unprofiled(table, record)
         return _Shallow(workload, ProfiledCosts(workload, table), gap_s, True, step_s, {}, {})

@@ -296,7 +296,8 @@ def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledge
             if work is None:
                 idles.append((last, place, Idle.LAUNCH_GAP))
             else:
-                events.append(Event(Group.COMPUTE, work, last, place))
+                group = Group.COPIES if work is Work.COPY else Group.COMPUTE
+                events.append(Event(group, work, last, place))
                 within[RECOMPUTED] += (place - last) * is_recomputed
     computes, causes = events.copy(), _Causes(idles)
     calls = sorted(
