@@ -82,7 +82,8 @@ class _Rate:
     """Measured time and kernels of a key, per amount of its operations."""
 
     time_per_amount: dict[Work, float]
-    num_kernels: float
+    num_kernels: float  # of one operation
+    kernels_per_amount: float
     shapes: set[Op | Kernel]
 
 
@@ -98,7 +99,10 @@ class ProfiledCosts:
         ]
         counts = Counter(_key(op) for op in ops)
         self._rates = {
-            key: _Rate(time_per_amount={}, num_kernels=0.0, shapes=set()) for key in counts
+            key: _Rate(
+                time_per_amount={}, num_kernels=0.0, kernels_per_amount=0.0, shapes=set()
+            )
+            for key in counts
         }
         amounts: dict[tuple[_Key, Work], float] = defaultdict(float)
         for op in ops:
@@ -114,6 +118,7 @@ class ProfiledCosts:
                 times = rate.time_per_amount
                 times[row.work] = times.get(row.work, 0.0) + row.time_s / total
                 rate.num_kernels += row.num_kernels * share / counts[key]
+                rate.kernels_per_amount += row.num_kernels / total
 
     def _targets(self, row: "_Row") -> list[_Key]:
         """Return the keys of the operations that the measured work is a part of."""
@@ -141,15 +146,17 @@ class ProfiledCosts:
         rate = self._rates.get(_key(op))
         if rate is None:
             return None
-        # The optimizer's kernels go through all parameters: their time is proportional to them.
-        is_same = op.op in rate.shapes or op.phase is Phase.OPTIM
+        # The optimizer's kernels go through all parameters, 320 chunks each
+        # (aten/src/ATen/native/cuda/MultiTensorApply.cuh): time and number are proportional.
+        is_optim = op.phase is Phase.OPTIM
+        kernels = rate.kernels_per_amount * _amount(op, Work.OPTIMIZER)
         return OpCost(
             time_s={
                 work: per_amount * _amount(op, work)
                 for work, per_amount in rate.time_per_amount.items()
             },
-            num_kernels=rate.num_kernels,
-            source=Source.MEASURED if is_same else Source.SCALED,
+            num_kernels=kernels if is_optim else rate.num_kernels,
+            source=Source.MEASURED if is_optim or op.op in rate.shapes else Source.SCALED,
         )
 
 
