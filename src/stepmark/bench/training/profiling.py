@@ -141,6 +141,8 @@ def record_profile(
         def end_cycle(number: int) -> None:
             marks.end_phase()
             count_cycle(number)
+            if num_done == num_warmups and ranks.device.type == "cuda":
+                torch.cuda.synchronize(ranks.device)  # else their kernels are in the trace
             if number < count - 1:  # else there would be an empty step
                 recorder.next_step()
 
