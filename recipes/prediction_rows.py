@@ -2,7 +2,7 @@
 
     python recipes/prediction_rows.py measure --nproc 1 --only 1-6 --out runs/predictions
     python recipes/prediction_rows.py measure --nproc 1 --resume runs/predictions/ID
-    python recipes/prediction_rows.py table runs/predictions results/predictions.csv
+    python recipes/prediction_rows.py table runs/predictions src/stepmark/data/predictions.csv
 
 `measure` calibrates for several training steps in one sitting, commits all their predictions,
 and measures each step in two launches. `table` writes a row per step: predicted and measured
