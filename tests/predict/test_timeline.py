@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from stepmark.core.dtypes import DType
-from stepmark.core.ledger import CONTENTION, WAITING, Work
+from stepmark.core.kernel_groups import COMMUNICATION
+from stepmark.core.ledger import CONTENTION, WAITING, Event, Group, Idle, Work, ledger
 from stepmark.core.model import MoeConfig, find_model
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.parallel import ParallelConfig
-from stepmark.core.prediction import Timeline
+from stepmark.core.prediction import LEFT_OUT, Span, Timeline
 from stepmark.core.step_cost import Costs, OpCost
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, GradSync, Recompute
@@ -20,12 +21,14 @@ from stepmark.core.workload import (
     COMPUTE,
     CommOp,
     ComputeOp,
-    Group,
     Item,
     Kernel,
     Run,
     Stage,
     Workload,
+)
+from stepmark.core.workload import (
+    Group as Ranks,
 )
 from stepmark.predict.timeline import simulate
 from stepmark.workload.rules.pytorch.case import of_case
@@ -136,8 +139,8 @@ def random_workload(seed: int) -> Workload:
         rules="by hand",
         world_size=2 * num_stages,
         groups={
-            "own": Group(digits=((2, 1),)),
-            "all": Group(digits=((2 * num_stages, 1),)),
+            "own": Ranks(digits=((2, 1),)),
+            "all": Ranks(digits=((2 * num_stages, 1),)),
         },
         blocks=blocks,
         stages=tuple(Stage(step=f"step{stage}") for stage in range(num_stages)),
@@ -158,6 +161,36 @@ def check_same(workload: Workload, prices: Costs, num_steps: int) -> None:
         within = ours.ledgers[stage].within
         assert within[WAITING] / 1e9 == pytest.approx(theirs.waiting[stage][-2], abs=1e-6)
         assert within[CONTENTION] / 1e9 == pytest.approx(theirs.contention[stage][-2], abs=1e-6)
+    check_spans(ours)
+
+
+def spans_of(timeline: Timeline) -> list[Span]:
+    """Return all spans; those of a stream do not overlap."""
+    spans = sorted(timeline.spans(), key=lambda span: (span.start_ns, span.name))
+    ends: dict[tuple[int, str], int] = {}
+    for span in spans:
+        assert ends.get((span.stage, span.stream), 0) <= span.start_ns < span.end_ns
+        ends[span.stage, span.stream] = span.end_ns
+    assert max(ends.values()) == round(timeline.step_s * 1e9)
+    return spans
+
+
+def check_spans(timeline: Timeline) -> None:
+    """The ledger of the spans is that of the step."""
+    spans, idle = spans_of(timeline), (Group.IDLE, str(Idle.HOST))
+    for stage, own in enumerate(timeline.ledgers):
+        events = [
+            Event(Group.COMM, span.name, span.start_ns, span.end_ns)
+            if span.kind == COMMUNICATION
+            else Event(Group.COMPUTE, span.kind, span.start_ns, span.end_ns)
+            for span in spans
+            if span.stage == stage
+        ]
+        redrawn = ledger(events, 0, own.window_ns, lambda a, b: [(Idle.HOST, b - a)])
+        lines = Counter({line: ns for line, ns in own.lines.items() if line[0] != idle[0]})
+        lines[idle] = own.total(Group.IDLE)
+        lines.subtract(redrawn.lines)
+        assert max(map(abs, lines.values())) <= 10
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -209,3 +242,17 @@ def test_a_slow_host_is_simulated_as_by_a_plain_loop(name: str) -> None:
     workload, prices = of_case(REAL[name]), costs(5, host=1.5)
     assert simulate(workload, prices).is_host_bound
     check_same(workload, prices, 5)
+
+
+@pytest.mark.parametrize(("name", "last"), [("fsdp, accumulated", 3), ("pp", 63)])
+def test_repetitions_that_are_left_out_are_one_span(name: str, last: int) -> None:
+    """Where micro-batches end the pipeline, they come after it."""
+    many = {"grad_accum": 64} if name != "pp" else {"mbs": 64, "pp_microbatches": 64}
+    timeline = simulate(of_case(replace(REAL[name], **many)), costs(3, host=0.0))
+    spans = spans_of(timeline)
+    left_out = [span for span in spans if span.kind == LEFT_OUT]
+    assert [span.stage for span in left_out] == [*range(len(timeline.ledgers))]
+    assert len(spans) < 3000
+    assert max(span.microbatch or 0 for span in spans) == last
+    for span in left_out:
+        assert 0.5 < (span.end_ns - span.start_ns) / 1e9 / timeline.step_s < 1

@@ -1,24 +1,31 @@
 """Prediction of a training step."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stepmark.core.ledger import Ledger, Work
 from stepmark.core.step_cost import Source
 
+LEFT_OUT = "left out"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """Work in the timeline of a predicted step, for its figure and its Perfetto file."""
+    """An operation in the timeline of a predicted step. Spans of one stream do not overlap.
+
+    kind: of Work; COMMUNICATION; or LEFT_OUT: repetitions that were not simulated one by one.
+    """
 
     stage: int
-    stream: str  # COMPUTE, "host", or a stream of communication
+    stream: str  # COMPUTE, or a stream of communication
+    kind: str
     name: str  # of the module, or of the collective
-    phase: str
-    layer: int | None
-    microbatch: int | None
-    start_s: float
-    end_s: float
+    module: str = ""
+    phase: str = ""
+    layer: int | None = None
+    microbatch: int | None = None
+    start_ns: int
+    end_ns: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +46,7 @@ class Timeline:
     bubble_s: float
     num_kernels: float
     is_host_bound: bool
-    spans: tuple[Span, ...]
+    spans: Callable[[], Iterator[Span]]  # of all stages, in any order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ collectives of a group call are one Call. Equal blocks share both.
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -35,7 +35,8 @@ class Segment:
     """Computation on one stream that runs without a break once it is issued.
 
     Before the kernels of each operation come their launch gaps, which are pieces, too.
-    ends, slowed: when the pieces end, alone and while a collective runs.
+    kinds, owners: of the pieces, and the index of their operation. ends, slowed: when they end,
+    alone and while a collective runs.
     issues: when the host has issued each operation. lead_s: the longest time from the start of
     the segment's issue to that of an operation, less the one to its start on the device: if the
     segment starts later, it never waits for the host. tail_s: from the start of the issue to
@@ -47,13 +48,15 @@ class Segment:
     ) -> None:
         self.ops, self._costs, self._machine, self._clock = ops, costs, machine, clock
         self.kinds: list[Kind] = []
+        self.owners: list[int] = []
         times, slowdowns, starts = list[float](), list[float](), list[int]()
-        for op, cost in zip(ops, costs, strict=True):
+        for owner, (op, cost) in enumerate(zip(ops, costs, strict=True)):
             starts.append(len(times))
             gap = (None, cost.num_kernels * machine.gap_s)
             for work, time_s in (gap, *cost.time_s.items()):
                 if time_s:
                     self.kinds.append((work, op.recompute))
+                    self.owners.append(owner)
                     times.append(time_s * (clock.get(work, 1.0) if work else 1.0))
                     slowdowns.append(machine.compute_slowdown.get(work, 1.0) if work else 1.0)
         slow_times = [time * factor for time, factor in zip(times, slowdowns, strict=True)]
@@ -90,18 +93,22 @@ class Segment:
         if is_whole and slow in self._whole:
             return self._whole[slow]
         found: dict[Kind, float] = {}
+        for index, time_s in self.pieces(first, last, slow=slow):
+            kind = self.kinds[index]
+            found[kind] = found.get(kind, 0.0) + time_s
+        if is_whole:
+            self._whole[slow] = found
+        return found
+
+    def pieces(self, first: float, last: float, *, slow: bool) -> Iterator[tuple[int, float]]:
+        """Yield the pieces from one progress to another, and how long each takes."""
         ends = self.slowed if slow else self.ends
         for index in range(max(0, bisect_right(self.ends, first) - 1), len(self.kinds)):
             begin, end = self.ends[index], self.ends[index + 1]
             if begin >= last:
                 break
             share = (min(end, last) - max(begin, first)) / (end - begin) if end > begin else 1
-            time_s = (ends[index + 1] - ends[index]) * share
-            kind = self.kinds[index]
-            found[kind] = found.get(kind, 0.0) + time_s
-        if is_whole:
-            self._whole[slow] = found
-        return found
+            yield index, (ends[index + 1] - ends[index]) * share
 
 
 def _mapped(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

@@ -7,7 +7,7 @@ while communication of its stage is in flight, and communication while computati
 
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,21 +31,37 @@ class Step:
 
 
 class Busy(NamedTuple):
-    """Computation and launch gaps without a change in between: times by kind, in any order.
+    """Computation and launch gaps of a segment, from one progress to another, at one speed."""
 
-    extra_s: time that communication adds.
-    """
-
+    step: Step
+    item: int
+    segment: Segment
     start: float
     end: float
-    times: Mapping[Kind, float]
-    extra_s: float
+    first: float
+    last: float
+    slow: bool
+
+    @property
+    def times(self) -> Mapping[Kind, float]:
+        return self.segment.times(self.first, self.last, slow=self.slow)
+
+    @property
+    def pieces(self) -> Iterator[tuple[int, float]]:
+        return self.segment.pieces(self.first, self.last, slow=self.slow)
+
+    @property
+    def extra_s(self) -> float:
+        """Return the time that communication adds."""
+        return self.end - self.start - (self.last - self.first)
 
 
 @dataclass(slots=True, eq=False)
 class _Compute:
     """Computation that runs. is_fixed: its end is known."""
 
+    step: Step
+    item: int
     segment: Segment
     since: float
     progress: float = 0.0
@@ -243,12 +259,14 @@ class Simulator:
                     # All that it waits for the host is before its computation.
                     start = end - segment.total_s
                     lane.waits.append((self.now, start))
-                    stream.compute = _Compute(segment, start, end=end, is_fixed=True)
+                    stream.compute = _Compute(
+                        step, item, segment, start, end=end, is_fixed=True
+                    )
                     self._push(end, lane, stream)
                     return
                 stream.singles, stream.single = segment.singles, 0
                 segment = stream.singles[0]
-        stream.compute = compute = _Compute(segment, self.now, slow=lane.is_sending)
+        stream.compute = compute = _Compute(step, item, segment, self.now, slow=lane.is_sending)
         self._plan_compute(lane, stream, compute)
 
     def _is_quiet(self, lane: Lane, stream: _Stream, step: Step, item: int, end: float) -> bool:
@@ -285,9 +303,9 @@ class Simulator:
             before = segment.time_of(compute.progress, slow=slow)
             progress = segment.progress_after(before + self.now - compute.since, slow=slow)
         if self.now > compute.since:
-            times = segment.times(compute.progress, progress, slow=slow)
-            extra_s = self.now - compute.since - (progress - compute.progress)
-            lane.busy.append(Busy(compute.since, self.now, times, extra_s))
+            where = compute.step, compute.item, segment
+            times = compute.since, self.now, compute.progress, progress
+            lane.busy.append(Busy(*where, *times, slow))
         compute.progress, compute.since = progress, self.now
 
     def _end_compute(self, lane: Lane, stream: _Stream) -> None:

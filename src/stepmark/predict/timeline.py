@@ -11,8 +11,10 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.kernel_groups import COMMUNICATION
 from stepmark.core.ledger import (
     CONTENTION,
     RECOMPUTED,
@@ -25,9 +27,9 @@ from stepmark.core.ledger import (
     Work,
     ledger,
 )
-from stepmark.core.prediction import Span, Timeline
+from stepmark.core.prediction import LEFT_OUT, Span, Timeline
 from stepmark.core.step_cost import Costs
-from stepmark.core.workload import Workload
+from stepmark.core.workload import COMPUTE, CommOp, Operation, Workload
 from stepmark.core.workload_stages import num_steady, shortened, steady_run
 from stepmark.predict.program import Call, Clock, Compiler, Program
 from stepmark.predict.step_events import MOST_STEPS, Lane, Simulator, Step
@@ -156,6 +158,17 @@ def _main_end(lane: Lane, number: int, bound: int) -> float:
     return step.ends[queue[place - 1]] if place else lane.ends[number - 1]
 
 
+class _Ran(NamedTuple):
+    """An operation from start to end; the end is infinite for one that has not ended."""
+
+    step: Step
+    item: int
+    op: Operation
+    kind: str
+    start: float
+    end: float
+
+
 @dataclass(frozen=True, slots=True)
 class _Steady:
     """A steady step. less: repetitions of its steady state that are left out."""
@@ -209,7 +222,7 @@ class _Steady:
             bubble_s=own.within[WAITING] / _NS,
             num_kernels=_num_kernels(self.lanes[slowest], self.less),
             is_host_bound=is_host_bound,
-            spans=tuple(span for lane in self.lanes for span in self._spans(lane)),
+            spans=self.spans,
         )
 
     def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
@@ -233,27 +246,72 @@ class _Steady:
             moving_ns + more_moving_ns
         )
 
-    def _spans(self, lane: Lane) -> Iterator[Span]:
-        """Yield calls and computation of the step; repetitions left out leave a hole."""
-        step, program, start = lane.steps[self.number], lane.program, self.start(lane)
-        hole_s = self.less * self.period_s
-        cut = program.bounds[-1] if self.less else len(program.works)
-        for item, work in enumerate(program.works):
-            op, (layer, microbatch) = work.ops[0], program.offsets[item]
-            shift = start - (hole_s if item >= cut else 0.0)
-            begin, end = step.starts[item], step.ends[item]
-            if not end > begin:
-                continue
-            yield Span(
-                stage=lane.stage,
-                stream=op.stream,
-                name=work.ops[0].collective if isinstance(work, Call) else op.module,
-                phase=str(op.phase),
-                layer=None if op.layer is None else op.layer + layer,
-                microbatch=None if op.microbatch is None else op.microbatch + microbatch,
-                start_s=begin - shift,
-                end_s=end - shift,
-            )
+    def spans(self) -> Iterator[Span]:
+        """Yield what runs in the step; repetitions that are left out are one span."""
+        for lane in self.lanes:
+            for ran in (*_computations(lane), *_calls(lane)):
+                if ran.start < lane.ends[self.number] and ran.end > self.start(lane):
+                    span = self._span(lane, ran)
+                    if span.end_ns > span.start_ns:
+                        yield span
+            if self.less:
+                first_s = _main_end(lane, self.number, -1) - self.start(lane)
+                yield Span(
+                    stage=lane.stage,
+                    stream=COMPUTE,
+                    kind=LEFT_OUT,
+                    name=f"{self.less} more repetitions of the steady state",
+                    start_ns=round(first_s * _NS),
+                    end_ns=round((first_s + self.less * self.period_s) * _NS),
+                )
+
+    def _span(self, lane: Lane, ran: _Ran) -> Span:
+        start, end, op = self.start(lane), lane.ends[self.number], ran.op
+        layer, microbatch = lane.program.offsets[ran.item]
+        later_s = 0.0
+        if self.less and ran.step is lane.steps[self.number]:
+            later_s = self.less * self.period_s * (ran.item >= lane.program.bounds[-1])
+        end_s = self.step_s if ran.end >= end else ran.end - start + later_s
+        return Span(
+            stage=lane.stage,
+            stream=op.stream,
+            kind=ran.kind,
+            name=op.collective if isinstance(op, CommOp) else op.module,
+            module=op.module,
+            phase=f"{op.phase}{', recomputed' if op.recompute else ''}",
+            layer=None if op.layer is None else op.layer + layer,
+            microbatch=None if op.microbatch is None else op.microbatch + microbatch,
+            start_ns=round((max(ran.start - start, 0.0) + later_s) * _NS),
+            end_ns=round(end_s * _NS),
+        )
+
+
+def _computations(lane: Lane) -> Iterator[_Ran]:
+    """Yield the kernels of each operation by kind of work."""
+    latest: dict[str, _Ran] = {}
+    for busy in lane.busy:
+        now = busy.start
+        for piece, time_s in busy.pieces:
+            start, now = now, now + time_s
+            op = busy.segment.ops[busy.segment.owners[piece]]
+            if (work := busy.segment.kinds[piece][0]) is None:
+                continue  # a launch gap
+            before = latest.pop(op.stream, None)
+            if before and before[1:4] == (busy.item, op, work) and not start > before.end:
+                start = before.start  # communication began or ended inside
+            elif before:
+                yield before
+            latest[op.stream] = _Ran(busy.step, busy.item, op, work, start, now)
+    yield from latest.values()
+
+
+def _calls(lane: Lane) -> Iterator[_Ran]:
+    for step in lane.steps:
+        times = zip(lane.program.works, step.starts, step.ends, strict=True)
+        for item, (work, start, end) in enumerate(times):
+            if isinstance(work, Call) and not math.isnan(start):
+                stop = math.inf if math.isnan(end) else end
+                yield _Ran(step, item, work.ops[0], COMMUNICATION, start, stop)
 
 
 def _host_period(lane: Lane) -> float:

@@ -9,6 +9,7 @@ from stepmark.core.ledger import Group
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Source
 from stepmark.core.units import TFLOP, format_bytes
+from stepmark.core.workload import COMPUTE
 
 _ORDER = {group: index for index, group in enumerate(Group)}
 
@@ -162,19 +163,36 @@ def _memory_line(memory: Mapping[str, Any]) -> str:
 
 
 def timeline(prediction: StepPrediction) -> Row:
-    """Return the step in Chrome's trace format, which Perfetto reads: a process per stage."""
-    events: list[Row] = []
-    for span in prediction.timeline.spans:
+    """Return the step in Chrome's trace format, which Perfetto reads.
+
+    Stages are processes and streams are threads; kinds of work are categories.
+    """
+    spans = sorted(prediction.timeline.spans(), key=lambda span: span.start_ns)
+    streams = {(span.stage, span.stream) for span in spans}
+    ordered = sorted(streams, key=lambda each: (each[0], each[1] != COMPUTE, each[1]))
+    threads = {each: number for number, each in enumerate(ordered, 1)}
+    events: list[Row] = [
+        {"ph": "M", "name": name, "pid": stage, "tid": thread, "args": {"name": value}}
+        for (stage, stream), thread in threads.items()
+        for name, value in (("process_name", f"stage {stage}"), ("thread_name", stream))
+    ]
+    for span in spans:
+        thread = threads[span.stage, span.stream]
+        numbers = {"layer": span.layer, "microbatch": span.microbatch}
         events.append(
             {
                 "ph": "X",
+                "cat": span.kind,
                 "name": span.name if span.layer is None else f"{span.name} {span.layer}",
-                "cat": span.phase,
                 "pid": span.stage,
-                "tid": span.stream,
-                "ts": span.start_s * 1e6,
-                "dur": (span.end_s - span.start_s) * 1e6,
-                "args": {"microbatch": span.microbatch},
+                "tid": thread,
+                "ts": span.start_ns / 1e3,
+                "dur": (span.end_ns - span.start_ns) / 1e3,
+                "args": {
+                    "module": span.module,
+                    "phase": span.phase,
+                    **{name: value for name, value in numbers.items() if value is not None},
+                },
             }
         )
     return {"displayTimeUnit": "ms", "traceEvents": events}

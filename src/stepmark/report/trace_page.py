@@ -7,7 +7,9 @@ from html import escape
 import plotly.graph_objects as go
 
 from stepmark.core.columns import Row, number
-from stepmark.core.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, GROUPS, OTHER
+from stepmark.core.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OTHER
+from stepmark.core.ledger import Work
+from stepmark.core.prediction import LEFT_OUT
 from stepmark.core.trace_timeline import Bar, Timeline
 from stepmark.report import histogram_figures
 from stepmark.report.figures import COLOURS, Drawn, styled
@@ -18,21 +20,27 @@ MOST_RANKS = 8  # of the timeline
 _MOST_STEPS = 64  # bars of steps
 # Compute is blue and green, what a faster network changes is red, pauses are pale.
 _RED, _BLUE, _GREEN, _GREY = COLOURS[1], COLOURS[0], COLOURS[2], "#9aa5b1"
-_GROUP_COLOURS = {
+# Of groups of kernels, and of kinds of work in a predicted step.
+COLOURS_OF = {
     "matrix products": _BLUE,
+    Work.PRODUCT: _BLUE,
     "attention": COLOURS[5],
     COMMUNICATION: _RED,
     COPIES: COLOURS[4],
     COPY_KERNELS: "#c9b1d6",
+    Work.COPY: COLOURS[4],
     "optimizer": COLOURS[3],
     "norms": COLOURS[6],
     "elementwise": _GREEN,
+    Work.ELEMENTWISE: _GREEN,
     "fused by compile": "#3c7d5d",
     "softmax and loss": "#a6d854",
+    Work.LOSS: "#a6d854",
     "convolutions": "#264b8a",
     "indexing": "#b5835a",
     "reductions": "#7fc7af",
     OTHER: "#6b7280",
+    LEFT_OUT: "#cfd6dd",
 }
 _PARTS = {
     "compute_ns": ("compute", _BLUE),
@@ -54,7 +62,7 @@ def page(
 ) -> str:
     """Return the document. tables: of the breakdown; messages: rows of a histogram."""
     drawn = [
-        *_timeline(timelines),
+        *streams(timelines, "Times are those of each rank's clock."),
         *_steps(tables["steps"]),
         *_hidden(tables["communication"], len(tables["steps"])),
         *histogram_figures.drawn(messages),
@@ -75,29 +83,33 @@ def _shown(timelines: Mapping[int, Timeline]) -> dict[int, Timeline]:
     return {rank: timelines[rank] for rank in sorted(ranks)}
 
 
-def _timeline(timelines: Mapping[int, Timeline]) -> Iterator[Drawn]:
+def streams(
+    timelines: Mapping[int, Timeline], note: str, lane: str = "rank"
+) -> Iterator[Drawn]:
+    """Yield the figure of streams over time. lane: what timelines are numbered by."""
     shown = _shown(timelines)
     if not shown:
         return
     first = min(each.start for each in shown.values())
-    lanes = [
-        f"rank {rank}, {stream}" for rank, each in shown.items() for stream in _streams(each)
-    ]
+    names = {
+        rank: f"{lane} {rank}, " * (lane == "rank" or len(timelines) > 1) for rank in shown
+    }
+    lanes = [names[rank] + stream for rank, each in shown.items() for stream in _streams(each)]
     bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
     # The longest are drawn first, so that of too many the shortest are left out.
     bars.sort(key=lambda item: item[1].start - item[1].end)
     bars, left_out = bars[:MOST_BARS], bars[MOST_BARS:]
     figure = go.Figure()
-    for group in (*GROUPS, OTHER):
+    for group, colour in COLOURS_OF.items():
         own = [(rank, bar) for rank, bar in bars if bar.group == group]
         if own:
             figure.add_bar(
                 orientation="h",
-                y=[f"rank {rank}, {bar.stream}" for rank, bar in own],
+                y=[names[rank] + bar.stream for rank, bar in own],
                 base=[(bar.start - first) / 1e6 for _, bar in own],
                 x=[(bar.end - bar.start) / 1e6 for _, bar in own],
                 name=group,
-                marker={"color": _GROUP_COLOURS.get(group, "#6b7280"), "line": {"width": 0}},
+                marker={"color": colour, "line": {"width": 0}},
                 hovertext=[_hover(bar) for _, bar in own],
                 hoverinfo="text",
                 width=0.8,
@@ -112,10 +124,12 @@ def _timeline(timelines: Mapping[int, Timeline]) -> Iterator[Drawn]:
     steps = dict.fromkeys(each.step for each in shown.values())
     notes = [
         f"Events with pauses below {joined:.3g} us between them are one bar, in the colour of "
-        "the group that takes most of it. Times are those of each rank's clock."
+        f"the group that takes most of it. {note}"
     ]
     if len(shown) < len(timelines):
-        notes.append(f"{len(shown)} of {len(timelines)} ranks, by their time in communication.")
+        notes.append(
+            f"{len(shown)} of {len(timelines)} {lane}s, by their time in communication."
+        )
     if left_out:
         time = sum(bar.end - bar.start for _, bar in left_out) / 1e6
         notes.append(f"{len(left_out)} bars of together {time:.3f} ms are too short to draw.")
