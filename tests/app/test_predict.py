@@ -33,7 +33,8 @@ def as_kernels(event: dict[str, Any]) -> dict[str, Any]:
     args = {"device": event["pid"], "stream": event["tid"]}
     if event["cat"] == "communication":
         args["Collective name"] = event["name"]
-    return {**event, "cat": "kernel", "name": "kernel", "args": args}
+    category = "gpu_memcpy" if event["cat"] == "copy" else "kernel"
+    return {**event, "cat": category, "name": "kernel", "args": args}
 
 
 def test_a_readers_ledger_of_the_timeline_is_the_predicted_one(
@@ -66,6 +67,6 @@ def test_a_readers_ledger_of_the_timeline_is_the_predicted_one(
         predicted: Counter[str] = Counter()
         for row in document["ledger"]:
             predicted[row["group"]] += row["time_ns"] * (row["stage"] == stage)
-        for group in (Group.COMPUTE, Group.OVERLAPPED, Group.COMM):
+        for group in (Group.COMPUTE, Group.OVERLAPPED, Group.COMM, Group.COPIES):
             assert read.total(group) == pytest.approx(predicted[group], abs=5)
         assert max(event["ts"] + event["dur"] for event in own) * 1e-6 <= document["step_s"]

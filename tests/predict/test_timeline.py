@@ -178,11 +178,15 @@ def spans_of(timeline: Timeline) -> list[Span]:
 def check_spans(timeline: Timeline) -> None:
     """The ledger of the spans is that of the step."""
     spans, idle = spans_of(timeline), (Group.IDLE, str(Idle.HOST))
+    groups = {COMMUNICATION: Group.COMM, Work.COPY: Group.COPIES}
     for stage, own in enumerate(timeline.ledgers):
         events = [
-            Event(Group.COMM, span.name, span.start_ns, span.end_ns)
-            if span.kind == COMMUNICATION
-            else Event(Group.COMPUTE, span.kind, span.start_ns, span.end_ns)
+            Event(
+                groups.get(span.kind, Group.COMPUTE),
+                span.name if span.kind == COMMUNICATION else span.kind,
+                span.start_ns,
+                span.end_ns,
+            )
             for span in spans
             if span.stage == stage
         ]

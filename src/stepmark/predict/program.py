@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import NamedTuple
 
 from stepmark.core.ledger import Work
 from stepmark.core.message import SEND
@@ -109,6 +110,32 @@ class Segment:
                 break
             share = (min(end, last) - max(begin, first)) / (end - begin) if end > begin else 1
             yield index, (ends[index + 1] - ends[index]) * share
+
+
+class Busy(NamedTuple):
+    """Computation and launch gaps of a segment, from one progress to another at one speed."""
+
+    step: int
+    item: int
+    segment: Segment
+    start: float
+    end: float
+    first: float
+    last: float
+    slow: bool
+
+    @property
+    def times(self) -> Mapping[Kind, float]:
+        return self.segment.times(self.first, self.last, slow=self.slow)
+
+    @property
+    def pieces(self) -> Iterator[tuple[int, float]]:
+        return self.segment.pieces(self.first, self.last, slow=self.slow)
+
+    @property
+    def extra_s(self) -> float:
+        """Return the time that communication adds."""
+        return self.end - self.start - (self.last - self.first)
 
 
 def _mapped(xs: Sequence[float], ys: Sequence[float], x: float) -> float:

@@ -7,11 +7,11 @@ while communication of its stage is in flight, and communication while computati
 
 import heapq
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stepmark.predict.program import Call, Kind, Part, Program, Segment
+from stepmark.predict.program import Busy, Call, Part, Program, Segment
 
 _AHEAD = 2  # steps of the host before the device (bench/training/loop.py)
 _MAIN = 0  # the stream COMPUTE
@@ -30,38 +30,11 @@ class Step:
     num_left: int
 
 
-class Busy(NamedTuple):
-    """Computation and launch gaps of a segment, from one progress to another, at one speed."""
-
-    step: Step
-    item: int
-    segment: Segment
-    start: float
-    end: float
-    first: float
-    last: float
-    slow: bool
-
-    @property
-    def times(self) -> Mapping[Kind, float]:
-        return self.segment.times(self.first, self.last, slow=self.slow)
-
-    @property
-    def pieces(self) -> Iterator[tuple[int, float]]:
-        return self.segment.pieces(self.first, self.last, slow=self.slow)
-
-    @property
-    def extra_s(self) -> float:
-        """Return the time that communication adds."""
-        return self.end - self.start - (self.last - self.first)
-
-
 @dataclass(slots=True, eq=False)
 class _Compute:
     """Computation that runs. is_fixed: its end is known."""
 
-    step: Step
-    item: int
+    where: tuple[int, int]  # step and item
     segment: Segment
     since: float
     progress: float = 0.0
@@ -249,6 +222,7 @@ class Simulator:
         self, lane: Lane, stream: _Stream, step: Step, item: int, segment: Segment
     ) -> None:
         lane.num_computing += 1
+        where = step.number, item
         if stream.singles:
             segment = stream.singles[stream.single]
         elif lane.has_host:
@@ -259,14 +233,12 @@ class Simulator:
                     # All that it waits for the host is before its computation.
                     start = end - segment.total_s
                     lane.waits.append((self.now, start))
-                    stream.compute = _Compute(
-                        step, item, segment, start, end=end, is_fixed=True
-                    )
+                    stream.compute = _Compute(where, segment, start, end=end, is_fixed=True)
                     self._push(end, lane, stream)
                     return
                 stream.singles, stream.single = segment.singles, 0
                 segment = stream.singles[0]
-        stream.compute = compute = _Compute(step, item, segment, self.now, slow=lane.is_sending)
+        stream.compute = compute = _Compute(where, segment, self.now, slow=lane.is_sending)
         self._plan_compute(lane, stream, compute)
 
     def _is_quiet(self, lane: Lane, stream: _Stream, step: Step, item: int, end: float) -> bool:
@@ -303,9 +275,8 @@ class Simulator:
             before = segment.time_of(compute.progress, slow=slow)
             progress = segment.progress_after(before + self.now - compute.since, slow=slow)
         if self.now > compute.since:
-            where = compute.step, compute.item, segment
             times = compute.since, self.now, compute.progress, progress
-            lane.busy.append(Busy(*where, *times, slow))
+            lane.busy.append(Busy(*compute.where, segment, *times, slow))
         compute.progress, compute.since = progress, self.now
 
     def _end_compute(self, lane: Lane, stream: _Stream) -> None:

@@ -11,10 +11,8 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.kernel_groups import COMMUNICATION
 from stepmark.core.ledger import (
     CONTENTION,
     RECOMPUTED,
@@ -27,11 +25,12 @@ from stepmark.core.ledger import (
     Work,
     ledger,
 )
-from stepmark.core.prediction import LEFT_OUT, Span, Timeline
+from stepmark.core.prediction import Span, Timeline
 from stepmark.core.step_cost import Costs
-from stepmark.core.workload import COMPUTE, CommOp, Operation, Workload
+from stepmark.core.workload import Workload
 from stepmark.core.workload_stages import num_steady, shortened, steady_run
 from stepmark.predict.program import Call, Clock, Compiler, Program
+from stepmark.predict.spans import spans
 from stepmark.predict.step_events import MOST_STEPS, Lane, Simulator, Step
 
 _REPEATS = 4  # of a steady state that are simulated first
@@ -158,17 +157,6 @@ def _main_end(lane: Lane, number: int, bound: int) -> float:
     return step.ends[queue[place - 1]] if place else lane.ends[number - 1]
 
 
-class _Ran(NamedTuple):
-    """An operation from start to end; the end is infinite for one that has not ended."""
-
-    step: Step
-    item: int
-    op: Operation
-    kind: str
-    start: float
-    end: float
-
-
 @dataclass(frozen=True, slots=True)
 class _Steady:
     """A steady step. less: repetitions of its steady state that are left out."""
@@ -249,69 +237,8 @@ class _Steady:
     def spans(self) -> Iterator[Span]:
         """Yield what runs in the step; repetitions that are left out are one span."""
         for lane in self.lanes:
-            for ran in (*_computations(lane), *_calls(lane)):
-                if ran.start < lane.ends[self.number] and ran.end > self.start(lane):
-                    span = self._span(lane, ran)
-                    if span.end_ns > span.start_ns:
-                        yield span
-            if self.less:
-                first_s = _main_end(lane, self.number, -1) - self.start(lane)
-                yield Span(
-                    stage=lane.stage,
-                    stream=COMPUTE,
-                    kind=LEFT_OUT,
-                    name=f"{self.less} more repetitions of the steady state",
-                    start_ns=round(first_s * _NS),
-                    end_ns=round((first_s + self.less * self.period_s) * _NS),
-                )
-
-    def _span(self, lane: Lane, ran: _Ran) -> Span:
-        start, end, op = self.start(lane), lane.ends[self.number], ran.op
-        layer, microbatch = lane.program.offsets[ran.item]
-        later_s = 0.0
-        if self.less and ran.step is lane.steps[self.number]:
-            later_s = self.less * self.period_s * (ran.item >= lane.program.bounds[-1])
-        end_s = self.step_s if ran.end >= end else ran.end - start + later_s
-        return Span(
-            stage=lane.stage,
-            stream=op.stream,
-            kind=ran.kind,
-            name=op.collective if isinstance(op, CommOp) else op.module,
-            module=op.module,
-            phase=f"{op.phase}{', recomputed' if op.recompute else ''}",
-            layer=None if op.layer is None else op.layer + layer,
-            microbatch=None if op.microbatch is None else op.microbatch + microbatch,
-            start_ns=round((max(ran.start - start, 0.0) + later_s) * _NS),
-            end_ns=round(end_s * _NS),
-        )
-
-
-def _computations(lane: Lane) -> Iterator[_Ran]:
-    """Yield the kernels of each operation by kind of work."""
-    latest: dict[str, _Ran] = {}
-    for busy in lane.busy:
-        now = busy.start
-        for piece, time_s in busy.pieces:
-            start, now = now, now + time_s
-            op = busy.segment.ops[busy.segment.owners[piece]]
-            if (work := busy.segment.kinds[piece][0]) is None:
-                continue  # a launch gap
-            before = latest.pop(op.stream, None)
-            if before and before[1:4] == (busy.item, op, work) and not start > before.end:
-                start = before.start  # communication began or ended inside
-            elif before:
-                yield before
-            latest[op.stream] = _Ran(busy.step, busy.item, op, work, start, now)
-    yield from latest.values()
-
-
-def _calls(lane: Lane) -> Iterator[_Ran]:
-    for step in lane.steps:
-        times = zip(lane.program.works, step.starts, step.ends, strict=True)
-        for item, (work, start, end) in enumerate(times):
-            if isinstance(work, Call) and not math.isnan(start):
-                stop = math.inf if math.isnan(end) else end
-                yield _Ran(step, item, work.ops[0], COMMUNICATION, start, stop)
+            hole_s = _main_end(lane, self.number, -1) - self.start(lane) if self.less else 0.0
+            yield from spans(lane, self.number, self.less, hole_s, self.less * self.period_s)
 
 
 def _host_period(lane: Lane) -> float:
