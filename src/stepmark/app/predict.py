@@ -14,7 +14,7 @@ from stepmark.core.device import DeviceSpec, find_device, find_device_by_alias, 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
-from stepmark.core.ledger import Work
+from stepmark.core.ledger import Idle, Work
 from stepmark.core.predict_options import PredictOptions
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.record import Measured, RunInfo
@@ -294,6 +294,7 @@ def _costs(
         compute=compute,
         comm=comm_s,
         gap_s=found.gap_s if found else _GAP_S,
+        gap=Idle.HOST if found and found.is_host else Idle.LAUNCH_GAP,
         host_comm_s=0.0,
     )
     return costs, comm, unknown

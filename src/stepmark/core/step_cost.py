@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stepmark.core.ledger import Work
+from stepmark.core.ledger import Idle, Work
 from stepmark.core.workload import CommOp, ComputeOp, Group
 
 
@@ -40,13 +40,15 @@ class Costs:
 
     compute: cost of an operation. comm: seconds of a collective when all ranks have begun it;
     host_comm_s: in which the host issues one. gap_s: from the end of a kernel to the start of
-    the next one that is launched already. compute_slowdown, comm_slowdown: factors on the time
-    of compute while a collective runs, and of a collective while compute runs.
+    the next one that is launched already; gap: what this time is called. compute_slowdown,
+    comm_slowdown: factors on the time of compute while a collective runs, and of a collective
+    while compute runs.
     """
 
     compute: Callable[[ComputeOp], OpCost]
     comm: Callable[[CommOp, Group], float]
     gap_s: float = 0.0
+    gap: Idle = Idle.LAUNCH_GAP
     host_comm_s: float = 0.0
     compute_slowdown: Mapping[Work, float] = field(default_factory=dict)  # missing: 1
     comm_slowdown: float = 1.0

@@ -12,7 +12,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from stepmark.core.ledger import Work
+from stepmark.core.ledger import Idle, Work
 from stepmark.core.message import SEND
 from stepmark.core.step_cost import Costs, OpCost
 from stepmark.core.workload import (
@@ -28,7 +28,7 @@ from stepmark.core.workload import (
 from stepmark.core.workload_stages import stages_of, transfer_of
 
 Clock = Mapping[Work, float]
-Kind = tuple[Work | None, bool]  # of computation, None: launch gap; whether it is recomputed
+Kind = tuple[Work | Idle, bool]  # of computation, or of a gap; whether it is recomputed
 _WAIT = OpCost(time_s={}, num_kernels=0.0)
 
 
@@ -53,11 +53,13 @@ class Segment:
         times, slowdowns, starts = list[float](), list[float](), list[int]()
         for owner, (op, cost) in enumerate(zip(ops, costs, strict=True)):
             starts.append(len(times))
-            gap = (None, cost.num_kernels * machine.gap_s)
-            for work, time_s in (gap, *cost.time_s.items()):
+            gap = machine.gap, cost.num_kernels * machine.gap_s
+            parts: tuple[tuple[Work | Idle, float], ...] = (gap, *cost.time_s.items())
+            for kind, time_s in parts:
                 if time_s:
-                    self.kinds.append((work, op.recompute))
+                    self.kinds.append((kind, op.recompute))
                     self.owners.append(owner)
+                    work = kind if isinstance(kind, Work) else None
                     times.append(time_s * (clock.get(work, 1.0) if work else 1.0))
                     slowdowns.append(machine.compute_slowdown.get(work, 1.0) if work else 1.0)
         slow_times = [time * factor for time, factor in zip(times, slowdowns, strict=True)]

@@ -278,8 +278,8 @@ def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledge
         for (work, is_recomputed), time_s in busy.times.items():
             now += time_s
             last, place = place, unit(now)
-            if work is None:
-                idles.append((last, place, Idle.LAUNCH_GAP))
+            if isinstance(work, Idle):
+                idles.append((last, place, work))
             else:
                 group = Group.COPIES if work is Work.COPY else Group.COMPUTE
                 events.append(Event(group, work, last, place))
