@@ -260,3 +260,14 @@ def test_repetitions_that_are_left_out_are_one_span(name: str, last: int) -> Non
     assert max(span.microbatch or 0 for span in spans) == last
     for span in left_out:
         assert 0.5 < (span.end_ns - span.start_ns) / 1e9 / timeline.step_s < 1
+
+
+def test_gaps_on_a_cpu_are_the_hosts() -> None:
+    workload, prices = of_case(REAL["single"]), costs(host=0)
+    gaps = Group.IDLE, Idle.LAUNCH_GAP
+    lines = simulate(workload, prices).ledgers[0].lines
+    renamed = simulate(workload, replace(prices, gap=Idle.HOST)).ledgers[0].lines
+    assert lines[gaps] > 0
+    assert renamed == {
+        (g, Idle.HOST if (g, n) == gaps else n): t for (g, n), t in lines.items()
+    }

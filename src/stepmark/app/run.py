@@ -72,7 +72,7 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     notes: list[str] = []
     case = step_case(requested, machine, notes)
     steps = plan_of_steps([case], machine, requested)
-    budget_s = requested.budget or (60.0 if machine.device == "cpu" else 240.0)
+    budget_s = requested.budget or (30.0 if machine.device == "cpu" else 240.0)
     layer = LayerOptions(
         model=case.model_file or case.model.name.partition("@")[0], seq_len=case.model.seq_len
     )

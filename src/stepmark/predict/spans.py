@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from stepmark.core.kernel_groups import COMMUNICATION
+from stepmark.core.ledger import Idle
 from stepmark.core.prediction import LEFT_OUT, Span
 from stepmark.core.workload import COMPUTE, CommOp, Operation
 from stepmark.predict.program import Call
@@ -74,8 +75,8 @@ def _computations(lane: Lane) -> Iterator[_Ran]:
         for piece, time_s in busy.pieces:
             start, now = now, now + time_s
             op = busy.segment.ops[busy.segment.owners[piece]]
-            if (work := busy.segment.kinds[piece][0]) is None:
-                continue  # a launch gap
+            if isinstance(work := busy.segment.kinds[piece][0], Idle):
+                continue
             before = latest.pop(op.stream, None)
             if before and before[1:4] == (busy.item, op, work) and not start > before.end:
                 start = before.start  # communication began or ended inside
