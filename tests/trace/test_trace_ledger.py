@@ -8,11 +8,13 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 
-from stepmark.core.ledger import Event, Group, Idle, Ledger, Work
+from stepmark.core.ledger import Event, Group, Idle, Ledger, Work, work_of
 from stepmark.core.ledger import ledger as swept
 from stepmark.core.trace_breakdown import StepTimes
+from stepmark.core.trace_ops import COMPUTE
 from stepmark.trace.kineto import idle
 from stepmark.trace.kineto.breakdown import breakdown
+from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.trace.kineto.ledger import ledgers
 from stepmark.trace.kineto.reader import read_trace
 
@@ -114,6 +116,21 @@ def test_lines_are_those_of_the_sweep(job: Job, tmp_path_factory: Any) -> None:
         expected = by_sweep(job, works, step)
         assert each.lines == expected.lines
         assert_totals_are_those_of(step, each)
+
+
+@pytest.mark.parametrize("name", ["a100-nccl/rank0", "fsdp8/rank7", "mi300-rccl/rank0"])
+def test_overlapped_time_of_operations_adds_up_to_the_lines(name: str) -> None:
+    trace = read_trace(TRACES / f"{name}.json.gz")
+    lines: Counter[str] = Counter()
+    for _, own in ledgers(trace, lambda _: True):
+        lines.update({n: ns for (g, n), ns in own.lines.items() if g is Group.OVERLAPPED})
+    sums: Counter[str] = Counter()
+    for op in measured_ops(trace).ops:
+        assert 0 <= op.overlapped_ns <= op.time_ns
+        if op.key.kind == COMPUTE:
+            sums[work_of(op.key.name, op.key.role, op.key.phase)] += op.overlapped_ns
+    assert +sums == lines
+    assert lines
 
 
 class Step(TraceWriter):

@@ -104,6 +104,7 @@ def _how(options: CalibrateOptions, case: TrainCase) -> How:
             steady_s=STEADY_S,
             budget_s=model_s,
             timeout_s=timeout_s,
+            profile_ranks=(0,) if case.device == "cpu" else tuple(range(case.num_ranks)),
             compile_fallback=options.compile_fallback,
         ),
     )

@@ -2,7 +2,7 @@
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,15 +20,16 @@ from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.step_cost import Costs, OpCost, PowerModel
-from stepmark.core.trace_columns import RankTrace
+from stepmark.core.trace_columns import RankInfo, RankTrace
 from stepmark.core.trace_ops import COMPUTE, OpTable
 from stepmark.core.trace_options import KernelsOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.predict import power, step
+from stepmark.predict import contention, power, step
 from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
 from stepmark.store.runs import TRACES
-from stepmark.trace.kineto.breakdown import breakdown
+from stepmark.trace.kineto.arrivals import RankParts, matched, rank_parts
+from stepmark.trace.kineto.intervals import clip
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -53,8 +54,9 @@ _MODEL_SCALED = ("num_layers", "seq_len", "name", "source", "aliases", "publishe
 class Parts:
     """What one sitting on one machine measured for a case.
 
-    compute: sources of costs of operations, the best first. memory: cases of few layers with
-    their allocated and reserved bytes.
+    compute: sources of costs of operations, the best first. compute_slowdown, comm_slowdown: as
+    in Costs, where they are known. memory: cases of few layers with their allocated and
+    reserved bytes.
     """
 
     run: str
@@ -63,6 +65,8 @@ class Parts:
     compute: tuple[CostOf, ...]
     host_s: Callable[[ComputeOp | CommOp], float]
     gap_s: float
+    compute_slowdown: Mapping[Work, float]
+    comm_slowdown: float | None
     is_host: bool
     curves: tuple[Curve, ...]
     power: PowerModel | None
@@ -81,6 +85,7 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
     notes: list[str] = []
     steps = [record for record in records if isinstance(record.case, TrainCase)]
     compute: list[CostOf] = []
+    curves = tuple(run_curves(path))
     gap_s, is_host, shallow = 0.0, False, None
     host_s: Callable[[ComputeOp | CommOp], float] = _no_host
     memory: list[tuple[TrainCase, int, int]] = []
@@ -91,7 +96,7 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
                 f"a run with a profile of {case.model.name} {case.strategy}: stepmark calibrate"
             )
             raise ConfigError("calibration", path.name, allowed)
-        shallow = _shallow(path, profiled)
+        shallow = _shallow(path, profiled, curves)
         compute.append(shallow.costs)
         gap_s, is_host = shallow.gap_s, shallow.is_host
         if not is_host:
@@ -107,8 +112,10 @@ def read_parts(path: Path, case: TrainCase | None) -> Parts:
         compute=tuple(compute),
         host_s=host_s,
         gap_s=gap_s,
+        compute_slowdown=shallow.compute_slowdown if shallow else {},
+        comm_slowdown=shallow.comm_slowdown if shallow else None,
         is_host=is_host,
-        curves=tuple(run_curves(path)),
+        curves=curves,
         power=_power(records, shallow),
         memory=tuple(memory),
         memory_bytes=first.memory_bytes,
@@ -166,52 +173,99 @@ def _profiled(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
 @dataclass(frozen=True, slots=True)
 class _Profile:
     table: OpTable
-    gap_ns: int
-    num_events: int
+    parts: RankParts
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Shallow:
-    """A profiled step of few layers. limited_s, full_s: times of the kernels of its blocks back
-    to back and with pauses, by kind of work; step_s: unprofiled, back to back."""
+    """A profiled step of few layers, with the times of its kernels without contention.
+
+    limited_s, full_s: of those of its blocks, back to back and with pauses, by kind of work;
+    step_s: unprofiled, back to back."""
 
     workload: Workload
     costs: ProfiledCosts
     gap_s: float
+    compute_slowdown: Mapping[Work, float]
+    comm_slowdown: float | None
     is_host: bool
     step_s: float
     full_s: dict[Work, float]
     limited_s: dict[Work, float]
 
 
-def _shallow(path: Path, record: Measured) -> _Shallow:
+def _shallow(path: Path, record: Measured, curves: Iterable[Curve]) -> _Shallow:
     """Read a profiled step. Of a GPU the steps in the first half of the trace are back to back,
     those in the second half have pauses, and are at full clock.
     """
     assert record.training is not None
     workload = of_case(record.train)
     files = tuple(str(path / TRACES / Path(name).name) for name in record.training.traces)
-    inputs = KernelsOptions(files=files[:1])
-    traces = map_traces(inputs, partial(_reduce, workload), shares=False)
+    traces = map_traces(KernelsOptions(files=files), partial(_reduce, workload), shares=False)
     assert traces is not None
-    profile = traces.results[0].value
-    table = profile.table
+    ranks = [(result.info, result.value) for result in traces.results]
+    table, parts = ranks[0][1].table, ranks[0][1].parts
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
-    step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
     if table.is_host:
-        table, gap_s = _unprofiled(table, record)
-        return _Shallow(workload, ProfiledCosts(workload, table), gap_s, True, step_s, {}, {})
+        scaled, gap_s = _unprofiled(table, record)
+        tables = [scaled]
+    else:
+        tables = [profile.table for _, profile in ranks]
+        gap_ns = sum(step.idle.kernel_gap_ns for step in parts.times.steps if step.idle)
+        num_events = sum(step.num_events for step in parts.times.steps)
+        gap_s = gap_ns * 1e-9 / max(1, num_events)
     half = len(table.steps) // 2 if "-paused" in files[0] else 0
-    full, limited = (
-        _with_steps(table, table.steps[half:]),
-        _with_steps(table, table.steps[:half]),
-    )
-    gap_s = profile.gap_ns * 1e-9 / max(1, profile.num_events)
-    costs = ProfiledCosts(workload, full)
+    full, slowdown = _alone(tables, slice(half, None))
+    limited, _ = _alone(tables, slice(half))
+    by_rank = {info.rank or 0: (info, profile.parts) for info, profile in ranks}
     return _Shallow(
-        workload, costs, gap_s, False, step_s, _in_blocks(full), _in_blocks(limited)
+        workload=workload,
+        costs=ProfiledCosts(workload, full),
+        gap_s=gap_s,
+        compute_slowdown=slowdown,
+        comm_slowdown=comm_slowdown(by_rank, curves),
+        is_host=table.is_host,
+        step_s=mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle,
+        full_s=_in_blocks(full),
+        limited_s=_in_blocks(limited),
     )
+
+
+def _alone(tables: Iterable[OpTable], place: slice) -> tuple[OpTable, Mapping[Work, float]]:
+    """Return the first rank's table of some of the steps without contention, and this."""
+    parts = [_with_steps(table, table.steps[place]) for table in tables]
+    found = contention.contention(parts)
+    return found.alone(parts[0]), found.slowdown
+
+
+def comm_slowdown(
+    by_rank: Mapping[int, tuple[RankInfo, RankParts]], curves: Iterable[Curve]
+) -> float | None:
+    """Return what transfers take longer while computation runs; None: it is not known.
+
+    Messages of one collective are equal work in multiples of its curve, which are 1 alone;
+    without a curve, those of one size.
+    """
+    by_name: dict[tuple[str, int | None], Curve] = {
+        (each.collective, each.num_ranks): each for each in curves
+    }
+    samples, scaled = list[contention.Sample](), list[contention.Sample]()
+    alone = set[contention.Sample]()
+    for rank, own in matched(by_rank, lambda _number: True).ranks.items():
+        exposed = by_rank[rank][1].exposed
+        for kind, start, end in own.transfers:
+            name, size = (kind.collective, kind.num_ranks), kind.message_bytes or 0
+            times = end - start, end - start - clip(exposed, start, end).total
+            if curve := by_name.get(name):
+                alone_ns = 1e9 * curve.time_s(size)[0]
+                samples.append(contention.Sample(name, *times))
+                scaled.append(contention.Sample(name, *(time / alone_ns for time in times)))
+                alone.add(contention.Sample(name, 1.0, 0.0))
+            else:
+                samples.append(contention.Sample((*name, size), *times))
+                scaled.append(samples[-1])
+    return contention.slowdown(samples, contention.fit([*scaled, *alone]))
 
 
 def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
@@ -231,9 +285,7 @@ def _in_blocks(table: OpTable) -> dict[Work, float]:
 
 def _reduce(workload: Workload, trace: RankTrace) -> _Profile:
     table = measured_ops(trace, workload=workload)
-    times = breakdown(trace, lambda _number: True)
-    gaps = [step.idle.kernel_gap_ns for step in times.steps if step.idle]
-    return _Profile(table, sum(gaps), sum(step.num_events for step in times.steps))
+    return _Profile(table, rank_parts(trace, lambda _number: True))
 
 
 def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:

@@ -1,6 +1,7 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from stepmark.core.device import DeviceSpec, find_device, find_device_by_alias, 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
+from stepmark.core.ledger import Group as LedgerGroup
 from stepmark.core.ledger import Idle, Work
 from stepmark.core.predict_options import PredictOptions
 from stepmark.core.prediction import StepMemory, StepPrediction
@@ -76,6 +78,7 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
         shown = ", ".join(list(unknown)[:5]) + (", ..." if len(unknown) > 5 else "")
         notes.append(f"{len(unknown)} operations have no known cost and take no time: {shown}")
     notes += report.source_notes(prediction.sources, comm.sources, target.device_name)
+    notes += _contention_notes(target, costs, prediction)
     if power is None and target.case is not None and target.case.device == "cuda":
         notes.append("power was not calibrated: the device counts as running at full clock")
     return prediction, notes
@@ -296,8 +299,28 @@ def _costs(
         gap_s=found.gap_s if found else _GAP_S,
         gap=Idle.HOST if found and found.is_host else Idle.LAUNCH_GAP,
         host_comm_s=0.0,
+        compute_slowdown=found.compute_slowdown if found else {},
+        comm_slowdown=(found.comm_slowdown if found else None) or 1.0,
     )
     return costs, comm, unknown
+
+
+def _contention_notes(
+    target: Target, costs: Costs, prediction: StepPrediction
+) -> Iterator[str]:
+    """Yield what runs beside communication without a known contention."""
+    works = {
+        name
+        for ledger in prediction.timeline.ledgers
+        for group, name in ledger.lines
+        if group is LedgerGroup.OVERLAPPED and Work(name) not in costs.compute_slowdown
+    }
+    names = [str(work) for work in Work if work in works]
+    if works and (target.parts is None or target.parts.comm_slowdown is None):
+        names.append("communication")
+    if names:
+        text = "where computation and communication run at once, they take as long as alone"
+        yield f"contention was not measured of {', '.join(names)}: {text}"
 
 
 def _factor(work: Work, changes: dict[str, float]) -> float:

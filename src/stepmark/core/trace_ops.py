@@ -40,7 +40,8 @@ class MeasuredOp:
 
     time_ns is the sum over kernels, which may overlap one another. calls counts operations of
     torch that launched it, kernels what they launched; an operation counts where its first
-    kernel does.
+    kernel does. overlapped_ns: the part of the time in which communication ran; of
+    communication, that in which computation did; 0 without a GPU.
     """
 
     step: int
@@ -50,6 +51,7 @@ class MeasuredOp:
     kernels: int
     shortest_ns: int
     longest_ns: int
+    overlapped_ns: int = 0
 
     @property
     def by_step_ns(self) -> dict[int, int]:

@@ -15,9 +15,15 @@ from stepmark.core.workload import Workload
 from stepmark.trace.kineto.attribution import PHASES, Attribution, attribute, operation_of
 from stepmark.trace.kineto.host_ops import PHASE_MARKS, HostOps, distinct, nearest
 from stepmark.trace.kineto.host_times import COMM_NAME
+from stepmark.trace.kineto.intervals import time_before
 from stepmark.trace.kineto.links import Steps, gpu_comms, launches, step_of, steps
 from stepmark.trace.kineto.shapes import by_shape
-from stepmark.trace.kineto.windows import Windows, gpu_windows, is_communication
+from stepmark.trace.kineto.windows import (
+    Windows,
+    communication_and_compute,
+    gpu_windows,
+    is_communication,
+)
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
@@ -33,6 +39,7 @@ class _Work:
     """Kernels and copies; or operations of a host, with their own time."""
 
     own_ns: Ints
+    overlapped_ns: Ints
     name: Ints
     kind: Ints  # index in _KINDS
     step: Ints  # index in steps, or NONE
@@ -89,8 +96,13 @@ def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
     gpu = trace.gpu
     is_comm = is_communication(trace) | (gpu_comms(trace)[0] != NONE)
     kind = np.where(gpu.kind == GpuKind.KERNEL, 0, _KINDS.index(MEMORY))
+    in_comm, in_compute = (
+        time_before(times, gpu.end) - time_before(times, gpu.start)
+        for times in communication_and_compute(trace)
+    )
     return _Work(
         own_ns=gpu.end - gpu.start,
+        overlapped_ns=np.where(is_comm, in_compute, in_comm),
         name=gpu.name,
         kind=np.where(is_comm, _KINDS.index(COMM), kind),
         step=marked.of_gpu,
@@ -115,6 +127,7 @@ def _on_host(host: HostOps, marked: Steps) -> _Work:
     is_comm = host.where(COMM_NAME.match)[ops.name[rows]]
     return _Work(
         own_ns=np.maximum(own_ns[rows], 0),  # asynchronous ones may overlap
+        overlapped_ns=np.zeros(rows.size, np.int64),
         name=ops.name[rows],
         kind=is_comm.astype(np.int64) * _KINDS.index(COMM),
         step=step_of(marked, ops.start[rows]),
@@ -183,14 +196,15 @@ def _sums(
     calls[with_op[np.unique(op_row[with_op], return_index=True)[1]]] = 1
     calls *= work.counts[rows]
     own_ns = work.own_ns[rows]
-    time_ns, num_calls, longest = (np.zeros(first.size, np.int64) for _ in range(3))
+    time_ns, num_calls, longest, overlapped = (np.zeros(first.size, np.int64) for _ in range(4))
     shortest = np.full(first.size, 2**62)
     np.add.at(time_ns, group, own_ns)
     np.add.at(num_calls, group, calls)
+    np.add.at(overlapped, group, work.overlapped_ns[rows])
     np.maximum.at(longest, group, own_ns)
     np.minimum.at(shortest, group, own_ns)
     kernels = np.bincount(group, minlength=first.size)
-    sums = np.stack((time_ns, num_calls, kernels, shortest, longest), axis=1)
+    sums = np.stack((time_ns, num_calls, kernels, shortest, longest, overlapped), axis=1)
     keys = np.stack([column[first] for column in columns], axis=1)
     for indices, values in zip(keys.tolist(), sums.tolist(), strict=True):
         step, place, phase, is_recomputed, kind, op_name, name = indices

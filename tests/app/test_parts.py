@@ -1,0 +1,123 @@
+"""Contention from traces of ranks, and in the prediction."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.trace.comm_traces import MAIN, TraceWriter
+
+from stepmark.app.parts import Parts, comm_slowdown
+from stepmark.app.predict import Target, predict
+from stepmark.core.comm_curve import Curve
+from stepmark.core.device import load_devices
+from stepmark.core.ledger import Group, Work
+from stepmark.core.model import find_model
+from stepmark.core.parallel import ParallelConfig
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import DataParallel
+from stepmark.predict.contention import contention
+from stepmark.predict.costs import RooflineCosts
+from stepmark.trace.kineto.arrivals import rank_parts
+from stepmark.trace.kineto.kernels import measured_ops
+from stepmark.trace.kineto.ledger import ledgers
+from stepmark.trace.kineto.reader import read_trace
+from stepmark.workload.rules.pytorch.case import of_case
+
+
+class Step(TraceWriter):
+    """Two layers: one computes by itself, the other while a sum of 1.25 times its time runs.
+
+    Rank 1 arrives 30 us late in each collective.
+    """
+
+    def layer(self, number: int, at: float, product: float, other: float) -> None:
+        self.add("user_annotation", f"stepmark::blocks.{number}", at, 30, MAIN)
+        for place, name in ((2, "aten::mm"), (12, "aten::add")):
+            self.add("cpu_op", name, at + place, 5, MAIN)
+        self.kernel("nvjet_tst", at + 3, at + 100, product)
+        self.kernel("vectorized_elementwise_kernel", at + 13, at + 100 + product, other)
+
+    def steps(self) -> None:
+        early = 0 if self.rank else 30
+        for number, at in ((4, 0), (5, 2000)):
+            self.step(number, at, 1900)
+            self.layer(0, at + 10, 100, 100)
+            self.collective("allreduce", 8, 8, at + 50, at + 400 - early, 200 + early)
+            self.layer(1, at + 600, 140, 110)
+            self.collective("allreduce", 8, 8, at + 650, at + 700 - early, 250 + early)
+
+
+def test_contention_of_traces(tmp_path: Path) -> None:
+    traces = []
+    for rank in range(2):
+        step = Step(rank=rank, world_size=2)
+        step.steps()
+        traces.append(read_trace(step.write(tmp_path)))
+    tables = [measured_ops(trace) for trace in traces]
+    assert contention(tables).slowdown == {
+        Work.PRODUCT: pytest.approx(1.4),
+        Work.ELEMENTWISE: pytest.approx(1.1),
+    }
+    for trace, table in zip(traces, tables, strict=True):
+        own = sum(each.total(Group.OVERLAPPED) for _, each in ledgers(trace, lambda _: True))
+        computing = [op for op in table.ops if op.key.kind == "compute"]
+        assert sum(op.overlapped_ns for op in computing) == own == 2 * 250_000
+    by_rank = {
+        rank: (trace.info, rank_parts(trace, lambda _: True))
+        for rank, trace in enumerate(traces)
+    }
+    assert comm_slowdown(by_rank, ()) == pytest.approx(1.25)
+    # The curve takes part where none of the transfers is by itself.
+    curve = Curve(collective="all_reduce", num_ranks=2, points=((16, 200e-6),), source="")
+    assert comm_slowdown(by_rank, (curve,)) == pytest.approx(1.25)
+    assert comm_slowdown({0: by_rank[0]}, (curve,)) is None  # it may wait for the other
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.5])
+def test_a_prediction_has_the_measured_contention(factor: float) -> None:
+    model = replace(find_model("llama-3.1-8b"), num_layers=2)
+    case = TrainCase(
+        model=model,
+        device="cuda",
+        parallel=ParallelConfig(dp_shard=8),
+        data_parallel=DataParallel.FSDP,
+    )
+    device = load_devices()["h200-sxm"]
+    works = dict.fromkeys(Work, factor)
+    parts = Parts(
+        run="r",
+        device=device,
+        device_name="NVIDIA H200",
+        compute=(RooflineCosts(device),),
+        host_s=lambda _op: 0.0,
+        gap_s=0.0,
+        compute_slowdown=works,
+        comm_slowdown=factor,
+        is_host=False,
+        curves=(),
+        power=None,
+        memory=(),
+        memory_bytes=None,
+        notes=(),
+    )
+    target = Target(
+        name="x",
+        workload=of_case(case),
+        case=case,
+        device=device,
+        device_name="NVIDIA H200",
+        parts=parts,
+    )
+    prediction, notes = predict(target, {})
+    timeline = prediction.timeline
+    beside = timeline.ledgers[0].total(Group.OVERLAPPED) * 1e-9
+    assert beside > 0
+    assert timeline.contention_s == pytest.approx(beside * (1 - 1 / factor), abs=1e-6)
+    assert not any("contention" in note for note in notes)
+    _, notes = predict(replace(target, parts=None), {})
+    (note,) = [note for note in notes if "contention" in note]
+    assert "of product, attention, norm and elementwise, communication:" in note
+    less = {work: each for work, each in works.items() if work is not Work.PRODUCT}
+    _, notes = predict(replace(target, parts=replace(parts, compute_slowdown=less)), {})
+    (note,) = [note for note in notes if "contention" in note]
+    assert "not measured of product:" in note
