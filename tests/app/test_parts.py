@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from tests.trace.comm_traces import MAIN, TraceWriter
 
-from stepmark.app.parts import Parts, comm_slowdown
+from stepmark.app.comm_contention import comm_slowdown
+from stepmark.app.parts import Parts
 from stepmark.app.predict import Target, predict
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import load_devices

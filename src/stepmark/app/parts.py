@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
+from stepmark.app.comm_contention import comm_slowdown
 from stepmark.app.measured_curves import run_curves
 from stepmark.app.trace_files import map_traces
 from stepmark.app.view import median_s, read_aloud
@@ -20,7 +21,7 @@ from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.step_cost import Costs, OpCost, PowerModel
-from stepmark.core.trace_columns import RankInfo, RankTrace
+from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_ops import COMPUTE, OpTable
 from stepmark.core.trace_options import KernelsOptions
 from stepmark.core.train_case import TrainCase
@@ -28,8 +29,7 @@ from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.predict import contention, power, step
 from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
 from stepmark.store.runs import TRACES
-from stepmark.trace.kineto.arrivals import RankParts, matched, rank_parts
-from stepmark.trace.kineto.intervals import clip
+from stepmark.trace.kineto.arrivals import RankParts, rank_parts
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -237,35 +237,6 @@ def _alone(tables: Iterable[OpTable], place: slice) -> tuple[OpTable, Mapping[Wo
     parts = [_with_steps(table, table.steps[place]) for table in tables]
     found = contention.contention(parts)
     return found.alone(parts[0]), found.slowdown
-
-
-def comm_slowdown(
-    by_rank: Mapping[int, tuple[RankInfo, RankParts]], curves: Iterable[Curve]
-) -> float | None:
-    """Return what transfers take longer while computation runs; None: it is not known.
-
-    Messages of one collective are equal work in multiples of its curve, which are 1 alone;
-    without a curve, those of one size.
-    """
-    by_name: dict[tuple[str, int | None], Curve] = {
-        (each.collective, each.num_ranks): each for each in curves
-    }
-    samples, scaled = list[contention.Sample](), list[contention.Sample]()
-    alone = set[contention.Sample]()
-    for rank, own in matched(by_rank, lambda _number: True).ranks.items():
-        exposed = by_rank[rank][1].exposed
-        for kind, start, end in own.transfers:
-            name, size = (kind.collective, kind.num_ranks), kind.message_bytes or 0
-            times = end - start, end - start - clip(exposed, start, end).total
-            if curve := by_name.get(name):
-                alone_ns = 1e9 * curve.time_s(size)[0]
-                samples.append(contention.Sample(name, *times))
-                scaled.append(contention.Sample(name, *(time / alone_ns for time in times)))
-                alone.add(contention.Sample(name, 1.0, 0.0))
-            else:
-                samples.append(contention.Sample((*name, size), *times))
-                scaled.append(samples[-1])
-    return contention.slowdown(samples, contention.fit([*scaled, *alone]))
 
 
 def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
