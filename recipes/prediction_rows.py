@@ -111,6 +111,10 @@ class _Numbers:
     only: WholeNumbers = flag("numbers of rows", default=())
 
 
+_MORE_ERRORS = (
+    *("clock_error_pct", "energy_error_pct", "lines_error_pct", "largest_line_error_pct"),
+    *("allocated_error_pct", "reserved_error_pct", "constant_rate_error_pct"),
+)
 _SMALL_SHARE = 0.05  # lines above this share of the step count in the table
 
 
@@ -161,11 +165,22 @@ def _table(arguments: argparse.Namespace) -> int:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-    errors = [abs(row["error_pct"]) for row in rows]
-    sys.stdout.write(
-        f"{len(rows)} rows: mean {statistics.mean(errors):.2f} %, max {max(errors):.2f} %\n"
-    )
+    strata = sorted({(row["bound"], row["strategy"], row["compiled"]) for row in rows})
+    for stratum in strata:
+        own = [r for r in rows if (r["bound"], r["strategy"], r["compiled"]) == stratum]
+        sys.stdout.write(f"{' '.join(stratum)}: {_errors(own, 'error_pct')}\n")
+    sys.stdout.write(f"all: {_errors(rows, 'error_pct')}\n")
+    for name in _MORE_ERRORS:
+        sys.stdout.write(f"{name}: {_errors(rows, name)}\n")
     return 0
+
+
+def _errors(rows: list[dict[str, Any]], name: str) -> str:
+    errors = [abs(row[name]) for row in rows if row[name] is not None]
+    if not errors:
+        return "unknown"
+    mean, most = statistics.mean(errors), max(errors)
+    return f"{len(errors)} rows, mean {mean:.2f} %, max {most:.2f} %"
 
 
 def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
@@ -225,6 +240,9 @@ def _row(
         "predicted_reserved": own.reserved_bytes,
         "measured_reserved": max((b for b in facts.reserved_bytes if b), default=None),
     }
+    for name in ("allocated", "reserved"):
+        first, second = row[f"predicted_{name}"], row[f"measured_{name}"]
+        row[f"{name}_error_pct"] = 100 * (first / second - 1) if first and second else None
     if step is None or step.predicted is None:
         return row
     seen = step.power[1]
