@@ -20,7 +20,7 @@ from stepmark.app import comm_plan, comm_workload, delivery, op_plan, train_plan
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
 from stepmark.app.models import factor, file_notes, read_models
-from stepmark.app.trace_files import map_traces
+from stepmark.app.trace_files import map_traces, recorded_traces
 from stepmark.app.view import View, console, median_s, view
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.comm_case import CommCase
@@ -42,7 +42,6 @@ from stepmark.core.train_options import CalibrateOptions, TrainOptions, options_
 from stepmark.core.training import CompileScope, Recompute
 from stepmark.core.units import GIB, format_time
 from stepmark.report import summary
-from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -226,7 +225,7 @@ def _lines(run: View, path: Path) -> Iterator[str]:
     for record in records:
         roles = {label.role for label in record.case.labels}
         if record.training and KERNELS in roles:
-            yield f"{'kernels':<{summary.LEAD}}{_kernel_text(record, path / TRACES)}"
+            yield f"{'kernels':<{summary.LEAD}}{_kernel_text(record, path)}"
         if record.training and HOST in roles:
             yield f"{'host':<{summary.LEAD}}{_host_text(record)}"
     yield from summary.comm_lines(run.comm_rows)
@@ -239,26 +238,26 @@ def _lines(run: View, path: Path) -> Iterator[str]:
         yield f"{'power':<{summary.LEAD}}{FAMILY_OF[type(op)]} {op.shape_text}: {text}"
 
 
-def _kernel_text(record: Measured, folder: Path) -> str:
+def _kernel_text(record: Measured, run: Path) -> str:
     assert record.training is not None
     layers = record.train.model.num_layers
     step = format_time(median_s(record) * record.training.cycle)
     text = f"{layers} layers, steady step {step}"
     try:
-        times = kernel_times(record, folder)
+        times = kernel_times(record, run)
     except ConfigError as error:
         return f"{text}; the profile cannot be read: {error}"
     named = (f"{work} {format_time(seconds)}" for work, seconds in times.items())
     return f"{text}; profiled: {', '.join(named) or 'no kernel'}"
 
 
-def kernel_times(record: Measured, folder: Path) -> dict[Work, float]:
+def kernel_times(record: Measured, run: Path) -> dict[Work, float]:
     """Return seconds per step by kind of work in the traces of a training case.
 
-    The mean over steps, of the rank with most. folder: of the traces. Raises ConfigError.
+    The mean over steps, of the rank with most. run: its folder. Raises ConfigError.
     """
     assert record.training is not None
-    files = tuple(str(folder / name) for name in record.training.traces)
+    files = recorded_traces(run, record.training)
     traces = map_traces(KernelsOptions(files=files), _by_work, shares=False) if files else None
     ranks = [result.value for result in traces.results] if traces else []
     times = max(ranks, key=lambda times: sum(times.values()), default={})

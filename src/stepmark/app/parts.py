@@ -1,6 +1,5 @@
 """The measured parts of a calibration run, as costs of a training case."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,8 +8,9 @@ from pathlib import Path
 from statistics import mean, median
 
 from stepmark.app.comm_contention import comm_slowdown
+from stepmark.app.likeness import is_like, missing_profile, nearest_profile
 from stepmark.app.measured_curves import run_curves
-from stepmark.app.trace_files import map_traces
+from stepmark.app.trace_files import map_traces, recorded_traces
 from stepmark.app.view import median_s, read_aloud
 from stepmark.core.case import OpCase, Rate
 from stepmark.core.comm_curve import Curve
@@ -18,36 +18,23 @@ from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import Work, work_of
 from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
-from stepmark.core.record import Measured
+from stepmark.core.record import METHOD_VERSIONS, Measured
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.step_cost import Costs, OpCost, PowerModel
 from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_ops import COMPUTE, OpTable
 from stepmark.core.trace_options import KernelsOptions
 from stepmark.core.train_case import TrainCase
+from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.predict import contention, power, step
 from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
-from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.arrivals import RankParts, rank_parts
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
+_MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
-# Fields in which a calibration may differ from the case: costs are scaled. Those of the model
-# are in _MODEL_SCALED.
-_SCALED: tuple[str, ...] = (
-    "mbs",
-    "grad_accum",
-    "model",
-    "parallel",
-    "scale",
-    "labels",
-    "model_file",
-    "seed",
-)
-_SCALED += ("num_layers", "workers", "data", "lr")
-_MODEL_SCALED = ("num_layers", "seq_len", "name", "source", "aliases", "published_params")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +51,7 @@ class Parts:
     device_name: str
     compute: tuple[CostOf, ...]
     host_s: Callable[[ComputeOp | CommOp], float]
-    gap_s: float
+    gap_s: float | None  # None: no step was profiled
     compute_slowdown: Mapping[Work, float]
     comm_slowdown: float | None
     is_host: bool
@@ -75,28 +62,34 @@ class Parts:
     notes: tuple[str, ...]
 
 
-def read_parts(path: Path, case: TrainCase | None) -> Parts:
+def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Parts:
     """Return the parts of a run. case: what is predicted; None: a workload of a file.
 
-    Raises ConfigError for a run that has nothing for the case.
+    Raises ConfigError for a run that has nothing for the case, or that was measured by another
+    version of a timing method unless `force`.
     """
     run = read_aloud(path)
     records = [record for record in run.latest if isinstance(record, Measured)]
+    if not run.info.environment.devices:
+        raise ConfigError("calibration", path.name, "a run whose run.json names its device")
+    for record in records:
+        version = record.samples.method.rpartition("/")[2]
+        if version not in map(str, METHOD_VERSIONS[record.case.kind]) and not force:
+            allowed = f"measured as this release does, not by {record.samples.method}"
+            raise ConfigError("calibration", path.name, f"{allowed}; or --force")
     notes: list[str] = []
     steps = [record for record in records if isinstance(record.case, TrainCase)]
     compute: list[CostOf] = []
     curves = tuple(run_curves(path))
-    gap_s, is_host, shallow = 0.0, False, None
+    is_host, shallow = False, None
+    gap_s: float | None = None
     host_s: Callable[[ComputeOp | CommOp], float] = _no_host
     memory: list[tuple[TrainCase, int, int]] = []
     if case is not None:
-        profiled = _profiled(steps, case)
+        profiled = nearest_profile(steps, case)
         if profiled is None:
-            allowed = (
-                f"a run with a profile of {case.model.name} {case.strategy}: stepmark calibrate"
-            )
-            raise ConfigError("calibration", path.name, allowed)
-        shallow = _shallow(path, profiled, curves)
+            raise ConfigError("calibration", path.name, missing_profile(steps, case))
+        shallow = _shallow(path, profiled, curves, notes)
         compute.append(shallow.costs)
         gap_s, is_host = shallow.gap_s, shallow.is_host
         if not is_host:
@@ -135,41 +128,6 @@ def _operators(records: Iterable[Measured]) -> Iterator[Measured]:
             yield record
 
 
-def is_like(measured: TrainCase, case: TrainCase) -> bool:
-    """Return whether costs of the measured case are those of this case, or scale to them."""
-    for field in dataclasses.fields(case):
-        own, other = getattr(case, field.name), getattr(measured, field.name)
-        if field.name not in _SCALED and own != other:
-            return False
-    axes = ("tp", "cp", "ep")
-    if any(getattr(measured.parallel, a) != getattr(case.parallel, a) for a in axes):
-        return False
-    for field in dataclasses.fields(case.model):
-        own, other = getattr(case.model, field.name), getattr(measured.model, field.name)
-        if field.name not in _MODEL_SCALED and own != other:
-            return False
-    return True
-
-
-def _distance(measured: TrainCase, case: TrainCase) -> tuple[bool, bool, bool, int]:
-    """Return how far the measured case is from the case; the smallest is the best."""
-    return (
-        measured.model.seq_len != case.model.seq_len,
-        measured.mbs != case.mbs,
-        measured.parallel != case.parallel,
-        measured.model.num_layers,
-    )
-
-
-def _profiled(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
-    candidates = [
-        record
-        for record in steps
-        if record.training and record.training.traces and is_like(record.train, case)
-    ]
-    return min(candidates, key=lambda record: _distance(record.train, case), default=None)
-
-
 @dataclass(frozen=True, slots=True)
 class _Profile:
     table: OpTable
@@ -194,19 +152,31 @@ class _Shallow:
     limited_s: dict[Work, float]
 
 
-def _shallow(path: Path, record: Measured, curves: Iterable[Curve]) -> _Shallow:
+def _shallow(
+    path: Path, record: Measured, curves: Iterable[Curve], notes: list[str]
+) -> _Shallow:
     """Read a profiled step. Of a GPU the steps in the first half of the trace are back to back,
     those in the second half have pauses, and are at full clock.
     """
     assert record.training is not None
     workload = of_case(record.train)
-    files = tuple(str(path / TRACES / Path(name).name) for name in record.training.traces)
+    files = recorded_traces(path, record.training)
     traces = map_traces(KernelsOptions(files=files), partial(_reduce, workload), shares=False)
     assert traces is not None
+    for info in (result.info for result in traces.results):
+        if damage := [each for each in info.damage if each.kind != "rounded"]:
+            raise ConfigError("trace", info.file, f"a whole trace: {damage[0].text}")
     ranks = [(result.info, result.value) for result in traces.results]
     table, parts = ranks[0][1].table, ranks[0][1].parts
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
+    notes += table.notes
+    step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
+    compute_ns = sum(op.time_ns for op in table.ops if op.key.kind == COMPUTE)
+    kernels_s = compute_ns * 1e-9 / len(table.steps)
+    if not table.is_host and kernels_s > _MOST_BUSY * step_s:
+        text = f"{format_time(kernels_s)} of kernels in a step of {format_time(step_s)}"
+        raise ConfigError("trace", files[0], f"one of this step, not with {text}")
     if table.is_host:
         scaled, gap_s = _unprofiled(table, record)
         tables = [scaled]
@@ -226,7 +196,7 @@ def _shallow(path: Path, record: Measured, curves: Iterable[Curve]) -> _Shallow:
         compute_slowdown=slowdown,
         comm_slowdown=comm_slowdown(by_rank, curves),
         is_host=table.is_host,
-        step_s=mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle,
+        step_s=step_s,
         full_s=_in_blocks(full),
         limited_s=_in_blocks(limited),
     )

@@ -7,7 +7,7 @@ measure it, rank 0 writes the prediction into the run.
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 from stepmark.app import calibrate, comm, delivery, op_plan, train_plan
@@ -24,7 +24,7 @@ from stepmark.core.options import load, plain
 from stepmark.core.plan import CommHow, Entry, How, Plan, Profile, TrainHow, entries
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
-from stepmark.core.train_options import CaseOptions, TrainOptions
+from stepmark.core.train_options import TrainOptions, given_options
 from stepmark.core.units import GIB, KIB, MIB
 from stepmark.launch import outer_launcher
 from stepmark.report import summary
@@ -147,11 +147,7 @@ def plan_of_steps(
 def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainCase:
     """Return the step that is predicted and measured, sized for the machine where it is not
     given. Raises ConfigError."""
-    given = {
-        field.name: value
-        for field in fields(CaseOptions)
-        if (value := getattr(options, field.name)) not in (None, False, ())
-    }
+    given = {n: value for n, value in given_options(options).items() if value is not None}
     is_cpu = machine.device == "cpu"
     compiles = not is_cpu if options.compile is None else options.compile
     base = TrainOptions(**{**given, "compile": compiles, "device": options.device})

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 from stepmark.app.trace import waiting_times
-from stepmark.app.trace_files import map_traces
+from stepmark.app.trace_files import map_traces, recorded_traces
 from stepmark.app.view import view
 from stepmark.core.columns import Row, number
 from stepmark.core.errors import ConfigError
@@ -26,14 +26,17 @@ from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.trace_breakdown import StepTimes
 from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_options import LedgerOptions, TraceInputs
+from stepmark.core.units import format_time
 from stepmark.report import ledger as report
 from stepmark.report.ledger import RankLedger
 from stepmark.report.training_rates import means_of
 from stepmark.report.training_words import title
 from stepmark.store.export import write_csv, write_json
-from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.arrivals import RankParts, rank_parts
 from stepmark.trace.kineto.ledger import ledgers
+
+# A profiled step takes so many times as long as the others; more on a host that is slow.
+_FASTEST, _SLOWEST = 0.9, 3.0
 
 
 def ledger(options: LedgerOptions) -> int:
@@ -63,10 +66,8 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
     training = record.training
     if training is None or not training.traces:
         raise ConfigError("profile", None, "train --profile, which traces the step")
-    files = [folder / TRACES / name for name in training.traces]
-    if missing := [file for file in files if not file.is_file()]:
-        raise ConfigError("trace", missing[0], "a file that exists")
-    found = _read(LedgerOptions(files=tuple(map(str, files))), shares=False)
+    files = recorded_traces(folder, training)
+    found = _read(LedgerOptions(files=files), shares=False)
     assert found is not None  # this process reads all files
     steps, notes = found
     means = means_of(slowest_per_sample(record.samples.seconds), training.cycle)
@@ -79,6 +80,10 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
     if slowest.step is None:
         raise ConfigError("trace", files[0], "a trace with marks of its steps (ProfilerStep)")
     step_s = summarize(means).median * training.cycle
+    window_s = slowest.ledger.window_ns * 1e-9
+    if not _FASTEST * step_s < window_s < _SLOWEST * step_s:
+        times = f"{format_time(window_s)}, the measured one {format_time(step_s)}"
+        notes.append(f"the profiled step takes {times}: the trace may be of another step")
     return MeasuredLedger(
         ledger=without_profiler(slowest.ledger, round(step_s * 1e9)),
         profiled=slowest.ledger,

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepmark.app import calibrate, predict
 from stepmark.app.parts import read_parts
-from stepmark.app.predict import Target
+from stepmark.app.predict_target import Target
 from stepmark.app.step_ledger import measured_ledger
 from stepmark.app.view import View
 from stepmark.core.columns import Row

@@ -6,6 +6,8 @@ rank 0 gets the results of all.
 """
 
 import glob
+import hashlib
+import itertools
 import multiprocessing
 import os
 import re
@@ -23,6 +25,7 @@ from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.options import load
 from stepmark.core.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.core.trace_options import TraceInputs
+from stepmark.core.training import Training
 from stepmark.core.units import ranks_text
 from stepmark.launch import outer_launcher
 from stepmark.store.reader import find_run
@@ -92,6 +95,19 @@ def map_traces(
             raise part
     results = [result for part in parts for result in part]
     return _checked(results, inputs) if ranks.rank == 0 else None
+
+
+def recorded_traces(run: Path, training: Training) -> tuple[str, ...]:
+    """Return the traces of a step that a run profiled. Raises ConfigError for another file."""
+    files = [run / TRACES / Path(name).name for name in training.traces]
+    for file, digest in itertools.zip_longest(files, training.trace_sha256):
+        if not file.is_file():
+            raise ConfigError("trace", file, "a file that exists")
+        with file.open("rb") as stream:
+            if digest not in (None, hashlib.file_digest(stream, "sha256").hexdigest()):
+                allowed = f"the one that run {run.name} recorded: it was changed or replaced"
+                raise ConfigError("trace", file, allowed)
+    return tuple(map(str, files))
 
 
 def trace_files(inputs: TraceInputs) -> list[Path]:

@@ -23,9 +23,10 @@ from typing import Protocol
 import torch
 
 from stepmark.core.case import SOAK_S, ClockName, Rate
+from stepmark.core.record import METHOD_VERSIONS
 from stepmark.core.stats import summarize
 
-VERSION = 1
+VERSION, _SHORT_VERSION = METHOD_VERSIONS["op"]
 # Minimum sample duration; longer samples amortize the overhead of their two events.
 _SAMPLE_S = 1e-3
 # Shorter kernels are replayed from a graph: the gap between two launches, 1 to 2 us on an
@@ -119,7 +120,7 @@ class RotateTimer(_EventTimer):
     ) -> None:
         k = max(1, min(64, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
         is_short = launch_s > estimate_s
-        super().__init__(name, k, launch_s * k, version=2 if is_short else VERSION)
+        super().__init__(name, k, launch_s * k, version=_SHORT_VERSION if is_short else VERSION)
         self._head_start_s = launch_s * k if is_short else 0.0
         self._calls = calls
         self._next = 0

@@ -10,6 +10,9 @@ from stepmark.core.training import CompileScope, Training
 # 2: collectives (comm cases, launches). 3: training.
 SCHEMA = 3
 
+# Versions of the timing methods of this release, by kind of case. Samples.method ends with one.
+METHOD_VERSIONS = {"op": (1, 2), "comm": (1,), "train": (1,)}
+
 AnyCase = OpCase | CommCase | TrainCase
 
 

@@ -15,6 +15,8 @@ class Source(StrEnum):
     SCALED = "scaled"  # the same operation at another shape, by the roofline's ratio
     OPERATOR = "operator"  # the same operation by itself
     ROOFLINE = "roofline"  # data sheet and published efficiencies
+    FILE = "file"  # the workload file's own time
+    UNKNOWN = "unknown"  # no time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -266,6 +266,15 @@ class CaseOptions(
         return names
 
 
+def given_options(options: CaseOptions) -> dict[str, Any]:
+    """Return the options of a training step that differ from their defaults."""
+    return {
+        field.name: value
+        for field in dataclasses.fields(CaseOptions)
+        if (value := getattr(options, field.name)) is not field.default and value != ()
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(CaseOptions, Sampling, MeasureOptions):
     """stepmark train."""

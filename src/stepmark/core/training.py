@@ -99,3 +99,4 @@ class Training:
     data: str = ""  # e.g. "random tokens, shifted labels" or the text and its hash
     messages: tuple[tuple[MessageKind, Tally], ...] = ()  # of one extra, untimed sample
     traces: tuple[str, ...] = ()  # files of --profile, relative to the run
+    trace_sha256: tuple[str, ...] = ()  # of these files; () in records of older releases

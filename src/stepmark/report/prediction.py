@@ -95,6 +95,7 @@ def source_notes(
         Source.SCALED: "is scaled from other shapes",
         Source.OPERATOR: "is that of operators measured by themselves",
         Source.ROOFLINE: f"is the data sheet's of {device} over published efficiencies",
+        Source.FILE: "is the workload file's own",
     }
     for source, text in texts.items():
         if total and sources.get(source):
@@ -111,7 +112,8 @@ def source_notes(
 def lines(facts: Mapping[str, Any], prediction: StepPrediction) -> Iterator[str]:
     """Yield the prediction as text."""
     where = f"{facts['num_ranks']} x {facts['device']}"
-    yield f"{facts['name']} on {where}: predicted step {prediction.step_s * 1e3:.2f} ms"
+    least = "at least " * (Source.UNKNOWN in prediction.sources)
+    yield f"{facts['name']} on {where}: predicted step {least}{prediction.step_s * 1e3:.2f} ms"
     yield "  " + ", ".join(_rates(facts))
     if facts["memory"]:
         yield f"  {_memory_line(facts['memory'])}"

@@ -19,8 +19,9 @@ from typing import Any, Protocol
 import torch
 
 from stepmark.bench.ranks import Ranks
+from stepmark.core.record import METHOD_VERSIONS
 
-VERSION = 1
+(VERSION,) = METHOD_VERSIONS["comm"]
 Calls = Sequence[Callable[[], object]]
 
 

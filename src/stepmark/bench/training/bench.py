@@ -262,7 +262,8 @@ def _measure(
             interrupted=work.samples.interrupted,
             data=data.describe(case),
             messages=messages,
-            traces=traces,
+            traces=tuple(name for name, _ in traces),
+            trace_sha256=tuple(digest for _, digest in traces),
         ),
     )
 
@@ -274,10 +275,10 @@ def _untimed(
     how: TrainHow,
     entry: Entry,
     roots: Sequence[nn.Module],
-) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[str, ...]]:
+) -> tuple[tuple[tuple[MessageKind, Tally], ...], tuple[profiling.TraceFile, ...]]:
     """Return messages and files of traces, where requested and not interrupted."""
     messages: tuple[tuple[MessageKind, Tally], ...] = ()
-    traces: tuple[str, ...] = ()
+    traces: tuple[profiling.TraceFile, ...] = ()
     ranks, folder = context.ranks, context.folder
     if how.messages and not work.samples.interrupted:
         messages = profiling.record_messages(work, ranks, case)

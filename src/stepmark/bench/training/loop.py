@@ -23,12 +23,12 @@ from torch._dynamo.utils import counters
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.trainer import Trainer
-from stepmark.core.record import Check, Samples
+from stepmark.core.record import METHOD_VERSIONS, Check, Samples
 from stepmark.core.stats import slowest_per_sample, steady_from
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Training
 
-VERSION = 1
+(VERSION,) = METHOD_VERSIONS["train"]
 _AHEAD = 2
 # Approximate interval between agreements of the ranks.
 _AGREE_S = 0.5

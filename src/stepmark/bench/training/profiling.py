@@ -1,5 +1,6 @@
 """Untimed samples after the timed ones: messages, and a Kineto trace."""
 
+import hashlib
 import re
 import time
 from collections.abc import Iterable, Sequence
@@ -18,6 +19,8 @@ from stepmark.bench.training.loop import Loop
 from stepmark.bench.training.messages import MessageRecorder, merge
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.train_case import TrainCase
+
+TraceFile = tuple[str, str]  # name and SHA-256
 
 
 class Profile:
@@ -59,15 +62,17 @@ class Profile:
         """Mark the end of a step and the begin of another."""
         self._profiler.step()
 
-    def stop(self) -> tuple[str, ...]:
-        """Write the trace. Return names of files in the folder."""
+    def stop(self) -> tuple[TraceFile, ...]:
+        """Write the trace. Return the files in the folder."""
         self._profiler.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when complete, so that no reader gets a partial file.
         unfinished = self.path.with_name(f".{self.path.name}")
         self._profiler.export_chrome_trace(str(unfinished))
+        with unfinished.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
         unfinished.replace(self.path)
-        return (self.path.name,)
+        return ((self.path.name, digest),)
 
 
 _PROFILED = 3  # samples
@@ -107,8 +112,8 @@ def record_profile(
     is_profiled: bool,
     launch: int,
     pauses: bool = False,
-) -> tuple[str, ...]:
-    """Write Kineto traces of a few samples, in whole cycles; return all ranks' file names.
+) -> tuple[TraceFile, ...]:
+    """Write Kineto traces of a few samples, in whole cycles; return all ranks' files.
 
     Cycles come before, whose launches are not in the trace. roots: modules that a step calls.
     pauses: as many cycles follow in which GPUs idle before each pass and the optimizer, but not
@@ -171,7 +176,7 @@ def _num_warmups(work: Loop, ranks: Ranks, case: TrainCase) -> int:
     return warmups
 
 
-def _gathered(ranks: Ranks, files: tuple[str, ...]) -> tuple[str, ...]:
+def _gathered(ranks: Ranks, files: tuple[TraceFile, ...]) -> tuple[TraceFile, ...]:
     return tuple(file for names in ranks.gather(files) for file in names)
 
 

@@ -1,0 +1,288 @@
+"""Targets of `stepmark predict`: a case or a workload file, with measured parts or none."""
+
+import contextlib
+import operator
+import socket
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from stepmark.app import train_plan, workload_files
+from stepmark.app.calibrate import HOST
+from stepmark.app.likeness import is_like
+from stepmark.app.machine import Machine, machine
+from stepmark.app.models import read_models
+from stepmark.app.parts import Parts, read_parts
+from stepmark.core.device import DeviceSpec, find_device, find_device_by_alias, load_devices
+from stepmark.core.errors import ConfigError
+from stepmark.core.predict_options import PredictOptions
+from stepmark.core.record import Measured, RunInfo
+from stepmark.core.train_case import TrainCase
+from stepmark.core.train_options import TrainOptions, given_options, options_of
+from stepmark.core.workload import Workload
+from stepmark.store.reader import find_run, list_runs, read_info, read_records
+from stepmark.workload.rules.pytorch.case import of_case
+
+_NO_EFFECT = ("text", "text_file", "workers", "seed", "lr", "compile_fallback")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is predicted. case: None for a workload file."""
+
+    name: str
+    workload: Workload
+    case: TrainCase | None
+    device: DeviceSpec | None
+    device_name: str
+    parts: Parts | None
+
+
+def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
+    """Return what is predicted, and notes on its calibration or options."""
+    for name in _NO_EFFECT:
+        value = getattr(options, name)
+        if value not in (None, False):
+            raise ConfigError(name, value, "left out: it does not change a prediction")
+    if options.force and not (options.calibration or options.from_run):
+        raise ConfigError("force", "given", "only with --calibration or --from-run")
+    file = _workload_file(options)
+    if file is not None:
+        return _file_target(options, file)
+    base = find_run(options.runs, options.from_run) if options.from_run else None
+    here = _machine(options, base)
+    given = _given(options, base)
+    case = _case(options, given, here)
+    workload = of_case(case)
+    path = _calibration(options, here, case, base)
+    try:
+        parts = read_parts(path, case, force=options.force) if path else None
+    except ConfigError as error:
+        if error.field == "calibration" and path == base:
+            raise ConfigError("from-run", error.value, error.allowed) from None
+        raise
+    device = parts.device if parts else find_device(here.name)
+    if parts is None and device is None:
+        allowed = "a calibration of this machine (stepmark calibrate), or --device and its name"
+        raise ConfigError("calibration", "missing", allowed)
+    target = Target(
+        name=f"{case.model.name} {case.strategy}",
+        workload=workload,
+        case=case,
+        device=device,
+        device_name=parts.device_name if parts else here.name,
+        parts=parts,
+    )
+    return target, _sitting(path, here) if path else _unused(options, given, here, case)
+
+
+def _unused(
+    options: PredictOptions, given: dict[str, Any], here: Machine, case: TrainCase
+) -> list[str]:
+    """Return a note on the given options without which the data sheet's step is the same."""
+    workload = of_case(case)
+    names: list[str] = []
+    for name in reversed(given):  # --compile-mode before --compile, which it needs
+        fewer = {other: given[other] for other in given if other not in (name, *names)}
+        try:
+            without = _case(options, fewer, here)
+            step = of_case(without)
+        except ConfigError:  # another option needs it
+            continue
+        parts = ((w.blocks, w.stages, w.groups) for w in (workload, step))
+        if without.case_id != case.case_id and operator.eq(*parts):
+            names.append(name)
+    shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return [f"by the data sheet the step takes as long without {shown}"] if names else []
+
+
+def _workload_file(options: PredictOptions) -> str | None:
+    """Return the argument if it is a file or folder that is no model's config."""
+    if len(options.models) != 1:
+        return None
+    path = Path(options.models[0])
+    is_there = options.models[0] == "-" or path.exists()
+    is_config = path.name == "config.json" or (path / "config.json").is_file()
+    is_config |= path.suffix == ".toml"
+    return options.models[0] if is_there and not is_config else None
+
+
+def _file_target(options: PredictOptions, file: str) -> tuple[Target, list[str]]:
+    given = {**given_options(options), "gbs": options.gbs, "from_run": options.from_run}
+    for name, value in given.items():
+        if name != "models" and value is not None:
+            raise ConfigError(name, "given", "left out: a workload file says what its step is")
+    workload = workload_files.read(file)
+    if not workload.stages:
+        raise ConfigError("workload", file, "a workload with the operations of a step")
+    parts, notes = None, []
+    device = _spec(options.device) if options.device else None
+    if options.calibration:
+        path = find_run(options.runs, options.calibration)
+        here = Machine(device="cuda", name=device.names[0] if device else "", is_here=False)
+        _check_device(read_info(path), here, force=options.force)
+        parts = read_parts(path, None, force=options.force)
+        device, notes = parts.device, _sitting(path, here)
+    elif device is None:
+        device = find_device(machine(None).name)
+        if device is None:
+            raise ConfigError("device", "missing", "the name of a device, e.g. h200")
+    target = Target(
+        name=workload.name,
+        workload=workload,
+        case=None,
+        device=device,
+        device_name=parts.device_name if parts else device.names[0] if device else "",
+        parts=parts,
+    )
+    return target, notes
+
+
+def _spec(name: str) -> DeviceSpec:
+    spec = find_device_by_alias(name)
+    if spec is None:
+        raise ConfigError("device", name, f"one of {', '.join(load_devices())}")
+    return spec
+
+
+def _machine(options: PredictOptions, base: Path | None) -> Machine:
+    """Return the machine that is predicted: the one of --device, of the run, or this one."""
+    if options.device in ("cpu", "cuda"):
+        return machine(options.device)
+    if options.device:
+        spec = _spec(options.device)
+        return machine(spec.key, dry_run=True)
+    if base is None and options.calibration:
+        base = find_run(options.runs, options.calibration)
+    if base is None:
+        return machine(None)
+    info = read_info(base)
+    devices = info.environment.devices
+    if any(record.case.device == "cpu" for record in read_records(base)):
+        return Machine(device="cpu", name=devices[0].name)
+    first = devices[0]
+    return Machine(
+        device="cuda",
+        name=first.name,
+        num_accelerators=None,
+        memory_bytes=first.memory_bytes,
+        is_here=False,
+    )
+
+
+def _given(options: PredictOptions, base: Path | None) -> dict[str, Any]:
+    """Return the options of the step; those that are not given are the run's."""
+    given = given_options(options)
+    if base is None:
+        return given
+    of_run = _options_of_run(base)
+    if options.models or options.model:  # with its own layers and sequence length
+        for name in ("models", "model", "num_layers", "seq_len", "scale"):
+            of_run.pop(name, None)
+    return {**of_run, **given}
+
+
+def _case(options: PredictOptions, given: dict[str, Any], here: Machine) -> TrainCase:
+    """Return the case of these options. Raises ConfigError for none or several."""
+    if options.gbs is not None:
+        given = {**given, "grad_accum": None}
+    train = TrainOptions(**given)
+    world_size = here.num_ranks(train_plan.default_nproc(train, here.device))
+    cases = train_plan.cases(train, here.device, world_size)
+    if len(cases) != 1:
+        names = ", ".join(f"{case.model.name} {case.strategy} mbs {case.mbs}" for case in cases)
+        raise ConfigError("model", names, "one case: one model, strategy and micro-batch")
+    (case,) = cases
+    if options.gbs is None:
+        return case
+    per_micro_step = case.mbs * case.parallel.data_ranks
+    if options.gbs < 1 or options.gbs % per_micro_step:
+        allowed = f"a multiple of --mbs x data ranks ({per_micro_step})"
+        raise ConfigError("gbs", options.gbs, allowed)
+    count = options.gbs // per_micro_step
+    if options.grad_accum not in (None, count):
+        allowed = f"--mbs x data ranks ({per_micro_step}) x --grad-accum ({options.grad_accum})"
+        raise ConfigError("gbs", options.gbs, allowed)
+    (case,) = train_plan.cases(replace(train, grad_accum=count), here.device, world_size)
+    return case
+
+
+def _options_of_run(base: Path) -> dict[str, Any]:
+    """Return the options of the deepest training step that the run measured.
+
+    That of a calibration is the step with all layers, as its part for the host has them.
+    """
+    cases = [
+        record.train
+        for record in read_records(base)
+        if isinstance(record, Measured) and record.training
+    ]
+    own = [case for case in cases if HOST not in {label.role for label in case.labels}]
+    if not own:
+        raise ConfigError("from-run", base.name, "a run that measured a training step")
+    deepest = max(own, key=lambda case: case.model.num_layers)
+    options = options_of(deepest)
+    if deepest.labels:
+        layers = max(case.model.num_layers for case in cases)
+        name = options.model_names[0]
+        (model,) = read_models(name, options.scale, deepest.parallel.tp)
+        options = replace(options, num_layers=None if layers == model.num_layers else layers)
+    return {n: v for n, v in given_options(options).items() if n not in _NO_EFFECT}
+
+
+def _calibration(
+    options: PredictOptions, here: Machine, case: TrainCase, base: Path | None
+) -> Path | None:
+    """Return the run whose parts are used; None: a data sheet is."""
+    if options.calibration:
+        path = find_run(options.runs, options.calibration)
+        _check_device(read_info(path), here, force=options.force)
+        return path
+    if base is not None:
+        return base if not options.device else None
+    if options.device not in (None, "cpu", "cuda"):
+        return None
+    for path in sorted(list_runs(options.runs), reverse=True):
+        with contextlib.suppress(ConfigError):  # damaged, or of another device
+            _check_device(read_info(path), here)
+            if any(
+                isinstance(record, Measured)
+                and record.training
+                and record.training.traces
+                and is_like(record.train, case)
+                for record in read_records(path)
+            ):
+                return path
+    return None
+
+
+def _check_device(info: RunInfo, here: Machine, *, force: bool = False) -> None:
+    """Refuse a calibration of another device; that of a CPU is its host."""
+    names = {device.name for device in info.environment.devices}
+    own = here.name
+    if here.device == "cpu" and here.is_here:
+        names, own = {info.environment.host}, socket.gethostname()
+    if own and names != {own} and not force:
+        allowed = f"a run on {own}, not {', '.join(sorted(names)) or 'an unknown device'}"
+        raise ConfigError("calibration", info.run_id, f"{allowed}; or --force")
+
+
+def _sitting(path: Path, here: Machine) -> list[str]:
+    """Return where and when parts were measured, and how this differs from here and now."""
+    info = read_info(path)
+    own, created_at = info.environment, datetime.fromisoformat(info.created_at)
+    devices = ", ".join(sorted({device.name for device in own.devices}))
+    text = f"measured parts: run {path.name} of {created_at:%Y-%m-%d %H:%M} UTC on {devices}"
+    text += f" of host {own.host}"
+    if days := (datetime.now(UTC) - created_at).days:
+        text += f", {days} day{'s' * (days > 1)} ago"
+    differences = []
+    if here.is_here and own.host != socket.gethostname():
+        differences.append(f"this host is {socket.gethostname()}")
+    if here.is_here and own.torch != (torch := metadata.version("torch")):
+        differences.append(f"torch was {own.torch}, not {torch}")
+    if here.name and {here.name} != {device.name for device in own.devices}:
+        differences.append(f"they are not of {here.name}")
+    return [text, *(f"another sitting: {difference}" for difference in differences)]
