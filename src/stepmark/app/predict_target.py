@@ -53,8 +53,8 @@ def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
         return _file_target(options, file)
     base = find_run(options.runs, options.from_run) if options.from_run else None
     here = _machine(options, base)
-    given = _given(options, base)
-    case = _case(options, given, here)
+    train = _train_options(options, base)
+    case = _case(options, train, here)
     workload = of_case(case)
     path = _calibration(options, here, case, base)
     try:
@@ -75,17 +75,17 @@ def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
         device_name=parts.device_name if parts else here.name,
         parts=parts,
     )
-    return target, _sitting(path, here) if path else _unused(options, given, here, case)
+    return target, _sitting(path, here) if path else _unused(options, train, here, case)
 
 
 def _unused(
-    options: PredictOptions, given: dict[str, Any], here: Machine, case: TrainCase
+    options: PredictOptions, train: TrainOptions, here: Machine, case: TrainCase
 ) -> list[str]:
     """Return a note on the given options without which the data sheet's step is the same."""
     workload = of_case(case)
     names: list[str] = []
-    for name in reversed(given):  # --compile-mode before --compile, which it needs
-        fewer = {other: given[other] for other in given if other not in (name, *names)}
+    for name in reversed(given_options(train)):  # --compile-mode before --compile
+        fewer = replace(train, **{name: getattr(TrainOptions(), name)})
         try:
             without = _case(options, fewer, here)
             step = of_case(without)
@@ -94,6 +94,7 @@ def _unused(
         parts = ((w.blocks, w.stages, w.groups) for w in (workload, step))
         if without.case_id != case.case_id and operator.eq(*parts):
             names.append(name)
+            train = fewer
     shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
     return [f"by the data sheet the step takes as long without {shown}"] if names else []
 
@@ -172,23 +173,22 @@ def _machine(options: PredictOptions, base: Path | None) -> Machine:
     )
 
 
-def _given(options: PredictOptions, base: Path | None) -> dict[str, Any]:
+def _train_options(options: PredictOptions, base: Path | None) -> TrainOptions:
     """Return the options of the step; those that are not given are the run's."""
     given = given_options(options)
     if base is None:
-        return given
+        return TrainOptions(**given)
     of_run = _options_of_run(base)
     if options.models or options.model:  # with its own layers and sequence length
         for name in ("models", "model", "num_layers", "seq_len", "scale"):
             of_run.pop(name, None)
-    return {**of_run, **given}
+    return TrainOptions(**{**of_run, **given})
 
 
-def _case(options: PredictOptions, given: dict[str, Any], here: Machine) -> TrainCase:
+def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainCase:
     """Return the case of these options. Raises ConfigError for none or several."""
     if options.gbs is not None:
-        given = {**given, "grad_accum": None}
-    train = TrainOptions(**given)
+        train = replace(train, grad_accum=None)
     world_size = here.num_ranks(train_plan.default_nproc(train, here.device))
     cases = train_plan.cases(train, here.device, world_size)
     if len(cases) != 1:

@@ -62,17 +62,15 @@ class Profile:
         """Mark the end of a step and the begin of another."""
         self._profiler.step()
 
-    def stop(self) -> tuple[TraceFile, ...]:
-        """Write the trace. Return the files in the folder."""
+    def stop(self) -> tuple[str, ...]:
+        """Write the trace. Return names of files in the folder."""
         self._profiler.stop()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Renamed when complete, so that no reader gets a partial file.
         unfinished = self.path.with_name(f".{self.path.name}")
         self._profiler.export_chrome_trace(str(unfinished))
-        with unfinished.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
         unfinished.replace(self.path)
-        return ((self.path.name, digest),)
+        return (self.path.name,)
 
 
 _PROFILED = 3  # samples
@@ -158,8 +156,9 @@ def record_profile(
                 marks.begin_phase(phase)
 
         work.untimed_cycles(count, on_phase=begin, on_end=end_cycle)
-        files = recorder.stop()
-    return _gathered(ranks, files)
+        names = recorder.stop()
+    files = ((name, hashlib.sha256((folder / name).read_bytes())) for name in names)
+    return _gathered(ranks, tuple((name, digest.hexdigest()) for name, digest in files))
 
 
 def _num_warmups(work: Loop, ranks: Ranks, case: TrainCase) -> int:
