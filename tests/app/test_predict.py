@@ -1,6 +1,9 @@
 """What stepmark predict writes: the timeline, read back, is the step of the ledger."""
 
+import itertools
 import json
+import random
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,7 +11,10 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import status
-from stepmark.core.ledger import Group
+from stepmark.core.ledger import Group, Work
+from stepmark.core.prediction import Span
+from stepmark.report import prediction_page
+from stepmark.report.trace_page import MOST_BARS
 from stepmark.trace.kineto.ledger import ledgers
 from stepmark.trace.kineto.reader import read_trace
 
@@ -31,7 +37,7 @@ STEP = [
 def as_kernels(event: dict[str, Any]) -> dict[str, Any]:
     """Return an event as a profiler writes it."""
     args = {"device": event["pid"], "stream": event["tid"]}
-    if event["cat"] == "communication":
+    if event["cat"] in ("communication", "waiting for other ranks"):
         args["Collective name"] = event["name"]
     category = "gpu_memcpy" if event["cat"] == "copy" else "kernel"
     return {**event, "cat": category, "name": "kernel", "args": args}
@@ -70,3 +76,40 @@ def test_a_readers_ledger_of_the_timeline_is_the_predicted_one(
         for group in (Group.COMPUTE, Group.OVERLAPPED, Group.COMM, Group.COPIES):
             assert read.total(group) == pytest.approx(predicted[group], abs=5)
         assert max(event["ts"] + event["dur"] for event in own) * 1e-6 <= document["step_s"]
+
+
+def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "step.html"
+    assert status(["predict", *STEP, "--html", str(file)]) == 0
+    html = file.read_text()
+    assert re.findall("<h2>(.*?)</h2>", html) == [
+        *("Prediction", "Ledger of the step by stage", "Streams", "Sources and notes", "Lines")
+    ]
+    assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=", html)
+    assert "stage 1, compute" in html
+    out = capsys.readouterr().out
+    assert out.split("\n\n")[1].split("\nnote:")[0].replace(">", "&gt;") in html
+    assert status(["predict", *STEP, "--html", "-", "--timeline", "-"]) == 2
+    assert "--timeline" in capsys.readouterr().err
+
+
+def test_bars_of_a_page_hold_all_spans() -> None:
+    """Of many spans, neighbours are one bar; times of a stream are still those of its spans."""
+    chance, spans, free = random.Random(1), [], {0: 0, 1: 0}
+    for number in range(20_000):
+        stage = chance.randrange(2)
+        start = free[stage] + chance.choice((0, 1, 300))
+        free[stage] = start + chance.choice((5, 20, 900))
+        kind = chance.choice((Work.PRODUCT, Work.ELEMENTWISE))
+        where = {"stage": stage, "stream": "compute", "kind": kind, "name": f"op {number}"}
+        spans.append(Span(**where, start_ns=start, end_ns=free[stage]))
+    timelines = prediction_page.timelines_of(spans, max(free.values()) / 1e9)
+    for stage, timeline in timelines.items():
+        assert len(timeline.bars) <= MOST_BARS // 2
+        own = [span for span in spans if span.stage == stage]
+        assert sum(bar.num_events for bar in timeline.bars) == len(own)
+        assert sum(bar.busy for bar in timeline.bars) == sum(s.end_ns - s.start_ns for s in own)
+        for before, after in itertools.pairwise(timeline.bars):
+            assert before.end <= after.start
+    few = prediction_page.timelines_of(spans[:9], 1e-5)
+    assert {bar.num_events for each in few.values() for bar in each.bars} == {1}

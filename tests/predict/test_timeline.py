@@ -35,7 +35,7 @@ from stepmark.workload.rules.pytorch.case import of_case
 
 from .reference_timeline import Line, Reference, same_lines
 
-WORKS = tuple(Work)
+WORKS, CALLS = tuple(Work), (COMMUNICATION, WAITING)
 TINY = replace(
     find_model("llama-3.1-8b").tiny(), num_layers=4, hidden_size=64, vocab_size=512, seq_len=32
 )
@@ -178,18 +178,17 @@ def spans_of(timeline: Timeline) -> list[Span]:
 def check_spans(timeline: Timeline) -> None:
     """The ledger of the spans is that of the step."""
     spans, idle = spans_of(timeline), (Group.IDLE, str(Idle.HOST))
-    groups = {COMMUNICATION: Group.COMM, Work.COPY: Group.COPIES}
+    # A call that waited has begun with its waiting.
+    waits = {(s.stage, s.stream, s.end_ns): s.start_ns for s in spans if s.kind == WAITING}
     for stage, own in enumerate(timeline.ledgers):
-        events = [
-            Event(
-                groups.get(span.kind, Group.COMPUTE),
-                span.name if span.kind == COMMUNICATION else span.kind,
-                span.start_ns,
-                span.end_ns,
-            )
-            for span in spans
-            if span.stage == stage
-        ]
+        events = []
+        for span in (span for span in spans if span.stage == stage):
+            is_call = span.kind in CALLS
+            group = Group.COPIES if span.kind == Work.COPY else Group.COMPUTE
+            name = span.name if is_call else span.kind
+            start = waits.get((stage, span.stream, span.start_ns), span.start_ns)
+            events.append(Event(Group.COMM if is_call else group, name, start, span.end_ns))
+        events.sort(key=lambda event: (event.start_ns, event.name))
         redrawn = ledger(events, 0, own.window_ns, lambda a, b: [(Idle.HOST, b - a)])
         lines = Counter({line: ns for line, ns in own.lines.items() if line[0] != idle[0]})
         lines[idle] = own.total(Group.IDLE)

@@ -13,6 +13,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
 from stepmark.core.ledger import Group as LedgerGroup
 from stepmark.core.ledger import Idle, Work
+from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
@@ -25,6 +26,7 @@ from stepmark.predict.costs import RooflineCosts, first_of, work_of_op
 from stepmark.predict.step import predict_step
 from stepmark.report import prediction as report
 from stepmark.store.export import write_json
+from stepmark.store.files import write_text
 from stepmark.workload.tree import stage_of_case
 
 # Between kernels that are launched already, without a profiler: measured on an H200
@@ -47,7 +49,10 @@ def run(options: PredictOptions) -> int:
     write_files(options, "prediction", document, report.rows(prediction))
     if options.timeline:
         write_json(report.timeline(prediction), options.timeline, "timeline")
-    if not options.to_stdout and options.timeline != "-":
+    if options.html:
+        html: str = load("stepmark.report.prediction_page:page")(document, prediction)
+        write_text(options.html, html, "html")
+    if not options.to_stdout:
         sys.stdout.write("\n".join(report.lines(document, prediction)) + "\n")
     return 0
 
@@ -55,6 +60,9 @@ def run(options: PredictOptions) -> int:
 def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, list[str]]:
     """Return the prediction of a step and what to say about it. Raises ConfigError."""
     notes: list[str] = list(target.parts.notes) if target.parts else []
+    if changes:
+        values = ", ".join(f"{name}={value:g}" for name, value in changes.items())
+        notes.append(f"what if: {target.device_name} with {values}")
     costs, comm, unknown = _costs(target, changes)
     power = _changed_power(target.parts.power if target.parts else None, changes)
     prediction = predict_step(target.workload, costs, power)

@@ -13,7 +13,8 @@ LEFT_OUT = "left out"
 class Span:
     """An operation in the timeline of a predicted step. Spans of one stream do not overlap.
 
-    kind: of Work; COMMUNICATION; or LEFT_OUT: repetitions that were not simulated one by one.
+    kind: of Work; COMMUNICATION; WAITING, of a call of communication; or LEFT_OUT: repetitions
+    that were not simulated one by one.
     """
 
     stage: int

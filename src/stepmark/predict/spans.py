@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from stepmark.core.kernel_groups import COMMUNICATION
-from stepmark.core.ledger import Idle
+from stepmark.core.ledger import WAITING, Idle
 from stepmark.core.prediction import LEFT_OUT, Span
 from stepmark.core.workload import COMPUTE, CommOp, Operation
 from stepmark.predict.program import Call
@@ -87,9 +87,12 @@ def _computations(lane: Lane) -> Iterator[_Ran]:
 
 
 def _calls(lane: Lane) -> Iterator[_Ran]:
+    """Yield each call: it waits until the first of its messages moves."""
     for step in lane.steps:
         times = zip(lane.program.works, step.starts, step.ends, strict=True)
         for item, (work, start, end) in enumerate(times):
             if isinstance(work, Call) and not math.isnan(start):
                 stop = math.inf if math.isnan(end) else end
-                yield _Ran(step.number, item, work.ops[0], COMMUNICATION, start, stop)
+                moved = min(stop, lane.moved.get((step.number, item), stop))
+                yield _Ran(step.number, item, work.ops[0], WAITING, start, moved)
+                yield _Ran(step.number, item, work.ops[0], COMMUNICATION, moved, stop)

@@ -88,6 +88,7 @@ class Lane:
     is_sending: bool = False  # as far as its computation knows
     free_since: float = 0.0
     parts_left: dict[tuple[int, int], int] = field(default_factory=dict)
+    moved: dict[tuple[int, int], float] = field(default_factory=dict)  # when calls began to
     transfers: dict[_Transfer, None] = field(default_factory=dict)
 
     @property
@@ -332,6 +333,7 @@ class Simulator:
         transfer = _Transfer(time_s, self.now, self.now, sides)
         transfer.slow = any(side.lane.is_computing for side in sides)
         for side in sides:
+            side.lane.moved.setdefault((side.step.number, side.item), self.now)
             side.lane.has_changed = True
             side.lane.transfers[transfer] = None
         self._plan_transfer(transfer)

@@ -5,10 +5,13 @@ from html import escape
 
 import plotly.graph_objects as go
 
-from stepmark.core.ledger import Group, Ledger
+from stepmark.core.kernel_groups import COMMUNICATION
+from stepmark.core.ledger import WAITING, Group, Ledger, Line
+from stepmark.core.prediction import LEFT_OUT
 from stepmark.report.figures import COLOURS, INK, Drawn, styled
 from stepmark.report.ledger import NAMES, difference_lines, lines_of, words_of
 from stepmark.report.page import figure_section, section
+from stepmark.report.trace_page import COLOURS_OF
 
 
 def html(
@@ -21,12 +24,12 @@ def html(
 ) -> str:
     """Return the sections: the waterfalls, and the lines under text such as the sentence."""
     lines = [*text, "", *difference_lines(first, second, names)]
-    return figure_section(*waterfalls((first, second), names, step)) + section(
+    return figure_section(*waterfalls((first, second), names)) + section(
         f"Lines of {escape(step)}", f"<pre>{escape(chr(10).join(lines).strip())}</pre>"
     )
 
 
-def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> Drawn:
+def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str]) -> Drawn:
     """Return the lines of each ledger, one after the other up to the step's time."""
     lines = [line for group in Group for line in lines_of(ledgers, group)]
     words = [escape(words_of(line)) for line in lines]
@@ -38,6 +41,10 @@ def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> Dr
             y=[*words, "step"],
             x=[*(own.lines.get(line, 0) / 1e6 for line in lines), own.window_ns / 1e6],
             measure=[*["relative"] * len(lines), "total"],
+            text=[_label(own.lines.get(line, 0)) for line in lines] + [_label(own.window_ns)],
+            textposition="outside",
+            textfont={"size": 11},
+            cliponaxis=False,
             name=escape(name),
             increasing=marker,
             decreasing=marker,
@@ -54,5 +61,50 @@ def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> Dr
     return (
         f"Ledger of the step: {' and '.join(names)}",
         note,
-        styled(figure, height=150 + 32 * (len(lines) + 1)),
+        styled(figure, height=150 + 32 * (len(lines) + 1)).update_layout(margin_r=48),
     )
+
+
+def _label(time_ns: int) -> str:
+    return f"{time_ns / 1e6:,.1f}" if time_ns else ""
+
+
+def stages(ledgers: Sequence[Ledger]) -> Drawn:
+    """Return a bar per pipeline stage, of its lines; waiting is apart from transfers."""
+    figure = go.Figure()
+    names = [f"stage {stage}" for stage in range(len(ledgers))]
+    for line in (line for group in Group for line in _lines_of(ledgers, group)):
+        words = escape(WAITING if line[1] == WAITING else words_of(line))
+        figure.add_bar(
+            orientation="h",
+            y=names,
+            x=[_ns(own, line) / 1e6 for own in ledgers],
+            name=words,
+            showlegend=line[0] is not Group.OVERLAPPED,
+            marker={
+                "color": COLOURS_OF.get(line[1], COLOURS_OF[LEFT_OUT]),
+                "pattern": {"shape": "/" if line[0] is Group.OVERLAPPED else ""},
+            },
+            hovertemplate="%{y}: %{x:.3f} ms " + words + "<extra></extra>",
+        )
+    figure.update_xaxes(title="ms")
+    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
+    figure.update_layout(barmode="stack")
+    note = (
+        "Lines add up to the step, which is as long in each stage. Hatched: compute under "
+        "communication."
+    )
+    return "Ledger of the step by stage", note, styled(figure, height=260 + 30 * len(ledgers))
+
+
+def _lines_of(ledgers: Sequence[Ledger], group: Group) -> Sequence[Line]:
+    """Return the lines of a group; of communication, transfer and waiting."""
+    if group is Group.COMM:
+        return [(group, COMMUNICATION), (group, WAITING)]
+    return lines_of(ledgers, group)
+
+
+def _ns(own: Ledger, line: Line) -> int:
+    waiting_ns = own.within.get(WAITING, 0)
+    parts = {COMMUNICATION: own.total(Group.COMM) - waiting_ns, WAITING: waiting_ns}
+    return parts[line[1]] if line[0] is Group.COMM else own.lines.get(line, 0)

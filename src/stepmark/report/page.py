@@ -214,6 +214,7 @@ h2 { font-size: 17px; margin: 36px 0 8px; padding-top: 12px; border-top: 1px sol
 code, pre { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--each);
   border: 1px solid var(--line); border-radius: 4px; padding: 8px 10px; margin: 8px 0 }
+pre.table { white-space: pre; overflow-x: auto }
 dl { display: grid; grid-template-columns: minmax(90px, max-content) minmax(0, 1fr);
   gap: 3px 18px; margin: 0 }
 dt { color: var(--quiet); overflow-wrap: anywhere } dd { margin: 0; overflow-wrap: anywhere }

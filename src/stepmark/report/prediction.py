@@ -112,11 +112,19 @@ def source_notes(
 def lines(facts: Mapping[str, Any], prediction: StepPrediction) -> Iterator[str]:
     """Yield the prediction as text."""
     where = f"{facts['num_ranks']} x {facts['device']}"
-    least = "at least " * (Source.UNKNOWN in prediction.sources)
-    yield f"{facts['name']} on {where}: predicted step {least}{prediction.step_s * 1e3:.2f} ms"
-    yield "  " + ", ".join(_rates(facts))
-    if facts["memory"]:
-        yield f"  {_memory_line(facts['memory'])}"
+    pairs = dict(headline(facts, prediction.step_s))
+    yield f"{facts['name']} on {where}: predicted step {pairs.pop('predicted step')}"
+    memory = pairs.pop("memory", "")
+    yield "  " + ", ".join(pairs.values())
+    if memory:
+        yield f"  memory: {memory}"
+    yield ""
+    yield from ledger_lines(prediction)
+    yield from (f"note: {note}" for note in facts["notes"])
+
+
+def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
+    """Yield the ledger of each stage as a table."""
     cells = [["ms", "%", "stage", "ledger", ""]]
     has_stages = len(prediction.timeline.ledgers) > 1
     table: list[dict[str, Any]] = rows(prediction)
@@ -128,34 +136,40 @@ def lines(facts: Mapping[str, Any], prediction: StepPrediction) -> Iterator[str]
         )
     if not has_stages:
         cells = [[cell for place, cell in enumerate(line) if place != 2] for line in cells]
-    yield ""
     yield from aligned(cells, [True, True, *[False] * (len(cells[0]) - 2)])
-    notes = facts["notes"]
-    assert isinstance(notes, list)
-    yield from (f"note: {note}" for note in notes)
 
 
-def _rates(facts: Mapping[str, Any]) -> Iterator[str]:
+def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str]]:
+    """Yield the results with their titles, those that are known."""
+    least = "at least " * (str(Source.UNKNOWN) in facts["sources_s"])
+    yield "predicted step", f"{least}{step_s * 1e3:.2f} ms"
     if facts["tokens_per_s"]:
-        yield f"{facts['tokens_per_s']:,.0f} tokens/s"
+        yield "throughput", f"{facts['tokens_per_s']:,.0f} tokens/s"
     if facts["mfu_pct"] is not None:
-        yield f"{facts['mfu_pct']:.1f} % MFU (causal)"
-    yield f"bound by the {facts['bound']}"
+        yield "MFU", f"{facts['mfu_pct']:.1f} % MFU (causal)"
+    if facts["hfu_pct"] is not None and facts["hfu_pct"] != facts["mfu_pct"]:
+        yield "HFU", f"{facts['hfu_pct']:.1f} % HFU"
+    yield "limit", f"bound by the {facts['bound']}"
     if facts["comm_s"]:
         exposed, comm = facts["exposed_comm_s"], facts["comm_s"]
-        yield f"communication {comm * 1e3:.1f} ms, {exposed * 1e3:.1f} ms exposed"
+        yield (
+            "communication",
+            f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed",
+        )
     if facts["bubble_s"]:
-        yield f"pipeline bubble {facts['bubble_s'] * 1e3:.1f} ms"
+        yield "pipeline", f"{facts['bubble_s'] * 1e3:.1f} ms of pipeline bubble"
     if facts["power_w"] is not None:
-        yield f"{facts['power_w']:.0f} W at {facts['clock_hz'] / 1e6:.0f} MHz"
+        yield "power", f"{facts['power_w']:.0f} W at {facts['clock_hz'] / 1e6:.0f} MHz"
     if facts["energy_per_token_j"]:
-        yield f"{facts['energy_per_token_j'] * 1e3:.1f} mJ per token"
+        yield "energy", f"{facts['energy_per_token_j'] * 1e3:.1f} mJ per token"
+    if facts["memory"]:
+        yield "memory", _memory(facts["memory"])
 
 
-def _memory_line(memory: Mapping[str, Any]) -> str:
+def _memory(memory: Mapping[str, Any]) -> str:
     """Return the predicted memory and whether it fits."""
     sizes = (format_bytes(memory[name]) for name in ("allocated_bytes", "reserved_bytes"))
-    text = "memory: {} allocated, {} reserved".format(*sizes)
+    text = "{} allocated, {} reserved".format(*sizes)
     if memory["device_bytes"] is None:
         return f"{text}; that of the device is unknown"
     verdicts = {"fits": "fits into", "uncertain": "may run out of"}

@@ -8,24 +8,28 @@ import plotly.graph_objects as go
 
 from stepmark.core.columns import Row, number
 from stepmark.core.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OTHER
-from stepmark.core.ledger import Work
+from stepmark.core.ledger import WAITING, Work
 from stepmark.core.prediction import LEFT_OUT
 from stepmark.core.trace_timeline import Bar, Timeline
+from stepmark.core.units import format_time
 from stepmark.report import histogram_figures
 from stepmark.report.figures import COLOURS, Drawn, styled
 from stepmark.report.page import document, figure_section, section
 
 MOST_BARS = 5000
 MOST_RANKS = 8  # of the timeline
+_MANY = 200  # bars of a stream, which may be narrower than a pixel
 _MOST_STEPS = 64  # bars of steps
 # Compute is blue and green, what a faster network changes is red, pauses are pale.
 _RED, _BLUE, _GREEN, _GREY = COLOURS[1], COLOURS[0], COLOURS[2], "#9aa5b1"
+_PALE = "#f2b8a0"
 # Of groups of kernels, and of kinds of work in a predicted step.
 COLOURS_OF = {
     "matrix products": _BLUE,
     Work.PRODUCT: _BLUE,
     "attention": COLOURS[5],
     COMMUNICATION: _RED,
+    WAITING: _PALE,
     COPIES: COLOURS[4],
     COPY_KERNELS: "#c9b1d6",
     Work.COPY: COLOURS[4],
@@ -44,7 +48,7 @@ COLOURS_OF = {
 }
 _PARTS = {
     "compute_ns": ("compute", _BLUE),
-    "exposed_waiting_ns": ("exposed communication: waiting for other ranks", "#f2b8a0"),
+    "exposed_waiting_ns": ("exposed communication: waiting for other ranks", _PALE),
     "exposed_comm_ns": ("exposed communication", _RED),
     "exposed_copies_ns": ("exposed copies", COLOURS[4]),
     "host_bound_ns": ("idle: host-bound", "#5f6b7a"),
@@ -99,6 +103,7 @@ def streams(
     # The longest are drawn first, so that of too many the shortest are left out.
     bars.sort(key=lambda item: item[1].start - item[1].end)
     bars, left_out = bars[:MOST_BARS], bars[MOST_BARS:]
+    counts = Counter((rank, bar.stream) for rank, bar in bars)
     figure = go.Figure()
     for group, colour in COLOURS_OF.items():
         own = [(rank, bar) for rank, bar in bars if bar.group == group]
@@ -109,7 +114,13 @@ def streams(
                 base=[(bar.start - first) / 1e6 for _, bar in own],
                 x=[(bar.end - bar.start) / 1e6 for _, bar in own],
                 name=group,
-                marker={"color": colour, "line": {"width": 0}},
+                marker={
+                    "color": [
+                        _blended(colour) if counts[rank, bar.stream] > _MANY else colour
+                        for rank, bar in own
+                    ],
+                    "line": {"width": 0},
+                },
                 hovertext=[_hover(bar) for _, bar in own],
                 hoverinfo="text",
                 width=0.8,
@@ -120,12 +131,14 @@ def streams(
         autorange="reversed", type="category", categoryarray=lanes, showgrid=False
     )
     figure.update_layout(barmode="overlay")
-    joined = max(each.joined_ns for each in shown.values()) / 1e3
+    joined_ns = max(each.joined_ns for each in shown.values())
     steps = dict.fromkeys(each.step for each in shown.values())
-    notes = [
-        f"Events with pauses below {joined:.3g} us between them are one bar, in the colour of "
-        f"the group that takes most of it. {note}"
-    ]
+    notes = [note, "Drag to zoom in."]
+    if joined_ns:
+        notes.append(
+            f"Events with pauses below {format_time(joined_ns / 1e9)} between them are one "
+            "bar, in the colour of the group that takes most of it."
+        )
     if len(shown) < len(timelines):
         notes.append(
             f"{len(shown)} of {len(timelines)} {lane}s, by their time in communication."
@@ -134,7 +147,16 @@ def streams(
         time = sum(bar.end - bar.start for _, bar in left_out) / 1e6
         notes.append(f"{len(left_out)} bars of together {time:.3f} ms are too short to draw.")
     title = "Streams" if None in steps else f"Streams in step {', '.join(map(str, steps))}"
-    yield title, " ".join(notes), styled(figure, height=150 + 26 * len(lanes))
+    yield title, " ".join(notes), styled(figure, height=max(260, 150 + 26 * len(lanes)))
+
+
+def _blended(colour: str) -> str:
+    """Return a colour in which bars keep widths below a pixel.
+
+    Plotly widens opaque bars to a pixel, so that the group drawn last would hide all others.
+    """
+    red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
+    return f"rgba({red},{green},{blue},0.999)"
 
 
 def _streams(each: Timeline) -> list[str]:
