@@ -115,10 +115,7 @@ def streams(
                 x=[(bar.end - bar.start) / 1e6 for _, bar in own],
                 name=group,
                 marker={
-                    "color": [
-                        _blended(colour) if counts[rank, bar.stream] > _MANY else colour
-                        for rank, bar in own
-                    ],
+                    "color": [_blended(colour, counts[rank, bar.stream]) for rank, bar in own],
                     "line": {"width": 0},
                 },
                 hovertext=[_hover(bar) for _, bar in own],
@@ -150,11 +147,13 @@ def streams(
     yield title, " ".join(notes), styled(figure, height=max(260, 150 + 26 * len(lanes)))
 
 
-def _blended(colour: str) -> str:
-    """Return a colour in which bars keep widths below a pixel.
+def _blended(colour: str, num_bars: int) -> str:
+    """Return a colour in which many bars keep widths below a pixel.
 
     Plotly widens opaque bars to a pixel, so that the group drawn last would hide all others.
     """
+    if num_bars <= _MANY:
+        return colour
     red, green, blue = (int(colour[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},0.999)"
 
