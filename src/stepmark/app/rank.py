@@ -186,7 +186,7 @@ class Rank:
             self._heartbeat.on_abort(ranks.dump_flight_recorder, lambda: _abort(benches))
         sink = self._progress or (lambda record: None)
         while todo:
-            if self._plan.command == "run" and todo[0].launch > 1 and context.ranks.rank == 0:
+            if self._plan.is_predicted(todo[0]) and context.ranks.rank == 0:
                 self._guard.idle(_SETUP_S)
                 load("stepmark.app.step_report:commit")(self._run, self._plan)
             position = run_cases.run(todo, context, benches, self, sink)

@@ -21,7 +21,16 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import LayerOptions
 from stepmark.core.options import load, plain
-from stepmark.core.plan import CommHow, Entry, How, Plan, Profile, TrainHow, entries
+from stepmark.core.plan import (
+    STEP_LAUNCH,
+    CommHow,
+    Entry,
+    How,
+    Plan,
+    Profile,
+    TrainHow,
+    entries,
+)
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import TrainOptions, given_options
@@ -34,7 +43,6 @@ _COLLECTIVES = {
     "cuda": CommOptions(names=_NAMES, begin=4 * KIB, end=GIB, factor=8.0, dtype=(DType.BF16,)),
     "cpu": CommOptions(names=_NAMES, begin=4 * KIB, end=4 * MIB, factor=32.0),
 }
-STEP_LAUNCH = 2  # the launch that measures the predicted step
 _MAX_MBS = 8
 _DOCTOR_LIMIT_S = 180.0  # it imports torch and reads every device
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
@@ -92,7 +100,7 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     known = {entry.case.case_id for entry in steps.entries}
     parts = [entry for entry in steps.entries if entry.launch == 1]
     parts += [entry for entry in tables if entry.case.case_id not in known]
-    own = [entry for entry in steps.entries if entry.launch > 1]
+    own = [entry for entry in steps.entries if entry.launch >= STEP_LAUNCH]
     return replace(
         steps,
         how=how,

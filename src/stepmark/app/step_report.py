@@ -17,7 +17,7 @@ from stepmark.app.view import View
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
-from stepmark.core.plan import Plan
+from stepmark.core.plan import STEP_LAUNCH, Plan
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope
@@ -36,7 +36,7 @@ def commit(run: Path, plan: Plan) -> None:
     """Write the predictions of the steps of later launches, or why there is none."""
     if predictions.is_committed(run):
         return
-    cases = {e.case.case_id: e.case for e in plan.entries if e.launch > 1}
+    cases = {e.case.case_id: e.case for e in plan.entries if plan.is_predicted(e)}
     entries: list[dict[str, Any]] = []
     for case_id, case in cases.items():
         assert isinstance(case, TrainCase)
@@ -240,11 +240,16 @@ def step_report(path: Path, run: View) -> StepReport | None:
 
 
 def records_of(run: View, case_id: str) -> list[Measured]:
-    """Return what was measured of a case."""
+    """Return what was measured of a case after its prediction.
+
+    A step of as few layers as its calibration has is measured for this in the first launch.
+    """
     return [
         record
         for record in run.records
-        if isinstance(record, Measured) and record.case.case_id == case_id
+        if isinstance(record, Measured)
+        and record.case.case_id == case_id
+        and record.launch >= STEP_LAUNCH
     ]
 
 

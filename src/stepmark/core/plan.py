@@ -9,6 +9,7 @@ from stepmark.core.case import SOAK_S
 from stepmark.core.record import AnyCase
 
 PLAN_SCHEMA = 1
+STEP_LAUNCH = 2  # of `run`: its steps are predicted from what was measured before
 FORCE = "--force"  # tells ranks to continue a run although the environment differs
 
 
@@ -110,6 +111,10 @@ class Plan:
     def command_line(self) -> str:
         """The command line that made this plan."""
         return "stepmark " + shlex.join(self.argv or (self.command,))
+
+    def is_predicted(self, entry: Entry) -> bool:
+        """Return whether the entry is a step that is predicted before it is measured."""
+        return self.command == "run" and entry.launch >= STEP_LAUNCH
 
 
 def entries(cases: Sequence[AnyCase], launches: int = 1) -> tuple[Entry, ...]:
