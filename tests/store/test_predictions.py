@@ -11,9 +11,7 @@ from stepmark.store import predictions
 
 def test_what_was_committed_is_read(tmp_path: Path) -> None:
     assert predictions.read(tmp_path) is None
-    assert not predictions.is_committed(tmp_path)
     digest = predictions.commit(tmp_path, {"step_s": 0.4})
-    assert predictions.is_committed(tmp_path)
     assert predictions.read(tmp_path) == ({"step_s": 0.4}, digest)
 
 

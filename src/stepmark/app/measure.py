@@ -18,7 +18,7 @@ from stepmark.core.plan import FORCE, Plan
 from stepmark.core.record import Failed, Measured
 from stepmark.launch import outer_launcher
 from stepmark.launch.supervise import RankFailure, supervise
-from stepmark.store import plans
+from stepmark.store import plans, predictions
 from stepmark.store.reader import find_run, latest, read_info, read_records
 from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 
@@ -107,6 +107,7 @@ def resume(options: ResumeOptions) -> int:
             allowed = f"a run with a plan; an older release wrote this one. Use: {command}"
             raise ConfigError("run", name, allowed)
         plan = plans.read(run)
+        predictions.read(run)  # refused where it was changed
         num_ranks = machine(plan.device).num_ranks(str(plan.world_size))
         if num_ranks != plan.world_size:
             allowed = f"resumed with {plan.world_size} ranks, as it began, not {num_ranks}"

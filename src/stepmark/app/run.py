@@ -82,9 +82,12 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     steps = plan_of_steps([case], machine, requested)
     budget_s = requested.budget or (30.0 if machine.device == "cpu" else 240.0)
     layer = LayerOptions(
-        model=case.model_file or case.model.name.partition("@")[0], seq_len=case.model.seq_len
+        model=case.model_file or case.model.name.partition("@")[0],
+        seq_len=case.model.seq_len,
     )
-    tables = list(entries(op_plan.layer_cases(layer, machine)))
+    tables = [] if case.scale else list(entries(op_plan.layer_cases(layer, machine)))
+    if case.scale:
+        notes.append("operators of one layer are left out: they have no --scale")
     how = replace(steps.how, op=replace(steps.how.op, budget_s=budget_s))
     if case.num_ranks > 1:
         collectives = replace(

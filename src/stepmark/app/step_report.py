@@ -33,8 +33,11 @@ _CLOCK_STEP_S = 1.0  # by which a clock may be set back
 
 
 def commit(run: Path, plan: Plan) -> None:
-    """Write the predictions of the steps of later launches, or why there is none."""
-    if predictions.is_committed(run):
+    """Write the predictions of the steps of later launches, or why there is none.
+
+    Raises ConfigError for a prediction that was changed after it was committed.
+    """
+    if predictions.read(run) is not None:
         return
     cases = {e.case.case_id: e.case for e in plan.entries if plan.is_predicted(e)}
     entries: list[dict[str, Any]] = []
@@ -278,7 +281,9 @@ def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View)
 
 
 def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
-    """Return clock, power and energy of the measured rank's device."""
+    """Return clock, power and energy of the measured rank's GPU."""
+    if record.train.device != "cuda":
+        return StepPower()
     state = record.telemetry[measured.rank]
     watts = calibrate.power_w(state)
     energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9

@@ -38,10 +38,6 @@ def _write(path: Path, text: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def is_committed(run: Path) -> bool:
-    return (run / FILE).exists()
-
-
 def read(run: Path) -> tuple[dict[str, Any], str] | None:
     """Return the prediction and its hash; None where there is none.
 

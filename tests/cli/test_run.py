@@ -1,0 +1,78 @@
+"""stepmark run: parts, prediction and step in this order, and what the run says of them."""
+
+import json
+import re
+import shutil
+from datetime import datetime
+from hashlib import sha256
+from pathlib import Path
+
+import pytest
+
+from stepmark.core.record import Measured
+from stepmark.store.reader import read_records
+
+from .process import stepmark
+
+WORDS = "run gpt2-125m --scale tiny --num-layers 3 --nproc 2 --device cpu --budget 1s"
+
+
+def test_a_step_is_predicted_before_it_is_measured(tmp_path: Path) -> None:
+    done = stepmark(*WORDS.split(), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    records = [record for record in read_records(run) if isinstance(record, Measured)]
+    parts = [record for record in records if record.launch == 1]
+    (step,) = (record for record in records if record.launch == 2)
+    text = (run / "prediction.json").read_bytes()
+    document = json.loads(text)
+    committed = datetime.fromisoformat(document["created_at"]).timestamp()
+    assert max(record.started_at for record in parts) < committed < step.started_at
+    (entry,) = document["predictions"]
+    assert (entry["case_id"], entry["problem"]) == (step.case.case_id, "")
+    lines = entry["prediction"]["ledger"]
+    assert sum(line["time_ns"] for line in lines) == round(entry["prediction"]["step_s"] * 1e9)
+
+    # Its part for the host is the same step, of the first launch: it is not the one compared.
+    assert [r.launch for r in records if r.case.case_id == step.case.case_id] == [1, 2]
+    digest = sha256(text).hexdigest()
+    assert f"committed before the measurement: sha256 {digest}" in done.stderr
+    assert f"prediction committed before the measurement: sha256 {digest}" in done.stdout
+    assert "before its prediction" not in done.stdout
+    (sentence,) = re.findall(
+        r"^gpt2-125m@tiny.* ddp on 2 x .*: measured .*$", done.stdout, re.M
+    )
+    predicted_ms = entry["prediction"]["step_s"] * 1e3
+    (shown,) = re.findall(r"predicted ([\d.]+) \(no interval \(n = 0\)\)", sentence)
+    assert float(shown) == pytest.approx(predicted_ms, rel=0.01)
+    columns = re.findall(r"^ {4}\S.*? {2,}([\d.]+) +(-?[\d.]+) +[+-]", done.stdout, re.M)
+    (whole,) = re.findall(r"^step +([\d.]+) +([\d.]+)", done.stdout, re.M)
+    for place in (0, 1):  # of the prediction, and of the measurement
+        total = sum(float(line[place]) for line in columns)
+        assert total == pytest.approx(float(whole[place]), abs=0.001 * len(columns))
+    assert "SM clock" not in done.stdout
+
+    training = step.training
+    assert training is not None
+    for name, hashed in zip(training.traces, training.trace_sha256, strict=True):
+        assert sha256((run / "traces" / name).read_bytes()).hexdigest() == hashed
+    check_resume(tmp_path, run, text)
+
+
+def check_resume(folder: Path, run: Path, text: bytes) -> None:
+    """Measure the step again; its prediction stays, and one that was changed is refused."""
+    records = run / "records.jsonl"
+    kept = [line for line in records.read_text().splitlines(True) if '"launch":2' not in line]
+    records.write_text("".join(kept))
+    shutil.copytree(run, folder / "edited")
+    again = stepmark("resume", str(run), cwd=folder)
+    assert again.returncode == 0, again.stderr
+    assert (run / "prediction.json").read_bytes() == text
+    assert "committed before the measurement" not in again.stderr
+    assert [record.launch for record in read_records(run)].count(2) == 1
+
+    file = folder / "edited" / "prediction.json"
+    file.write_bytes(text.replace(b'"step_s": ', b'"step_s": 1'))
+    refused = stepmark("resume", "edited", cwd=folder)
+    assert (refused.returncode, "changed since" in refused.stderr) == (2, True)
+    assert [record.launch for record in read_records(folder / "edited")].count(2) == 0
