@@ -31,6 +31,7 @@ from stepmark.core.record import Measured
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.report.ledger import absolute_ns, differences
+from stepmark.report.predicted_steps import Step
 from stepmark.store.reader import list_runs
 
 # By number of ranks: model and options of `stepmark run`.
@@ -203,7 +204,7 @@ def _row(
     committed: step_report.Commitment,
     own: step_report.Committed,
     records: list[Measured],
-    step: step_report.Step | None,
+    step: Step | None,
 ) -> dict[str, Any]:
     case = records[0].train
     facts = records[0].training

@@ -18,8 +18,10 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import Group, Ledger, without_profiler
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
+from stepmark.store import predictions
 from stepmark.store.runs import RunWriter
 
+EARLY, LATE = "2020-01-01T00:00:00+00:00", "2099-01-01T00:00:00+00:00"
 FSDP8 = Path(__file__).parents[1] / "data" / "traces" / "fsdp8"
 
 
@@ -167,3 +169,70 @@ def test_the_text_has_groups_and_their_lines(capsys: pytest.CaptureFixture[str])
     place = titles.index("  exposed communication")
     assert titles[place + 1 : place + 3] == ["    all_gather", "    reduce_scatter"]
     assert "Definitions: docs/traces.md." in lines
+
+
+def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
+    """Write a run of one profiled step whose committed prediction is 1 ms; return its hash."""
+    path = written(folder, [1.08e-3] * 3, fsdp(2))
+    lines = (("compute", "product", 600_000), ("exposed communication", "all_reduce", 400_000))
+    ledger = [
+        {"stage": 0, "group": group, "line": line, "time_ns": time_ns}
+        for group, line, time_ns in lines
+    ]
+    known = {"step_s": 1e-3, "bound": "device", "device": "H200", "interval": "no interval"}
+    power = dict.fromkeys(("clock_hz", "power_w", "energy_j"))
+    entry = {**known, **power, "memory": None, "ledger": ledger}
+    document = {
+        "version": 1,
+        "created_at": created_at,
+        "predictions": [
+            {"case_id": fsdp(2).case_id, "problem": "", "prediction": entry},
+        ],
+    }
+    return path, predictions.commit(path, document)
+
+
+@pytest.mark.parametrize(
+    ("created_at", "when"),
+    [
+        (EARLY, "before"),
+        (LATE, "after the start of"),
+    ],
+)
+def test_the_page_of_a_predicted_step(
+    tmp_path: Path, created_at: str, when: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, digest = predicted(tmp_path / "20260101-000000-aaaa", created_at)
+    assert status(["report", str(path)]) == 0
+    capsys.readouterr()
+    html = (path / "report.html").read_text()
+    titles = re.findall("<h2>(.*?)</h2>", html)
+    assert titles[:2] == ["Summary", "Predicted and measured"]
+    assert titles[2].startswith("Ledger of ")
+    assert titles[2].endswith(", predicted and measured")
+    assert titles[3].startswith("Lines of ")
+    assert "measured 1.08 ms, predicted 1 (no interval); the lines differ by" in html
+    assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
+    assert digest in html
+    assert re.search(r"\n    product +0\.600 +0\.\d+ ", html)
+    assert "sum of absolute differences" in html
+    (path / "traces" / "rank1.json").unlink()
+    assert status(["report", str(path)]) == 0
+    html = (path / "report.html").read_text()
+    assert "measured 1.1 ms, predicted 1.0 (no interval)" in html
+    assert "Ledger of" not in html
+
+
+def test_the_page_of_a_prediction_that_was_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, digest = predicted(tmp_path / "20260101-000000-aaaa", EARLY)
+    file = path / predictions.FILE
+    file.write_text(file.read_text().replace("0.001", "0.00108"))
+    assert status(["report", str(path)]) == 0
+    assert "it was changed since" in capsys.readouterr().err
+    html = (path / "report.html").read_text()
+    titles = re.findall("<h2>(.*?)</h2>", html)
+    assert titles[:3] == ["Summary", "Predicted and measured", "Training"]
+    assert f"committed (sha256 {digest[:16]}): it was changed since" in html
+    assert "the lines differ" not in html

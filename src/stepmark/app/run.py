@@ -13,8 +13,8 @@ from pathlib import Path
 from stepmark.app import calibrate, comm, delivery, op_plan, train_plan
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
-from stepmark.app.runs import write_page
-from stepmark.app.step_report import StepReport, step_report
+from stepmark.app.runs import write_run_page
+from stepmark.app.step_report import reported
 from stepmark.app.view import console, show_rows, view
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
@@ -227,12 +227,15 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Show tables, the ledger and the sentence; write the page. Returns the exit code."""
     run = view(path)
-    report: StepReport | None = step_report(path, run)
-    page = write_page(path)
+    report = reported(path, run)
+    page = write_run_page(run, report, path / "report.html")
     show_rows(run)
     lines = summary.comm_lines(run.comm_rows)
     for line in (*lines, *summary.train_lines(run.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)
     summary.terminal_summary(run.run, run.rows, console(), report=page)
+    if isinstance(report, ConfigError):
+        delivery.finish(run, path, code)
+        raise report
     sys.stdout.write("".join(f"{line}\n" for line in (report.lines() if report else ())))
     return delivery.finish(run, path, code)

@@ -8,7 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from stepmark.app.delivery import write_files
-from stepmark.app.view import View, console, read_aloud, show_rows, sql_types, view
+from stepmark.app.view import View, console, read_aloud, say, show_rows, sql_types, view
+from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files
 from stepmark.core.options import load
 from stepmark.core.record import RunInfo
@@ -19,6 +20,7 @@ from stepmark.core.verb_options import (
     ShowOptions,
     SqlOptions,
 )
+from stepmark.report.predicted_steps import StepReport
 from stepmark.store import query
 from stepmark.store.codec import to_plain
 from stepmark.store.export import columns_of, export
@@ -135,8 +137,16 @@ def run_report(options: ReportOptions) -> None:
 def write_page(path: Path, target: Path | None = None) -> Path:
     """Write the page of the run at `path`."""
     run = view(path)
-    target = target or path / "report.html"
+    report = load("stepmark.app.step_report:reported")(path, run)
+    if isinstance(report, ConfigError):
+        say([str(report)])
+    return write_run_page(run, report, target or path / "report.html")
+
+
+def write_run_page(run: View, report: StepReport | ConfigError | None, target: Path) -> Path:
+    """Write the page of a run. report: of the steps that it predicted, if any."""
     html = load("stepmark.report.page:html")  # with plotly
-    text = html(run.run, run.records, run.rows, run.device, run.comm_rows, run.train_rows)
-    write_text(target, text, "out")
+    sections = load("stepmark.report.ledger_page:sections")(report) if report else ""
+    rows = run.rows, run.device, run.comm_rows, run.train_rows
+    write_text(target, html(run.run, run.records, *rows, sections), "out")
     return target

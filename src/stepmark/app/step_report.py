@@ -2,7 +2,7 @@
 
 import csv
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -13,7 +13,7 @@ from stepmark.app import calibrate, predict
 from stepmark.app.parts import read_parts
 from stepmark.app.predict_target import Target
 from stepmark.app.step_ledger import measured_ledger
-from stepmark.app.view import View
+from stepmark.app.view import View, median_s
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
@@ -24,6 +24,8 @@ from stepmark.core.training import CompileScope
 from stepmark.predict.interval import PastPrediction, interval
 from stepmark.report import ledger as report_ledger
 from stepmark.report import prediction as report
+from stepmark.report.predicted_steps import Step, StepReport
+from stepmark.report.training_words import shape_text
 from stepmark.store import predictions
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -112,41 +114,6 @@ def past_predictions() -> Sequence[PastPrediction]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A step that was predicted, then measured and profiled."""
-
-    case_id: str
-    name: str
-    predicted: Ledger | None  # of the stage of the measured rank
-    measured: MeasuredLedger
-    power: tuple[StepPower, StepPower]  # predicted, measured
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepReport:
-    """What a run says of its steps. digest: of the committed predictions, "" without any."""
-
-    steps: tuple[Step, ...]
-    notes: tuple[str, ...]
-    digest: str
-
-    def lines(self) -> Iterator[str]:
-        """Yield the report as text; it ends with a sentence per step."""
-        for step in self.steps:
-            yield ""
-            if step.predicted is not None:
-                yield from report_ledger.difference_lines(step.predicted, step.measured.ledger)
-                yield ""
-                yield from report_ledger.power_lines(*step.power)
-            yield report_ledger.source_line(step.measured)
-        yield from (f"note: {note}" for note in self.notes)
-        if self.digest:
-            yield f"prediction committed before the measurement: sha256 {self.digest}"
-        yield from (f"\n{step.sentence}" for step in self.steps)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
     """The committed prediction of a step. problem: why there is none, "" with one.
 
@@ -223,11 +190,14 @@ def step_report(path: Path, run: View) -> StepReport | None:
     created_at = datetime.fromisoformat(committed.created_at).timestamp()
     steps: list[Step] = []
     notes: list[str] = []
+    is_before = True
     for own in committed.steps:
         if own.problem:
             notes.append(f"no prediction: {own.problem}")
-        for record in records_of(run, own.case_id):
+        records = records_of(run, own.case_id)
+        for record in records:
             if record.started_at < created_at - _CLOCK_STEP_S:
+                is_before = False
                 notes.append("the step was measured before its prediction was committed")
             if record.training and record.training.traces:
                 try:
@@ -237,9 +207,23 @@ def step_report(path: Path, run: View) -> StepReport | None:
                     continue
                 steps.append(_step(own, record, measured, run))
                 notes += measured.notes
+        if own.ledgers and records and own.case_id not in {step.case_id for step in steps}:
+            notes.append(_totals(own, records))
     return StepReport(
-        steps=tuple(steps), notes=tuple(dict.fromkeys(notes)), digest=committed.digest
+        steps=tuple(steps),
+        notes=tuple(dict.fromkeys(notes)),
+        digest=committed.digest,
+        committed_at=f"{datetime.fromtimestamp(created_at, UTC):%Y-%m-%d %H:%M:%S} UTC",
+        is_before=is_before,
     )
+
+
+def reported(path: Path, run: View) -> StepReport | ConfigError | None:
+    """Return the report, or what is wrong with the prediction."""
+    try:
+        return step_report(path, run)
+    except ConfigError as error:
+        return error
 
 
 def records_of(run: View, case_id: str) -> list[Measured]:
@@ -256,6 +240,16 @@ def records_of(run: View, case_id: str) -> list[Measured]:
     ]
 
 
+def _totals(own: Committed, records: Sequence[Measured]) -> str:
+    """Return the times of a step that has no ledger, of all launches."""
+    case = records[0].train
+    ran = [record for record in records if any(record.samples.seconds)]
+    times = [f"{1e3 * median_s(record) * case.cycle:.1f}" for record in ran]
+    name = f"{case.model.name} {shape_text(case)}"
+    measured = f"measured {' and '.join(times)} ms" if times else "not measured"
+    return f"{name}: {measured}, predicted {1e3 * own.step_s:.1f} ({own.interval})"
+
+
 def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View) -> Step:
     case = record.train
     names = {device.name for device in run.run.environment.devices}
@@ -266,7 +260,7 @@ def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View)
     ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
     return Step(
         case_id=case.case_id,
-        name=name,
+        name=f"{case.model.name} {shape_text(case)}",
         predicted=ledger,
         measured=measured,
         power=(own.power, _measured_power(record, measured)),

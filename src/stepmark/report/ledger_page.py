@@ -1,16 +1,25 @@
 """Two ledgers beside each other on a page: predicted and measured, or two runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 import plotly.graph_objects as go
 
+from stepmark.core.errors import ConfigError
 from stepmark.core.kernel_groups import COMMUNICATION
 from stepmark.core.ledger import WAITING, Group, Ledger, Line
 from stepmark.core.prediction import LEFT_OUT
 from stepmark.report.figures import COLOURS, INK, Drawn, styled
-from stepmark.report.ledger import NAMES, difference_lines, lines_of, words_of
+from stepmark.report.ledger import (
+    NAMES,
+    difference_lines,
+    lines_of,
+    power_lines,
+    source_line,
+    words_of,
+)
 from stepmark.report.page import figure_section, section
+from stepmark.report.predicted_steps import StepReport
 from stepmark.report.trace_page import COLOURS_OF
 
 
@@ -21,15 +30,46 @@ def html(
     *,
     step: str = "the step",
     text: Sequence[str] = (),
+    more: Sequence[str] = (),
 ) -> str:
-    """Return the sections: the waterfalls, and the lines under text such as the sentence."""
-    lines = [*text, "", *difference_lines(first, second, names)]
-    return figure_section(*waterfalls((first, second), names)) + section(
-        f"Lines of {escape(step)}", f"<pre>{escape(chr(10).join(lines).strip())}</pre>"
+    """Return the sections: the waterfalls, and the lines. more: tables after them."""
+    lines = [*difference_lines(first, second, names), *more]
+    return figure_section(*waterfalls((first, second), names, step)) + section(
+        f"Lines of {escape(step)}", _paragraphs(text) + _table(lines)
     )
 
 
-def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str]) -> Drawn:
+def sections(report: StepReport | ConfigError) -> str:
+    """Return what a run says of its predicted steps, or why the prediction is refused."""
+    title = "Predicted and measured"
+    if isinstance(report, ConfigError):
+        return section(title, f'<p class="warning">{escape(str(report))}</p>')
+    sentences = _paragraphs(step.sentence for step in report.steps)
+    notes = [*(f"note: {note}" for note in report.notes), report.commitment]
+    parts = [section(title, sentences + _paragraphs(notes, "quiet"))]
+    for step in report.steps:
+        text = [source_line(step.measured)]
+        measured = step.measured.ledger
+        if step.predicted is None:
+            parts.append(figure_section(*waterfalls([measured], NAMES[1:], step.name)))
+            parts.append(section(f"Source of {escape(step.name)}", _paragraphs(text)))
+            continue
+        more = ["", *power_lines(*step.power)]
+        parts.append(html(step.predicted, measured, step=step.name, text=text, more=more))
+    return "\n".join(parts)
+
+
+def _paragraphs(texts: Iterable[str], kind: str = "") -> str:
+    return "".join(f'<p class="{kind}">{escape(text)}</p>' for text in texts)
+
+
+def _table(lines: Sequence[str]) -> str:
+    return f'<pre class="table">{escape(chr(10).join(lines).strip())}</pre>'
+
+
+def waterfalls(
+    ledgers: Sequence[Ledger], names: Sequence[str], step: str = "the step"
+) -> Drawn:
     """Return the lines of each ledger, one after the other up to the step's time."""
     lines = [line for group in Group for line in lines_of(ledgers, group)]
     words = [escape(words_of(line)) for line in lines]
@@ -59,7 +99,7 @@ def waterfalls(ledgers: Sequence[Ledger], names: Sequence[str]) -> Drawn:
         "is alone where it does not say otherwise."
     )
     return (
-        f"Ledger of the step: {' and '.join(names)}",
+        f"Ledger of {step}, {' and '.join(names)}",
         note,
         styled(figure, height=150 + 32 * (len(lines) + 1)).update_layout(margin_r=48),
     )

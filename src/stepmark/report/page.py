@@ -26,12 +26,17 @@ def html(
     device: DeviceSpec | None,
     comm_rows: Sequence[Row] = (),
     train_rows: Sequence[Row] = (),
+    predicted: str = "",
 ) -> str:
-    """Return the document of operators (rows), collectives and training."""
+    """Return the document of operators (rows), collectives and training.
+
+    predicted: sections about the steps that the run predicted.
+    """
     other_rows = [*comm_rows, *train_rows]
     body = "\n".join(
         (
             section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
+            predicted,
             *([section("Training", table(train_rows, TRAIN_COLUMNS))] if train_rows else []),
             *_figures(training_figures.drawn(records) if train_rows else ()),
             *_figures(_operator_figures(run, rows, device)),
