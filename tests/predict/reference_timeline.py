@@ -265,8 +265,7 @@ class Reference:
                     issue = (head.call or [head])[-1].issue
                     if head.start is None and issue is not None and issue > self.now:
                         waits.append(issue - self.now)
-                        if name == COMPUTE:
-                            on_host.add(stage)
+                        on_host.add(stage)
         assert waits, "deadlock"
         step = min(waits)
         for stage in stages:

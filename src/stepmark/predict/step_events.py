@@ -80,13 +80,11 @@ class Lane:
     unfinished: list[int] = field(default_factory=list)
     busy: list[Busy] = field(default_factory=list)
     sent: list[tuple[float, float]] = field(default_factory=list)  # transfers that have ended
-    waits: list[tuple[float, float]] = field(default_factory=list)  # for the host
     streams: list[_Stream] = field(default_factory=list)
     num_computing: int = 0
     has_changed: bool = False  # its transfers, since its computation learned of them
     is_computing: bool = False  # as far as its transfers know
     is_sending: bool = False  # as far as its computation knows
-    free_since: float = 0.0
     parts_left: dict[tuple[int, int], int] = field(default_factory=dict)
     moved: dict[tuple[int, int], float] = field(default_factory=dict)  # when calls began to
     transfers: dict[_Transfer, None] = field(default_factory=dict)
@@ -194,8 +192,6 @@ class Simulator:
             if issue > self.now:
                 self._push(issue, lane, stream)
                 return
-        if stream is lane.streams[_MAIN] and lane.free_since < issue:
-            lane.waits.append((lane.free_since, issue))
         if not stream.single:
             step.starts[item] = self.now
         stream.is_busy = True
@@ -233,7 +229,6 @@ class Simulator:
                 if self._is_quiet(lane, stream, step, item, end):
                     # All that it waits for the host is before its computation.
                     start = end - segment.total_s
-                    lane.waits.append((self.now, start))
                     stream.compute = _Compute(where, segment, start, end=end, is_fixed=True)
                     self._push(end, lane, stream)
                     return
@@ -287,8 +282,6 @@ class Simulator:
         self._record(lane, compute)
         lane.num_computing -= 1
         stream.compute, stream.is_busy = None, False
-        if stream is lane.streams[_MAIN]:
-            lane.free_since = self.now
         if stream.singles:
             stream.single += 1
             if stream.single < len(stream.singles):
@@ -363,8 +356,6 @@ class Simulator:
     def _end_call(self, lane: Lane, step: Step, item: int) -> None:
         stream = lane.streams[lane.program.streams[item]]
         stream.is_busy = False
-        if stream is lane.streams[_MAIN]:
-            lane.free_since = self.now
         self._end_item(lane, stream, step)
 
     def _settle(self, lane: Lane) -> None:

@@ -268,7 +268,7 @@ def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledge
         return round((min(max(time, first), end) - first) * scale)
 
     events: list[Event] = []
-    idles = [(unit(begin), unit(stop), Idle.HOST) for begin, stop in lane.waits]
+    idles: list[tuple[int, int, Idle]] = []
     within = Counter({CONTENTION: 0, TRANSFER: 0, WAITING: 0})
     for busy in lane.busy:
         if busy.end <= first or busy.start >= end:
@@ -284,7 +284,7 @@ def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledge
                 group = Group.COPIES if work is Work.COPY else Group.COMPUTE
                 events.append(Event(group, work, last, place))
                 within[RECOMPUTED] += (place - last) * is_recomputed
-    computes, causes = events.copy(), _Causes(idles)
+    computes, causes = events.copy(), _Causes(idles, Idle.HOST if lane.has_host else Idle.RANK)
     calls = sorted(
         (unit(start), work.ops[0].collective, length if math.isnan(stop) else unit(stop))
         for step in lane.steps
@@ -311,20 +311,25 @@ def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledge
 
 
 class _Causes:
-    """Causes of idle times; where none is known, another stage is waited for."""
+    """Causes of idle times. other: where none is known.
 
-    def __init__(self, idles: list[tuple[int, int, Idle]]) -> None:
+    Of the stages whose hosts are simulated it is the host: a stage in which nothing runs or is
+    communicated waits for the issue of something.
+    """
+
+    def __init__(self, idles: list[tuple[int, int, Idle]], other: Idle) -> None:
+        self._other = other
         self._idles = sorted(idle for idle in idles if idle[1] > idle[0])
         self._starts = [start for start, _, _ in self._idles]
 
     def __call__(self, first: int, last: int) -> Iterator[tuple[Idle, int]]:
         place = max(0, bisect_right(self._starts, first) - 1)
         while first < last:
-            start, end, cause = last, last, Idle.RANK
+            start, end, cause = last, last, self._other
             if place < len(self._idles):
                 start, end, cause = self._idles[place]
             if start > first:
-                yield Idle.RANK, min(start, last) - first
+                yield self._other, min(start, last) - first
             known_ns = min(end, last) - max(start, first)
             if known_ns > 0:
                 yield cause, known_ns
