@@ -17,6 +17,7 @@ from stepmark.core.trace_columns import GpuKind
 from stepmark.core.trace_options import ToWorkloadOptions, TraceInputs
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.trace.kineto import links
+from stepmark.trace.kineto.ledger import ledgers
 from stepmark.trace.kineto.matching import match
 from stepmark.trace.kineto.messages import rank_messages
 from stepmark.trace.kineto.program import program
@@ -174,7 +175,8 @@ def test_two_pipeline_stages(tmp_path: Path) -> None:
         pair = (rank % 2, rank % 2 + 2)
         if rank < 2:
             script.kernel("first", 1, (10, 20 + rank))
-            script.message("send", 4, (22, 30), pair, **{"Dst Rank": 1, "Src Rank": 0})
+            end = 30 - rank  # rank 1 waits less
+            script.message("send", 4, (22, end), pair, **{"Dst Rank": 1, "Src Rank": 0})
         else:
             script.message("recv", 1, (22, 30), pair, **{"Dst Rank": 1, "Src Rank": 0})
             script.op("autograd::engine::evaluate_function: X", 2, 9, AUTOGRAD)
@@ -186,13 +188,73 @@ def test_two_pipeline_stages(tmp_path: Path) -> None:
     assert workload.world_size == 4
     first, second = list(workload.expand(0)), list(workload.expand(1))
     assert [op.module for op in first] == ["", "send"]
-    assert first[0].time_s == pytest.approx(10.5e-6)  # the median of both ranks
+    assert first[0].time_s == pytest.approx(11e-6)  # of the rank that waits less
     assert isinstance(first[1], CommOp)
     assert isinstance(second[0], CommOp)
     assert (first[1].peer, second[0].peer) == (1, 1)
     assert workload.groups[first[1].group].members(1) == (1, 3)
+    assert first[1].time_s is second[0].time_s is None  # it may wait for the other side
     assert second[1].phase == "bwd"
     assert not any("disagree" in note for note in workload.notes)
+
+
+def test_times_are_those_of_the_rank_that_waits_least(tmp_path: Path) -> None:
+    """Rank 1 is late: its host needs 35 us for the sum; a wait for the GPU is none of it."""
+    scripts = [Script(rank, 2) for rank in range(2)]
+    for rank, script in enumerate(scripts):
+        script.step(0, 100)
+        script.kernel("a", 5, (10, 20 + rank))
+        script.all_reduce(10 + 30 * rank, (22 + 30 * rank, 62))
+        script.call("cudaDeviceSynchronize", 60, 90)
+    workload = workload_of(tmp_path, *scripts)
+    computed, summed = workload.expand()
+    assert computed.time_s == pytest.approx(11e-6)
+    assert summed.time_s == pytest.approx(10e-6)
+    host_s = {key: time for key, time in workload.settings.items() if key.startswith("host")}
+    # Of the 100 us, 30 are the wait.
+    assert host_s == {"host step, s": pytest.approx(70e-6)}
+    (tmp_path / "rank1.json").unlink()
+    lone = read(options(tmp_path))
+    assert lone is not None
+    assert [op.time_s for op in lone.expand()] == [pytest.approx(10e-6), None]
+
+
+def test_a_traced_step_is_predicted_with_its_own_times(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8 H200, FSDP2: the lines are those of the rank that the others wait for."""
+    workload = read(options(DATA / "fsdp8", steps=((6, 6),)))
+    assert workload is not None
+    file, out = tmp_path / "step.json", tmp_path / "out.json"
+    file.write_bytes(native.encode(workload))
+    ((_, measured),) = ledgers(
+        read_trace(DATA / "fsdp8" / "rank7.json.gz"), lambda number: number == 6
+    )
+    predict = ["predict", str(file), "--json", str(out)]
+    assert status(predict) == 0
+    found = json.loads(out.read_text())
+    assert found["device"] == "NVIDIA H200"
+    assert found["bound"] == "host"
+    assert found["step_s"] == pytest.approx(measured.window_ns / 1e9, rel=0.005)
+    lines = {(row["group"], row["line"]): row["time_ns"] for row in found["ledger"]}
+    for line in {*lines, *measured.lines}:
+        difference_ns = lines.get(line, 0) - measured.lines.get(line, 0)
+        assert abs(difference_ns) < 0.007 * measured.window_ns, line
+    assert any("792 of 792 computations and 26 of 26 messages" in n for n in found["notes"])
+    assert not any("not measured" in n or "not known:" in n for n in found["notes"])
+    assert found["sources_s"].keys() == {"file"}
+    # Links of half the speed: as much more of it is exposed.
+    assert status([*predict, "--what-if", "link=0.5x"]) == 0
+    assert json.loads(out.read_text())["comm_s"] == pytest.approx(2 * found["comm_s"], rel=0.01)
+    assert status([*predict, "--device", "h200"]) == 0
+    assert json.loads(out.read_text())["step_s"] == found["step_s"]
+    assert status([*predict, "--device", "h100-sxm"]) == 0
+    other = json.loads(out.read_text())
+    assert other["sources_s"].keys() == {"file"}  # no operation of this file has a shape
+    assert any("times are those of NVIDIA H200" in note for note in other["notes"])
+    assert other["bound"] == "device"
+    assert any("host's time is not known" in note for note in other["notes"])
+    capsys.readouterr()
 
 
 def test_what_cannot_be_known_is_refused(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class Reference:
             last: Node | None = None
             for op in self.workload.expand(stage):
                 node = Node(op, step, stage)
-                node.host_s = self.costs.host_comm_s
+                node.host_s = self.costs.host_comm_s(node.op)
                 for text in op.after:
                     name, back = text, 0
                     if text not in names:

@@ -265,7 +265,7 @@ def _host_times(
             continue
         counts = {"fwd": 0, "bwd": 0, "optim": 0}
         for op in of_case(own).expand():
-            counts[pass_of(op.phase)] += 1
+            counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait
         per_op = {
             name: median(slowest_per_sample(getattr(record.training, field))) / counts[name]
             for name, field in _PASSES.items()

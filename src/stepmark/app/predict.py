@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
 
-from stepmark.app import train_plan
+from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
 from stepmark.core.dtypes import DType
@@ -22,7 +22,7 @@ from stepmark.core.training import Precision
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Workload
 from stepmark.predict import memory
 from stepmark.predict.comm import CommCosts
-from stepmark.predict.costs import RooflineCosts, first_of, work_of_op
+from stepmark.predict.costs import RooflineCosts, file_cost, first_of, known_time
 from stepmark.predict.step import predict_step
 from stepmark.report import prediction as report
 from stepmark.store.export import write_json
@@ -32,8 +32,6 @@ from stepmark.workload.tree import stage_of_case
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/LOG.md). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
-# AICB and SimAI give computation of unknown time 1 ns, and rows of several the sum.
-_FILLER_S = 1e-7
 _MOST_IN_HOST = 8  # GPUs whose links a data sheet is of
 
 
@@ -64,7 +62,9 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
         values = ", ".join(f"{name}={value:g}" for name, value in changes.items())
         notes.append(f"what if: {target.device_name} with {values}")
     costs, comm, unknown = _costs(target, changes)
-    power = _changed_power(target.parts.power if target.parts else None, changes)
+    is_of_file = target.times_of_file
+    power = target.parts.power if target.parts and not is_of_file else None
+    power = _changed_power(power, changes)
     prediction = predict_step(target.workload, costs, power)
     if unknown:
         shown = ", ".join(list(unknown)[:5]) + (", ..." if len(unknown) > 5 else "")
@@ -76,17 +76,23 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
         allowed = f"above {prediction.power_w:.0f} W, which the step draws at the lowest clock"
         raise ConfigError("what-if", f"power={power.limit_w:g}W", allowed)
     notes += report.source_notes(prediction.sources, comm.sources, target.device_name)
-    notes += _contention_notes(target, costs, prediction)
+    if is_of_file:
+        notes += file_times.notes(target.workload)
+    else:
+        notes += _contention_notes(target, costs, prediction)
     most = max(_group_sizes(target.workload), default=1)
     if most > _MOST_IN_HOST and Source.ROOFLINE in comm.sources.values():
         notes.append(f"collectives take the links within a host, also those of {most} ranks")
-    has_times = any((op.time_s or 0.0) > _FILLER_S for op in target.workload.expand())
-    if has_times and Source.FILE not in prediction.sources:
+    if Source.FILE not in prediction.sources and file_times.any_in(target.workload):
         notes.append("the workload file's own times are not used")
-    if target.parts is None or target.case is None:
+    measured_on = target.workload.settings.get("devices")
+    if Source.FILE in prediction.sources and not is_of_file and measured_on:
+        notes.append(f"the workload file's own times are those of {measured_on}")
+    has_host = target.case is not None and target.parts is not None
+    if not has_host and not (is_of_file and file_times.has_host(target.workload)):
         notes.append("the host's time is not known: the step counts as bound by the device")
     is_on_gpu = target.case is None or target.case.device == "cuda"
-    if power is None and is_on_gpu:
+    if power is None and is_on_gpu and not is_of_file:
         notes.append("power was not calibrated: the device counts as running at full clock")
     return prediction, notes
 
@@ -118,11 +124,14 @@ def _costs(
     target: Target, changes: dict[str, float]
 ) -> tuple[Costs, CommCosts, dict[str, None]]:
     """Return all costs; the source of those of collectives; operations of unknown cost."""
-    found, unknown = target.parts, dict[str, None]()
-    sources = [*(found.compute if found else ())]
+    found, unknown, is_of_file = target.parts, dict[str, None](), target.times_of_file
+    sources = [*([file_cost] if is_of_file else ()), *(found.compute if found else ())]
     if target.device is not None:
         sources.append(RooflineCosts(target.device))
+    sources.append(file_cost)
     host_s = found.host_s if found else lambda _op: 0.0
+    if is_of_file:
+        host_s = file_times.host_times(target.workload)
     first = first_of(sources, host_s)
 
     @cache
@@ -130,8 +139,6 @@ def _costs(
         cost = first(op)
         if cost is None and op.is_wait:
             return OpCost(time_s={}, num_kernels=0.0)
-        if cost is None and op.time_s is not None and op.time_s > _FILLER_S:
-            cost = OpCost(time_s={work_of_op(op): op.time_s}, source=Source.FILE)
         if cost is None:
             unknown[op.op.name if isinstance(op.op, Kernel) else op.module] = None
             return OpCost(time_s={}, num_kernels=0.0, source=Source.UNKNOWN)
@@ -142,16 +149,17 @@ def _costs(
     link = changes.get("link", 1.0)
 
     def comm_s(op: CommOp, group: Group) -> float:
-        return comm(op, group) / link
+        own_s = known_time(op) if is_of_file else None
+        return (comm(op, group) if own_s is None else own_s) / link
 
     costs = Costs(
         compute=compute,
         comm=comm_s,
         gap_s=_GAP_S if found is None or found.gap_s is None else found.gap_s,
         gap=Idle.HOST if found and found.is_host else Idle.LAUNCH_GAP,
-        host_comm_s=0.0,
-        compute_slowdown=found.compute_slowdown if found else {},
-        comm_slowdown=(found.comm_slowdown if found else None) or 1.0,
+        host_comm_s=host_s,
+        compute_slowdown=found.compute_slowdown if found and not is_of_file else {},
+        comm_slowdown=(found.comm_slowdown if found and not is_of_file else None) or 1.0,
     )
     return costs, comm, unknown
 

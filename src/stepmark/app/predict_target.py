@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from stepmark.app import train_plan, workload_files
+from stepmark.app import file_times, train_plan, workload_files
 from stepmark.app.calibrate import HOST
 from stepmark.app.likeness import is_like
 from stepmark.app.machine import Machine, machine
@@ -30,7 +30,7 @@ _NO_EFFECT = ("text", "text_file", "workers", "seed", "lr", "compile_fallback")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What is predicted. case: None for a workload file."""
+    """What is predicted. case: None for a workload file; times_of_file: by its own times."""
 
     name: str
     workload: Workload
@@ -38,6 +38,7 @@ class Target:
     device: DeviceSpec | None
     device_name: str
     parts: Parts | None
+    times_of_file: bool = False
 
 
 def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
@@ -126,17 +127,20 @@ def _file_target(options: PredictOptions, file: str) -> tuple[Target, list[str]]
         _check_device(read_info(path), here, force=options.force)
         parts = read_parts(path, None, force=options.force)
         device, notes = parts.device, _sitting(path, here)
-    elif device is None:
-        device = find_device(machine(None).name)
-        if device is None:
+    own = find_device(str(workload.settings.get("devices")))  # of a trace
+    is_timed = file_times.any_in(workload) and (not options.device or device == own)
+    if device is None and parts is None:
+        device = (own if is_timed else None) or find_device(machine(None).name)
+        if device is None and not is_timed:
             raise ConfigError("device", "missing", "the name of a device, e.g. h200")
     target = Target(
         name=workload.name,
         workload=workload,
         case=None,
         device=device,
-        device_name=parts.device_name if parts else device.names[0] if device else "",
+        device_name=parts.device_name if parts else device.names[0] if device else "unknown",
         parts=parts,
+        times_of_file=is_timed,
     )
     return target, notes
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from statistics import median
 
-from stepmark.app import workload_files
+from stepmark.app import file_times, workload_files
 from stepmark.app.trace_files import TraceSet, map_traces
+from stepmark.core.collectives import FACTS, Collective
 from stepmark.core.errors import ConfigError
 from stepmark.core.trace_options import ToWorkloadOptions, TraceInputs
 from stepmark.core.units import ranks_text
-from stepmark.core.workload import CommOp, ComputeOp, Group, Operation, Workload
+from stepmark.core.workload import CommOp, Group, Operation, Workload
 from stepmark.launch import outer_launcher
 from stepmark.store.export import is_folder
 from stepmark.trace.kineto.program import RankProgram, program, step_windows
@@ -99,17 +99,35 @@ def _workload(
         absent = ranks_text(set(range(world)) - programs.keys())
         notes.append(f"{absent}: no trace is read; the program is that of rank {first}")
     ranks: list[Sequence[Operation]] = []
+    slowest: list[int] = []  # the rank of each stage that waits least
     for _, alike in groupby(range(world), lambda rank: messages.get(rank, messages[first])):
         members = list(alike)
-        like = [rank for rank in members if rank in programs] or [first]
-        unequal = [rank for rank in like if bare[rank] != bare[like[0]]]
-        times = [programs[rank].times for rank in like if rank not in unequal]
-        ranks += [_timed(by_rank[like[0]], times)] * len(members)
-        if unequal:
+        sent = {
+            rank: [
+                time
+                for op, time in zip(by_rank[rank], programs[rank].times, strict=True)
+                if isinstance(op, CommOp)
+            ]
+            for rank in members
+            if rank in programs
+        }
+        rank = min(sent, key=lambda rank: sum(time or 0 for time in sent[rank]))
+        slowest.append(rank)
+        timed = _timed(rank, by_rank[rank], programs[rank].times, sent, groups)
+        ranks += [timed] * len(members)
+        if unequal := [other for other in sent if bare[other] != bare[rank]]:
             notes.append(
-                f"{ranks_text(unequal)}: the same messages as rank {like[0]}, but other "
+                f"{ranks_text(unequal)}: the same messages as rank {rank}, but other "
                 "computations: those of that rank stand for them"
             )
+    hosts = [programs[rank].host_ns for rank in slowest]
+    host_ns = max(hosts, key=lambda own: sum(own.values()))
+    notes.append(
+        f"times of computations and of the host are those of {ranks_text(set(slowest))}, which "
+        "waits least (of each stage); those of collectives are the shortest of their ranks; "
+        "reductions (sum, average) and roots are not in a trace; waits between streams are "
+        "inferred"
+    )
     stages, blocks = stages_of(ranks)
     info = traces.results[0].info
     workload = Workload(
@@ -120,6 +138,7 @@ def _workload(
         settings={
             "step": programs[first].step,
             "devices": ", ".join(sorted(set(info.devices))),
+            **file_times.host_settings({name: ns / 1e9 for name, ns in host_ns.items()}),
         },
         groups=groups,
         blocks=blocks,
@@ -147,14 +166,29 @@ def _named(each: RankProgram, world: int, groups: dict[str, Group]) -> tuple[Ope
 
 
 def _timed(
-    operations: Sequence[Operation], times: Sequence[Sequence[int | None]]
+    rank: int,
+    operations: Sequence[Operation],
+    times: Sequence[int | None],
+    sent: Mapping[int, Sequence[int | None]],
+    groups: Mapping[str, Group],
 ) -> tuple[Operation, ...]:
-    """Return the operations with median times over ranks, which are ns."""
-    timed = []
-    for op, each in zip(operations, zip(*times, strict=True), strict=True):
-        known = [time for time in each if time is not None]
-        is_timed = known and isinstance(op, ComputeOp)
-        timed.append(replace(op, time_s=median(known) / 1e9) if is_timed else op)
+    """Return the operations of a rank with times in ns.
+
+    sent: times of the messages of each rank, of which the shortest is without waiting: that of
+    the last rank of a collective to arrive.
+    """
+    timed: list[Operation] = []
+    messages = zip(*sent.values(), strict=True)
+    for op, own in zip(operations, times, strict=True):
+        time = own
+        if isinstance(op, CommOp):
+            by_rank = dict(zip(sent, next(messages), strict=True))
+            known = [by_rank.get(member) for member in groups[op.group].members(rank)]
+            is_known = op.collective in FACTS and FACTS[Collective(op.collective)].synchronizing
+            time = min((each for each in known if each is not None), default=None)
+            if not is_known or None in known:
+                time = None
+        timed.append(op if time is None else replace(op, time_s=time / 1e9))
     return tuple(timed)
 
 
@@ -163,7 +197,3 @@ def _notes(programs: Mapping[int, RankProgram]) -> Iterator[str]:
     for each in programs.values():
         left_out += each.left_out
     yield from (f"left out: {count} {what}" for what, count in left_out.most_common())
-    yield (
-        "times of computations are medians over ranks; reductions (sum, average) and roots are "
-        "not in a trace; waits between streams are inferred"
-    )

@@ -51,7 +51,7 @@ class Costs:
     comm: Callable[[CommOp, Group], float]
     gap_s: float = 0.0
     gap: Idle = Idle.LAUNCH_GAP
-    host_comm_s: float = 0.0
+    host_comm_s: Callable[[CommOp], float] = lambda _op: 0.0
     compute_slowdown: Mapping[Work, float] = field(default_factory=dict)  # missing: 1
     comm_slowdown: float = 1.0
 

@@ -25,11 +25,13 @@ from stepmark.core.ops import (
 from stepmark.core.roofline import roofline_time
 from stepmark.core.step_cost import OpCost, Source
 from stepmark.core.trace_ops import COMM, MEMORY, OpTable
-from stepmark.core.workload import ComputeOp, Kernel, Workload
+from stepmark.core.workload import ComputeOp, Kernel, Operation, Workload
 
 _PASS = {Phase.FWD: "fwd", Phase.OPTIM: "optim"}
 _END = ("head", "head.norm", "loss", "output")
 _UPDATE = ("clip", "update")
+# AICB and SimAI give computation of unknown time 1 ns, and rows of several the sum.
+_FILLER_S = 1e-7
 
 
 def pass_of(phase: str) -> str:
@@ -194,6 +196,19 @@ def _rows(table: OpTable) -> list[_Row]:
         times, kernels = zip(*by_step.values(), *missing, strict=True)
         rows.append(_Row(*place, median(times) * 1e-9, median(kernels)))
     return rows
+
+
+def known_time(op: Operation) -> float | None:
+    """Return the time that a workload file has of the operation."""
+    return op.time_s if op.time_s is not None and op.time_s > _FILLER_S else None
+
+
+def file_cost(op: ComputeOp) -> OpCost | None:
+    """Return the cost by the time that a workload file has of the operation."""
+    time_s, work = known_time(op), work_of_op(op)
+    if isinstance(op.op, Kernel):
+        work = work_of(op.op.name, op.module, op.phase)  # by its name in a trace
+    return None if time_s is None else OpCost(time_s={work: time_s}, source=Source.FILE)
 
 
 @dataclass(frozen=True, slots=True)

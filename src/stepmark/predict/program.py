@@ -337,7 +337,7 @@ class Compiler:
             is_inside = True
         if is_inside:
             parts.append(Part(inside + max(sent, received)))
-        return Call(tuple(ops), tuple(parts), len(ops) * self._costs.host_comm_s)
+        return Call(tuple(ops), tuple(parts), sum(map(self._costs.host_comm_s, ops)))
 
     def _parsed(self, text: str) -> tuple[str, int]:
         if text not in self._after:

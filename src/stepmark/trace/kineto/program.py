@@ -25,15 +25,16 @@ from stepmark.core.ops import Bmm, Gemm, Layout, Phase
 from stepmark.core.ops.fields import MULTIPLIED
 from stepmark.core.trace_columns import NONE, CommArgs, RankTrace
 from stepmark.core.trace_options import TraceInputs
-from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation
+from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation, pass_of
 from stepmark.trace.kineto.attribution import PHASES, attribute, operation_of
 from stepmark.trace.kineto.export import busy_steps
 from stepmark.trace.kineto.host_ops import HostOps
 from stepmark.trace.kineto.instances import PHASES as COMM_PHASES
 from stepmark.trace.kineto.instances import comm_calls
+from stepmark.trace.kineto.intervals import time_before, union
 from stepmark.trace.kineto.links import launches, steps
 from stepmark.trace.kineto.messages import kind_of, members_of
-from stepmark.trace.kineto.stream_waits import made_to_wait
+from stepmark.trace.kineto.stream_waits import WAITS, is_named, made_to_wait
 from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
@@ -47,12 +48,14 @@ _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1
 class RankProgram:
     """One step. times: of each operation, ns, None where no GPU event is known.
 
-    members: ranks of each group of its messages. left_out: what is no operation, and how often.
+    host_ns: of the host by pass, without waits for the GPU. members: ranks of each group of
+    its messages. left_out: what is no operation, and how often.
     """
 
     step: int
     operations: tuple[Operation, ...]
     times: tuple[int | None, ...]
+    host_ns: dict[str, int]
     members: dict[str, tuple[int, ...]]
     left_out: Counter[str]
 
@@ -79,11 +82,12 @@ def program(trace: RankTrace, step: int) -> RankProgram | None:
             *(int(calls.issued[place]), int(calls.start[place]), int(calls.end[place])),
         )
     maker.add_computations()
+    mark = int(marked.start[row]), int(marked.end[row])
     for name, count, _ in calls.unlinked:
         maker.left_out[f"kernels {name[:60]} of no call in the trace"] += count
     if calls.without_args:
         maker.left_out["calls whose arguments are not recorded"] += calls.without_args
-    return maker.program(step)
+    return maker.program(step, mark)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -202,8 +206,11 @@ class _Maker:
             product = _product(texts, _PRODUCTS[name], is_tf32="tf32" in kernel)
         return ComputeOp(op=product or Kernel(name=name), **self._place(at, name))
 
-    def program(self, step: int) -> RankProgram:
-        """Return the operations in issue order, with the streams and waits of the trace."""
+    def program(self, step: int, mark: tuple[int, int]) -> RankProgram:
+        """Return the operations in issue order, with the streams and waits of the trace.
+
+        mark: when the host began and ended the step.
+        """
         self.items.sort(key=lambda item: item.issued)
         names = self._streams()
         queues: dict[int, list[_Item]] = {}  # by stream
@@ -231,9 +238,26 @@ class _Maker:
             step=step,
             operations=tuple(operations),
             times=tuple(item.time for item in self.items),
+            host_ns=self._host_ns(*mark),
             members=self.members,
             left_out=self.left_out,
         )
+
+    def _host_ns(self, start: int, end: int) -> dict[str, int]:
+        """Return the time up to the issue of each operation, by pass; the last has the rest."""
+        calls = self.trace.calls
+        waits = is_named(self.trace, calls.name, WAITS)
+        known = self.call != NONE
+        call = self.call[known]
+        waits[call] |= self.trace.gpu.end[self.rows[known]] <= calls.end[call]  # of copies
+        blocked = union(calls.start[waits], calls.end[waits])
+        issued = np.array([start, *(item.issued for item in self.items[:-1]), end])
+        issued = np.clip(np.maximum.accumulate(issued), start, end)
+        free = np.diff(issued - time_before(blocked, issued))
+        times: Counter[str] = Counter()
+        for item, time in zip(self.items, free.tolist(), strict=True):
+            times[pass_of(item.op)] += time
+        return dict(times)
 
     def _streams(self) -> dict[int, str]:
         """Return names of streams: that of most computation, and others as they come."""

@@ -17,7 +17,7 @@ from stepmark.trace.kineto.export import busy_steps
 from stepmark.trace.kineto.intervals import Intervals, join, time_before, union
 from stepmark.trace.kineto.links import Steps, gpu_comms, launches, parents, steps
 from stepmark.trace.kineto.messages import members_of
-from stepmark.trace.kineto.stream_waits import awaited, is_named, made_to_wait
+from stepmark.trace.kineto.stream_waits import WAITS, awaited, is_named, made_to_wait
 from stepmark.trace.kineto.windows import is_communication
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints
     from stepmark.trace.kineto.stream_waits import Flags
 
-_WAITS = r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize"
 _HANDOFF_NS = 10_000  # shorter pauses of a thread are Python's
 # Of the window before it: work that a rank whose clock or step differs may still need.
 _MARGIN = 8
@@ -119,7 +118,7 @@ class _Work:
         self.waits_on_stream = made_to_wait(trace, self.call)
         self.args = gpu_comms(trace)[0]
         self.is_comm = is_communication(trace)
-        self.is_sync = is_named(trace, trace.calls.name, _WAITS)
+        self.is_sync = is_named(trace, trace.calls.name, WAITS)
 
     def of_step(self, step: int, window: tuple[int, int]) -> StepWork:
         trace, gpu, calls = self.trace, self.trace.gpu, self.trace.calls

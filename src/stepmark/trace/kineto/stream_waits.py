@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     Flags = npt.NDArray[np.bool_]
 
+WAITS = r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize"  # of the host for a GPU
 _CALL = "StreamWaitEvent"
 _RECORDED = "Stream Wait Event"  # of cuda_sync, which tells the stream that waits
 

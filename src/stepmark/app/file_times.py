@@ -1,0 +1,63 @@
+"""Times that a workload file has of its own operations, and of their host."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+
+from stepmark.core.workload import CommOp, ComputeOp, Operation, Workload, pass_of
+from stepmark.predict.costs import known_time
+
+_HOST = "host {}, s"  # setting: time of the host in a pass
+
+
+def host_settings(times_s: Mapping[str, float]) -> dict[str, float]:
+    """Return settings that tell the host's time by pass."""
+    return {_HOST.format(name): time_s for name, time_s in times_s.items()}
+
+
+def any_in(workload: Workload) -> bool:
+    """Return whether any operation has a time."""
+    return any(known_time(op) is not None for op in _issued(workload))
+
+
+def host_times(workload: Workload) -> Callable[[Operation], float]:
+    """Return the host's time for an operation; all of a pass have the same."""
+    counts: Counter[str] = Counter()
+    for op, count in _issued(workload).items():
+        counts[pass_of(op)] += count
+    times = {name: workload.settings.get(_HOST.format(name)) for name in counts}
+    num_stages = len(workload.stages)
+    per_op = {
+        name: num_stages * time / counts[name]
+        for name, time in times.items()
+        if isinstance(time, float)
+    }
+    return lambda op: per_op.get(pass_of(op), 0.0)
+
+
+def has_host(workload: Workload) -> bool:
+    """Return whether the file has times of the host."""
+    return any(map(host_times(workload), _issued(workload)))
+
+
+def notes(workload: Workload) -> Iterator[str]:
+    """Yield what of a prediction is the file's."""
+    issued, texts = _issued(workload), []
+    for kind, name in ((ComputeOp, "computations"), (CommOp, "messages")):
+        own = {op: count for op, count in issued.items() if isinstance(op, kind)}
+        timed = sum(count for op, count in own.items() if known_time(op) is not None)
+        texts += [f"{timed} of {sum(own.values())} {name}"] if own else []
+    yield (
+        f"times of {' and '.join(texts)} are the workload file's own, with the clock and the "
+        "contention that there were"
+    )
+    yield from (f"of the file: {note}" for note in workload.notes)
+
+
+def _issued(workload: Workload) -> Counter[Operation]:
+    """Return how often each operation runs in all stages, without mere waits."""
+    counts: Counter[Operation] = Counter()
+    for stage in range(len(workload.stages)):
+        for op, count in workload.tally(stage).items():
+            if isinstance(op, CommOp) or not op.is_wait:
+                counts[op] += count
+    return counts
