@@ -21,6 +21,11 @@ from stepmark.trace.kineto.program import RankProgram, program, step_windows
 from stepmark.workload.formats.ranks import disagreements, group_of, name_of, stages_of
 
 _NO_NAME = ("", "undefined", "default_pg")
+_TIMES = (
+    "times of computations and of the host are those of {}, which waits least (of each stage); "
+    "those of collectives are the shortest of their ranks; reductions (sum, average) and roots "
+    "are not in a trace; waits between streams are inferred"
+)
 
 
 def to_workload(options: ToWorkloadOptions) -> int:
@@ -102,15 +107,7 @@ def _workload(
     slowest: list[int] = []  # the rank of each stage that waits least
     for _, alike in groupby(range(world), lambda rank: messages.get(rank, messages[first])):
         members = list(alike)
-        sent = {
-            rank: [
-                time
-                for op, time in zip(by_rank[rank], programs[rank].times, strict=True)
-                if isinstance(op, CommOp)
-            ]
-            for rank in members
-            if rank in programs
-        }
+        sent = {rank: _sent(programs[rank]) for rank in members if rank in programs}
         rank = min(sent, key=lambda rank: sum(time or 0 for time in sent[rank]))
         slowest.append(rank)
         timed = _timed(rank, by_rank[rank], programs[rank].times, sent, groups)
@@ -122,12 +119,7 @@ def _workload(
             )
     hosts = [programs[rank].host_ns for rank in slowest]
     host_ns = max(hosts, key=lambda own: sum(own.values()))
-    notes.append(
-        f"times of computations and of the host are those of {ranks_text(set(slowest))}, which "
-        "waits least (of each stage); those of collectives are the shortest of their ranks; "
-        "reductions (sum, average) and roots are not in a trace; waits between streams are "
-        "inferred"
-    )
+    notes.append(_TIMES.format(ranks_text(set(slowest))))
     stages, blocks = stages_of(ranks)
     info = traces.results[0].info
     workload = Workload(
@@ -163,6 +155,12 @@ def _named(each: RankProgram, world: int, groups: dict[str, Group]) -> tuple[Ope
         replace(op, group=names[op.group]) if isinstance(op, CommOp) else op
         for op in each.operations
     )
+
+
+def _sent(program: RankProgram) -> list[int | None]:
+    """Return the times of the messages."""
+    pairs = zip(program.operations, program.times, strict=True)
+    return [time for op, time in pairs if isinstance(op, CommOp)]
 
 
 def _timed(
