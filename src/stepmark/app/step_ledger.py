@@ -123,7 +123,7 @@ def comparison_page(first: Path, second: Path) -> str:
                 report.source_line(step),
             )
         ]
-        name = " and ".join(dict.fromkeys(titles))
+        name = titles[0] if titles[0] == titles[1] else "the steps"
         ledgers = (step.ledger for step in steps)
         sections.append(html(*ledgers, ("A", "B"), step=name, text=text))
     lead = f"A: {escape(first.name)}; B: {escape(second.name)}"

@@ -98,7 +98,11 @@ def streams(
     names = {
         rank: f"{lane} {rank}, " * (lane == "rank" or len(timelines) > 1) for rank in shown
     }
-    lanes = [names[rank] + stream for rank, each in shown.items() for stream in _streams(each)]
+    lanes = [
+        names[rank] + escape(stream)
+        for rank, each in shown.items()
+        for stream in _streams(each)
+    ]
     bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
     # The longest are drawn first, so that of too many the shortest are left out.
     bars.sort(key=lambda item: item[1].start - item[1].end)
@@ -110,7 +114,7 @@ def streams(
         if own:
             figure.add_bar(
                 orientation="h",
-                y=[names[rank] + bar.stream for rank, bar in own],
+                y=[names[rank] + escape(bar.stream) for rank, bar in own],
                 base=[(bar.start - first) / 1e6 for _, bar in own],
                 x=[(bar.end - bar.start) / 1e6 for _, bar in own],
                 name=group,
