@@ -16,6 +16,7 @@ from stepmark.app.step_ledger import measured_ledger
 from stepmark.cli.main import status
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import Group, Ledger, without_profiler
+from stepmark.core.plan import STEP_LAUNCH
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
 from stepmark.store import predictions
@@ -98,12 +99,13 @@ def test_what_has_no_step_is_refused(tmp_path: Path) -> None:
         measured_ledger(tmp_path, bare)
 
 
-def written(folder: Path, samples_s: list[float], case: TrainCase) -> Path:
+def written(folder: Path, samples_s: list[float], case: TrainCase, *, launch: int = 1) -> Path:
     """Write a run of one profiled step."""
     folder.mkdir()
     info = replace(train_run(2), run_id=folder.name)
     with RunWriter.begin(folder, info) as writer:
-        writer.append(replace(traced(folder, samples_s, case), run_id=folder.name))
+        record = replace(traced(folder, samples_s, case), run_id=folder.name, launch=launch)
+        writer.append(record)
     return folder
 
 
@@ -173,7 +175,7 @@ def test_the_text_has_groups_and_their_lines(capsys: pytest.CaptureFixture[str])
 
 def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
     """Write a run of one profiled step whose committed prediction is 1 ms; return its hash."""
-    path = written(folder, [1.08e-3] * 3, fsdp(2))
+    path = written(folder, [1.08e-3] * 3, fsdp(2), launch=STEP_LAUNCH)
     lines = (("compute", "product", 600_000), ("exposed communication", "all_reduce", 400_000))
     ledger = [
         {"stage": 0, "group": group, "line": line, "time_ns": time_ns}

@@ -98,11 +98,7 @@ def streams(
     names = {
         rank: f"{lane} {rank}, " * (lane == "rank" or len(timelines) > 1) for rank in shown
     }
-    lanes = [
-        names[rank] + escape(stream)
-        for rank, each in shown.items()
-        for stream in _streams(each)
-    ]
+    lanes = [names[rank] + stream for rank, each in shown.items() for stream in _streams(each)]
     bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
     # The longest are drawn first, so that of too many the shortest are left out.
     bars.sort(key=lambda item: item[1].start - item[1].end)
@@ -163,11 +159,11 @@ def _blended(colour: str, num_bars: int) -> str:
 
 
 def _streams(each: Timeline) -> list[str]:
-    """Return the streams of a rank, the busiest first."""
+    """Return the streams of a rank as HTML, the busiest first."""
     busy: Counter[str] = Counter()
     for bar in each.bars:
         busy[bar.stream] += bar.busy
-    return [stream for stream, _ in busy.most_common()]
+    return [escape(stream) for stream, _ in busy.most_common()]
 
 
 def _hover(bar: Bar) -> str:
