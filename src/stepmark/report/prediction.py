@@ -94,7 +94,8 @@ def source_notes(
     texts = {
         Source.SCALED: "is scaled from other shapes",
         Source.OPERATOR: "is that of operators measured by themselves",
-        Source.ROOFLINE: f"is the data sheet's of {device} over published efficiencies, 15 to 35 % off",
+        Source.ROOFLINE: f"is the data sheet's of {device} over published efficiencies, "
+        "often 15 to 35 % off",
         Source.FILE: "is the workload file's own",
     }
     for source, text in texts.items():
