@@ -28,7 +28,7 @@ from stepmark.workload.rules.pytorch.case import of_case
 class Step(TraceWriter):
     """Two layers: one computes by itself, the other while a sum of 1.25 times its time runs.
 
-    Rank 1 arrives 30 us late in each collective.
+    Rank 1 arrives 30 us late in each collective, and rank 0 computes only after them.
     """
 
     def layer(self, number: int, at: float, product: float, other: float) -> None:
@@ -44,7 +44,10 @@ class Step(TraceWriter):
             self.step(number, at, 1900)
             self.layer(0, at + 10, 100, 100)
             self.collective("allreduce", 8, 8, at + 50, at + 400 - early, 200 + early)
-            self.layer(1, at + 600, 140, 110)
+            if self.rank:
+                self.layer(1, at + 600, 140, 110)
+            else:
+                self.layer(1, at + 1100, 100, 100)
             self.collective("allreduce", 8, 8, at + 650, at + 700 - early, 250 + early)
 
 
@@ -62,7 +65,8 @@ def test_contention_of_traces(tmp_path: Path) -> None:
     for trace, table in zip(traces, tables, strict=True):
         own = sum(each.total(Group.OVERLAPPED) for _, each in ledgers(trace, lambda _: True))
         computing = [op for op in table.ops if op.key.kind == "compute"]
-        assert sum(op.overlapped_ns for op in computing) == own == 2 * 250_000
+        assert sum(op.overlapped_ns for op in computing) == own
+        assert own == 500_000 * (trace.info.rank or 0)
     by_rank = {
         rank: (trace.info, rank_parts(trace, lambda _: True))
         for rank, trace in enumerate(traces)

@@ -14,8 +14,8 @@ def comm_slowdown(
 ) -> float | None:
     """Return what transfers take longer while computation runs; None: it is not known.
 
-    Messages of one collective are equal work in multiples of its curve, which are 1 alone;
-    without a curve, those of one size.
+    Counted is the computation of the rank that arrived last. Messages of one collective are
+    equal work in multiples of its curve, which are 1 alone; without a curve, those of one size.
     """
     by_name: dict[tuple[str, int | None], Curve] = {
         (each.collective, each.num_ranks): each for each in curves

@@ -50,6 +50,7 @@ def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
         "bubble_s": timeline.bubble_s,
         "comm_s": timeline.comm_s,
         "exposed_comm_s": timeline.exposed_s,
+        "contention_s": timeline.contention_s,
         "num_kernels": round(timeline.num_kernels),
         "clock_hz": prediction.clock_hz,
         "power_w": prediction.power_w,
@@ -153,10 +154,10 @@ def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str
     yield "limit", f"bound by the {facts['bound']}"
     if facts["comm_s"]:
         exposed, comm = facts["exposed_comm_s"], facts["comm_s"]
-        yield (
-            "communication",
-            f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed",
-        )
+        text = f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed"
+        if facts["contention_s"]:
+            text += f", {facts['contention_s'] * 1e3:.1f} ms of contention"
+        yield "communication", text
     if facts["bubble_s"]:
         yield "pipeline", f"{facts['bubble_s'] * 1e3:.1f} ms of pipeline bubble"
     if facts["power_w"] is not None:

@@ -42,7 +42,8 @@ class RankWaits:
     # Of each timed call: start and end of the wait, which is before the transfer, and the
     # rank that arrived last, or NONE.
     waiting: list[tuple[int, int, int]] = field(default_factory=list)
-    transfers: list[tuple[MessageKind, int, int]] = field(default_factory=list)  # start, end
+    # Start and end of those timed calls in which it arrived last.
+    transfers: list[tuple[MessageKind, int, int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -295,7 +296,8 @@ def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
         if transfer is not None and kind.is_synchronizing and not kind.is_partial:
             timed.append((call.start, call.end - transfer, call.end))
             waits.waiting.append((call.start, call.end - transfer, call.last))
-            waits.transfers.append((kind.kind, call.end - transfer, call.end))
+            if call.last in (NONE, call.rank):
+                waits.transfers.append((kind.kind, call.end - transfer, call.end))
             waits.last += call.last == call.rank
             waits.early += max(call.latest - call.start, 0)
         elif call.end != NONE:
