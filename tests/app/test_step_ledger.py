@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.report.train_records import fsdp, micro, train_measured, train_run
@@ -99,12 +100,12 @@ def test_what_has_no_step_is_refused(tmp_path: Path) -> None:
         measured_ledger(tmp_path, bare)
 
 
-def written(folder: Path, samples_s: list[float], case: TrainCase, *, launch: int = 1) -> Path:
-    """Write a run of one profiled step."""
+def written(folder: Path, samples_s: list[float], case: TrainCase, **changes: Any) -> Path:
+    """Write a run of one profiled step. changes: of its record."""
     folder.mkdir()
     info = replace(train_run(2), run_id=folder.name)
     with RunWriter.begin(folder, info) as writer:
-        record = replace(traced(folder, samples_s, case), run_id=folder.name, launch=launch)
+        record = replace(traced(folder, samples_s, case), run_id=folder.name, **changes)
         writer.append(record)
     return folder
 
@@ -175,7 +176,7 @@ def test_the_text_has_groups_and_their_lines(capsys: pytest.CaptureFixture[str])
 
 def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
     """Write a run of one profiled step whose committed prediction is 1 ms; return its hash."""
-    path = written(folder, [1.08e-3] * 3, fsdp(2), launch=STEP_LAUNCH)
+    path = written(folder, [1.08e-3] * 3, fsdp(2), launch=STEP_LAUNCH, started_at=1.7e9)
     lines = (("compute", "product", 600_000), ("exposed communication", "all_reduce", 400_000))
     ledger = [
         {"stage": 0, "group": group, "line": line, "time_ns": time_ns}
