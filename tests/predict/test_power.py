@@ -6,6 +6,9 @@ from math import exp
 import pytest
 
 from stepmark.core.ledger import Work
+from stepmark.core.ops import Gemm, Phase
+from stepmark.core.step_cost import Costs, OpCost
+from stepmark.core.workload import ComputeOp, Stage, Workload
 from stepmark.predict.power import (
     Reading,
     clock_factors,
@@ -14,6 +17,7 @@ from stepmark.predict.power import (
     mean_power_w,
     slowdown_of,
 )
+from stepmark.predict.step import anchored, predict_step
 
 # H200 at 700 W, torch 2.11: bf16 products of 8192^3, attention 4 x 4096 x 32 x 128, copies.
 H200 = fit(
@@ -123,3 +127,27 @@ def test_a_device_without_a_limit() -> None:
     free = fit(reading, reading, copy_w=250.0, idle_w=100.0, product_flops=10**12)
     assert not free.is_limited
     assert slowdown_of(free, {Work.PRODUCT: 5.0}, 5.0, 0.0) == 0.0
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.4])
+def test_power_is_that_with_which_a_step_takes_its_time(factor: float) -> None:
+    op = ComputeOp(op=Gemm(m=8192, n=8192, k=8192), phase=Phase.FWD, module="x")
+    workload = Workload(name="w", rules="r", blocks={"s": (op,) * 9}, stages=(Stage(step="s"),))
+
+    def costs(host_s: float) -> Costs:
+        cost = OpCost(time_s={Work.PRODUCT: 1.3845e-3}, host_s=host_s)
+        return Costs(compute=lambda _op: cost, comm=lambda _op, _group: 0.0)
+
+    truth = replace(
+        H200,
+        dynamic_w={
+            work: watts * (factor if work in (Work.PRODUCT, Work.ATTENTION) else 1)
+            for work, watts in H200.dynamic_w.items()
+        },
+    )
+    step_s = predict_step(workload, costs(0.0), truth).step_s
+    found = anchored(H200, workload, costs(0.0), step_s)
+    assert found.dynamic_w[Work.PRODUCT] == pytest.approx(truth.dynamic_w[Work.PRODUCT], 0.01)
+    # The host's time, or another reason, says nothing of power.
+    assert anchored(H200, workload, costs(3e-3), 27e-3) == H200
+    assert anchored(H200, workload, costs(0.0), 3 * step_s) == H200

@@ -28,7 +28,7 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.predict import contention, power, step
-from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
+from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, first_of, pass_of
 from stepmark.trace.kineto.arrivals import RankParts, rank_parts
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
@@ -109,7 +109,7 @@ def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Pa
         comm_slowdown=shallow.comm_slowdown if shallow else None,
         is_host=is_host,
         curves=curves,
-        power=_power(records, shallow),
+        power=_power(records, shallow, host_s),
         memory=tuple(memory),
         memory_bytes=first.memory_bytes,
         notes=tuple(notes),
@@ -287,7 +287,11 @@ def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainC
             yield record.train, allocated, reserved
 
 
-def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel | None:
+def _power(
+    records: Iterable[Measured],
+    shallow: _Shallow | None,
+    host_s: Callable[[ComputeOp | CommOp], float],
+) -> PowerModel | None:
     """Return the power model, where all its operators were measured with their energy."""
     readings: dict[tuple[type[Op], Rate], Measured] = {}
     for record in records:
@@ -319,8 +323,9 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
     if shallow is None or shallow.is_host:
         return model
     model = power.with_sensitivities(model, shallow.full_s, shallow.limited_s)
+    cost = first_of([shallow.costs], host_s)
     costs = Costs(
-        compute=lambda op: shallow.costs(op) or OpCost(time_s={}, num_kernels=0.0),
+        compute=lambda op: cost(op) or OpCost(time_s={}, num_kernels=0.0),
         comm=lambda _op, _group: 0.0,
         gap_s=shallow.gap_s,
     )

@@ -52,8 +52,12 @@ def anchored(power: PowerModel, workload: Workload, costs: Costs, step_s: float)
     multiplied by one factor, from a half to twice.
     """
     low, high = 0.5, 2.0
-    if not power.is_limited or predict_step(workload, costs, power).slowdown == 0.0:
-        return power  # the step does not reach the limit: it says nothing
+    predicted = predict_step(workload, costs, power)
+    is_free = predicted.slowdown == 0.0 or predicted.timeline.is_host_bound
+    if not power.is_limited or is_free:
+        return power  # its time does not tell how far it is beyond the limit
+    if predict_step(workload, costs, _multiplied(power, high)).step_s < step_s:
+        return power  # it takes its time for another reason
     for _ in range(_ANCHOR_STEPS):
         factor = (low * high) ** 0.5
         predicted = predict_step(workload, costs, _multiplied(power, factor))
