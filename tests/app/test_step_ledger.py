@@ -197,10 +197,8 @@ def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
 
 @pytest.mark.parametrize(
     ("created_at", "when"),
-    [
-        (EARLY, "before"),
-        (LATE, "after the start of"),
-    ],
+    [(EARLY, "before"), (LATE, "after the start of")],
+    ids=["early", "late"],
 )
 def test_the_page_of_a_predicted_step(
     tmp_path: Path, created_at: str, when: str, capsys: pytest.CaptureFixture[str]

@@ -9,7 +9,7 @@ import pytest
 
 from stepmark.core.dtypes import DType
 from stepmark.core.kernel_groups import COMMUNICATION
-from stepmark.core.ledger import CONTENTION, WAITING, Event, Group, Idle, Work, ledger
+from stepmark.core.ledger import CONTENTION, TRANSFER, WAITING, Event, Group, Idle, Work, ledger
 from stepmark.core.model import MoeConfig, find_model
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.parallel import ParallelConfig
@@ -194,6 +194,14 @@ def check_spans(timeline: Timeline) -> None:
         lines[idle] = own.total(Group.IDLE)
         lines.subtract(redrawn.lines)
         assert max(map(abs, lines.values())) <= 10
+        moves = [
+            Event(Group.COMM, TRANSFER, span.start_ns, span.end_ns)
+            for span in spans
+            if span.stage == stage and span.kind == COMMUNICATION
+        ]
+        moves += (event for event in events if event.group is not Group.COMM)
+        moving = ledger(moves, 0, own.window_ns, lambda a, b: [(Idle.HOST, b - a)])
+        assert abs(moving.total(Group.COMM) - own.within[TRANSFER]) <= 10
 
 
 @pytest.mark.parametrize("seed", range(60))
