@@ -377,6 +377,19 @@ def test_an_old_calibration_says_how_old_it_is(run: Predict, copies: Path) -> No
     assert any("2026-10-01 21:05" in n and "days ago" in n for n in document["notes"])
 
 
+def test_a_step_of_as_few_layers_as_its_part_is_predicted(run: Predict, copies: Path) -> None:
+    """One record is its part for kernels and for the host."""
+
+    def both(record: dict[str, Any]) -> bool:
+        if "kernels" in roles(record):
+            record["case"]["labels"] += [{**record["case"]["labels"][0], "role": "host"}]
+        return "host" not in roles(record) or "kernels" in roles(record)
+
+    rewritten(copies / GPT2, both)
+    code, document, error = run(f"--from-run {GPT2} --runs {copies}")
+    assert (code, document and document["name"]) == (0, "gpt2-1.5b@2-layers single"), error
+
+
 def test_a_calibration_of_another_cpu_host_is_not_taken_by_itself(
     run: Predict, copies: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """stepmark trace ledger, and the ledger of a training case without the profiler's cost."""
 
 import csv
+import hashlib
 import io
 import json
 import re
@@ -92,12 +93,30 @@ def test_what_has_no_step_is_refused(tmp_path: Path) -> None:
     record = traced(tmp_path, [1e-3], marks=False)
     with pytest.raises(ConfigError, match="marks of its steps"):
         measured_ledger(tmp_path, record)
-    with pytest.raises(ConfigError, match="it must be a file that exists"):
+    with pytest.raises(ConfigError, match="it must be a file that exists in"):
         measured_ledger(tmp_path / "other", record)
     assert record.training is not None
     bare = replace(record, training=replace(record.training, traces=()))
     with pytest.raises(ConfigError, match="profile is missing: give train --profile"):
         measured_ledger(tmp_path, bare)
+
+
+def test_a_trace_of_another_step_is_refused_or_noted(tmp_path: Path) -> None:
+    record = traced(tmp_path, [1.08e-3] * 3)
+    training = record.training
+    assert training is not None
+    assert not measured_ledger(tmp_path, record).notes
+    for samples_s in ([1.3e-3] * 3, [0.3e-3] * 3):  # no profiler makes steps so much faster
+        slower = replace(record, samples=replace(record.samples, seconds=(tuple(samples_s),)))
+        (note,) = measured_ledger(tmp_path, slower).notes
+        assert "the trace may be of another step" in note
+    files = [tmp_path / "traces" / name for name in training.traces]
+    hashes = tuple(hashlib.sha256(file.read_bytes()).hexdigest() for file in files)
+    record = replace(record, training=replace(training, trace_sha256=hashes))
+    assert measured_ledger(tmp_path, record)
+    files[1].write_bytes(files[0].read_bytes())
+    with pytest.raises(ConfigError, match=r"rank1.json is invalid: .* changed or replaced"):
+        measured_ledger(tmp_path, record)
 
 
 def written(folder: Path, samples_s: list[float], case: TrainCase, **changes: Any) -> Path:

@@ -56,6 +56,13 @@ def test_a_step_is_predicted_before_it_is_measured(tmp_path: Path) -> None:
     assert training is not None
     for name, hashed in zip(training.traces, training.trace_sha256, strict=True):
         assert sha256((run / "traces" / name).read_bytes()).hexdigest() == hashed
+    # The run's own step, predicted again.
+    step_s = entry["prediction"]["step_s"]
+    words = ("predict", "--from-run", "latest", "--json", "-")
+    for more in ((), ("--gbs", "2"), ("--num-layers", "3")):
+        assert json.loads(stepmark(*words, *more, cwd=tmp_path).stdout)["step_s"] == step_s
+    deeper = stepmark(*words, "--num-layers", "6", cwd=tmp_path)
+    assert json.loads(deeper.stdout)["step_s"] > step_s
     check_resume(tmp_path, run, text)
 
 

@@ -93,7 +93,7 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
         notes.append("the host's time is not known: the step counts as bound by the device")
     is_on_gpu = target.case is None or target.case.device == "cuda"
     if power is None and is_on_gpu and not is_of_file:
-        notes.append("power was not calibrated: the device counts as running at full clock")
+        notes.append("power was not calibrated: the clock is the data sheet's or the profile's")
     return prediction, notes
 
 

@@ -223,7 +223,7 @@ def _options_of_run(base: Path) -> dict[str, Any]:
         for record in read_records(base)
         if isinstance(record, Measured) and record.training
     ]
-    own = [case for case in cases if HOST not in {label.role for label in case.labels}]
+    own = [case for case in cases if {label.role for label in case.labels} != {HOST}]
     if not own:
         raise ConfigError("from-run", base.name, "a run that measured a training step")
     deepest = max(own, key=lambda case: case.model.num_layers)

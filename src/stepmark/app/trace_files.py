@@ -102,11 +102,11 @@ def recorded_traces(run: Path, training: Training) -> tuple[str, ...]:
     files = [run / TRACES / Path(name).name for name in training.traces]
     for file, digest in itertools.zip_longest(files, training.trace_sha256):
         if not file.is_file():
-            raise ConfigError("trace", file, "a file that exists")
+            raise ConfigError("trace", file.name, f"a file that exists in {file.parent}")
         with file.open("rb") as stream:
             if digest not in (None, hashlib.file_digest(stream, "sha256").hexdigest()):
                 allowed = f"the one that run {run.name} recorded: it was changed or replaced"
-                raise ConfigError("trace", file, allowed)
+                raise ConfigError("trace", file.name, allowed)
     return tuple(map(str, files))
 
 
