@@ -89,6 +89,9 @@ def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "stage 1, compute" in html
     out = capsys.readouterr().out
     assert out.split("\n\n")[1].split("\nnote:")[0].replace(">", "&gt;") in html
+    assert status(["predict", *STEP, "--html", str(file), "--what-if", "link=2x"]) == 0
+    assert " H100 80GB HBM3 with link=2x: predicted step" in capsys.readouterr().out
+    assert " H100 80GB HBM3 with link=2x" in file.read_text()
     assert status(["predict", *STEP, "--html", "-", "--timeline", "-"]) == 2
     assert "--timeline" in capsys.readouterr().err
 

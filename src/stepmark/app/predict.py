@@ -14,7 +14,7 @@ from stepmark.core.flops import per_token
 from stepmark.core.ledger import Group as LedgerGroup
 from stepmark.core.ledger import Idle, Work
 from stepmark.core.options import load
-from stepmark.core.predict_options import PredictOptions
+from stepmark.core.predict_options import PredictOptions, show_what_if
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.train_case import TrainCase
@@ -41,6 +41,8 @@ def run(options: PredictOptions) -> int:
     target, notes = target_of(options)
     changes = dict(options.what_if or ())
     about = facts(target)
+    if options.what_if:
+        about = replace(about, device=f"{about.device} with {show_what_if(options.what_if)}")
     prediction, more = predict(target, changes)
     notes += [*more, *_effects(target, changes, prediction)]
     document = report.document(about, prediction, notes)
@@ -58,9 +60,6 @@ def run(options: PredictOptions) -> int:
 def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, list[str]]:
     """Return the prediction of a step and what to say about it. Raises ConfigError."""
     notes: list[str] = list(target.parts.notes) if target.parts else []
-    if changes:
-        values = ", ".join(f"{name}={value:g}" for name, value in changes.items())
-        notes.append(f"what if: {target.device_name} with {values}")
     costs, comm, unknown = _costs(target, changes)
     is_of_file = target.times_of_file
     power = target.parts.power if target.parts and not is_of_file else None

@@ -34,7 +34,7 @@ def _read_what_if(text: str, field: str) -> tuple[tuple[str, float], ...]:
     return tuple(changes.items())
 
 
-def _show_what_if(changes: tuple[tuple[str, float], ...]) -> str:
+def show_what_if(changes: tuple[tuple[str, float], ...]) -> str:
     return ",".join(
         f"{name}={value:g}{'W' if name == WATTS else 'x'}" for name, value in changes
     )
@@ -42,7 +42,7 @@ def _show_what_if(changes: tuple[tuple[str, float], ...]) -> str:
 
 Changes = Annotated[
     tuple[tuple[str, float], ...],
-    Reader(read=_read_what_if, show=_show_what_if, metavar="link=2x,..."),
+    Reader(read=_read_what_if, show=show_what_if, metavar="link=2x,..."),
 ]
 
 
