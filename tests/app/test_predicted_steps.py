@@ -25,6 +25,7 @@ from stepmark.app.predict_target import Target
 from stepmark.cli import main
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
+from stepmark.core.workload import CommOp
 from stepmark.store.reader import read_records
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -430,6 +431,28 @@ def test_lines_add_up_to_the_step_and_faster_devices_are_not_slower(words: str) 
         assert predict(target, {name: 1.0})[0].timeline.ledgers == prediction.timeline.ledgers
         assert predict(target, {name: 2.0})[0].step_s <= prediction.step_s * (1 + 1e-9)
     assert facts(target).tokens == case.tokens_per_step * case.grad_accum
+
+
+def test_a_change_acts_on_what_an_operation_is_bound_by(run: Predict) -> None:
+    """Products of 16 tokens read weights; a ring of small messages has a latency."""
+    words = "gpt2-1.5b --strategy single --nproc 1 --seq-len 16 --device h100-sxm --what-if"
+    (_, memory, _), (_, rate, _) = run(f"{words} hbm=2x"), run(f"{words} flops=2x")
+    (before,) = (note for note in rate["notes"] if note.startswith("without --what-if"))
+    base_s = float(before.split()[-2]) * 1e-3
+    idle_s = sum(r["time_ns"] for r in rate["ledger"] if r["group"] == "idle") * 1e-9
+    assert memory["step_s"] - idle_s == pytest.approx((base_s - idle_s) / 2, rel=0.01)
+    assert rate["step_s"] == pytest.approx(base_s, rel=0.01)
+    small = "gpt2-125m --strategy tp --nproc 4 --seq-len 16 --device h100-sxm"
+    _, faster, _ = run(f"{small} --what-if link=1000000x")
+    hops_s = sum(count * hops * 2.5e-6 for hops, count in messages_of(small).items())
+    assert faster["comm_s"] == pytest.approx(hops_s, rel=0.01)
+
+
+def messages_of(words: str) -> Counter[int]:
+    """Collectives of the step by their hops in a ring."""
+    case = step_of(words.replace("--device h100-sxm", ""))
+    ops = [op for op in of_case(case).expand() if isinstance(op, CommOp)]
+    return Counter(6 if op.collective == "all_reduce" else 3 for op in ops)
 
 
 @pytest.mark.parametrize("name", [GPT2, LLAMA])

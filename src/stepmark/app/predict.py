@@ -8,6 +8,7 @@ from functools import cache
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
+from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
@@ -16,12 +17,13 @@ from stepmark.core.ledger import Idle, Work
 from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions, show_what_if
 from stepmark.core.prediction import StepMemory, StepPrediction
+from stepmark.core.roofline import roofline_time
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Workload
 from stepmark.predict import memory
-from stepmark.predict.comm import CommCosts
+from stepmark.predict.comm import CommCosts, latency_s
 from stepmark.predict.costs import RooflineCosts, file_cost, first_of, known_time
 from stepmark.predict.step import predict_step
 from stepmark.report import prediction as report
@@ -141,7 +143,7 @@ def _costs(
         if cost is None:
             unknown[op.op.name if isinstance(op.op, Kernel) else op.module] = None
             return OpCost(time_s={}, num_kernels=0.0, source=Source.UNKNOWN)
-        times = {work: t / _factor(work, changes) for work, t in cost.time_s.items()}
+        times = {w: t / _factor(op, w, target.device, changes) for w, t in cost.time_s.items()}
         return replace(cost, time_s=times)
 
     comm = CommCosts(found.curves if found else (), target.device)
@@ -149,7 +151,9 @@ def _costs(
 
     def comm_s(op: CommOp, group: Group) -> float:
         own_s = known_time(op) if is_of_file else None
-        return (comm(op, group) if own_s is None else own_s) / link
+        time_s = comm(op, group) if own_s is None else own_s
+        fixed_s = min(time_s, latency_s(op, group))
+        return fixed_s + (time_s - fixed_s) / link
 
     costs = Costs(
         compute=compute,
@@ -181,9 +185,20 @@ def _contention_notes(
         yield f"contention was not measured of {', '.join(names)}: {text}"
 
 
-def _factor(work: Work, changes: dict[str, float]) -> float:
-    name = "flops" if work in (Work.PRODUCT, Work.ATTENTION) else "hbm"
-    return changes.get(name, 1.0)
+def _factor(
+    op: ComputeOp, work: Work, device: DeviceSpec | None, changes: dict[str, float]
+) -> float:
+    """Return how many times as fast the operation is: its roofline's ratio, where known."""
+    hbm, flops = changes.get("hbm", 1.0), changes.get("flops", 1.0)
+    if work not in (Work.PRODUCT, Work.ATTENTION):
+        return hbm
+    if device is None or device.hbm_bytes_per_s is None:
+        return flops
+    peaks = {dtype: flops * peak for dtype, peak in device.peak_flops_per_s.items()}
+    bandwidth = hbm * device.hbm_bytes_per_s
+    changed = replace(device, hbm_bytes_per_s=bandwidth, peak_flops_per_s=peaks)
+    before_s, after_s = roofline_time(op.op, device), roofline_time(op.op, changed)
+    return before_s / after_s if before_s and after_s else flops
 
 
 def _changed_power(power: PowerModel | None, changes: dict[str, float]) -> PowerModel | None:

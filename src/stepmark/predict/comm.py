@@ -49,17 +49,18 @@ class CommCosts:
             allowed = "a device whose links are known, or a calibration with collectives"
             raise ConfigError("device", device, allowed)
         self._note(op, Source.ROOFLINE)
-        return _hops(op, group) * _HOP_S + op.bus_bytes(group) / (link * _LINK_SHARE)
+        return latency_s(op, group) + op.bus_bytes(group) / (link * _LINK_SHARE)
 
     def _note(self, op: CommOp, source: Source) -> None:
         self.sources[op.collective] = source
 
 
-def _hops(op: CommOp, group: Group) -> int:
+def latency_s(op: CommOp, group: Group) -> float:
+    """Return the part of the time that does not depend on the bandwidth: hops of a ring."""
     if op.collective in (SEND, RECV):
-        return 1
+        return _HOP_S
     passes = 2 if op.collective == Collective.ALL_REDUCE else 1
-    return passes * (group.size - 1)
+    return passes * (group.size - 1) * _HOP_S
 
 
 def _scaled(curves: list[Curve], op: CommOp, group: Group, num_bytes: int) -> float:
