@@ -155,7 +155,7 @@ def test_waterfalls_are_the_lines() -> None:
         assert sum(trace.x[:-1]) == pytest.approx(own.window_ns / 1e6)
         assert trace.x[-1] == own.window_ns / 1e6
         assert list(trace.measure) == ["relative"] * 6 + ["total"]
-    assert figure.data[0].y[1] == "product under communication"
+    assert figure.data[0].y[1] == "product<br>under communication"
     page = ledger_page.html(PREDICTED, MEASURED, text=["<b>"])
     assert "&lt;b&gt;" in page
     assert "sum of absolute differences" in page

@@ -72,8 +72,7 @@ def waterfalls(
 ) -> Drawn:
     """Return the lines of each ledger, one after the other up to the step's time."""
     lines = [line for group in Group for line in lines_of(ledgers, group)]
-    under = " under communication"
-    words = [escape(words_of(line)).replace(under, f"<br>{under}") for line in lines]
+    words = [escape(words_of(line)).replace(" under ", "<br>under ") for line in lines]
     figure = go.Figure()
     for own, name, colour in zip(ledgers, names, COLOURS, strict=False):
         marker = {"marker": {"color": colour}}
