@@ -40,6 +40,11 @@ SHEET = "llama-3.1-8b --strategy fsdp --nproc 8 --mbs 2 --device h100-sxm"
 Predict = Callable[[str], tuple[int, Any, str]]
 
 
+def joined(words: object) -> str:
+    """Return the name of a case without blanks, which mutate.py can run alone."""
+    return str(words).replace(" ", "_")
+
+
 def copy_runs(folder: Path) -> Path:
     """Write the calibrations as runs."""
     for run in (GPT2, LLAMA):
@@ -206,7 +211,7 @@ def files(runs: Path) -> None:
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("words", REFUSED)
+@pytest.mark.parametrize("words", REFUSED, ids=joined)
 def test_what_cannot_be_predicted_is_refused(run: Predict, words: str) -> None:
     code, document, error = run(words)
     assert (code, document) == (2, None)
@@ -230,7 +235,7 @@ NOTED = {
 
 
 @pytest.mark.usefixtures("files")
-@pytest.mark.parametrize("words", NOTED)
+@pytest.mark.parametrize("words", NOTED, ids=joined)
 def test_what_a_prediction_lacks_is_said(run: Predict, words: str) -> None:
     code, document, _ = run(words)
     assert code == 0
@@ -268,8 +273,10 @@ def test_a_value_that_is_off_counts_as_given(run: Predict) -> None:
     assert free["step_s"] < clipped["step_s"]
 
 
-@pytest.mark.parametrize("words", ["--grad-accum 8", "--gbs 128", "--grad-accum 8 --gbs 128"])
-@pytest.mark.parametrize("schedule", ["", " --schedule micro"])
+@pytest.mark.parametrize(
+    "words", ["--grad-accum 8", "--gbs 128", "--grad-accum 8 --gbs 128"], ids=joined
+)
+@pytest.mark.parametrize("schedule", ["", " --schedule micro"], ids=joined)
 def test_tokens_are_those_of_an_optimizer_step(run: Predict, words: str, schedule: str) -> None:
     _, document, _ = run(f"{SHEET} {words}{schedule}")
     assert document["tokens"] == 128 * 8192
@@ -303,6 +310,7 @@ def copies(tmp_path: Path) -> Path:
         ("host", "the host's time was not calibrated"),
         ("power", "power was not calibrated"),
     ],
+    ids=joined,
 )
 def test_a_missing_part_is_named(run: Predict, copies: Path, role: str, text: str) -> None:
     rewritten(copies / GPT2, lambda record: role not in roles(record))
@@ -410,7 +418,9 @@ def test_a_calibration_of_another_cpu_host_is_not_taken_by_itself(
 # ---- laws
 
 
-@pytest.mark.parametrize("words", [*STEPS, SHEET.removesuffix(" --device h100-sxm")])
+@pytest.mark.parametrize(
+    "words", [*STEPS, SHEET.removesuffix(" --device h100-sxm")], ids=joined
+)
 def test_lines_add_up_to_the_step_and_faster_devices_are_not_slower(words: str) -> None:
     case = step_of(words)
     if case.fp8 != "none":
@@ -481,7 +491,7 @@ def test_more_work_takes_longer(runs: Path, name: str) -> None:
     assert steps == sorted(steps)
 
 
-@pytest.mark.parametrize("words", STEPS)
+@pytest.mark.parametrize("words", STEPS, ids=joined)
 def test_the_profiled_part_fits_the_step_of_which_it_is(words: str) -> None:
     """Of every model, those with experts and dense layers too."""
     kernels, host = (entry.case for entry in planned(words).entries[:2])

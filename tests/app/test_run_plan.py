@@ -19,6 +19,11 @@ H200 = Machine(
 CPU = Machine(device="cpu")
 
 
+def joined(words: object) -> str:
+    """Return the name of a case without blanks, which mutate.py can run alone."""
+    return str(words).replace(" ", "_") if isinstance(words, str) else type(words).__name__
+
+
 def planned(words: str, machine: Machine = H200) -> Plan:
     return run.plan(parse(RunOptions, shlex.split(words)), machine)
 
@@ -32,6 +37,7 @@ def planned(words: str, machine: Machine = H200) -> Plan:
         ("", CPU),
         ("gpt2-125m --scale tiny --nproc 2", CPU),
     ],
+    ids=joined,
 )
 def test_parts_come_in_the_first_launch_and_the_step_in_the_second(
     words: str, machine: Machine
@@ -61,6 +67,7 @@ def test_parts_come_in_the_first_launch_and_the_step_in_the_second(
         ("llama-3.1-70b --nproc 1 --strategy single", "such as --strategy fsdp --nproc 16"),
         ("gpt2-1.5b --nproc 5", "from 1 to 4"),
     ],
+    ids=joined,
 )
 def test_what_is_no_single_step_that_fits_is_refused(words: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
