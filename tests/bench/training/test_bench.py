@@ -428,14 +428,15 @@ def test_traces_of_two_launches_have_names_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     class FakeProfile:
-        def __init__(self, _folder: Path, name: str, rank: int, _warmups: int) -> None:
-            self._file = f"{name}-rank{rank}.json.gz"
+        def __init__(self, folder: Path, name: str, rank: int, _warmups: int) -> None:
+            self._file = folder / f"{name}-rank{rank}.json.gz"
 
         def start(self) -> None:
             """Nothing to record."""
 
         def stop(self) -> tuple[str, ...]:
-            return (self._file,)
+            self._file.touch()
+            return (self._file.name,)
 
     monkeypatch.setattr(profiling, "Profile", FakeProfile)
     alone = fakes.context().ranks
