@@ -37,7 +37,12 @@ def test_a_step_is_predicted_before_it_is_measured(tmp_path: Path) -> None:
     assert [r.launch for r in records if r.case.case_id == step.case.case_id] == [1, 2]
     digest = sha256(text).hexdigest()
     assert f"committed before the measurement: sha256 {digest}" in done.stderr
-    assert f"prediction committed before the measurement: sha256 {digest}" in done.stdout
+    second = document["created_at"][:19].replace("T", " ")
+    commitment = (
+        f"prediction committed before the measurement, {second} UTC, "
+        f"and not changed since: sha256 {digest}"
+    )
+    assert commitment in done.stdout
     assert "before its prediction" not in done.stdout
     (sentence,) = re.findall(
         r"^gpt2-125m@tiny.* ddp on 2 x .*: measured .*$", done.stdout, re.M
