@@ -231,7 +231,7 @@ def test_the_page_of_a_predicted_step(
     assert titles[2].startswith("Ledger of ")
     assert titles[2].endswith(", predicted and measured")
     assert titles[3].startswith("Lines of ")
-    assert "measured 1.08 ms, predicted 1 (no interval); the lines differ by" in html
+    assert "measured 1.08 ms, predicted 1 ms (7.4 % too low; no interval); " in html
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
     assert re.search(r"\n    product +0\.600 +0\.\d+ ", html)
@@ -239,7 +239,7 @@ def test_the_page_of_a_predicted_step(
     (path / "traces" / "rank1.json").unlink()
     assert status(["report", str(path)]) == 0
     html = (path / "report.html").read_text()
-    assert "measured 1.1 ms, predicted 1.0 (no interval)" in html
+    assert "measured 1.1 ms, predicted 1.0 ms (no interval)" in html
     assert "Ledger of" not in html
 
 

@@ -20,14 +20,14 @@ def past(errors: list[float], stratum: tuple[str, str, str] = STRATUM) -> list[P
 def test_too_few_rows_have_no_interval(count: int) -> None:
     made = interval(past([0.01] * count), STRATUM, 0.4)
     assert (made.low_s, made.high_s) == (None, None)
-    assert str(made) == f"no interval (n = {count})"
+    assert str(made) == f"no interval: {count} past predictions like it, 9 needed"
 
 
 def test_nine_rows_give_the_largest_error() -> None:
     made = interval(past([0.01] * 8 + [0.05]), STRATUM, 0.4)
     assert made.high_s == pytest.approx(0.4 * 1.05)
     assert made.low_s == pytest.approx(0.4 / 1.05)
-    assert str(made) == "90%: 381.0 to 420.0 ms"
+    assert str(made) == "90% interval 381.0 to 420.0 ms"
 
 
 def test_rows_of_other_strata_do_not_count() -> None:

@@ -84,38 +84,57 @@ def test_a_part_that_one_ledger_lacks_is_no_zero() -> None:
 
 
 def test_the_sentence() -> None:
-    interval = "90 %: 405 to 433"
+    interval = "90 % interval 405 to 433 ms"
     text = sentence(
         "llama-3.1-8b FSDP on 4 x H200", MEASURED, PREDICTED, interval=interval, mfu_pct=48.2
     )
     assert text == (
-        "llama-3.1-8b FSDP on 4 x H200: measured 427 ms, predicted 419 (90 %: 405 to 433); the "
-        "lines differ by 16 ms in sum; largest: exposed reduce_scatter +9 ms; 48 % MFU; "
-        "to gain: 69 ms (16.2 %) of exposed communication, mostly reduce_scatter"
+        "llama-3.1-8b FSDP on 4 x H200: measured 427 ms, predicted 419 ms (1.9 % too low; 90 % "
+        "interval 405 to 433 ms); line differences add up to 16 ms, the largest is exposed "
+        "reduce_scatter, 9 ms longer than predicted; 48 % MFU; "
+        "at most 69 ms (16.2 %) to gain from exposed communication, mostly reduce_scatter"
     )
     faster = sentence("x", PREDICTED, MEASURED)
-    assert "largest: exposed reduce_scatter -9 ms" in faster
+    assert "predicted 427 ms (1.9 % too high); " in faster
+    assert "the largest is exposed reduce_scatter, 9 ms shorter than predicted" in faster
     assert "MFU" not in faster
-    assert sentence("x", MEASURED).startswith("x: measured 427 ms; to gain: 69 ms")
+    assert "predicted 427 ms (within 0.05 %); at most" in sentence("x", MEASURED, MEASURED)
+    assert sentence("x", MEASURED).startswith("x: measured 427 ms; at most 69 ms")
+
+
+@pytest.mark.parametrize("rest_ms", [-80, 80])
+def test_lines_that_do_not_explain_the_step_are_no_answer(rest_ms: int) -> None:
+    """A profile twice as long as the step once had 168.7 % of it in communication to gain."""
+    profile = {PRODUCT: 50, GATHER: 120}
+    own = ledger({**profile, (Group.IDLE, "unexplained"): rest_ms})
+    text = sentence("x", own, PREDICTED)
+    step_ms = 170 + rest_ms
+    assert text.startswith(f"x: measured {step_ms} ms, predicted 419 ms (")
+    share = f"{100 * rest_ms / step_ms:.1f} %"
+    assert text.endswith(
+        f"); the profile leaves {rest_ms} ms ({share}) of the step unexplained: its lines, and "
+        "what there is to gain, are not known"
+    )
 
 
 @pytest.mark.parametrize(
     ("own", "text"),
     [
-        (ledger({PRODUCT: 99.5, HOST: 0.5}), "nothing above 1 % of the step"),
-        (ledger({PRODUCT: 90, HOST: 10}), "10 ms (10.0 %) of idle time (host)"),
-        (ledger({PRODUCT: 90, COPY: 10}), "10 ms (10.0 %) of copies"),
+        (ledger({PRODUCT: 99.5, HOST: 0.5}), "nothing above 1 % of the step to gain"),
+        (ledger({PRODUCT: 90, HOST: 10}), "at most 10 ms (10.0 %) to gain from idle time (host)"),
+        (ledger({PRODUCT: 90, COPY: 10}), "at most 10 ms (10.0 %) to gain from copies"),
         (
             ledger({PRODUCT: 90, HOST: 10}, **{RECOMPUTED: 30}),
-            "30 ms (30.0 %) of recomputation",
+            "at most 30 ms (30.0 %) to gain from recomputation",
         ),
         (
             ledger({PRODUCT: 80, GATHER: 20}, **{WAITING: 12}),
-            "20 ms (20.0 %) of exposed communication, mostly waiting for other ranks",
+            "at most 20 ms (20.0 %) to gain from exposed communication, "
+            "mostly waiting for other ranks",
         ),
         (
-            ledger({PRODUCT: 50, (Group.IDLE, "unexplained"): 50}),
-            "nothing above 1 % of the step",
+            ledger({PRODUCT: 95, (Group.IDLE, "unexplained"): 5}),
+            "nothing above 1 % of the step to gain",
         ),
     ],
 )

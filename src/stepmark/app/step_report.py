@@ -247,7 +247,7 @@ def _totals(own: Committed, records: Sequence[Measured]) -> str:
     times = [f"{1e3 * median_s(record) * case.cycle:.1f}" for record in ran]
     name = f"{case.model.name} {shape_text(case)}"
     measured = f"measured {' and '.join(times)} ms" if times else "not measured"
-    return f"{name}: {measured}, predicted {1e3 * own.step_s:.1f} ({own.interval})"
+    return f"{name}: {measured}, predicted {1e3 * own.step_s:.1f} ms ({own.interval})"
 
 
 def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View) -> Step:

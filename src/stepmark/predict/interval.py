@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import ceil, exp, log
 
 COVERAGE = 0.9
+_FEWEST = 9  # rows that give an interval of this coverage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +32,9 @@ class Interval:
 
     def __str__(self) -> str:
         if self.low_s is None or self.high_s is None:
-            return f"no interval (n = {self.num_rows})"
+            return f"no interval: {self.num_rows} past predictions like it, {_FEWEST} needed"
         low, high = self.low_s * 1e3, self.high_s * 1e3
-        return f"{COVERAGE:.0%}: {low:.1f} to {high:.1f} ms"
+        return f"{COVERAGE:.0%} interval {low:.1f} to {high:.1f} ms"
 
 
 def interval(

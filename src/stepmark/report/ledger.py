@@ -32,6 +32,7 @@ from stepmark.core.units import ranks_text
 DEFINITIONS = "docs/traces.md"
 NAMES = ("predicted", "measured")
 _NOTABLE_PCT = 1.0
+_MOST_UNEXPLAINED_PCT = 10.0  # of a step whose profile tells where its time goes
 _AVOIDABLE = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA, Idle.RANK)
 _MS = 1e6
 
@@ -261,21 +262,36 @@ def sentence(
     subject: model, strategy and devices. interval: of the prediction, as text.
     """
     parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
+    doubt = _doubt(measured)
     if predicted is not None:
-        around = f" ({interval})" * bool(interval)
-        parts[0] += f", predicted {_short(predicted.window_ns)}{around}"
-        parts.append(
-            f"the lines differ by {_short(absolute_ns(predicted, measured))} ms in sum"
-        )
+        facts = "; ".join(filter(None, (_error(predicted, measured), interval)))
+        parts[0] += f", predicted {_short(predicted.window_ns)} ms ({facts})"
         largest = max(differences(predicted, measured), key=lambda each: abs(each.ns))
-        if largest.ns:
-            sign = "+" if largest.ns > 0 else "-"
-            parts.append(
-                f"largest: {words_of(largest.line)} {sign}{_short(abs(largest.ns))} ms"
-            )
+        if largest.ns and not doubt:
+            total = f"line differences add up to {_short(absolute_ns(predicted, measured))} ms"
+            than = f"{'longer' if largest.ns > 0 else 'shorter'} than predicted"
+            where = f"{words_of(largest.line)}, {_short(abs(largest.ns))} ms {than}"
+            parts.append(f"{total}, the largest is {where}")
     if mfu_pct is not None:
         parts.append(f"{mfu_pct:.0f} % MFU")
-    return "; ".join([*parts, f"to gain: {to_gain(measured)}"])
+    return "; ".join([*parts, doubt or to_gain(measured)])
+
+
+def _error(predicted: Ledger, measured: Ledger) -> str:
+    """Return how far the predicted step is from the measured one."""
+    error = _percent(predicted.window_ns - measured.window_ns, measured.window_ns)
+    side = "high" if error > 0 else "low"
+    return f"{abs(error):.1f} % too {side}" if abs(error) >= 0.05 else "within 0.05 %"
+
+
+def _doubt(measured: Ledger) -> str:
+    """Return why the lines cannot be told; "" where the profile explains the step."""
+    rest_ns = measured.lines.get((Group.IDLE, str(Idle.UNEXPLAINED)), 0)
+    share = _percent(rest_ns, measured.window_ns)
+    if abs(share) < _MOST_UNEXPLAINED_PCT:
+        return ""
+    text = f"the profile leaves {_short(rest_ns)} ms ({share:.1f} %) of the step unexplained"
+    return f"{text}: its lines, and what there is to gain, are not known"
 
 
 def words_of(line: Line) -> str:
@@ -286,7 +302,7 @@ def words_of(line: Line) -> str:
         Group.OVERLAPPED: f"{name} under communication",
         Group.COMM: f"exposed {name}",
         Group.COPIES: f"exposed {name}",
-        Group.IDLE: f"idle time ({name})",
+        Group.IDLE: f"idle time ({name})" if name != Idle.UNEXPLAINED else "unexplained time",
     }[group]
 
 
@@ -303,11 +319,11 @@ def to_gain(measured: Ledger) -> str:
     name, time_ns = max(times.items(), key=lambda item: item[1])
     share = _percent(time_ns, measured.window_ns)
     if share < _NOTABLE_PCT:
-        return f"nothing above {_NOTABLE_PCT:.0f} % of the step"
+        return f"nothing above {_NOTABLE_PCT:.0f} % of the step to gain"
     if name == "exposed communication":
         is_waiting = 2 * measured.within.get(WAITING, 0) > time_ns
         name += f", mostly {WAITING if is_waiting else lines_of([measured], Group.COMM)[0][1]}"
-    return f"{_short(time_ns)} ms ({share:.1f} %) of {name}"
+    return f"at most {_short(time_ns)} ms ({share:.1f} %) to gain from {name}"
 
 
 def _percent(part: float, whole: float) -> float:
