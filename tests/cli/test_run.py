@@ -48,7 +48,9 @@ def test_a_step_is_predicted_before_it_is_measured(tmp_path: Path) -> None:
         r"^gpt2-125m@tiny.* ddp on 2 x .*: measured .*$", done.stdout, re.M
     )
     predicted_ms = entry["prediction"]["step_s"] * 1e3
-    (shown,) = re.findall(r"predicted ([\d.]+) ms \([^;]*; no interval: 0 past predictions", sentence)
+    (shown,) = re.findall(
+        r"predicted ([\d.]+) ms \([^;]*; no interval: 0 past predictions", sentence
+    )
     assert float(shown) == pytest.approx(predicted_ms, rel=0.01)
     columns = re.findall(r"^ {4}\S.*? {2,}([\d.]+) +(-?[\d.]+) +[+-]", done.stdout, re.M)
     (whole,) = re.findall(r"^step +([\d.]+) +([\d.]+)", done.stdout, re.M)

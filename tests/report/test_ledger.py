@@ -121,7 +121,10 @@ def test_lines_that_do_not_explain_the_step_are_no_answer(rest_ms: int) -> None:
     ("own", "text"),
     [
         (ledger({PRODUCT: 99.5, HOST: 0.5}), "nothing above 1 % of the step to gain"),
-        (ledger({PRODUCT: 90, HOST: 10}), "at most 10 ms (10.0 %) to gain from idle time (host)"),
+        (
+            ledger({PRODUCT: 90, HOST: 10}),
+            "at most 10 ms (10.0 %) to gain from idle time (host)",
+        ),
         (ledger({PRODUCT: 90, COPY: 10}), "at most 10 ms (10.0 %) to gain from copies"),
         (
             ledger({PRODUCT: 90, HOST: 10}, **{RECOMPUTED: 30}),

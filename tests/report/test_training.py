@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepmark.core.case import Label
 from stepmark.core.columns import Row, number
 from stepmark.core.dtypes import DType
 from stepmark.core.flops import per_token
@@ -25,7 +26,7 @@ from stepmark.core.training import (
 from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_printing import best_batches
 from stepmark.report.training_rates import PHASES, drift, mean_phases
-from stepmark.report.training_words import remarks, shape_text, techniques
+from stepmark.report.training_words import remarks, shape_text, techniques, title
 
 from .records import FAST, gemm, measured
 from .train_records import (
@@ -120,6 +121,16 @@ def test_the_best_batch_is_named() -> None:
     (line,) = best_batches(table)
     assert line.startswith("best mbs 2: ")
     assert best_batches(table[:1]) == []
+
+
+def test_a_calibration_is_no_candidate_and_says_what_it_is() -> None:
+    step = TrainCase(model=model("llama-3.1-8b"), mbs=2)
+    part = replace(step, mbs=1, labels=(Label(role="kernels"), Label(role="host")))
+    table = [row_of(flat(case, 1.0)) for case in (step, part)]
+    assert best_batches(table) == []
+    assert [row["calibrates"] for row in table] == [None, "kernels, host"]
+    name = title(table[0]).replace("mbs 2", "mbs 1")
+    assert title(table[1]) == f"{name} (calibration: kernels, host)"
 
 
 def test_a_straggler_is_last_more_often_than_by_chance() -> None:

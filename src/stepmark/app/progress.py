@@ -61,7 +61,7 @@ def line(record: Record) -> str:
 def case_text(case: AnyCase) -> str:
     """Return the name of a case in a line of progress."""
     if isinstance(case, TrainCase):
-        return f"{case.family} {case.model.name} {training_words.shape_text(case)}"
+        return f"{case.family} {training_words.name_of(case)}"
     if isinstance(case, CommCase):
         words = [case.family, format_bytes(case.message_bytes), case.dtype]
         words += [str(case.redop)] if case.redop is not RedOp.NONE else []

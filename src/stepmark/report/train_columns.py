@@ -51,6 +51,7 @@ from stepmark.report.outcomes import (
 )
 from stepmark.report.training_rates import Yardstick, drift, means_of, phases, rates
 from stepmark.report.training_words import (
+    calibrates,
     compile_text,
     fp8_text,
     recompute_text,
@@ -222,6 +223,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("device", lambda o: o.case.device),
     Column("data", lambda o: o.case.data),
     Column("scale", lambda o: o.case.scale or None, views=SHOWN, leaves=4),
+    Column("calibrates", lambda o: calibrates(o.case) or None, views=SHOWN, leaves=4),
     Column("flops_per_token", lambda o: o.per_token.causal, NUMBER),
     Column("flops_per_token_torchtitan", lambda o: o.per_token.torchtitan, NUMBER),
     Column("flops_per_token_palm_all", lambda o: o.per_token.palm_all, NUMBER),

@@ -13,7 +13,7 @@ from stepmark.core.training import Schedule
 from stepmark.core.units import format_time
 from stepmark.report.figures import COLOURS, INK, Drawn, curve_style, styled, unique
 from stepmark.report.training_rates import PHASES, mean_phases
-from stepmark.report.training_words import shape_text
+from stepmark.report.training_words import name_of
 
 # Further cases have no figure of their own; the table has them.
 MAX_CASES = 6
@@ -34,7 +34,7 @@ def drawn(records: Sequence[Record]) -> list[Drawn]:
     figures: list[Drawn] = []
     for record in ran[:MAX_CASES]:
         note = f"Shaded: warm-up, left out of all rates; it may exceed the upper edge.{more}"
-        figures.append((f"Samples: {_name(record)}", note, samples(record)))
+        figures.append((f"Samples: {name_of(record.train)}", note, samples(record)))
     if any(mean_phases(record, 0) for record in ran):
         note = (
             "Mean sample of the slowest rank over whole cycles, so that the optimizer counts."
@@ -91,7 +91,7 @@ def phase_bars(ran: Sequence[Measured]) -> Figure:
         medians = [summarize(values).median for values in record.samples.seconds]
         if means := mean_phases(record, medians.index(max(medians))):
             bars.append((record, means))
-    names = unique([_name(record) for record, _ in bars])
+    names = unique([name_of(record.train) for record, _ in bars])
     figure = go.Figure()
     for index, phase in enumerate(PHASES):
         figure.add_bar(
@@ -112,7 +112,7 @@ def phase_bars(ran: Sequence[Measured]) -> Figure:
 def losses(ran: Sequence[Measured]) -> Figure:
     """Draw a curve per case; a loss that is not finite is a gap."""
     curves = [(r, r.training.loss) for r in ran if r.training and r.training.loss]
-    names = unique([_name(record) for record, _ in curves])
+    names = unique([name_of(record.train) for record, _ in curves])
     figure = go.Figure()
     for index, ((_, loss), name) in enumerate(zip(curves, names, strict=True)):
         figure.add_scatter(
@@ -125,7 +125,3 @@ def losses(ran: Sequence[Measured]) -> Figure:
     figure.update_xaxes(title="sample")
     figure.update_yaxes(title="loss")
     return styled(figure, height=340 + 20 * len(curves))
-
-
-def _name(record: Measured) -> str:
-    return f"{record.train.model.name} {shape_text(record.train)}"

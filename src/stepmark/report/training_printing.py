@@ -50,6 +50,7 @@ def print_training(
 def best_batches(rows: Sequence[Row]) -> list[str]:
     """Return the fastest micro-batch of cases that differ in nothing else, in words."""
     right = [row for row in rows if row["status"] == "measured" and row["tokens_per_s_gpu"]]
+    right = [row for row in right if not row["calibrates"]]
     lines = []
     for group in grouped(right, _ALL_BUT_BATCH):
         if len({row["mbs"] for row in group}) < 2:

@@ -18,6 +18,17 @@ def shape_text(case: TrainCase) -> str:
     return f"{' '.join(words)}: {techniques(case)}"
 
 
+def name_of(case: TrainCase) -> str:
+    """Return model and shape, and of which part of a prediction the case is the calibration."""
+    part = f" (calibration: {calibrates(case)})" if case.labels else ""
+    return f"{case.model.name} {shape_text(case)}{part}"
+
+
+def calibrates(case: TrainCase) -> str:
+    """Return the parts that `stepmark calibrate` measures with the case, "" for a step."""
+    return ", ".join(label.role for label in case.labels)
+
+
 def techniques(case: TrainCase) -> str:
     """Return the precision, and every technique that is on or differs from its default."""
     words = [case.precision.value]
@@ -75,7 +86,8 @@ def _parallel(case: TrainCase) -> list[str]:
 def title(row: Row) -> str:
     """Return the case of a row in one line."""
     scale = f" (scaled {row['scale']})" if row["scale"] else ""
-    return f"{text(row, 'model')}{scale} {text(row, 'shape')}"
+    part = f" (calibration: {row['calibrates']})" if row.get("calibrates") else ""
+    return f"{text(row, 'model')}{scale} {text(row, 'shape')}{part}"
 
 
 # A rank this much slower than the median rank gets a remark.
