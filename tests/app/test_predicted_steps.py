@@ -173,13 +173,16 @@ REFUSED = {
     f"{SHEET} --what-if hbm=2": "such as link=2x",
     f"{SHEET} --what-if hbm=2x,hbm=3x": "each once",
     f"{SHEET} --what-if ,": "at least one change",
-    f"{SHEET} --what-if power=500W": "no power of this device",
+    f"{SHEET} --what-if power=500W": "measured the power of a GPU",
     f"--from-run {GPT2} --what-if power=90W": "above 123 W, idle",
     f"--from-run {GPT2} --what-if power=150W": "at the lowest clock",
     f"{SHEET} --gbs 24": "a multiple of --mbs x data ranks (16)",
     f"{SHEET} --gbs 0": "a multiple of",
     f"{SHEET} --gbs 32 --grad-accum 4": "--grad-accum (4)",
-    f"{SHEET} --mbs 1,2": "one case",
+    f"{SHEET} --mbs 1,2": "mbs 1,2 is invalid: it must be one value",
+    f"{SHEET} --strategy ddp,fsdp": "strategy ddp,fsdp is invalid: it must be one value",
+    "llama-3.1-8b --device h200": "nproc is missing: give the number of ranks",
+    "nosuch.json --device h200": "model nosuch.json is invalid: it must be a readable file",
     f"{SHEET} --text": "does not change a prediction",
     f"{SHEET} --force": "only with --calibration",
     f"{SHEET} --fp8": "scales are not derived",
@@ -225,7 +228,8 @@ NOTED = {
     f"{SHEET} --schedule micro --grad-accum 8": "takes as long without --schedule",
     f"{SHEET} --clip 2": "takes as long without --clip",
     SHEET: "the host's time is not known",
-    f"{SHEET} --nproc 64": "also those of 64 ranks",
+    f"{SHEET} --nproc 64": "links between hosts are not modelled: the 64 GPUs",
+    f"{SHEET} --nproc 16 --tp 8": "links between hosts",  # of groups of two and eight
     f"--from-run {GPT2} --what-if link=2x": "link has no effect",
     f"--from-run {GPT2} --what-if hbm=2x": "without --what-if the step takes",
     f"{WORDS[GPT2]} --calibration {GPT2} --device h100-sxm --force": "not of NVIDIA H100 80GB",
@@ -240,6 +244,7 @@ def test_what_a_prediction_lacks_is_said(run: Predict, words: str) -> None:
     code, document, _ = run(words)
     assert code == 0
     assert any(NOTED[words] in note for note in document["notes"]), document["notes"]
+    assert document["is_lower_bound"] == ("links between hosts" in NOTED[words])
 
 
 @pytest.mark.usefixtures("files")

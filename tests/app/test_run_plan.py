@@ -63,7 +63,7 @@ def test_parts_come_in_the_first_launch_and_the_step_in_the_second(
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ("gpt2-1.5b --mbs 1,2", "a run predicts and measures one step"),
+        ("gpt2-1.5b --mbs 1,2", "^mbs 1,2 is invalid: it must be one value: 2 steps"),
         ("llama-3.1-70b --nproc 1 --strategy single", "such as --strategy fsdp --nproc 16"),
         ("gpt2-1.5b --nproc 5", "from 1 to 4"),
     ],

@@ -112,12 +112,10 @@ def _how(options: CalibrateOptions, case: TrainCase) -> How:
 def _case(options: CalibrateOptions, machine: Machine) -> TrainCase:
     """Return the training step that the parts are of. Raises ConfigError."""
     training = TrainOptions(**vars(options))
-    world_size = machine.num_ranks(train_plan.default_nproc(training, machine.device))
-    cases = train_plan.cases(training, machine.device, world_size)
-    if len(cases) > 1:
-        allowed = "it must give one training step: one model, strategy, schedule and --mbs"
-        raise ConfigError("calibrate", f"{len(cases)} steps", allowed)
-    return cases[0]
+    world_size = machine.num_ranks(
+        training.nproc, train_plan.default_nproc(training, machine.device)
+    )
+    return train_plan.only_case(training, machine.device, world_size)
 
 
 def calibration_cases(

@@ -21,7 +21,7 @@ from stepmark.core.roofline import roofline_time
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision
-from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Workload
+from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel
 from stepmark.predict import memory
 from stepmark.predict.comm import CommCosts, latency_s
 from stepmark.predict.costs import RooflineCosts, file_cost, first_of, known_time
@@ -81,9 +81,10 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
         notes += file_times.notes(target.workload)
     else:
         notes += _contention_notes(target, costs, prediction)
-    most = max(_group_sizes(target.workload), default=1)
-    if most > _MOST_IN_HOST and Source.ROOFLINE in comm.sources.values():
-        notes.append(f"collectives take the links within a host, also those of {most} ranks")
+    spans_hosts = _spans_hosts(target) and not is_of_file
+    if spans_hosts:
+        text = f"links between hosts are not modelled: the {target.workload.world_size} GPUs"
+        notes.append(f"{text} communicate as within one, and the step takes at least as long")
     if Source.FILE not in prediction.sources and file_times.any_in(target.workload):
         notes.append("the workload file's own times are not used")
     measured_on = target.workload.settings.get("devices")
@@ -95,17 +96,25 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     is_on_gpu = target.case is None or target.case.device == "cuda"
     if power is None and is_on_gpu and not is_of_file:
         notes.append("power was not calibrated: the clock is the data sheet's or the profile's")
-    return prediction, notes
+    return replace(prediction, is_lower_bound=bool(unknown) or spans_hosts), notes
 
 
-def _group_sizes(workload: Workload) -> set[int]:
-    """Return the numbers of ranks of the step's collectives."""
-    return {
-        workload.groups[op.group].size
+def _spans_hosts(target: Target) -> bool:
+    """Return whether GPUs of several hosts communicate, by costs of the links within one."""
+    if target.case is not None and target.case.device == "cpu":
+        return False
+    curves = target.parts.curves if target.parts else ()
+    if max((curve.num_ranks for curve in curves), default=0) > _MOST_IN_HOST:
+        return False
+    workload = target.workload
+    groups = {
+        workload.groups[op.group]
         for stage in range(len(workload.stages))
         for op in workload.tally(stage)
         if isinstance(op, CommOp)
     }
+    ranks_apart = (sum((size - 1) * stride for size, stride in g.digits) for g in groups)
+    return max(ranks_apart, default=0) >= _MOST_IN_HOST
 
 
 def _effects(
@@ -206,7 +215,7 @@ def _changed_power(power: PowerModel | None, changes: dict[str, float]) -> Power
     if limit_w is None:
         return power
     if power is None:
-        allowed = "left out, since the calibration has no power of this device"
+        allowed = "it needs a calibration that measured the power of a GPU"
         raise ConfigError("what-if", f"power={limit_w:g}W", allowed)
     if limit_w <= power.static_w:
         raise ConfigError(

@@ -193,12 +193,9 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
     """Return the case of these options. Raises ConfigError for none or several."""
     if options.gbs is not None:
         train = replace(train, grad_accum=None)
-    world_size = here.num_ranks(train_plan.default_nproc(train, here.device))
-    cases = train_plan.cases(train, here.device, world_size)
-    if len(cases) != 1:
-        names = ", ".join(f"{case.model.name} {case.strategy} mbs {case.mbs}" for case in cases)
-        raise ConfigError("model", names, "one case: one model, strategy and micro-batch")
-    (case,) = cases
+    read_models(",".join(train.model_names))  # a wrong name goes before a missing --nproc
+    world_size = here.num_ranks(train.nproc, train_plan.default_nproc(train, here.device))
+    case = train_plan.only_case(train, here.device, world_size)
     if options.gbs is None:
         return case
     per_micro_step = case.mbs * case.parallel.data_ranks
@@ -209,8 +206,7 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
     if options.grad_accum not in (None, count):
         allowed = f"--mbs x data ranks ({per_micro_step}) x --grad-accum ({options.grad_accum})"
         raise ConfigError("gbs", options.gbs, allowed)
-    (case,) = train_plan.cases(replace(train, grad_accum=count), here.device, world_size)
-    return case
+    return train_plan.only_case(replace(train, grad_accum=count), here.device, world_size)
 
 
 def _options_of_run(base: Path) -> dict[str, Any]:

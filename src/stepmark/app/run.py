@@ -176,13 +176,10 @@ def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainC
         base = _with_defaults(base, fitting)
     strategy = ("ddp" if is_cpu else "fsdp") if count > 1 else "single"
     base = replace(base, nproc=str(count), strategy=base.strategy or (strategy,))
-    cases = train_plan.cases(base, machine.device, count)
-    if len(cases) != 1:
-        names = ", ".join(f"{case.model.name} {case.strategy} mbs {case.mbs}" for case in cases)
-        raise ConfigError("model", names, "one: a run predicts and measures one step")
+    case = train_plan.only_case(base, machine.device, count)
     if machine.memory_bytes:
-        train_plan.check_memory(cases[0], machine.memory_bytes)
-    return cases[0]
+        train_plan.check_memory(case, machine.memory_bytes)
+    return case
 
 
 def _most(machine: Machine) -> str:

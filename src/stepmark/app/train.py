@@ -27,7 +27,7 @@ def run(options: TrainOptions) -> int:
 def plan(options: TrainOptions, machine: Machine) -> Plan:
     """Plan every case of the options. Raises ConfigError."""
     device = machine.device
-    world_size = machine.num_ranks(train_plan.default_nproc(options, device))
+    world_size = machine.num_ranks(options.nproc, train_plan.default_nproc(options, device))
     cases = train_plan.cases(options, device, world_size)
     return Plan(
         command="train",

@@ -52,6 +52,18 @@ def cases(options: TrainOptions, device: str, world_size: int) -> list[TrainCase
     return list(planned.values())
 
 
+def only_case(options: TrainOptions, device: str, world_size: int) -> TrainCase:
+    """Return the case of options that give one. Raises ConfigError for several."""
+    planned = cases(options, device, world_size)
+    if len(planned) > 1:
+        fields = {"model": options.model_names, "strategy": options.strategy}
+        fields |= {"schedule": options.schedule, "mbs": options.mbs}
+        field, values = max(fields.items(), key=lambda item: len(item[1] or ()))
+        shown = ",".join(map(str, values or ()))
+        raise ConfigError(field, shown, f"one value: {len(planned)} steps are too many here")
+    return planned[0]
+
+
 def _strategy_cases(
     options: TrainOptions, strategy: str, schedule: Schedule, device: str, world_size: int
 ) -> Iterator[TrainCase]:

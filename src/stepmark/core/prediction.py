@@ -56,6 +56,7 @@ class StepPrediction:
 
     slowdown: of attention, as log; 0 at full clock. clock_hz, power_w: means over the step of
     one device; None where no power was measured. sources: seconds of compute by origin.
+    is_lower_bound: some operations or links have no known cost.
     """
 
     timeline: Timeline
@@ -63,6 +64,7 @@ class StepPrediction:
     clock_hz: float | None
     power_w: float | None
     sources: Mapping[Source, float]
+    is_lower_bound: bool = False
 
     @property
     def step_s(self) -> float:

@@ -305,7 +305,9 @@ def options_of(case: "TrainCase") -> TrainOptions:
         if name in _ALWAYS or getattr(case, name) != defaults[name]
     }
     axes = case.parallel
-    for axis in ("tp", "pp", "cp", "ep", "dp_replicate"):
+    # Only FSDP has copies by choice: elsewhere they are all data ranks.
+    copies = ("dp_replicate",) if case.data_parallel is DataParallel.FSDP else ()
+    for axis in ("tp", "pp", "cp", "ep", *copies):
         if (degree := getattr(axes, axis)) > 1:
             values[axis] = degree
     is_fp8 = case.fp8 is not Fp8.NONE

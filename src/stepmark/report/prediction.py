@@ -39,6 +39,7 @@ def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
     return {
         **asdict(facts),
         "step_s": step_s,
+        "is_lower_bound": prediction.is_lower_bound,
         "tokens_per_s": tokens_per_s,
         "tokens_per_s_gpu": tokens_per_s / facts.num_ranks if tokens_per_s else None,
         "mfu_pct": _percent(facts, tokens_per_s, facts.flops_per_token),
@@ -143,14 +144,14 @@ def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
 
 def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str]]:
     """Yield the results with their titles, those that are known."""
-    least = "at least " * (str(Source.UNKNOWN) in facts["sources_s"])
+    least, most = ("at least ", "at most ") if facts["is_lower_bound"] else ("", "")
     yield "predicted step", f"{least}{step_s * 1e3:.2f} ms"
     if facts["tokens_per_s"]:
-        yield "throughput", f"{facts['tokens_per_s']:,.0f} tokens/s"
+        yield "throughput", f"{most}{facts['tokens_per_s']:,.0f} tokens/s"
     if facts["mfu_pct"] is not None:
-        yield "MFU", f"{facts['mfu_pct']:.1f} % MFU (causal)"
+        yield "MFU", f"{most}{facts['mfu_pct']:.1f} % MFU (causal)"
     if facts["hfu_pct"] is not None and facts["hfu_pct"] != facts["mfu_pct"]:
-        yield "HFU", f"{facts['hfu_pct']:.1f} % HFU"
+        yield "HFU", f"{most}{facts['hfu_pct']:.1f} % HFU"
     yield "limit", f"bound by the {facts['bound']}"
     if facts["comm_s"]:
         exposed, comm = facts["exposed_comm_s"], facts["comm_s"]

@@ -5,7 +5,9 @@ A format is a module here with `read(path)`, `write(workload, ...)` and
 here read models and shapes.
 """
 
+import contextlib
 import importlib
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,6 +151,16 @@ def find_format(name: str, *, to: bool) -> str:
     return key
 
 
+_OF_TRACES = "`stepmark trace to-workload` makes a workload of traces"
+
+
+def _is_trace(head: bytes) -> bool:
+    if head.startswith(b"\x1f\x8b"):
+        with contextlib.suppress(zlib.error):
+            head = zlib.decompressobj(wbits=31).decompress(head)
+    return b'"traceEvents"' in head or b'"deviceProperties"' in head
+
+
 def sniff(path: Path) -> str:
     """Return the name in FORMATS of a file or a folder of ranks, by its content.
 
@@ -157,6 +169,9 @@ def sniff(path: Path) -> str:
     for name, form in FORMATS.items():
         if form.first and path.is_dir() and any(path.glob(form.first)):
             return name
+    if path.is_dir():
+        names = " or ".join(name for name, form in FORMATS.items() if form.first)
+        raise ConfigError("workload", path, f"a file or a folder of {names} ({_OF_TRACES})")
     head = read_head(path, "workload", _HEAD_BYTES)
     readable = {name: form for name, form in FORMATS.items() if form.reads}
     for name, form in readable.items():
@@ -165,5 +180,7 @@ def sniff(path: Path) -> str:
     what = "an empty file" if not head.strip() else "a file of unknown kind"
     if head.startswith((b"train_iter:", b"inference_term:")):
         what = "AIOB's profile, which --compute-from takes"
+    if _is_trace(head):
+        what = f"a profiler trace ({_OF_TRACES})"
     allowed = f"a workload in one of these: {', '.join(readable)}; this is {what}"
     raise ConfigError("workload", path, allowed)
