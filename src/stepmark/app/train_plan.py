@@ -56,11 +56,15 @@ def only_case(options: TrainOptions, device: str, world_size: int) -> TrainCase:
     """Return the case of options that give one. Raises ConfigError for several."""
     planned = cases(options, device, world_size)
     if len(planned) > 1:
-        fields = {"model": options.model_names, "strategy": options.strategy}
-        fields |= {"schedule": options.schedule, "mbs": options.mbs}
-        field, values = max(fields.items(), key=lambda item: len(item[1] or ()))
-        shown = ",".join(map(str, values or ()))
-        raise ConfigError(field, shown, f"one value: {len(planned)} steps are too many here")
+        fields: dict[str, Sequence[object]] = {
+            "model": options.model_names,
+            "strategy": options.strategy,
+            "schedule": options.schedule,
+            "mbs": options.mbs or (),
+        }
+        field, values = max(fields.items(), key=lambda item: len(item[1]))
+        allowed = f"one value: {len(planned)} steps are too many here"
+        raise ConfigError(field, ",".join(map(str, values)), allowed)
     return planned[0]
 
 
