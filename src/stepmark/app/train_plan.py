@@ -58,8 +58,8 @@ def only_case(options: TrainOptions, device: str, world_size: int) -> TrainCase:
     if len(planned) > 1:
         fields: dict[str, Sequence[object]] = {
             "model": options.model_names,
-            "strategy": options.strategy,
-            "schedule": options.schedule,
+            "strategy": options.strategy or (),
+            "schedule": options.schedule or (),
             "mbs": options.mbs or (),
         }
         field, values = max(fields.items(), key=lambda item: len(item[1]))
