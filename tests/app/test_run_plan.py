@@ -36,6 +36,9 @@ def planned(words: str, machine: Machine = H200) -> Plan:
         ("llama-3.1-8b --strategy tp --clip 0", H200),
         ("", CPU),
         ("gpt2-125m --scale tiny --nproc 2", CPU),
+        ("gpt2-125m --scale tiny --strategy single", CPU),
+        ("gpt2-125m --scale tiny --strategy single --mbs 1", H200),
+        ("gpt2-125m --scale tiny --tp 2 --strategy fsdp", CPU),
     ],
     ids=joined,
 )

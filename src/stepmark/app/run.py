@@ -48,7 +48,7 @@ _DOCTOR_LIMIT_S = 180.0  # it imports torch and reads every device
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
 # A CPU trains the smallest model on few tokens: a step takes about two seconds.
 _CPU = TrainOptions(model="gpt2-125m", seq_len=64, mbs=(1,))
-_CPU_STEPS, _STEPS = 8, 30
+_CPU_STEPS, _STEPS, _CPU_RANKS = 8, 30, "2"
 
 
 def run(options: RunOptions) -> int:
@@ -164,7 +164,10 @@ def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainC
     base = TrainOptions(**{**given, "compile": compiles, "device": options.device})
     if is_cpu:
         base = _with_defaults(base, _CPU)
-    count = machine.num_ranks(base.nproc, _most(machine))
+    nproc = train_plan.default_nproc(base, machine.device)
+    if is_cpu and nproc == "1" and not (base.nproc or base.strategy):
+        nproc = _CPU_RANKS
+    count = machine.num_ranks(base.nproc, nproc)
     if base.model or base.models:
         if not base.mbs:
             base = replace(base, mbs=_batch(base, machine, count, notes))
@@ -180,10 +183,6 @@ def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainC
     if machine.memory_bytes:
         train_plan.check_memory(case, machine.memory_bytes)
     return case
-
-
-def _most(machine: Machine) -> str:
-    return "2" if machine.device == "cpu" else str(machine.num_accelerators or 1)
 
 
 def _with_defaults(options: TrainOptions, defaults: TrainOptions) -> TrainOptions:

@@ -125,7 +125,7 @@ def _pipeline(case: TrainCase) -> Refused:
         has = f"{model.name} has {model.num_layers} layers for {stages} stages"
         yield "pp", pp, f"at most {most}: {has}"
     if model.tied_embeddings:
-        yield "pp", pp, f"1, since the first and last stage of {model.name} share a table"
+        yield "pp", pp, f"1, since {model.name} ties its input and output embeddings"
     parts = case.pp_microbatches or stages
     if parts < stages:
         yield "pp-microbatches", parts, f"at least {stages}, the number of stages"
