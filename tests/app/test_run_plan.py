@@ -69,9 +69,10 @@ def test_parts_come_in_the_first_launch_and_the_step_in_the_second(
         ("gpt2-1.5b --mbs 1,2", "^mbs 1,2 is invalid: it must be one value: 2 steps"),
         ("llama-3.1-70b --nproc 1 --strategy single", "such as --strategy fsdp --nproc 16"),
         ("gpt2-1.5b --nproc 5", "from 1 to 4"),
+        ("llama-3.1-405b --device cpu --strategy single", "such as --scale tiny"),
     ],
     ids=joined,
 )
 def test_what_is_no_single_step_that_fits_is_refused(words: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
-        planned(words)
+        planned(words, CPU if "cpu" in words else H200)

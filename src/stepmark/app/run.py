@@ -4,6 +4,7 @@ The parts are entries of the first launch, the step is that of the second one: b
 measure it, rank 0 writes the prediction into the run.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -180,8 +181,11 @@ def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainC
     strategy = ("ddp" if is_cpu else "fsdp") if count > 1 else "single"
     base = replace(base, nproc=str(count), strategy=base.strategy or (strategy,))
     case = train_plan.only_case(base, machine.device, count)
-    if machine.memory_bytes:
-        train_plan.check_memory(case, machine.memory_bytes)
+    memory_bytes = machine.memory_bytes
+    if is_cpu:
+        memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count
+    if memory_bytes:
+        train_plan.check_memory(case, memory_bytes)
     return case
 
 

@@ -268,11 +268,14 @@ def largest_mbs(
 
 
 def check_memory(case: TrainCase, device_bytes: int) -> None:
-    """Raise ConfigError for a step that surely runs out of memory, by estimate."""
+    """Raise ConfigError for a step that surely runs out of memory, by estimate.
+
+    device_bytes: of a GPU, or on a CPU the share of the host's memory that a rank has.
+    """
     sizes = memory.calibrated(case, stage_of_case)
     if memory.verdict(case, *sizes, device_bytes) == "runs out of memory":
         needed, there = format_bytes(sizes[0]), format_bytes(device_bytes)
-        fitting = what_fits(case, device_bytes)
+        fitting = what_fits(case, device_bytes) if case.device == "cuda" else "--scale tiny"
         allowed = f"one that fits into {there} (it needs {needed}){fitting and ', such as '}"
         raise ConfigError("mbs", case.mbs, allowed + fitting)
 
