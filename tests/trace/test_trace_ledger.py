@@ -192,6 +192,18 @@ def test_recomputed_compute_is_a_part_of_its_line(tmp_path: Path) -> None:
     assert own.within == {"recomputed": 7_000}
 
 
+def test_a_wait_counts_as_the_collective_that_runs(tmp_path: Path) -> None:
+    """What is left of it, before gloo's thread begins and after it ends, is the wait's own."""
+    step = Step(rank=0, world_size=2, backend="gloo")
+    step.step(1, 0, 1000)
+    step.add("cpu_op", "_c10d_functional::all_reduce", 100, 20, MAIN)
+    step.add("cpu_op", "_c10d_functional::wait_tensor", 150, 400, MAIN)
+    step.add("user_annotation", "gloo:all_reduce", 160, 300, 77)
+    ((_, own),) = ledgers(read_trace(step.write(tmp_path)), lambda _: True)
+    times = {name: ns / 1000 for (group, name), ns in own.lines.items() if group is Group.COMM}
+    assert times == {"all_reduce": 20 + 300, "wait_tensor": 10 + 90}
+
+
 def test_a_host_computes_by_outermost_operations(tmp_path: Path) -> None:
     step = Step(rank=0, world_size=2, backend="gloo")
     step.step(1, 0, 1000)

@@ -126,7 +126,7 @@ def _reference(path: Path) -> dict[str, Measured]:
         and not record.num_wrong
     }
     if not measured:
-        raise ConfigError("baseline", path, "a run with measured cases")
+        raise ConfigError("baseline", path, "a run that measured operators (stepmark op)")
     if any(record.case.num_ranks > 1 for record in measured.values()):
         raise ConfigError("baseline", path, "a run of one rank")
     return measured

@@ -29,6 +29,7 @@ Numbers = Sequence[int | None]  # of the steps of windows
 COMM_NAME = re.compile(
     r"^(?:c10d::|_?c10d_functional|record_param_comms|gloo:|mpi:|ucc:|nccl:)"
 )
+_WAIT = re.compile(r"c10d_functional::(?:wait_tensor|_wrap_tensor_autograd)$")
 _COMPUTE = re.compile(r"^(?!autograd::|torch::autograd::)\w+::|cpp_fused")
 
 
@@ -86,7 +87,8 @@ def communication_and_compute(trace: RankTrace) -> tuple[Intervals, Intervals]:
 def work_on_threads(trace: RankTrace) -> tuple[Pieces, Pieces]:
     """Return communication by name, and compute by the row of its operation.
 
-    Where several run, on one thread or on many, it is the one that began first.
+    Where several run, on one thread or on many, it is the one that began first; a wait for a
+    collective only has the time in which none runs.
     """
     is_comm, ops, spans = _is_comm(trace), trace.ops, trace.spans
     is_compute = (
@@ -105,7 +107,13 @@ def work_on_threads(trace: RankTrace) -> tuple[Pieces, Pieces]:
         own_comm = union(start[thread == number], end[thread == number])
         pieces = first_begun(ops.start[own], ops.end[own], own).without(own_comm)
         parts.append(np.stack(pieces))
-    return first_begun(start, end, name), first_begun(*np.concatenate(parts, axis=1))
+    is_wait = np.array([bool(_WAIT.search(text)) for text in trace.names], bool)[name]
+    comm, waits = (
+        first_begun(start[rows], end[rows], name[rows]) for rows in (~is_wait, is_wait)
+    )
+    waits = waits.without(comm.times)
+    comm = first_begun(*np.concatenate((comm, waits), axis=1))
+    return comm, first_begun(*np.concatenate(parts, axis=1))
 
 
 def _comms(

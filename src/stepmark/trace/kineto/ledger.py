@@ -110,7 +110,9 @@ def _on_host(
     comm, compute = work_on_threads(trace)
     ops = trace.ops
     works = _works(trace, np.arange(ops.name.size), ops.name)
-    calls = [torch_collective(name.rpartition(":")[2]) or name for name in trace.names]
+    calls = [
+        torch_collective(n.rpartition(":")[2]) or n.rpartition(":")[2] for n in trace.names
+    ]
     groups = (
         compute._replace(row=works[compute.row]),
         comm._replace(row=len(_NAMES) + comm.row),
