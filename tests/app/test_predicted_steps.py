@@ -245,6 +245,8 @@ def test_what_a_prediction_lacks_is_said(run: Predict, words: str) -> None:
     assert code == 0
     assert any(NOTED[words] in note for note in document["notes"]), document["notes"]
     assert document["is_lower_bound"] == ("links between hosts" in NOTED[words])
+    has_sheet = "data sheet" in " ".join(document["notes"])
+    assert document["host_is_known"] == (not has_sheet)
 
 
 @pytest.mark.usefixtures("files")

@@ -227,10 +227,11 @@ def test_the_page_of_a_predicted_step(
     capsys.readouterr()
     html = (path / "report.html").read_text()
     titles = re.findall("<h2>(.*?)</h2>", html)
-    assert titles[:2] == ["Summary", "Predicted and measured"]
-    assert titles[2].startswith("Ledger of ")
-    assert titles[2].endswith(", predicted and measured")
-    assert titles[3].startswith("Lines of ")
+    assert titles[0] == "Predicted and measured"
+    assert titles[1].startswith("Ledger of ")
+    assert titles[1].endswith(", predicted and measured")
+    assert titles[2].startswith("Lines of ")
+    assert titles[3] == "Summary"
     assert "measured 1.08 ms, predicted 1 ms (7.4 % too low; no interval); " in html
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
@@ -253,6 +254,6 @@ def test_the_page_of_a_prediction_that_was_changed(
     assert "it was changed since" in capsys.readouterr().err
     html = (path / "report.html").read_text()
     titles = re.findall("<h2>(.*?)</h2>", html)
-    assert titles[:3] == ["Summary", "Predicted and measured", "Training"]
+    assert titles[:3] == ["Predicted and measured", "Summary", "Training"]
     assert f"committed (sha256 {digest[:16]}): it was changed since" in html
-    assert "the lines differ" not in html
+    assert "predicted 1" not in html

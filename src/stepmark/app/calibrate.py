@@ -277,13 +277,12 @@ def _host_text(record: Measured) -> str:
     phases = {"forward": training.fwd_s, "backward": training.bwd_s}
     phases = {**phases, "optimizer": training.optim_s, "step": record.samples.seconds}
     text = ", ".join(
-        f"{name} {format_time(statistics.mean(slowest_per_sample(seconds)) * training.cycle)}"
+        f"{name} {format_time(statistics.median(slowest_per_sample(seconds)) * training.cycle)}"
         for name, seconds in phases.items()
         if seconds
     )
-    return (
-        f"{record.train.model.num_layers} layers, {record.train.tokens_per_step} tokens: {text}"
-    )
+    case = record.train
+    return f"{case.model.num_layers} layers, {case.tokens_per_step} tokens, medians: {text}"
 
 
 def _watts(record: Measured) -> str:

@@ -27,6 +27,7 @@ from stepmark.predict.comm import CommCosts, latency_s
 from stepmark.predict.costs import RooflineCosts, file_cost, first_of, known_time
 from stepmark.predict.step import predict_step
 from stepmark.report import prediction as report
+from stepmark.report.training_words import techniques
 from stepmark.store.export import write_json
 from stepmark.store.files import write_text
 from stepmark.workload.tree import stage_of_case
@@ -90,13 +91,18 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     measured_on = target.workload.settings.get("devices")
     if Source.FILE in prediction.sources and not is_of_file and measured_on:
         notes.append(f"the workload file's own times are those of {measured_on}")
-    has_host = target.case is not None and target.parts is not None
-    if not has_host and not (is_of_file and file_times.has_host(target.workload)):
+    if not _host_is_known(target):
         notes.append("the host's time is not known: the step counts as bound by the device")
     is_on_gpu = target.case is None or target.case.device == "cuda"
     if power is None and is_on_gpu and not is_of_file:
-        notes.append("power was not calibrated: the clock is the data sheet's or the profile's")
+        notes.append("power was not calibrated: the clock counts as not limited by power")
     return replace(prediction, is_lower_bound=bool(unknown) or spans_hosts), notes
+
+
+def _host_is_known(target: Target) -> bool:
+    if target.times_of_file and file_times.has_host(target.workload):
+        return True
+    return target.case is not None and target.parts is not None
 
 
 def _spans_hosts(target: Target) -> bool:
@@ -190,8 +196,8 @@ def _contention_notes(
     if works and (target.parts is None or target.parts.comm_slowdown is None):
         names.append("communication")
     if names:
-        text = "where computation and communication run at once, they take as long as alone"
-        yield f"contention was not measured of {', '.join(names)}: {text}"
+        text = "the contention between computation and communication was not measured"
+        yield f"{text} ({', '.join(names)}): where they overlap, both take as long as alone"
 
 
 def _factor(
@@ -229,7 +235,10 @@ def facts(target: Target) -> report.Facts:
     case, workload = target.case, target.workload
     if case is None:
         return report.Facts(
-            name=target.name, device=target.device_name, num_ranks=workload.world_size
+            name=target.name,
+            device=target.device_name,
+            num_ranks=workload.world_size,
+            host_is_known=_host_is_known(target),
         )
     each = per_token(case)
     base = DType.FP32 if case.precision is Precision.FP32 else DType.BF16
@@ -243,6 +252,8 @@ def facts(target: Target) -> report.Facts:
         peak_flops_per_s=target.device.peak(base) if target.device else None,
         mbs=case.mbs,
         seq_len=case.model.seq_len,
+        techniques=techniques(case),
+        host_is_known=_host_is_known(target),
         calibration=target.parts.run if target.parts else "",
         memory=_memory(case, target),
     )

@@ -95,8 +95,8 @@ def waterfalls(
     figure.update_xaxes(title="ms")
     figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
     note = (
-        "Each line begins where the one above ends, so the lines add up to the step. Compute "
-        "is alone where it does not say otherwise."
+        "Each line begins where the one above ends, so the lines add up to the step. "
+        "Compute that overlaps communication has lines of its own."
     )
     return (
         f"Ledger of {step}, {' and '.join(names)}",

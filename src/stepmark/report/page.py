@@ -35,8 +35,8 @@ def html(
     other_rows = [*comm_rows, *train_rows]
     body = "\n".join(
         (
-            section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
             predicted,
+            section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
             *([section("Training", table(train_rows, TRAIN_COLUMNS))] if train_rows else []),
             *_figures(training_figures.drawn(records) if train_rows else ()),
             *_figures(_operator_figures(run, rows, device)),

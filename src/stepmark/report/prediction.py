@@ -27,6 +27,8 @@ class Facts:
     peak_flops_per_s: float | None = None
     mbs: int | None = None
     seq_len: int | None = None
+    techniques: str = ""
+    host_is_known: bool = True
     calibration: str = ""
     memory: StepMemory | None = None
 
@@ -117,6 +119,8 @@ def lines(facts: Mapping[str, Any], prediction: StepPrediction) -> Iterator[str]
     where = f"{facts['num_ranks']} x {facts['device']}"
     pairs = dict(headline(facts, prediction.step_s))
     yield f"{facts['name']} on {where}: predicted step {pairs.pop('predicted step')}"
+    if step := step_text(facts):
+        yield f"  step: {step}"
     memory = pairs.pop("memory", "")
     yield "  " + ", ".join(pairs.values())
     if memory:
@@ -124,6 +128,14 @@ def lines(facts: Mapping[str, Any], prediction: StepPrediction) -> Iterator[str]
     yield ""
     yield from ledger_lines(prediction)
     yield from (f"note: {note}" for note in facts["notes"])
+
+
+def step_text(facts: Mapping[str, Any]) -> str:
+    """Return the tokens of the optimizer step, and how they are computed."""
+    if not facts["tokens"]:
+        return ""
+    shape = f"mbs {facts['mbs']}, seq {facts['seq_len']}"
+    return f"{facts['tokens']:,} tokens, {shape}, {facts['techniques']}"
 
 
 def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
@@ -152,7 +164,8 @@ def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str
         yield "MFU", f"{most}{facts['mfu_pct']:.1f} % MFU (causal)"
     if facts["hfu_pct"] is not None and facts["hfu_pct"] != facts["mfu_pct"]:
         yield "HFU", f"{most}{facts['hfu_pct']:.1f} % HFU"
-    yield "limit", f"bound by the {facts['bound']}"
+    condition = "" if facts["host_is_known"] else " if the host keeps up"
+    yield "limit", f"bound by the {facts['bound']}{condition}"
     if facts["comm_s"]:
         exposed, comm = facts["exposed_comm_s"], facts["comm_s"]
         text = f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed"

@@ -36,8 +36,8 @@ def page(facts: Mapping[str, Any], prediction: StepPrediction) -> str:
         section("Lines", f'<pre class="table">{escape(lines)}</pre>'),
     ]
     lead = f"One optimizer step on {facts['num_ranks']} x {facts['device']}"
-    if facts["tokens"]:
-        lead += f": {facts['tokens']:,} tokens, mbs {facts['mbs']}, seq_len {facts['seq_len']}"
+    if step := text.step_text(facts):
+        lead += f": {step}"
     return document(f"Prediction: {facts['name']}", escape(lead), "\n".join(parts))
 
 

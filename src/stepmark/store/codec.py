@@ -123,7 +123,7 @@ def finite(value: Any) -> Any:
 
 def json_object(text: bytes, what: str) -> dict[str, Any]:
     """Read an object. Raises ConfigError, naming `what`, for anything else."""
-    start = text[:80].decode(errors="replace")
+    start = text[:80].decode(errors="replace") or "(empty)"
     try:
         plain = msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
