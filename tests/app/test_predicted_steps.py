@@ -328,6 +328,25 @@ def test_a_missing_part_is_named(run: Predict, copies: Path, role: str, text: st
     assert text in (error if code else " ".join(document["notes"]))
 
 
+@pytest.mark.parametrize(("factor", "is_noted"), [(1.0, False), (2.0, True)])
+def test_parts_that_do_not_give_the_calibrated_step_are_doubted(
+    run: Predict, copies: Path, factor: float, is_noted: bool
+) -> None:
+    """Without power, which a single GPU's step is anchored to."""
+
+    def slower(record: dict[str, Any]) -> bool:
+        if "kernels" in roles(record):
+            seconds = record["samples"]["seconds"]
+            record["samples"]["seconds"] = [[factor * s for s in rank] for rank in seconds]
+        return "power" not in roles(record)
+
+    rewritten(copies / GPT2, slower)
+    _, document, error = run(f"--from-run {GPT2} --runs {copies}")
+    text = "the calibrated step (2 layers) took "
+    assert any(note.startswith(text) for note in document["notes"]) == is_noted, document
+    assert not error
+
+
 def test_a_calibration_by_another_method_is_refused(run: Predict, copies: Path) -> None:
     def newer(record: dict[str, Any]) -> bool:
         record["samples"]["method"] = record["samples"]["method"].replace("/1", "/9")

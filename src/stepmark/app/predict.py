@@ -4,9 +4,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from statistics import median
 
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
+from stepmark.app.likeness import nearest_profile
 from stepmark.app.predict_target import Target, target_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
@@ -17,10 +19,13 @@ from stepmark.core.ledger import Idle, Work
 from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions, show_what_if
 from stepmark.core.prediction import StepMemory, StepPrediction
+from stepmark.core.record import Measured
 from stepmark.core.roofline import roofline_time
+from stepmark.core.stats import slowest_per_sample
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision
+from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel
 from stepmark.predict import memory
 from stepmark.predict.comm import CommCosts, latency_s
@@ -30,11 +35,14 @@ from stepmark.report import prediction as report
 from stepmark.report.training_words import techniques
 from stepmark.store.export import write_json
 from stepmark.store.files import write_text
+from stepmark.store.reader import read
+from stepmark.workload.rules.pytorch.case import of_case
 from stepmark.workload.tree import stage_of_case
 
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/LOG.md). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
+_NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 _MOST_IN_HOST = 8  # GPUs whose links a data sheet is of
 
 
@@ -47,7 +55,7 @@ def run(options: PredictOptions) -> int:
     if options.what_if:
         about = replace(about, device=f"{about.device} with {show_what_if(options.what_if)}")
     prediction, more = predict(target, changes)
-    notes += [*more, *_effects(target, changes, prediction)]
+    notes += [*more, *calibration_notes(target), *_effects(target, changes, prediction)]
     document = report.document(about, prediction, notes)
     write_files(options, "prediction", document, report.rows(prediction))
     if options.timeline:
@@ -97,6 +105,24 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     if power is None and is_on_gpu and not is_of_file:
         notes.append("power was not calibrated: the clock counts as not limited by power")
     return replace(prediction, is_lower_bound=bool(unknown) or spans_hosts), notes
+
+
+def calibration_notes(target: Target) -> Iterator[str]:
+    """Yield how far the prediction of the calibrated step is from its time, where it is far."""
+    path, case = target.calibration, target.case
+    steps = [r for r in read(path).latest if isinstance(r, Measured)] if path else []
+    steps = [record for record in steps if isinstance(record.case, TrainCase)]
+    profiled = nearest_profile(steps, case) if case else None
+    if profiled is None or profiled.training is None or not profiled.samples.seconds:
+        return
+    own = replace(profiled.train, labels=())
+    predicted_s = predict(replace(target, case=own, workload=of_case(own)), {})[0].step_s
+    step_s = median(slowest_per_sample(profiled.samples.seconds)) * profiled.training.cycle
+    error = predicted_s / step_s - 1
+    if abs(error) > _NOTABLE_ERROR:
+        times = f"took {format_time(step_s)} and is predicted as {format_time(predicted_s)}"
+        layers = f"{own.model.num_layers} layers"
+        yield f"the calibrated step ({layers}) {times}: expect such an error ({error:+.0%})"
 
 
 def _host_is_known(target: Target) -> bool:

@@ -38,6 +38,7 @@ class Target:
     device: DeviceSpec | None
     device_name: str
     parts: Parts | None
+    calibration: Path | None = None  # the run of the parts
     times_of_file: bool = False
 
 
@@ -75,6 +76,7 @@ def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
         device=device,
         device_name=parts.device_name if parts else here.name,
         parts=parts,
+        calibration=path,
     )
     return target, _sitting(path, here) if path else _unused(options, train, here, case)
 

@@ -63,6 +63,7 @@ def commit(run: Path, plan: Plan) -> None:
         text = f"no prediction: {entry['problem']}"
         if predicted:
             text = f"predicted step of {predicted['name']}: {predicted['step_s'] * 1e3:.1f} ms"
+            text = "\nnote: ".join((text, *predicted["notes"]))
         sys.stderr.write(f"{text}\n")
     sys.stderr.write(f"committed before the measurement: sha256 {digest}\n")
 
@@ -76,9 +77,11 @@ def _prediction(run: Path, case: TrainCase) -> Row:
         device=parts.device,
         device_name=parts.device_name,
         parts=parts,
+        calibration=run,
     )
     about = predict.facts(target)
     prediction, notes = predict.predict(target, {})
+    notes += predict.calibration_notes(target)
     document = report.document(about, prediction, notes)
     around = interval(
         past_predictions(), stratum(case, str(document["bound"])), prediction.step_s
