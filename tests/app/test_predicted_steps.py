@@ -185,7 +185,7 @@ REFUSED = {
     "nosuch.json --device h200": "model nosuch.json is invalid: it must be a readable file",
     f"{SHEET} --text": "does not change a prediction",
     f"{SHEET} --force": "only with --calibration",
-    f"{SHEET} --fp8": "scales are not derived",
+    f"{SHEET} --fp8": "use `stepmark workload capture`",
     # Files.
     "w.json": "give the name of a device",
     "w.json --device cpu": "must be one of h100",
@@ -478,6 +478,9 @@ def test_a_change_acts_on_what_an_operation_is_bound_by(run: Predict) -> None:
     idle_s = sum(r["time_ns"] for r in rate["ledger"] if r["group"] == "idle") * 1e-9
     assert memory["step_s"] - idle_s == pytest.approx((base_s - idle_s) / 2, rel=0.01)
     assert rate["step_s"] == pytest.approx(base_s, rel=0.01)
+    # MFU is of the changed device's peak: it was 111 % of the unchanged one's.
+    assert rate["peak_flops_per_s"] == 2 * memory["peak_flops_per_s"]
+    assert rate["mfu_pct"] == pytest.approx(memory["mfu_pct"] / 4, rel=0.1)
     small = "gpt2-125m --strategy tp --nproc 4 --seq-len 16 --device h100-sxm"
     _, faster, _ = run(f"{small} --what-if link=1000000x")
     hops_s = sum(count * hops * 2.5e-6 for hops, count in messages_of(small).items())

@@ -322,7 +322,7 @@ def test_a_case_is_named_by_what_is_unusual() -> None:
     )
     assert shape_text(case) == (
         "fsdp x8 mbs 2 seq 4096 micro: bf16, fp8 rowwise +head +all-gather, "
-        "compile model max-autotune, sac ops, accum 8 reduced last, loss in 4 chunks, "
+        "compile model max-autotune, ac selective, accum 8 reduced last, loss in 4 chunks, "
         "reduce bf16, reshard no, prefetch 2"
     )
     two = TrainCase(
@@ -332,4 +332,4 @@ def test_a_case_is_named_by_what_is_unusual() -> None:
         recompute=Recompute.BLOCKS,
         recompute_blocks=(1, 4),
     )
-    assert shape_text(two) == "fsdp x tp2 x8 mbs 1 seq 4096: amp, sac 1/4"
+    assert shape_text(two) == "fsdp x tp2 x8 mbs 1 seq 4096: amp, ac 1/4"

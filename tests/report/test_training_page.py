@@ -61,7 +61,7 @@ def test_a_block_has_the_key_figures_side_by_side() -> None:
     text = "\n".join(block(row))
     first = text.splitlines()[0]
     assert first == (
-        "llama-3.1-8b fsdp x8 mbs 2 seq 4096 micro: amp, compile block, sac 1/4, accum 4"
+        "llama-3.1-8b fsdp x8 mbs 2 seq 4096 micro: amp, compile block, ac 1/4, accum 4"
     )
     assert "500 ms per forward and backward (p10 500 ms, p90 500 ms" in text
     assert "8 samples after 2 of warm-up" in text

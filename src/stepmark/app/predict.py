@@ -53,7 +53,12 @@ def run(options: PredictOptions) -> int:
     changes = dict(options.what_if or ())
     about = facts(target)
     if options.what_if:
-        about = replace(about, device=f"{about.device} with {show_what_if(options.what_if)}")
+        peak = about.peak_flops_per_s
+        about = replace(
+            about,
+            device=f"{about.device} with {show_what_if(options.what_if)}",
+            peak_flops_per_s=peak and peak * changes.get("flops", 1.0),
+        )
     prediction, more = predict(target, changes)
     notes += [*more, *calibration_notes(target), *_effects(target, changes, prediction)]
     document = report.document(about, prediction, notes)

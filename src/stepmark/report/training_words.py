@@ -34,7 +34,9 @@ def techniques(case: TrainCase) -> str:
     words = [case.precision.value]
     words += [] if case.fp8 is Fp8.NONE else [f"fp8 {fp8_text(case)}"]
     words += [] if case.compile is CompileScope.NONE else [f"compile {compile_text(case)}"]
-    words += [] if case.recompute is Recompute.NONE else [f"sac {recompute_text(case)}"]
+    if case.recompute is not Recompute.NONE:
+        is_selective = case.recompute is Recompute.OPS
+        words.append(f"ac {'selective' if is_selective else recompute_text(case)}")
     if case.grad_accum > 1:
         last = " reduced last" if case.grad_sync is GradSync.LAST else ""
         words.append(f"accum {case.grad_accum}{last}")

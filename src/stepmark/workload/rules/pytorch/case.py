@@ -20,7 +20,8 @@ _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 def of_case(case: TrainCase) -> Workload:
     """Return one optimizer step of `stepmark train`. Raises ConfigError if not derived."""
     if case.fp8 is not Fp8.NONE:
-        raise ConfigError("fp8", case.fp8, "none: its scales are not derived, capture them")
+        allowed = "it is not derived from a model; use `stepmark workload capture`"
+        raise ConfigError("fp8", "given", allowed)
     if case.async_tp:
         raise ConfigError(
             "async-tp", "yes", "it must be off: its pieces are not derived, capture them"
