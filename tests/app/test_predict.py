@@ -79,15 +79,23 @@ def test_a_readers_ledger_of_the_timeline_is_the_predicted_one(
 
 
 def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "step.html"
-    assert status(["predict", *STEP, "--html", str(file)]) == 0
+    file, answer = tmp_path / "step.html", tmp_path / "step.json"
+    assert status(["predict", *STEP, "--html", str(file), "--json", str(answer)]) == 0
     html = file.read_text()
     assert re.findall("<h2>(.*?)</h2>", html) == [
         *("Prediction", "Ledger of the step by stage", "Streams", "Sources and notes", "Lines")
     ]
     assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=", html)
     assert "stage 1, compute" in html
+    # Of a pipeline most of send and recv is the bubble, which is no transfer.
     out = capsys.readouterr().out
+    assert re.findall(r"\d +(\d) +of which +waiting for other ranks", out) == ["0", "1"]
+    document = json.loads(answer.read_text())
+    parts = {(row["stage"], row["part"]): row["time_ns"] for row in document["ledger_parts"]}
+    for stage in (0, 1):
+        own = [row for row in document["ledger"] if row["stage"] == stage]
+        exposed = sum(r["time_ns"] for r in own if r["group"] == "exposed communication")
+        assert parts[stage, "waiting for other ranks"] + parts[stage, "transfer"] == exposed
     assert out.split("\n\n")[1].split("\nnote:")[0].replace(">", "&gt;") in html
     assert status(["predict", *STEP, "--html", str(file), "--what-if", "link=2x"]) == 0
     assert " H100 80GB HBM3 with link=2x: predicted step" in capsys.readouterr().out

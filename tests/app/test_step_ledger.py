@@ -17,7 +17,7 @@ from tests.trace.comm_traces import TraceWriter
 from stepmark.app.step_ledger import measured_ledger
 from stepmark.cli.main import status
 from stepmark.core.errors import ConfigError
-from stepmark.core.ledger import Group, Ledger, without_profiler
+from stepmark.core.ledger import WAITING, Group, Ledger, without_profiler
 from stepmark.core.plan import STEP_LAUNCH
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
@@ -203,7 +203,8 @@ def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
     ]
     known = {"step_s": 1e-3, "bound": "device", "device": "H200", "interval": "no interval"}
     power = dict.fromkeys(("clock_hz", "power_w", "energy_j"))
-    entry = {**known, **power, "memory": None, "ledger": ledger}
+    parts = [{"stage": 0, "part": WAITING, "time_ns": 100_000}]
+    entry = {**known, **power, "memory": None, "ledger": ledger, "ledger_parts": parts}
     document = {
         "version": 1,
         "created_at": created_at,
@@ -236,6 +237,7 @@ def test_the_page_of_a_predicted_step(
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
     assert re.search(r"\n    product +0\.600 +0\.\d+ ", html)
+    assert re.search(rf"\nof which {WAITING} +0\.100\n", html)
     assert "sum of absolute differences" in html
     (path / "traces" / "rank1.json").unlink()
     assert status(["report", str(path)]) == 0

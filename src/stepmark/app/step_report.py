@@ -162,6 +162,9 @@ def commitment(path: Path) -> Commitment | None:
             for row in known["ledger"]:
                 key = Group(row["group"]), str(row["line"])
                 lines.setdefault(row["stage"], {})[key] = row["time_ns"]
+            parts = {stage: dict[str, int]() for stage in lines}
+            for row in known.get("ledger_parts", ()):
+                parts[row["stage"]][str(row["part"])] = row["time_ns"]
             sizes = known["memory"] or {}
             own = replace(
                 own,
@@ -170,7 +173,8 @@ def commitment(path: Path) -> Commitment | None:
                 reserved_bytes=sizes.get("reserved_bytes"),
                 power=StepPower(**{n: known[n] for n in ("clock_hz", "power_w", "energy_j")}),
                 ledgers=tuple(
-                    Ledger(window_ns=sum(each.values()), lines=each) for each in lines.values()
+                    Ledger(window_ns=sum(each.values()), lines=each, within=parts[stage])
+                    for stage, each in lines.items()
                 ),
             )
         steps.append(own)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepmark.core.columns import Row, aligned
-from stepmark.core.ledger import Group
+from stepmark.core.ledger import TRANSFER, Group
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Source
 from stepmark.core.units import TFLOP, format_bytes
@@ -63,6 +63,7 @@ def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
         else None,
         "sources_s": {str(source): time_s for source, time_s in prediction.sources.items()},
         "ledger": rows(prediction),
+        "ledger_parts": part_rows(prediction),
         "notes": notes,
     }
 
@@ -87,6 +88,16 @@ def rows(prediction: StepPrediction) -> list[Row]:
         for (group, name), time_ns in sorted(
             ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
         )
+    ]
+
+
+def part_rows(prediction: StepPrediction) -> list[Row]:
+    """Return parts of lines by stage, such as the waiting in exposed communication."""
+    return [
+        {"stage": stage, "part": name, "time_ns": time_ns}
+        for stage, ledger in enumerate(prediction.timeline.ledgers)
+        for name, time_ns in ledger.within.items()
+        if time_ns
     ]
 
 
@@ -143,7 +154,13 @@ def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
     cells = [["ms", "%", "stage", "ledger", ""]]
     has_stages = len(prediction.timeline.ledgers) > 1
     table: list[dict[str, Any]] = rows(prediction)
-    for row in table:
+    step_ns = prediction.step_s * 1e9
+    for row in part_rows(prediction):  # after the lines of their stage
+        if row["part"] == TRANSFER:  # the rest of exposed communication
+            continue
+        share_pct = 100 * row["time_ns"] / step_ns
+        table.append({**row, "group": "of which", "line": row["part"], "share_pct": share_pct})
+    for row in sorted(table, key=lambda row: int(row["stage"])):
         share = "" if row["share_pct"] is None else f"{row['share_pct']:.1f}"
         stage = str(row["stage"]) if has_stages else ""
         cells.append(

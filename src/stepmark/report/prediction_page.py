@@ -46,7 +46,7 @@ def _sources(facts: Mapping[str, Any]) -> str:
     total = sum(facts["sources_s"].values())
     shares = {name: time_s / total for name, time_s in facts["sources_s"].items() if time_s}
     pairs = [
-        ("calibration", facts["calibration"] or "none: data sheet and published efficiencies"),
+        ("calibration", facts["calibration"] or "none"),
         ("compute time", ", ".join(f"{share:.1%} {name}" for name, share in shares.items())),
     ]
     notes = "".join(f"<li>{escape(note)}</li>" for note in facts["notes"])
