@@ -155,7 +155,8 @@ def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
     has_stages = len(prediction.timeline.ledgers) > 1
     table: list[dict[str, Any]] = rows(prediction)
     step_ns = prediction.step_s * 1e9
-    for row in part_rows(prediction):  # after the lines of their stage
+    parts: list[dict[str, Any]] = part_rows(prediction)
+    for row in parts:  # after the lines of their stage
         if row["part"] == TRANSFER:  # the rest of exposed communication
             continue
         share_pct = 100 * row["time_ns"] / step_ns
