@@ -78,28 +78,40 @@ def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
         parts=parts,
         calibration=path,
     )
-    return target, _sitting(path, here) if path else _unused(options, train, here, case)
+    return target, _sitting(path, here) if path else _unused(
+        options, train, here, case, workload
+    )
 
 
 def _unused(
-    options: PredictOptions, train: TrainOptions, here: Machine, case: TrainCase
+    options: PredictOptions,
+    train: TrainOptions,
+    here: Machine,
+    case: TrainCase,
+    workload: Workload,
 ) -> list[str]:
     """Return a note on the given options without which the data sheet's step is the same."""
-    workload = of_case(case)
     names: list[str] = []
     for name in reversed(given_options(train)):  # --compile-mode before --compile
         fewer = replace(train, **{name: getattr(TrainOptions(), name)})
         try:
             without = _case(options, fewer, here)
+            if _sizes(without) != _sizes(case) or without.case_id == case.case_id:
+                continue
             step = of_case(without)
         except ConfigError:  # another option needs it
             continue
         parts = ((w.blocks, w.stages, w.groups) for w in (workload, step))
-        if without.case_id != case.case_id and operator.eq(*parts):
+        if operator.eq(*parts):
             names.append(name)
             train = fewer
     shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
     return [f"by the data sheet the step takes as long without {shown}"] if names else []
+
+
+def _sizes(case: TrainCase) -> tuple[object, ...]:
+    """Return what no two equal steps differ in; workloads take longer to compare."""
+    return case.model, case.parallel, case.mbs, case.grad_accum
 
 
 def _workload_file(options: PredictOptions) -> str | None:

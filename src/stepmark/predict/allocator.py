@@ -23,13 +23,21 @@ _SEGMENT_ALIGNMENT = 2 * MIB
 class Block:
     """A part of a segment that a tensor has, or that is free (of no purpose)."""
 
-    pool: tuple[int, bool]  # stream, and whether it is one of the small ones
+    pool: "_Pool"
     address: int
     num_bytes: int
     requested: int = 0
     purpose: str = ""
     before: "Block | None" = None
     after: "Block | None" = None
+
+
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """Segments of a stream for small or for large tensors. free: blocks by size and address."""
+
+    is_small: bool
+    free: list[tuple[int, int, Block]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -40,39 +48,43 @@ class Allocator:
     reserved: int = 0
     peak_allocated: int = 0
     peak_reserved: int = 0
-    at_peak: Counter[str] = field(default_factory=Counter)  # requested bytes by purpose
-    _requested: Counter[str] = field(default_factory=Counter)
-    _sizes: dict[tuple[int, bool], list[tuple[int, int]]] = field(default_factory=dict)
-    _blocks: dict[int, Block] = field(default_factory=dict)  # the free ones by address
+    _requested: Counter[str] = field(default_factory=Counter)  # bytes by purpose
+    _at_peak: Counter[str] | None = None  # None: there are as many now
+    _pools: dict[tuple[int, bool], _Pool] = field(default_factory=dict)
     _end: int = 0
+
+    @property
+    def at_peak(self) -> Counter[str]:
+        """Requested bytes by purpose when most were allocated."""
+        return self._requested if self._at_peak is None else self._at_peak
 
     def reset_peaks(self) -> None:
         """Forget the most that there was, as torch's reset_peak_memory_stats() does."""
         self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
-        self.at_peak = self._requested.copy()
+        self._at_peak = None
 
     def allocate(self, num_bytes: int, purpose: str, stream: int = 0) -> Block:
         size = max(-(-num_bytes // _ALIGNMENT), 1) * _ALIGNMENT
         is_small = size <= _SMALL
-        pool = (stream, is_small)
-        free = self._sizes.setdefault(pool, [])
-        index = bisect_left(free, (size, 0))
-        if index < len(free):
-            block = self._blocks.pop(free.pop(index)[1])
-        else:
-            block = self._segment(pool, size)
+        pool = self._pools.get((stream, is_small))
+        if pool is None:
+            pool = self._pools[stream, is_small] = _Pool(is_small)
+        free = pool.free
+        index = bisect_left(free, (size,))
+        block = free.pop(index)[2] if index < len(free) else self._segment(pool, size)
         rest = block.num_bytes - size
         if rest >= _ALIGNMENT if is_small else rest > _SMALL:
             remainder = Block(pool, block.address + size, rest, before=block, after=block.after)
             if block.after:
                 block.after.before = remainder
             block.after, block.num_bytes = remainder, size
-            self._put(remainder)
+            insort(free, (rest, remainder.address, remainder))
         block.requested, block.purpose = num_bytes, purpose
+        allocated = self.allocated + block.num_bytes
+        if allocated > self.peak_allocated:
+            self.peak_allocated, self._at_peak = allocated, None
         self._requested[purpose] += num_bytes
-        self.allocated += block.num_bytes
-        if self.allocated > self.peak_allocated:
-            self.peak_allocated, self.at_peak = self.allocated, self._requested.copy()
+        self.allocated = allocated
         return block
 
     def free(self, *blocks: Block) -> None:
@@ -80,26 +92,29 @@ class Allocator:
             self._free_one(block)
 
     def _free_one(self, block: Block) -> None:
+        if self._at_peak is None:
+            self._at_peak = self._requested.copy()
         self.allocated -= block.num_bytes
         self._requested[block.purpose] -= block.requested
         block.purpose = ""
+        free = block.pool.free
         if (after := block.after) and not after.purpose:
-            self._take(after)
+            del free[bisect_left(free, (after.num_bytes, after.address))]
             block.num_bytes += after.num_bytes
             block.after = after.after
             if block.after:
                 block.after.before = block
         if (before := block.before) and not before.purpose:
-            self._take(before)
+            del free[bisect_left(free, (before.num_bytes, before.address))]
             before.num_bytes += block.num_bytes
             before.after = block.after
             if before.after:
                 before.after.before = before
             block = before
-        self._put(block)
+        insort(free, (block.num_bytes, block.address, block))
 
-    def _segment(self, pool: tuple[int, bool], size: int) -> Block:
-        if pool[1]:
+    def _segment(self, pool: _Pool, size: int) -> Block:
+        if pool.is_small:
             num_bytes = _SMALL_SEGMENT
         elif size < _LARGE:
             num_bytes = _LARGE_SEGMENT
@@ -110,12 +125,3 @@ class Allocator:
         self.reserved += num_bytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
         return block
-
-    def _put(self, block: Block) -> None:
-        insort(self._sizes[block.pool], (block.num_bytes, block.address))
-        self._blocks[block.address] = block
-
-    def _take(self, block: Block) -> None:
-        free = self._sizes[block.pool]
-        del free[bisect_left(free, (block.num_bytes, block.address))]
-        del self._blocks[block.address]

@@ -8,13 +8,14 @@ balanced routing.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Literal
 
 from stepmark.core.module import Module
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Fp8, Recompute
 from stepmark.core.units import GIB
-from stepmark.predict.step_memory import StepMemory
+from stepmark.predict.step_memory import StepMemory, num_microbatches
 
 _TOO_MANY = 2**24  # sequences
 # Errors of allocated and reserved bytes, as shares of the estimate: a little more than the
@@ -53,6 +54,7 @@ class TrainMemory:
         return num_bytes
 
 
+@lru_cache(maxsize=64)  # options that fit are looked for among few cases
 def estimate(case: TrainCase, tree: Tree) -> TrainMemory:
     """Return the memory of the fullest rank: one of the first or the last pipeline stage."""
     stages = sorted({0, case.parallel.pp - 1})
@@ -133,8 +135,11 @@ def largest_mbs(
 ) -> int:
     """Return the largest micro-batch that fits by verdict; 0 if not even one sequence does."""
 
+    parts = num_microbatches(case)
+
     def fits(mbs: int) -> bool:
-        other = replace(case, mbs=mbs)
+        # A pipeline's microbatches are rounded up, so that several mbs are one case.
+        other = replace(case, mbs=-(-mbs // parts) * parts)
         return verdict(other, *calibrated(other, tree, measured), device_bytes) == "fits"
 
     low, high = 0, 1

@@ -20,6 +20,12 @@ _FIRST_BUCKET = MIB
 _Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
 
 
+def num_microbatches(case: TrainCase) -> int:
+    """Return into how many parts a pipeline divides a micro-batch."""
+    axes = case.parallel
+    return 1 if axes.pp == 1 else case.pp_microbatches or axes.pp
+
+
 class StepMemory:
     """Replay of a pipeline stage's start and of optimizer steps."""
 
@@ -31,7 +37,7 @@ class StepMemory:
         # By DDP's hook: gradients in bf16 beside those in fp32.
         self._compresses = self._formats.is_ddp and case.reduce_dtype is DType.BF16
         self._compresses = self._compresses and self._formats.stored_itemsize == FP32
-        self._microbatches = 1 if axes.pp == 1 else case.pp_microbatches or axes.pp
+        self._microbatches = num_microbatches(case)
         # 1F1B: the first stage is as many microbatches ahead as there are stages.
         self._in_flight = min(axes.pp - stage, self._microbatches)
         self._row_bytes = case.model.hidden_size * self._formats.itemsize
