@@ -78,7 +78,7 @@ def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
         parts=parts,
         calibration=path,
     )
-    return target, _sitting(path, here) if path else _unused(
+    return target, _origin_notes(path, here) if path else _unused(
         options, train, here, case, workload
     )
 
@@ -140,7 +140,7 @@ def _file_target(options: PredictOptions, file: str) -> tuple[Target, list[str]]
         here = Machine(device="cuda", name=device.names[0] if device else "", is_here=False)
         _check_device(read_info(path), here, force=options.force)
         parts = read_parts(path, None, force=options.force)
-        device, notes = parts.device, _sitting(path, here)
+        device, notes = parts.device, _origin_notes(path, here)
     own = find_device(str(workload.settings.get("devices")))  # of a trace
     is_timed = file_times.any_in(workload) and (not options.device or device == own)
     if device is None and parts is None:
@@ -283,7 +283,7 @@ def _check_device(info: RunInfo, here: Machine, *, force: bool = False) -> None:
         raise ConfigError("calibration", info.run_id, f"{allowed}; or --force")
 
 
-def _sitting(path: Path, here: Machine) -> list[str]:
+def _origin_notes(path: Path, here: Machine) -> list[str]:
     """Return where and when parts were measured, and how this differs from here and now."""
     info = read_info(path)
     own, created_at = info.environment, datetime.fromisoformat(info.created_at)
@@ -299,4 +299,7 @@ def _sitting(path: Path, here: Machine) -> list[str]:
         differences.append(f"torch was {own.torch}, not {torch}")
     if here.name and {here.name} != {device.name for device in own.devices}:
         differences.append(f"they are not of {here.name}")
-    return [text, *(f"another sitting: {difference}" for difference in differences)]
+    return [
+        text,
+        *(f"the parts may not hold: {difference}" for difference in differences),
+    ]
