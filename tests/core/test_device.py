@@ -17,6 +17,7 @@ FIGURES = (
     "l2_bytes",
     "l3_bytes",
     "link_bytes_per_s",
+    "link_domain",
     "tdp_w",
 )
 

@@ -42,8 +42,8 @@ from stepmark.workload.tree import stage_of_case
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/LOG.md). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
+_IN_HOST = 8  # GPUs
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
-_MOST_IN_HOST = 8  # GPUs whose links a data sheet is of
 
 
 def run(options: PredictOptions) -> int:
@@ -95,10 +95,11 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
         notes += file_times.notes(target.workload)
     else:
         notes += _contention_notes(target, costs, prediction)
-    spans_hosts = _spans_hosts(target) and not is_of_file
+    most, num_ranks = _link_domain(target), target.workload.world_size
+    spans_hosts = not is_of_file and _spans_more(target, most)
     if spans_hosts:
-        text = f"links between hosts are not modelled: the {target.workload.world_size} GPUs"
-        notes.append(f"{text} communicate as within one, and the step takes at least as long")
+        text = f"links between hosts are not modelled: {num_ranks} GPUs communicate as {most}"
+        notes.append(f"{text} of one host do, and the step takes at least as long")
     if Source.FILE not in prediction.sources and file_times.any_in(target.workload):
         notes.append("the workload file's own times are not used")
     measured_on = target.workload.settings.get("devices")
@@ -136,12 +137,17 @@ def _host_is_known(target: Target) -> bool:
     return target.case is not None and target.parts is not None
 
 
-def _spans_hosts(target: Target) -> bool:
-    """Return whether GPUs of several hosts communicate, by costs of the links within one."""
+def _link_domain(target: Target) -> int:
+    """Return the most GPUs that the device's links connect."""
+    return (target.device.link_domain if target.device else None) or _IN_HOST
+
+
+def _spans_more(target: Target, most: int) -> bool:
+    """Return whether GPUs that are `most` or more apart communicate by costs of fewer."""
     if target.case is not None and target.case.device == "cpu":
         return False
     curves = target.parts.curves if target.parts else ()
-    if max((curve.num_ranks for curve in curves), default=0) > _MOST_IN_HOST:
+    if max((curve.num_ranks for curve in curves), default=0) > most:
         return False
     workload = target.workload
     groups = {
@@ -151,7 +157,7 @@ def _spans_hosts(target: Target) -> bool:
         if isinstance(op, CommOp)
     }
     ranks_apart = (sum((size - 1) * stride for size, stride in g.digits) for g in groups)
-    return max(ranks_apart, default=0) >= _MOST_IN_HOST
+    return max(ranks_apart, default=0) >= most
 
 
 def _effects(

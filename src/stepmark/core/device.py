@@ -23,6 +23,7 @@ _FIGURES = (
     "l2_bytes",
     "l3_bytes",
     "link_bytes_per_s",
+    "link_domain",
     "tdp_w",
 )
 _REQUIRED = {"names", *_TEXTS, _PEAK, "sources"}
@@ -47,6 +48,7 @@ class DeviceSpec:
     l3_bytes: int | None = None  # Infinity Cache
     link_kind: str | None = None
     link_bytes_per_s: float | None = None  # per direction, all links of the device
+    link_domain: int | None = None  # devices that these links connect; None: those of a host
     tdp_w: float | None = None
     aliases: tuple[str, ...] = ()  # as people call it
     capability: tuple[int, int] = (0, 0)  # as torch.cuda.get_device_capability has it
