@@ -39,6 +39,8 @@ def planned(words: str, machine: Machine = H200) -> Plan:
         ("gpt2-125m --scale tiny --strategy single", CPU),
         ("gpt2-125m --scale tiny --strategy single --mbs 1", H200),
         ("gpt2-125m --scale tiny --tp 2 --strategy fsdp", CPU),
+        ("llama-3.1-8b --scale tiny --strategy pp --nproc 2", CPU),
+        ("llama-3.1-8b --strategy pp --nproc 3", H200),
     ],
     ids=joined,
 )

@@ -48,7 +48,7 @@ _MAX_MBS = 8
 _DOCTOR_LIMIT_S = 180.0  # it imports torch and reads every device
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
 # A CPU trains the smallest model on few tokens: a step takes about two seconds.
-_CPU = TrainOptions(model="gpt2-125m", seq_len=64, mbs=(1,))
+_CPU = TrainOptions(model="gpt2-125m", seq_len=64)
 _CPU_STEPS, _STEPS, _CPU_RANKS = 8, 30, "2"
 
 
@@ -200,14 +200,18 @@ def _with_defaults(options: TrainOptions, defaults: TrainOptions) -> TrainOption
 def _batch(
     options: TrainOptions, machine: Machine, count: int, notes: list[str]
 ) -> tuple[int, ...]:
-    """Return the largest micro-batch up to 8 that fits by estimate."""
-    if not machine.memory_bytes:
-        return (1,)
+    """Return the largest micro-batch up to 8 that fits by estimate; on a CPU the smallest.
+
+    A pipeline divides it into parts, thus it is a multiple of the default one.
+    """
     cases = train_plan.cases(replace(options, nproc=str(count)), machine.device, count)
+    unit = cases[0].mbs
+    if not machine.memory_bytes:
+        return (unit,)
     most = min(train_plan.largest_mbs(case, machine.memory_bytes) for case in cases)
     if not most:
         notes.append("by estimate not even one sequence fits in memory")
-    return (max(1, min(most, _MAX_MBS)),)
+    return (max(unit, min(most, _MAX_MBS) // unit * unit),)
 
 
 def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | None:
