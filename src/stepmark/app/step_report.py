@@ -62,7 +62,9 @@ def commit(run: Path, plan: Plan) -> None:
         predicted = entry["prediction"]
         text = f"no prediction: {entry['problem']}"
         if predicted:
-            text = f"predicted step of {predicted['name']}: {predicted['step_s'] * 1e3:.1f} ms"
+            least = "at least " * predicted["is_lower_bound"]
+            step = f"{least}{predicted['step_s'] * 1e3:.1f} ms"
+            text = f"predicted step of {predicted['name']}: {step}"
             text = "\nnote: ".join((text, *predicted["notes"]))
         sys.stderr.write(f"{text}\n")
     sys.stderr.write(f"committed before the measurement: sha256 {digest}\n")
