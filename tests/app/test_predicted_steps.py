@@ -157,12 +157,13 @@ def test_a_run_predicts_its_own_step(run: Predict) -> None:
 REFUSED = {
     # Of another device, model, strategy or precision.
     f"{WORDS[GPT2]} --calibration {GPT2} --device h100-sxm": "on NVIDIA H100 80GB HBM3, not",
-    f"{WORDS[GPT2]} --calibration {LLAMA} --device h200": "differs in precision, activation",
+    f"{WORDS[GPT2]} --calibration {LLAMA} --device h200": "differs in precision, model)",
     f"{WORDS[GPT2]} --precision bf16 --from-run {GPT2}": "profile differs in precision",
     f"--ac full --from-run {GPT2}": f"from-run {GPT2} is invalid: it must be a run with a pro",
+    f"--ac 1/2 --from-run {GPT2}": "profile differs in ac)",
     f"--clip 0 --from-run {GPT2}": "profile differs in clip",
     "gpt2-1.5b --strategy ddp --nproc 4 --mbs 8 --compile --device h200 --calibration "
-    + GPT2: "profile differs in data_parallel",
+    + GPT2: "profile differs in strategy",
     "gpt2-125m --device cpu": "stepmark calibrate",
     "gpt2-125m --device cpu --calibration none": "a path, an id",
     # Options.

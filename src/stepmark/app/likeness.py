@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
 
-_MOST_SHOWN = 4  # fields in which a profile differs
+_MOST_SHOWN = 4  # options in which a profile differs
 # Fields in which a calibration may differ from the case: costs are scaled. Those of the model
 # are in _MODEL_SCALED.
 _SCALED: tuple[str, ...] = (
@@ -20,6 +20,7 @@ _SCALED: tuple[str, ...] = (
     "seed",
 )
 _SCALED += ("num_layers", "workers", "data", "lr")
+_OPTIONS = {"data_parallel": "strategy", "recompute": "ac", "recompute_blocks": "ac"}
 _MODEL_SCALED = {"num_layers", "seq_len", "name", "source", "aliases"}
 _MODEL_SCALED |= {"published_params", "published_active_params"}
 
@@ -30,19 +31,20 @@ def is_like(measured: TrainCase, case: TrainCase) -> bool:
 
 
 def _differences(measured: TrainCase, case: TrainCase) -> list[str]:
-    """Return the fields in which costs of the measured case are not those of this case."""
+    """Return the options in which costs of the measured case are not those of this case."""
     model = case.model.with_layers(measured.model.num_layers)
     pairs = (
         (case, measured, {f.name for f in dataclasses.fields(case)}.difference(_SCALED)),
         (case.parallel, measured.parallel, ("tp", "cp", "ep")),
         (model, measured.model, {f.name for f in dataclasses.fields(model)} - _MODEL_SCALED),
     )
-    return [
-        name
+    different = [
+        "model" if own is model else _OPTIONS.get(name, name)
         for own, other, names in pairs
         for name in sorted(names)
         if getattr(own, name) != getattr(other, name)
     ]
+    return list(dict.fromkeys(different))
 
 
 def _distance(measured: TrainCase, case: TrainCase) -> tuple[bool, bool, bool, int]:
