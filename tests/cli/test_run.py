@@ -52,7 +52,9 @@ def test_a_step_is_predicted_before_it_is_measured(tmp_path: Path) -> None:
         r"predicted ([\d.]+) ms \([^;]*; no interval: 0 past predictions", sentence
     )
     assert float(shown) == pytest.approx(predicted_ms, rel=0.01)
-    columns = re.findall(r"^ {4}\S.*? {2,}([\d.]+) +(-?[\d.]+) +[+-]", done.stdout, re.M)
+    columns = re.findall(
+        r"^ {2}(?: {2}\S|unexpl).*? {2,}([\d.]+) +(-?[\d.]+) +[+-]", done.stdout, re.M
+    )
     (whole,) = re.findall(r"^step +([\d.]+) +([\d.]+)", done.stdout, re.M)
     for place in (0, 1):  # of the prediction, and of the measurement
         total = sum(float(line[place]) for line in columns)

@@ -68,13 +68,21 @@ def test_lines_add_up_and_do_not_cancel(seed: int) -> None:
 def test_the_table_has_groups_lines_and_both_sums() -> None:
     lines = list(difference_lines(PREDICTED, MEASURED))
     cells = {re.split(" {2,}", line.strip())[0]: line.split()[-4:] for line in lines}
-    assert lines[0].split("  ")[-1].strip() == "% of the step"
+    assert lines[0].split("  ")[-1].strip() == "% of measured"
     assert cells["step"] == ["419.000", "427.000", "+8.000", "+1.9"]
     assert cells["exposed communication"] == ["60.000", "69.000", "+9.000", "+2.1"]
     assert cells["reduce_scatter"] == ["40.000", "49.000", "+9.000", "+2.1"]
     assert lines[-1].split()[-2:] == ["16.000", "3.7"]
     titles = [line.strip().split("  ")[0] for line in lines]
     assert titles.index("reduce_scatter") < titles.index("all_gather")  # the larger one first
+
+
+def test_unexplained_time_is_not_idle() -> None:
+    own = ledger({PRODUCT: 90, HOST: 10, (Group.IDLE, "unexplained"): -20})
+    lines = [line.split() for line in difference_lines(PREDICTED, own)]
+    (idle,) = (line for line in lines if line[0] == "idle")
+    (rest,) = (line for line in lines if line[0] == "unexplained")
+    assert (idle[1:3], rest[1:3]) == (["8.000", "10.000"], ["0.000", "-20.000"])
 
 
 def test_a_part_that_one_ledger_lacks_is_no_zero() -> None:

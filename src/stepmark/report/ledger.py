@@ -34,6 +34,7 @@ NAMES = ("predicted", "measured")
 _NOTABLE_PCT = 1.0
 _MOST_UNEXPLAINED_PCT = 10.0  # of a step whose profile tells where its time goes
 _AVOIDABLE = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA, Idle.RANK)
+_UNEXPLAINED: Line = Group.IDLE, str(Idle.UNEXPLAINED)
 _MS = 1e6
 
 
@@ -103,13 +104,22 @@ def _which(steps: Sequence[RankLedger]) -> str:
 
 
 def _table(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int]]]:
-    """Yield titles, indented, with the times of each ledger: step, groups, lines."""
+    """Yield titles, indented, with the times of each ledger: step, groups, lines.
+
+    Unexplained time is none of a group: it may be negative, which idle time is not.
+    """
     yield "step", [own.window_ns for own in ledgers]
+    rest = [own.lines.get(_UNEXPLAINED, 0) for own in ledgers]
     for group in Group:
-        if lines := lines_of(ledgers, group):
-            yield f"  {group}", [own.total(group) for own in ledgers]
+        if lines := [line for line in lines_of(ledgers, group) if line != _UNEXPLAINED]:
+            totals = [own.total(group) for own in ledgers]
+            if group is Group.IDLE:
+                totals = [total - ns for total, ns in zip(totals, rest, strict=True)]
+            yield f"  {group}", totals
             for line in lines:
                 yield f"    {line[1]}", [own.lines.get(line, 0) for own in ledgers]
+    if any(rest):
+        yield f"  {Idle.UNEXPLAINED}", rest
 
 
 def _parts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int | None]]]:
@@ -179,7 +189,7 @@ def difference_lines(
     first: Ledger, second: Ledger, names: tuple[str, str] = NAMES
 ) -> Iterator[str]:
     """Yield two ledgers as a table: times in ms, differences in % of the second step."""
-    cells = [["in ms", *names, f"{names[1]} - {names[0]}", "% of the step"]]
+    cells = [["in ms", *names, f"{names[1]} - {names[0]}", f"% of {names[1]}"]]
     step_ns = second.window_ns
     both = (first, second)
     table: list[tuple[str, Sequence[int | None]]] = [*_table(both), *_parts(both)]
@@ -245,7 +255,7 @@ def source_line(measured: MeasuredLedger) -> str:
     cost_ns = measured.profiling_ns
     than = f"{_ms(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
     text = f"{which}: {_ms(measured.profiled.window_ns)} ms with the profiler, {than}"
-    rest_ns = measured.ledger.lines.get((Group.IDLE, str(Idle.UNEXPLAINED)), 0)
+    rest_ns = measured.ledger.lines.get(_UNEXPLAINED, 0)
     return f"measured: {text}" + f"; {_ms(rest_ns)} ms are unexplained" * bool(rest_ns)
 
 
@@ -286,7 +296,7 @@ def _error(predicted: Ledger, measured: Ledger) -> str:
 
 def _doubt(measured: Ledger) -> str:
     """Return why the lines cannot be told; "" where the profile explains the step."""
-    rest_ns = measured.lines.get((Group.IDLE, str(Idle.UNEXPLAINED)), 0)
+    rest_ns = measured.lines.get(_UNEXPLAINED, 0)
     share = _percent(rest_ns, measured.window_ns)
     if abs(share) < _MOST_UNEXPLAINED_PCT:
         return ""
