@@ -239,6 +239,9 @@ def test_the_page_of_a_predicted_step(
     assert re.search(r"\n    product +0\.600 +0\.\d+ ", html)
     assert re.search(rf"\nof which {WAITING} +0\.100\n", html)
     assert "sum of absolute differences" in html
+    assert status(["runs", "show", str(path)]) == 0
+    sentence = capsys.readouterr().out.splitlines()[-1]
+    assert "measured 1.08 ms, predicted 1 ms (7.4 % too low; no interval); " in sentence
     (path / "traces" / "rank1.json").unlink()
     assert status(["report", str(path)]) == 0
     html = (path / "report.html").read_text()
@@ -253,6 +256,8 @@ def test_the_page_of_a_prediction_that_was_changed(
     file = path / predictions.FILE
     file.write_text(file.read_text().replace("0.001", "0.00108"))
     assert status(["report", str(path)]) == 0
+    assert "it was changed since" in capsys.readouterr().err
+    assert status(["runs", "show", str(path)]) == 2
     assert "it was changed since" in capsys.readouterr().err
     html = (path / "report.html").read_text()
     titles = re.findall("<h2>(.*?)</h2>", html)

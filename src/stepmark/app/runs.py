@@ -39,14 +39,18 @@ def print_list(options: ListOptions) -> None:
 
 
 def show(options: ShowOptions) -> None:
-    """Print the rows of one run."""
-    run = view(find_run(options.runs, options.run))
+    """Print the rows of one run, and its predicted steps. Raises ConfigError if changed."""
+    path = find_run(options.runs, options.run)
+    run = view(path)
     rows, info = _rows(run), run.run
     write_files(options, info.run_id, {"run": to_plain(info), "rows": rows}, rows)
     if options.to_stdout:
         return
     _print_header(info)
     show_rows(run)
+    report: StepReport | None = load("stepmark.app.step_report:step_report")(path, run)
+    if report is not None:
+        sys.stdout.writelines(f"{line}\n" for line in report.lines())
 
 
 def export_run(options: ExportOptions) -> None:
