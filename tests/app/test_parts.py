@@ -121,8 +121,8 @@ def test_a_prediction_has_the_measured_contention(factor: float) -> None:
     assert not any("contention" in note for note in notes)
     _, notes = predict(replace(target, parts=None), {})
     (note,) = [note for note in notes if "contention" in note]
-    assert "of product, attention, norm and elementwise, communication:" in note
+    assert "(product, attention, norm and elementwise, communication)" in note
     less = {work: each for work, each in works.items() if work is not Work.PRODUCT}
     _, notes = predict(replace(target, parts=replace(parts, compute_slowdown=less)), {})
     (note,) = [note for note in notes if "contention" in note]
-    assert "not measured of product:" in note
+    assert "not measured (product):" in note

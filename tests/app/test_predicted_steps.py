@@ -97,11 +97,11 @@ def step_s(runs: Path, name: str, case: TrainCase, **changes: float) -> float:
 
 
 # As far as they were off when these rows were recorded, rounded up: in percent of the measured
-# value, and of the step for all lines together. Optimizer lines are too long since the clock is
-# higher than its mean where memory-bound work draws less power than the limit.
+# value, and of the step for all lines together. The median of the clock is lower than the mean
+# that is predicted in long steps, since it is high for some 60 ms after the optimizer.
 BOUNDS = {
-    GPT2: {"step": 0.5, "lines": 4.0, "sum": 2.0, "clock": 4.0, "energy": 1.0},
-    LLAMA: {"step": 0.5, "lines": 3.0, "sum": 2.0, "clock": 3.0, "energy": 1.5},
+    GPT2: {"step": 0.5, "lines": 4.0, "sum": 1.5, "clock": 4.0, "energy": 1.0},
+    LLAMA: {"step": 0.5, "lines": 3.0, "sum": 1.5, "clock": 4.0, "energy": 1.5},
 }
 MEMORY = {"allocated_bytes": 0.1, "reserved_bytes": 1.0}
 

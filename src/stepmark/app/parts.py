@@ -138,8 +138,8 @@ class _Profile:
 class _Shallow:
     """A profiled step of few layers, with the times of its kernels without contention.
 
-    limited_s, full_s: of those of its blocks, back to back and with pauses, by kind of work;
-    step_s: unprofiled, back to back."""
+    times, times_in_blocks: of all and of those of its blocks, with pauses and back to back, by
+    kind of work; step_s: unprofiled, back to back."""
 
     workload: Workload
     costs: ProfiledCosts
@@ -148,8 +148,8 @@ class _Shallow:
     comm_slowdown: float | None
     is_host: bool
     step_s: float
-    full_s: dict[Work, float]
-    limited_s: dict[Work, float]
+    times: tuple[dict[Work, float], dict[Work, float]]
+    times_in_blocks: tuple[dict[Work, float], dict[Work, float]]
 
 
 def _shallow(
@@ -177,15 +177,15 @@ def _shallow(
     if not table.is_host and kernels_s > _MOST_BUSY * step_s:
         text = f"{format_time(kernels_s)} of kernels in a step of {format_time(step_s)}"
         raise ConfigError("trace", files[0], f"one of this step, not with {text}")
+    half = len(table.steps) // 2 if "-paused" in files[0] else 0
     if table.is_host:
         scaled, gap_s = _unprofiled(table, record)
         tables = [scaled]
     else:
         tables = [profile.table for _, profile in ranks]
-        gap_ns = sum(step.idle.kernel_gap_ns for step in parts.times.steps if step.idle)
-        num_events = sum(step.num_events for step in parts.times.steps)
-        gap_s = gap_ns * 1e-9 / max(1, num_events)
-    half = len(table.steps) // 2 if "-paused" in files[0] else 0
+        steps = parts.times.steps[: half or None]
+        gap_ns = sum(step.idle.kernel_gap_ns for step in steps if step.idle)
+        gap_s = gap_ns * 1e-9 / max(1, sum(step.num_events for step in steps))
     full, slowdown = _alone(tables, slice(half, None))
     limited, _ = _alone(tables, slice(half))
     by_rank = {info.rank or 0: (info, profile.parts) for info, profile in ranks}
@@ -197,8 +197,8 @@ def _shallow(
         comm_slowdown=comm_slowdown(by_rank, curves),
         is_host=table.is_host,
         step_s=step_s,
-        full_s=_in_blocks(full),
-        limited_s=_in_blocks(limited),
+        times=(_times(full), _times(limited)),
+        times_in_blocks=(_times(full, in_blocks=True), _times(limited, in_blocks=True)),
     )
 
 
@@ -214,11 +214,11 @@ def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
     return replace(table, steps=steps, ops=ops)
 
 
-def _in_blocks(table: OpTable) -> dict[Work, float]:
-    """Return the time of a step's kernels in transformer blocks by kind of work."""
+def _times(table: OpTable, *, in_blocks: bool = False) -> dict[Work, float]:
+    """Return the time of a step's kernels by kind of work; of those in transformer blocks."""
     times: dict[Work, float] = {}
     for op in table.ops:
-        if op.key.layer is not None and op.key.kind == COMPUTE:
+        if op.key.kind == COMPUTE and not (in_blocks and op.key.layer is None):
             work = work_of(op.key.name, op.key.role, op.key.phase)
             times[work] = times.get(work, 0.0) + op.time_ns * 1e-9 / len(table.steps)
     return times
@@ -322,16 +322,17 @@ def _power(
     )
     if shallow is None or shallow.is_host:
         return model
-    model = power.with_sensitivities(model, shallow.full_s, shallow.limited_s)
+    model = power.with_sensitivities(model, *shallow.times)
     cost = first_of([shallow.costs], host_s)
     costs = Costs(
         compute=lambda op: cost(op) or OpCost(time_s={}, num_kernels=0.0),
         comm=lambda _op, _group: 0.0,
         gap_s=shallow.gap_s,
     )
-    if any(isinstance(op, CommOp) for op in shallow.workload.expand()):
-        return model  # its step has communication, too
-    return step.anchored(model, shallow.workload, costs, shallow.step_s)
+    if not any(isinstance(op, CommOp) for op in shallow.workload.expand()):
+        model = step.anchored(model, shallow.workload, costs, shallow.step_s)
+    # Products of a whole step are those of its blocks, not of the head as in a shallow one.
+    return power.with_sensitivities(model, *shallow.times_in_blocks)
 
 
 def _reading(half: Measured, sustained: Measured) -> power.Reading | None:

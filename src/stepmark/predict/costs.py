@@ -28,6 +28,7 @@ from stepmark.core.trace_ops import COMM, MEMORY, OpTable
 from stepmark.core.workload import ComputeOp, Kernel, Operation, Workload
 
 _PASS = {Phase.FWD: "fwd", Phase.OPTIM: "optim"}
+_SHORT_NS = 3000  # a kernel of the optimizer that combines norms takes less
 _END = ("head", "head.norm", "loss", "output")
 _UPDATE = ("clip", "update")
 # AICB and SimAI give computation of unknown time 1 ns, and rows of several the sum.
@@ -85,7 +86,8 @@ class _Rate:
 
     time_per_amount: dict[Work, float]
     num_kernels: float  # of one operation
-    kernels_per_amount: float
+    num_short: float  # those of them whose number does not depend on the amount
+    kernels_per_amount: float  # the others
     shapes: set[Op | Kernel]
 
 
@@ -101,9 +103,7 @@ class ProfiledCosts:
         ]
         counts = Counter(_key(op) for op in ops)
         self._rates = {
-            key: _Rate(
-                time_per_amount={}, num_kernels=0.0, kernels_per_amount=0.0, shapes=set()
-            )
+            key: _Rate({}, num_kernels=0.0, num_short=0.0, kernels_per_amount=0.0, shapes=set())
             for key in counts
         }
         amounts: dict[tuple[_Key, Work], float] = defaultdict(float)
@@ -119,8 +119,12 @@ class ProfiledCosts:
                 share = amounts[key, row.work] / total
                 times = rate.time_per_amount
                 times[row.work] = times.get(row.work, 0.0) + row.time_s / total
-                rate.num_kernels += row.num_kernels * share / counts[key]
-                rate.kernels_per_amount += row.num_kernels / total
+                num_kernels = row.num_kernels * share / counts[key]
+                rate.num_kernels += num_kernels
+                if row.is_short:
+                    rate.num_short += num_kernels
+                else:
+                    rate.kernels_per_amount += row.num_kernels / total
 
     def _targets(self, row: "_Row") -> list[_Key]:
         """Return the keys of the operations that the measured work is a part of."""
@@ -149,9 +153,10 @@ class ProfiledCosts:
         if rate is None:
             return None
         # The optimizer's kernels go through all parameters, 320 chunks each
-        # (aten/src/ATen/native/cuda/MultiTensorApply.cuh): time and number are proportional.
+        # (aten/src/ATen/native/cuda/MultiTensorApply.cuh): time and number are proportional,
+        # but for those that combine norms.
         is_optim = op.phase is Phase.OPTIM
-        kernels = rate.kernels_per_amount * _amount(op, Work.OPTIMIZER)
+        kernels = rate.num_short + rate.kernels_per_amount * _amount(op, Work.OPTIMIZER)
         return OpCost(
             time_s={
                 work: per_amount * _amount(op, work)
@@ -170,21 +175,23 @@ class _Row(NamedTuple):
     phase: str
     is_recomputed: bool
     work: Work
+    is_short: bool  # of the optimizer
     time_s: float
     num_kernels: float
 
 
 def _rows(table: OpTable) -> list[_Row]:
-    sums: dict[tuple[str, int | None, str, bool, Work], dict[int, list[int]]] = {}
+    sums: dict[tuple[str, int | None, str, bool, Work, bool], dict[int, list[int]]] = {}
     for op in table.ops:
         key = op.key
         if key.kind == COMM:
             continue
         is_copy = key.kind == MEMORY
         work = Work.COPY if is_copy else work_of(key.name, key.role, key.phase)
+        is_short = work is Work.OPTIMIZER and op.time_ns < _SHORT_NS * op.kernels
         place = (
             *(key.role, None if key.layer is None else 0),
-            *(key.phase, key.is_recomputed, work),
+            *(key.phase, key.is_recomputed, work, is_short),
         )
         total = sums.setdefault(place, {}).setdefault(op.step, [0, 0])
         total[0] += op.time_ns

@@ -20,8 +20,8 @@ SENSITIVITY = {
     Work.PRODUCT: 0.6,
     Work.ATTENTION: 1.0,
     Work.ELEMENTWISE: 0.35,
-    Work.LOSS: 0.35,
-    Work.OPTIMIZER: 0.28,
+    Work.LOSS: 0.8,
+    Work.OPTIMIZER: 0.15,
     Work.COPY: 0.0,
 }
 _LEAST_MEASURED = 0.02  # a smaller slowdown of attention tells no sensitivity
@@ -92,7 +92,7 @@ def with_sensitivities(
     """
     slowdowns = {
         work: log(limited_s[work] / full_s[work])
-        for work in (Work.PRODUCT, Work.ATTENTION, Work.ELEMENTWISE)
+        for work in SENSITIVITY
         if full_s.get(work) and limited_s.get(work)
     }
     slowdown = slowdowns.get(Work.ATTENTION, 0.0)
