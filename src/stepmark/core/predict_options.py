@@ -57,7 +57,7 @@ class Basis:
         "run of `stepmark calibrate` or `run` whose parts are used [the latest of this device]"
     )
     device: str | None = flag(
-        "predict for this device by its data sheet and published efficiencies"
+        "predict for this device, e.g. h200, by its data sheet and published efficiencies"
     )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
     gbs: int | None = flag(
@@ -66,7 +66,8 @@ class Basis:
         "--global-batch",
     )
     what_if: Changes | None = flag(
-        "predict another device: link, hbm, flops by a factor, power"
+        "predict another device: bandwidth of links and of memory (hbm) and FLOP/s by a "
+        "factor; power=WATTS, its limit, with a calibration of power"
     )
     force: bool = flag("use a calibration of another device or version", default=False)
 

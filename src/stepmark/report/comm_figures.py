@@ -44,7 +44,7 @@ def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[
 
 def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
     """Draw bus bandwidth and time over the message size, a curve for each setting."""
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
+    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.15)
     curves = _grouped(rows, _CURVE)
     for index, (curve, name) in enumerate(zip(curves, _names(curves), strict=True)):
         for column, key, scale in ((1, "busbw_gb_s", 1.0), (2, "time_s", 1e6)):

@@ -77,7 +77,7 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
             hovertext=[_hover(row, run) for _, row in own],
             hoverinfo="text",
         )
-    of = "HBM bandwidth" if key == "pct_hbm" else "the measured copy bandwidth"
+    of = "HBM bandwidth" if key == "pct_hbm" else "the measured copy"
     figure.update_xaxes(title=f"% of {of}", rangemode="tozero")
     figure.update_yaxes(automargin=True)
     figure.add_vline(x=100, line={"color": INK, "dash": "dash", "width": 1})
