@@ -24,6 +24,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
+# torch._dynamo, which FSDP and pipelines import when they are used, takes half as long as torch.
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "stepmark.bench.ranks",
+)
 
 
 class RankDiedError(Exception):
@@ -48,6 +55,11 @@ class RankTemplate:
                 pass_fds=[there.fileno()],
             )
         self._pipe = Connection(here.detach())
+
+    def load(self, modules: Sequence[str]) -> None:
+        """Import modules that all later ranks will have."""
+        self._pipe.send(("load", list(modules)))
+        self._pipe.recv()
 
     def fork(
         self, environment: Mapping[str, str], device_type: str, pipe: int, stderr: int
@@ -85,7 +97,9 @@ class Pool:
         num_ranks: int,
         device_type: str = "cpu",
         environment: Mapping[str, str] | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
+        """imports: modules that ranks need and that take long to import."""
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  close() closes it
         common = {
             "WORLD_SIZE": str(num_ranks),
@@ -95,6 +109,7 @@ class Pool:
         }
         self._pids: list[int] = []
         self._pipes: list[Connection] = []
+        rank_template().load(imports)
         self._pending: dict[Any, int] = {}  # ranks that have not answered
         self._gone: list[int] = []
         for rank in range(num_ranks):
@@ -183,7 +198,7 @@ def _free_port() -> int:
 
 def _be_template(requests: Connection) -> None:
     """Fork ranks and collect them, until the test session ends."""
-    for module in ("torch", "torch.distributed.fsdp", "stepmark.bench.ranks"):
+    for module in PRELOADED:
         importlib.import_module(module)
     alive: set[int] = set()
     while True:
@@ -195,6 +210,10 @@ def _be_template(requests: Connection) -> None:
             os._exit(0)
         if command == "fork":
             alive.add(_fork_rank(requests, *values))
+        elif command == "load":
+            for module in values[0]:
+                importlib.import_module(module)
+            requests.send(None)
         else:
             pids, grace_s = values
             for pid in pids:

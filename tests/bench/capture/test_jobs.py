@@ -16,6 +16,7 @@ from stepmark.bench.capture.run import capture
 
 NUM_RANKS = 4
 FILES = Path(__file__).with_name("jobs")
+PACKAGE = "tests.bench.capture.jobs"
 JOBS = sorted(path.stem for path in FILES.glob("[a-z]*.py"))
 Message = dict[str, Any]
 
@@ -23,7 +24,9 @@ Message = dict[str, Any]
 @pytest.fixture(scope="module")
 def real() -> list[dict[str, list[list[Message]]]]:
     """By rank, then job: the messages of the setup and of each step."""
-    with Pool(NUM_RANKS, environment=on_ranks.ENVIRONMENT) as pool:
+    # transformers takes as long as torch; each job with it imports more of it.
+    imports = [f"{PACKAGE}.{name}" for name in JOBS if name.startswith("hf_")]
+    with Pool(NUM_RANKS, environment=on_ranks.ENVIRONMENT, imports=imports) as pool:
         return pool.run(on_ranks.sent_by_jobs, JOBS, timeout_s=60)
 
 
@@ -36,7 +39,7 @@ def test_there_are_many_jobs() -> None:
 def test_a_job_sends_what_real_ranks_send(
     name: str, real: list[dict[str, list[list[Message]]]]
 ) -> None:
-    job = importlib.import_module(f"tests.bench.capture.jobs.{name}")
+    job = importlib.import_module(f"{PACKAGE}.{name}")
     counts = getattr(job, "TOKENS_PER_EXPERT", ())
     for rank in (0, NUM_RANKS - 1):
         if rank and name.startswith("hf_"):
