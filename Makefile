@@ -19,12 +19,12 @@ run: $(VENV)/.installed
 
 setup: $(VENV)/.installed-dev
 
-# Tests that start processes and look at the clock come second, alone; the others run in two
-# processes. A half may have no test that ARGS selects (5), not both. Slow tests are `make soak`'s.
+# Tests that measure on ranks or look at the clock come second, alone; the others run in two
+# processes, files with few tests not last: some take long. A half may have no test that ARGS selects (5), not both. Slow tests are `make soak`'s.
 test: $(VENV)/.installed-dev
 	@status=5; \
 	for half in "not ranks and not slow" "ranks and not slow"; do \
-	  case $$half in not*) workers="-n 2 --dist loadfile" ;; *) workers= ;; esac; \
+	  case $$half in not*) workers="-n 2 --dist loadfile --no-loadscope-reorder" ;; *) workers= ;; esac; \
 	  echo "pytest -m '$$half'"; code=0; \
 	  $(BIN)/python -m pytest $$workers -m "$$half" $(ARGS) || code=$$?; \
 	  case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; \

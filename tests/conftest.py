@@ -14,18 +14,19 @@ settings.register_profile("stepmark", deadline=None)
 settings.load_profile("stepmark")
 
 TESTS = Path(__file__).parent
-# Folders whose tests start commands or ranks.
-STARTING = ("cli", "launch", "app")
 
 
-def starts_processes(item: pytest.Item) -> bool:
-    """Return whether a test is of a folder of STARTING, or uses a pool of ranks."""
-    folder = item.path.relative_to(TESTS).parts[0]
-    module = getattr(item, "module", None)
-    return folder in STARTING or hasattr(module, "Pool")
+def measures_ranks(item: pytest.Item) -> bool:
+    """Return whether a test is of launch, or uses a pool of ranks to measure collectives.
+
+    Tests elsewhere that start ranks to measure, or look at the clock, have the mark themselves.
+    """
+    folders = item.path.relative_to(TESTS).parts
+    has_pool = hasattr(getattr(item, "module", None), "Pool")
+    return folders[0] == "launch" or (folders[:2] == ("bench", "collectives") and has_pool)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if starts_processes(item):
+        if measures_ranks(item):
             item.add_marker("ranks")

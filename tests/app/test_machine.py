@@ -8,6 +8,7 @@ from stepmark.app import machine
 from stepmark.core.errors import StepmarkError
 
 
+@pytest.mark.ranks
 def test_torch_that_does_not_answer_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "_ASK_TORCH", "import time; time.sleep(60)")
     monkeypatch.setattr(machine, "_TORCH_LIMIT_S", 0.2)

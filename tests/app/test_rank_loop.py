@@ -20,6 +20,8 @@ from stepmark.core.record import Failed, Measured, Record
 from stepmark.launch import supervise as supervise_module
 from stepmark.store.reader import read_info, read_records
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2]
 HOOK = {"STEPMARK_TEST_HOOK": "tests.app.sleeping"}
 
@@ -31,6 +33,13 @@ def _hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOG", str(tmp_path))
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors of a death, and ranks that do not end after the last case, wait in vain here."""
+    monkeypatch.setattr(supervise_module, "_GRACE_S", 0.3)
+    monkeypatch.setattr(supervise_module, "_LINGER_S", 1.0)
 
 
 def go(folder: Path, num_ranks: int, num_cases: int, *faults: str, **more: Any) -> int:
@@ -97,6 +106,7 @@ def rank_folders(folder: Path) -> list[Path]:
     return [path for words in told(folder, 0, "up") if (path := Path(words[2])).exists()]
 
 
+@pytest.mark.usefixtures("_short_waits")
 def test_a_hang_a_stop_and_a_death_cost_one_case_each(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,10 +145,10 @@ def test_a_hang_a_stop_and_a_death_cost_one_case_each(
     assert "Traceback" not in err
 
 
+@pytest.mark.usefixtures("_short_waits")
 def test_three_losses_in_a_row_end_it(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervise_module, "_GRACE_S", 0.3)  # the survivors wait in vain anyway
     assert go(tmp_path, 2, 6, "1:0:exit7", "1:1:leave", "0:2:leave") == 3
     exit7, leave, first = failures(tmp_path)
     assert exit7.message.endswith("ended with exit code 7")
@@ -148,10 +158,10 @@ def test_three_losses_in_a_row_end_it(
     assert "stepmark: 3 cases in a row lost: 3 left out\n" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("_short_waits")
 def test_an_exception_of_ours_and_lost_peers_cost_a_case(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(supervise_module, "_GRACE_S", 0.3)
     assert go(tmp_path, 2, 5, "1:1:raise", "0:3:lost", "1:3:kill") == 3
     assert [what for _, what in outcomes(tmp_path)] == [
         *("measured", "lost rank", "measured", "lost rank", "measured")
@@ -162,6 +172,7 @@ def test_an_exception_of_ours_and_lost_peers_cost_a_case(
     assert "RuntimeError: a mistake of ours" in capfd.readouterr().err
 
 
+@pytest.mark.usefixtures("_short_waits")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_death_after_the_record_leaves_it_measured(rank: int, tmp_path: Path) -> None:
     """The parent sees a position that is not yet left, and finds its record."""
@@ -170,6 +181,7 @@ def test_a_death_after_the_record_leaves_it_measured(rank: int, tmp_path: Path) 
     assert outcomes(tmp_path) == [(0, "measured"), (1, "measured"), (2, "measured")]
 
 
+@pytest.mark.usefixtures("_short_waits")
 def test_rank_0_records_a_failure_that_blocks_it(tmp_path: Path) -> None:
     assert go(tmp_path, 2, 3, "0:1:blocked", "1:1:long") == 3
     assert outcomes(tmp_path) == [(0, "measured"), (1, "error"), (2, "measured")]
@@ -226,6 +238,7 @@ def test_ranks_that_fail_at_once_end_it(
     assert [path.name for path in run.iterdir()] == ["plan.jsonl"]
 
 
+@pytest.mark.usefixtures("_short_waits")
 def test_resume_measures_what_is_left_as_it_was_planned(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

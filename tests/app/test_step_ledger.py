@@ -24,6 +24,8 @@ from stepmark.core.train_case import TrainCase
 from stepmark.store import predictions
 from stepmark.store.runs import RunWriter
 
+pytestmark = pytest.mark.ranks
+
 EARLY, LATE = "2020-01-01T00:00:00+00:00", "2099-01-01T00:00:00+00:00"
 FSDP8 = Path(__file__).parents[1] / "data" / "traces" / "fsdp8"
 

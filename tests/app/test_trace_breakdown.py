@@ -9,6 +9,8 @@ from tests.trace.comm_traces import MAIN, TraceWriter
 
 from stepmark.cli.main import status
 
+pytestmark = pytest.mark.ranks
+
 TRACES = Path(__file__).parents[1] / "data" / "traces"
 GLOO = TRACES.parent / "gloo-traces"
 

@@ -20,6 +20,8 @@ from stepmark.core.trace_options import (
     MessagesOptions,
 )
 
+pytestmark = pytest.mark.ranks
+
 KERNEL = {"ph": "X", "cat": "kernel", "name": "k", "pid": 0, "tid": 7, "ts": 10, "dur": 5}
 
 

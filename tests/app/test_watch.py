@@ -17,6 +17,8 @@ from stepmark.core.columns import Row
 from stepmark.core.verb_options import WatchOptions
 from stepmark.report.trace_messages import slow_rank_line
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "plain_ddp.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -21,6 +21,8 @@ from stepmark.core.stats import summarize
 
 from .fakes import GOOD, WRONG, FakeTimer, NoGuard, context, entries, gemm, impl, install
 
+pytestmark = pytest.mark.ranks
+
 QUICK = Effort(sample_s=0.05, soak_s=0.0)
 
 

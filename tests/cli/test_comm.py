@@ -141,6 +141,7 @@ def csv_rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.ranks
 def test_a_sweep_with_every_file_and_what_does_not_fit(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("kept")
     done = measured(
@@ -170,6 +171,7 @@ def test_a_sweep_with_every_file_and_what_does_not_fit(tmp_path: Path) -> None:
     assert {row["type"] for row in document["results"]} >= {"half", "bfloat16"}
 
 
+@pytest.mark.ranks
 def test_launches_are_new_processes_pooled_in_one_row(tmp_path: Path) -> None:
     done = measured(
         tmp_path,
@@ -185,6 +187,7 @@ def test_launches_are_new_processes_pooled_in_one_row(tmp_path: Path) -> None:
     assert "compute x alone" in done.stdout
 
 
+@pytest.mark.ranks
 def test_smaller_communicators_and_a_matrix_of_pairs(tmp_path: Path) -> None:
     words = "all_reduce p2p-matrix -g 3 --ranks 2,3 -b 1M -e 1M"
     done = measured(tmp_path, f"{words} --json rows.json")

@@ -4,7 +4,11 @@ import os
 import signal
 from pathlib import Path
 
+import pytest
+
 from .comm_process import Running, outcomes
+
+pytestmark = pytest.mark.ranks
 
 SWEEP = ["comm", "all_reduce", "-b", "1K", "-f", "2", "--device", "cpu"]
 TIMEOUT_S = 3.0

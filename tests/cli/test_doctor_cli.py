@@ -69,7 +69,10 @@ def test_two_outputs_on_one_stdout_are_refused() -> None:
     assert isinstance(result.exception, ConfigError)
 
 
-def test_an_unwritable_path_names_itself(tmp_path: Path) -> None:
-    result = CliRunner().invoke(app, ["--csv", str(tmp_path / "no" / "x.csv")])
+def test_an_unwritable_path_names_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["--csv", "no/x.csv"])
     assert isinstance(result.exception, ConfigError)
     assert "no/x.csv" in str(result.exception)

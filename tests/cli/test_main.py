@@ -43,6 +43,7 @@ def called(arguments: list[str]) -> tuple[int, str, str]:
     return code, out.getvalue(), err.getvalue()
 
 
+@pytest.mark.ranks
 def test_help_is_fast(tmp_path: Path) -> None:
     """In CPU time of the process: waiting for other processes is not ours."""
 

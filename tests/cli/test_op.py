@@ -15,6 +15,8 @@ from stepmark.store.reader import read_records, with_all_samples
 
 from .process import ROOT, lines, only_run, stepmark
 
+pytestmark = pytest.mark.ranks
+
 SHAPE = {
     "gemm": "--m 32 --n 32 --k 32",
     "grouped-gemm": "--num-groups 2 --tokens 16 --n 16 --k 16",
@@ -29,7 +31,7 @@ SHAPE = {
     "optimizer": "--num-params 1000",
     "copy": "--num-bytes 65536",
 }
-CPU = ["--device", "cpu", "--budget", "1s"]
+CPU = ["--device", "cpu", "--budget", "0.2s"]
 
 
 @pytest.fixture(autouse=True)

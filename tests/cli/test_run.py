@@ -14,6 +14,8 @@ from stepmark.store.reader import read_records
 
 from .process import stepmark
 
+pytestmark = pytest.mark.ranks
+
 WORDS = "run gpt2-125m --scale tiny --num-layers 3 --nproc 2 --device cpu --budget 1s"
 
 

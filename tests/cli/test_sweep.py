@@ -212,6 +212,7 @@ def test_settings_that_go_wrong_are_recorded_and_left_out(tmp_path: Path) -> Non
     assert found.comparison.names == ("default", "KIND=fast")
 
 
+@pytest.mark.ranks
 def test_a_setting_that_hangs_is_killed_with_its_grandchildren(tmp_path: Path) -> None:
     with Journal.create(tmp_path, sweep_of("hang", timeout_s=1.5)) as journal:
         make(journal, means(tmp_path), [])

@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .process import ROOT, environment, stepmark
+
+pytestmark = pytest.mark.ranks
 
 FSDP8 = ROOT / "tests" / "data" / "traces" / "fsdp8"
 

@@ -19,6 +19,8 @@ from stepmark.workload.rules.pytorch.case import of_case
 
 from .process import stepmark
 
+pytestmark = pytest.mark.ranks
+
 DATA = Path(__file__).parents[1] / "data" / "traces"
 PRODUCTS = ("aten::mm", "aten::addmm")
 

@@ -16,6 +16,8 @@ from tests.trace.comm_traces import TraceWriter
 from stepmark.cli.main import status
 from stepmark.core.message import Tally
 
+pytestmark = pytest.mark.ranks
+
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests" / "data"
 FSDP8 = DATA / "traces" / "fsdp8"

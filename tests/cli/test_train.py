@@ -18,6 +18,8 @@ from stepmark.store.reader import read_records
 from .comm_process import Running, outcomes
 from .process import lines, only_run, stepmark
 
+pytestmark = pytest.mark.ranks
+
 TINY = ["--device", "cpu", "--scale", "tiny"]
 # A case is over when its share of the budget is; no case gets its samples.
 ENDLESS = ["--steps", "1000000", "--budget"]

@@ -6,6 +6,8 @@ import pytest
 
 from .process import lines, only_run, stepmark
 
+pytestmark = pytest.mark.ranks
+
 TINY = ["--device", "cpu", "--scale", "tiny", "--seq-len", "64", "--mbs", "2", "--steps", "4"]
 
 

@@ -513,6 +513,7 @@ def test_help_of_each_verb(run: Program, verb: str) -> None:
     assert "--help" in done.text
 
 
+@pytest.mark.ranks
 def test_a_file_is_made_in_half_a_second(tmp_path: Path) -> None:
     """In CPU time of the process, the start of Python included."""
     words = "workload generate --model llama-3.1-70b --framework fsdp --world-size 64 -o w.json"
