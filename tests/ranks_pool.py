@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-# torch._dynamo, which FSDP and pipelines import when they are used, takes half as long as torch.
+# FSDP and pipelines import torch._dynamo when they are used, for half as long as torch takes.
 PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",

@@ -275,6 +275,14 @@ def test_operands_differ_between_sets_and_are_no_constants() -> None:
     assert fp8.dtype is TORCH_DTYPE[DType.FP8_E4M3]
 
 
+def test_values_of_large_operands_on_a_cpu_repeat_and_rows_do_not() -> None:
+    large = normal(3000, 1024, dtype=DType.BF16, device=CPU)
+    assert large.shape == (3000, 1024)
+    assert 0.9 < float(large.std()) < 1.1
+    assert large.flatten()[: 2**20 - 3].equal(large.flatten()[2**20 - 3 : 2 * (2**20 - 3)])
+    assert len(large.unique(dim=0)) == len(large)
+
+
 def test_plans_know_the_backends_by_name() -> None:
     assert {family: tuple(impls) for family, impls in IMPLS.items()} == BACKENDS
 
