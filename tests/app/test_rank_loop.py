@@ -37,7 +37,7 @@ def _hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Survivors of a death, and ranks that do not end after the last case, wait in vain here."""
+    """Survivors of a death, and a rank that does not end after the last case, wait in vain."""
     monkeypatch.setattr(supervise_module, "_GRACE_S", 0.3)
     monkeypatch.setattr(supervise_module, "_LINGER_S", 1.0)
 

@@ -57,8 +57,8 @@ def generator(device: torch.device) -> torch.Generator:
 def normal(*shape: int, dtype: DType, device: torch.device) -> Tensor:
     """Return standard normal values. Constants would draw less power and run faster.
 
-    A CPU core draws some 200 million values per second, seconds for operands that exceed a large
-    cache, so there values repeat. Their period is a prime: no two rows of a matrix are the same.
+    A CPU core draws some 200 million values per second: seconds for operands that exceed a
+    large cache. There values repeat after a prime number, so that rows of a matrix differ.
     """
     torch_dtype = TORCH_DTYPE[dtype]
     count = math.prod(shape)
