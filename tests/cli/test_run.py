@@ -46,6 +46,7 @@ def test_a_step_is_predicted_before_it_is_measured(tmp_path: Path) -> None:
     )
     assert commitment in done.stdout
     assert "before its prediction" not in done.stdout
+    assert "profiler_start" not in done.stderr + done.stdout  # Kineto's log
     (sentence,) = re.findall(
         r"^gpt2-125m@tiny.* ddp on 2 x .*: measured .*$", done.stdout, re.M
     )

@@ -60,6 +60,8 @@ def main(arguments: Sequence[str]) -> int:
     run, plan_file = Path(arguments[0]), Path(arguments[1])
     try:
         plan = plans.read_file(plan_file)
+        if plan.device == "cpu":  # without CUPTI, Kineto only logs its stages
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         rank = Rank(plan, run, heartbeat, force=FORCE in arguments)
         for_meshes = any(entry.case.kind == "train" for entry in plan.entries)
         code = rank.measure(_context(plan.device, for_meshes=for_meshes))
