@@ -30,6 +30,7 @@ from stepmark.core.workload import (
 from stepmark.core.workload import (
     Group as Ranks,
 )
+from stepmark.predict import timeline as timeline_module
 from stepmark.predict.timeline import simulate
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -213,6 +214,32 @@ def test_random_workloads_are_simulated_as_by_a_plain_loop(seed: int) -> None:
     check_same(workload, prices, 9 if len(workload.stages) == 1 else 30)
 
 
+def check_free(workload: Workload, prices: Costs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step by ends alone is that by events, each line but for rounding."""
+    ours = simulate(workload, prices)
+    with monkeypatch.context() as patch:
+        patch.setattr(timeline_module, "is_serial", lambda _programs: False)
+        theirs = simulate(workload, prices)
+    assert ours.step_s == pytest.approx(theirs.step_s, rel=1e-12)
+    assert ours.num_kernels == pytest.approx(theirs.num_kernels)
+    assert ours.comm_s == pytest.approx(theirs.comm_s, abs=1e-7)
+    for own, other in zip(ours.ledgers, theirs.ledgers, strict=True):
+        for mine, plain in ((own.lines, other.lines), (own.within, other.within)):
+            most = 2 * (1 + len(mine)) + round(2e-9 * own.window_ns)
+            diffs = Counter(mine)  # type: ignore[arg-type]
+            diffs.subtract(plain)  # type: ignore[arg-type]
+            assert max(map(abs, diffs.values())) <= most
+    if LEFT_OUT not in {span.kind for span in ours.spans()}:
+        check_spans(ours)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_steps_without_contention_are_those_of_events(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_free(random_workload(seed), costs(seed, host=0, contention=False), monkeypatch)
+
+
 def case(**changes: Any) -> TrainCase:
     mesh = {name: changes.pop(name) for name in tuple(changes) if hasattr(ParallelConfig, name)}
     return replace(TrainCase(model=TINY, parallel=ParallelConfig(**mesh)), **changes)
@@ -246,6 +273,20 @@ REAL: dict[str, TrainCase] = {
 def test_cases_are_simulated_as_by_a_plain_loop(name: str) -> None:
     seed = sorted(REAL).index(name)
     check_same(of_case(REAL[name]), costs(seed, host=0.05), 5)
+
+
+MANY = {
+    "pp, many": case(pp=2, mbs=32, pp_microbatches=32, recompute=Recompute.FULL),
+    "fsdp, many": case(dp_shard=2, tp=2, data_parallel=FSDP, grad_accum=32),
+}
+
+
+@pytest.mark.parametrize("name", [*REAL, *MANY])
+def test_cases_without_contention_are_those_of_events(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workload = of_case({**REAL, **MANY}[name])
+    check_free(workload, costs(len(name), host=0, contention=False), monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["single", "fsdp", "pp"])

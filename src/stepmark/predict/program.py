@@ -6,7 +6,7 @@ collectives of a group call are one Call. Equal blocks share both.
 
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -28,7 +28,7 @@ from stepmark.core.workload import (
 from stepmark.core.workload_stages import stages_of, transfer_of
 
 Clock = Mapping[Work, float]
-Kind = tuple[Work | Idle, bool]  # of computation, or of a gap; whether it is recomputed
+Kind = tuple[str, bool]  # Work, Idle of a gap, or a collective; whether it is recomputed
 _WAIT = OpCost(time_s={}, num_kernels=0.0)
 
 
@@ -47,7 +47,8 @@ class Segment:
     def __init__(
         self, ops: Sequence[ComputeOp], costs: Sequence[OpCost], machine: Costs, clock: Clock
     ) -> None:
-        self.ops, self._costs, self._machine, self._clock = ops, costs, machine, clock
+        self.ops: Sequence[Operation] = ops
+        self._computes, self._costs, self._machine, self._clock = ops, costs, machine, clock
         self.kinds: list[Kind] = []
         self.owners: list[int] = []
         times, slowdowns, starts = list[float](), list[float](), list[int]()
@@ -74,13 +75,14 @@ class Segment:
         ]
         self.lead_s = max(waits)
         self.tail_s = self.total_s + self.lead_s
-        self.named = (ops[0], *ops[1:][-1:])  # operations that wait or are awaited
+        self.named: tuple[Operation, ...] = (ops[0], *ops[1:][-1:])  # they wait or are awaited
+        self.places: Sequence[tuple[int, int]] = ((0, 0),) * len(ops)
         self._whole: dict[bool, Mapping[Kind, float]] = {}
 
     @cached_property
     def singles(self) -> "tuple[Segment, ...]":
         """One segment per operation, for a host that is slower than the device."""
-        pairs = zip(self.ops, self._costs, strict=True)
+        pairs = zip(self._computes, self._costs, strict=True)
         return tuple(Segment((op,), (cost,), self._machine, self._clock) for op, cost in pairs)
 
     def time_of(self, progress: float, *, slow: bool) -> float:
@@ -165,6 +167,7 @@ class Call:
     ops: tuple[CommOp, ...]
     parts: tuple[Part, ...]
     host_s: float
+    num_kernels = 1.0
 
     @property
     def named(self) -> tuple[CommOp, ...]:
@@ -227,11 +230,54 @@ class Program:
 _Placed = tuple[Segment | Call, int, int]  # layer and micro-batch to add
 
 
-class Compiler:
-    """Compiles the stages of a workload. Costs are those of operations with relative layers."""
+class Merged(Segment):
+    """Segments and calls on one stream that nothing outside waits for or slows inside.
 
-    def __init__(self, workload: Workload, costs: Costs, clock: Clock) -> None:
+    Hosts are ahead of it. places: layer and micro-batch of each operation.
+    """
+
+    def __init__(self, works: Sequence[_Placed], awaited: Collection[str]) -> None:
+        ops, places = list[Operation](), list[tuple[int, int]]()
+        self.kinds, self.owners, self.ends = [], [], [0.0]
+        named = list[Operation]()
+        for work, layer, microbatch in works:
+            first, begin = len(ops), self.ends[-1]
+            named += work.named
+            if isinstance(work, Call):
+                ops.append(work.ops[0])
+                places.append((layer, microbatch))
+                self.kinds.append((work.ops[0].collective, False))
+                self.owners.append(first)
+                self.ends.append(begin + work.parts[0].time_s)
+            else:
+                ops += work.ops
+                places += [(own + layer, mb + microbatch) for own, mb in work.places]
+                self.kinds += work.kinds
+                self.owners += [first + owner for owner in work.owners]
+                self.ends += [begin + end for end in work.ends[1:]]
+        self.ops, self.places = ops, places
+        self.slowed, self.total_s = self.ends, self.ends[-1]
+        self.host_s = sum(work.host_s for work, _, _ in works)
+        self.issues = [self.host_s]
+        self.num_kernels = sum(work.num_kernels for work, _, _ in works)
+        self.named = tuple(op for op in named if op.after or op.name in awaited)
+        self._whole = {}
+
+
+def _moved(placed: Iterable[_Placed], layer: int, microbatch: int) -> Iterator[_Placed]:
+    for work, own, mb in placed:
+        yield work, layer + own, microbatch + mb
+
+
+class Compiler:
+    """Compiles the stages of a workload. Costs are those of operations with relative layers.
+
+    merges: what is on the computation's stream and inside a stage becomes Merged.
+    """
+
+    def __init__(self, workload: Workload, costs: Costs, clock: Clock, *, merges: bool) -> None:
         self._workload, self._costs, self._clock = workload, costs, clock
+        self._merges = merges
         self._op_costs: dict[int, OpCost] = {}
         self._blocks: dict[tuple[str, int], list[_Placed]] = {}
         self._names = {
@@ -259,7 +305,8 @@ class Compiler:
             body = self._block(repeated.block, stage)
             first = len(placed)
             bounds = [first + len(body) * index for index in range(repeated.times + 1)]
-            placed += self._placed(items[place : place + 1], stage)
+            for layer, microbatch in repeated.places(0, 0):
+                placed += _moved(body, layer, microbatch)
             placed += self._placed(items[place + 1 :], stage)
         program = self._linked(placed)
         program.bounds = bounds
@@ -279,13 +326,35 @@ class Compiler:
                 self._close(placed, pending, stage)
                 body = self._block(item.block, stage)
                 for layer, microbatch in item.places(0, 0):
-                    placed += [(work, layer + own, microbatch + mb) for work, own, mb in body]
+                    placed += _moved(body, layer, microbatch)
                 continue
             if pending and not self._continues(pending[-1], item):
                 self._close(placed, pending, stage)
             pending.append(item)
         self._close(placed, pending, stage)
-        return placed
+        return self._merged(placed) if self._merges else placed
+
+    def _merged(self, placed: Sequence[_Placed]) -> list[_Placed]:
+        groups: list[list[_Placed]] = []
+        for each in placed:
+            if groups and self._is_closed(groups[-1][-1][0], each[0]):
+                groups[-1].append(each)
+            else:
+                groups.append([each])
+        return [
+            group[0] if len(group) == 1 else (Merged(group, self._awaited), 0, 0)
+            for group in groups
+        ]
+
+    def _is_closed(self, work: Segment | Call, following: Segment | Call) -> bool:
+        """Return whether nothing else can begin or end between two works."""
+        is_inside = all(
+            each.ops[0].stream == COMPUTE
+            and (isinstance(each, Segment) or [part.key for part in each.parts] == [None])
+            for each in (work, following)
+        )
+        is_awaited = any(op.name in self._awaited for op in work.named)
+        return is_inside and not is_awaited and not any(op.after for op in following.named)
 
     def _continues(self, last: Operation, item: Operation) -> bool:
         if isinstance(item, CommOp):

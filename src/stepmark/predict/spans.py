@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator
+from operator import add
 from typing import NamedTuple
 
 from stepmark.core.kernel_groups import COMMUNICATION
 from stepmark.core.ledger import WAITING, Idle
 from stepmark.core.prediction import LEFT_OUT, Span
 from stepmark.core.workload import COMPUTE, CommOp, Operation
-from stepmark.predict.program import Call
+from stepmark.predict.program import Call, Segment
 from stepmark.predict.step_events import Lane
 
 _NS = 1e9
@@ -19,6 +20,7 @@ class _Ran(NamedTuple):
 
     step: int
     item: int
+    owner: int  # in the item
     op: Operation
     kind: str
     start: float
@@ -53,6 +55,9 @@ def spans(lane: Lane, step: int, less: int, hole_s: float, length_s: float) -> I
 
 def _span(lane: Lane, ran: _Ran, start_ns: int, end_ns: int) -> Span:
     op, (layer, microbatch) = ran.op, lane.program.offsets[ran.item]
+    work = lane.program.works[ran.item]
+    if isinstance(work, Segment):
+        layer, microbatch = map(add, work.places[ran.owner], (layer, microbatch))
     return Span(
         stage=lane.stage,
         stream=op.stream,
@@ -74,15 +79,19 @@ def _computations(lane: Lane) -> Iterator[_Ran]:
         now = busy.start
         for piece, time_s in busy.pieces:
             start, now = now, now + time_s
-            op = busy.segment.ops[busy.segment.owners[piece]]
-            if isinstance(work := busy.segment.kinds[piece][0], Idle):
+            owner = busy.segment.owners[piece]
+            op = busy.segment.ops[owner]
+            if isinstance(kind := busy.segment.kinds[piece][0], Idle):
                 continue
+            if isinstance(op, CommOp):
+                kind = COMMUNICATION
             before = latest.pop(op.stream, None)
-            if before and before[1:4] == (busy.item, op, work) and not start > before.end:
+            what = busy.item, owner, op, kind
+            if before and before[1:5] == what and not start > before.end:
                 start = before.start  # communication began or ended inside
             elif before:
                 yield before
-            latest[op.stream] = _Ran(busy.step, busy.item, op, work, start, now)
+            latest[op.stream] = _Ran(busy.step, *what, start, now)
     yield from latest.values()
 
 
@@ -94,5 +103,5 @@ def _calls(lane: Lane) -> Iterator[_Ran]:
             if isinstance(work, Call) and not math.isnan(start):
                 stop = math.inf if math.isnan(end) else end
                 moved = min(stop, lane.moved.get((step.number, item), stop))
-                yield _Ran(step.number, item, work.ops[0], WAITING, start, moved)
-                yield _Ran(step.number, item, work.ops[0], COMMUNICATION, moved, stop)
+                yield _Ran(step.number, item, 0, work.ops[0], WAITING, start, moved)
+                yield _Ran(step.number, item, 0, work.ops[0], COMMUNICATION, moved, stop)

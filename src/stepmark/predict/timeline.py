@@ -9,7 +9,7 @@ then adds as much as one more does.
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.errors import ConfigError
@@ -29,6 +29,7 @@ from stepmark.core.prediction import Span, Timeline
 from stepmark.core.step_cost import Costs
 from stepmark.core.workload import Workload
 from stepmark.core.workload_stages import num_steady, shortened, steady_run
+from stepmark.predict.free_steps import FreeSteps, is_serial, seconds_of
 from stepmark.predict.program import Call, Clock, Compiler, Program
 from stepmark.predict.spans import spans
 from stepmark.predict.step_events import MOST_STEPS, Lane, Simulator, Step
@@ -49,23 +50,41 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> Ti
     while True:
         few = shortened(workload, kept) if kept < total else workload
         less = max(0, total - kept)
-        compiler = Compiler(few, costs, clock or {})
-        programs = [
-            compiler.program(stage, steady_run(few, stage) if less else None)
-            for stage in range(len(few.stages))
-        ]
-        _check(few, programs)
-        free = _steady(few, Simulator(programs, costs.comm_slowdown), less)
+
+        def programs(few: Workload = few, less: int = less, *, merges: bool) -> list[Program]:
+            compiler = Compiler(few, costs, clock or {}, merges=merges)
+            return [
+                compiler.program(stage, steady_run(few, stage) if less else None)
+                for stage in range(len(few.stages))
+            ]
+
+        free = _steady(few, _ahead(few, costs, programs), less)
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
                 return free.timeline(is_host_bound=False)
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
-            held = _steady(few, Simulator(programs, costs.comm_slowdown, slowest), less)
+            slow = Simulator(programs(merges=False), costs.comm_slowdown, slowest)
+            held = _steady(few, slow, less)
             if held and held.follows_host():
                 return held.timeline(is_host_bound=True)
         kept *= 2
+
+
+def _ahead(
+    workload: Workload, costs: Costs, programs: Callable[..., list[Program]]
+) -> Simulator | FreeSteps:
+    """Return a simulation with hosts that are ahead of their devices."""
+    if costs.comm_slowdown == 1 and all(x == 1 for x in costs.compute_slowdown.values()):
+        merged = programs(merges=True)
+        _check(workload, merged)
+        free = FreeSteps(merged)
+        if is_serial(merged) and free.run(1):
+            return free
+    plain = programs(merges=False)
+    _check(workload, plain)
+    return Simulator(plain, costs.comm_slowdown)
 
 
 def _check(workload: Workload, programs: Sequence[Program]) -> None:
@@ -77,7 +96,9 @@ def _check(workload: Workload, programs: Sequence[Program]) -> None:
             raise ConfigError("workload", workload.name, allowed)
 
 
-def _steady(workload: Workload, simulator: Simulator, less: int) -> "_Steady | None":
+def _steady(
+    workload: Workload, simulator: Simulator | FreeSteps, less: int
+) -> "_Steady | None":
     """Simulate until a step repeats; None: its micro-batches do not yet."""
     lanes = simulator.lanes
     for number in range(MOST_STEPS):
@@ -86,7 +107,7 @@ def _steady(workload: Workload, simulator: Simulator, less: int) -> "_Steady | N
         is_alone = len(lanes) == 1 and not lanes[0].has_host and not lanes[0].steps[0].num_left
         if (number == 0 and is_alone) or (number and _is_repeated(lanes, number)):
             period_s = _period(lanes, number) if less else 0.0
-            return None if period_s is None else _Steady(simulator, number, less, period_s)
+            return None if period_s is None else _found(simulator, number, less, period_s)
     if less:
         return None
     ends = lanes[0].ends
@@ -96,7 +117,15 @@ def _steady(workload: Workload, simulator: Simulator, less: int) -> "_Steady | N
         allowed = "one whose stages communicate in each step"
         raise ConfigError("workload", workload.name, allowed)
     middle = sorted(later, key=lambda number: ends[number] - ends[number - 1])[len(later) // 2]
-    return _Steady(simulator, middle, 0, 0.0)
+    return _found(simulator, middle, 0, 0.0)
+
+
+def _found(
+    simulator: Simulator | FreeSteps, number: int, less: int, period_s: float
+) -> "_Steady":
+    if isinstance(simulator, FreeSteps):
+        simulator.record(number)
+    return _Steady(simulator, number, less, period_s)
 
 
 def _deadlock(lanes: Sequence[Lane]) -> str:
@@ -161,7 +190,7 @@ def _main_end(lane: Lane, number: int, bound: int) -> float:
 class _Steady:
     """A steady step. less: repetitions of its steady state that are left out."""
 
-    simulator: Simulator
+    simulator: Simulator | FreeSteps
     number: int
     less: int
     period_s: float
@@ -219,6 +248,8 @@ class _Steady:
         It is that of what was simulated, and that of the repetitions left out.
         """
         window_ns = round(self.step_s * _NS)
+        if isinstance(self.simulator, FreeSteps):
+            return self._summed(lane, window_ns)
         more_ns = round(self.less * self.period_s * _NS)
         whole, moving_ns = _ledger_of(lane, lane.ends[self.number], _NS, window_ns - more_ns)
         if not more_ns:
@@ -233,6 +264,29 @@ class _Steady:
         return Ledger(window_ns=window_ns, lines=lines, within=within), (
             moving_ns + more_moving_ns
         )
+
+    def _summed(self, lane: Lane, window_ns: int) -> tuple[Ledger, int]:
+        """Return the same of a stage without contention."""
+        whole_s = self.step_s - self.less * self.period_s
+        lines, within, moved_s = seconds_of(lane, self.number, lane.ends[self.number], whole_s)
+        if self.less:
+            end = _main_end(lane, self.number, -1)
+            more, more_within, more_moved_s = seconds_of(lane, self.number, end, self.period_s)
+            for line, time_s in more.items():
+                lines[line] = lines.get(line, 0.0) + self.less * time_s
+            for name, time_s in more_within.items():
+                within[name] += self.less * time_s
+            moved_s += self.less * more_moved_s
+        lines[Group.IDLE, Idle.RANK] = self.step_s - sum(lines.values())
+        times_ns = {line: round(time_s * _NS) for line, time_s in lines.items()}
+        # The largest line has what rounding leaves.
+        times_ns[max(times_ns, key=times_ns.__getitem__)] += window_ns - sum(times_ns.values())
+        own = Ledger(
+            window_ns=window_ns,
+            lines={line: time_ns for line, time_ns in times_ns.items() if time_ns},
+            within={name: round(time_s * _NS) for name, time_s in within.items()},
+        )
+        return own, round(moved_s * _NS)
 
     def spans(self) -> Iterator[Span]:
         """Yield what runs in the step; repetitions that are left out are one span."""
@@ -252,7 +306,7 @@ def _host_period(lane: Lane) -> float:
 
 def _num_kernels(lane: Lane, less: int) -> float:
     program = lane.program
-    counts = [1.0 if isinstance(work, Call) else work.num_kernels for work in program.works]
+    counts = [work.num_kernels for work in program.works]
     more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if less else 0.0
     return sum(counts) + less * more
 
