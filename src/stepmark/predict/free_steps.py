@@ -20,8 +20,9 @@ from stepmark.core.ledger import (
     Line,
     Work,
 )
-from stepmark.predict.program import Busy, Call, Part, Program, Segment
+from stepmark.predict.program import Program
 from stepmark.predict.step_events import Lane, Step
+from stepmark.predict.works import Busy, Call, Part, Segment
 
 _DIGITS = 12  # of cuts of segments in seconds: equal cuts differ in the last bits of a float
 

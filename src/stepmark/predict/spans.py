@@ -9,8 +9,8 @@ from stepmark.core.kernel_groups import COMMUNICATION
 from stepmark.core.ledger import WAITING, Idle
 from stepmark.core.prediction import LEFT_OUT, Span
 from stepmark.core.workload import COMPUTE, CommOp, Operation
-from stepmark.predict.program import Call, Segment
 from stepmark.predict.step_events import Lane
+from stepmark.predict.works import Call, Segment
 
 _NS = 1e9
 

@@ -11,7 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stepmark.predict.program import Busy, Call, Part, Program, Segment
+from stepmark.predict.program import Program
+from stepmark.predict.works import Busy, Call, Part, Segment
 
 _AHEAD = 2  # steps of the host before the device (bench/training/loop.py)
 _MAIN = 0  # the stream COMPUTE

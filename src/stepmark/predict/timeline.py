@@ -30,9 +30,10 @@ from stepmark.core.step_cost import Costs
 from stepmark.core.workload import Workload
 from stepmark.core.workload_stages import num_steady, shortened, steady_run
 from stepmark.predict.free_steps import FreeSteps, is_serial, seconds_of
-from stepmark.predict.program import Call, Clock, Compiler, Program
+from stepmark.predict.program import Compiler, Program
 from stepmark.predict.spans import spans
 from stepmark.predict.step_events import MOST_STEPS, Lane, Simulator, Step
+from stepmark.predict.works import Call, Clock
 
 _REPEATS = 4  # of a steady state that are simulated first
 _SAME = 1e-9  # of a step: times that differ less are equal
