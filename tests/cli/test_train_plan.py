@@ -500,7 +500,7 @@ REFUSED = [
     (
         GPT,
         "--strategy pp --nproc 2",
-        "pp 2 is invalid: it must be 1, since the first and last stage",
+        "pp 2 is invalid: it must be 1, since gpt2-125m ties its input",
     ),
     (
         LLAMA,
