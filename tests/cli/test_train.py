@@ -69,7 +69,9 @@ def test_calibration_measures_every_part_and_is_resumed(tmp_path: Path) -> None:
     assert len(rows) == len(messages) + 2
     first, second, *rest = done.stdout.splitlines()
     assert re.match(r"kernels +2 layers, steady step .* product .* optimizer", first)
-    assert re.match(r"host +3 layers, 128 tokens: forward .* backward .* optimizer", second)
+    assert re.match(
+        r"host +3 layers, 128 tokens, medians: forward .* backward .* optimizer", second
+    )
     assert sum(line.startswith("busbw") for line in rest) == 3
     again = stepmark("resume", run.name, cwd=tmp_path)
     assert (again.returncode, again.stdout) == (0, done.stdout)
