@@ -269,19 +269,28 @@ class Workload:
 
     def tally(self, stage: int = 0, *, setup: bool = False) -> Counter[Operation]:
         """Count the runs of each operation, with relative layers and micro-batches."""
-        block = self._program(stage, setup)
-        return Counter(self._tally(block, {})) if block else Counter()
+        block, total = self._program(stage, setup), Counter[Operation]()
+        for item, count in self._tally(block, {}).values() if block else ():
+            total[item] += count
+        return total
 
-    def _tally(self, block: str, tallies: dict[str, Counter[Operation]]) -> Counter[Operation]:
+    def _tally(
+        self, block: str, tallies: dict[str, dict[int, tuple[Operation, int]]]
+    ) -> dict[int, tuple[Operation, int]]:
+        """Count by identity, since operations take long to compare."""
         if block not in tallies:
-            counts: Counter[Operation] = Counter()
+            counts = tallies[block] = {}
             for item in self.blocks[block]:
                 if isinstance(item, Run):
-                    for operation, count in self._tally(item.block, tallies).items():
-                        counts[operation] += count * item.times
+                    inside = [
+                        (op, count * item.times)
+                        for op, count in self._tally(item.block, tallies).values()
+                    ]
                 else:
-                    counts[item] += 1
-            tallies[block] = counts
+                    inside = [(item, 1)]
+                for op, count in inside:
+                    _, before = counts.get(id(op), (op, 0))
+                    counts[id(op)] = op, before + count
         return tallies[block]
 
     def num_operations(self, stage: int = 0) -> int:

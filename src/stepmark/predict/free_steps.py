@@ -14,7 +14,6 @@ from stepmark.core.ledger import (
     CONTENTION,
     RECOMPUTED,
     TRANSFER,
-    WAITING,
     Group,
     Idle,
     Line,
@@ -111,12 +110,10 @@ class FreeSteps:
         ):
             own = last[stream]
             awaited = deps if own is None else [own, *deps]
-            while any(map(math.isnan, (ends[dep] for dep in awaited))):
+            earliest = max(begin, free[stream], earlier.get(item, 0.0))
+            while math.isnan(start := _latest(earliest, awaited, ends)):
                 yield count
                 count = 0
-            start = max([begin, free[stream], *[ends[dep] for dep in awaited]])
-            if item in earlier:
-                start = max(start, earlier[item])
             starts[item], last[stream] = start, item
             if isinstance(work, Segment):
                 ends[item] = start + work.total_s
@@ -150,6 +147,16 @@ class FreeSteps:
             )
             if not lane.parts_left[where]:
                 step.ends[item] = latest
+
+
+def _latest(earliest: float, items: Iterable[int], ends: Sequence[float]) -> float:
+    """Return when these items have ended; NaN: unknown yet."""
+    for item in items:
+        if not (end := ends[item]) <= earliest:
+            if math.isnan(end):
+                return end
+            earliest = end
+    return earliest
 
 
 class _Cover(NamedTuple):
@@ -192,13 +199,7 @@ def seconds_of(
     moved_s += sum(time_s for (_, work, _), time_s in total.items() if _is_call(work))
     moved_s -= sum(time_s for (_, work, _), time_s in moving.items() if _is_call(work))
     computed_s = sum(time_s for (_, work, _), time_s in moving.items() if _is_compute(work))
-    exposed_s = sum(time_s for (group, _), time_s in lines.items() if group is Group.COMM)
-    within = {
-        CONTENTION: 0.0,
-        RECOMPUTED: recomputed_s,
-        TRANSFER: moved_s - computed_s,
-        WAITING: exposed_s - (moved_s - computed_s),
-    }
+    within = {CONTENTION: 0.0, RECOMPUTED: recomputed_s, TRANSFER: moved_s - computed_s}
     return lines, within, moved_s
 
 

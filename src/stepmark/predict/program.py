@@ -151,7 +151,7 @@ class Compiler:
     def _merged(self, placed: Sequence[Placed]) -> list[Placed]:
         groups: list[list[Placed]] = []
         for each in placed:
-            if groups and self._is_closed(groups[-1][-1][0], each[0]):
+            if groups and groups[-1][-1][0].leads and each[0].follows:
                 groups[-1].append(each)
             else:
                 groups.append([each])
@@ -159,16 +159,6 @@ class Compiler:
             group[0] if len(group) == 1 else (Merged(group, self._awaited), 0, 0)
             for group in groups
         ]
-
-    def _is_closed(self, work: Segment | Call, following: Segment | Call) -> bool:
-        """Return whether nothing else can begin or end between two works."""
-        is_inside = all(
-            each.ops[0].stream == COMPUTE
-            and (isinstance(each, Segment) or [part.key for part in each.parts] == [None])
-            for each in (work, following)
-        )
-        is_awaited = any(op.name in self._awaited for op in work.named)
-        return is_inside and not is_awaited and not any(op.after for op in following.named)
 
     def _continues(self, last: Operation, item: Operation) -> bool:
         if isinstance(item, CommOp):
@@ -186,6 +176,10 @@ class Compiler:
             work: Segment | Call = Segment(computes, op_costs, self._costs, self._clock)
         else:
             work = self._call([op for op in pending if isinstance(op, CommOp)], stage)
+        is_inside = isinstance(work, Segment) or [part.key for part in work.parts] == [None]
+        if is_inside and work.ops[0].stream == COMPUTE:
+            work.follows = not any(op.after for op in work.named)
+            work.leads = not any(op.name in self._awaited for op in work.named)
         placed.append((work, 0, 0))
         pending.clear()
 

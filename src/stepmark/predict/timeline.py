@@ -282,11 +282,12 @@ class _Steady:
         times_ns = {line: round(time_s * _NS) for line, time_s in lines.items()}
         # The largest line has what rounding leaves.
         times_ns[max(times_ns, key=times_ns.__getitem__)] += window_ns - sum(times_ns.values())
-        own = Ledger(
-            window_ns=window_ns,
-            lines={line: time_ns for line, time_ns in times_ns.items() if time_ns},
-            within={name: round(time_s * _NS) for name, time_s in within.items()},
-        )
+        own = Ledger(window_ns=window_ns, lines={line: t for line, t in times_ns.items() if t})
+        exposed_ns = own.total(Group.COMM)
+        parts = {name: round(time_s * _NS) for name, time_s in within.items()}
+        parts[TRANSFER] = min(parts[TRANSFER], exposed_ns)
+        parts[WAITING] = exposed_ns - parts[TRANSFER]
+        own = replace(own, within=parts)
         return own, round(moved_s * _NS)
 
     def spans(self) -> Iterator[Span]:

@@ -24,7 +24,7 @@ class Segment:
     issues: when the host has issued each operation. lead_s: the longest time from the start of
     the segment's issue to that of an operation, less the one to its start on the device: if the
     segment starts later, it never waits for the host. tail_s: from the start of the issue to
-    the end, if it does.
+    the end, if it does. follows, leads: as of a Call.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class Segment:
         self.tail_s = self.total_s + self.lead_s
         self.named: tuple[Operation, ...] = (ops[0], *ops[1:][-1:])  # they wait or are awaited
         self.places: Sequence[tuple[int, int]] = ((0, 0),) * len(ops)
+        self.follows = self.leads = False
         self._whole: dict[bool, Mapping[Kind, float]] = {}
 
     @cached_property
@@ -145,12 +146,20 @@ class Part:
 
 @dataclass(slots=True, eq=False)
 class Call:
-    """Collectives that are issued together and end together."""
+    """Collectives that are issued together and end together.
+
+    follows, leads: nothing else can begin or end between it and what is before, or after it.
+    """
 
     ops: tuple[CommOp, ...]
     parts: tuple[Part, ...]
     host_s: float
-    num_kernels = 1.0
+    follows: bool = False
+    leads: bool = False
+
+    @property
+    def num_kernels(self) -> float:
+        return 1.0
 
     @property
     def named(self) -> tuple[CommOp, ...]:
@@ -191,4 +200,5 @@ class Merged(Segment):
         self.issues = [self.host_s]
         self.num_kernels = sum(work.num_kernels for work, _, _ in works)
         self.named = tuple(op for op in named if op.after or op.name in awaited)
+        self.follows, self.leads = works[0][0].follows, works[-1][0].leads
         self._whole = {}
