@@ -108,6 +108,8 @@ def test_the_sentence() -> None:
     assert "MFU" not in faster
     assert "predicted 427 ms (within 0.05 %); at most" in sentence("x", MEASURED, MEASURED)
     assert sentence("x", MEASURED).startswith("x: measured 427 ms; at most 69 ms")
+    busy = sentence("x", MEASURED, PREDICTED, validity="busy host")
+    assert busy.startswith("x: measured 427 ms (doubtful: busy host), predicted 419 ms (")
 
 
 @pytest.mark.parametrize("rest_ms", [-80, 80])

@@ -14,7 +14,7 @@ from stepmark.app.parts import read_parts
 from stepmark.app.predict_target import Target
 from stepmark.app.step_ledger import measured_ledger
 from stepmark.app.view import View, median_s
-from stepmark.core.columns import Row
+from stepmark.core.columns import Row, text
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
 from stepmark.core.plan import STEP_LAUNCH, Plan
@@ -265,6 +265,7 @@ def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View)
     where = f"{case.num_ranks} x {', '.join(sorted(names))}"
     name = f"{case.model.name} {case.strategy} on {where}"
     rows = [row for row in run.train_rows if row.get("case_id") == case.case_id]
+    rows = [row for row in rows if row["launch"] == record.launch]
     mfu = next((row["mfu_pct"] for row in rows if row.get("mfu_pct") is not None), None)
     ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
     return Step(
@@ -279,6 +280,7 @@ def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View)
             ledger,
             interval=own.interval,
             mfu_pct=mfu if isinstance(mfu, float) else None,
+            validity=next((text(row, "validity") for row in rows if row["validity"]), ""),
         ),
     )
 

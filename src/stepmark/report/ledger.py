@@ -266,12 +266,16 @@ def sentence(
     *,
     interval: str = "",
     mfu_pct: float | None = None,
+    validity: str = "",
 ) -> str:
     """Return the answer: how long the step takes, where the prediction differs, what to gain.
 
-    subject: model, strategy and devices. interval: of the prediction, as text.
+    subject: model, strategy and devices. interval: of the prediction, as text. validity: what
+    speaks against the measurement.
     """
     parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
+    if validity:
+        parts[0] += f" (doubtful: {validity})"
     doubt = _doubt(measured)
     if predicted is not None:
         facts = "; ".join(filter(None, (_error(predicted, measured), interval)))
