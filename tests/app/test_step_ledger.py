@@ -16,6 +16,7 @@ from tests.trace.comm_traces import TraceWriter
 
 from stepmark.app.step_ledger import measured_ledger
 from stepmark.cli.main import status
+from stepmark.core.case import Label
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import WAITING, Group, Ledger, without_profiler
 from stepmark.core.plan import STEP_LAUNCH
@@ -129,6 +130,27 @@ def written(folder: Path, samples_s: list[float], case: TrainCase, **changes: An
         record = replace(traced(folder, samples_s, case), run_id=folder.name, **changes)
         writer.append(record)
     return folder
+
+
+def test_traces_of_a_run_are_those_of_its_step(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`stepmark run` has those of its calibration, too, which are other windows of a rank."""
+    path = tmp_path / "20260101-000000-aaaa"
+    step = traced(path, [1.08e-3] * 3, fsdp(2))
+    assert step.training is not None
+    part = replace(step.training, traces=("part-rank0.json", "part-rank1.json"))
+    case = replace(fsdp(2, clip=0.0), labels=(Label(role="kernels"),))
+    for rank in (0, 1):
+        own = path / "traces" / f"rank{rank}.json"
+        (path / "traces" / f"part-rank{rank}.json").write_bytes(own.read_bytes())
+    info = replace(train_run(2), run_id=path.name)
+    with RunWriter.begin(path, info) as writer:
+        for record in (replace(step, case=case, training=part), step):
+            writer.append(replace(record, run_id=path.name))
+    for place in (path, path / "traces"):
+        assert status(["trace", "ledger", str(place)]) == 0
+        assert "steps 0-2 of ranks 0-1" in capsys.readouterr().out
 
 
 def test_two_runs_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ small, and never the columns. Under torchrun, srun or mpirun each process reads 
 rank 0 gets the results of all.
 """
 
+import contextlib
 import glob
 import hashlib
 import itertools
@@ -23,12 +24,13 @@ from typing import Generic, TypeVar
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.options import load
+from stepmark.core.record import Measured
 from stepmark.core.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.core.trace_options import TraceInputs
 from stepmark.core.training import Training
 from stepmark.core.units import ranks_text
 from stepmark.launch import outer_launcher
-from stepmark.store.reader import find_run
+from stepmark.store.reader import find_run, read
 from stepmark.store.runs import TRACES
 from stepmark.trace.kineto.checks import checked
 from stepmark.trace.kineto.links import step_numbers
@@ -127,8 +129,9 @@ def _expand(word: str, runs: Path) -> list[Path]:
     path = Path(word)
     if path.is_dir():
         folder = path / TRACES if (path / TRACES).is_dir() else path
-        files = (each for each in folder.rglob("*") if each.name.endswith(_SUFFIXES))
-        return sorted(each for each in files if each.name[0] != "." and _is_trace(each))
+        found = (each for each in folder.rglob("*") if each.name.endswith(_SUFFIXES))
+        files = sorted(each for each in found if each.name[0] != "." and _is_trace(each))
+        return _of_steps(folder.parent, files) if folder.name == TRACES else files
     if path.exists():
         return [path]
     if glob.has_magic(word):
@@ -141,6 +144,16 @@ def _expand(word: str, runs: Path) -> list[Path]:
     if not (run / TRACES).is_dir():
         raise ConfigError("trace", word, "a run with traces: train --profile writes them")
     return _expand(str(run / TRACES), runs)
+
+
+def _of_steps(run: Path, files: list[Path]) -> list[Path]:
+    """Return the traces of a run's steps; without one, those of its calibration."""
+    names: set[str] = set()
+    with contextlib.suppress(ConfigError):  # no run, or a damaged one
+        for record in read(run).records:
+            if isinstance(record, Measured) and record.training and not record.case.labels:
+                names |= {Path(name).name for name in record.training.traces}
+    return [file for file in files if file.name in names] or files
 
 
 def _is_trace(path: Path) -> bool:
