@@ -176,8 +176,8 @@ def spans_of(timeline: Timeline) -> list[Span]:
     return spans
 
 
-def check_spans(timeline: Timeline) -> None:
-    """The ledger of the spans is that of the step."""
+def check_spans(timeline: Timeline, *, by_line: bool = True) -> None:
+    """The ledger of the spans is that of the step, by line or by group of lines."""
     spans, idle = spans_of(timeline), (Group.IDLE, str(Idle.HOST))
     # A call that waited has begun with its waiting.
     waits = {(s.stage, s.stream, s.end_ns): s.start_ns for s in spans if s.kind == WAITING}
@@ -194,7 +194,10 @@ def check_spans(timeline: Timeline) -> None:
         lines = Counter({line: ns for line, ns in own.lines.items() if line[0] != idle[0]})
         lines[idle] = own.total(Group.IDLE)
         lines.subtract(redrawn.lines)
-        assert max(map(abs, lines.values())) <= 10
+        sums = Counter[object]()
+        for line, ns in lines.items():
+            sums[line if by_line else line[0]] += ns
+        assert max(map(abs, sums.values())) <= 10
         moves = [
             Event(Group.COMM, TRANSFER, span.start_ns, span.end_ns)
             for span in spans
@@ -238,6 +241,23 @@ def test_steps_without_contention_are_those_of_events(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_free(random_workload(seed), costs(seed, host=0, contention=False), monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_computation_on_two_streams_counts_once(seed: int) -> None:
+    workload, die = random_workload(seed), random.Random(seed)
+    blocks = {
+        name: tuple(
+            replace(item, stream="other")
+            if isinstance(item, ComputeOp) and die.random() < 0.5
+            else item
+            for item in items[:-1]
+        )
+        + items[-1:]
+        for name, items in workload.blocks.items()
+    }
+    timeline = simulate(replace(workload, blocks=blocks), costs(seed, host=0))
+    check_spans(timeline, by_line=False)
 
 
 def case(**changes: Any) -> TrainCase:

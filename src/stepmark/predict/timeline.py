@@ -6,33 +6,29 @@ Of many micro-batches, a few are simulated until their steady state repeats; eac
 then adds as much as one more does.
 """
 
-import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import (
     CONTENTION,
-    RECOMPUTED,
     TRANSFER,
     WAITING,
-    Event,
     Group,
     Idle,
     Ledger,
     Work,
-    ledger,
 )
 from stepmark.core.prediction import Span, Timeline
 from stepmark.core.step_cost import Costs
 from stepmark.core.workload import Workload
 from stepmark.core.workload_stages import num_steady, shortened, steady_run
-from stepmark.predict.free_steps import FreeSteps, is_serial, seconds_of
+from stepmark.predict.free_steps import FreeSteps, is_serial
 from stepmark.predict.program import Compiler, Program
 from stepmark.predict.spans import spans
 from stepmark.predict.step_events import MOST_STEPS, Lane, Simulator, Step
+from stepmark.predict.step_lines import seconds_of
 from stepmark.predict.works import Call, Clock
 
 _REPEATS = 4  # of a steady state that are simulated first
@@ -246,41 +242,24 @@ class _Steady:
     def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
         """Return the ledger of a step, and in how many ns messages move.
 
-        It is that of what was simulated, and that of the repetitions left out.
+        It is that of what was simulated, and that of the repetitions left out. The largest line
+        has what rounding leaves.
         """
-        window_ns = round(self.step_s * _NS)
-        if isinstance(self.simulator, FreeSteps):
-            return self._summed(lane, window_ns)
-        more_ns = round(self.less * self.period_s * _NS)
-        whole, moving_ns = _ledger_of(lane, lane.ends[self.number], _NS, window_ns - more_ns)
-        if not more_ns:
-            return whole, moving_ns
-        # In units of which the repetitions left out make nanoseconds.
-        end = _main_end(lane, self.number, -1)
-        more, more_moving_ns = _ledger_of(lane, end, _NS * self.less, more_ns)
-        lines = Counter(whole.lines)
-        lines.update(more.lines)
-        within = Counter(whole.within)
-        within.update(more.within)
-        return Ledger(window_ns=window_ns, lines=lines, within=within), (
-            moving_ns + more_moving_ns
-        )
-
-    def _summed(self, lane: Lane, window_ns: int) -> tuple[Ledger, int]:
-        """Return the same of a stage without contention."""
         whole_s = self.step_s - self.less * self.period_s
-        lines, within, moved_s = seconds_of(lane, self.number, lane.ends[self.number], whole_s)
+        lines, within, moved_s = seconds_of(lane, lane.ends[self.number], whole_s)
         if self.less:
             end = _main_end(lane, self.number, -1)
-            more, more_within, more_moved_s = seconds_of(lane, self.number, end, self.period_s)
+            more, more_within, more_moved_s = seconds_of(lane, end, self.period_s)
             for line, time_s in more.items():
                 lines[line] = lines.get(line, 0.0) + self.less * time_s
             for name, time_s in more_within.items():
                 within[name] += self.less * time_s
             moved_s += self.less * more_moved_s
-        lines[Group.IDLE, Idle.RANK] = self.step_s - sum(lines.values())
+        # A stage whose host is simulated waits for the issue of something, others for a stage.
+        idle = Group.IDLE, Idle.HOST if lane.has_host else Idle.RANK
+        lines[idle] = lines.get(idle, 0.0) + self.step_s - sum(lines.values())
+        window_ns = round(self.step_s * _NS)
         times_ns = {line: round(time_s * _NS) for line, time_s in lines.items()}
-        # The largest line has what rounding leaves.
         times_ns[max(times_ns, key=times_ns.__getitem__)] += window_ns - sum(times_ns.values())
         own = Ledger(window_ns=window_ns, lines={line: t for line, t in times_ns.items() if t})
         exposed_ns = own.total(Group.COMM)
@@ -311,82 +290,3 @@ def _num_kernels(lane: Lane, less: int) -> float:
     counts = [work.num_kernels for work in program.works]
     more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if less else 0.0
     return sum(counts) + less * more
-
-
-def _ledger_of(lane: Lane, end: float, scale: float, length: int) -> tuple[Ledger, int]:
-    """Return the ledger of a stage's window, and how long messages move, in 1 / scale s.
-
-    end: of the window; length: in these units.
-    """
-    first = end - length / scale
-
-    def unit(time: float) -> int:
-        return round((min(max(time, first), end) - first) * scale)
-
-    events: list[Event] = []
-    idles: list[tuple[int, int, Idle]] = []
-    within = Counter({CONTENTION: 0, TRANSFER: 0, WAITING: 0})
-    for busy in lane.busy:
-        if busy.end <= first or busy.start >= end:
-            continue
-        within[CONTENTION] += round(busy.extra_s * scale)
-        now, place = busy.start, unit(busy.start)
-        for (work, is_recomputed), time_s in busy.times.items():
-            now += time_s
-            last, place = place, unit(now)
-            if isinstance(work, Idle):
-                idles.append((last, place, work))
-            else:
-                group = Group.COPIES if work is Work.COPY else Group.COMPUTE
-                events.append(Event(group, work, last, place))
-                within[RECOMPUTED] += (place - last) * is_recomputed
-    computes, causes = events.copy(), _Causes(idles, Idle.HOST if lane.has_host else Idle.RANK)
-    calls = sorted(
-        (unit(start), work.ops[0].collective, length if math.isnan(stop) else unit(stop))
-        for step in lane.steps
-        for work, start, stop in zip(lane.program.works, step.starts, step.ends, strict=True)
-        if isinstance(work, Call) and start < end and not stop <= first
-    )
-    events += (Event(Group.COMM, name, start, stop) for start, name, stop in calls)
-    found = ledger(events, 0, length, causes)
-    moves = sorted(
-        (unit(start), unit(stop))
-        for start, stop in lane.transferred
-        if start < end and stop > first
-    )
-    exposed = found.total(Group.COMM)
-    if exposed and moves != [(start, stop) for start, _, stop in calls]:
-        computes += (Event(Group.COMM, TRANSFER, start, stop) for start, stop in moves)
-        exposed = ledger(computes, 0, length, causes).total(Group.COMM)
-    within |= {TRANSFER: exposed, WAITING: found.total(Group.COMM) - exposed}
-    moving = now = 0
-    for start, stop in moves:
-        moving += max(0, stop - max(start, now))
-        now = max(now, stop)
-    return replace(found, within=within), moving
-
-
-class _Causes:
-    """Causes of idle times. other: where none is known.
-
-    Of the stages whose hosts are simulated it is the host: a stage in which nothing runs or is
-    communicated waits for the issue of something.
-    """
-
-    def __init__(self, idles: list[tuple[int, int, Idle]], other: Idle) -> None:
-        self._other = other
-        self._idles = sorted(idle for idle in idles if idle[1] > idle[0])
-        self._starts = [start for start, _, _ in self._idles]
-
-    def __call__(self, first: int, last: int) -> Iterator[tuple[Idle, int]]:
-        place = max(0, bisect_right(self._starts, first) - 1)
-        while first < last:
-            start, end, cause = last, last, self._other
-            if place < len(self._idles):
-                start, end, cause = self._idles[place]
-            if start > first:
-                yield self._other, min(start, last) - first
-            known_ns = min(end, last) - max(start, first)
-            if known_ns > 0:
-                yield cause, known_ns
-            first, place = max(first, min(end, last)), place + 1

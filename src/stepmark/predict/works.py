@@ -12,6 +12,7 @@ from stepmark.core.step_cost import Costs, OpCost
 from stepmark.core.workload import CommOp, ComputeOp, Operation
 
 Clock = Mapping[Work, float]
+_DIGITS = 12  # of progress in seconds
 Kind = tuple[str, bool]  # Work, Idle of a gap, or a collective; whether it is recomputed
 
 
@@ -119,6 +120,12 @@ class Busy(NamedTuple):
     @property
     def pieces(self) -> Iterator[tuple[int, float]]:
         return self.segment.pieces(self.first, self.last, slow=self.slow)
+
+    def progress(self, time: float) -> float:
+        """Return the progress at a time, rounded: equal ones differ in their last bits."""
+        before = self.segment.time_of(self.first, slow=self.slow)
+        after = before + time - self.start
+        return round(self.segment.progress_after(after, slow=self.slow), _DIGITS)
 
     @property
     def extra_s(self) -> float:
