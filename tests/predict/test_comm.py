@@ -1,5 +1,7 @@
 """Times of collectives: curves where there are any, else links."""
 
+from dataclasses import replace
+
 import pytest
 
 from stepmark.core.collectives import Collective
@@ -73,5 +75,8 @@ def test_nothing_to_send_takes_no_time() -> None:
 
 
 def test_unknown_links_are_refused() -> None:
-    with pytest.raises(ConfigError, match="links are known"):
+    with pytest.raises(ConfigError, match="calibration is missing: give one with all_reduce"):
         CommCosts([], None)(op("all_reduce", 2**20), EIGHT)
+    bare = replace(H100, link_bytes_per_s=None)
+    with pytest.raises(ConfigError, match="device h100-sxm is invalid: .* links are known"):
+        CommCosts([], bare)(op("all_reduce", 2**20), EIGHT)

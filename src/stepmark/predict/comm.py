@@ -45,9 +45,10 @@ class CommCosts:
             return _scaled(curves, op, group, num_bytes)
         link = self._device.link_bytes_per_s if self._device else None
         if link is None:
-            device = self._device.key if self._device else "unknown"
-            allowed = "a device whose links are known, or a calibration with collectives"
-            raise ConfigError("device", device, allowed)
+            if self._device is None:
+                allowed = f"one with {op.collective}, as `stepmark calibrate` measures it"
+                raise ConfigError("calibration", "missing", allowed)
+            raise ConfigError("device", self._device.key, "a device whose links are known")
         self._note(op, Source.ROOFLINE)
         return latency_s(op, group) + op.bus_bytes(group) / (link * _LINK_SHARE)
 
