@@ -78,5 +78,5 @@ def test_unknown_links_are_refused() -> None:
     with pytest.raises(ConfigError, match="calibration is missing: give one with all_reduce"):
         CommCosts([], None)(op("all_reduce", 2**20), EIGHT)
     bare = replace(H100, link_bytes_per_s=None)
-    with pytest.raises(ConfigError, match="device h100-sxm is invalid: .* links are known"):
+    with pytest.raises(ConfigError, match=r"device h100-sxm is invalid: .* links are known"):
         CommCosts([], bare)(op("all_reduce", 2**20), EIGHT)
