@@ -1,5 +1,6 @@
 """For all tests: threads, examples that take long on a busy machine, and the marks."""
 
+import gc
 import os
 
 # Tensors of tests are small: more threads only wait for each other. torch reads it at import.
@@ -30,3 +31,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if measures_ranks(item):
             item.add_marker("ranks")
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage rarely, and never look at what imports made: it takes 7 % of the time."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)

@@ -169,19 +169,27 @@ def test_every_option_of_train_is_tried_or_about_output() -> None:
     assert names == set(OF_STEP) | set(OF_PLAN) | set(TRAIN_OUTPUT)
 
 
+@cache
+def trained(layout: str) -> tuple[Plan, tuple[object, ...]]:
+    """Return the plan of a layout of TRAINED, and its step."""
+    plan = planned(TRAINED[layout])
+    return plan, step_of(plan)
+
+
 @pytest.mark.parametrize("name", OF_STEP)
 def test_a_flag_of_train_changes_every_step_in_which_it_is_accepted(name: str) -> None:
     changes = 0
-    for flags in TRAINED.values():
-        before = planned(flags)
+    for layout, flags in TRAINED.items():
+        before, step_before = trained(layout)
         for value in OF_STEP[name]:
             try:
                 after = planned(flags | {name: value})
             except ConfigError:
                 continue
             if [entry.case for entry in after.entries] != [e.case for e in before.entries]:
-                assert step_of(after) != step_of(before), flags
-                assert isinstance(step_of(after)[0], str) is (name in UNDERIVED)
+                step_after = step_of(after)
+                assert step_after != step_before, flags
+                assert isinstance(step_after[0], str) is (name in UNDERIVED)
                 changes += 1
     assert changes
 
