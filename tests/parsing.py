@@ -1,5 +1,6 @@
 """Command lines read as a verb reads them."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -13,15 +14,20 @@ T = TypeVar("T")
 
 def parse(cls: type[T], words: Sequence[str]) -> T:
     """The options that a command line gives. Raises ConfigError, or typer's usage error."""
-    found: list[T] = []
+    options: T = _command(cls)(list(words), standalone_mode=False)
+    return options
+
+
+@functools.cache
+def _command(cls: type[Any]) -> Any:
+    """Return the command of a verb with these options, which it returns. It takes 10 ms."""
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
 
-    def keep(**given: Any) -> None:
-        found.append(build(cls, given))
+    def keep(**given: Any) -> Any:
+        return build(cls, given)
 
     like = verb(cls, "", "")
     keep.__signature__ = like.__signature__  # type: ignore[attr-defined]
     keep.__annotations__ = like.__annotations__
     app.command()(keep)
-    app(list(words), standalone_mode=False)
-    return found[0]
+    return typer.main.get_command(app)
