@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 def parse(cls: type[T], words: Sequence[str]) -> T:
     """The options that a command line gives. Raises ConfigError, or typer's usage error."""
-    options: T = _command(cls)(list(words), standalone_mode=False)
+    options: T = _command(cls)(list(words), standalone_mode=False)  # type: ignore[arg-type]
     return options
 
 
