@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from statistics import NormalDist, fmean, variance
 
 CONFIDENCE = 0.99  # of intervals
@@ -219,6 +220,7 @@ def t_cdf(t: float, df: int | None) -> float:
     return 0.5 + math.copysign(within / 2, t)
 
 
+@lru_cache
 def t_quantile(p: float, df: int | None) -> float:
     """Return the t below which a share p of the distribution lies, for p from 0.5."""
     if df is None or df >= _NORMAL:
