@@ -231,7 +231,7 @@ NOTED = {
     SHEET: "the host's time is not known",
     f"{SHEET} --nproc 64": "64 GPUs communicate as 8 of one host do",
     "llama-3.1-8b --nproc 144 --device gb200": "144 GPUs communicate as 72 of one host do",
-    f"{SHEET} --nproc 16 --tp 8": "of one host do",  # of groups of two and eight
+    f"{SHEET} --nproc 16 --tp 8 --clip 0": "of one host do",  # in groups of two and eight
     f"--from-run {GPT2} --what-if link=2x": "link has no effect",
     f"--from-run {GPT2} --what-if hbm=2x": "without --what-if the step takes",
     f"{WORDS[GPT2]} --calibration {GPT2} --device h100-sxm --force": "not of NVIDIA H100 80GB",
