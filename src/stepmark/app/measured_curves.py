@@ -116,7 +116,7 @@ def _run_points(path: Path) -> Iterator[Point]:
     """Yield measurements without concurrent compute or delay, back to back if any are."""
     rows = [
         row
-        for row in view(path).comm_rows
+        for row in view(path, kinds=("comm",)).comm_rows
         if row["status"] == "measured" and not row["beside"] and not row["skew_s"]
     ]
     modes = {row["mode"] for row in rows}

@@ -1,10 +1,11 @@
 """Prediction of a step: its timeline, in a fixed point with power and clock."""
 
 from dataclasses import replace
+from functools import cache
 from math import exp
 
 from stepmark.core.ledger import Work
-from stepmark.core.prediction import StepPrediction
+from stepmark.core.prediction import StepPrediction, Timeline
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.workload import ComputeOp, Workload
 from stepmark.predict.costs import work_of_op
@@ -14,14 +15,26 @@ from stepmark.predict.timeline import simulate
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
 _ANCHOR_STEPS = 12
+# Seconds of compute by kind and by origin, FLOPs of products
+_Totals = tuple[dict[Work, float], dict[Source, float], float]
 
 
 def predict_step(
     workload: Workload, costs: Costs, power: PowerModel | None = None
 ) -> StepPrediction:
     """Return the prediction of one step of the workload. Raises ConfigError."""
-    times, sources, flops = _totals(workload, costs)
-    timeline, slowdown = simulate(workload, costs), 0.0
+    return _limited(workload, costs, power, _totals(workload, costs), simulate(workload, costs))
+
+
+def _limited(
+    workload: Workload,
+    costs: Costs,
+    power: PowerModel | None,
+    totals: _Totals,
+    timeline: Timeline,
+) -> StepPrediction:
+    """Return the prediction of a step of these totals and of this timeline at full clock."""
+    (times, sources, flops), slowdown = totals, 0.0
     if power is None:
         return StepPrediction(
             timeline=timeline, slowdown=0.0, clock_hz=None, power_w=None, sources=sources
@@ -52,15 +65,21 @@ def anchored(power: PowerModel, workload: Workload, costs: Costs, step_s: float)
     multiplied by one factor, from a half to twice.
     """
     low, high = 0.5, 2.0
-    predicted = predict_step(workload, costs, power)
+    costs = replace(costs, compute=cache(costs.compute))
+    totals, full = _totals(workload, costs), simulate(workload, costs)
+
+    def predicted_with(factor: float) -> StepPrediction:
+        return _limited(workload, costs, _multiplied(power, factor), totals, full)
+
+    predicted = predicted_with(1.0)
     is_free = predicted.slowdown == 0.0 or predicted.timeline.is_host_bound
     if not power.is_limited or is_free:
         return power  # its time does not tell how far it is beyond the limit
-    if predict_step(workload, costs, _multiplied(power, high)).step_s < step_s:
+    if predicted_with(high).step_s < step_s:
         return power  # it takes its time for another reason
     for _ in range(_ANCHOR_STEPS):
         factor = (low * high) ** 0.5
-        predicted = predict_step(workload, costs, _multiplied(power, factor))
+        predicted = predicted_with(factor)
         low, high = (factor, high) if predicted.step_s < step_s else (low, factor)
     return _multiplied(power, (low * high) ** 0.5)
 
@@ -71,9 +90,7 @@ def _multiplied(power: PowerModel, factor: float) -> PowerModel:
     return replace(power, dynamic_w={**power.dynamic_w, **changed})
 
 
-def _totals(
-    workload: Workload, costs: Costs
-) -> tuple[dict[Work, float], dict[Source, float], float]:
+def _totals(workload: Workload, costs: Costs) -> _Totals:
     """Return seconds of compute by kind and by origin, and FLOPs of products, over stages."""
     times: dict[Work, float] = {}
     sources: dict[Source, float] = {}
