@@ -1,6 +1,6 @@
 """Time of a collective: from a measured curve, or from the device's links."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from math import log
 
 from stepmark.core.collectives import Collective
@@ -73,6 +73,3 @@ def _scaled(curves: list[Curve], op: CommOp, group: Group, num_bytes: int) -> fl
     if op.message_bytes(other):
         measured = op.bus_bytes(other) / op.message_bytes(other)
     return time_s * own / measured
-
-
-Comm = Callable[[CommOp, Group], float]

@@ -6,13 +6,11 @@ issue order instead of as events in time (step_events.py).
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from stepmark.predict.program import Program
 from stepmark.predict.step_events import Lane, Step
-from stepmark.predict.works import Busy, Call, Part, Segment
-
-_DIGITS = 12  # of cuts of segments in seconds: equal cuts differ in the last bits of a float
+from stepmark.predict.works import Busy, Call, Segment
 
 
 def is_serial(programs: Iterable[Program]) -> bool:
@@ -25,14 +23,18 @@ def is_serial(programs: Iterable[Program]) -> bool:
     )
 
 
-class _Side(NamedTuple):
-    """One stage's part of a transfer between stages, which starts when all sides have."""
+@dataclass(slots=True, eq=False)
+class _Parts:
+    """Parts of a stage's call that have not ended; end: of the others."""
 
     lane: Lane
     step: Step
     item: int
-    part: Part
-    start: float
+    num_left: int
+    end: float = 0.0
+
+
+_Side = tuple[_Parts, float]  # and its seconds
 
 
 class FreeSteps:
@@ -40,8 +42,7 @@ class FreeSteps:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.lanes = [Lane(stage, program, False) for stage, program in enumerate(programs)]
-        self._meetings: dict[object, list[_Side]] = {}
-        self._latest: dict[tuple[int, int, int], float] = {}  # ends of calls' parts
+        self._meetings: dict[object, list[_Side]] = {}  # sides of transfers between stages
 
     def run(self, num_steps: int) -> bool:
         """Run so many steps; False: stages wait for one another."""
@@ -65,18 +66,11 @@ class FreeSteps:
         for lane in self.lanes:
             step, works = lane.steps[number], lane.program.works
             lane.busy = [
-                Busy(
-                    number,
-                    item,
-                    work,
-                    step.starts[item],
-                    step.ends[item],
-                    0.0,
-                    total_s,
-                    slow=False,
-                )
+                Busy(number, item, work, *times, 0.0, total_s, slow=False)
                 for item in lane.program.queues[0]
-                if isinstance(work := works[item], Segment) and (total_s := work.total_s)
+                if isinstance(work := works[item], Segment)
+                and (total_s := work.total_s)
+                and (times := (step.starts[item], step.ends[item]))
             ]
 
     def _pass(self, lane: Lane) -> Iterator[int]:
@@ -114,28 +108,30 @@ class FreeSteps:
             count = 0
 
     def _call(self, lane: Lane, step: Step, item: int, call: Call) -> None:
-        lane.parts_left[step.number, item] = len(call.parts)
+        parts = _Parts(lane, step, item, len(call.parts))
         for part, ordinal in zip(call.parts, lane.program.ordinals[item], strict=True):
+            if part.key is None:
+                _transfer([(parts, part.time_s)])
+                continue
             key = part.key, step.number, ordinal
-            sides = self._meetings.setdefault(key, []) if part.key is not None else []
-            sides.append(_Side(lane, step, item, part, step.starts[item]))
+            sides = self._meetings.setdefault(key, [])
+            sides.append((parts, part.time_s))
             if len(sides) == part.num_stages:
-                self._meetings.pop(key, None)
-                self._transfer(sides)
+                _transfer(self._meetings.pop(key))
 
-    def _transfer(self, sides: list[_Side]) -> None:
-        start = max(side.start for side in sides)
-        end = start + max(side.part.time_s for side in sides)
-        for lane, step, item, _, _ in sides:
-            where = step.number, item
-            lane.sent.append((start, end))
-            lane.moved[where] = min(start, lane.moved.get(where, start))
-            lane.parts_left[where] -= 1
-            latest = self._latest[lane.stage, *where] = max(
-                end, self._latest.get((lane.stage, *where), end)
-            )
-            if not lane.parts_left[where]:
-                step.ends[item] = latest
+
+def _transfer(sides: Sequence[_Side]) -> None:
+    """Start a transfer when all of its sides have, and end calls with their last part."""
+    start = max(parts.step.starts[parts.item] for parts, _ in sides)
+    end = start + max(time_s for _, time_s in sides)
+    for parts, _ in sides:
+        moved, where = parts.lane.moved, (parts.step.number, parts.item)
+        parts.lane.sent.append((start, end))
+        moved[where] = min(start, moved.get(where, start))
+        parts.num_left -= 1
+        parts.end = max(parts.end, end)
+        if not parts.num_left:
+            parts.step.ends[parts.item] = parts.end
 
 
 def _latest(earliest: float, items: Iterable[int], ends: Sequence[float]) -> float:

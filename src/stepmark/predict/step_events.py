@@ -91,10 +91,6 @@ class Lane:
     transfers: dict[_Transfer, None] = field(default_factory=dict)
 
     @property
-    def size(self) -> int:
-        return len(self.program.works)
-
-    @property
     def transferred(self) -> list[tuple[float, float]]:
         """Start and end of its transfers."""
         return self.sent + [(transfer.start, math.inf) for transfer in self.transfers]

@@ -9,6 +9,7 @@ then adds as much as one more does.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import (
@@ -47,15 +48,8 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> Ti
     while True:
         few = shortened(workload, kept) if kept < total else workload
         less = max(0, total - kept)
-
-        def programs(few: Workload = few, less: int = less, *, merges: bool) -> list[Program]:
-            compiler = Compiler(few, costs, clock or {}, merges=merges)
-            return [
-                compiler.program(stage, steady_run(few, stage) if less else None)
-                for stage in range(len(few.stages))
-            ]
-
-        free = _steady(few, _ahead(few, costs, programs), less)
+        programs = partial(_programs, few, costs, clock or {}, repeats=less > 0)
+        free = _steady(few, _ahead(costs, programs), less)
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
@@ -69,28 +63,32 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> Ti
         kept *= 2
 
 
-def _ahead(
-    workload: Workload, costs: Costs, programs: Callable[..., list[Program]]
-) -> Simulator | FreeSteps:
-    """Return a simulation with hosts that are ahead of their devices."""
-    if costs.comm_slowdown == 1 and all(x == 1 for x in costs.compute_slowdown.values()):
-        merged = programs(merges=True)
-        _check(workload, merged)
-        free = FreeSteps(merged)
-        if is_serial(merged) and free.run(1):
-            return free
-    plain = programs(merges=False)
-    _check(workload, plain)
-    return Simulator(plain, costs.comm_slowdown)
-
-
-def _check(workload: Workload, programs: Sequence[Program]) -> None:
+def _programs(
+    workload: Workload, costs: Costs, clock: Clock, *, repeats: bool, merges: bool
+) -> list[Program]:
+    """Return the programs of all stages. repeats: with the bounds of the steady state."""
+    compiler = Compiler(workload, costs, clock, merges=merges)
+    programs = [
+        compiler.program(stage, steady_run(workload, stage) if repeats else None)
+        for stage in range(len(workload.stages))
+    ]
     for stage, program in enumerate(programs):
         if not program.queues[0]:
             allowed = (
                 f'one with operations on the stream "compute" in every stage (not in {stage})'
             )
             raise ConfigError("workload", workload.name, allowed)
+    return programs
+
+
+def _ahead(costs: Costs, programs: Callable[..., list[Program]]) -> Simulator | FreeSteps:
+    """Return a simulation with hosts that are ahead of their devices."""
+    if costs.comm_slowdown == 1 and all(x == 1 for x in costs.compute_slowdown.values()):
+        merged = programs(merges=True)
+        free = FreeSteps(merged)
+        if is_serial(merged) and free.run(1):
+            return free
+    return Simulator(programs(merges=False), costs.comm_slowdown)
 
 
 def _steady(
