@@ -64,7 +64,7 @@ class Allocator:
         self._at_peak = None
 
     def allocate(self, num_bytes: int, purpose: str, stream: int = 0) -> Block:
-        size = max(-(-num_bytes // _ALIGNMENT), 1) * _ALIGNMENT
+        size = -(-num_bytes // _ALIGNMENT) * _ALIGNMENT or _ALIGNMENT
         is_small = size <= _SMALL
         pool = self._pools.get((stream, is_small))
         if pool is None:
@@ -74,7 +74,7 @@ class Allocator:
         block = free.pop(index)[2] if index < len(free) else self._segment(pool, size)
         rest = block.num_bytes - size
         if rest >= _ALIGNMENT if is_small else rest > _SMALL:
-            remainder = Block(pool, block.address + size, rest, before=block, after=block.after)
+            remainder = Block(pool, block.address + size, rest, 0, "", block, block.after)
             if block.after:
                 block.after.before = remainder
             block.after, block.num_bytes = remainder, size
@@ -88,30 +88,27 @@ class Allocator:
         return block
 
     def free(self, *blocks: Block) -> None:
-        for block in blocks:
-            self._free_one(block)
-
-    def _free_one(self, block: Block) -> None:
         if self._at_peak is None:
             self._at_peak = self._requested.copy()
-        self.allocated -= block.num_bytes
-        self._requested[block.purpose] -= block.requested
-        block.purpose = ""
-        free = block.pool.free
-        if (after := block.after) and not after.purpose:
-            del free[bisect_left(free, (after.num_bytes, after.address))]
-            block.num_bytes += after.num_bytes
-            block.after = after.after
-            if block.after:
-                block.after.before = block
-        if (before := block.before) and not before.purpose:
-            del free[bisect_left(free, (before.num_bytes, before.address))]
-            before.num_bytes += block.num_bytes
-            before.after = block.after
-            if before.after:
-                before.after.before = before
-            block = before
-        insort(free, (block.num_bytes, block.address, block))
+        for block in blocks:
+            self.allocated -= block.num_bytes
+            self._requested[block.purpose] -= block.requested
+            block.purpose = ""
+            free, whole = block.pool.free, block
+            if (after := block.after) and not after.purpose:
+                del free[bisect_left(free, (after.num_bytes, after.address))]
+                block.num_bytes += after.num_bytes
+                block.after = after.after
+                if block.after:
+                    block.after.before = block
+            if (before := block.before) and not before.purpose:
+                del free[bisect_left(free, (before.num_bytes, before.address))]
+                before.num_bytes += block.num_bytes
+                before.after = block.after
+                if before.after:
+                    before.after.before = before
+                whole = before
+            insort(free, (whole.num_bytes, whole.address, whole))
 
     def _segment(self, pool: _Pool, size: int) -> Block:
         if pool.is_small:

@@ -1,6 +1,7 @@
 """The workload of a training case, from the PyTorch rule and settings that describe it."""
 
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import TypeVar
 
 from stepmark.core.dtypes import DType
@@ -14,6 +15,7 @@ from stepmark.workload.rules.pytorch.schedules import Schedule, Split
 from stepmark.workload.rules.pytorch.units import TpPlan
 
 T = TypeVar("T")
+Settings = fsdp.Fsdp | ddp.Ddp | plain.Pp | plain.Tp
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 
@@ -31,19 +33,32 @@ def of_case(case: TrainCase) -> Workload:
     is_sharded = case.data_parallel is DataParallel.FSDP
     if case.precision is Precision.MASTER and is_sharded:
         raise ConfigError("precision", case.precision, "amp with fsdp: its shards are fp32")
-    job = job_of(case)
-    match case.data_parallel:
-        case DataParallel.FSDP:
-            workload = fsdp.workload(job, settings_of(case, fsdp.Fsdp))
-        case DataParallel.DDP:
-            workload = ddp.workload(job, settings_of(case, ddp.Ddp))
-        case _ if case.parallel.pp > 1:
-            workload = plain.workload(job, settings_of(case, plain.Pp))
-        case _:
-            workload = plain.workload(job, settings_of(case, plain.Tp))
+    workload = _workload(job_of(case), settings_of(case, _kind(case)))
     if case.compile is not CompileScope.NONE:
         workload = replace(workload, notes=(*workload.notes, _COMPILED))
     return workload
+
+
+def _kind(case: TrainCase) -> type[Settings]:
+    """Return the rule's settings."""
+    match case.data_parallel:
+        case DataParallel.FSDP:
+            return fsdp.Fsdp
+        case DataParallel.DDP:
+            return ddp.Ddp
+        case _:
+            return plain.Pp if case.parallel.pp > 1 else plain.Tp
+
+
+@lru_cache(maxsize=8)  # several options make no difference to it
+def _workload(job: Job, settings: Settings) -> Workload:
+    match settings:
+        case fsdp.Fsdp():
+            return fsdp.workload(job, settings)
+        case ddp.Ddp():
+            return ddp.workload(job, settings)
+        case _:
+            return plain.workload(job, settings)
 
 
 def job_of(case: TrainCase) -> Job:
