@@ -20,9 +20,11 @@ run: $(VENV)/.installed
 setup: $(VENV)/.installed-dev
 
 # Tests that measure on ranks or look at the clock come second, alone; the others run in two
-# processes, files with few tests not last: some take long. A half may have no test that ARGS selects (5), not both. Slow tests are `make soak`'s.
+# processes, files with few tests not last: some take long. Compiled tests are kept whatever the
+# environment says: compiling them takes longer than loading them. A half may have no test that
+# ARGS selects (5), not both. Slow tests are `make soak`'s.
 test: $(VENV)/.installed-dev
-	@status=5; \
+	@status=5; export PYTHONDONTWRITEBYTECODE=; \
 	for half in "not ranks and not slow" "ranks and not slow"; do \
 	  case $$half in not*) workers="-n 2 --dist loadfile --no-loadscope-reorder" ;; *) workers= ;; esac; \
 	  echo "pytest -m '$$half'"; code=0; \
