@@ -127,5 +127,5 @@ def test_power_is_measured_on_gpus_alone_at_full_and_half_load() -> None:
 
 
 def test_several_steps_are_refused() -> None:
-    with pytest.raises(ConfigError, match="it must give one training step"):
+    with pytest.raises(ConfigError, match="mbs 1,2 is invalid: it must be one value"):
         planned("gpt2-125m --strategy single --mbs 1,2")
