@@ -17,7 +17,7 @@ from stepmark.predict.power import (
     mean_power_w,
     slowdown_of,
 )
-from stepmark.predict.step import anchored, predict_step
+from stepmark.predict.step import anchored, host_factor, predict_step
 
 # H200 at 700 W, torch 2.11: bf16 products of 8192^3, attention 4 x 4096 x 32 x 128, copies.
 H200 = fit(
@@ -151,3 +151,20 @@ def test_power_is_that_with_which_a_step_takes_its_time(factor: float) -> None:
     # The host's time, or another reason, says nothing of power.
     assert anchored(H200, workload, costs(3e-3), 27e-3) == H200
     assert anchored(H200, workload, costs(0.0), 3 * step_s) == H200
+
+
+@pytest.mark.parametrize("truth", [0.6, 1.0, 2.3])
+def test_compute_on_a_host_takes_the_calibrated_time(truth: float) -> None:
+    op = ComputeOp(op=Gemm(m=64, n=64, k=64), phase=Phase.FWD, module="x")
+    workload = Workload(name="w", rules="r", blocks={"s": (op,) * 9}, stages=(Stage(step="s"),))
+
+    def costs(factor: float) -> Costs:
+        cost = OpCost(time_s={Work.PRODUCT: factor * 1e-3})
+        return Costs(
+            compute=lambda _op: cost, comm=lambda _op, _group: 0.0, gap_s=factor * 1e-4
+        )
+
+    step_s = predict_step(workload, costs(truth)).step_s
+    assert host_factor(workload, costs(1.0), step_s) == pytest.approx(truth, rel=1e-3)
+    # Of a step that takes much more than its operations, these are not the reason.
+    assert host_factor(workload, costs(1.0), 4 * step_s / truth) == 1.0

@@ -16,7 +16,7 @@ from stepmark.core.case import OpCase, Rate
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.errors import ConfigError
-from stepmark.core.ledger import Work, work_of
+from stepmark.core.ledger import Idle, Work, work_of
 from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.core.record import METHOD_VERSIONS, Measured
 from stepmark.core.stats import slowest_per_sample
@@ -28,12 +28,14 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.predict import contention, power, step
+from stepmark.predict.comm import CommCosts
 from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, first_of, pass_of
 from stepmark.trace.kineto.arrivals import RankParts, rank_parts
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
 _MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
+_NOTHING = OpCost(time_s={}, num_kernels=0.0)
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 
 
@@ -90,6 +92,8 @@ def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Pa
         if profiled is None:
             raise ConfigError("calibration", path.name, missing_profile(steps, case))
         shallow = _shallow(path, profiled, curves, notes)
+        if shallow.is_host:
+            shallow = _slowed(shallow, CommCosts(curves, None))
         compute.append(shallow.costs)
         gap_s, is_host = shallow.gap_s, shallow.is_host
         if not is_host:
@@ -142,7 +146,7 @@ class _Shallow:
     kind of work; step_s: unprofiled, back to back."""
 
     workload: Workload
-    costs: ProfiledCosts
+    costs: CostOf
     gap_s: float
     compute_slowdown: Mapping[Work, float]
     comm_slowdown: float | None
@@ -200,6 +204,27 @@ def _shallow(
         times=(_times(full), _times(limited)),
         times_in_blocks=(_times(full, in_blocks=True), _times(limited, in_blocks=True)),
     )
+
+
+def _slowed(shallow: _Shallow, comm: CommCosts) -> _Shallow:
+    """Return the step on a host, with the costs with which it takes its measured time."""
+    costs = Costs(
+        compute=lambda op: shallow.costs(op) or _NOTHING,
+        comm=comm,
+        gap_s=shallow.gap_s,
+        gap=Idle.HOST,
+        compute_slowdown=shallow.compute_slowdown,
+        comm_slowdown=shallow.comm_slowdown or 1.0,
+    )
+    factor = step.host_factor(shallow.workload, costs, shallow.step_s)
+
+    def slowed(op: ComputeOp) -> OpCost | None:
+        cost = shallow.costs(op)
+        if cost is None:
+            return None
+        return replace(cost, time_s={work: factor * t for work, t in cost.time_s.items()})
+
+    return replace(shallow, costs=slowed, gap_s=factor * shallow.gap_s)
 
 
 def _alone(tables: Iterable[OpTable], place: slice) -> tuple[OpTable, Mapping[Work, float]]:
@@ -325,7 +350,7 @@ def _power(
     model = power.with_sensitivities(model, *shallow.times)
     cost = first_of([shallow.costs], host_s)
     costs = Costs(
-        compute=lambda op: cost(op) or OpCost(time_s={}, num_kernels=0.0),
+        compute=lambda op: cost(op) or _NOTHING,
         comm=lambda _op, _group: 0.0,
         gap_s=shallow.gap_s,
     )

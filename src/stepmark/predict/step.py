@@ -84,6 +84,28 @@ def anchored(power: PowerModel, workload: Workload, costs: Costs, step_s: float)
     return _multiplied(power, (low * high) ** 0.5)
 
 
+def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
+    """Return by what compute on a host is multiplied for the calibrated step to take this time.
+
+    Ranks and communication share its cores, which a profile of one rank does not show. It is 1
+    where no factor from a third to 3 gives the time: then something else does.
+    """
+    costs = replace(costs, compute=cache(costs.compute))
+
+    def predicted_s(factor: float) -> float:
+        own = replace(costs, gap_s=factor * costs.gap_s)
+        return simulate(workload, own, dict.fromkeys(Work, factor)).step_s
+
+    low, high = 1 / 3, 3.0
+    if not predicted_s(low) < step_s < predicted_s(high):
+        return 1.0
+    for _ in range(_ANCHOR_STEPS):
+        factor = (low * high) ** 0.5
+        low, high = (factor, high) if predicted_s(factor) < step_s else (low, factor)
+    found: float = (low * high) ** 0.5
+    return found
+
+
 def _multiplied(power: PowerModel, factor: float) -> PowerModel:
     works = (Work.PRODUCT, Work.ATTENTION)
     changed = {work: factor * power.dynamic_w[work] for work in works}

@@ -59,18 +59,19 @@ def _line_with(*marks: bytes) -> Callable[[bytes], bool]:
 def _is_chakra(head: bytes) -> bool:
     """Return whether it begins with a length and a GlobalMetadata of it: fields 1 and 2.
 
-    Empty metadata are followed by a node that begins with its number or name.
+    Metadata, which may be empty, are followed by a node that begins with its number or name.
     """
     length, at = varint(head, 0)
     end = at + length
-    if not length:
-        return head[:1] == b"\0" and head[2:3] in (b"\x08", b"\x12")
     while at < min(end, len(head)):
         if head[at] not in (0x0A, 0x12):
             return False
         size, begin = varint(head, at + 1)
         at = begin + size
-    return at == end if end <= len(head) else len(head) == _HEAD_BYTES
+    _, node = varint(head, end)
+    if end > len(head) or node >= len(head):
+        return len(head) == _HEAD_BYTES
+    return at == end and head[node] in (0x08, 0x12)
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
