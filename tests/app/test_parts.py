@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tests.trace.comm_traces import MAIN, TraceWriter
 
+from stepmark.app import parts as calibrated_parts
 from stepmark.app.comm_contention import comm_slowdown
 from stepmark.app.parts import Parts
 from stepmark.app.predict import Target, predict
@@ -14,6 +17,7 @@ from stepmark.core.device import load_devices
 from stepmark.core.ledger import Group, Work
 from stepmark.core.model import find_model
 from stepmark.core.parallel import ParallelConfig
+from stepmark.core.trace_ops import MeasuredOp, OpKey, OpTable
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel
 from stepmark.predict.contention import contention
@@ -126,3 +130,22 @@ def test_a_prediction_has_the_measured_contention(factor: float) -> None:
     _, notes = predict(replace(target, parts=replace(parts, compute_slowdown=less)), {})
     (note,) = [note for note in notes if "contention" in note]
     assert "not measured (product):" in note
+
+
+@pytest.mark.parametrize(("pp", "gap_s"), [(1, 2e-3), (2, 0.0)])
+def test_waiting_in_a_pipeline_is_no_time_between_operations(pp: int, gap_s: float) -> None:
+    """On a host a forward of 10 ms has four operations of 0.5 ms."""
+    key = OpKey("head", "", None, "fwd", False, "compute", "aten::mm", "product")
+    table = OpTable(
+        steps=(1,),
+        step_ns=(10_000_000,),
+        is_marked=True,
+        is_host=True,
+        outside_ns=0,
+        ops=(MeasuredOp(1, key, 2_000_000, 4, 4, 1, 1),),
+    )
+    facts = SimpleNamespace(fwd_s=((10e-3,) * 3,), bwd_s=(), optim_s=())
+    train = SimpleNamespace(parallel=ParallelConfig(pp=pp))
+    record: Any = SimpleNamespace(training=facts, train=train)
+    _, found_s = calibrated_parts._unprofiled(table, record)
+    assert found_s == pytest.approx(gap_s)

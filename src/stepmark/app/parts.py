@@ -263,12 +263,15 @@ def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
         for name, field in _PASSES.items()
         if getattr(facts, field)
     }
+    # In a pipeline a pass also waits for other stages: how much of it is between operations is
+    # not known, and all of it counts as slower compute.
+    is_pipeline = record.train.parallel.pp > 1
     num_steps, rest_s, kernels, factors = len(table.steps), 0.0, 0, dict[str, float]()
     for name, pass_s in passes_s.items():
         own = [op for op in table.ops if pass_of(op.key.phase) == name]
         total_s = sum(op.time_ns for op in own) * 1e-9 / num_steps
         factors[name] = min(1.0, pass_s / total_s) if total_s else 1.0
-        rest_s += max(0.0, pass_s - total_s)
+        rest_s += 0.0 if is_pipeline else max(0.0, pass_s - total_s)
         kernels += sum(op.kernels for op in own)
     ops = tuple(
         replace(op, time_ns=round(op.time_ns * factors.get(pass_of(op.key.phase), 1.0)))
