@@ -455,7 +455,7 @@ def test_mutated_dumps_never_break_the_reader() -> None:
     [
         (b"", "this one is empty"),
         (b"\x1f\x8b\x08\x00", "complete gzip"),
-        (gzip.compress(b"x" * 1000)[:-9], "complete gzip"),
+        (gzip.compress(b"x" * 1000, mtime=0)[:-9], "complete gzip"),
         (b"{", "whole dump"),
         (b"[1]", "mapping with entries"),
         (b'{"entries": 3}', "list of at most"),
