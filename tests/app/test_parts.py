@@ -63,7 +63,7 @@ def test_contention_of_traces(tmp_path: Path) -> None:
         traces.append(read_trace(step.write(tmp_path)))
     tables = [measured_ops(trace) for trace in traces]
     assert contention(tables).slowdown == {
-        Work.PRODUCT: pytest.approx(1.4),
+        Work.MATMUL: pytest.approx(1.4),
         Work.ELEMENTWISE: pytest.approx(1.1),
     }
     for trace, table in zip(traces, tables, strict=True):
@@ -107,6 +107,7 @@ def test_a_prediction_has_the_measured_contention(factor: float) -> None:
         power=None,
         memory=(),
         memory_bytes=None,
+        step=None,
         notes=(),
     )
     target = Target(
@@ -125,17 +126,17 @@ def test_a_prediction_has_the_measured_contention(factor: float) -> None:
     assert not any("contention" in note for note in notes)
     _, notes = predict(replace(target, parts=None), {})
     (note,) = [note for note in notes if "contention" in note]
-    assert "(product, attention, norm and elementwise, communication)" in note
-    less = {work: each for work, each in works.items() if work is not Work.PRODUCT}
+    assert "(matmul, attention, norm and elementwise, communication)" in note
+    less = {work: each for work, each in works.items() if work is not Work.MATMUL}
     _, notes = predict(replace(target, parts=replace(parts, compute_slowdown=less)), {})
     (note,) = [note for note in notes if "contention" in note]
-    assert "not measured (product):" in note
+    assert "not measured (matmul):" in note
 
 
 @pytest.mark.parametrize(("pp", "gap_s"), [(1, 2e-3), (2, 0.0)])
 def test_waiting_in_a_pipeline_is_no_time_between_operations(pp: int, gap_s: float) -> None:
     """On a host a forward of 10 ms has four operations of 0.5 ms."""
-    key = OpKey("head", "", None, "fwd", False, "compute", "aten::mm", "product")
+    key = OpKey("head", "", None, "fwd", False, "compute", "aten::mm", "matmul")
     table = OpTable(
         steps=(1,),
         step_ns=(10_000_000,),

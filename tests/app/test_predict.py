@@ -111,7 +111,7 @@ def test_bars_of_a_page_hold_all_spans() -> None:
         stage = chance.randrange(2)
         start = free[stage] + chance.choice((0, 1, 300))
         free[stage] = start + chance.choice((5, 20, 900))
-        kind = chance.choice((Work.PRODUCT, Work.ELEMENTWISE))
+        kind = chance.choice((Work.MATMUL, Work.ELEMENTWISE))
         where = {"stage": stage, "stream": "compute", "kind": kind, "name": f"op {number}"}
         spans.append(Span(**where, start_ns=start, end_ns=free[stage]))
     timelines = prediction_page.timelines_of(spans, max(free.values()) / 1e9)

@@ -87,7 +87,7 @@ def test_a_step_is_a_whole_cycle(tmp_path: Path) -> None:
 )
 def test_the_host_pays_for_the_profiler_first(step_ns: int, idle: dict[str, int]) -> None:
     lines = {(Group.IDLE, "host"): 50, (Group.IDLE, "launch gap"): 30, (Group.IDLE, "data"): 20}
-    busy = {(Group.COMPUTE, "product"): 900}
+    busy = {(Group.COMPUTE, "matmul"): 900}
     closed = without_profiler(Ledger(window_ns=1000, lines=lines | busy), step_ns)
     assert closed.lines == busy | {(Group.IDLE, cause): ns for cause, ns in idle.items()}
 
@@ -220,7 +220,7 @@ def test_the_text_has_groups_and_their_lines(capsys: pytest.CaptureFixture[str])
 def predicted(folder: Path, created_at: str) -> tuple[Path, str]:
     """Write a run of one profiled step whose committed prediction is 1 ms; return its hash."""
     path = written(folder, [1.08e-3] * 3, fsdp(2), launch=STEP_LAUNCH, started_at=1.7e9)
-    lines = (("compute", "product", 600_000), ("exposed communication", "all_reduce", 400_000))
+    lines = (("compute", "matmul", 600_000), ("exposed communication", "all_reduce", 400_000))
     ledger = [
         {"stage": 0, "group": group, "line": line, "time_ns": time_ns}
         for group, line, time_ns in lines
@@ -260,7 +260,7 @@ def test_the_page_of_a_predicted_step(
     assert "measured 1.08 ms, predicted 1 ms (7.4 % too low; no interval); " in html
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
-    assert re.search(r"\n    product +0\.600 +0\.\d+ ", html)
+    assert re.search(r"\n    matmul +0\.600 +0\.\d+ ", html)
     assert re.search(rf"\nof which {WAITING} +0\.100\n", html)
     assert "sum of absolute differences" in html
     assert status(["runs", "show", str(path)]) == 0

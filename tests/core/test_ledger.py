@@ -7,7 +7,7 @@ import pytest
 from stepmark.core.ledger import Event, Group, Idle, Ledger, ledger, work_of
 
 NAMES = {
-    Group.COMPUTE: ("product", "attention"),
+    Group.COMPUTE: ("matmul", "attention"),
     Group.COMM: ("all_gather", "all_reduce"),
     Group.COPIES: ("copy",),
 }
@@ -68,8 +68,8 @@ def test_a_ledger_that_does_not_add_up_cannot_be_made() -> None:
 @pytest.mark.parametrize(
     ("kernel", "role", "phase", "work"),
     [
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "mlp.up", "fwd", "product"),
-        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "head", "dgrad", "product"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "mlp.up", "fwd", "matmul"),
+        ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NTT", "head", "dgrad", "matmul"),
         ("cudnn_native_sdpa_sm90_flash_fprop", "attention.core", "fwd", "attention"),
         ("triton_red_fused__log_softmax_0", "output", "fwd", "loss"),
         ("triton_poi_fused_gelu_1", "block", "fwd", "norm and elementwise"),

@@ -11,14 +11,14 @@ from stepmark.core.trace_ops import COMM, COMPUTE, MeasuredOp, OpKey, OpTable
 from stepmark.predict.contention import Sample, contention, fit, slowdown
 
 KERNELS = {
-    Work.PRODUCT: "nvjet_tst",
+    Work.MATMUL: "nvjet_tst",
     Work.ATTENTION: "flash_fwd_kernel",
     Work.ELEMENTWISE: "vectorized_elementwise_kernel",
 }
 TRUTHS = [
-    {Work.PRODUCT: 1.0, Work.ATTENTION: 1.0, Work.ELEMENTWISE: 1.0},
-    {Work.PRODUCT: 1.5, Work.ATTENTION: 1.1, Work.ELEMENTWISE: 1.25},
-    {Work.PRODUCT: 2.5, Work.ATTENTION: 1.0, Work.ELEMENTWISE: 1.02},
+    {Work.MATMUL: 1.0, Work.ATTENTION: 1.0, Work.ELEMENTWISE: 1.0},
+    {Work.MATMUL: 1.5, Work.ATTENTION: 1.1, Work.ELEMENTWISE: 1.25},
+    {Work.MATMUL: 2.5, Work.ATTENTION: 1.0, Work.ELEMENTWISE: 1.02},
 ]
 
 
@@ -98,7 +98,7 @@ def test_ranks_are_taken_together() -> None:
     assert contention([late]).slowdown == contention([early]).slowdown == {}
     assert contention([early]).alone(early) == early
     found = contention([late, early])
-    assert found.slowdown == {Work.PRODUCT: pytest.approx(1.3)}
+    assert found.slowdown == {Work.MATMUL: pytest.approx(1.3)}
     assert found.alone(early).ops[0].time_ns == 1000
 
 

@@ -36,7 +36,7 @@ MODEL = ModelConfig(
 )
 CASE = TrainCase(model=MODEL, mbs=2, device="cuda", precision=Precision.AMP)
 KERNELS = {
-    Work.PRODUCT: "nvjet_tst_128x256",
+    Work.MATMUL: "nvjet_tst_128x256",
     Work.ATTENTION: "flash_fwd_kernel",
     Work.ELEMENTWISE: "triton_poi_fused_add_0",
     Work.LOSS: "softmax_warp_forward",
@@ -113,8 +113,8 @@ def test_a_product_has_the_time_of_its_own_role_and_phase() -> None:
     costs = ProfiledCosts(
         of_case(CASE),
         table(
-            row(Work.PRODUCT, "mlp.down", "dgrad", layer=0, time_ns=300),
-            row(Work.PRODUCT, "mlp.down", "dgrad", layer=1, time_ns=500),
+            row(Work.MATMUL, "mlp.down", "dgrad", layer=0, time_ns=300),
+            row(Work.MATMUL, "mlp.down", "dgrad", layer=1, time_ns=500),
             row(Work.ELEMENTWISE, "block", "fwd", layer=0, time_ns=80),
         ),
     )
@@ -123,7 +123,7 @@ def test_a_product_has_the_time_of_its_own_role_and_phase() -> None:
     }
     cost = by_place["mlp.down", Phase.DGRAD, 1]
     assert cost is not None
-    assert cost.time_s == {Work.PRODUCT: pytest.approx(400e-9)}  # the mean of both layers
+    assert cost.time_s == {Work.MATMUL: pytest.approx(400e-9)}  # the mean of both layers
     assert cost.source is Source.MEASURED
     product = by_place["mlp.down", Phase.FWD, 0]
     assert product is not None
@@ -136,9 +136,9 @@ def test_a_product_has_the_time_of_its_own_role_and_phase() -> None:
 
 def test_a_deeper_model_has_as_much_more_of_its_layers() -> None:
     measured = table(
-        row(Work.PRODUCT, "mlp.up", "fwd", layer=0, time_ns=100),
-        row(Work.PRODUCT, "mlp.up", "fwd", layer=1, time_ns=100),
-        row(Work.PRODUCT, "head", "fwd", layer=None, time_ns=70),
+        row(Work.MATMUL, "mlp.up", "fwd", layer=0, time_ns=100),
+        row(Work.MATMUL, "mlp.up", "fwd", layer=1, time_ns=100),
+        row(Work.MATMUL, "head", "fwd", layer=None, time_ns=70),
     )
     costs = ProfiledCosts(of_case(CASE), measured)
     deep = of_case(replace(CASE, model=replace(MODEL, num_layers=10)))
@@ -148,7 +148,7 @@ def test_a_deeper_model_has_as_much_more_of_its_layers() -> None:
 
 
 def test_another_batch_is_scaled_and_says_so() -> None:
-    measured = table(row(Work.PRODUCT, "head", "fwd", layer=None, time_ns=70))
+    measured = table(row(Work.MATMUL, "head", "fwd", layer=None, time_ns=70))
     costs = ProfiledCosts(of_case(CASE), measured)
     large = of_case(replace(CASE, mbs=6))
     (head,) = (op for op in computations(large) if op.module == "head" and op.phase == "fwd")
@@ -168,7 +168,7 @@ def test_the_optimizer_is_proportional_to_its_parameters() -> None:
 
 
 def test_steps_are_combined_by_their_median() -> None:
-    first = row(Work.PRODUCT, "head", "fwd", layer=None, time_ns=100)
+    first = row(Work.MATMUL, "head", "fwd", layer=None, time_ns=100)
     others = [
         replace(first, step=2, time_ns=110),
         replace(first, step=3, time_ns=9000),  # a hiccup
@@ -207,7 +207,7 @@ def test_the_first_source_that_knows_an_operation_counts() -> None:
 
 def test_kinds_of_work() -> None:
     works = {op.module: work_of_op(op) for op in computations(of_case(CASE))}
-    assert works["mlp.down"] is Work.PRODUCT
+    assert works["mlp.down"] is Work.MATMUL
     assert works["attention.core"] is Work.ATTENTION
     assert works["attention.norm"] is Work.ELEMENTWISE
     assert works["loss"] is Work.LOSS

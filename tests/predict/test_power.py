@@ -47,12 +47,12 @@ H200 = fit(
 
 @pytest.mark.parametrize(("duty", "watts"), [(0.2471, 336.1), (0.0995, 214.1)])
 def test_power_at_other_duties(duty: float, watts: float) -> None:
-    power_w = mean_power_w(H200, 0.0, {Work.PRODUCT: duty}, 1.0)
+    power_w = mean_power_w(H200, 0.0, {Work.MATMUL: duty}, 1.0)
     assert power_w == pytest.approx(watts, rel=0.05)
 
 
 def test_a_sustained_product_is_at_the_limit_again() -> None:
-    slowdown = slowdown_of(H200, {Work.PRODUCT: 1.0}, 1.0, 0.0)
+    slowdown = slowdown_of(H200, {Work.MATMUL: 1.0}, 1.0, 0.0)
     assert exp(slowdown) == pytest.approx(1.6187 / 1.3845, rel=0.03)
 
 
@@ -68,26 +68,26 @@ def test_products_between_copies_run_faster(
     In the longer ones a product takes more time at the end than at the beginning: the limit is
     kept over some 50 ms. The model has the mean of the step, and is up to 3.1 % off.
     """
-    full_s = {Work.PRODUCT: product_ms * 1.3845 / measured_ms * 1e-3}
+    full_s = {Work.MATMUL: product_ms * 1.3845 / measured_ms * 1e-3}
     copy_w = (605.2 - 123.7) * copy_ms * 1e-3
-    step_s = full_s[Work.PRODUCT] + copy_ms * 1e-3
+    step_s = full_s[Work.MATMUL] + copy_ms * 1e-3
     # A copy draws what it does at any clock: the rest of the limit is the products'.
     for _ in range(20):
         share = copy_w / step_s
         limited = replace(H200, limit_w=H200.limit_w - share)
         slowdown = slowdown_of(limited, full_s, step_s, 0.0)
-        step_s = full_s[Work.PRODUCT] * exp(slowdown) + copy_ms * 1e-3
+        step_s = full_s[Work.MATMUL] * exp(slowdown) + copy_ms * 1e-3
     assert 1.3845 * exp(slowdown) == pytest.approx(measured_ms, rel=0.032)
 
 
 def test_no_slowdown_below_the_limit() -> None:
-    assert slowdown_of(H200, {Work.PRODUCT: 0.3}, 1.0, 0.0) == 0.0
+    assert slowdown_of(H200, {Work.MATMUL: 0.3}, 1.0, 0.0) == 0.0
     assert slowdown_of(H200, {Work.OPTIMIZER: 1.0}, 1.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("share", [0.75, 0.9, 1.0])
 def test_the_limit_is_kept(share: float) -> None:
-    full_s = {Work.PRODUCT: share, Work.ELEMENTWISE: 1 - share}
+    full_s = {Work.MATMUL: share, Work.ELEMENTWISE: 1 - share}
     slowdown = slowdown_of(H200, full_s, 1.0, 0.0)
     factors = clock_factors(H200, slowdown)
     step_s = sum(factors[work] * time_s for work, time_s in full_s.items())
@@ -99,7 +99,7 @@ def test_the_limit_is_kept(share: float) -> None:
 
 def test_more_products_are_slower_products() -> None:
     slow = [
-        slowdown_of(H200, {Work.PRODUCT: share, Work.ELEMENTWISE: 1 - share}, 1.0, 0.0)
+        slowdown_of(H200, {Work.MATMUL: share, Work.ELEMENTWISE: 1 - share}, 1.0, 0.0)
         for share in (0.7, 0.8, 0.9, 1.0)
     ]
     assert slow == sorted(slow)
@@ -108,7 +108,7 @@ def test_more_products_are_slower_products() -> None:
 def test_products_of_a_higher_rate_draw_more() -> None:
     rate = H200.product_flops_per_s
     fast, slow = for_products(H200, 1.1 * rate), for_products(H200, 0.8 * rate)
-    own = {Work.PRODUCT: 1.0}
+    own = {Work.MATMUL: 1.0}
     slowdowns = [slowdown_of(each, own, 1.0, 0.0) for each in (slow, H200, fast)]
     assert slowdowns == sorted(slowdowns)
     assert slowdowns[0] < slowdowns[2]
@@ -126,7 +126,7 @@ def test_a_device_without_a_limit() -> None:
     )
     free = fit(reading, reading, copy_w=250.0, idle_w=100.0, product_flops=10**12)
     assert not free.is_limited
-    assert slowdown_of(free, {Work.PRODUCT: 5.0}, 5.0, 0.0) == 0.0
+    assert slowdown_of(free, {Work.MATMUL: 5.0}, 5.0, 0.0) == 0.0
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.4])
@@ -135,19 +135,19 @@ def test_power_is_that_with_which_a_step_takes_its_time(factor: float) -> None:
     workload = Workload(name="w", rules="r", blocks={"s": (op,) * 9}, stages=(Stage(step="s"),))
 
     def costs(host_s: float) -> Costs:
-        cost = OpCost(time_s={Work.PRODUCT: 1.3845e-3}, host_s=host_s)
+        cost = OpCost(time_s={Work.MATMUL: 1.3845e-3}, host_s=host_s)
         return Costs(compute=lambda _op: cost, comm=lambda _op, _group: 0.0)
 
     truth = replace(
         H200,
         dynamic_w={
-            work: watts * (factor if work in (Work.PRODUCT, Work.ATTENTION) else 1)
+            work: watts * (factor if work in (Work.MATMUL, Work.ATTENTION) else 1)
             for work, watts in H200.dynamic_w.items()
         },
     )
     step_s = predict_step(workload, costs(0.0), truth).step_s
     found = anchored(H200, workload, costs(0.0), step_s)
-    assert found.dynamic_w[Work.PRODUCT] == pytest.approx(truth.dynamic_w[Work.PRODUCT], 0.01)
+    assert found.dynamic_w[Work.MATMUL] == pytest.approx(truth.dynamic_w[Work.MATMUL], 0.01)
     # The host's time, or another reason, says nothing of power.
     assert anchored(H200, workload, costs(3e-3), 27e-3) == H200
     assert anchored(H200, workload, costs(0.0), 3 * step_s) == H200
@@ -159,7 +159,7 @@ def test_compute_on_a_host_takes_the_calibrated_time(truth: float) -> None:
     workload = Workload(name="w", rules="r", blocks={"s": (op,) * 9}, stages=(Stage(step="s"),))
 
     def costs(factor: float) -> Costs:
-        cost = OpCost(time_s={Work.PRODUCT: factor * 1e-3})
+        cost = OpCost(time_s={Work.MATMUL: factor * 1e-3})
         return Costs(
             compute=lambda _op: cost, comm=lambda _op, _group: 0.0, gap_s=factor * 1e-4
         )

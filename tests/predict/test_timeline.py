@@ -62,7 +62,7 @@ def costs(seed: int = 0, *, host: float = 0.3, contention: bool = True, **more: 
         "comm": lambda op, group: drawn((op.collective, op.count, group)).randint(1, 30) / 8,
         "gap_s": 0.0625,
         "host_comm_s": lambda op: host * (1 + len(op.module) % 3),
-        "compute_slowdown": {Work.PRODUCT: 1.5, Work.ATTENTION: 1.25} if contention else {},
+        "compute_slowdown": {Work.MATMUL: 1.5, Work.ATTENTION: 1.25} if contention else {},
         "comm_slowdown": 1.25 if contention else 1.0,
     }
     return Costs(**(plain | more))

@@ -28,7 +28,7 @@ from stepmark.report.ledger import (
     to_gain,
 )
 
-PRODUCT, UNDER = (Group.COMPUTE, "product"), (Group.OVERLAPPED, "product")
+PRODUCT, UNDER = (Group.COMPUTE, "matmul"), (Group.OVERLAPPED, "matmul")
 GATHER, SCATTER = (Group.COMM, "all_gather"), (Group.COMM, "reduce_scatter")
 HOST, COPY = (Group.IDLE, "host"), (Group.COPIES, "copy")
 
@@ -187,7 +187,7 @@ def test_waterfalls_are_the_lines() -> None:
         assert sum(trace.x[:-1]) == pytest.approx(own.window_ns / 1e6)
         assert trace.x[-1] == own.window_ns / 1e6
         assert list(trace.measure) == ["relative"] * 6 + ["total"]
-    assert figure.data[0].y[1] == "product<br>under communication"
+    assert figure.data[0].y[1] == "matmul<br>under communication"
     page = ledger_page.html(PREDICTED, MEASURED, text=["<b>"])
     assert "&lt;b&gt;" in page
     assert "sum of absolute differences" in page

@@ -25,7 +25,7 @@ from .test_kineto_reader import LAYOUTS
 
 FILES = sorted([*TRACES.glob("*/*.json.gz"), *TRACES.parent.glob("gloo-traces/*.json.gz")])
 KERNELS = {
-    "gemm": Work.PRODUCT,
+    "gemm": Work.MATMUL,
     "flash_fwd": Work.ATTENTION,
     "vectorized_elementwise_kernel": Work.ELEMENTWISE,
 }
@@ -165,8 +165,8 @@ def test_lines_have_the_names_of_a_workload(tmp_path: Path) -> None:
     assert us == {
         ("compute", "loss"): 30,
         ("compute", "norm and elementwise"): 28,
-        ("compute", "product"): 50,
-        ("compute under communication", "product"): 10,
+        ("compute", "matmul"): 50,
+        ("compute under communication", "matmul"): 10,
         ("compute under communication", "optimizer"): 9,
         ("exposed communication", "all_gather"): 151,
         ("exposed communication", "ncclDevKernel_Reduce"): 10,
@@ -188,7 +188,7 @@ def test_recomputed_compute_is_a_part_of_its_line(tmp_path: Path) -> None:
         step.add("cpu_op", "aten::mm", ts - 2, 5, AUTOGRAD)
         step.kernel("gemm", ts, ts + 1, 7, tid=AUTOGRAD)
     ((_, own),) = ledgers(read_trace(step.write(tmp_path)), lambda _: True)
-    assert own.lines[Group.COMPUTE, "product"] == 14_000
+    assert own.lines[Group.COMPUTE, "matmul"] == 14_000
     assert own.within == {"recomputed": 7_000}
 
 
@@ -219,8 +219,8 @@ def test_a_host_computes_by_outermost_operations(tmp_path: Path) -> None:
     assert number == 1
     assert us == {
         ("compute", "attention"): 50,
-        ("compute", "product"): 10,
-        ("compute under communication", "product"): 80,
+        ("compute", "matmul"): 10,
+        ("compute under communication", "matmul"): 80,
         ("exposed communication", "all_reduce"): 10 + 215,
         ("idle", "data"): 100,
         ("idle", "host"): 50 + 485,

@@ -10,7 +10,7 @@ _HOST = "host {}, s"  # setting: time of the host in a pass
 
 
 def host_settings(times_s: Mapping[str, float]) -> dict[str, float]:
-    """Return settings that tell the host's time by pass."""
+    """Return settings with the host's time by pass."""
     return {_HOST.format(name): time_s for name, time_s in times_s.items()}
 
 

@@ -35,6 +35,7 @@ from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
 _MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
+_NOTABLE = 0.1  # scaling of computation on a host
 _NOTHING = OpCost(time_s={}, num_kernels=0.0)
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 
@@ -61,6 +62,7 @@ class Parts:
     power: PowerModel | None
     memory: tuple[tuple[TrainCase, int, int], ...]
     memory_bytes: int | None  # of the device
+    step: tuple[TrainCase, float] | None  # calibrated step, its measured seconds
     notes: tuple[str, ...]
 
 
@@ -87,13 +89,15 @@ def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Pa
     gap_s: float | None = None
     host_s: Callable[[ComputeOp | CommOp], float] = _no_host
     memory: list[tuple[TrainCase, int, int]] = []
+    calibrated: tuple[TrainCase, float] | None = None
     if case is not None:
         profiled = nearest_profile(steps, case)
         if profiled is None:
             raise ConfigError("calibration", path.name, missing_profile(steps, case))
         shallow = _shallow(path, profiled, curves, notes)
         if shallow.is_host:
-            shallow = _slowed(shallow, CommCosts(curves, None))
+            shallow = _slowed(shallow, CommCosts(curves, None), notes)
+        calibrated = replace(profiled.train, labels=()), shallow.step_s
         compute.append(shallow.costs)
         gap_s, is_host = shallow.gap_s, shallow.is_host
         if not is_host:
@@ -116,6 +120,7 @@ def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Pa
         power=_power(records, shallow, host_s),
         memory=tuple(memory),
         memory_bytes=first.memory_bytes,
+        step=calibrated,
         notes=tuple(notes),
     )
 
@@ -206,7 +211,7 @@ def _shallow(
     )
 
 
-def _slowed(shallow: _Shallow, comm: CommCosts) -> _Shallow:
+def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:
     """Return the step on a host, with the costs with which it takes its measured time."""
     costs = Costs(
         compute=lambda op: shallow.costs(op) or _NOTHING,
@@ -217,6 +222,9 @@ def _slowed(shallow: _Shallow, comm: CommCosts) -> _Shallow:
         comm_slowdown=shallow.comm_slowdown or 1.0,
     )
     factor = step.host_factor(shallow.workload, costs, shallow.step_s)
+    if abs(factor - 1) > _NOTABLE:
+        times = f"{factor:.2f} of its profiled time"
+        notes.append(f"computation takes {times}, as the calibrated step did unprofiled")
 
     def slowed(op: ComputeOp) -> OpCost | None:
         cost = shallow.costs(op)

@@ -4,11 +4,9 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from statistics import median
 
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
-from stepmark.app.likeness import nearest_profile
 from stepmark.app.predict_target import Target, target_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
@@ -19,9 +17,7 @@ from stepmark.core.ledger import Idle, Work
 from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions, show_what_if
 from stepmark.core.prediction import StepMemory, StepPrediction
-from stepmark.core.record import Measured
 from stepmark.core.roofline import roofline_time
-from stepmark.core.stats import slowest_per_sample
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Precision
@@ -35,7 +31,6 @@ from stepmark.report import prediction as report
 from stepmark.report.training_words import techniques
 from stepmark.store.export import write_json
 from stepmark.store.files import write_text
-from stepmark.store.reader import read
 from stepmark.workload.rules.pytorch.case import of_case
 from stepmark.workload.tree import stage_of_case
 
@@ -115,15 +110,10 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
 
 def calibration_notes(target: Target) -> Iterator[str]:
     """Yield how far the prediction of the calibrated step is from its time, where it is far."""
-    path, case = target.calibration, target.case
-    steps = [r for r in read(path).latest if isinstance(r, Measured)] if path else []
-    steps = [record for record in steps if isinstance(record.case, TrainCase)]
-    profiled = nearest_profile(steps, case) if case else None
-    if profiled is None or profiled.training is None or not profiled.samples.seconds:
+    if not (target.parts and target.parts.step):
         return
-    own = replace(profiled.train, labels=())
+    own, step_s = target.parts.step
     predicted_s = predict(replace(target, case=own, workload=of_case(own)), {})[0].step_s
-    step_s = median(slowest_per_sample(profiled.samples.seconds)) * profiled.training.cycle
     error = predicted_s / step_s - 1
     if abs(error) > _NOTABLE_ERROR:
         times = f"took {format_time(step_s)} and is predicted as {format_time(predicted_s)}"
@@ -177,12 +167,12 @@ def _costs(
     target: Target, changes: dict[str, float]
 ) -> tuple[Costs, CommCosts, dict[str, None]]:
     """Return all costs; the source of those of collectives; operations of unknown cost."""
-    found, unknown, is_of_file = target.parts, dict[str, None](), target.times_of_file
-    sources = [*([file_cost] if is_of_file else ()), *(found.compute if found else ())]
+    parts, unknown, is_of_file = target.parts, dict[str, None](), target.times_of_file
+    sources = [*([file_cost] if is_of_file else ()), *(parts.compute if parts else ())]
     if target.device is not None:
         sources.append(RooflineCosts(target.device))
     sources.append(file_cost)
-    host_s = found.host_s if found else lambda _op: 0.0
+    host_s = parts.host_s if parts else lambda _op: 0.0
     if is_of_file:
         host_s = file_times.host_times(target.workload)
     first = first_of(sources, host_s)
@@ -198,7 +188,7 @@ def _costs(
         times = {w: t / _factor(op, w, target.device, changes) for w, t in cost.time_s.items()}
         return replace(cost, time_s=times)
 
-    comm = CommCosts(found.curves if found else (), target.device)
+    comm = CommCosts(parts.curves if parts else (), target.device)
     link = changes.get("link", 1.0)
 
     def comm_s(op: CommOp, group: Group) -> float:
@@ -210,11 +200,11 @@ def _costs(
     costs = Costs(
         compute=compute,
         comm=comm_s,
-        gap_s=_GAP_S if found is None or found.gap_s is None else found.gap_s,
-        gap=Idle.HOST if found and found.is_host else Idle.LAUNCH_GAP,
+        gap_s=_GAP_S if parts is None or parts.gap_s is None else parts.gap_s,
+        gap=Idle.HOST if parts and parts.is_host else Idle.LAUNCH_GAP,
         host_comm_s=host_s,
-        compute_slowdown=found.compute_slowdown if found and not is_of_file else {},
-        comm_slowdown=(found.comm_slowdown if found and not is_of_file else None) or 1.0,
+        compute_slowdown=parts.compute_slowdown if parts and not is_of_file else {},
+        comm_slowdown=(parts.comm_slowdown if parts and not is_of_file else None) or 1.0,
     )
     return costs, comm, unknown
 
@@ -242,7 +232,7 @@ def _factor(
 ) -> float:
     """Return how many times as fast the operation is: its roofline's ratio, where known."""
     hbm, flops = changes.get("hbm", 1.0), changes.get("flops", 1.0)
-    if work not in (Work.PRODUCT, Work.ATTENTION):
+    if work not in (Work.MATMUL, Work.ATTENTION):
         return hbm
     if device is None or device.hbm_bytes_per_s is None:
         return flops

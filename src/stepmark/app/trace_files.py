@@ -129,8 +129,8 @@ def _expand(word: str, runs: Path) -> list[Path]:
     path = Path(word)
     if path.is_dir():
         folder = path / TRACES if (path / TRACES).is_dir() else path
-        found = (each for each in folder.rglob("*") if each.name.endswith(_SUFFIXES))
-        files = sorted(each for each in found if each.name[0] != "." and _is_trace(each))
+        named = (each for each in folder.rglob("*") if each.name.endswith(_SUFFIXES))
+        files = sorted(each for each in named if each.name[0] != "." and _is_trace(each))
         return _of_steps(folder.parent, files) if folder.name == TRACES else files
     if path.exists():
         return [path]

@@ -16,7 +16,7 @@ from stepmark.core.kernel_groups import group_of
 class Work(StrEnum):
     """Kind of computation, a line of a ledger."""
 
-    PRODUCT = "product"
+    MATMUL = "matmul"
     ATTENTION = "attention"
     ELEMENTWISE = "norm and elementwise"
     LOSS = "loss"
@@ -47,8 +47,8 @@ class Idle(StrEnum):
 
 
 _WORK_OF_GROUP = {
-    "matrix products": Work.PRODUCT,
-    "convolutions": Work.PRODUCT,
+    "matrix products": Work.MATMUL,
+    "convolutions": Work.MATMUL,
     "attention": Work.ATTENTION,
     "optimizer": Work.OPTIMIZER,
     "softmax and loss": Work.LOSS,
@@ -65,7 +65,7 @@ def work_of(kernel: str, role: str, phase: str) -> Work:
     if phase == "optim":
         return Work.OPTIMIZER
     work = _WORK_OF_GROUP.get(group_of(kernel), Work.ELEMENTWISE)
-    if work in (Work.PRODUCT, Work.ATTENTION):
+    if work in (Work.MATMUL, Work.ATTENTION):
         return work
     return Work.LOSS if role in _ENDS else Work.ELEMENTWISE
 

@@ -31,6 +31,13 @@ class Block:
     before: "Block | None" = None
     after: "Block | None" = None
 
+    def append(self, other: "Block") -> None:
+        """Make the block after this one a part of this one."""
+        self.num_bytes += other.num_bytes
+        self.after = other.after
+        if other.after:
+            other.after.before = self
+
 
 @dataclass(slots=True, eq=False)
 class _Pool:
@@ -97,16 +104,10 @@ class Allocator:
             free, whole = block.pool.free, block
             if (after := block.after) and not after.purpose:
                 del free[bisect_left(free, (after.num_bytes, after.address))]
-                block.num_bytes += after.num_bytes
-                block.after = after.after
-                if block.after:
-                    block.after.before = block
+                block.append(after)
             if (before := block.before) and not before.purpose:
                 del free[bisect_left(free, (before.num_bytes, before.address))]
-                before.num_bytes += block.num_bytes
-                before.after = block.after
-                if before.after:
-                    before.after.before = before
+                before.append(block)
                 whole = before
             insort(free, (whole.num_bytes, whole.address, whole))
 

@@ -45,7 +45,7 @@ def work_of_op(op: ComputeOp) -> Work:
     if op.phase is Phase.OPTIM:
         return Work.OPTIMIZER
     if isinstance(op.op, Gemm | GroupedGemm | Bmm):
-        return Work.PRODUCT
+        return Work.MATMUL
     if isinstance(op.op, Attention):
         return Work.ATTENTION
     return Work.LOSS if isinstance(op.op, CrossEntropy) else Work.ELEMENTWISE
@@ -75,7 +75,7 @@ def _section(role: str, layer: int | None) -> str:
 def _amount(op: ComputeOp, work: Work) -> float:
     """Return the measure by which time of this kind is divided among operations."""
     flops, num_bytes = op.op.flops, op.op.bytes_moved
-    if work in (Work.PRODUCT, Work.ATTENTION) and flops:
+    if work in (Work.MATMUL, Work.ATTENTION) and flops:
         return float(flops)
     return float(num_bytes or 1)
 
@@ -236,7 +236,7 @@ class OperatorCosts:
 # backward about 0.55 of the peak on H100 (FlashAttention-3, arXiv:2407.08608, figures 5 and 6).
 # Memory: a copy reaches 4.26 of 4.8 TB/s on H200, AdamW 3.41 (docs/LOG.md).
 _EFFICIENCY = {
-    Work.PRODUCT: 0.73,
+    Work.MATMUL: 0.73,
     Work.ATTENTION: 0.6,
     Work.ELEMENTWISE: 0.8,
     Work.LOSS: 0.8,

@@ -17,7 +17,7 @@ from stepmark.core.step_cost import PowerModel
 # limit beside the same kernels at full clock, as exponents of the slowdown of attention. That
 # of products is 0.45 to 0.75, by their shapes.
 SENSITIVITY = {
-    Work.PRODUCT: 0.6,
+    Work.MATMUL: 0.6,
     Work.ATTENTION: 1.0,
     Work.ELEMENTWISE: 0.35,
     Work.LOSS: 0.8,
@@ -57,7 +57,7 @@ def fit(
     slowdown = log(attention.sustained_s / attention.full_clock_s)
     dynamic_w = {
         work: (reading.part_w - idle_w) / reading.duty
-        for work, reading in ((Work.PRODUCT, product), (Work.ATTENTION, attention))
+        for work, reading in ((Work.MATMUL, product), (Work.ATTENTION, attention))
     }
     memory_bound_w = _MEMORY_BOUND * (copy_w - idle_w)
     for work in (Work.ELEMENTWISE, Work.LOSS, Work.OPTIMIZER):
@@ -105,8 +105,8 @@ def with_sensitivities(
 def for_products(power: PowerModel, flops_per_s: float) -> PowerModel:
     """Return the model for products that reach this rate at full clock."""
     share = flops_per_s / power.product_flops_per_s
-    product_w = power.dynamic_w[Work.PRODUCT] * share
-    return replace(power, dynamic_w={**power.dynamic_w, Work.PRODUCT: product_w})
+    product_w = power.dynamic_w[Work.MATMUL] * share
+    return replace(power, dynamic_w={**power.dynamic_w, Work.MATMUL: product_w})
 
 
 def clock_factors(power: PowerModel, slowdown: float) -> dict[Work, float]:

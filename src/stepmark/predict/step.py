@@ -1,8 +1,9 @@
 """Prediction of a step: its timeline, in a fixed point with power and clock."""
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from math import exp
 
 from stepmark.core.ledger import Work
 from stepmark.core.prediction import StepPrediction, Timeline
@@ -15,6 +16,7 @@ from stepmark.predict.timeline import simulate
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
 _ANCHOR_STEPS = 12
+_MOST_POWER, _MOST_SLOW = 2.0, 3.0  # factors of the power and of the time of compute
 # Seconds of compute by kind and by origin, FLOPs of products
 _Totals = tuple[dict[Work, float], dict[Source, float], float]
 
@@ -39,8 +41,8 @@ def _limited(
         return StepPrediction(
             timeline=timeline, slowdown=0.0, clock_hz=None, power_w=None, sources=sources
         )
-    if times.get(Work.PRODUCT):
-        power = for_products(power, flops / times[Work.PRODUCT])
+    if times.get(Work.MATMUL):
+        power = for_products(power, flops / times[Work.MATMUL])
     full_s = timeline.busy_s
     for _ in range(_MOST_ROUNDS):
         new = slowdown_of(power, full_s, timeline.step_s, slowdown)
@@ -52,7 +54,7 @@ def _limited(
     return StepPrediction(
         timeline=timeline,
         slowdown=slowdown,
-        clock_hz=power.max_clock_hz * exp(-power.clock_exponent * slowdown),
+        clock_hz=power.max_clock_hz * math.exp(-power.clock_exponent * slowdown),
         power_w=mean_power_w(power, slowdown, full_s, timeline.step_s),
         sources=sources,
     )
@@ -64,7 +66,6 @@ def anchored(power: PowerModel, workload: Workload, costs: Costs, step_s: float)
     Power of products and attention depends on their operands, which only the step has: it is
     multiplied by one factor, from a half to twice.
     """
-    low, high = 0.5, 2.0
     costs = replace(costs, compute=cache(costs.compute))
     totals, full = _totals(workload, costs), simulate(workload, costs)
 
@@ -73,15 +74,9 @@ def anchored(power: PowerModel, workload: Workload, costs: Costs, step_s: float)
 
     predicted = predicted_with(1.0)
     is_free = predicted.slowdown == 0.0 or predicted.timeline.is_host_bound
-    if not power.is_limited or is_free:
-        return power  # its time does not tell how far it is beyond the limit
-    if predicted_with(high).step_s < step_s:
-        return power  # it takes its time for another reason
-    for _ in range(_ANCHOR_STEPS):
-        factor = (low * high) ** 0.5
-        predicted = predicted_with(factor)
-        low, high = (factor, high) if predicted.step_s < step_s else (low, factor)
-    return _multiplied(power, (low * high) ** 0.5)
+    if not power.is_limited or is_free or predicted_with(_MOST_POWER).step_s < step_s:
+        return power  # power does not limit it, or not alone
+    return _multiplied(power, _factor(lambda f: predicted_with(f).step_s, step_s, _MOST_POWER))
 
 
 def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
@@ -96,18 +91,22 @@ def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
         own = replace(costs, gap_s=factor * costs.gap_s)
         return simulate(workload, own, dict.fromkeys(Work, factor)).step_s
 
-    low, high = 1 / 3, 3.0
-    if not predicted_s(low) < step_s < predicted_s(high):
+    if not predicted_s(1 / _MOST_SLOW) < step_s < predicted_s(_MOST_SLOW):
         return 1.0
+    return _factor(predicted_s, step_s, _MOST_SLOW)
+
+
+def _factor(predicted_s: Callable[[float], float], step_s: float, most: float) -> float:
+    """Return the factor, from 1 / most to most, with which the step takes this time."""
+    low, high = 1 / most, most
     for _ in range(_ANCHOR_STEPS):
-        factor = (low * high) ** 0.5
-        low, high = (factor, high) if predicted_s(factor) < step_s else (low, factor)
-    found: float = (low * high) ** 0.5
-    return found
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if predicted_s(middle) < step_s else (low, middle)
+    return math.sqrt(low * high)
 
 
 def _multiplied(power: PowerModel, factor: float) -> PowerModel:
-    works = (Work.PRODUCT, Work.ATTENTION)
+    works = (Work.MATMUL, Work.ATTENTION)
     changed = {work: factor * power.dynamic_w[work] for work in works}
     return replace(power, dynamic_w={**power.dynamic_w, **changed})
 
@@ -125,6 +124,6 @@ def _totals(workload: Workload, costs: Costs) -> _Totals:
             for work, time_s in cost.time_s.items():
                 times[work] = times.get(work, 0.0) + count * time_s
             sources[cost.source] = sources.get(cost.source, 0.0) + count * cost.total_s
-            if work_of_op(op) is Work.PRODUCT:
+            if work_of_op(op) is Work.MATMUL:
                 flops += count * (op.op.flops or 0)
     return times, sources, flops

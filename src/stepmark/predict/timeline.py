@@ -57,9 +57,9 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> Ti
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
             slow = Simulator(programs(merges=False), costs.comm_slowdown, slowest)
-            held = _steady(few, slow, less)
-            if held and held.follows_host():
-                return held.timeline(is_host_bound=True)
+            bound = _steady(few, slow, less)
+            if bound and bound.follows_host():
+                return bound.timeline(is_host_bound=True)
         kept *= 2
 
 

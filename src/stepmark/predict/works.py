@@ -82,13 +82,13 @@ class Segment:
         is_whole = first == 0.0 and last == self.total_s
         if is_whole and slow in self._whole:
             return self._whole[slow]
-        found: dict[Kind, float] = {}
+        times: dict[Kind, float] = {}
         for index, time_s in self.pieces(first, last, slow=slow):
             kind = self.kinds[index]
-            found[kind] = found.get(kind, 0.0) + time_s
+            times[kind] = times.get(kind, 0.0) + time_s
         if is_whole:
-            self._whole[slow] = found
-        return found
+            self._whole[slow] = times
+        return times
 
     def pieces(self, first: float, last: float, *, slow: bool) -> Iterator[tuple[int, float]]:
         """Yield the pieces from one progress to another, and how long each takes."""

@@ -299,7 +299,7 @@ def _error(predicted: Ledger, measured: Ledger) -> str:
 
 
 def _doubt(measured: Ledger) -> str:
-    """Return why the lines cannot be told; "" where the profile explains the step."""
+    """Return why the lines are not known; "" where the profile explains the step."""
     rest_ns = measured.lines.get(_UNEXPLAINED, 0)
     share = _percent(rest_ns, measured.window_ns)
     if abs(share) < _MOST_UNEXPLAINED_PCT:

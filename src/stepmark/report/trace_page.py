@@ -26,7 +26,7 @@ _PALE = "#f2b8a0"
 # Of groups of kernels, and of kinds of work in a predicted step.
 COLOURS_OF = {
     "matrix products": _BLUE,
-    Work.PRODUCT: _BLUE,
+    Work.MATMUL: _BLUE,
     "attention": COLOURS[5],
     COMMUNICATION: _RED,
     WAITING: _PALE,

@@ -42,6 +42,29 @@ def test_clipping_is_torchs(values: list[list[float]]) -> None:
         assert torch.allclose(a.grad, b.grad)
 
 
+def test_gradients_are_scaled_by_a_factor_of_their_dtype(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With one of another dtype every tensor is a kernel of its own."""
+    one = torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)
+    one.grad = torch.full_like(one, 3.0)
+    two = torch.zeros(1, requires_grad=True)
+    two.grad = torch.full_like(two, 4.0)
+    dtypes: list[set[torch.dtype]] = []
+    multiply = torch._foreach_mul_
+
+    def noted(tensors: list[Tensor], factor: Tensor) -> None:
+        dtypes.append({factor.dtype, *(tensor.dtype for tensor in tensors)})
+        multiply(tensors, factor)
+
+    monkeypatch.setattr(torch, "_foreach_mul_", noted)
+    norm = clip_gradients([one, two], 1.0)
+    assert norm.item() == pytest.approx(34**0.5, rel=2**-8)
+    assert torch.allclose(two.grad, torch.tensor([4.0]) / norm)
+    assert torch.allclose(one.grad.float(), torch.full((2,), 3.0) / norm, rtol=2**-7)
+    assert dtypes == [{torch.bfloat16}, {torch.float32}]
+
+
 def test_other_stages_count_in_the_norm() -> None:
     one = parameters([[3.0]])
     norm = clip_gradients(one, 1.0, lambda square: square + 16)

@@ -126,14 +126,14 @@ def clip_gradients(
 ) -> Tensor:
     """Scale gradients to a norm of at most `most`; return the norm before that.
 
-    It is computed by mesh, since tensors of different meshes have no common norm. more: sums
-    the squared norms of ranks with other parameters. Nothing waits for the device.
+    Tensors of two meshes have no common norm; those of two dtypes no factor in one kernel.
+    more: sums the squared norms of ranks with other parameters. Nothing waits for the device.
     """
-    groups: dict[Any, list[Tensor]] = {}
+    groups: dict[tuple[Any, torch.dtype], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            groups.setdefault(mesh, []).append(parameter.grad)
+        if (grad := parameter.grad) is not None:
+            mesh = grad.device_mesh if isinstance(grad, DTensor) else None
+            groups.setdefault((mesh, grad.dtype), []).append(grad)
     squares: list[Tensor] = []
     for grads in groups.values():
         norm = torch.nn.utils.get_total_norm(grads, foreach=True)
@@ -142,6 +142,6 @@ def clip_gradients(
     square = torch.stack(squares).sum()
     norm = (more(square) if more else square).sqrt()
     factor = (most / (norm + 1e-6)).clamp(max=1.0)
-    for grads in groups.values():
-        torch._foreach_mul_(_local(grads), factor)
+    for (_, dtype), grads in groups.items():
+        torch._foreach_mul_(_local(grads), factor.to(dtype))
     return norm
