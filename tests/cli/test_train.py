@@ -68,7 +68,7 @@ def test_calibration_measures_every_part_and_is_resumed(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     assert len(rows) == len(messages) + 2
     first, second, *rest = done.stdout.splitlines()
-    assert re.match(r"kernels +2 layers, steady step .* product .* optimizer", first)
+    assert re.match(r"kernels +2 layers, steady step .* matmul .* optimizer", first)
     assert re.match(
         r"host +3 layers, 128 tokens, medians: forward .* backward .* optimizer", second
     )
