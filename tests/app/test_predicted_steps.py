@@ -98,11 +98,13 @@ def step_s(runs: Path, name: str, case: TrainCase, **changes: float) -> float:
 
 # As far as they were off when these rows were recorded, rounded up: in percent of the measured
 # value, and of the step for all lines together. The median of the clock is lower than the mean
-# that is predicted in long steps, since it is high for some 60 ms after the optimizer.
+# that is predicted in long steps, since it is high for some 60 ms after the optimizer. These
+# traces have no steps back to back, which tell how much slower products are at a lower clock.
 BOUNDS = {
-    GPT2: {"step": 0.5, "lines": 4.0, "sum": 1.5, "clock": 4.0, "energy": 1.0},
-    LLAMA: {"step": 0.5, "lines": 3.0, "sum": 1.5, "clock": 4.0, "energy": 1.5},
+    GPT2: {"step": 0.5, "lines": 4.0, "sum": 1.5, "clock": 6.0, "energy": 1.0},
+    LLAMA: {"step": 2.2, "lines": 4.0, "sum": 2.5, "clock": 9.0, "energy": 3.5},
 }
+CALIBRATED = {GPT2: 0.1, LLAMA: 1.7}
 MEMORY = {"allocated_bytes": 0.1, "reserved_bytes": 1.0}
 
 
@@ -138,7 +140,7 @@ def test_a_calibrated_step_is_predicted_as_it_was_measured(
     record = next(iter(read_records(runs / name)))
     seconds = slowest_per_sample(record.samples.seconds)  # type: ignore[union-attr]
     _, document, _ = run(f"--from-run {name} --num-layers 2")
-    assert off(document["step_s"], sum(seconds) / len(seconds)) <= 1.0
+    assert off(document["step_s"], sum(seconds) / len(seconds)) <= CALIBRATED[name]
 
 
 def test_a_run_predicts_its_own_step(run: Predict) -> None:
@@ -348,6 +350,21 @@ def test_parts_that_do_not_give_the_calibrated_step_are_doubted(
     text = "the calibrated step (2 layers) took "
     assert any(note.startswith(text) for note in document["notes"]) == is_noted, document
     assert not error
+
+
+def test_the_optimizer_of_a_calibrated_step_has_few_layers_to_issue(
+    run: Predict, copies: Path
+) -> None:
+    """Its host time is measured with all 48 layers, the calibrated step has two."""
+
+    def slow_optimizer(record: dict[str, Any]) -> bool:
+        if "host" in roles(record):
+            record["training"]["optim_s"] = [[0.15] * 9]
+        return True
+
+    rewritten(copies / GPT2, slow_optimizer)
+    _, document, _ = run(f"--from-run {GPT2} --runs {copies}")
+    assert not any("the calibrated step" in note for note in document["notes"])
 
 
 def test_a_calibration_by_another_method_is_refused(run: Predict, copies: Path) -> None:

@@ -27,7 +27,7 @@ def test_medians_union_and_temperature_after() -> None:
     def read() -> Telemetry:
         number = next(clocks)
         return Telemetry(
-            sm_clock_hz=1e9,
+            sm_clock_hz=1e9 * (1 + (number == 1)),
             power_w=float(number),
             temperature_c=float(number),
             throttle=next(reasons),
@@ -38,6 +38,7 @@ def test_medians_union_and_temperature_after() -> None:
     n = found.num_readings
     assert n >= 3
     assert found.sm_clock_hz == 1e9
+    assert found.mean_clock_hz == pytest.approx(1e9 * (n + 1) / n)
     assert found.power_w == (n + 1) / 2  # median of 1..n: the last reading is in none
     assert found.temperature_c == n + 1  # but gives the temperature
     assert found.throttle == ("power cap", "sync boost")  # idle is no throttle

@@ -7,7 +7,7 @@ import pytest
 
 from stepmark.core.ledger import Work
 from stepmark.core.ops import Gemm, Phase
-from stepmark.core.step_cost import Costs, OpCost
+from stepmark.core.step_cost import Costs, OpCost, PowerModel
 from stepmark.core.workload import ComputeOp, Stage, Workload
 from stepmark.predict.power import (
     Reading,
@@ -129,34 +129,74 @@ def test_a_device_without_a_limit() -> None:
     assert slowdown_of(free, {Work.MATMUL: 5.0}, 5.0, 0.0) == 0.0
 
 
+def products(count: int) -> Workload:
+    op = ComputeOp(op=Gemm(m=8192, n=8192, k=8192), phase=Phase.FWD, module="x")
+    return Workload(name="w", rules="r", blocks={"s": (op,) * count}, stages=(Stage(step="s"),))
+
+
+def product_costs(pause_s: float = 0.0) -> Costs:
+    cost = OpCost(time_s={Work.MATMUL: 1.3845e-3})
+    return Costs(compute=lambda _op: cost, comm=lambda _op, _group: 0.0, gap_s=pause_s)
+
+
+def with_power(factor: float) -> PowerModel:
+    return replace(H200, dynamic_w={w: factor * watts for w, watts in H200.dynamic_w.items()})
+
+
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.4])
 def test_power_is_that_with_which_a_step_takes_its_time(factor: float) -> None:
-    op = ComputeOp(op=Gemm(m=8192, n=8192, k=8192), phase=Phase.FWD, module="x")
-    workload = Workload(name="w", rules="r", blocks={"s": (op,) * 9}, stages=(Stage(step="s"),))
+    truth = with_power(factor)
+    step = predict_step(products(9), product_costs(), truth)
+    assert step.clock_hz
+    for slower in (1.0, 1.1):  # its clock is also lower than its time says
+        clock_hz = step.clock_hz / slower
+        found = anchored(H200, products(9), product_costs(), step.step_s, clock_hz, 700.0)
+        for work, watts in truth.dynamic_w.items():
+            assert found.dynamic_w[work] == pytest.approx(watts, 0.01)
+        # With pauses it is less slow, and its clock is higher by as much.
+        deep = predict_step(products(9), product_costs(2e-4), found)
+        true = predict_step(products(9), product_costs(2e-4), truth)
+        assert deep.step_s == pytest.approx(true.step_s, 1e-3)
+        assert true.clock_hz
+        assert deep.clock_hz == pytest.approx(true.clock_hz / slower, 2e-3)
 
-    def costs(host_s: float) -> Costs:
-        cost = OpCost(time_s={Work.MATMUL: 1.3845e-3}, host_s=host_s)
-        return Costs(compute=lambda _op: cost, comm=lambda _op, _group: 0.0)
 
-    truth = replace(
-        H200,
-        dynamic_w={
-            work: watts * (factor if work in (Work.MATMUL, Work.ATTENTION) else 1)
-            for work, watts in H200.dynamic_w.items()
-        },
-    )
-    step_s = predict_step(workload, costs(0.0), truth).step_s
-    found = anchored(H200, workload, costs(0.0), step_s)
-    assert found.dynamic_w[Work.MATMUL] == pytest.approx(truth.dynamic_w[Work.MATMUL], 0.01)
-    # The host's time, or another reason, says nothing of power.
-    assert anchored(H200, workload, costs(3e-3), 27e-3) == H200
-    assert anchored(H200, workload, costs(0.0), 3 * step_s) == H200
+def test_a_step_that_is_slow_for_another_reason_has_the_power_of_its_clock() -> None:
+    step = predict_step(products(9), product_costs(), H200)
+    assert step.clock_hz
+    found = anchored(H200, products(9), product_costs(), 3 * step.step_s, step.clock_hz, 700.0)
+    assert found.dynamic_w[Work.MATMUL] == pytest.approx(H200.dynamic_w[Work.MATMUL], 0.01)
+    assert found.max_clock_hz == pytest.approx(H200.max_clock_hz, 1e-3)
+
+
+def test_a_step_at_full_clock_has_its_energy() -> None:
+    """Pauses, as in a step that the host bounds, change its power and not this energy."""
+    truth = with_power(0.8)
+    for pause_s in (1e-3, 5e-3):
+        step = predict_step(products(9), product_costs(pause_s), truth)
+        assert (step.slowdown, step.clock_hz) == (0.0, H200.max_clock_hz)
+        assert step.power_w
+        found = anchored(
+            H200, products(9), product_costs(), step.step_s, step.clock_hz, step.power_w
+        )
+        watts = truth.dynamic_w[Work.MATMUL]
+        assert found.dynamic_w[Work.MATMUL] == pytest.approx(watts, 0.01)
+        assert found.max_clock_hz == H200.max_clock_hz
+
+
+def test_a_limited_step_reaches_the_limit() -> None:
+    """Though it takes no longer than at full clock: its parts were not at full clock either."""
+    workload, costs = products(9), product_costs()
+    found = anchored(H200, workload, costs, 9 * 1.38e-3, 1.8e9, 700.0)
+    step = predict_step(workload, costs, found)
+    assert step.power_w == pytest.approx(H200.limit_w, 0.01)
+    assert step.clock_hz == pytest.approx(1.8e9, 2e-3)
+    assert predict_step(products(9), replace(costs, gap_s=2e-4), found).slowdown == 0.0
 
 
 @pytest.mark.parametrize("truth", [0.6, 1.0, 2.3])
 def test_compute_on_a_host_takes_the_calibrated_time(truth: float) -> None:
-    op = ComputeOp(op=Gemm(m=64, n=64, k=64), phase=Phase.FWD, module="x")
-    workload = Workload(name="w", rules="r", blocks={"s": (op,) * 9}, stages=(Stage(step="s"),))
+    workload = products(9)
 
     def costs(factor: float) -> Costs:
         cost = OpCost(time_s={Work.MATMUL: factor * 1e-3})

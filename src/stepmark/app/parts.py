@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
+from stepmark.app.calibrate import power_w
 from stepmark.app.comm_contention import comm_slowdown
 from stepmark.app.likeness import is_like, missing_profile, nearest_profile
 from stepmark.app.measured_curves import run_curves
@@ -18,7 +19,7 @@ from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import Idle, Work, work_of
 from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
-from stepmark.core.record import METHOD_VERSIONS, Measured
+from stepmark.core.record import METHOD_VERSIONS, Measured, Telemetry
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.step_cost import Costs, OpCost, PowerModel
 from stepmark.core.trace_columns import RankTrace
@@ -29,7 +30,7 @@ from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.predict import contention, power, step
 from stepmark.predict.comm import CommCosts
-from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, first_of, pass_of
+from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
 from stepmark.trace.kineto.arrivals import RankParts, rank_parts
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
@@ -117,7 +118,7 @@ def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Pa
         comm_slowdown=shallow.comm_slowdown if shallow else None,
         is_host=is_host,
         curves=curves,
-        power=_power(records, shallow, host_s),
+        power=_power(records, shallow),
         memory=tuple(memory),
         memory_bytes=first.memory_bytes,
         step=calibrated,
@@ -148,7 +149,7 @@ class _Shallow:
     """A profiled step of few layers, with the times of its kernels without contention.
 
     times, times_in_blocks: of all and of those of its blocks, with pauses and back to back, by
-    kind of work; step_s: unprofiled, back to back."""
+    kind of work; step_s: unprofiled, back to back. state: the clock and the mean power then."""
 
     workload: Workload
     costs: CostOf
@@ -157,6 +158,7 @@ class _Shallow:
     comm_slowdown: float | None
     is_host: bool
     step_s: float
+    state: tuple[float, float] | None
     times: tuple[dict[Work, float], dict[Work, float]]
     times_in_blocks: tuple[dict[Work, float], dict[Work, float]]
 
@@ -206,6 +208,7 @@ def _shallow(
         comm_slowdown=comm_slowdown(by_rank, curves),
         is_host=table.is_host,
         step_s=step_s,
+        state=_state(record),
         times=(_times(full), _times(limited)),
         times_in_blocks=(_times(full, in_blocks=True), _times(limited, in_blocks=True)),
     )
@@ -323,11 +326,7 @@ def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainC
             yield record.train, allocated, reserved
 
 
-def _power(
-    records: Iterable[Measured],
-    shallow: _Shallow | None,
-    host_s: Callable[[ComputeOp | CommOp], float],
-) -> PowerModel | None:
+def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel | None:
     """Return the power model, where all its operators were measured with their energy."""
     readings: dict[tuple[type[Op], Rate], Measured] = {}
     for record in records:
@@ -359,14 +358,14 @@ def _power(
     if shallow is None or shallow.is_host:
         return model
     model = power.with_sensitivities(model, *shallow.times)
-    cost = first_of([shallow.costs], host_s)
     costs = Costs(
-        compute=lambda op: cost(op) or _NOTHING,
+        compute=lambda op: shallow.costs(op) or _NOTHING,
         comm=lambda _op, _group: 0.0,
         gap_s=shallow.gap_s,
     )
-    if not any(isinstance(op, CommOp) for op in shallow.workload.expand()):
-        model = step.anchored(model, shallow.workload, costs, shallow.step_s)
+    is_alone = not any(isinstance(op, CommOp) for op in shallow.workload.expand())
+    if is_alone and shallow.state:
+        model = step.anchored(model, shallow.workload, costs, shallow.step_s, *shallow.state)
     # Products of a whole step are those of its blocks, not of the head as in a shallow one.
     return power.with_sensitivities(model, *shallow.times_in_blocks)
 
@@ -388,8 +387,14 @@ def _reading(half: Measured, sustained: Measured) -> power.Reading | None:
     )
 
 
+def _state(record: Measured) -> tuple[float, float] | None:
+    """Return mean clock and power of the first device; None: not both are known."""
+    seen = record.telemetry[0] if record.telemetry else Telemetry()
+    clock_hz, watts = seen.mean_clock_hz or seen.sm_clock_hz, power_w(seen)
+    return (clock_hz, watts) if clock_hz and watts else None
+
+
 def _watts(record: Measured) -> float:
-    telemetry = record.telemetry[0]
-    assert telemetry.energy_j
-    assert telemetry.span_s
-    return telemetry.energy_j / telemetry.span_s
+    watts = power_w(record.telemetry[0])
+    assert watts is not None
+    return watts

@@ -14,6 +14,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
 from stepmark.core.ledger import Group as LedgerGroup
 from stepmark.core.ledger import Idle, Work
+from stepmark.core.ops import Phase
 from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions, show_what_if
 from stepmark.core.prediction import StepMemory, StepPrediction
@@ -113,7 +114,18 @@ def calibration_notes(target: Target) -> Iterator[str]:
     if not (target.parts and target.parts.step):
         return
     own, step_s = target.parts.step
-    predicted_s = predict(replace(target, case=own, workload=of_case(own)), {})[0].step_s
+    parts, share = target.parts, 1.0
+    if target.case is not None:
+        share = own.model.num_layers / target.case.model.num_layers
+
+    def host_s(op: ComputeOp | CommOp) -> float:
+        """The optimizer's few operations update the parameters of all layers."""
+        return parts.host_s(op) * (share if op.phase is Phase.OPTIM else 1.0)
+
+    calibrated = replace(
+        target, case=own, workload=of_case(own), parts=replace(parts, host_s=host_s)
+    )
+    predicted_s = predict(calibrated, {})[0].step_s
     error = predicted_s / step_s - 1
     if abs(error) > _NOTABLE_ERROR:
         times = f"took {format_time(step_s)} and is predicted as {format_time(predicted_s)}"

@@ -29,7 +29,7 @@ from stepmark.report.training_words import shape_text
 from stepmark.store import predictions
 from stepmark.workload.rules.pytorch.case import of_case
 
-VERSION = 1  # of the predictor: rows of other versions are no past predictions of this one
+VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
 _TABLE = "predictions.csv"
 _CLOCK_STEP_S = 1.0  # by which a clock may be set back
 
@@ -292,4 +292,5 @@ def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
     state = record.telemetry[measured.rank]
     watts = calibrate.power_w(state)
     energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9
-    return StepPower(clock_hz=state.sm_clock_hz, power_w=watts, energy_j=energy_j)
+    clock_hz = state.mean_clock_hz or state.sm_clock_hz
+    return StepPower(clock_hz=clock_hz, power_w=watts, energy_j=energy_j)

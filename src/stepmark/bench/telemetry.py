@@ -127,14 +127,17 @@ class Sampler:
             energies[2:] = [(time.monotonic(), energy_j)]
 
     def telemetry(self) -> Telemetry:
-        """Return medians and the union of throttle reasons of the last `with` block."""
+        """Return the state during the last `with` block, with all throttle reasons seen."""
         readings, energies = tuple(self._readings), self._energies
+        clocks = [r.sm_clock_hz for r in readings if r.sm_clock_hz is not None]
+        powers = [r.power_w for r in readings if r.power_w is not None]
         span_s, energy_j = None, None
         if len(energies) > 2:
             span_s, energy_j = (b - a for a, b in zip(energies[1], energies[2], strict=True))
         return Telemetry(
-            sm_clock_hz=median([r.sm_clock_hz for r in readings]),
-            power_w=median([r.power_w for r in readings]),
+            sm_clock_hz=statistics.median(clocks) if clocks else None,
+            mean_clock_hz=statistics.fmean(clocks) if clocks else None,
+            power_w=statistics.median(powers) if powers else None,
             temperature_c=self._after.temperature_c,
             throttle=tuple(sorted({w for r in readings for w in r.throttle} - {IDLE})),
             num_readings=len(readings),
@@ -142,8 +145,3 @@ class Sampler:
             span_s=span_s,
             host=self._load,
         )
-
-
-def median(values: list[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return statistics.median(numbers) if numbers else None

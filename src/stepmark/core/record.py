@@ -63,6 +63,7 @@ class Telemetry:
     """Device state of one rank during one case. None: the device does not report it."""
 
     sm_clock_hz: float | None = None  # median while the samples ran
+    mean_clock_hz: float | None = None  # mean of the same readings; None in older records
     power_w: float | None = None  # median while the samples ran
     temperature_c: float | None = None  # after the last sample
     throttle: tuple[str, ...] = ()  # reasons seen while the samples ran

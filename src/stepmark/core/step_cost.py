@@ -61,8 +61,8 @@ class PowerModel:
     """Power of a GPU, and how it lowers the clock to keep its limit.
 
     slowdown x: log of the time of attention over that at full clock. Work of a kind takes
-    exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w, at a
-    clock of exp(-clock_exponent x) of the highest. dynamic_w of products is that of
+    exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w, at
+    exp(-x) of the highest clock. dynamic_w of products is that of
     product_flops_per_s at full clock, and proportional to it. is_limited: it has a limit.
     """
 
@@ -71,7 +71,6 @@ class PowerModel:
     dynamic_w: Mapping[Work, float]  # at full clock
     sensitivity: Mapping[Work, float]
     decay: float
-    clock_exponent: float
     product_flops_per_s: float
     max_clock_hz: float
     is_limited: bool = True

@@ -8,7 +8,6 @@ exp(sensitivity x) times as long.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import exp, log
-from statistics import mean
 
 from stepmark.core.ledger import Work
 from stepmark.core.step_cost import PowerModel
@@ -64,19 +63,12 @@ def fit(
         dynamic_w[work] = memory_bound_w
     is_limited = slowdown > _LEAST_SLOWDOWN
     sustained_w = attention.sustained_w - idle_w
-    clock_exponents = [
-        log(reading.full_clock_hz / reading.sustained_clock_hz)
-        / log(reading.sustained_s / reading.full_clock_s)
-        for reading in (product, attention)
-        if is_limited
-    ]
     return PowerModel(
         limit_w=product.sustained_w,
         static_w=idle_w,
         dynamic_w=dynamic_w,
         sensitivity=SENSITIVITY,
         decay=log(dynamic_w[Work.ATTENTION] / sustained_w) / slowdown if is_limited else 0.0,
-        clock_exponent=mean(clock_exponents) if is_limited else 0.0,
         product_flops_per_s=product_flops / product.full_clock_s,
         max_clock_hz=product.full_clock_hz,
         is_limited=is_limited,

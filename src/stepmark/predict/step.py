@@ -16,7 +16,8 @@ from stepmark.predict.timeline import simulate
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
 _ANCHOR_STEPS = 12
-_MOST_POWER, _MOST_SLOW = 2.0, 3.0  # factors of the power and of the time of compute
+_MOST_POWER, _MOST_SLOW = 4.0, 3.0  # factors of the power and of the time of compute
+_FULL_CLOCK = 0.98  # of the highest: a device with it is below its power limit
 # Seconds of compute by kind and by origin, FLOPs of products
 _Totals = tuple[dict[Work, float], dict[Source, float], float]
 
@@ -36,13 +37,12 @@ def _limited(
     timeline: Timeline,
 ) -> StepPrediction:
     """Return the prediction of a step of these totals and of this timeline at full clock."""
-    (times, sources, flops), slowdown = totals, 0.0
+    (_, sources, _), slowdown = totals, 0.0
     if power is None:
         return StepPrediction(
             timeline=timeline, slowdown=0.0, clock_hz=None, power_w=None, sources=sources
         )
-    if times.get(Work.MATMUL):
-        power = for_products(power, flops / times[Work.MATMUL])
+    power = _for_products(power, totals)
     full_s = timeline.busy_s
     for _ in range(_MOST_ROUNDS):
         new = slowdown_of(power, full_s, timeline.step_s, slowdown)
@@ -54,29 +54,53 @@ def _limited(
     return StepPrediction(
         timeline=timeline,
         slowdown=slowdown,
-        clock_hz=power.max_clock_hz * math.exp(-power.clock_exponent * slowdown),
+        clock_hz=power.max_clock_hz * math.exp(-slowdown),
         power_w=mean_power_w(power, slowdown, full_s, timeline.step_s),
         sources=sources,
     )
 
 
-def anchored(power: PowerModel, workload: Workload, costs: Costs, step_s: float) -> PowerModel:
-    """Return the model with which the calibrated step takes as long as it was measured.
+def anchored(
+    power: PowerModel,
+    workload: Workload,
+    costs: Costs,
+    step_s: float,
+    clock_hz: float,
+    power_w: float,
+) -> PowerModel:
+    """Return the model with which the calibrated step is as it was measured.
 
-    Power of products and attention depends on their operands, which only the step has: it is
-    multiplied by one factor, from a half to twice.
+    Power depends on the operands, which only the step has: it is multiplied by one factor, from
+    a quarter to four times. At full clock this gives the step its energy above idle, else its
+    time; but a step that also takes longer for other reasons is slowed no more than its clock.
+    From this slowdown on the clock is the measured one: the kernels of a long step have less
+    than full clock also after a pause.
+
+    costs: at full clock, without the host's time. clock_hz, power_w: means.
     """
+    if not power.is_limited:
+        return power
     costs = replace(costs, compute=cache(costs.compute))
     totals, full = _totals(workload, costs), simulate(workload, costs)
+    most = math.log(power.max_clock_hz / clock_hz)
+
+    if clock_hz >= _FULL_CLOCK * power.max_clock_hz:
+        own_w = mean_power_w(_for_products(power, totals), 0.0, full.busy_s, full.step_s)
+        measured_j = (power_w - power.static_w) * step_s
+        factor = measured_j / ((own_w - power.static_w) * full.step_s)
+        return _multiplied(power, min(_MOST_POWER, max(1 / _MOST_POWER, factor)))
 
     def predicted_with(factor: float) -> StepPrediction:
         return _limited(workload, costs, _multiplied(power, factor), totals, full)
 
-    predicted = predicted_with(1.0)
-    is_free = predicted.slowdown == 0.0 or predicted.timeline.is_host_bound
-    if not power.is_limited or is_free or predicted_with(_MOST_POWER).step_s < step_s:
-        return power  # power does not limit it, or not alone
-    return _multiplied(power, _factor(lambda f: predicted_with(f).step_s, step_s, _MOST_POWER))
+    def is_too_little(factor: float) -> bool:
+        predicted = predicted_with(factor)
+        is_slower = predicted.step_s >= step_s or predicted.slowdown >= most
+        return not (predicted.slowdown and is_slower)
+
+    factor = _factor(is_too_little, _MOST_POWER)
+    full_hz = clock_hz * math.exp(predicted_with(factor).slowdown)
+    return replace(_multiplied(power, factor), max_clock_hz=full_hz)
 
 
 def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
@@ -93,22 +117,25 @@ def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
 
     if not predicted_s(1 / _MOST_SLOW) < step_s < predicted_s(_MOST_SLOW):
         return 1.0
-    return _factor(predicted_s, step_s, _MOST_SLOW)
+    return _factor(lambda factor: predicted_s(factor) < step_s, _MOST_SLOW)
 
 
-def _factor(predicted_s: Callable[[float], float], step_s: float, most: float) -> float:
-    """Return the factor, from 1 / most to most, with which the step takes this time."""
+def _factor(is_too_little: Callable[[float], bool], most: float) -> float:
+    """Return the factor, from 1 / most to most, from which on it is not too little."""
     low, high = 1 / most, most
     for _ in range(_ANCHOR_STEPS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if predicted_s(middle) < step_s else (low, middle)
+        low, high = (middle, high) if is_too_little(middle) else (low, middle)
     return math.sqrt(low * high)
 
 
+def _for_products(power: PowerModel, totals: _Totals) -> PowerModel:
+    times, _, flops = totals
+    return for_products(power, flops / times[Work.MATMUL]) if times.get(Work.MATMUL) else power
+
+
 def _multiplied(power: PowerModel, factor: float) -> PowerModel:
-    works = (Work.MATMUL, Work.ATTENTION)
-    changed = {work: factor * power.dynamic_w[work] for work in works}
-    return replace(power, dynamic_w={**power.dynamic_w, **changed})
+    return replace(power, dynamic_w={w: factor * x for w, x in power.dynamic_w.items()})
 
 
 def _totals(workload: Workload, costs: Costs) -> _Totals:

@@ -166,14 +166,14 @@ class StepMemory:
         """Return bytes per token of what a checkpointed block keeps."""
         if self._case.recompute is not Recompute.OPS:
             return [self._row_bytes // self._case.parallel.tp]
-        # Attention with its statistics, and the outputs of every second product.
+        # Attention with its statistics, and the outputs of the first, third, ... product.
         model, axes = self._case.model, self._case.parallel
         gathered = (axes.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
         sizes = [
             self._row_bytes,
             model.num_heads * (model.d_v * self._formats.itemsize + FP32),
             gathered * self._formats.itemsize,
-            sum(leaf.output for leaf in unit.leaves) // 2,
+            sum([leaf.output for leaf in unit.leaves if leaf.output][::2]),
         ]
         return [size // axes.tp for size in sizes if size]
 
