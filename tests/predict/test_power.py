@@ -27,7 +27,6 @@ H200 = fit(
         duty=0.491,
         part_w=550.5,
         sustained_s=1.6187e-3,
-        sustained_clock_hz=1.485e9,
         sustained_w=700.0,
     ),
     Reading(
@@ -36,7 +35,6 @@ H200 = fit(
         duty=0.4907,
         part_w=530.1,
         sustained_s=1.0402e-3,
-        sustained_clock_hz=1.71e9,
         sustained_w=700.0,
     ),
     copy_w=605.2,
@@ -121,7 +119,6 @@ def test_a_device_without_a_limit() -> None:
         duty=0.5,
         part_w=200.0,
         sustained_s=1.001,
-        sustained_clock_hz=1e9,
         sustained_w=300.0,
     )
     free = fit(reading, reading, copy_w=250.0, idle_w=100.0, product_flops=10**12)

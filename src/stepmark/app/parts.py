@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 
-from stepmark.app.calibrate import power_w
 from stepmark.app.comm_contention import comm_slowdown
 from stepmark.app.likeness import is_like, missing_profile, nearest_profile
 from stepmark.app.measured_curves import run_curves
@@ -328,32 +327,28 @@ def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainC
 
 def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel | None:
     """Return the power model, where all its operators were measured with their energy."""
-    readings: dict[tuple[type[Op], Rate], Measured] = {}
+    readings: dict[tuple[type[Op], Rate], tuple[Measured, tuple[float, float]]] = {}
     for record in records:
-        if not isinstance(record.case, OpCase) or not record.telemetry:
+        if not isinstance(record.case, OpCase) or not (state := _state(record)):
             continue
-        op, telemetry = record.case.op, record.telemetry[0]
-        is_forward = not isinstance(op, Attention) or op.phase is Phase.FWD
-        if is_forward and telemetry.energy_j and telemetry.span_s:
+        op = record.case.op
+        if not isinstance(op, Attention) or op.phase is Phase.FWD:
             key = type(op), record.case.rate
-            others = readings.get(key)
-            if others is None or median_s(others) < median_s(record):
-                readings[key] = record
+            if key not in readings or median_s(readings[key][0]) < median_s(record):
+                readings[key] = record, state
     needed = itertools.product((Gemm, Attention, Copy), (Rate.HALF, Rate.SUSTAINED))
     if any(key not in readings for key in needed):
         return None
     product, attention = (
-        _reading(readings[op, Rate.HALF], readings[op, Rate.SUSTAINED])
+        _reading(*readings[op, Rate.HALF], *readings[op, Rate.SUSTAINED])
         for op in (Gemm, Attention)
     )
-    if product is None or attention is None:
-        return None
     model = power.fit(
         product,
         attention,
-        copy_w=_watts(readings[Copy, Rate.SUSTAINED]),
-        idle_w=_watts(readings[Copy, Rate.HALF]),
-        product_flops=readings[Gemm, Rate.SUSTAINED].operator.op.flops,
+        copy_w=readings[Copy, Rate.SUSTAINED][1][1],
+        idle_w=readings[Copy, Rate.HALF][1][1],
+        product_flops=readings[Gemm, Rate.SUSTAINED][0].operator.op.flops,
     )
     if shallow is None or shallow.is_host:
         return model
@@ -370,31 +365,28 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
     return power.with_sensitivities(model, *shallow.times_in_blocks)
 
 
-def _reading(half: Measured, sustained: Measured) -> power.Reading | None:
-    clocks = half.telemetry[0].sm_clock_hz, sustained.telemetry[0].sm_clock_hz
-    if not clocks[0] or not clocks[1]:
-        return None
+def _reading(
+    half: Measured,
+    half_state: tuple[float, float],
+    sustained: Measured,
+    sustained_state: tuple[float, float],
+) -> power.Reading:
     span_s = half.samples.wall_s - half.samples.soak_s
     busy_s = sum(half.samples.seconds[0]) * half.samples.calls_per_sample
     return power.Reading(
         full_clock_s=median_s(half),
-        full_clock_hz=clocks[0],
+        full_clock_hz=half_state[0],
         duty=min(1.0, busy_s / span_s),
-        part_w=_watts(half),
+        part_w=half_state[1],
         sustained_s=median_s(sustained),
-        sustained_clock_hz=clocks[1],
-        sustained_w=_watts(sustained),
+        sustained_w=sustained_state[1],
     )
 
 
 def _state(record: Measured) -> tuple[float, float] | None:
     """Return mean clock and power of the first device; None: not both are known."""
     seen = record.telemetry[0] if record.telemetry else Telemetry()
-    clock_hz, watts = seen.mean_clock_hz or seen.sm_clock_hz, power_w(seen)
-    return (clock_hz, watts) if clock_hz and watts else None
-
-
-def _watts(record: Measured) -> float:
-    watts = power_w(record.telemetry[0])
-    assert watts is not None
-    return watts
+    clock_hz = seen.mean_clock_hz or seen.sm_clock_hz
+    if not clock_hz or not seen.energy_j or not seen.span_s:
+        return None
+    return clock_hz, seen.energy_j / seen.span_s

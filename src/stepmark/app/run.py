@@ -5,7 +5,6 @@ measure it, rank 0 writes the prediction into the run.
 """
 
 import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
 from stepmark.app.runs import write_run_page
 from stepmark.app.step_report import reported
-from stepmark.app.view import console, show_rows, view
+from stepmark.app.view import console, view
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -36,7 +35,6 @@ from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import TrainOptions, given_options
 from stepmark.core.units import GIB, KIB, MIB
-from stepmark.launch import outer_launcher
 from stepmark.report import summary
 
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -45,7 +43,6 @@ _COLLECTIVES = {
     "cpu": CommOptions(names=_NAMES, begin=4 * KIB, end=4 * MIB, factor=32.0),
 }
 _MAX_MBS = 8
-_DOCTOR_LIMIT_S = 180.0  # it imports torch and reads every device
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
 # A CPU trains the smallest model on few tokens: a step takes about two seconds.
 _CPU = TrainOptions(model="gpt2-125m", seq_len=64)
@@ -53,7 +50,7 @@ _CPU_STEPS, _STEPS, _CPU_RANKS = 8, 30, "2"
 
 
 def run(options: RunOptions) -> int:
-    """Examine the machine, calibrate, predict, train, and write the page."""
+    """Calibrate, predict, train, and write the page."""
     if options.dry_run:
         target = machine(options.device, dry_run=True)
         load("stepmark.app.dry_run:show")(plan(options, target))
@@ -63,14 +60,6 @@ def run(options: RunOptions) -> int:
         combined = plan(options, machine(options.device))
         if options.out:
             delivery.make_folder("out", Path(options.out))
-        if outer_launcher.is_first():
-            # A process of its own, because importing torch takes seconds and memory.
-            command = [sys.executable, "-m", "stepmark", "doctor"]
-            try:
-                subprocess.run(command, timeout=_DOCTOR_LIMIT_S, check=False)
-            except subprocess.TimeoutExpired:
-                limit = f"{_DOCTOR_LIMIT_S:.0f} s"
-                sys.stderr.write(f"stepmark: doctor took more than {limit} and was ended.\n")
         return combined
 
     return measure(planned, options.device, options.out)
@@ -229,11 +218,10 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
-    """Show tables, the ledger and the sentence; write the page. Returns the exit code."""
+    """Write the page; show a summary, the ledger and the sentence. Returns the exit code."""
     run = view(path)
     report = reported(path, run)
     page = write_run_page(run, report, path / "report.html")
-    show_rows(run)
     lines = summary.comm_lines(run.comm_rows)
     for line in (*lines, *summary.train_lines(run.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)

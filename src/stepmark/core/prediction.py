@@ -60,9 +60,9 @@ class StepPrediction:
     """
 
     timeline: Timeline
-    slowdown: float
-    clock_hz: float | None
-    power_w: float | None
+    slowdown: float = 0.0
+    clock_hz: float | None = None
+    power_w: float | None = None
     sources: Mapping[Source, float]
     is_lower_bound: bool = False
 

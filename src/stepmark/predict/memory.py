@@ -18,6 +18,7 @@ from stepmark.core.units import GIB
 from stepmark.predict.step_memory import StepMemory, num_microbatches
 
 _TOO_MANY = 2**24  # sequences
+_PURPOSES = ("weights", "gradients", "optimizer", "gathered", "activations", "working", "head")
 # Errors of allocated and reserved bytes, as shares of the estimate: a little more than the
 # largest ones on one to four H200s with torch 2.11, 0.005 and 0.089
 # (tests/predict/test_memory_measured.py).
@@ -69,13 +70,7 @@ def _of_stage(case: TrainCase, stage: int, root: Module) -> TrainMemory:
     step.steps(1)
     heap = step.heap
     return TrainMemory(
-        weights_bytes=heap.at_peak["weights"],
-        gradients_bytes=heap.at_peak["gradients"],
-        optimizer_bytes=heap.at_peak["optimizer"],
-        gathered_bytes=heap.at_peak["gathered"],
-        activations_bytes=heap.at_peak["activations"],
-        working_bytes=heap.at_peak["working"],
-        head_bytes=heap.at_peak["head"],
+        **{f"{purpose}_bytes": heap.at_peak[purpose] for purpose in _PURPOSES},
         rounding_bytes=heap.peak_allocated - heap.at_peak.total(),
         reserved_bytes=heap.peak_reserved,
     )

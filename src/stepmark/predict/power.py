@@ -41,7 +41,6 @@ class Reading:
     duty: float
     part_w: float  # mean power with that duty
     sustained_s: float
-    sustained_clock_hz: float
     sustained_w: float
 
 
@@ -94,10 +93,11 @@ def with_sensitivities(
     return replace(power, sensitivity={**power.sensitivity, **measured})
 
 
-def for_products(power: PowerModel, flops_per_s: float) -> PowerModel:
-    """Return the model for products that reach this rate at full clock."""
-    share = flops_per_s / power.product_flops_per_s
-    product_w = power.dynamic_w[Work.MATMUL] * share
+def for_products(power: PowerModel, flops_per_s: float | None) -> PowerModel:
+    """Return the model for products that reach this rate at full clock; None: no product."""
+    if flops_per_s is None:
+        return power
+    product_w = power.dynamic_w[Work.MATMUL] * flops_per_s / power.product_flops_per_s
     return replace(power, dynamic_w={**power.dynamic_w, Work.MATMUL: product_w})
 
 

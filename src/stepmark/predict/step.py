@@ -18,32 +18,25 @@ _CLOSE = 1e-4  # of slowdown
 _ANCHOR_STEPS = 12
 _MOST_POWER, _MOST_SLOW = 4.0, 3.0  # factors of the power and of the time of compute
 _FULL_CLOCK = 0.98  # of the highest: a device with it is below its power limit
-# Seconds of compute by kind and by origin, FLOPs of products
-_Totals = tuple[dict[Work, float], dict[Source, float], float]
+_Totals = tuple[dict[Source, float], float | None]  # seconds of compute, FLOP/s of products
 
 
 def predict_step(
     workload: Workload, costs: Costs, power: PowerModel | None = None
 ) -> StepPrediction:
     """Return the prediction of one step of the workload. Raises ConfigError."""
-    return _limited(workload, costs, power, _totals(workload, costs), simulate(workload, costs))
+    totals, timeline = _totals(workload, costs), simulate(workload, costs)
+    if power is None:
+        return StepPrediction(timeline=timeline, sources=totals[0])
+    return _limited(workload, costs, power, totals, timeline)
 
 
 def _limited(
-    workload: Workload,
-    costs: Costs,
-    power: PowerModel | None,
-    totals: _Totals,
-    timeline: Timeline,
+    workload: Workload, costs: Costs, power: PowerModel, totals: _Totals, timeline: Timeline
 ) -> StepPrediction:
     """Return the prediction of a step of these totals and of this timeline at full clock."""
-    (_, sources, _), slowdown = totals, 0.0
-    if power is None:
-        return StepPrediction(
-            timeline=timeline, slowdown=0.0, clock_hz=None, power_w=None, sources=sources
-        )
-    power = _for_products(power, totals)
-    full_s = timeline.busy_s
+    (sources, product_rate), slowdown, full_s = totals, 0.0, timeline.busy_s
+    power = for_products(power, product_rate)
     for _ in range(_MOST_ROUNDS):
         new = slowdown_of(power, full_s, timeline.step_s, slowdown)
         is_close = abs(new - slowdown) < _CLOSE
@@ -85,7 +78,7 @@ def anchored(
     most = math.log(power.max_clock_hz / clock_hz)
 
     if clock_hz >= _FULL_CLOCK * power.max_clock_hz:
-        own_w = mean_power_w(_for_products(power, totals), 0.0, full.busy_s, full.step_s)
+        own_w = mean_power_w(for_products(power, totals[1]), 0.0, full.busy_s, full.step_s)
         measured_j = (power_w - power.static_w) * step_s
         factor = measured_j / ((own_w - power.static_w) * full.step_s)
         return _multiplied(power, min(_MOST_POWER, max(1 / _MOST_POWER, factor)))
@@ -129,28 +122,21 @@ def _factor(is_too_little: Callable[[float], bool], most: float) -> float:
     return math.sqrt(low * high)
 
 
-def _for_products(power: PowerModel, totals: _Totals) -> PowerModel:
-    times, _, flops = totals
-    return for_products(power, flops / times[Work.MATMUL]) if times.get(Work.MATMUL) else power
-
-
 def _multiplied(power: PowerModel, factor: float) -> PowerModel:
     return replace(power, dynamic_w={w: factor * x for w, x in power.dynamic_w.items()})
 
 
 def _totals(workload: Workload, costs: Costs) -> _Totals:
-    """Return seconds of compute by kind and by origin, and FLOPs of products, over stages."""
-    times: dict[Work, float] = {}
+    """Return seconds of compute by origin, and the rate of products, over all stages."""
     sources: dict[Source, float] = {}
-    flops = 0.0
+    flops = product_s = 0.0
     for stage in range(len(workload.stages)):
         for op, count in workload.tally(stage).items():
             if not isinstance(op, ComputeOp):
                 continue
             cost: OpCost = costs.compute(op)
-            for work, time_s in cost.time_s.items():
-                times[work] = times.get(work, 0.0) + count * time_s
+            product_s += count * cost.time_s.get(Work.MATMUL, 0.0)
             sources[cost.source] = sources.get(cost.source, 0.0) + count * cost.total_s
             if work_of_op(op) is Work.MATMUL:
                 flops += count * (op.op.flops or 0)
-    return times, sources, flops
+    return sources, flops / product_s if product_s else None
