@@ -3,17 +3,21 @@
     python recipes/prediction_rows.py measure --nproc 1 --only 1-6 --out runs/predictions
     python recipes/prediction_rows.py measure --nproc 1 --resume runs/predictions/ID
     python recipes/prediction_rows.py table runs/predictions src/stepmark/data/predictions.csv
+    python recipes/prediction_rows.py again runs/predictions
 
 `measure` calibrates for several training steps in one sitting, commits all their predictions,
 and measures each step in two launches. `table` writes a row per step: predicted and measured
 time (the mean of both launches), clock, power, memory, the largest line errors, and the
-baseline that predicts every step from one constant rate.
+baseline that predicts every step from one constant rate. `again` predicts measured steps once
+more, by the predictor as it is now, and prints its errors; these are no past predictions.
 """
 
 import argparse
 import csv
+import shutil
 import statistics
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +36,7 @@ from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.report.ledger import absolute_ns, differences
 from stepmark.report.predicted_steps import Step
+from stepmark.store import plans
 from stepmark.store.reader import list_runs
 
 # By number of ranks: model and options of `stepmark run`.
@@ -166,6 +171,33 @@ def _table(arguments: argparse.Namespace) -> int:
         writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
+    _print(rows)
+    return 0
+
+
+def _again(arguments: argparse.Namespace) -> int:
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for path in list_runs(Path(arguments.runs)):
+            copy = Path(folder) / path.name
+            shutil.copytree(path, copy, ignore=shutil.ignore_patterns("prediction.*"))
+            step_report.commit(copy, plans.read(copy))
+            rows += _rows_of(copy)
+    for row in rows:
+        errors = ", ".join(
+            f"{name.removesuffix('_error_pct')} {row[name]:+.1f} %"
+            for name in _MORE_ERRORS
+            if row.get(name) is not None
+        )
+        techniques = f"{row['precision']} ac {row['ac']} accum {row['grad_accum']}"
+        step = f"{row['model']} mbs {row['mbs']} {row['compiled']} {techniques}"
+        times = f"{1e3 * row['measured_s']:.1f} ms, predicted {row['error_pct']:+.1f} %"
+        sys.stdout.write(f"{step}: {times}, {errors}\n")
+    _print(rows)
+    return 0 if rows else 3
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
     strata = sorted({(row["bound"], row["strategy"], row["compiled"]) for row in rows})
     for stratum in strata:
         own = [r for r in rows if (r["bound"], r["strategy"], r["compiled"]) == stratum]
@@ -173,11 +205,10 @@ def _table(arguments: argparse.Namespace) -> int:
     sys.stdout.write(f"all: {_errors(rows, 'error_pct')}\n")
     for name in _MORE_ERRORS:
         sys.stdout.write(f"{name}: {_errors(rows, name)}\n")
-    return 0
 
 
 def _errors(rows: list[dict[str, Any]], name: str) -> str:
-    errors = [abs(row[name]) for row in rows if row[name] is not None]
+    errors = [abs(row[name]) for row in rows if row.get(name) is not None]
     if not errors:
         return "unknown"
     mean, most = statistics.mean(errors), max(errors)
@@ -263,7 +294,7 @@ def _row(
     return row
 
 
-def main() -> int:
+def main(words: list[str] | None = None) -> int:
     """Run a command of this recipe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True)
@@ -278,7 +309,10 @@ def main() -> int:
     table.add_argument("runs")
     table.add_argument("csv")
     table.set_defaults(call=_table)
-    arguments = parser.parse_args()
+    again = commands.add_parser("again")
+    again.add_argument("runs")
+    again.set_defaults(call=_again)
+    arguments = parser.parse_args(words)
     try:
         code: int = arguments.call(arguments)
     except StepmarkError as error:

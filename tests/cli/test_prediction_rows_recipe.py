@@ -1,0 +1,50 @@
+"""The recipe of the table of predictions, with one small step on the CPU."""
+
+import csv
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RECIPE = Path(__file__).parents[2] / "recipes" / "prediction_rows.py"
+STEP = "gpt2-125m --scale tiny --num-layers 3 --mbs 2 --strategy ddp"
+PROGRAM = f"""
+import runpy, sys
+recipe = runpy.run_path({str(RECIPE)!r})
+recipe["ROWS"][2] = ({STEP!r},)
+sys.exit(recipe["main"](sys.argv[1:]))
+"""
+
+pytestmark = pytest.mark.ranks
+
+
+def recipe(*words: str, cwd: Path, code: int = 0) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *words],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == code, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> None:
+    recipe("measure", "--nproc", "2", "--device", "cpu", "--out", "runs", cwd=tmp_path)
+    shown = recipe("table", "runs", "rows.csv", cwd=tmp_path)
+    (row,) = csv.DictReader((tmp_path / "rows.csv").read_text().splitlines())
+    error_pct = 100 * (float(row["predicted_s"]) / float(row["measured_s"]) - 1)
+    assert float(row["error_pct"]) == pytest.approx(error_pct)
+    assert (row["ranks"], row["mbs"], row["strategy"]) == ("2", "2", "ddp")
+    assert float(row["lines_error_pct"]) > 0
+    assert f"all: 1 rows, mean {abs(error_pct):.2f} %" in shown
+    # By the same predictor it is the same prediction.
+    again = recipe("again", "runs", cwd=tmp_path)
+    assert f"predicted {error_pct:+.1f} %" in again
+    assert f"all: 1 rows, mean {abs(error_pct):.2f} %" in again
+    (run,) = (tmp_path / "runs").iterdir()
+    assert (run / "prediction.json").exists()
+    assert recipe("again", "elsewhere", cwd=tmp_path, code=3).startswith("all: unknown")
