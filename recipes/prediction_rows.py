@@ -160,19 +160,13 @@ def _measure(arguments: argparse.Namespace) -> int:
 
 def _table(arguments: argparse.Namespace) -> int:
     rows = [row for path in list_runs(Path(arguments.runs)) for row in _rows_of(path)]
-    if not rows:
-        sys.stderr.write(f"{arguments.runs}: no predicted step\n")
-        return 3
-    for row in rows:
-        others = [o["flops_per_s"] for o in rows if o["model"] != row["model"]]
-        rate = statistics.median(others) if others else None
-        row["constant_rate_error_pct"] = 100 * (row["flops_per_s"] / rate - 1) if rate else None
-    with Path(arguments.csv).open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    _print(rows)
-    return 0
+    code = _print(rows, arguments.runs)
+    if not code:
+        with Path(arguments.csv).open("w", encoding="utf-8", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    return code
 
 
 def _again(arguments: argparse.Namespace) -> int:
@@ -184,20 +178,27 @@ def _again(arguments: argparse.Namespace) -> int:
             step_report.commit(copy, plans.read(copy))
             rows += _rows_of(copy)
     for row in rows:
-        errors = ", ".join(
-            f"{name.removesuffix('_error_pct')} {row[name]:+.1f} %"
-            for name in _MORE_ERRORS
-            if row.get(name) is not None
-        )
         techniques = f"{row['precision']} ac {row['ac']} accum {row['grad_accum']}"
         step = f"{row['model']} mbs {row['mbs']} {row['compiled']} {techniques}"
         times = f"{1e3 * row['measured_s']:.1f} ms, predicted {row['error_pct']:+.1f} %"
-        sys.stdout.write(f"{step}: {times}, {errors}\n")
-    _print(rows)
-    return 0 if rows else 3
+        errors = (
+            f", {name.removesuffix('_error_pct')} {row[name]:+.1f} %"
+            for name in _MORE_ERRORS
+            if row.get(name) is not None
+        )
+        sys.stdout.write(f"{step}: {times}{''.join(errors)}\n")
+    return _print(rows, arguments.runs)
 
 
-def _print(rows: list[dict[str, Any]]) -> None:
+def _print(rows: list[dict[str, Any]], runs: str) -> int:
+    """Add the error of the constant-rate baseline; print the errors. Returns the exit code."""
+    if not rows:
+        sys.stderr.write(f"{runs}: no predicted step\n")
+        return 3
+    for row in rows:
+        others = [o["flops_per_s"] for o in rows if o["model"] != row["model"]]
+        rate = statistics.median(others) if others else None
+        row["constant_rate_error_pct"] = 100 * (row["flops_per_s"] / rate - 1) if rate else None
     strata = sorted({(row["bound"], row["strategy"], row["compiled"]) for row in rows})
     for stratum in strata:
         own = [r for r in rows if (r["bound"], r["strategy"], r["compiled"]) == stratum]
@@ -205,10 +206,11 @@ def _print(rows: list[dict[str, Any]]) -> None:
     sys.stdout.write(f"all: {_errors(rows, 'error_pct')}\n")
     for name in _MORE_ERRORS:
         sys.stdout.write(f"{name}: {_errors(rows, name)}\n")
+    return 0
 
 
 def _errors(rows: list[dict[str, Any]], name: str) -> str:
-    errors = [abs(row[name]) for row in rows if row.get(name) is not None]
+    errors = [abs(row[name]) for row in rows if row[name] is not None]
     if not errors:
         return "unknown"
     mean, most = statistics.mean(errors), max(errors)
@@ -294,7 +296,7 @@ def _row(
     return row
 
 
-def main(words: list[str] | None = None) -> int:
+def main() -> int:
     """Run a command of this recipe."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True)
@@ -312,7 +314,7 @@ def main(words: list[str] | None = None) -> int:
     again = commands.add_parser("again")
     again.add_argument("runs")
     again.set_defaults(call=_again)
-    arguments = parser.parse_args(words)
+    arguments = parser.parse_args()
     try:
         code: int = arguments.call(arguments)
     except StepmarkError as error:

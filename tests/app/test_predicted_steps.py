@@ -337,7 +337,7 @@ def test_a_missing_part_is_named(run: Predict, copies: Path, role: str, text: st
 def test_parts_that_do_not_give_the_calibrated_step_are_doubted(
     run: Predict, copies: Path, factor: float, is_noted: bool
 ) -> None:
-    """Without power, which a single GPU's step is anchored to."""
+    """Without power, to which the model of a single GPU is fitted."""
 
     def slower(record: dict[str, Any]) -> bool:
         if "kernels" in roles(record):

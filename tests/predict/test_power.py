@@ -17,7 +17,7 @@ from stepmark.predict.power import (
     mean_power_w,
     slowdown_of,
 )
-from stepmark.predict.step import anchored, host_factor, predict_step
+from stepmark.predict.step import fitted_power, host_factor, predict_step
 
 # H200 at 700 W, torch 2.11: bf16 products of 8192^3, attention 4 x 4096 x 32 x 128, copies.
 H200 = fit(
@@ -147,7 +147,7 @@ def test_power_is_that_with_which_a_step_takes_its_time(factor: float) -> None:
     assert step.clock_hz
     for slower in (1.0, 1.1):  # its clock is also lower than its time says
         clock_hz = step.clock_hz / slower
-        found = anchored(H200, products(9), product_costs(), step.step_s, clock_hz, 700.0)
+        found = fitted_power(H200, products(9), product_costs(), step.step_s, clock_hz, 700.0)
         for work, watts in truth.dynamic_w.items():
             assert found.dynamic_w[work] == pytest.approx(watts, 0.01)
         # With pauses it is less slow, and its clock is higher by as much.
@@ -161,9 +161,11 @@ def test_power_is_that_with_which_a_step_takes_its_time(factor: float) -> None:
 def test_a_step_that_is_slow_for_another_reason_has_the_power_of_its_clock() -> None:
     step = predict_step(products(9), product_costs(), H200)
     assert step.clock_hz
-    found = anchored(H200, products(9), product_costs(), 3 * step.step_s, step.clock_hz, 700.0)
+    found = fitted_power(
+        H200, products(9), product_costs(), 3 * step.step_s, step.clock_hz, 700.0
+    )
     assert found.dynamic_w[Work.MATMUL] == pytest.approx(H200.dynamic_w[Work.MATMUL], 0.01)
-    assert found.max_clock_hz == pytest.approx(H200.max_clock_hz, 1e-3)
+    assert found.full_clock_hz == pytest.approx(H200.full_clock_hz, 1e-3)
 
 
 def test_a_step_at_full_clock_has_its_energy() -> None:
@@ -171,20 +173,20 @@ def test_a_step_at_full_clock_has_its_energy() -> None:
     truth = with_power(0.8)
     for pause_s in (1e-3, 5e-3):
         step = predict_step(products(9), product_costs(pause_s), truth)
-        assert (step.slowdown, step.clock_hz) == (0.0, H200.max_clock_hz)
+        assert (step.slowdown, step.clock_hz) == (0.0, H200.full_clock_hz)
         assert step.power_w
-        found = anchored(
+        found = fitted_power(
             H200, products(9), product_costs(), step.step_s, step.clock_hz, step.power_w
         )
         watts = truth.dynamic_w[Work.MATMUL]
         assert found.dynamic_w[Work.MATMUL] == pytest.approx(watts, 0.01)
-        assert found.max_clock_hz == H200.max_clock_hz
+        assert found.full_clock_hz == H200.full_clock_hz
 
 
 def test_a_limited_step_reaches_the_limit() -> None:
     """Though it takes no longer than at full clock: its parts were not at full clock either."""
     workload, costs = products(9), product_costs()
-    found = anchored(H200, workload, costs, 9 * 1.38e-3, 1.8e9, 700.0)
+    found = fitted_power(H200, workload, costs, 9 * 1.38e-3, 1.8e9, 700.0)
     step = predict_step(workload, costs, found)
     assert step.power_w == pytest.approx(H200.limit_w, 0.01)
     assert step.clock_hz == pytest.approx(1.8e9, 2e-3)

@@ -32,7 +32,7 @@ from stepmark.core.ops import FAMILY_OF, Attention, Copy, Gemm, Op
 from stepmark.core.ops.backends import BACKENDS, unsupported
 from stepmark.core.options import build, plain
 from stepmark.core.plan import CommHow, Entry, How, OpHow, Plan, Profile, TrainHow, entries
-from stepmark.core.record import Measured, Telemetry
+from stepmark.core.record import Measured
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.trace_columns import RankTrace
 from stepmark.core.trace_ops import COMPUTE
@@ -286,12 +286,5 @@ def _host_text(record: Measured) -> str:
 
 
 def _watts(record: Measured) -> str:
-    powers = [power for power in map(power_w, record.telemetry) if power is not None]
+    powers = [t.mean_power_w for t in record.telemetry if t.mean_power_w is not None]
     return f"{statistics.mean(powers):.0f} W" if powers else "unknown power"
-
-
-def power_w(state: Telemetry) -> float | None:
-    """Return the mean power while samples ran, by the energy counter where there is one."""
-    if state.energy_j is not None and state.span_s:
-        return state.energy_j / state.span_s
-    return state.power_w

@@ -38,6 +38,7 @@ _MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
 _NOTABLE = 0.1  # scaling of computation on a host
 _NOTHING = OpCost(time_s={}, num_kernels=0.0)
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
+_PowerRecord = tuple[Measured, float, float]  # with mean clock and power
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ class _Shallow:
     """A profiled step of few layers, with the times of its kernels without contention.
 
     times, times_in_blocks: of all and of those of its blocks, with pauses and back to back, by
-    kind of work; step_s: unprofiled, back to back. state: the clock and the mean power then."""
+    kind of work; step_s: unprofiled, back to back, with clock_and_power of the first device."""
 
     workload: Workload
     costs: CostOf
@@ -157,7 +158,7 @@ class _Shallow:
     comm_slowdown: float | None
     is_host: bool
     step_s: float
-    state: tuple[float, float] | None
+    clock_and_power: tuple[float, float] | None
     times: tuple[dict[Work, float], dict[Work, float]]
     times_in_blocks: tuple[dict[Work, float], dict[Work, float]]
 
@@ -207,7 +208,7 @@ def _shallow(
         comm_slowdown=comm_slowdown(by_rank, curves),
         is_host=table.is_host,
         step_s=step_s,
-        state=_state(record),
+        clock_and_power=_clock_and_power(record),
         times=(_times(full), _times(limited)),
         times_in_blocks=(_times(full, in_blocks=True), _times(limited, in_blocks=True)),
     )
@@ -327,27 +328,28 @@ def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainC
 
 def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel | None:
     """Return the power model, where all its operators were measured with their energy."""
-    readings: dict[tuple[type[Op], Rate], tuple[Measured, tuple[float, float]]] = {}
+    readings: dict[tuple[type[Op], Rate], _PowerRecord] = {}
     for record in records:
-        if not isinstance(record.case, OpCase) or not (state := _state(record)):
+        clock_and_power = _clock_and_power(record)
+        if not isinstance(record.case, OpCase) or not clock_and_power:
             continue
         op = record.case.op
         if not isinstance(op, Attention) or op.phase is Phase.FWD:
             key = type(op), record.case.rate
             if key not in readings or median_s(readings[key][0]) < median_s(record):
-                readings[key] = record, state
+                readings[key] = record, *clock_and_power
     needed = itertools.product((Gemm, Attention, Copy), (Rate.HALF, Rate.SUSTAINED))
     if any(key not in readings for key in needed):
         return None
     product, attention = (
-        _reading(*readings[op, Rate.HALF], *readings[op, Rate.SUSTAINED])
+        _reading(readings[op, Rate.HALF], readings[op, Rate.SUSTAINED])
         for op in (Gemm, Attention)
     )
     model = power.fit(
         product,
         attention,
-        copy_w=readings[Copy, Rate.SUSTAINED][1][1],
-        idle_w=readings[Copy, Rate.HALF][1][1],
+        copy_w=readings[Copy, Rate.SUSTAINED][2],
+        idle_w=readings[Copy, Rate.HALF][2],
         product_flops=readings[Gemm, Rate.SUSTAINED][0].operator.op.flops,
     )
     if shallow is None or shallow.is_host:
@@ -359,34 +361,30 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
         gap_s=shallow.gap_s,
     )
     is_alone = not any(isinstance(op, CommOp) for op in shallow.workload.expand())
-    if is_alone and shallow.state:
-        model = step.anchored(model, shallow.workload, costs, shallow.step_s, *shallow.state)
+    if is_alone and shallow.clock_and_power:
+        measured = shallow.step_s, *shallow.clock_and_power
+        model = step.fitted_power(model, shallow.workload, costs, *measured)
     # Products of a whole step are those of its blocks, not of the head as in a shallow one.
     return power.with_sensitivities(model, *shallow.times_in_blocks)
 
 
-def _reading(
-    half: Measured,
-    half_state: tuple[float, float],
-    sustained: Measured,
-    sustained_state: tuple[float, float],
-) -> power.Reading:
-    span_s = half.samples.wall_s - half.samples.soak_s
-    busy_s = sum(half.samples.seconds[0]) * half.samples.calls_per_sample
+def _reading(half: _PowerRecord, sustained: _PowerRecord) -> power.Reading:
+    (record, full_clock_hz, part_w), samples = half, half[0].samples
+    span_s = samples.wall_s - samples.soak_s
+    busy_s = sum(samples.seconds[0]) * samples.calls_per_sample
     return power.Reading(
-        full_clock_s=median_s(half),
-        full_clock_hz=half_state[0],
+        full_clock_s=median_s(record),
+        full_clock_hz=full_clock_hz,
         duty=min(1.0, busy_s / span_s),
-        part_w=half_state[1],
-        sustained_s=median_s(sustained),
-        sustained_w=sustained_state[1],
+        part_w=part_w,
+        sustained_s=median_s(sustained[0]),
+        sustained_w=sustained[2],
     )
 
 
-def _state(record: Measured) -> tuple[float, float] | None:
-    """Return mean clock and power of the first device; None: not both are known."""
-    seen = record.telemetry[0] if record.telemetry else Telemetry()
-    clock_hz = seen.mean_clock_hz or seen.sm_clock_hz
-    if not clock_hz or not seen.energy_j or not seen.span_s:
+def _clock_and_power(record: Measured) -> tuple[float, float] | None:
+    """Return the means of the first device; None where it has no clock or energy counter."""
+    state = record.telemetry[0] if record.telemetry else Telemetry()
+    if not (state.clock_hz and state.energy_j and state.mean_power_w):
         return None
-    return clock_hz, seen.energy_j / seen.span_s
+    return state.clock_hz, state.mean_power_w

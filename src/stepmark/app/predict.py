@@ -111,20 +111,17 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
 
 def calibration_notes(target: Target) -> Iterator[str]:
     """Yield how far the prediction of the calibrated step is from its time, where it is far."""
-    if not (target.parts and target.parts.step):
+    if not (target.case and target.parts and target.parts.step):
         return
-    own, step_s = target.parts.step
-    parts, share = target.parts, 1.0
-    if target.case is not None:
-        share = own.model.num_layers / target.case.model.num_layers
+    (own, step_s), whole_s = target.parts.step, target.parts.host_s
+    share = own.model.num_layers / target.case.model.num_layers
 
     def host_s(op: ComputeOp | CommOp) -> float:
-        """The optimizer's few operations update the parameters of all layers."""
-        return parts.host_s(op) * (share if op.phase is Phase.OPTIM else 1.0)
+        # The optimizer has as many operations for all layers as for a few.
+        return whole_s(op) * (share if op.phase is Phase.OPTIM else 1.0)
 
-    calibrated = replace(
-        target, case=own, workload=of_case(own), parts=replace(parts, host_s=host_s)
-    )
+    parts = replace(target.parts, host_s=host_s)
+    calibrated = replace(target, case=own, workload=of_case(own), parts=parts)
     predicted_s = predict(calibrated, {})[0].step_s
     error = predicted_s / step_s - 1
     if abs(error) > _NOTABLE_ERROR:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from stepmark.app import calibrate, predict
+from stepmark.app import predict
 from stepmark.app.parts import read_parts
 from stepmark.app.predict_target import Target
 from stepmark.app.step_ledger import measured_ledger
@@ -290,7 +290,6 @@ def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
     if record.train.device != "cuda":
         return StepPower()
     state = record.telemetry[measured.rank]
-    watts = calibrate.power_w(state)
+    watts = state.mean_power_w
     energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9
-    clock_hz = state.mean_clock_hz or state.sm_clock_hz
-    return StepPower(clock_hz=clock_hz, power_w=watts, energy_j=energy_j)
+    return StepPower(clock_hz=state.clock_hz, power_w=watts, energy_j=energy_j)

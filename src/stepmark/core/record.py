@@ -74,6 +74,18 @@ class Telemetry:
     span_s: float | None = None
     host: HostLoad | None = None  # None in records of older releases
 
+    @property
+    def clock_hz(self) -> float | None:
+        """Return the mean clock while samples ran; in older records their median."""
+        return self.mean_clock_hz or self.sm_clock_hz
+
+    @property
+    def mean_power_w(self) -> float | None:
+        """Return the mean power while samples ran, by the energy counter where there is one."""
+        if self.energy_j is not None and self.span_s:
+            return self.energy_j / self.span_s
+        return self.power_w
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrivals:

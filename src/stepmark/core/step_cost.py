@@ -62,8 +62,8 @@ class PowerModel:
 
     slowdown x: log of the time of attention over that at full clock. Work of a kind takes
     exp(sensitivity x) times as long, and draws dynamic_w * exp(-decay x) over static_w, at
-    exp(-x) of the highest clock. dynamic_w of products is that of
-    product_flops_per_s at full clock, and proportional to it. is_limited: it has a limit.
+    full_clock_hz * exp(-x). dynamic_w of products is that of product_flops_per_s at full clock,
+    and proportional to it. is_limited: it has a limit.
     """
 
     limit_w: float  # mean power that the device holds under load
@@ -72,5 +72,5 @@ class PowerModel:
     sensitivity: Mapping[Work, float]
     decay: float
     product_flops_per_s: float
-    max_clock_hz: float
+    full_clock_hz: float
     is_limited: bool = True

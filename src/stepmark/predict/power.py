@@ -69,7 +69,7 @@ def fit(
         sensitivity=SENSITIVITY,
         decay=log(dynamic_w[Work.ATTENTION] / sustained_w) / slowdown if is_limited else 0.0,
         product_flops_per_s=product_flops / product.full_clock_s,
-        max_clock_hz=product.full_clock_hz,
+        full_clock_hz=product.full_clock_hz,
         is_limited=is_limited,
     )
 

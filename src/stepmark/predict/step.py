@@ -15,9 +15,9 @@ from stepmark.predict.timeline import simulate
 
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
-_ANCHOR_STEPS = 12
-_MOST_POWER, _MOST_SLOW = 4.0, 3.0  # factors of the power and of the time of compute
-_FULL_CLOCK = 0.98  # of the highest: a device with it is below its power limit
+_BISECTIONS = 12
+_MAX_POWER, _MAX_TIME = 4.0, 3.0  # factors of the power and of the time of compute
+_FULL_CLOCK = 0.98  # share of the highest clock: a device at it is below its power limit
 _Totals = tuple[dict[Source, float], float | None]  # seconds of compute, FLOP/s of products
 
 
@@ -47,13 +47,13 @@ def _limited(
     return StepPrediction(
         timeline=timeline,
         slowdown=slowdown,
-        clock_hz=power.max_clock_hz * math.exp(-slowdown),
+        clock_hz=power.full_clock_hz * math.exp(-slowdown),
         power_w=mean_power_w(power, slowdown, full_s, timeline.step_s),
         sources=sources,
     )
 
 
-def anchored(
+def fitted_power(
     power: PowerModel,
     workload: Workload,
     costs: Costs,
@@ -61,39 +61,39 @@ def anchored(
     clock_hz: float,
     power_w: float,
 ) -> PowerModel:
-    """Return the model with which the calibrated step is as it was measured.
+    """Return the power model fitted to a measured step.
 
-    Power depends on the operands, which only the step has: it is multiplied by one factor, from
-    a quarter to four times. At full clock this gives the step its energy above idle, else its
-    time; but a step that also takes longer for other reasons is slowed no more than its clock.
-    From this slowdown on the clock is the measured one: the kernels of a long step have less
-    than full clock also after a pause.
+    step_s, clock_hz, power_w: its means. costs: at full clock, without the host's time.
 
-    costs: at full clock, without the host's time. clock_hz, power_w: means.
+    Power depends on the operands, which only the step has. One factor, from a quarter to four,
+    multiplies the power of all work. At full clock the factor reproduces the step's energy
+    above idle; below full clock it reproduces the step's time, unless the slowdown then exceeds
+    that of the clock, because a step also takes longer for other reasons. The model's full
+    clock is the one from which this slowdown leads to clock_hz: it is below the highest where
+    the kernels of a long step were not at full clock even after a pause.
     """
     if not power.is_limited:
         return power
     costs = replace(costs, compute=cache(costs.compute))
     totals, full = _totals(workload, costs), simulate(workload, costs)
-    most = math.log(power.max_clock_hz / clock_hz)
-
-    if clock_hz >= _FULL_CLOCK * power.max_clock_hz:
+    if clock_hz >= _FULL_CLOCK * power.full_clock_hz:
         own_w = mean_power_w(for_products(power, totals[1]), 0.0, full.busy_s, full.step_s)
         measured_j = (power_w - power.static_w) * step_s
         factor = measured_j / ((own_w - power.static_w) * full.step_s)
-        return _multiplied(power, min(_MOST_POWER, max(1 / _MOST_POWER, factor)))
+        return _multiplied(power, min(_MAX_POWER, max(1 / _MAX_POWER, factor)))
+    max_slowdown = math.log(power.full_clock_hz / clock_hz)
 
     def predicted_with(factor: float) -> StepPrediction:
         return _limited(workload, costs, _multiplied(power, factor), totals, full)
 
-    def is_too_little(factor: float) -> bool:
-        predicted = predicted_with(factor)
-        is_slower = predicted.step_s >= step_s or predicted.slowdown >= most
-        return not (predicted.slowdown and is_slower)
+    def is_too_low(factor: float) -> bool:
+        step = predicted_with(factor)
+        is_slow = step.step_s >= step_s or step.slowdown >= max_slowdown
+        return not (step.slowdown and is_slow)
 
-    factor = _factor(is_too_little, _MOST_POWER)
-    full_hz = clock_hz * math.exp(predicted_with(factor).slowdown)
-    return replace(_multiplied(power, factor), max_clock_hz=full_hz)
+    factor = _least_factor(is_too_low, _MAX_POWER)
+    full_clock_hz = clock_hz * math.exp(predicted_with(factor).slowdown)
+    return replace(_multiplied(power, factor), full_clock_hz=full_clock_hz)
 
 
 def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
@@ -108,17 +108,17 @@ def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
         own = replace(costs, gap_s=factor * costs.gap_s)
         return simulate(workload, own, dict.fromkeys(Work, factor)).step_s
 
-    if not predicted_s(1 / _MOST_SLOW) < step_s < predicted_s(_MOST_SLOW):
+    if not predicted_s(1 / _MAX_TIME) < step_s < predicted_s(_MAX_TIME):
         return 1.0
-    return _factor(lambda factor: predicted_s(factor) < step_s, _MOST_SLOW)
+    return _least_factor(lambda factor: predicted_s(factor) < step_s, _MAX_TIME)
 
 
-def _factor(is_too_little: Callable[[float], bool], most: float) -> float:
-    """Return the factor, from 1 / most to most, from which on it is not too little."""
-    low, high = 1 / most, most
-    for _ in range(_ANCHOR_STEPS):
+def _least_factor(is_too_low: Callable[[float], bool], limit: float) -> float:
+    """Return the least factor, from 1 / limit to limit, that is not too low."""
+    low, high = 1 / limit, limit
+    for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if is_too_little(middle) else (low, middle)
+        low, high = (middle, high) if is_too_low(middle) else (low, middle)
     return math.sqrt(low * high)
 
 
