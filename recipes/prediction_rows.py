@@ -36,7 +36,7 @@ from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.report.ledger import absolute_ns, differences
 from stepmark.report.predicted_steps import Step
-from stepmark.store import plans
+from stepmark.store import plans, predictions
 from stepmark.store.reader import list_runs
 
 # By number of ranks: model and options of `stepmark run`.
@@ -175,7 +175,7 @@ def _again(arguments: argparse.Namespace) -> int:
         for path in list_runs(Path(arguments.runs)):
             copy = Path(folder) / path.name
             shutil.copytree(path, copy, ignore=shutil.ignore_patterns("prediction.*"))
-            step_report.commit(copy, plans.read(copy))
+            predictions.commit(copy, step_report.predicted_steps(path, plans.read(path)))
             rows += _rows_of(copy)
     for row in rows:
         techniques = f"{row['precision']} ac {row['ac']} accum {row['grad_accum']}"

@@ -29,6 +29,8 @@ def recipe(*words: str, cwd: Path, code: int = 0) -> str:
         check=False,
     )
     assert done.returncode == code, done.stderr[-3000:]
+    is_committed = "committed before the measurement" in done.stderr
+    assert is_committed == (words[0] == "measure")
     return done.stdout
 
 

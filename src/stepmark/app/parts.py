@@ -330,12 +330,10 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
     """Return the power model, where all its operators were measured with their energy."""
     readings: dict[tuple[type[Op], Rate], _PowerRecord] = {}
     for record in records:
-        clock_and_power = _clock_and_power(record)
-        if not isinstance(record.case, OpCase) or not clock_and_power:
-            continue
-        op = record.case.op
-        if not isinstance(op, Attention) or op.phase is Phase.FWD:
-            key = type(op), record.case.rate
+        op = record.case.op if isinstance(record.case, OpCase) else None
+        is_backward = isinstance(op, Attention) and op.phase is not Phase.FWD
+        if op and not is_backward and (clock_and_power := _clock_and_power(record)):
+            key = type(op), record.operator.rate
             if key not in readings or median_s(readings[key][0]) < median_s(record):
                 readings[key] = record, *clock_and_power
     needed = itertools.product((Gemm, Attention, Copy), (Rate.HALF, Rate.SUSTAINED))
@@ -385,6 +383,5 @@ def _reading(half: _PowerRecord, sustained: _PowerRecord) -> power.Reading:
 def _clock_and_power(record: Measured) -> tuple[float, float] | None:
     """Return the means of the first device; None where it has no clock or energy counter."""
     state = record.telemetry[0] if record.telemetry else Telemetry()
-    if not (state.clock_hz and state.energy_j and state.mean_power_w):
-        return None
-    return state.clock_hz, state.mean_power_w
+    clock_hz, watts = state.clock_hz, state.mean_power_w
+    return (clock_hz, watts) if clock_hz and watts and state.energy_j else None

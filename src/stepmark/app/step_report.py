@@ -41,33 +41,37 @@ def commit(run: Path, plan: Plan) -> None:
     """
     if predictions.read(run) is not None:
         return
+    document = predicted_steps(run, plan)
+    digest = predictions.commit(run, document)
+    for entry in document["predictions"]:
+        predicted = entry["prediction"]
+        text = f"no prediction: {entry['problem']}"
+        if predicted:
+            least = "at least " * predicted["is_lower_bound"]
+            step = f"{predicted['name']}: {least}{predicted['step_s'] * 1e3:.1f} ms"
+            text = "\nnote: ".join((f"predicted step of {step}", *predicted["notes"]))
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"committed before the measurement: sha256 {digest}\n")
+
+
+def predicted_steps(run: Path, plan: Plan) -> dict[str, Any]:
+    """Return the predictions of the steps of later launches, as they are committed."""
     cases = {e.case.case_id: e.case for e in plan.entries if plan.is_predicted(e)}
     entries: list[dict[str, Any]] = []
     for case_id, case in cases.items():
         assert isinstance(case, TrainCase)
-        entry: dict[str, Any]
+        entry: dict[str, Any] = {"case_id": case_id, "prediction": None, "problem": ""}
         try:
-            entry = {"prediction": _prediction(run, case), "problem": ""}
+            entry["prediction"] = _prediction(run, case)
         except StepmarkError as error:
-            entry = {"prediction": None, "problem": str(error)}
-        entries.append({"case_id": case_id, **entry})
-    document = {
+            entry["problem"] = str(error)
+        entries.append(entry)
+    return {
         "schema": 1,
         "version": VERSION,
         "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "predictions": entries,
     }
-    digest = predictions.commit(run, document)
-    for entry in entries:
-        predicted = entry["prediction"]
-        text = f"no prediction: {entry['problem']}"
-        if predicted:
-            least = "at least " * predicted["is_lower_bound"]
-            step = f"{least}{predicted['step_s'] * 1e3:.1f} ms"
-            text = f"predicted step of {predicted['name']}: {step}"
-            text = "\nnote: ".join((text, *predicted["notes"]))
-        sys.stderr.write(f"{text}\n")
-    sys.stderr.write(f"committed before the measurement: sha256 {digest}\n")
 
 
 def _prediction(run: Path, case: TrainCase) -> Row:
@@ -261,11 +265,10 @@ def _totals(own: Committed, records: Sequence[Measured]) -> str:
 
 def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View) -> Step:
     case = record.train
-    names = {device.name for device in run.run.environment.devices}
-    where = f"{case.num_ranks} x {', '.join(sorted(names))}"
-    name = f"{case.model.name} {case.strategy} on {where}"
-    rows = [row for row in run.train_rows if row.get("case_id") == case.case_id]
-    rows = [row for row in rows if row["launch"] == record.launch]
+    devices = ", ".join(sorted({device.name for device in run.run.environment.devices}))
+    name = f"{case.model.name} {case.strategy} on {case.num_ranks} x {devices}"
+    place = case.case_id, record.launch
+    rows = [r for r in run.train_rows if (r.get("case_id"), r.get("launch")) == place]
     mfu = next((row["mfu_pct"] for row in rows if row.get("mfu_pct") is not None), None)
     ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
     return Step(
