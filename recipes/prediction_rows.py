@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,20 @@ ROWS: dict[int, tuple[str, ...]] = {
         "gpt2-1.5b --mbs 4 --grad-accum 4",
         "gpt2-1.5b --mbs 1 --no-compile",
         "mixtral-8x7b --scale 1/4 --mbs 2 --no-compile",
+        "gpt2-1.5b --mbs 12 --no-compile",
+        "gpt2-1.5b --mbs 8 --precision bf16 --no-compile",
+        "gpt2-125m --mbs 32 --no-compile",
+        "llama-3.1-70b-proxy --mbs 1 --precision bf16 --no-compile",
+        "llama-3.1-70b-proxy-1l --mbs 2 --fp8",
+        "gpt2-1.5b --mbs 8 --fp8",
+        "gpt2-1.5b --mbs 8 --precision master",
+        "gpt2-125m --mbs 2 --no-compile",
+        "gpt2-125m --mbs 4 --grad-accum 4 --no-compile",
+        "gpt2-1.5b --mbs 2 --no-compile",
+        "gpt2-1.5b --mbs 1 --no-compile --ac full",
+        "qwen3-8b --scale 1/4 --mbs 1 --no-compile",
+        "llama-3.1-8b --scale 1/4 --mbs 1 --no-compile",
+        "gpt2-1.5b --mbs 1",
     ),
     2: (
         *(f"gpt2-1.5b --strategy {s} --mbs 8" for s in ("ddp", "fsdp")),
@@ -107,7 +121,7 @@ ROWS: dict[int, tuple[str, ...]] = {
         "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 4096 --grad-accum 2",
     ),
 }
-_LAUNCHES = 2
+_LAUNCHES, _STEPS = 2, 15  # steady steps of a launch, and as many as last 2 s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +167,7 @@ def _measure(arguments: argparse.Namespace) -> int:
         for note in notes:
             sys.stderr.write(f"{words}: {note}\n")
     plan = main_job.plan_of_steps(cases, here, RunOptions(), launches=_LAUNCHES)
+    plan = replace(plan, how=replace(plan.how, train=replace(plan.how.train, steps=_STEPS)))
     code, path = measure_quietly(plan, arguments.out)
     sys.stderr.write(f"run {path}\n")
     return code
