@@ -72,7 +72,8 @@ ROWS: dict[int, tuple[str, ...]] = {
         "gpt2-125m --mbs 2 --no-compile",
         "gpt2-125m --mbs 4 --grad-accum 4 --no-compile",
         "gpt2-1.5b --mbs 2 --no-compile",
-        "gpt2-1.5b --mbs 1 --no-compile --ac full",
+        "gpt2-125m --mbs 4 --no-compile --ac full",
+        "gpt2-125m --mbs 2 --precision bf16 --no-compile",
         "qwen3-8b --scale 1/4 --mbs 1 --no-compile",
         "llama-3.1-8b --scale 1/4 --mbs 1 --no-compile",
         "gpt2-1.5b --mbs 1",
@@ -143,12 +144,13 @@ def _options(words: str, nproc: int, device: str | None) -> RunOptions:
     values: dict[str, Any] = {"models": (model,), "nproc": str(nproc), "device": device}
     name = ""
     for word in flags:
-        if word == "--no-compile":
-            values["compile"] = False
-        elif word.startswith("--"):
+        if word.startswith("--"):
             name = word.removeprefix("--").replace("-", "_")
+            values[name] = True
         else:
             values[name] = word
+    if values.pop("no_compile", False):
+        values["compile"] = False
     return build(RunOptions, values)
 
 
