@@ -3,25 +3,30 @@
     python recipes/prediction_rows.py measure --nproc 1 --only 1-6 --out runs/predictions
     python recipes/prediction_rows.py measure --nproc 1 --resume runs/predictions/ID
     python recipes/prediction_rows.py table runs/predictions src/stepmark/data/predictions.csv
-    python recipes/prediction_rows.py again runs/predictions
+    python recipes/prediction_rows.py pack runs/predictions packed
+    python recipes/prediction_rows.py again results
 
 `measure` calibrates for several training steps in one sitting, commits all their predictions,
 and measures each step in two launches. `table` writes a row per step: predicted and measured
 time (the mean of both launches), clock, power, memory, the largest line errors, and the
-baseline that predicts every step from one constant rate. `again` predicts measured steps once
-more, by the predictor as it is now, and prints its errors; these are no past predictions.
+baseline that predicts every step from one constant rate. `pack` copies runs with the ledgers of
+the measured steps in place of their traces, which are large. `again` predicts measured steps
+once more, by the predictor as it is now, and prints its errors; these are no past predictions.
 """
 
 import argparse
 import csv
+import json
 import shutil
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from stepmark.app import run as main_job
 from stepmark.app import step_report, view
@@ -29,15 +34,17 @@ from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly, resume
 from stepmark.core.errors import StepmarkError
 from stepmark.core.flops import per_token
+from stepmark.core.ledger import Group, Ledger
 from stepmark.core.option_groups import ResumeOptions
 from stepmark.core.options import WholeNumbers, build, flag
+from stepmark.core.plan import STEP_LAUNCH
 from stepmark.core.record import Measured
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.report.ledger import absolute_ns, differences
-from stepmark.report.predicted_steps import Step
 from stepmark.store import plans, predictions
 from stepmark.store.reader import list_runs
+from stepmark.workload.rules.pytorch.case import of_case
 
 # By number of ranks: model and options of `stepmark run`.
 ROWS: dict[int, tuple[str, ...]] = {
@@ -132,6 +139,24 @@ class _Numbers:
     only: WholeNumbers = flag("numbers of rows", default=())
 
 
+_RECORDS, _LEDGERS = "records.jsonl", "ledgers.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _MeasuredStep:
+    """The ledger of a measured step. lines: group, name and ns."""
+
+    rank: int
+    clock_hz: float | None
+    energy_j: float | None
+    lines: list[tuple[str, str, int]]
+
+    @property
+    def ledger(self) -> Ledger:
+        lines = {(Group(group), name): time_ns for group, name, time_ns in self.lines}
+        return Ledger(window_ns=sum(lines.values()), lines=lines)
+
+
 _MORE_ERRORS = (
     *("clock_error_pct", "energy_error_pct", "lines_error_pct", "largest_line_error_pct"),
     *("allocated_error_pct", "reserved_error_pct", "constant_rate_error_pct"),
@@ -190,9 +215,19 @@ def _again(arguments: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for path in list_runs(Path(arguments.runs)):
+            if not (path / plans.FILE).is_file() or predictions.read(path) is None:
+                continue
             copy = Path(folder) / path.name
             shutil.copytree(path, copy, ignore=shutil.ignore_patterns("prediction.*"))
-            predictions.commit(copy, step_report.predicted_steps(path, plans.read(path)))
+            # Predictions are made of what was measured before the steps.
+            whole = (copy / _RECORDS).read_bytes()
+            before = [
+                x for x in whole.splitlines(True) if json.loads(x)["launch"] < STEP_LAUNCH
+            ]
+            (copy / _RECORDS).write_bytes(b"".join(before))
+            document = step_report.predicted_steps(copy, plans.read(copy))
+            (copy / _RECORDS).write_bytes(whole)
+            predictions.commit(copy, document)
             rows += _rows_of(copy)
     for row in rows:
         techniques = f"{row['precision']} ac {row['ac']} accum {row['grad_accum']}"
@@ -205,6 +240,33 @@ def _again(arguments: argparse.Namespace) -> int:
         )
         sys.stdout.write(f"{step}: {times}{''.join(errors)}\n")
     return _print(rows, arguments.runs)
+
+
+def _pack(arguments: argparse.Namespace) -> int:
+    for path in list_runs(Path(arguments.runs)):
+        packed = Path(arguments.results) / path.name
+        steps = {n: asdict(step) for n, step in _measured_steps(path, view.view(path)).items()}
+        shutil.copytree(path, packed, ignore=shutil.ignore_patterns("*-launch*", "*.html"))
+        (packed / _LEDGERS).write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+def _measured_steps(path: Path, run: view.View) -> dict[str, _MeasuredStep]:
+    """Return the measured steps of a run that have a ledger, by case."""
+    if (path / _LEDGERS).is_file():
+        return msgspec.json.decode(
+            (path / _LEDGERS).read_bytes(), type=dict[str, _MeasuredStep]
+        )
+    report = step_report.step_report(path, run)
+    return {
+        step.case_id: _MeasuredStep(
+            rank=step.measured.rank,
+            clock_hz=step.power[1].clock_hz,
+            energy_j=step.power[1].energy_j,
+            lines=[(*map(str, line), ns) for line, ns in step.measured.ledger.lines.items()],
+        )
+        for step in (report.steps if report else ())
+    }
 
 
 def _print(rows: list[dict[str, Any]], runs: str) -> int:
@@ -239,8 +301,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     if committed is None:
         return
     run = view.view(path)
-    report = step_report.step_report(path, run)
-    steps = {step.case_id: step for step in report.steps} if report else {}
+    steps = _measured_steps(path, run)
     for own in committed.steps:
         records = step_report.records_of(run, own.case_id)
         if len(records) < _LAUNCHES or own.problem:
@@ -254,7 +315,7 @@ def _row(
     committed: step_report.Commitment,
     own: step_report.Committed,
     records: list[Measured],
-    step: Step | None,
+    step: _MeasuredStep | None,
 ) -> dict[str, Any]:
     case = records[0].train
     facts = records[0].training
@@ -294,19 +355,18 @@ def _row(
     for name in ("allocated", "reserved"):
         first, second = row[f"predicted_{name}"], row[f"measured_{name}"]
         row[f"{name}_error_pct"] = 100 * (first / second - 1) if first and second else None
-    if step is None or step.predicted is None:
+    if step is None or not own.ledgers:
         return row
-    seen = step.power[1]
     for name, first, second in (
-        ("clock_error_pct", own.power.clock_hz, seen.clock_hz),
-        ("energy_error_pct", own.power.energy_j, seen.energy_j),
+        ("clock_error_pct", own.power.clock_hz, step.clock_hz),
+        ("energy_error_pct", own.power.energy_j, step.energy_j),
     ):
         row[name] = 100 * (first / second - 1) if first and second else None
-    ledger = step.measured.ledger
-    row["lines_error_pct"] = 100 * absolute_ns(step.predicted, ledger) / ledger.window_ns
+    ledger, predicted = step.ledger, own.ledgers[of_case(case).stage_of(step.rank)]
+    row["lines_error_pct"] = 100 * absolute_ns(predicted, ledger) / ledger.window_ns
     large = [
         100 * abs(each.ns) / each.second_ns
-        for each in differences(step.predicted, ledger)
+        for each in differences(predicted, ledger)
         if each.second_ns > _SMALL_SHARE * ledger.window_ns
     ]
     row["largest_line_error_pct"] = max(large, default=None)
@@ -328,6 +388,10 @@ def main() -> int:
     table.add_argument("runs")
     table.add_argument("csv")
     table.set_defaults(call=_table)
+    pack = commands.add_parser("pack")
+    pack.add_argument("runs")
+    pack.add_argument("results")
+    pack.set_defaults(call=_pack)
     again = commands.add_parser("again")
     again.add_argument("runs")
     again.set_defaults(call=_again)

@@ -188,7 +188,7 @@ REFUSED = {
     "nosuch.json --device h200": "model nosuch.json is invalid: it must be a readable file",
     f"{SHEET} --text": "does not change a prediction",
     f"{SHEET} --force": "only with --calibration",
-    f"{SHEET} --fp8": "use `stepmark workload capture`",
+    f"{SHEET} --fp8": "add --no-fp8-all-gather",
     # Files.
     "w.json": "give the name of a device",
     "w.json --device cpu": "must be one of h100",
@@ -469,8 +469,8 @@ def test_a_calibration_of_another_cpu_host_is_not_taken_by_itself(
 )
 def test_lines_add_up_to_the_step_and_faster_devices_are_not_slower(words: str) -> None:
     case = step_of(words)
-    if case.fp8 != "none":
-        pytest.skip("no workload is derived of fp8")
+    if case.fp8_all_gather:
+        case = replace(case, fp8_all_gather=False)
     spec = predict_target._spec("h200")
     target = Target(
         name="step",

@@ -295,13 +295,27 @@ def _host_times(
     steps: Iterable[Measured], case: TrainCase, notes: list[str]
 ) -> Callable[[ComputeOp | CommOp], float]:
     """Return the host's time for an operation, by pass, from a step of tiny widths."""
-    for record in steps:
+    name = case.model.name.partition("@")[0]
+    candidates = [
+        record
+        for record in steps
+        if record.train.scale
+        and record.train.model.name.partition("@")[0] == name
+        and record.train.model.num_layers == case.model.num_layers
+        and record.training
+        and record.training.fwd_s
+        and is_like(
+            replace(record.train, model=case.model, mbs=case.mbs, parallel=case.parallel), case
+        )
+    ]
+
+    def distance(record: Measured) -> tuple[bool, int]:
+        # The step itself may be among them: it has more tokens.
+        return record.train.grad_accum != case.grad_accum, record.train.tokens_per_step
+
+    for record in sorted(candidates, key=distance)[:1]:
         own = record.train
-        if not own.scale or not record.training or not record.training.fwd_s:
-            continue
-        bare = replace(own, scale="", model=case.model, mbs=case.mbs, parallel=case.parallel)
-        if own.model.num_layers != case.model.num_layers or not is_like(bare, case):
-            continue
+        assert record.training is not None
         counts = {"fwd": 0, "bwd": 0, "optim": 0}
         for op in of_case(own).expand():
             counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait

@@ -200,3 +200,15 @@ def test_all_experts_learn() -> None:
 def test_dynamo_does_not_look_into_the_exchange() -> None:
     """It would compile the split sizes of every step anew, then give up."""
     assert getattr(AllToAll.__call__, "_torchdynamo_disable", False)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_under_autocast_experts_return_the_type_of_their_products(device: str) -> None:
+    """On a GPU autocast sums in fp32, and the next block would get rows of it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    model = find_model("mixtral-8x7b").tiny()
+    module = experts(model).to(device)
+    x_BTC = tokens(model).to(device, torch.bfloat16)
+    with torch.autocast(device, torch.bfloat16):
+        assert module(x_BTC).dtype == torch.bfloat16

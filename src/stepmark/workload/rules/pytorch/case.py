@@ -6,9 +6,10 @@ from typing import TypeVar
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Gemm, Scaling
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
-from stepmark.core.workload import Workload
+from stepmark.core.workload import ComputeOp, Item, Workload
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch import ddp, fsdp, plain
 from stepmark.workload.rules.pytorch.schedules import Schedule, Split
@@ -21,9 +22,9 @@ _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 def of_case(case: TrainCase) -> Workload:
     """Return one optimizer step of `stepmark train`. Raises ConfigError if not derived."""
-    if case.fp8 is not Fp8.NONE:
-        allowed = "it is not derived from a model; use `stepmark workload capture`"
-        raise ConfigError("fp8", "given", allowed)
+    if case.fp8_all_gather:
+        allowed = "off, since gathers of fp8 are not derived: add --no-fp8-all-gather"
+        raise ConfigError("fp8-all-gather", "yes", allowed)
     if case.async_tp:
         raise ConfigError(
             "async-tp", "yes", "it must be off: its pieces are not derived, capture them"
@@ -36,7 +37,27 @@ def of_case(case: TrainCase) -> Workload:
     workload = _workload(job_of(case), settings_of(case, _kind(case)))
     if case.compile is not CompileScope.NONE:
         workload = replace(workload, notes=(*workload.notes, _COMPILED))
-    return workload
+    return workload if case.fp8 is Fp8.NONE else _in_fp8(workload, case)
+
+
+def _in_fp8(workload: Workload, case: TrainCase) -> Workload:
+    """Return the step with its linear layers in fp8; experts' grouped products stay in bf16.
+
+    Casts of operands have no operation of their own; messages are those of the step in bf16.
+    """
+    scaling = Scaling.ROWWISE if case.fp8 is Fp8.ROWWISE else Scaling.TENSORWISE
+    kept = ("router", *(() if case.fp8_head else ("head",)))
+
+    def lowered(item: Item) -> Item:
+        if not isinstance(item, ComputeOp) or item.module.endswith(kept):
+            return item
+        op = item.op
+        if not isinstance(op, Gemm) or op.n % 16 or op.k % 16:
+            return item
+        return replace(item, op=replace(op, dtype=DType.FP8_E4M3, scaling=scaling))
+
+    blocks = {name: tuple(map(lowered, items)) for name, items in workload.blocks.items()}
+    return replace(workload, blocks=blocks)
 
 
 def _kind(case: TrainCase) -> type[Settings]:
