@@ -1,6 +1,7 @@
 """The recipe of the table of predictions, with one small step on the CPU."""
 
 import csv
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,31 @@ def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> 
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "prediction.json").exists()
     assert recipe("again", "elsewhere", cwd=tmp_path, code=3) == ""
+
+
+# Mean and largest error of the step in percent, as they are, rounded up. Mixtral's eager step is
+# 19 % off; what the host bounds is as noisy as its virtual machine (docs/prediction.md).
+STRATA = {
+    "device single compiled": (9, 1.0, 2.7),
+    "device single eager": (12, 2.5, 19.1),
+    "host single eager": (7, 27.0, 41.0),
+}
+ERRORS = {"clock": 2.4, "allocated": 0.8, "reserved": 4.9}
+
+
+def test_published_steps_are_predicted_as_well_as_they_were() -> None:
+    shown = recipe("again", str(RECIPE.parents[1] / "results"), cwd=RECIPE.parent)
+    for stratum, (count, mean, largest) in STRATA.items():
+        found = re.search(rf"{stratum}: (\d+) rows, mean (.*) %, max (.*) %", shown)
+        assert found, stratum
+        assert int(found[1]) == count
+        assert float(found[2]) <= mean
+        assert float(found[3]) <= largest
+    for name, mean in ERRORS.items():
+        found = re.search(rf"{name}_error_pct: (\d+) rows, mean (.*) %", shown)
+        assert found, name
+        assert int(found[1]) == sum(count for count, *_ in STRATA.values())
+        assert float(found[2].partition(" ")[0]) <= mean
+    fp8 = re.search(r"llama-3.1-70b-proxy-1l .*172.6 ms, predicted (\S+) %", shown)
+    assert fp8, "the step in FP8"
+    assert abs(float(fp8[1])) <= 1.0

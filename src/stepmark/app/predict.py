@@ -21,7 +21,7 @@ from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.roofline import roofline_time
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import Precision
+from stepmark.core.training import Fp8, Precision
 from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel
 from stepmark.predict import memory
@@ -101,6 +101,9 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     measured_on = target.workload.settings.get("devices")
     if Source.FILE in prediction.sources and not is_of_file and measured_on:
         notes.append(f"the workload file's own times are those of {measured_on}")
+    is_fp8 = target.case is not None and target.case.fp8 is not Fp8.NONE
+    if is_fp8 and Source.ROOFLINE in prediction.sources:
+        notes.append("casts to FP8 take no time by the data sheet: the step takes longer")
     if not _host_is_known(target):
         notes.append("the host's time is not known: the step counts as bound by the device")
     is_on_gpu = target.case is None or target.case.device == "cuda"
