@@ -53,7 +53,7 @@ def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> 
     assert recipe("again", "elsewhere", cwd=tmp_path, code=3) == ""
 
 
-# Mean and largest error of the step in percent, as they are, rounded up. Mixtral's eager step is
+# Mean and largest error of the step in percent, as they are, rounded up. A step of Mixtral is
 # 19 % off; what the host bounds is as noisy as its virtual machine (docs/prediction.md).
 STRATA = {
     "device single compiled": (9, 1.0, 2.7),

@@ -20,7 +20,7 @@ from stepmark.report import ledger_page
 from stepmark.report.ledger import (
     absolute_ns,
     difference_lines,
-    difference_rows,
+    differences,
     power_lines,
     power_rows,
     sentence,
@@ -55,13 +55,13 @@ def test_lines_add_up_and_do_not_cancel(seed: int) -> None:
         return Ledger(window_ns=sum(lines.values()), lines=lines)
 
     a, b = some(), some()
-    rows = difference_rows(a, b, ("a", "b"))
-    assert sum(int(str(row["a_ns"])) for row in rows) == a.window_ns
-    assert sum(int(str(row["b_ns"])) for row in rows) == b.window_ns
-    apart = [int(str(row["difference_ns"])) for row in rows]
+    rows = differences(a, b)
+    assert sum(row.first_ns for row in rows) == a.window_ns
+    assert sum(row.second_ns for row in rows) == b.window_ns
+    apart = [row.ns for row in rows]
     assert sum(apart) == b.window_ns - a.window_ns
     assert sum(map(abs, apart)) == absolute_ns(a, b) >= abs(b.window_ns - a.window_ns)
-    groups = [str(row["group"]) for row in rows]
+    groups = [str(row.line[0]) for row in rows]
     assert groups == sorted(groups, key=[str(group) for group in Group].index)
 
 

@@ -295,38 +295,33 @@ def _host_times(
     steps: Iterable[Measured], case: TrainCase, notes: list[str]
 ) -> Callable[[ComputeOp | CommOp], float]:
     """Return the host's time for an operation, by pass, from a step of tiny widths."""
-    name = case.model.name.partition("@")[0]
-    candidates = [
-        record
-        for record in steps
-        if record.train.scale
-        and record.train.model.name.partition("@")[0] == name
-        and record.train.model.num_layers == case.model.num_layers
-        and record.training
-        and record.training.fwd_s
-        and is_like(
-            replace(record.train, model=case.model, mbs=case.mbs, parallel=case.parallel), case
-        )
-    ]
+    model = case.model.name.partition("@")[0], case.model.num_layers
+
+    def is_like_it(record: Measured) -> bool:
+        own, facts = record.train, record.training
+        wide = replace(own, model=case.model, mbs=case.mbs, parallel=case.parallel)
+        is_same = (own.model.name.partition("@")[0], own.model.num_layers) == model
+        return bool(own.scale and is_same and facts and facts.fwd_s) and is_like(wide, case)
 
     def distance(record: Measured) -> tuple[bool, int]:
         # The step itself may be among them: it has more tokens.
         return record.train.grad_accum != case.grad_accum, record.train.tokens_per_step
 
-    for record in sorted(candidates, key=distance)[:1]:
-        own = record.train
-        assert record.training is not None
-        counts = {"fwd": 0, "bwd": 0, "optim": 0}
-        for op in of_case(own).expand():
-            counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait
-        per_op = {
-            name: median(slowest_per_sample(getattr(record.training, field))) / counts[name]
-            for name, field in _PASSES.items()
-            if counts[name] and getattr(record.training, field)
-        }
-        return lambda op: per_op.get(pass_of(op.phase), 0.0)
-    notes.append("the host's time was not calibrated: the step counts as bound by the device")
-    return _no_host
+    record = min(filter(is_like_it, steps), key=distance, default=None)
+    if record is None or record.training is None:
+        notes.append(
+            "the host's time was not calibrated: the step counts as bound by the device"
+        )
+        return _no_host
+    counts = {"fwd": 0, "bwd": 0, "optim": 0}
+    for op in of_case(record.train).expand():
+        counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait
+    per_op = {
+        name: median(slowest_per_sample(seconds)) / counts[name]
+        for name, field in _PASSES.items()
+        if counts[name] and (seconds := getattr(record.training, field))
+    }
+    return lambda op: per_op.get(pass_of(op.phase), 0.0)
 
 
 def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainCase, int, int]]:

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from stepmark.app import workload_files, workload_flags, workload_model
-from stepmark.app.workload_files import StageFlag, Target, stage_flag
+from stepmark.app.workload_files import Target, stage_flag
 from stepmark.bench.capture.watch import Watch
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
@@ -33,6 +33,7 @@ _DATA_AXES = ("dp_shard", "dp_replicate")
 _SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
 _READ = ("simai", "aicb", "param-trace", "chakra")  # rules of files of other tools
 _PROGRAM = ("groups", "blocks", "stages")
+_SHOW = "stepmark.app.workload_show:show"  # its tables take longer to import than a file
 _RECOMPUTE = ("recompute_activations", "recompute")
 
 
@@ -49,7 +50,7 @@ def run_generate(options: GenerateOptions) -> None:
         workload = workload_files.timed(workload, options.compute_from)
     stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
     if not (options.out or options.to):
-        _show(workload, options, stage)
+        load(_SHOW)(workload, options, stage)
         return
     if (options.distinct or options.to_stdout) and (options.out or "-") == "-":
         raise ConfigError("out", "-", "a file, as the tables go to stdout")
@@ -58,13 +59,13 @@ def run_generate(options: GenerateOptions) -> None:
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
     workload_files.deliver(workload, target)
     if options.distinct or options.json or options.csv:
-        _show(workload, options, stage, text=options.distinct)
+        load(_SHOW)(workload, options, stage, text=options.distinct)
 
 
 def show(options: ShowOptions) -> None:
     """Print the workload of a file."""
     workload = workload_files.read(options.file, options.group_sizes, options.world_size)
-    _show(workload, options, stage_flag(options.stage), options.html)
+    load(_SHOW)(workload, options, stage_flag(options.stage), options.html)
 
 
 def convert(options: ConvertOptions) -> None:
@@ -100,21 +101,7 @@ def capture(options: CaptureOptions) -> None:
             sys.stderr.write(f"# {note}\n")
         workload_files.deliver(workload, Target(out=options.out))
     else:
-        _show(workload, Rows())
-
-
-def _show(
-    workload: Workload,
-    options: Rows,
-    stage: StageFlag | None = None,
-    html: str | None = None,
-    *,
-    text: bool = True,
-) -> None:
-    # Importing the tables takes longer than making a file.
-    from stepmark.app.workload_show import show  # noqa: PLC0415
-
-    show(workload, options, stage, html, text=text)
+        load(_SHOW)(workload, Rows())
 
 
 def without_effect(options: GenerateOptions) -> Iterator[str]:

@@ -106,8 +106,7 @@ def release(context: MeasureContext) -> None:
     gc.collect()
     if context.ranks.device.type == "cuda":
         with contextlib.suppress(RuntimeError):  # is_broken reports it
-            # cuBLAS has a workspace of 32 MiB per stream, each of which keeps a whole segment
-            # of the allocator: the next case would count them.
+            # A workspace per stream, 32 MiB, keeps a segment that the next case would count.
             getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
             torch.cuda.empty_cache()
 

@@ -136,12 +136,11 @@ def lines_of(ledgers: Sequence[Ledger], group: Group) -> list[Line]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """A line of two ledgers. share: of the second one's step."""
+    """A line of two ledgers."""
 
     line: Line
     first_ns: int
     second_ns: int
-    step_ns: int
 
     @property
     def ns(self) -> int:
@@ -156,28 +155,10 @@ def differences(first: Ledger, second: Ledger) -> list[Difference]:
             line=line,
             first_ns=first.lines.get(line, 0),
             second_ns=second.lines.get(line, 0),
-            step_ns=second.window_ns,
         )
         for group in Group
         for line in lines_of(both, group)
     ]
-
-
-def columns(first: str, second: str) -> tuple[Column[Difference], ...]:
-    """Return the columns of differences between two ledgers of these names."""
-    return (
-        Column("group", lambda o: str(o.line[0]), TEXT),
-        Column("line", lambda o: o.line[1], TEXT),
-        Column(f"{first}_ns", lambda o: o.first_ns, COUNT),
-        Column(f"{second}_ns", lambda o: o.second_ns, COUNT),
-        Column("difference_ns", lambda o: o.ns, COUNT),
-        Column("difference_pct", lambda o: _percent(o.ns, o.step_ns), PERCENT),
-    )
-
-
-def difference_rows(first: Ledger, second: Ledger, names: tuple[str, str] = NAMES) -> list[Row]:
-    """Return a row per line; rows add up to the two steps."""
-    return rows_of(columns(*names), differences(first, second))
 
 
 def absolute_ns(first: Ledger, second: Ledger) -> int:

@@ -208,8 +208,7 @@ class Experts(nn.Module):
             rows_MC = self.dispatch(rows_MC, ends_E, self.held)
         y_NKC = _collect(rows_MC, order_M, inverse_M).unflatten(0, (-1, self.top_k))
         weighted_NKC = y_NKC * weights_NK.to(y_NKC.dtype).unsqueeze(-1)
-        # With a type of its own, since autocast on a GPU would return fp32, in which the next
-        # block's experts are no grouped product.
+        # Autocast on a GPU would return fp32, in which experts are no grouped product.
         y_NC: Tensor = weighted_NKC.sum(dim=1, dtype=y_NKC.dtype)
         if self.shared is not None:
             y_NC = y_NC + self.shared(x_NC)
