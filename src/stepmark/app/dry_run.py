@@ -12,6 +12,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
 from stepmark.core.plan import Plan
 from stepmark.core.record import AnyCase
+from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
 from stepmark.core.units import MIB, TFLOP, format_bytes
 from stepmark.core.workload import CommOp
@@ -41,6 +42,8 @@ def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
 def _rows(case: AnyCase) -> list[Row]:
     if isinstance(case, OpCase):
         rows = [_operator_row(case, label) for label in case.labels or (Label(),)]
+    elif isinstance(case, ReplayCase):
+        rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
     else:
         rows = [_collective_row(case) if isinstance(case, CommCase) else _step_row(case)]
     identity = {"case_id": case.case_id, "command": command_of(case)}
@@ -150,4 +153,5 @@ _LINES: dict[str, Callable[[Row], str]] = {
     "op": _operator_line,
     "comm": lambda row: f"{row['command']}  # {format_bytes(row['size_bytes'])}",
     "train": _step_line,
+    "replay": lambda row: row["command"],
 }

@@ -29,6 +29,7 @@ SHOW = {
     "train": "stepmark.app.train:show",
     "run": "stepmark.app.run:show",
     "calibrate": "stepmark.app.calibrate:show",
+    "replay": "stepmark.app.replay:show",
 }
 Show = Callable[[Path, Mapping[str, Any], int], int]
 

@@ -8,6 +8,7 @@ from stepmark.core.case import OpCase
 from stepmark.core.collectives import RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
+from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report import training_words
@@ -69,6 +70,8 @@ def case_text(case: AnyCase) -> str:
         words += ["in place"] if case.in_place else []
         words += [f"beside {case.beside}"] if case.beside else []
         return " ".join((*words, case.mode))
+    if isinstance(case, ReplayCase):
+        return f"replay {case.file} on {case.num_ranks} ranks, compute {case.compute}"
     return f"{case.family} {_pass(case)}{case.op.shape_text} {case.dtype} {case.backend}"
 
 

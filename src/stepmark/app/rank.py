@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from stepmark.bench.ranks import Ranks
     from stepmark.bench.run_cases import Bench
     from stepmark.core.train_case import TrainCase
+    from stepmark.core.workload import Workload
 
 # Names a module that is imported before a rank begins, with which tests inject faults.
 TEST_HOOK = "STEPMARK_TEST_HOOK"
@@ -166,6 +167,7 @@ class Rank:
             failures=failures,
             on_blocked=self._on_blocked,
             largest_mbs=_largest_mbs,
+            workload=_workload(self._plan),
         )
         code = self._exit_code(lambda: self._run_cases(todo, context), progress)
         code = self._unless_peers_died(code)
@@ -345,6 +347,11 @@ def _largest_mbs(case: "TrainCase", device_bytes: int) -> int:
     """Import the estimate only when a case has run out of memory."""
     mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, device_bytes)
     return mbs
+
+
+def _workload(plan: Plan) -> "Workload | None":
+    decode = "stepmark.workload.formats.native:decode"
+    return load(decode)(plan.workload.encode()) if plan.workload else None
 
 
 def _local_peers(ranks: "Ranks") -> LocalPeers:

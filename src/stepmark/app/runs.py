@@ -72,7 +72,7 @@ def run_query(options: SqlOptions) -> None:
 
 
 def _rows(run: View) -> list[Row]:
-    return run.rows + run.comm_rows + run.train_rows
+    return run.rows + run.comm_rows + run.train_rows + run.replay_rows
 
 
 def _print_header(info: RunInfo) -> None:

@@ -27,8 +27,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+KINDS = ("op", "comm", "train", "replay")
 # By kind of case: the module of its rows and columns, imported when a run has the kind.
-_COLUMNS = {kind: f"stepmark.report.{kind}_columns" for kind in ("op", "comm", "train")}
+_COLUMNS = {kind: f"stepmark.report.{kind}_columns" for kind in KINDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class View:
     rows: list[dict[str, object]]  # operators
     comm_rows: list[dict[str, object]]
     train_rows: list[dict[str, object]]
+    replay_rows: list[dict[str, object]]
     device: DeviceSpec | None
 
 
@@ -80,6 +82,7 @@ def of_records(run: RunInfo, records: list[Record]) -> View:
         rows=rows.get("op", []),
         comm_rows=rows.get("comm", []),
         train_rows=rows.get("train", []),
+        replay_rows=rows.get("replay", []),
         device=device,
     )
 
@@ -146,12 +149,14 @@ def sql_types() -> dict[str, str]:
 def show_rows(run: View) -> None:
     """Print a table for each kind of case that the run has."""
     print_rows = load("stepmark.report.row_tables:print_rows")
-    if run.rows or not (run.comm_rows or run.train_rows):
+    if run.rows or not (run.comm_rows or run.train_rows or run.replay_rows):
         print_rows(run.rows, console(), load(f"{_COLUMNS['op']}:OP_COLUMNS"))
     if run.comm_rows:
         print_rows(run.comm_rows, console(), load(f"{_COLUMNS['comm']}:COMM_COLUMNS"))
     if run.train_rows:
         load("stepmark.report.training_printing:print_training")(run.train_rows, console())
+    if run.replay_rows:
+        print_rows(run.replay_rows, console(), load(f"{_COLUMNS['replay']}:REPLAY_COLUMNS"))
 
 
 def console() -> "Console":

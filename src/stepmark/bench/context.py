@@ -14,6 +14,7 @@ from stepmark.bench.ranks import Ranks, join
 from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Failed
 from stepmark.core.train_case import TrainCase
+from stepmark.core.workload import Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +27,7 @@ class MeasureContext:
     this one is blocked in a collective that the failed rank abandoned; it must not return
     where it can record the failure.
     largest_mbs(case, device_bytes): estimate of the micro-batch that fits; None: no estimate.
+    workload: that is replayed.
     """
 
     ranks: Ranks
@@ -38,6 +40,7 @@ class MeasureContext:
     failures: tuple[Failed, ...] = ()
     on_blocked: Callable[[Failed, int], None] = lambda _record, _position: None
     largest_mbs: Callable[[TrainCase, int], int] | None = None
+    workload: Workload | None = None
 
 
 def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContext:

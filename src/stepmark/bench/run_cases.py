@@ -18,6 +18,7 @@ BENCHES = {
     "op": "stepmark.bench.operators.bench:OperatorBench",
     "comm": "stepmark.bench.collectives.bench:CollectiveBench",
     "train": "stepmark.bench.training.bench:TrainingBench",
+    "replay": "stepmark.bench.replay.bench:ReplayBench",
 }
 
 

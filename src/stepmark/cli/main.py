@@ -88,6 +88,12 @@ VERBS = {
         "stepmark.core.predict_options:PredictOptions",
         "Predict a training step from measured parts, or from a device's data sheet.",
     ),
+    "replay": Verb(
+        "Run the messages of a workload file on real ranks.",
+        "stepmark.app.replay:run",
+        "stepmark.core.replay_options:ReplayOptions",
+        "Run a workload's messages, and the time of its computation, on real ranks.",
+    ),
     "resume": Verb(
         "Measure what is left of a run that was cut short.",
         "stepmark.app.measure:resume",

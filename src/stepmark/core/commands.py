@@ -10,6 +10,7 @@ _OPTIONS = {
     "op": "stepmark.core.op_options:options_of",
     "comm": "stepmark.core.comm_options:options_of",
     "train": "stepmark.core.train_options:options_of",
+    "replay": "stepmark.core.replay_options:options_of",
 }
 
 

@@ -81,12 +81,24 @@ class TrainHow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayHow:
+    """How a workload is replayed. passes: iterations in which every operation is timed."""
+
+    budget_s: float | None = None
+    timeout_s: float = 600.0
+    warmups: int = 1
+    iterations: int = 10
+    passes: int = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class How:
     """How each kind of case is measured."""
 
     op: OpHow = OpHow()
     comm: CommHow = CommHow()
     train: TrainHow = TrainHow()
+    replay: ReplayHow = ReplayHow()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +117,7 @@ class Plan:
     options: dict[str, object] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)  # as RunInfo keeps them
     notes: tuple[str, ...] = ()  # what a user should know, e.g. cases that were left out
+    workload: str = ""  # of a replay: its file in our own format
     schema: int = PLAN_SCHEMA
 
     @property

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
+from stepmark.core.replay_case import ReplayCase, Replayed
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Training
 
@@ -11,9 +12,9 @@ from stepmark.core.training import CompileScope, Training
 SCHEMA = 3
 
 # Versions of the timing methods of this release, by kind of case. Samples.method ends with one.
-METHOD_VERSIONS = {"op": (1, 2), "comm": (1,), "train": (1,)}
+METHOD_VERSIONS = {"op": (1, 2), "comm": (1,), "train": (1,), "replay": (1,)}
 
-AnyCase = OpCase | CommCase | TrainCase
+AnyCase = OpCase | CommCase | TrainCase | ReplayCase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,7 @@ class Measured(_OfCase):
     arrivals: Arrivals | None = None  # collectives only
     beside: Beside | None = None
     training: Training | None = None  # training steps only
+    replay: Replayed | None = None  # replays only
     schema: int = SCHEMA
     kind: str = "measured"
 

@@ -39,7 +39,7 @@ def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     for record in _measured(records):
         name = _param_kind(record.operator.op)
         if name:
-            groups.setdefault(f"{name}-{record.case.dtype}", []).append(record)
+            groups.setdefault(f"{name}-{record.operator.dtype}", []).append(record)
     return {key: _param_block(key.split("-")[0], group, run) for key, group in groups.items()}
 
 
@@ -69,7 +69,7 @@ def _param_block(name: str, records: Sequence[Measured], run: RunInfo) -> str:
     rule = "-" * _PARAM_RULE[name]
     place = "cpu" if records[0].case.device == "cpu" else "gpu"
     dataset = run.settings.get("dataset", "-")
-    dtype = _PARAM_DTYPE.get(records[0].case.dtype, records[0].case.dtype.value)
+    dtype = _PARAM_DTYPE.get(records[0].operator.dtype, records[0].operator.dtype.value)
     steps, warmups = _steps(records, run)
     what = "matrix dataset" if name == "gemm" else "dataset"
     lines = [
@@ -180,7 +180,7 @@ def _primus_attentions(records: Sequence[Measured]) -> list[tuple[object, ...]]:
         if not isinstance(op, Attention):
             continue
         for model in dict.fromkeys(label.model for label in record.case.labels or (Label(),)):
-            key = (model, replace(op, phase=Phase.FWD), record.case.backend)
+            key = (model, replace(op, phase=Phase.FWD), record.operator.backend)
             joined.setdefault(key, {})[op.phase] = (op.flops / time_s / TFLOP, time_s)
     unknown = ("", "")
     return [

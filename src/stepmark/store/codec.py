@@ -29,6 +29,7 @@ from stepmark.core.record import (
     RunInfo,
     Skipped,
 )
+from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
 
 T = TypeVar("T")
@@ -77,10 +78,13 @@ def case_to_plain(case: AnyCase) -> dict[str, Any]:
 
 
 def case_from_plain(plain: Any) -> AnyCase:
-    """Read a case: a collective names its collective, training a model, an operator an op."""
+    """Read a case: a collective names its collective, training a model, an operator an op, a
+    replay the digest of its workload."""
     fields = plain if isinstance(plain, dict) else {}
     if "collective" in fields:
         return build(CommCase, fields)
+    if "digest" in fields:
+        return build(ReplayCase, fields)
     if "model" in fields and "data_parallel" in fields:
         return build(TrainCase, fields)
     op = fields.get("op")

@@ -15,6 +15,7 @@ from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured, Record, RunInfo
+from stepmark.core.replay_case import ReplayCase
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import DataParallel, Recompute
@@ -86,6 +87,11 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
             launches=launches,
             busbw_factor=case.busbw_factor or None,
         )
+    if isinstance(case, ReplayCase):
+        names = ("family", "digest", "num_ranks", "compute", "blocking")
+        fields = {name: getattr(case, name) for name in names}
+        more = {"method": method, "device_type": case.device}
+        return Series(fields={**fields, **more}, launches=launches)
     return Series(fields=_op_fields(case, method), launches=launches)
 
 

@@ -20,11 +20,9 @@ _MOST = 8
 Issue = Callable[[], object]
 
 # torch 2.13 renamed these two; 2.11 knows the former names only.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Any = (
-    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-)
-_REDOPS = {
+all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+REDOPS = {
     RedOp.SUM: dist.ReduceOp.SUM,
     RedOp.PROD: dist.ReduceOp.PRODUCT,
     RedOp.MIN: dist.ReduceOp.MIN,
@@ -89,9 +87,9 @@ class TorchCommunicator:
             case Collective.ALL_REDUCE:
                 return bound(dist.all_reduce, recv, op=_redop(case), group=group)
             case Collective.ALL_GATHER:
-                return bound(_all_gather, recv, send, group=group)
+                return bound(all_gather, recv, send, group=group)
             case Collective.REDUCE_SCATTER:
-                return bound(_reduce_scatter, recv, send, op=_redop(case), group=group)
+                return bound(reduce_scatter, recv, send, op=_redop(case), group=group)
             case Collective.BROADCAST:
                 return bound(dist.broadcast, recv, src=root, group=group)
             case Collective.REDUCE:
@@ -138,7 +136,7 @@ def _redop(case: CommCase) -> Any:
     if case.redop is RedOp.MULSUM:
         make: Any = getattr(dist, "_make_nccl_premul_sum")  # noqa: B009  no public name
         return make(PREMUL_FACTOR)
-    return _REDOPS[case.redop]
+    return REDOPS[case.redop]
 
 
 def _options(backend: str, max_ctas: int | None) -> Any:

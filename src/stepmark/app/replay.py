@@ -1,0 +1,144 @@
+"""stepmark replay: plan the replay of a workload file; show iterations and messages."""
+
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from stepmark.app import delivery, workload_files
+from stepmark.app.machine import Machine
+from stepmark.app.measure import measure_or_list
+from stepmark.app.view import console, view
+from stepmark.core.errors import ConfigError
+from stepmark.core.options import build, plain
+from stepmark.core.plan import How, Plan, ReplayHow, entries
+from stepmark.core.rank_program import check_ends, communicators
+from stepmark.core.record import Measured
+from stepmark.core.replay_case import Compute, ReplayCase
+from stepmark.core.replay_options import ReplayOptions
+from stepmark.core.workload import ComputeOp, Workload
+from stepmark.report import replay as report
+from stepmark.store import plans
+from stepmark.store.export import write_csv, write_json
+from stepmark.store.runs import TRACES
+from stepmark.workload.formats import native
+from stepmark.workload.shrink import shrunk
+
+_FILLER = "fixed:100us"  # of computation that has no time
+
+
+def run(options: ReplayOptions) -> int:
+    """Plan, then replay on ranks of this host, or as one rank of an outer launcher."""
+    return measure_or_list(lambda machine: plan(options, machine), options)
+
+
+def plan(options: ReplayOptions, machine: Machine) -> Plan:
+    """Plan the replay. Raises ConfigError for a workload that cannot run on the ranks."""
+    compute = Compute.NONE if options.comm_only else options.compute
+    notes: list[str] = []
+    original = workload_files.read(options.file, options.group_sizes, options.world_size)
+    num_ranks = machine.num_ranks(options.nproc, str(original.world_size))
+    workload = _on(original, num_ranks, options)
+    workload = _with_times(workload, options, compute, notes)
+    communicators(workload)
+    check_ends(workload)
+    text = native.encode(workload)
+    case = ReplayCase(
+        file=options.file,
+        digest=hashlib.sha256(text).hexdigest(),
+        num_ranks=num_ranks,
+        device=machine.device,
+        compute=compute,
+        compute_from=options.compute_from or "",
+        blocking=options.blocking,
+        shrunk_from=original.world_size if workload.world_size < original.world_size else 0,
+    )
+    return Plan(
+        command="replay",
+        argv=tuple(sys.argv[1:]),
+        options=plain(options),
+        device=machine.device,
+        world_size=num_ranks,
+        how=How(
+            replay=ReplayHow(
+                timeout_s=options.timeout or ReplayHow().timeout_s,
+                warmups=options.warmup,
+                iterations=options.iters,
+                passes=options.passes,
+            )
+        ),
+        entries=entries([case]),
+        notes=(*workload.notes, *notes),
+        workload=text.decode(),
+    )
+
+
+def _on(workload: Workload, num_ranks: int, options: ReplayOptions) -> Workload:
+    if num_ranks == workload.world_size:
+        return workload
+    if not options.shrink:
+        allowed = f"{workload.world_size}, as the file has; or add --shrink for fewer"
+        raise ConfigError("nproc", num_ranks, allowed)
+    return shrunk(workload, num_ranks)
+
+
+def _with_times(
+    workload: Workload, options: ReplayOptions, compute: Compute, notes: list[str]
+) -> Workload:
+    """Return the workload with times of computation. Raises ConfigError."""
+    if compute is Compute.NONE:
+        if options.compute_from:
+            raise ConfigError("compute-from", options.compute_from, "only with --compute sleep")
+        return workload
+    if options.compute_from:
+        return workload_files.timed(workload, options.compute_from)
+    ops = [op for block in workload.blocks.values() for op in block]
+    untimed = [op for op in ops if isinstance(op, ComputeOp) and op.time_s is None]
+    if any(not op.is_wait for op in untimed):
+        filled = workload_files.timed(workload, _FILLER)
+        blocks = {
+            name: tuple(
+                new
+                if isinstance(old, ComputeOp) and old.time_s is None and not old.is_wait
+                else old
+                for old, new in zip(block, filled.blocks[name], strict=True)
+            )
+            for name, block in workload.blocks.items()
+        }
+        times = "take 100 us each; --compute-from gives others, e.g. roofline:h200"
+        notes.append(
+            f"{len(untimed)} distinct computations have no time in the file: they {times}"
+        )
+        return replace(workload, blocks=blocks)
+    return workload
+
+
+def show(path: Path, values: Mapping[str, Any], code: int) -> int:
+    """Show a replay, write the files of --json and --csv. Returns the exit code."""
+    options = build(ReplayOptions, values)
+    measured = view(path)
+    workload = native.decode(plans.read(path).workload.encode())
+    for record in measured.records:
+        if isinstance(record, Measured) and isinstance(record.case, ReplayCase):
+            _show(path, record, workload, options)
+    return delivery.finish(measured, path, code)
+
+
+def _show(path: Path, record: Measured, workload: Workload, options: ReplayOptions) -> None:
+    assert record.replay is not None
+    times = np.load(path / TRACES / record.replay.op_times, allow_pickle=False)
+    operations = report.operation_rows(workload, times)
+    summary = report.summary_rows(workload, times)
+    iterations = report.iterations(record.samples.seconds, record.replay.blocked_s)
+    if options.json:
+        document = {"iterations": iterations, "messages": summary, "operations": operations}
+        write_json(document, options.json, "replay")
+    if options.csv:
+        write_csv(operations, options.csv, "replay")
+    if not options.to_stdout:
+        for line in report.lines(iterations, summary, workload):
+            console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,151 @@
+"""Measure a replay: make the groups, run iterations, then passes that time every operation."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import numpy as np
+import torch
+
+from stepmark.bench.context import MeasureContext
+from stepmark.bench.ranks import agreed
+from stepmark.bench.replay.engine import DeviceEngine, Engine, HostEngine
+from stepmark.bench.replay.messages import Buffers, Messenger, sizes
+from stepmark.bench.run_cases import Bench
+from stepmark.bench.telemetry import Sampler
+from stepmark.core.plan import Entry, ReplayHow
+from stepmark.core.rank_program import communicators, program
+from stepmark.core.record import METHOD_VERSIONS, Measured, Samples
+from stepmark.core.replay_case import Compute, ReplayCase, Replayed
+from stepmark.core.units import format_bytes
+from stepmark.core.workload import Workload
+
+(_VERSION,) = METHOD_VERSIONS["replay"]
+
+
+@dataclass(slots=True)
+class ReplayBench(Bench):
+    """Replays the workload of the plan."""
+
+    context: MeasureContext
+    how: ReplayHow
+    budget_s: float | None = None
+    _messenger: Messenger | None = field(default=None, init=False)
+
+    def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
+        case, started = cast("ReplayCase", entry.case), self.context.ranks.num_ranks
+        if case.num_ranks != started:
+            return f"needs {case.num_ranks} ranks, {started} were started", None
+        steps = program(self._workload, self.context.ranks.rank)
+        needed, free = sum(sizes(steps).values()), self.context.free_bytes()
+        if needed > 0.9 * free:
+            texts = format_bytes(needed), format_bytes(free)
+            return f"its messages need {texts[0]}, {texts[1]} are free", needed
+        return None
+
+    def measure(self, entry: Entry, share_s: float | None) -> Measured:
+        case = cast("ReplayCase", entry.case)
+        context, ranks, started_at = self.context, self.context.ranks, time.time()
+        begin = time.monotonic()
+        engine = agreed(ranks, lambda: self._engine(case))
+        agreed(ranks, lambda: self._iterations(engine, self.how.warmups))
+        sampler = Sampler(context.device_index)
+        with sampler:
+            seconds, blocked_s = agreed(
+                ranks, lambda: self._iterations(engine, self.how.iterations)
+            )
+        passes = agreed(ranks, lambda: self._passes(engine))
+        by_rank = ranks.gather((seconds, blocked_s, passes, sampler.telemetry()))
+        all_seconds, all_blocked, all_passes, telemetry = zip(*by_rank, strict=True)
+        on_gpu = ranks.device.type == "cuda"
+        return Measured(
+            run_id=context.run_id,
+            case=case,
+            samples=Samples(
+                seconds=tuple(map(tuple, all_seconds)),
+                method=f"replay-{'blocking-' if case.blocking else ''}host/{_VERSION}",
+                wall_s=time.monotonic() - begin,
+            ),
+            checks=(),
+            telemetry=telemetry,
+            backend_run="nccl" if on_gpu else "gloo",
+            peak_memory_bytes=torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None,
+            started_at=started_at,
+            replay=Replayed(
+                op_times=self._store(case, entry.launch, all_passes),
+                num_passes=self.how.passes,
+                blocked_s=() if on_gpu else tuple(map(tuple, all_blocked)),
+            ),
+        )
+
+    def restarts(self, entry: Entry) -> bool:
+        return True  # its groups may be broken
+
+    def limit_s(self, share_s: float | None) -> float:
+        return self.how.timeout_s
+
+    def abort(self) -> None:
+        if self._messenger is not None:
+            self._messenger.abort()
+
+    def close(self) -> None:
+        self.context.ranks.barrier()
+        if self._messenger is not None:
+            self._messenger.close()
+            self._messenger = None
+        self.context.ranks.barrier()
+
+    @property
+    def _workload(self) -> Workload:
+        assert self.context.workload is not None, "the plan of a replay has its workload"
+        return self.context.workload
+
+    def _engine(self, case: ReplayCase) -> Engine:
+        device, rank, workload = (
+            self.context.ranks.device,
+            self.context.ranks.rank,
+            self._workload,
+        )
+        is_gpu = device.type == "cuda"
+        backend = "nccl" if is_gpu else "gloo"
+        self._messenger = Messenger(communicators(workload), rank, backend)
+        steps = program(workload, rank)
+        buffers = Buffers(steps, device)
+        buffers.allocate()
+        options = {"sleeps": case.compute is Compute.SLEEP, "blocking": case.blocking}
+        if is_gpu:
+            return DeviceEngine(steps, self._messenger, buffers, device, **options)
+        return HostEngine(steps, self._messenger, buffers, **options)
+
+    def _iterations(self, engine: Engine, count: int) -> tuple[list[float], list[float]]:
+        seconds, blocked_s = [], []
+        for _ in range(count):
+            begin = time.perf_counter()
+            engine.run()
+            seconds.append(time.perf_counter() - begin)
+            blocked_s.append(engine.blocked_s)
+        return seconds, blocked_s
+
+    def _passes(self, engine: Engine) -> list[list[float]]:
+        count = len(program(self._workload, self.context.ranks.rank))
+        passes = [[math.nan] * count for _ in range(self.how.passes)]
+        for times in passes:
+            engine.run(times)
+        return passes
+
+    def _store(
+        self, case: ReplayCase, launch: int, passes: tuple[list[list[float]], ...]
+    ) -> str:
+        """Write the times of operations beside the traces; return the file's name."""
+        name = f"replay-{case.case_id[:16]}-launch{launch}.npy"
+        folder = self.context.folder
+        if self.context.ranks.rank == 0 and folder is not None:
+            most = max(len(times) for by_pass in passes for times in by_pass)
+            table = np.full((len(passes), self.how.passes, most), math.nan)
+            for rank, by_pass in enumerate(passes):
+                for number, times in enumerate(by_pass):
+                    table[rank, number, : len(times)] = times
+            folder.mkdir(parents=True, exist_ok=True)
+            np.save(folder / name, table, allow_pickle=False)
+        return name

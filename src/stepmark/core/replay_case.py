@@ -1,0 +1,55 @@
+"""Case of a replay: a workload on real ranks. Its workload lies in the plan of the run."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from stepmark.core.case import Label, identity_hash
+
+
+class Compute(StrEnum):
+    """What a replay does where the workload computes."""
+
+    NONE = "none"  # nothing: messages only
+    SLEEP = "sleep"  # the device (on a CPU the rank) is busy for the operation's time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayCase:
+    """One workload. digest: SHA-256 of its native file, as it runs."""
+
+    kind: ClassVar[str] = "replay"
+    file: str  # of the workload, as the user named it
+    digest: str
+    num_ranks: int
+    device: str = "cuda"  # or cpu
+    compute: Compute = Compute.NONE
+    blocking: bool = False  # the host waits for each operation
+    shrunk_from: int = 0  # ranks of the file; 0: as many as run
+    compute_from: str = ""  # source of the times of computation; "": the file
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def family(self) -> str:
+        return "replay"
+
+    @property
+    def case_id(self) -> str:
+        """SHA-256 of the canonical JSON of what runs and how."""
+        names = ("digest", "num_ranks", "device", "compute", "blocking")
+        return identity_hash({"replay": {name: getattr(self, name) for name in names}})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a replay measured beside its iterations.
+
+    op_times: file in the run's traces folder, float64 [rank][pass][operation] in seconds from
+    the start of an operation to its end, not a number where it was not timed. Passes are
+    iterations of their own, in which every operation is timed. blocked_s: by rank and
+    iteration, how long the host waited for messages; empty on a GPU.
+    """
+
+    op_times: str
+    num_passes: int
+    blocked_s: tuple[tuple[float, ...], ...] = ()

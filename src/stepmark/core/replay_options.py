@@ -1,0 +1,62 @@
+"""The options of `stepmark replay`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import REQUIRED, between, flag, group
+from stepmark.core.replay_case import Compute, ReplayCase
+
+Count = Annotated[int, between(1, 100_000)]
+
+
+@group
+class WorkloadFile:
+    """Workload."""
+
+    file: str = flag(
+        "workload: native, AICB, SimAI, PARAM or Chakra; - = stdin",
+        default=REQUIRED,
+        argument=True,
+        metavar="FILE",
+    )
+    group_sizes: str | None = flag("sizes that an AICB file lacks: ep=16,...")
+    world_size: Count | None = flag("number of ranks that a SimAI file lacks")
+    nproc: str | None = flag("ranks [as many as the file has]", "--nproc", "-g")
+    shrink: bool = flag("run on fewer ranks than the file has: smaller groups", default=False)
+
+
+@group
+class Execution:
+    """Execution."""
+
+    compute: Compute = flag(
+        "what happens where the workload computes: none, or sleep for its time",
+        default=Compute.SLEEP,
+    )
+    comm_only: bool = flag("the same as --compute none", default=False)
+    compute_from: str | None = flag(
+        "times of computation: fixed:1ms, roofline:h200, a run, an AIOB profile [the file's]"
+    )
+    blocking: bool = flag("wait for each operation, as AICB does: no overlap", default=False)
+    iters: Count = flag("iterations", default=10)
+    warmup: Annotated[int, between(0, 100_000)] = flag("iterations before them", default=1)
+    passes: Count = flag("iterations after them that time each operation", default=3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions(MeasureOptions, Execution, WorkloadFile):
+    """stepmark replay."""
+
+
+def options_of(case: ReplayCase) -> ReplayOptions:
+    """Return the options that replay a case alone."""
+    return ReplayOptions(
+        file=case.file,
+        nproc=str(case.num_ranks),
+        shrink=bool(case.shrunk_from),
+        compute=case.compute,
+        compute_from=case.compute_from or None,
+        blocking=case.blocking,
+        device=case.device,
+    )

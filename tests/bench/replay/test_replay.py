@@ -1,0 +1,94 @@
+"""Replayed messages are the file's, in its order, and no schedule deadlocks."""
+
+import itertools
+import math
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.bench.replay.replays_on_ranks import replay
+from tests.ranks_pool import Pool
+
+from stepmark.bench.verify import TORCH_DTYPE
+from stepmark.cli import main
+from stepmark.core.rank_program import check_ends, program
+from stepmark.core.workload import CommOp, Workload
+from stepmark.workload.formats import native
+
+_TINY = "--scale tiny --world-size 4 --mbs 1"
+
+
+def layouts() -> Iterator[str]:
+    """Jobs of four ranks: parallelism, schedules, micro-batches."""
+    for tp, pp, gbs in itertools.product((1, 2), (1, 2, 4), (4, 8)):
+        if tp * pp <= 4:
+            layout = f"--tp {tp} --pp {pp} --gbs {gbs}"
+            yield f"--framework megatron --model llama-2-7b {layout}"
+    for gbs, more in itertools.product((8, 16), ("--vpp 2", "--tp 2 --vpp 2", "--tp 2 --sp")):
+        yield f"--framework megatron --model llama-2-7b --pp 2 --gbs {gbs} {more}"
+    for stage, gbs in itertools.product((0, 1, 2, 3), (4, 8)):
+        yield f"--framework deepspeed --zero-stage {stage} --model gpt2-125m --gbs {gbs}"
+    for gbs, more in itertools.product((4, 8), ("", "--recompute full", "--dp-replicate 2")):
+        yield f"--framework fsdp --model llama-3.1-8b --gbs {gbs} {more}"
+        yield f"--framework fsdp --model gpt2-125m --gbs {gbs} {more}"
+    for gbs in (4, 8, 12):
+        yield f"--framework ddp --model gpt2-125m --gbs {gbs}"
+        yield f"--framework fsdp --model llama-3.1-8b --tp 2 --gbs {gbs}"
+        yield f"--framework fsdp --model mixtral-8x7b --ep 2 --gbs {gbs}"
+        yield f"--framework fsdp --model llama-3.1-8b --pp 2 --gbs {4 * gbs}"
+        yield f"--framework megatron --model mixtral-8x7b --tp 2 --ep 2 --sp --gbs {gbs}"
+    for pp, schedule in ((2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "gpipe"), (4, "gpipe")):
+        layout = f"--pp {pp} --tp {4 // pp} --gbs 8 --pp-schedule {schedule}"
+        yield f"--framework pp --model llama-3.1-8b {layout}"
+
+
+LAYOUTS = list(layouts())
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("workloads")
+    made = {}
+    for number, words in enumerate(LAYOUTS):
+        path = folder / f"{number}.json"
+        command = ["workload", "generate", *shlex.split(f"{words} {_TINY}"), "-o", str(path)]
+        assert main.status(command) == 0, words
+        made[words] = path
+    return made
+
+
+def expected(workload: Workload, rank: int) -> list[tuple[str, tuple[int, ...], str, int]]:
+    """The calls of a rank by the file: those of one rank alone are none."""
+    calls = []
+    for step in program(workload, rank):
+        op = step.op
+        if isinstance(op, CommOp) and len(step.members) > 1:
+            size = op.message_bytes(workload.groups[op.group])
+            kind = op.collective.replace("_v", "")
+            dtype = "" if kind == "barrier" else str(TORCH_DTYPE[op.dtype])
+            calls.append((kind, tuple(sorted(step.members)), dtype, size))
+    return calls
+
+
+def test_calls_are_those_of_the_file_in_its_order_and_every_schedule_ends(
+    files: dict[str, Path],
+) -> None:
+    assert len(files) >= 50
+    workloads = {words: native.read(path) for words, path in files.items()}
+    for workload in workloads.values():
+        check_ends(workload)
+    with Pool(4) as pool:
+        by_rank = pool.run(replay, [str(path) for path in files.values()], timeout_s=240)
+    for rank, results in enumerate(by_rank):
+        for (words, workload), (calls, times) in zip(workloads.items(), results, strict=True):
+            once = expected(workload, rank)
+            assert calls == once + once, words  # with overlap, and blocking
+            steps = program(workload, rank)
+            for step, time_s in zip(steps, times, strict=True):
+                timed = not math.isnan(time_s)
+                is_message = isinstance(step.op, CommOp) and len(step.members) > 1
+                assert timed <= is_message, words
+                # Where the host waits for each, all but sends have a time.
+                if is_message and step.op.collective != "send":  # type: ignore[union-attr]
+                    assert timed, (words, step)
