@@ -73,16 +73,18 @@ def check_ends(workload: Workload) -> None:
     A send ends by itself; a receive needs its send. Ranks of one stage run one program, so that
     only stages can wait for one another.
     """
+    for stage in range(len(workload.stages)):
+        _check_rings(workload, stage)
     per_stage = workload.world_size // len(workload.stages)
-    stages = [
+    programs = [
         _Stage(workload, index, index * per_stage) for index in range(len(workload.stages))
     ]
     sent: dict[object, list[CommOp]] = defaultdict(list)
     begun: dict[object, set[int]] = defaultdict(set)
     # Not any(): every stage goes on as far as it can.
-    while sum([stage.advance(sent, begun) for stage in stages]):
+    while sum([each.advance(sent, begun) for each in programs]):
         pass
-    blocked = [text for stage in stages for text in stage.blocked()]
+    blocked = [text for each in programs for text in each.blocked()]
     if blocked:
         allowed = f"a workload that ends, but {'; '.join(blocked[:3])}"
         raise ConfigError("workload", workload.name, allowed)

@@ -38,7 +38,13 @@ def layouts() -> Iterator[str]:
         yield f"--framework fsdp --model mixtral-8x7b --ep 2 --gbs {gbs}"
         yield f"--framework fsdp --model llama-3.1-8b --pp 2 --gbs {4 * gbs}"
         yield f"--framework megatron --model mixtral-8x7b --tp 2 --ep 2 --sp --gbs {gbs}"
-    for pp, schedule in ((2, "1f1b"), (4, "1f1b"), (2, "interleaved"), (2, "gpipe"), (4, "gpipe")):
+    for pp, schedule in (
+        (2, "1f1b"),
+        (4, "1f1b"),
+        (2, "interleaved"),
+        (2, "gpipe"),
+        (4, "gpipe"),
+    ):
         layout = f"--pp {pp} --tp {4 // pp} --gbs 8 --pp-schedule {schedule}"
         yield f"--framework pp --model llama-3.1-8b {layout}"
 

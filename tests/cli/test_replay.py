@@ -1,0 +1,152 @@
+"""stepmark replay: on real ranks, its files, and what it refuses before any rank starts."""
+
+import csv
+import json
+import math
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from stepmark.cli import main
+from stepmark.core.rank_program import program
+from stepmark.core.workload import CommOp
+from stepmark.workload.formats import native
+
+MEGATRON = "--model gpt2-125m --framework megatron --world-size 4 --tp 2 --pp 2 --gbs 8 --mbs 1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay")
+    words = f"workload generate {MEGATRON} --scale tiny -o {path / 'w.json'}"
+    assert main.status(shlex.split(words)) == 0
+    return path
+
+
+def stepmark(words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "stepmark", *shlex.split(words)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.ranks
+def test_a_pipeline_is_replayed_with_its_computation(folder: Path) -> None:
+    words = (
+        "replay w.json --nproc 4 --iters 3 --passes 2 --compute sleep --compute-from fixed:1ms"
+    )
+    done = stepmark(f"{words} --csv log.csv --json all.json --out runs", folder)
+    assert done.returncode == 0, done.stderr
+    workload = native.read(folder / "w.json")
+    programs = [program(workload, rank) for rank in (0, 2)]
+    messages = [
+        (
+            str(stage),
+            str(number),
+            op.collective,
+            str(op.message_bytes(workload.groups[op.group])),
+        )
+        for stage, steps in enumerate(programs)
+        for number, step in enumerate(steps)
+        if isinstance(op := step.op, CommOp) and len(step.members) > 1
+    ]
+    rows = list(csv.DictReader((folder / "log.csv").read_text().splitlines()))
+    names = ("stage", "operation", "collective", "message_bytes")
+    assert [tuple(row[name] for name in names) for row in rows] == messages
+    assert all(
+        float(row["time_min_s"]) <= float(row["time_s"]) for row in rows if row["time_s"]
+    )
+    document = json.loads((folder / "all.json").read_text())
+    counts = Counter[str]()
+    for row in document["messages"]:
+        counts[row["collective"]] += row["operations"]
+    assert counts == Counter(name for _, _, name, _ in messages)
+    # Every iteration lasts at least as long as the computation of the busier stage.
+    sleeps = max(
+        sum(not (isinstance(s.op, CommOp) or s.op.is_wait) for s in steps) for steps in programs
+    )
+    assert len(document["iterations"]["seconds"]) == 3
+    assert min(document["iterations"]["seconds"]) >= sleeps * 1e-3
+    shown = stepmark("runs show --runs runs latest", folder)
+    assert shown.returncode == 0
+    assert "w.json" in shown.stdout
+    (run,) = (folder / "runs").iterdir()
+    assert any(path.suffix == ".npy" for path in (run / "traces").iterdir())
+
+
+@pytest.mark.ranks
+def test_a_file_of_more_ranks_runs_on_two_if_asked(folder: Path) -> None:
+    generate = (
+        "workload generate --model gpt2-125m --scale tiny --framework ddp --world-size 16"
+    )
+    assert main.status(shlex.split(f"{generate} -o {folder / 'ddp.json'}")) == 0
+    words = "replay ddp.json --nproc 2 --shrink --comm-only --blocking --iters 2 --json -"
+    done = stepmark(words, folder)
+    assert done.returncode == 0, done.stderr
+    assert "shrunk from 16 to 2 ranks" in done.stderr
+    document = json.loads(done.stdout)
+    assert {row["group_size"] for row in document["messages"]} == {2}
+    assert all(row["time_s"] > 0 for row in document["operations"])
+    assert all(math.isfinite(each) for each in document["iterations"]["seconds"])
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (
+            "w.json --nproc 2",
+            "nproc 2 is invalid: it must be 4, as the file has; or add --shrink",
+        ),
+        ("w.json --nproc 3 --shrink", "a multiple of its 2 pipeline stages"),
+        ("w.json --nproc 8 --shrink", "it must be at most 4"),
+        ("w.json --comm-only --compute-from fixed:1ms", "only with --compute sleep"),
+        ("w.json --iters 0", "iters 0 is invalid"),
+        ("w.json --compute real", "compute real is invalid: it must be one of none, sleep"),
+        ("nosuch.json", "nosuch.json"),
+        ("cut.json", "JSON (Input data was truncated)"),
+        ("alone.json", "every send is received"),
+    ],
+)
+def test_refusals(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: str,
+    text: str,
+) -> None:
+    monkeypatch.chdir(folder)
+    whole = (folder / "w.json").read_text()
+    (folder / "cut.json").write_text(whole[:-200])
+    lines = [line for line in whole.splitlines() if '"recv"' in line]
+    alone = whole
+    for line in lines:  # its receives become computation
+        plain = json.loads(line.rstrip(","))
+        kept = {key: plain[key] for key in ("phase", "module", "name", "after") if key in plain}
+        other = {"compute": {"kernel": "k", "flops": 1, "bytes_moved": 1}, **kept}
+        alone = alone.replace(line, json.dumps(other) + "," * line.endswith(","))
+    (folder / "alone.json").write_text(alone)
+    capsys.readouterr()
+    code = main.status(["replay", *shlex.split(words), "--device", "cpu"])
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert text in err
+    assert "Traceback" not in err
+    assert not out
+
+
+def test_a_dry_run_prints_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"replay {folder / 'w.json'} --blocking --compute none --dry-run --device h200"
+    assert main.status(shlex.split(words)) == 0
+    out, err = capsys.readouterr()
+    assert out.strip() == (
+        f"stepmark replay {folder / 'w.json'} --device cuda --compute none --blocking --nproc 4"
+    )
+    assert "none was run" in err
