@@ -210,7 +210,7 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "pp_schedule": ("interleaved",),
     "pp_microbatches": ("4",),
 }
-UNDERIVED = ("fp8", "loss_chunks")  # whose messages PyTorch's rules refuse to derive
+UNDERIVED = ("loss_chunks",)  # whose messages PyTorch's rules refuse to derive
 # Flags that change how a step is computed or measured: the layout, and a value.
 OF_PLAN: dict[str, tuple[dict[str, Any], Any]] = {
     "models": ({"nproc": "1"}, ["gpt2-1.5b"]),

@@ -84,6 +84,7 @@ class Context:
     failures: tuple[Failed, ...] = ()
     on_blocked: Callable[[Failed, int], None] = print
     largest_mbs: Callable[..., int] | None = None
+    workload: object = None
 
 
 def make_context(device: str, **_: object) -> Context:

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -38,6 +37,9 @@ def run(options: ReplayOptions) -> int:
 
 def plan(options: ReplayOptions, machine: Machine) -> Plan:
     """Plan the replay. Raises ConfigError for a workload that cannot run on the ranks."""
+    if options.budget:
+        allowed = "not given: --iters, --warmup and --passes say how long a replay takes"
+        raise ConfigError("budget", f"{options.budget:g}s", allowed)
     compute = Compute.NONE if options.comm_only else options.compute
     notes: list[str] = []
     original = workload_files.read(options.file, options.group_sizes, options.world_size)
@@ -117,7 +119,7 @@ def _with_times(
     return workload
 
 
-def show(path: Path, values: Mapping[str, Any], code: int) -> int:
+def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Show a replay, write the files of --json and --csv. Returns the exit code."""
     options = build(ReplayOptions, values)
     measured = view(path)

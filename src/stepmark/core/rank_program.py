@@ -73,11 +73,17 @@ def check_ends(workload: Workload) -> None:
     A send ends by itself; a receive needs its send. Ranks of one stage run one program, so that
     only stages can wait for one another.
     """
-    for stage in range(len(workload.stages)):
-        _check_rings(workload, stage)
+    for setup in (True, False):
+        for stage in range(len(workload.stages)):
+            _check_rings(workload, stage, setup=setup)
+        _check_stages(workload, setup=setup)
+
+
+def _check_stages(workload: Workload, *, setup: bool) -> None:
     per_stage = workload.world_size // len(workload.stages)
     programs = [
-        _Stage(workload, index, index * per_stage) for index in range(len(workload.stages))
+        _Stage(workload, index, program(workload, index * per_stage, setup=setup))
+        for index in range(len(workload.stages))
     ]
     sent: dict[object, list[CommOp]] = defaultdict(list)
     begun: dict[object, set[int]] = defaultdict(set)
@@ -95,10 +101,10 @@ def check_ends(workload: Workload) -> None:
             raise ConfigError("workload", workload.name, f"one in which every send is {text}")
 
 
-def _check_rings(workload: Workload, stage: int) -> None:
+def _check_rings(workload: Workload, stage: int, *, setup: bool) -> None:
     """Check sends and receives between ranks of one stage, which all run its program."""
     messages: dict[str, Counter[tuple[object, ...]]] = {SEND: Counter(), RECV: Counter()}
-    for op, count in workload.tally(stage).items():
+    for op, count in workload.tally(stage, setup=setup).items():
         if not isinstance(op, CommOp) or op.collective not in (SEND, RECV):
             continue
         size = workload.groups[op.group].size
@@ -117,9 +123,8 @@ def _check_rings(workload: Workload, stage: int) -> None:
 class _Stage:
     """What of a stage's program has ended, while `check_ends` executes it."""
 
-    def __init__(self, workload: Workload, index: int, rank: int) -> None:
-        self._workload, self._index = workload, index
-        self._steps = program(workload, rank)
+    def __init__(self, workload: Workload, index: int, steps: list[Step]) -> None:
+        self._workload, self._index, self._steps = workload, index, steps
         self._ended = [False] * len(self._steps)
         self._queues: dict[str, deque[int]] = defaultdict(deque)
         self._keys: dict[int, object] = {}  # of what several stages do

@@ -138,8 +138,8 @@ def _messages(
 ) -> Iterator[tuple[int, int, CommOp, list[tuple[float, float]]]]:
     """Yield stage, index, message, and the longest and shortest time of its ranks by call.
 
-    Without calls nothing was timed. A call is of one communicator in one pass. Of communicators over several stages only the
-    ranks of the stage count, whose programs are the same.
+    Without calls nothing was timed. A call is of one communicator in one pass. Of communicators
+    over several stages only the ranks of the stage count, whose programs are the same.
     """
     per_stage = workload.world_size // len(workload.stages)
     for stage in range(len(workload.stages)):

@@ -15,7 +15,7 @@ from stepmark.bench.replay.messages import Buffers, Messenger, sizes
 from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.plan import Entry, ReplayHow
-from stepmark.core.rank_program import communicators, program
+from stepmark.core.rank_program import Step, communicators, program
 from stepmark.core.record import METHOD_VERSIONS, Measured, Samples
 from stepmark.core.replay_case import Compute, ReplayCase, Replayed
 from stepmark.core.units import format_bytes
@@ -37,8 +37,7 @@ class ReplayBench(Bench):
         case, started = cast("ReplayCase", entry.case), self.context.ranks.num_ranks
         if case.num_ranks != started:
             return f"needs {case.num_ranks} ranks, {started} were started", None
-        steps = program(self._workload, self.context.ranks.rank)
-        needed, free = sum(sizes(steps).values()), self.context.free_bytes()
+        needed, free = sum(sizes(self._steps()).values()), self.context.free_bytes()
         if needed > 0.9 * free:
             texts = format_bytes(needed), format_bytes(free)
             return f"its messages need {texts[0]}, {texts[1]} are free", needed
@@ -102,21 +101,34 @@ class ReplayBench(Bench):
         return self.context.workload
 
     def _engine(self, case: ReplayCase) -> Engine:
+        """Return the engine of the step, after that of the setup has run."""
         device, rank, workload = (
             self.context.ranks.device,
             self.context.ranks.rank,
             self._workload,
         )
-        is_gpu = device.type == "cuda"
-        backend = "nccl" if is_gpu else "gloo"
-        self._messenger = Messenger(communicators(workload), rank, backend)
-        steps = program(workload, rank)
-        buffers = Buffers(steps, device)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        messenger = self._messenger = Messenger(communicators(workload), rank, backend)
+        buffers = Buffers(self._steps(), device)
         buffers.allocate()
         options = {"sleeps": case.compute is Compute.SLEEP, "blocking": case.blocking}
-        if is_gpu:
-            return DeviceEngine(steps, self._messenger, buffers, device, **options)
-        return HostEngine(steps, self._messenger, buffers, **options)
+
+        def engine(*, setup: bool) -> Engine:
+            steps = program(workload, rank, setup=setup)
+            if device.type == "cuda":
+                return DeviceEngine(steps, messenger, buffers, device, **options)
+            return HostEngine(steps, messenger, buffers, **options)
+
+        engine(setup=True).run()
+        return engine(setup=False)
+
+    def _steps(self) -> list[Step]:
+        """Return what this rank does in the setup and in a step."""
+        programs = (
+            program(self._workload, self.context.ranks.rank, setup=setup)
+            for setup in (True, False)
+        )
+        return [step for steps in programs for step in steps]
 
     def _iterations(self, engine: Engine, count: int) -> tuple[list[float], list[float]]:
         seconds, blocked_s = [], []
