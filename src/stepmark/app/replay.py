@@ -19,7 +19,8 @@ from stepmark.core.rank_program import check_ends, communicators
 from stepmark.core.record import Measured
 from stepmark.core.replay_case import Compute, ReplayCase
 from stepmark.core.replay_options import ReplayOptions
-from stepmark.core.workload import ComputeOp, Workload
+from stepmark.core.units import format_time
+from stepmark.core.workload import ComputeOp, Item, Workload
 from stepmark.report import replay as report
 from stepmark.store import plans
 from stepmark.store.export import write_csv, write_json
@@ -27,7 +28,7 @@ from stepmark.store.runs import TRACES
 from stepmark.workload.formats import native
 from stepmark.workload.shrink import shrunk
 
-_FILLER = "fixed:100us"  # of computation that has no time
+_FILLER_S = 1e-4  # of computation that has no time
 
 
 def run(options: ReplayOptions) -> int:
@@ -98,25 +99,18 @@ def _with_times(
         return workload
     if options.compute_from:
         return workload_files.timed(workload, options.compute_from)
-    ops = [op for block in workload.blocks.values() for op in block]
-    untimed = [op for op in ops if isinstance(op, ComputeOp) and op.time_s is None]
-    if any(not op.is_wait for op in untimed):
-        filled = workload_files.timed(workload, _FILLER)
-        blocks = {
-            name: tuple(
-                new
-                if isinstance(old, ComputeOp) and old.time_s is None and not old.is_wait
-                else old
-                for old, new in zip(block, filled.blocks[name], strict=True)
-            )
-            for name, block in workload.blocks.items()
-        }
-        times = "take 100 us each; --compute-from gives others, e.g. roofline:h200"
-        notes.append(
-            f"{len(untimed)} distinct computations have no time in the file: they {times}"
-        )
-        return replace(workload, blocks=blocks)
-    return workload
+    filled: dict[ComputeOp, ComputeOp] = {}
+
+    def fill(item: Item) -> Item:
+        if isinstance(item, ComputeOp) and item.time_s is None and not item.is_wait:
+            return filled.setdefault(item, replace(item, time_s=_FILLER_S))
+        return item
+
+    blocks = {name: tuple(map(fill, items)) for name, items in workload.blocks.items()}
+    if filled:
+        times = f"take {format_time(_FILLER_S)} each; --compute-from gives others"
+        notes.append(f"{len(filled)} computations have no time in the file: they {times}")
+    return replace(workload, blocks=blocks)
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
