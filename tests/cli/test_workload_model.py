@@ -218,3 +218,14 @@ def test_recommenders_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None
     assert "at most one rank per table (8)" in refusal(capsys, *DLRM, bottom, "--world-size=16")
     assert "it has no effect with dlrm" in refusal(capsys, *DLRM, bottom, "--num-layers=3")
     assert "it has no effect with dlrm" in refusal(capsys, *DLRM, bottom, "--model=gpt-j-6b")
+
+
+def test_a_tiny_model_has_as_many_layers_as_are_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--model", "llama-2-7b", "--framework", "fsdp", "--world-size", "2", "--scale", "tiny"]
+    for layers, more in ((2, []), (5, ["--num-layers", "5"])):
+        made, _ = generated(capsys, *words, *more)
+        assert made.model
+        assert made.model.num_layers == layers
+        assert {op.layer for op in made.expand() if op.layer is not None} == set(range(layers))

@@ -46,7 +46,9 @@ def choose(
     model = _resized(_start(options, framework, notes), options, notes)
     model = _with_experts(_with_mla(model, options), options, notes)
     if options.scale:
+        layers = _positive(options, "num_layers")  # a tiny model has two
         model = scaled(model, options.scale, tp)
+        model = replace(model, num_layers=layers or model.num_layers)
     if seq_len := _positive(options, "seq_len"):
         model = with_seq_len(model, seq_len)
     elif model.name in _NOTES:

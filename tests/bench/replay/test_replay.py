@@ -27,6 +27,11 @@ def layouts() -> Iterator[str]:
             yield f"--framework megatron --model llama-2-7b {layout}"
     for gbs, more in itertools.product((8, 16), ("--vpp 2", "--tp 2 --vpp 2", "--tp 2 --sp")):
         yield f"--framework megatron --model llama-2-7b --pp 2 --gbs {gbs} {more}"
+    for gbs in (8, 16):
+        layout = f"--pp 4 --vpp 2 --num-layers 8 --gbs {gbs}"
+        yield f"--framework megatron --model llama-2-7b {layout}"
+        layout = f"--pp 4 --num-layers 8 --gbs {gbs} --pp-schedule interleaved"
+        yield f"--framework pp --model llama-3.1-8b {layout}"
     for stage, gbs in itertools.product((0, 1, 2, 3), (4, 8)):
         yield f"--framework deepspeed --zero-stage {stage} --model gpt2-125m --gbs {gbs}"
     for gbs, more in itertools.product((4, 8), ("", "--recompute full", "--dp-replicate 2")):
