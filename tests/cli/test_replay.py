@@ -43,7 +43,8 @@ def test_a_pipeline_is_replayed_with_its_computation(folder: Path) -> None:
     words = (
         "replay w.json --nproc 4 --iters 3 --passes 2 --compute sleep --compute-from fixed:1ms"
     )
-    done = stepmark(f"{words} --csv log.csv --json all.json --out runs", folder)
+    files = "--csv log.csv --json all.json --timeline step.json"
+    done = stepmark(f"{words} {files} --out runs", folder)
     assert done.returncode == 0, done.stderr
     workload = native.read(folder / "w.json")
     programs = [program(workload, rank) for rank in (0, 2)]
@@ -75,6 +76,11 @@ def test_a_pipeline_is_replayed_with_its_computation(folder: Path) -> None:
     )
     assert len(document["iterations"]["seconds"]) == 3
     assert min(document["iterations"]["seconds"]) >= sleeps * 1e-3
+    events = json.loads((folder / "step.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1, 2, 3}
+    ends = [event["ts"] + event["dur"] for event in events if event["ph"] == "X"]
+    assert min(event["ts"] for event in events if event["ph"] == "X") >= 0
+    assert max(ends) >= sleeps * 1e3
     shown = stepmark("runs show --runs runs latest", folder)
     assert shown.returncode == 0
     assert "w.json" in shown.stdout
@@ -95,6 +101,10 @@ def test_a_file_of_more_ranks_runs_on_two_if_asked(folder: Path) -> None:
     document = json.loads(done.stdout)
     assert {row["group_size"] for row in document["messages"]} == {2}
     assert all(row["time_s"] > 0 for row in document["operations"])
+    # Every message is waited for, thus timed, and nothing computes.
+    exposed = document["iterations"]["exposed_comm_s_by_rank"]
+    assert len(exposed) == 2
+    assert all(each > 0 for each in exposed)
     assert all(math.isfinite(each) for each in document["iterations"]["seconds"])
 
 

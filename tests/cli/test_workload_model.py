@@ -223,7 +223,16 @@ def test_recommenders_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None
 def test_a_tiny_model_has_as_many_layers_as_are_given(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "llama-2-7b", "--framework", "fsdp", "--world-size", "2", "--scale", "tiny"]
+    words = [
+        "--model",
+        "llama-2-7b",
+        "--framework",
+        "fsdp",
+        "--world-size",
+        "2",
+        "--scale",
+        "tiny",
+    ]
     for layers, more in ((2, []), (5, ["--num-layers", "5"])):
         made, _ = generated(capsys, *words, *more)
         assert made.model

@@ -64,3 +64,28 @@ def test_iterations_are_those_of_the_slowest_rank() -> None:
     lines = list(replay.lines(table, [], WORKLOAD))
     assert "outlier     iteration 2 takes 82% longer than the median" in lines
     assert lines[2].endswith("rank 0 18%, rank 1 0%")
+
+
+def spans() -> "np.typing.NDArray[np.float64]":
+    """[rank][pass][operation][start, duration]: two ranks, one pass."""
+    return np.array(
+        [[[(0.0, 1.0), (0.5, 1.0), (1.4, 0.2)]], [[(0.0, 1.0), (1.0, 1.0), (NAN, NAN)]]]
+    )
+
+
+def test_exposed_communication_is_what_no_computation_hides() -> None:
+    workload = staged((work(), REDUCE, REDUCE))
+    # Rank 0: messages from 0.5 to 1.5 and from 1.4 to 1.6, computation to 1.0.
+    assert replay.exposed_s(workload, spans()) == [pytest.approx(0.6), None]
+    table = replay.iterations([[1.0]], []) | {"exposed_comm_s_by_rank": [0.6, None]}
+    assert list(replay.lines(table, [], workload))[1].endswith("rank 0 600 ms, rank 1 unknown")
+
+
+def test_the_timeline_has_every_timed_operation_of_a_rank() -> None:
+    events = replay.timeline(staged((work(), REDUCE, REDUCE)), spans())["traceEvents"]
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert [event["pid"] for event in drawn] == [0, 0, 0, 1, 1]
+    assert [event["cat"] for event in drawn[:2]] == ["computation", "communication"]
+    assert (drawn[1]["name"], drawn[1]["ts"], drawn[1]["dur"]) == ("all_reduce m", 5e5, 1e6)
+    names = {event["args"]["name"] for event in events if event["ph"] == "M"}
+    assert names == {"rank 0", "rank 1", "compute"}

@@ -126,10 +126,13 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
 
 def _show(path: Path, record: Measured, workload: Workload, options: ReplayOptions) -> None:
     assert record.replay is not None
-    times = np.load(path / TRACES / record.replay.op_times, allow_pickle=False)
-    operations = report.operation_rows(workload, times)
-    summary = report.summary_rows(workload, times)
+    spans = np.load(path / TRACES / record.replay.spans, allow_pickle=False)
+    operations = report.operation_rows(workload, spans[..., 1])
+    summary = report.summary_rows(workload, spans[..., 1])
     iterations = report.iterations(record.samples.seconds, record.replay.blocked_s)
+    iterations["exposed_comm_s_by_rank"] = report.exposed_s(workload, spans)
+    if options.timeline:
+        write_json(report.timeline(workload, spans), options.timeline, "timeline")
     if options.json:
         document = {"iterations": iterations, "messages": summary, "operations": operations}
         write_json(document, options.json, "replay")

@@ -44,12 +44,12 @@ class ReplayCase:
 class Replayed:
     """What a replay measured beside its iterations.
 
-    op_times: file in the run's traces folder, float64 [rank][pass][operation] in seconds from
-    the start of an operation to its end, not a number where it was not timed. Passes are
+    spans: file in the run's traces folder, float64 [rank][pass][operation][2] in seconds: start
+    since that of the step, and duration; not a number where it was not timed. Passes are
     iterations of their own, in which every operation is timed. blocked_s: by rank and
     iteration, how long the host waited for messages; empty on a GPU.
     """
 
-    op_times: str
+    spans: str
     num_passes: int
     blocked_s: tuple[tuple[float, ...], ...] = ()

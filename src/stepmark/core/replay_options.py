@@ -41,6 +41,7 @@ class Execution:
     blocking: bool = flag("wait for each operation, as AICB does: no overlap", default=False)
     iters: Count = flag("iterations", default=10)
     warmup: Annotated[int, between(0, 100_000)] = flag("iterations before them", default=1)
+    timeline: str | None = flag("the last pass of all ranks for Perfetto", metavar="PATH")
     passes: Count = flag("iterations after them that time each operation", default=3)
 
 

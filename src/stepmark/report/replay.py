@@ -15,7 +15,7 @@ from stepmark.core.columns import aligned
 from stepmark.core.message import RECV, SEND
 from stepmark.core.rank_program import program
 from stepmark.core.units import format_bytes, format_time
-from stepmark.core.workload import CommOp, Workload, pass_of
+from stepmark.core.workload import COMPUTE, CommOp, Workload, pass_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     Times = npt.NDArray[np.float64]
 
 Row = dict[str, Any]
+Interval = tuple[float, float]
 _TIMES = ("mean_s", "p50_s", "p99_s", "max_s", "time_min_s")
 _OUTLIER = 1.1  # an iteration that takes so many times the median
 
@@ -107,6 +108,12 @@ def lines(iterations: Row, summary: Sequence[Row], workload: Workload) -> Iterat
     for index in iterations["outliers"]:
         share = iterations["seconds"][index] / iterations["median_s"] - 1
         yield f"outlier     iteration {index} takes {share:.0%} longer than the median"
+    if exposed := iterations.get("exposed_comm_s_by_rank"):
+        times = ", ".join(
+            f"rank {rank} {'unknown' if own is None else format_time(own)}"
+            for rank, own in enumerate(exposed)
+        )
+        yield f"exposed     communication without computation, in a timed pass: {times}"
     if blocked := iterations["blocked_s_by_rank"]:
         shares = ", ".join(
             f"rank {rank} {own / iterations['median_s']:.0%}"
@@ -131,6 +138,73 @@ def lines(iterations: Row, summary: Sequence[Row], workload: Workload) -> Iterat
         )
     yield from aligned(cells, [False] * 3 + [True, False] + [True] * 8)
     yield f"{workload.name}: {workload.rules}, {workload.world_size} ranks"
+
+
+def exposed_s(workload: Workload, spans: "Times") -> list[float | None]:
+    """Return each rank's time in which messages run and nothing computes, median of its passes.
+
+    spans: [rank][pass][operation][2], start and duration. None where a message was not timed.
+    """
+    result: list[float | None] = []
+    for rank in range(workload.world_size):
+        steps = program(workload, rank)
+        is_comm = [len(step.members) > 1 for step in steps]
+        by_pass = []
+        for own in spans[rank, :, : len(steps)].tolist():
+            sides: tuple[list[Interval], list[Interval]] = ([], [])
+            for (start, time_s), communicates in zip(own, is_comm, strict=True):
+                if communicates or not math.isnan(time_s):
+                    sides[communicates].append((start, start + time_s))
+            compute, comm = sides
+            both_s = _covered([*compute, *comm])
+            by_pass.append(both_s - _covered(compute))
+        known = not any(map(math.isnan, by_pass))
+        result.append(median(by_pass) if known else None)
+    return result
+
+
+def _covered(intervals: Sequence[Interval]) -> float:
+    """Return the time in which any of them runs; not a number if one is none."""
+    total, end = 0.0, -math.inf
+    for first, last in sorted(intervals):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    is_known = not any(math.isnan(last) for _, last in intervals)
+    return total if is_known else math.nan
+
+
+def timeline(workload: Workload, spans: "Times") -> Row:
+    """Return the last pass in Chrome's trace format: ranks are processes, streams threads."""
+    events: list[Row] = []
+    for rank in range(workload.world_size):
+        steps = program(workload, rank)
+        streams = dict.fromkeys((COMPUTE, *(step.op.stream for step in steps)))
+        threads = {stream: number for number, stream in enumerate(streams, 1)}
+        for stream, thread in threads.items():
+            names = ("process_name", f"rank {rank}"), ("thread_name", stream)
+            for name, value in names:
+                place = {"ph": "M", "name": name, "pid": rank, "tid": thread}
+                events.append({**place, "args": {"name": value}})
+        for step, (start, time_s) in zip(steps, spans[rank, -1].tolist(), strict=False):
+            if math.isnan(time_s):
+                continue
+            op = step.op
+            words = [op.collective] if isinstance(op, CommOp) else []
+            numbers = {"layer": op.layer, "microbatch": op.microbatch}
+            known = {name: value for name, value in numbers.items() if value is not None}
+            events.append(
+                {
+                    "ph": "X",
+                    "cat": "communication" if words else "computation",
+                    "name": " ".join((*words, op.module)),
+                    "pid": rank,
+                    "tid": threads[op.stream],
+                    "ts": start * 1e6,
+                    "dur": time_s * 1e6,
+                    "args": {"pass": pass_of(op), **known},
+                }
+            )
+    return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
 def _messages(

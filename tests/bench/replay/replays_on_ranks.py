@@ -1,6 +1,5 @@
 """What test_replay runs on gloo ranks: a program, and the calls of torch that it makes."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.replay import messages
-from stepmark.bench.replay.engine import HostEngine
+from stepmark.bench.replay.engine import UNKNOWN, HostEngine
 from stepmark.bench.replay.messages import Buffers, Messenger
 from stepmark.core.rank_program import communicators, program
 from stepmark.workload.formats import native
@@ -75,12 +74,12 @@ def replay(ranks: Ranks, files: list[str]) -> list[tuple[list[Call], list[float]
         buffers.allocate()
         ranks.barrier()
         recorder.calls = []
-        times = [math.nan] * len(steps)
+        spans = [UNKNOWN] * len(steps)
         for blocking in (False, True):
             engine = HostEngine(steps, messenger, buffers, sleeps=True, blocking=blocking)
-            engine.run(times)
+            engine.run(spans)
         calls = [call for call in recorder.calls if len(call[1]) > 1]
         ranks.barrier()
         messenger.close()
-        results.append((calls, times))
+        results.append((calls, [time_s for _, time_s in spans]))
     return results

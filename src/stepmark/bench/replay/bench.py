@@ -10,7 +10,7 @@ import torch
 
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import agreed
-from stepmark.bench.replay.engine import DeviceEngine, Engine, HostEngine
+from stepmark.bench.replay.engine import UNKNOWN, DeviceEngine, Engine, HostEngine, Span
 from stepmark.bench.replay.messages import Buffers, Messenger, sizes
 from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
@@ -72,7 +72,7 @@ class ReplayBench(Bench):
             peak_memory_bytes=torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None,
             started_at=started_at,
             replay=Replayed(
-                op_times=self._store(case, entry.launch, all_passes),
+                spans=self._store(case, entry.launch, all_passes),
                 num_passes=self.how.passes,
                 blocked_s=() if on_gpu else tuple(map(tuple, all_blocked)),
             ),
@@ -139,25 +139,25 @@ class ReplayBench(Bench):
             blocked_s.append(engine.blocked_s)
         return seconds, blocked_s
 
-    def _passes(self, engine: Engine) -> list[list[float]]:
+    def _passes(self, engine: Engine) -> list[list[Span]]:
         count = len(program(self._workload, self.context.ranks.rank))
-        passes = [[math.nan] * count for _ in range(self.how.passes)]
-        for times in passes:
-            engine.run(times)
+        passes = [[UNKNOWN] * count for _ in range(self.how.passes)]
+        for spans in passes:
+            engine.run(spans)
         return passes
 
     def _store(
-        self, case: ReplayCase, launch: int, passes: tuple[list[list[float]], ...]
+        self, case: ReplayCase, launch: int, passes: tuple[list[list[Span]], ...]
     ) -> str:
-        """Write the times of operations beside the traces; return the file's name."""
+        """Write the spans of operations beside the traces; return the file's name."""
         name = f"replay-{case.case_id[:16]}-launch{launch}.npy"
         folder = self.context.folder
         if self.context.ranks.rank == 0 and folder is not None:
-            most = max(len(times) for by_pass in passes for times in by_pass)
-            table = np.full((len(passes), self.how.passes, most), math.nan)
+            most = max(len(spans) for by_pass in passes for spans in by_pass)
+            table = np.full((len(passes), self.how.passes, most, len(UNKNOWN)), math.nan)
             for rank, by_pass in enumerate(passes):
-                for number, times in enumerate(by_pass):
-                    table[rank, number, : len(times)] = times
+                for number, spans in enumerate(by_pass):
+                    table[rank, number, : len(spans)] = spans
             folder.mkdir(parents=True, exist_ok=True)
             np.save(folder / name, table, allow_pickle=False)
         return name

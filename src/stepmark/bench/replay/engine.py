@@ -20,6 +20,9 @@ from stepmark.core.rank_program import Step
 from stepmark.core.workload import COMPUTE, CommOp
 
 _SPIN_CYCLES = 10_000_000  # some 5 ms
+# Start of an operation since that of the step, and its duration, in seconds.
+Span = tuple[float, float]
+UNKNOWN: Span = (math.nan, math.nan)
 
 
 class Engine(Protocol):
@@ -27,8 +30,8 @@ class Engine(Protocol):
 
     blocked_s: float
 
-    def run(self, times: list[float] | None = None) -> None:
-        """Run the program once, to its end. times: of its operations, to be filled in."""
+    def run(self, spans: list[Span] | None = None) -> None:
+        """Run the program once, to its end. spans: of its operations, to be filled in."""
 
 
 def calls_of(steps: Sequence[Step]) -> list[list[int]]:
@@ -56,13 +59,17 @@ class _Call:
     """
 
     def __init__(
-        self, members: list[int], issue: Callable[[], list[Work]], times: list[float] | None
+        self,
+        members: list[int],
+        issue: Callable[[], list[Work]],
+        spans: list[Span] | None,
+        origin: float,
     ) -> None:
-        self._members, self._times = members, times
+        self._members, self._spans, self._origin = members, spans, origin
         self._begin = time.perf_counter()
         self._works = issue()
         self._is_over = False
-        for work in self._works if times is not None else ():
+        for work in self._works if spans is not None else ():
             with contextlib.suppress(RuntimeError):
                 work.get_future().add_done_callback(lambda _future: self._note())
 
@@ -76,10 +83,10 @@ class _Call:
                 self._note()
 
     def _note(self) -> None:
-        if self._times is not None and math.isnan(self._times[self._members[0]]):
-            time_s = time.perf_counter() - self._begin
+        if self._spans is not None and math.isnan(self._spans[self._members[0]][1]):
+            span = self._begin - self._origin, time.perf_counter() - self._begin
             for index in self._members:
-                self._times[index] = time_s
+                self._spans[index] = span
 
 
 class HostEngine:
@@ -99,8 +106,8 @@ class HostEngine:
         self._sleeps, self._blocking = sleeps, blocking
         self.blocked_s = 0.0
 
-    def run(self, times: list[float] | None = None) -> None:
-        self.blocked_s = 0.0
+    def run(self, spans: list[Span] | None = None) -> None:
+        self.blocked_s, origin = 0.0, time.perf_counter()
         pending: dict[int, _Call] = {}
         for numbers in self._calls:
             for dep in {dep for index in numbers for dep in self._steps[index].deps}:
@@ -108,10 +115,14 @@ class HostEngine:
             first = self._steps[numbers[0]]
             members = [index for index in numbers if is_message(self._steps[index])]
             if not members:
-                self._compute(first, numbers[0], times)
+                begin = time.perf_counter()
+                if self._compute(first) and spans is not None:
+                    end = time.perf_counter()
+                    spans[numbers[0]] = begin - origin, end - begin
                 continue
             steps = [self._steps[index] for index in members]
-            call = _Call(members, partial(self._messenger.issue, steps, self._buffers), times)
+            issue = partial(self._messenger.issue, steps, self._buffers)
+            call = _Call(members, issue, spans, origin)
             pending |= dict.fromkeys(members, call)
             is_send = all(step.op.collective == SEND for step in steps)  # type: ignore[union-attr]
             if not is_send and (self._blocking or first.op.stream == COMPUTE):
@@ -119,14 +130,13 @@ class HostEngine:
         for call in pending.values():
             self._wait(call)
 
-    def _compute(self, step: Step, index: int, times: list[float] | None) -> None:
-        time_s = getattr(step.op, "time_s", None)
+    def _compute(self, step: Step) -> bool:
+        """Return whether the step computes, and took its time."""
+        time_s = step.op.time_s
         if isinstance(step.op, CommOp) or not (self._sleeps and time_s):
-            return
-        begin = time.perf_counter()
+            return False
         time.sleep(time_s)
-        if times is not None:
-            times[index] = time.perf_counter() - begin
+        return True
 
     def _wait(self, call: _Call | None, *, at_once: bool = False) -> None:
         if call is not None:
@@ -157,10 +167,12 @@ class DeviceEngine:
         self._awaited = {dep for step in steps for dep in step.deps}
         self.blocked_s = math.nan
 
-    def run(self, times: list[float] | None = None) -> None:
+    def run(self, spans: list[Span] | None = None) -> None:
         torch.cuda.synchronize(self._device)
         ends: dict[int, Any] = {}
-        spans: list[tuple[list[int], Any, Any]] = []
+        events: list[tuple[list[int], Any, Any]] = []
+        origin = torch.cuda.Event(enable_timing=True)
+        origin.record(self._streams[COMPUTE])
         for call in self._calls:
             first = self._steps[call[0]]
             stream = self._streams[first.op.stream]
@@ -172,28 +184,29 @@ class DeviceEngine:
             if issue is None and not self._awaited.intersection(call):
                 continue
             with torch.cuda.stream(stream):
-                begin = torch.cuda.Event(enable_timing=True) if times is not None else None
+                begin = torch.cuda.Event(enable_timing=True) if spans is not None else None
                 if begin is not None:
                     begin.record()
                 if issue is not None:
                     issue()
-                end = torch.cuda.Event(enable_timing=times is not None)
+                end = torch.cuda.Event(enable_timing=spans is not None)
                 end.record()
             ends |= dict.fromkeys(call, end)
             if issue is not None and begin is not None:
-                spans.append((call, begin, end))
+                events.append((call, begin, end))
             if self._blocking:
                 torch.cuda.synchronize(self._device)
         torch.cuda.synchronize(self._device)
-        for call, begin, end in spans:
+        for call, begin, end in events:
+            span = origin.elapsed_time(begin) * 1e-3, begin.elapsed_time(end) * 1e-3
             for index in call:
-                assert times is not None
-                times[index] = begin.elapsed_time(end) * 1e-3
+                assert spans is not None
+                spans[index] = span
 
     def _issue(self, first: Step, members: list[int]) -> Callable[[], None] | None:
         if members:
             return partial(self._send, [self._steps[index] for index in members])
-        time_s = getattr(first.op, "time_s", None)
+        time_s = first.op.time_s
         if isinstance(first.op, CommOp) or not (self._cycles_per_s and time_s):
             return None
         return partial(torch.cuda._sleep, round(time_s * self._cycles_per_s))
