@@ -461,6 +461,18 @@ def test_a_calibration_of_another_cpu_host_is_not_taken_by_itself(
     assert run(words)[0] == 0
 
 
+def test_a_step_in_fp8_names_its_peak_and_what_has_no_time(run: Predict) -> None:
+    words = f"{SHEET} --no-fp8-all-gather"
+    code, low, _ = run(f"{words} --fp8")
+    assert code == 0
+    plain = run(SHEET)[1]
+    assert low["step_s"] < plain["step_s"]
+    assert low["peak_flops_per_s"] == plain["peak_flops_per_s"]
+    assert "MFU and HFU are of the bf16 peak, not of the FP8 peak" in low["notes"]
+    assert any(note.startswith("casts to FP8 take no time") for note in low["notes"])
+    assert not any("FP8" in note for note in plain["notes"])
+
+
 # ---- laws
 
 

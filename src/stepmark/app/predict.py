@@ -101,8 +101,10 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     measured_on = target.workload.settings.get("devices")
     if Source.FILE in prediction.sources and not is_of_file and measured_on:
         notes.append(f"the workload file's own times are those of {measured_on}")
-    if target.case and target.case.fp8 != Fp8.NONE and Source.ROOFLINE in prediction.sources:
-        notes.append("casts to FP8 take no time by the data sheet: the step takes longer")
+    if target.case and target.case.fp8 != Fp8.NONE:
+        notes.append("MFU and HFU are of the bf16 peak, not of the FP8 peak")
+        if Source.ROOFLINE in prediction.sources:
+            notes.append("casts to FP8 take no time by the data sheet: the step takes longer")
     if not _host_is_known(target):
         notes.append("the host's time is not known: the step counts as bound by the device")
     is_on_gpu = target.case is None or target.case.device == "cuda"
