@@ -20,23 +20,8 @@ def shrunk(workload: Workload, num_ranks: int) -> Workload:
     world = workload.world_size
     if num_ranks == world:
         return workload
-    stages = len(workload.stages)
-    if num_ranks > world or num_ranks % stages:
-        allowed = f"at most {world}, and a multiple of its {stages} pipeline stages"
-        raise ConfigError("nproc", num_ranks, allowed)
     bounds = _bounds(workload)
-    ratio, lengths = world // num_ranks, list[int]()
-    if world % num_ranks:
-        raise ConfigError("nproc", num_ranks, f"a divisor of the file's {world} ranks")
-    for low, high in reversed(list(pairwise(bounds))):
-        length = high // low
-        if low < world // stages:  # the dimension of stages stays
-            common = math.gcd(length, ratio)
-            length, ratio = length // common, ratio // common
-        lengths.insert(0, length)
-    if ratio > 1:
-        sizes = " x ".join(map(str, (b // a for a, b in pairwise(bounds))))
-        raise ConfigError("nproc", num_ranks, f"ranks of a part of the file's mesh, {sizes}")
+    lengths = _lengths(workload, bounds, num_ranks)
     new = {1: 1}
     for (low, high), length in zip(pairwise(bounds), lengths, strict=True):
         new[high] = new[low] * length
@@ -71,6 +56,28 @@ def shrunk(workload: Workload, num_ranks: int) -> Workload:
         blocks=blocks,
         notes=(*workload.notes, note),
     )
+
+
+def _lengths(workload: Workload, bounds: list[int], num_ranks: int) -> list[int]:
+    """Return how long each dimension of the mesh becomes. Raises ConfigError."""
+    world = workload.world_size
+    stages = len(workload.stages)
+    if num_ranks > world or num_ranks % stages:
+        allowed = f"at most {world}, and a multiple of its {stages} pipeline stages"
+        raise ConfigError("nproc", num_ranks, allowed)
+    ratio, lengths = world // num_ranks, list[int]()
+    if world % num_ranks:
+        raise ConfigError("nproc", num_ranks, f"a divisor of the file's {world} ranks")
+    for low, high in reversed(list(pairwise(bounds))):
+        length = high // low
+        if low < world // stages:  # the dimension of stages stays
+            common = math.gcd(length, ratio)
+            length, ratio = length // common, ratio // common
+        lengths.insert(0, length)
+    if ratio > 1:
+        sizes = " x ".join(map(str, (b // a for a, b in pairwise(bounds))))
+        raise ConfigError("nproc", num_ranks, f"ranks of a part of the file's mesh, {sizes}")
+    return lengths
 
 
 def _bounds(workload: Workload) -> list[int]:
