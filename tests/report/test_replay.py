@@ -38,6 +38,16 @@ def test_a_row_per_message_has_the_longest_and_shortest_time_of_its_ranks() -> N
     assert first["busbw_bytes_per_s"] == pytest.approx(2048 / 0.2)
     assert (send["time_s"], send["busbw_bytes_per_s"]) == (None, None)  # not timed
     assert recv["time_s"] == pytest.approx(2.5)  # each rank has a message of its own
+    assert recv["busbw_bytes_per_s"] is None  # it may have waited for its sender
+
+
+def test_a_broadcast_that_one_rank_ends_early_is_as_fast_as_its_slowest_rank() -> None:
+    workload = staged((message("broadcast", group="tp", count=1024),))
+    (row,) = replay.operation_rows(workload, np.array([[[0.001]], [[0.5]]]))
+    assert row["time_min_s"] == 0.001
+    assert row["busbw_bytes_per_s"] == pytest.approx(2048 / 0.5)
+    (summary,) = replay.summary_rows(workload, np.array([[[0.001]], [[0.5]]]))
+    assert summary["busbw_bytes_per_s"] == pytest.approx(2048 / 0.5)
 
 
 def test_the_summary_has_every_message_once() -> None:

@@ -53,18 +53,18 @@ def communicators(workload: Workload) -> dict[str, list[tuple[int, ...]]]:
 
     Raises ConfigError where a rank would be in two of one group.
     """
-    found: dict[str, dict[tuple[int, ...], None]] = defaultdict(dict)
+    parts_of: dict[str, dict[tuple[int, ...], None]] = defaultdict(dict)
     for rank in range(workload.world_size):
         for name, group in groups_of(workload, workload.stage_of(rank)).items():
             if group.size > 1:
-                found[name][group.members(rank)] = None
-    for name, parts in found.items():
+                parts_of[name][group.members(rank)] = None
+    for name, parts in parts_of.items():
         counts = Counter(rank for members in parts for rank in members)
         rank, most = counts.most_common(1)[0]
         if most > 1 or not all(0 <= r < workload.world_size for r in counts):
             allowed = f"dimensions in which every rank has one group (rank {rank} has {most})"
             raise ConfigError("group", name, allowed)
-    return {name: list(found[name]) for name in sorted(found)}
+    return {name: list(parts_of[name]) for name in sorted(parts_of)}
 
 
 def check_ends(workload: Workload) -> None:

@@ -2,7 +2,7 @@
 
 times: seconds as float64 [rank][pass][operation], not a number where nothing was timed. The
 time of a message is the longest of its ranks, time_min the shortest: that of the rank that came
-last, thus the wire's share, from which bus bandwidth is.
+last, thus the wire's share, from which bus bandwidth is where all ranks must come.
 """
 
 import math
@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, median
 from typing import TYPE_CHECKING, Any
 
+from stepmark.core.collectives import FACTS, Collective
 from stepmark.core.columns import aligned
 from stepmark.core.message import RECV, SEND
 from stepmark.core.rank_program import program
@@ -51,7 +52,7 @@ def operation_rows(workload: Workload, times: "Times") -> list[Row]:
         longest, shortest = (
             (median(each) for each in zip(*samples, strict=True)) if samples else (None, None)
         )
-        group = workload.groups[op.group]
+        group, wire_s = workload.groups[op.group], _wire_s(op, longest, shortest)
         rows.append(
             {
                 "stage": stage,
@@ -63,8 +64,8 @@ def operation_rows(workload: Workload, times: "Times") -> list[Row]:
                 "stream": op.stream,
                 "time_s": longest,
                 "time_min_s": shortest,
-                "algbw_bytes_per_s": _rate(op.message_bytes(group), shortest),
-                "busbw_bytes_per_s": _rate(op.bus_bytes(group), shortest),
+                "algbw_bytes_per_s": _rate(op.message_bytes(group), wire_s),
+                "busbw_bytes_per_s": _rate(op.bus_bytes(group), wire_s),
             }
         )
     return rows
@@ -94,7 +95,8 @@ def summary_rows(workload: Workload, times: "Times") -> list[Row]:
                 "min_s": longest[0],
                 "max_s": longest[-1],
             }
-        rate = _rate(op.bus_bytes(workload.groups[op.group]), shortest)
+        wire_s = _wire_s(op, figures["p50_s"], shortest)
+        rate = _rate(op.bus_bytes(workload.groups[op.group]), wire_s)
         counts = {"operations": numbers[key], "samples": len(own)}
         more = {"time_min_s": shortest, "busbw_bytes_per_s": rate}
         rows.append({**_identity(op, workload), **counts, **figures, **more})
@@ -246,6 +248,17 @@ def _identity(op: CommOp, workload: Workload) -> Row:
         "dtype": str(op.dtype),
         "message_bytes": op.message_bytes(group),
     }
+
+
+def _wire_s(op: CommOp, longest: float | None, shortest: float | None) -> float | None:
+    """Return the time of which the bandwidth is: the shortest only where all ranks must come.
+
+    A rank of a broadcast may end before others begin. A send or receive may be buffered, or
+    wait for the other rank: it has no bandwidth.
+    """
+    if op.collective in (SEND, RECV):
+        return None
+    return shortest if FACTS[Collective(op.collective)].synchronizing else longest
 
 
 def _rate(num_bytes: float, time_s: float | None) -> float | None:
