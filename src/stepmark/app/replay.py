@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from stepmark.app import delivery, workload_files
+from stepmark.app import delivery, op_plan, workload_files
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
 from stepmark.app.view import console, view
@@ -17,10 +17,11 @@ from stepmark.core.options import build, plain
 from stepmark.core.plan import How, Plan, ReplayHow, entries
 from stepmark.core.rank_program import check_ends, communicators
 from stepmark.core.record import Measured
-from stepmark.core.replay_case import Compute, ReplayCase
+from stepmark.core.replay_case import Compute, Pace, ReplayCase
 from stepmark.core.replay_options import ReplayOptions
+from stepmark.core.stand_in import stand_ins
 from stepmark.core.units import format_time
-from stepmark.core.workload import ComputeOp, Item, Workload
+from stepmark.core.workload import ComputeOp, Item, Run, Workload
 from stepmark.report import replay as report
 from stepmark.store import plans
 from stepmark.store.export import write_csv, write_json
@@ -47,6 +48,9 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
     num_ranks = machine.num_ranks(options.nproc, str(original.world_size))
     workload = _on(original, num_ranks, options)
     workload = _with_times(workload, options, compute, notes)
+    if compute is Compute.REAL:
+        notes.append(_stand_ins(workload, machine))
+    _check_pace(workload, options)
     communicators(workload)
     check_ends(workload)
     text = native.encode(workload)
@@ -58,6 +62,7 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         compute=compute,
         compute_from=options.compute_from or "",
         blocking=options.blocking,
+        pace=options.pace,
         shrunk_from=original.world_size if workload.world_size < original.world_size else 0,
     )
     return Plan(
@@ -72,6 +77,7 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
                 warmups=options.warmup,
                 iterations=options.iters,
                 passes=options.passes,
+                check=options.check,
             )
         ),
         entries=entries([case]),
@@ -92,13 +98,15 @@ def _on(workload: Workload, num_ranks: int, options: ReplayOptions) -> Workload:
 def _with_times(
     workload: Workload, options: ReplayOptions, compute: Compute, notes: list[str]
 ) -> Workload:
-    """Return the workload with times of computation. Raises ConfigError."""
+    """Return the workload with the times of computation that it needs. Raises ConfigError."""
     if compute is Compute.NONE:
         if options.compute_from:
-            raise ConfigError("compute-from", options.compute_from, "only with --compute sleep")
+            raise ConfigError("compute-from", options.compute_from, "not with --compute none")
         return workload
     if options.compute_from:
         return workload_files.timed(workload, options.compute_from)
+    if compute is Compute.REAL:
+        return workload
     filled: dict[ComputeOp, ComputeOp] = {}
 
     def fill(item: Item) -> Item:
@@ -111,6 +119,31 @@ def _with_times(
         times = f"take {format_time(_FILLER_S)} each; --compute-from gives others"
         notes.append(f"{len(filled)} computations have no time in the file: they {times}")
     return replace(workload, blocks=blocks)
+
+
+_STAND_INS = {
+    "operator": "run as operators",
+    "busy": "are busy for their time",
+    "copy": "are copies of as many bytes",
+    "nothing": "are left out, since neither their time nor their bytes are known",
+}
+
+
+def _stand_ins(workload: Workload, machine: Machine) -> str:
+    """Return what runs for the computations of --compute real."""
+    counts = stand_ins(workload, Compute.REAL, op_plan.capabilities(machine))
+    texts = [f"{counts[name]} {text}" for name, text in _STAND_INS.items() if counts[name]]
+    return f"of {counts.total()} distinct computations {'; '.join(texts)}"
+
+
+def _check_pace(workload: Workload, options: ReplayOptions) -> None:
+    """Raise ConfigError if the file has no start times for --pace original."""
+    items = (item for block in workload.blocks.values() for item in block)
+    if options.pace is Pace.ORIGINAL and not any(
+        not isinstance(item, Run) and item.start_s is not None for item in items
+    ):
+        allowed = "free, or a file with start times: trace to-workload --starts, or PARAM's"
+        raise ConfigError("pace", options.pace, allowed)
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:

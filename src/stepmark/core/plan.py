@@ -82,13 +82,18 @@ class TrainHow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayHow:
-    """How a workload is replayed. passes: iterations in which every operation is timed."""
+    """How a workload is replayed.
+
+    passes: iterations in which every operation is timed. check: every message is verified
+    once, before the iterations.
+    """
 
     budget_s: float | None = None
     timeout_s: float = 600.0
     warmups: int = 1
     iterations: int = 10
     passes: int = 3
+    check: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

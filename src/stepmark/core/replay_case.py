@@ -12,6 +12,14 @@ class Compute(StrEnum):
 
     NONE = "none"  # nothing: messages only
     SLEEP = "sleep"  # the device (on a CPU the rank) is busy for the operation's time
+    REAL = "real"  # the operators, as `stepmark op` runs them
+
+
+class Pace(StrEnum):
+    """When a rank issues operations."""
+
+    FREE = "free"  # as soon as it can
+    ORIGINAL = "original"  # not before their starts in the trace that the file is of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +33,7 @@ class ReplayCase:
     device: str = "cuda"  # or cpu
     compute: Compute = Compute.NONE
     blocking: bool = False  # the host waits for each operation
+    pace: Pace = Pace.FREE
     shrunk_from: int = 0  # ranks of the file; 0: as many as run
     compute_from: str = ""  # source of the times of computation; "": the file
     labels: tuple[Label, ...] = ()
@@ -37,7 +46,10 @@ class ReplayCase:
     def case_id(self) -> str:
         """SHA-256 of the canonical JSON of what runs and how."""
         names = ("digest", "num_ranks", "device", "compute", "blocking")
-        return identity_hash({"replay": {name: getattr(self, name) for name in names}})
+        identity = {name: getattr(self, name) for name in names}
+        if self.pace is not Pace.FREE:
+            identity["pace"] = self.pace
+        return identity_hash({"replay": identity})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

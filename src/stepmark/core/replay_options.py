@@ -5,7 +5,7 @@ from typing import Annotated
 
 from stepmark.core.option_groups import MeasureOptions
 from stepmark.core.options import REQUIRED, between, flag, group
-from stepmark.core.replay_case import Compute, ReplayCase
+from stepmark.core.replay_case import Compute, Pace, ReplayCase
 
 Count = Annotated[int, between(1, 100_000)]
 
@@ -31,18 +31,20 @@ class Execution:
     """Execution."""
 
     compute: Compute = flag(
-        "what happens where the workload computes: none, or sleep for its time",
+        "where the workload computes: none, sleep for its time, or real operators",
         default=Compute.SLEEP,
     )
     comm_only: bool = flag("the same as --compute none", default=False)
     compute_from: str | None = flag(
         "times of computation: fixed:1ms, roofline:h200, a run, an AIOB profile [the file's]"
     )
+    pace: Pace = flag("original: no operation before its start in the trace", default=Pace.FREE)
     blocking: bool = flag("wait for each operation, as AICB does: no overlap", default=False)
     iters: Count = flag("iterations", default=10)
     warmup: Annotated[int, between(0, 100_000)] = flag("iterations before them", default=1)
     timeline: str | None = flag("the last pass of all ranks for Perfetto", metavar="PATH")
     passes: Count = flag("iterations after them that time each operation", default=3)
+    check: bool = flag("verify what every message brings, before them", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,5 +61,6 @@ def options_of(case: ReplayCase) -> ReplayOptions:
         compute=case.compute,
         compute_from=case.compute_from or None,
         blocking=case.blocking,
+        pace=case.pace,
         device=case.device,
     )

@@ -84,6 +84,7 @@ class ComputeOp:
     after: tuple[str, ...] = ()  # operations of other streams after which it starts
     recompute: bool = False  # a forward operation that the backward pass recomputes
     time_s: float | None = None  # from a run, a file or a model; None: unknown
+    start_s: float | None = None  # in the trace, since the step began; None: unknown
 
     @property
     def is_wait(self) -> bool:
@@ -116,6 +117,7 @@ class CommOp:
     fused: bool = False  # issued in one group call with the previous operation
     recompute: bool = False
     time_s: float | None = None
+    start_s: float | None = None
 
     def __post_init__(self) -> None:
         if self.collective not in COMMUNICATIONS:

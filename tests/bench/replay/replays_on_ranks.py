@@ -1,16 +1,22 @@
 """What test_replay runs on gloo ranks: a program, and the calls of torch that it makes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from stepmark.bench.environment import capabilities
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.replay import messages
-from stepmark.bench.replay.engine import UNKNOWN, HostEngine
-from stepmark.bench.replay.messages import Buffers, Messenger
+from stepmark.bench.replay.computation import Computation
+from stepmark.bench.replay.engine import UNKNOWN, HostEngine, Program
+from stepmark.bench.replay.messages import Messenger, SharedBuffers
+from stepmark.bench.replay.verification import verify
 from stepmark.core.rank_program import communicators, program
+from stepmark.core.record import Check
+from stepmark.core.replay_case import Compute
 from stepmark.workload.formats import native
 
 Call = tuple[str, tuple[int, ...], str, int]  # collective, ranks, torch type, largest buffer
@@ -57,8 +63,11 @@ class Recorder:
         dist.batch_isend_irecv = call
 
 
-def replay(ranks: Ranks, files: list[str]) -> list[tuple[list[Call], list[float]]]:
-    """Run each workload once; return its calls, and the times of its operations."""
+Result = tuple[list[Call], list[float], Check]
+
+
+def replay(ranks: Ranks, files: list[str]) -> list[Result]:
+    """Run each workload; return its calls, the times of its operations, and what is wrong."""
     recorder = Recorder()
     for name in ("all_reduce", "broadcast", "reduce", "all_to_all_single", "barrier"):
         recorder.patch(dist, name)
@@ -70,16 +79,64 @@ def replay(ranks: Ranks, files: list[str]) -> list[tuple[list[Call], list[float]
         workload = native.read(Path(file))
         messenger = Messenger(communicators(workload), ranks.rank, "gloo")
         steps = program(workload, ranks.rank)
-        buffers = Buffers(steps, ranks.device)
-        buffers.allocate()
+        buffers = SharedBuffers(steps, ranks.device)
+        computation = Computation(
+            steps, Compute.SLEEP, ranks.device, capabilities(ranks.device)
+        )
+        made = Program(
+            steps=steps, messenger=messenger, buffers=buffers, computation=computation
+        )
+        check = verify(made, ranks.rank, "gloo", ranks.device)
         ranks.barrier()
         recorder.calls = []
         spans = [UNKNOWN] * len(steps)
         for blocking in (False, True):
-            engine = HostEngine(steps, messenger, buffers, sleeps=True, blocking=blocking)
-            engine.run(spans)
+            HostEngine(replace(made, blocking=blocking)).run(spans)
         calls = [call for call in recorder.calls if len(call[1]) > 1]
         ranks.barrier()
         messenger.close()
-        results.append((calls, [time_s for _, time_s in spans]))
+        results.append((calls, [time_s for _, time_s in spans], check))
     return results
+
+
+def verify_wrong_messages(ranks: Ranks, file: str) -> dict[str, tuple[int, int]]:
+    """Return the wrong and all compared elements of a workload, by what goes wrong."""
+    workload = native.read(Path(file))
+    messenger = Messenger(communicators(workload), ranks.rank, "gloo")
+    steps = program(workload, ranks.rank)
+    here = capabilities(ranks.device)
+    made = Program(
+        steps=steps,
+        messenger=messenger,
+        buffers=SharedBuffers(steps, ranks.device),
+        computation=Computation(steps, Compute.NONE, ranks.device, here),
+    )
+    original, batches = dist.all_reduce, dist.batch_isend_irecv
+    found = {}
+
+    def one_element(tensor: torch.Tensor, **options: Any) -> Any:
+        work = original(tensor, **options)
+        work.wait()
+        if ranks.rank == 1:
+            tensor.view(torch.uint8)[0] ^= 1
+        return original(torch.zeros(1), group=options["group"], async_op=True)
+
+    def stale(operations: list[Any]) -> Any:
+        for each in operations:
+            if each.op is dist.isend:
+                each.tensor.zero_()
+        return batches(operations)
+
+    for name, changed in (
+        ("nothing", {}),
+        ("element", {"all_reduce": one_element}),
+        ("sends", {"batch_isend_irecv": stale}),
+    ):
+        for attribute, call in changed.items():
+            setattr(dist, attribute, call)
+        check = verify(made, ranks.rank, "gloo", ranks.device)
+        dist.all_reduce, dist.batch_isend_irecv = original, batches
+        ranks.barrier()
+        found[name] = check.num_wrong, check.num_compared
+    messenger.close()
+    return found

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.bench.replay.replays_on_ranks import replay
+from tests.bench.replay.replays_on_ranks import replay, verify_wrong_messages
 from tests.ranks_pool import Pool
 
 from stepmark.bench.verify import TORCH_DTYPE
@@ -92,9 +92,13 @@ def test_calls_are_those_of_the_file_in_its_order_and_every_schedule_ends(
     with Pool(4) as pool:
         by_rank = pool.run(replay, [str(path) for path in files.values()], timeout_s=240)
     for rank, results in enumerate(by_rank):
-        for (words, workload), (calls, times) in zip(workloads.items(), results, strict=True):
+        for (words, workload), (calls, times, check) in zip(
+            workloads.items(), results, strict=True
+        ):
             once = expected(workload, rank)
             assert calls == once + once, words  # with overlap, and blocking
+            assert check.num_wrong == 0, words
+            assert check.num_compared > 0, words
             steps = program(workload, rank)
             for step, time_s in zip(steps, times, strict=True):
                 timed = not math.isnan(time_s)
@@ -103,3 +107,13 @@ def test_calls_are_those_of_the_file_in_its_order_and_every_schedule_ends(
                 # Where the host waits for each, all but sends have a time.
                 if is_message and step.op.collective != "send":  # type: ignore[union-attr]
                     assert timed, (words, step)
+
+
+def test_wrong_data_is_found(files: dict[str, Path]) -> None:
+    """One flipped bit of a sum on one rank; sends that carry zeros."""
+    words = "--framework megatron --model llama-2-7b --tp 2 --pp 2 --gbs 4"
+    with Pool(4) as pool:
+        by_rank = pool.run(verify_wrong_messages, str(files[words]), timeout_s=60)
+    assert all(found["nothing"][0] == 0 < found["nothing"][1] for found in by_rank)
+    assert [found["element"][0] > 0 for found in by_rank] == [False, True, False, False]
+    assert all(found["sends"][0] > 0 for found in by_rank)

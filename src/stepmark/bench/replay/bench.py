@@ -10,14 +10,17 @@ import torch
 
 from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import agreed
-from stepmark.bench.replay.engine import UNKNOWN, DeviceEngine, Engine, HostEngine, Span
-from stepmark.bench.replay.messages import Buffers, Messenger, sizes
+from stepmark.bench.replay.computation import Computation, needed_bytes
+from stepmark.bench.replay.device_engine import DeviceEngine
+from stepmark.bench.replay.engine import UNKNOWN, Engine, HostEngine, Program, Span
+from stepmark.bench.replay.messages import Messenger, SharedBuffers, sizes
+from stepmark.bench.replay.verification import verify
 from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.plan import Entry, ReplayHow
 from stepmark.core.rank_program import Step, communicators, program
-from stepmark.core.record import METHOD_VERSIONS, Measured, Samples
-from stepmark.core.replay_case import Compute, ReplayCase, Replayed
+from stepmark.core.record import METHOD_VERSIONS, Check, Measured, Samples
+from stepmark.core.replay_case import Pace, ReplayCase, Replayed
 from stepmark.core.units import format_bytes
 from stepmark.core.workload import Workload
 
@@ -37,17 +40,25 @@ class ReplayBench(Bench):
         case, started = cast("ReplayCase", entry.case), self.context.ranks.num_ranks
         if case.num_ranks != started:
             return f"needs {case.num_ranks} ranks, {started} were started", None
-        needed, free = sum(sizes(self._steps()).values()), self.context.free_bytes()
-        if needed > 0.9 * free:
-            texts = format_bytes(needed), format_bytes(free)
-            return f"its messages need {texts[0]}, {texts[1]} are free", needed
+        steps, free = self._steps(), self.context.free_bytes()
+        messages = sum(sizes(steps).values())
+        operands = needed_bytes(steps, case.compute, self.context.capabilities)
+        if messages + operands > 0.9 * free:
+            parts = (
+                f"messages {format_bytes(messages)}",
+                f"operators {format_bytes(operands)}",
+            )
+            text = f"it needs more than is free, {format_bytes(free)}: {', '.join(parts)}"
+            return text, messages + operands
         return None
 
     def measure(self, entry: Entry, share_s: float | None) -> Measured:
         case = cast("ReplayCase", entry.case)
         context, ranks, started_at = self.context, self.context.ranks, time.time()
         begin = time.monotonic()
-        engine = agreed(ranks, lambda: self._engine(case))
+        step = agreed(ranks, lambda: self._prepare(case))
+        checks = self._checks(step)
+        engine = self._engine(step)
         agreed(ranks, lambda: self._iterations(engine, self.how.warmups))
         sampler = Sampler(context.device_index)
         with sampler:
@@ -66,9 +77,9 @@ class ReplayBench(Bench):
                 method=f"replay-{'blocking-' if case.blocking else ''}host/{_VERSION}",
                 wall_s=time.monotonic() - begin,
             ),
-            checks=(),
+            checks=checks,
             telemetry=telemetry,
-            backend_run="nccl" if on_gpu else "gloo",
+            backend_run=self._backend,
             peak_memory_bytes=torch.cuda.max_memory_allocated(ranks.device) if on_gpu else None,
             started_at=started_at,
             replay=Replayed(
@@ -96,31 +107,47 @@ class ReplayBench(Bench):
         self.context.ranks.barrier()
 
     @property
+    def _backend(self) -> str:
+        return "nccl" if self.context.ranks.device.type == "cuda" else "gloo"
+
+    @property
     def _workload(self) -> Workload:
         assert self.context.workload is not None, "the plan of a replay has its workload"
         return self.context.workload
 
-    def _engine(self, case: ReplayCase) -> Engine:
-        """Return the engine of the step, after that of the setup has run."""
-        device, rank, workload = (
-            self.context.ranks.device,
-            self.context.ranks.rank,
-            self._workload,
-        )
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        messenger = self._messenger = Messenger(communicators(workload), rank, backend)
-        buffers = Buffers(self._steps(), device)
-        buffers.allocate()
-        options = {"sleeps": case.compute is Compute.SLEEP, "blocking": case.blocking}
+    def _prepare(self, case: ReplayCase) -> Program:
+        """Return the program of a step, after that of the setup has run."""
+        ranks, workload = self.context.ranks, self._workload
+        messenger = Messenger(communicators(workload), ranks.rank, self._backend)
+        self._messenger = messenger
+        steps, capabilities = self._steps(), self.context.capabilities
+        buffers = SharedBuffers(steps, ranks.device)
+        computation = Computation(steps, case.compute, ranks.device, capabilities)
 
-        def engine(*, setup: bool) -> Engine:
-            steps = program(workload, rank, setup=setup)
-            if device.type == "cuda":
-                return DeviceEngine(steps, messenger, buffers, device, **options)
-            return HostEngine(steps, messenger, buffers, **options)
+        def made(*, setup: bool) -> Program:
+            return Program(
+                steps=program(workload, ranks.rank, setup=setup),
+                messenger=messenger,
+                buffers=buffers,
+                computation=computation,
+                blocking=case.blocking,
+                is_paced=case.pace is Pace.ORIGINAL,
+            )
 
-        engine(setup=True).run()
-        return engine(setup=False)
+        self._engine(made(setup=True)).run()
+        return made(setup=False)
+
+    def _engine(self, program: Program) -> Engine:
+        device = self.context.ranks.device
+        is_gpu = device.type == "cuda"
+        return DeviceEngine(program, device) if is_gpu else HostEngine(program)
+
+    def _checks(self, program: Program) -> tuple[Check, ...]:
+        if not self.how.check:
+            return ()
+        ranks = self.context.ranks
+        check = agreed(ranks, lambda: verify(program, ranks.rank, self._backend, ranks.device))
+        return tuple(ranks.gather(check))
 
     def _steps(self) -> list[Step]:
         """Return what this rank does in the setup and in a step."""

@@ -1,4 +1,4 @@
-"""Engines that run a rank's program: on a CPU by the host, on a GPU on streams.
+"""How a rank's program runs; the engine of a CPU, where the host computes and waits.
 
 An operation starts when the one before it on its stream has ended, and what it waits for. The
 host issues operations in the order of the program. Messages on the stream "compute" are waited
@@ -9,20 +9,35 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-import torch
-
+from stepmark.bench.replay.computation import Computation
 from stepmark.bench.replay.messages import Buffers, Messenger, Work
 from stepmark.core.message import SEND
 from stepmark.core.rank_program import Step
 from stepmark.core.workload import COMPUTE, CommOp
 
-_SPIN_CYCLES = 10_000_000  # some 5 ms
 # Start of an operation since that of the step, and its duration, in seconds.
 Span = tuple[float, float]
 UNKNOWN: Span = (math.nan, math.nan)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """What a rank runs, and with what. is_paced: not before the starts that its steps have."""
+
+    steps: Sequence[Step]
+    messenger: Messenger
+    buffers: Buffers
+    computation: Computation
+    blocking: bool = False
+    is_paced: bool = False
+
+    def start_s(self, index: int) -> float:
+        """Return the seconds since the begin of the step before which this one waits."""
+        return (self.steps[index].op.start_s or 0.0) if self.is_paced else 0.0
 
 
 class Engine(Protocol):
@@ -49,6 +64,17 @@ def calls_of(steps: Sequence[Step]) -> list[list[int]]:
 def is_message(step: Step) -> bool:
     """Return whether a step communicates: alone in its group a rank has nothing to send."""
     return len(step.members) > 1
+
+
+def only_sends(steps: Sequence[Step]) -> bool:
+    """Return whether a call is of sends alone, which end when others receive."""
+    return all(isinstance(step.op, CommOp) and step.op.collective == SEND for step in steps)
+
+
+def wait_until(moment: float) -> None:
+    """Return at this time of perf_counter, or at once if it is over."""
+    while (left := moment - time.perf_counter()) > 0:
+        time.sleep(left if left < 1e-4 else left - 5e-5)
 
 
 class _Call:
@@ -90,20 +116,12 @@ class _Call:
 
 
 class HostEngine:
-    """Runs a program on a CPU: the host computes, and waits for messages."""
+    """Runs a program on a CPU."""
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        messenger: Messenger,
-        buffers: Buffers,
-        *,
-        sleeps: bool,
-        blocking: bool,
-    ) -> None:
-        self._steps, self._calls = steps, calls_of(steps)
-        self._messenger, self._buffers = messenger, buffers
-        self._sleeps, self._blocking = sleeps, blocking
+    def __init__(self, program: Program) -> None:
+        self._program, self._steps = program, program.steps
+        self._calls = calls_of(program.steps)
+        self._actions = [program.computation.action(step) for step in program.steps]
         self.blocked_s = 0.0
 
     def run(self, spans: list[Span] | None = None) -> None:
@@ -112,116 +130,32 @@ class HostEngine:
         for numbers in self._calls:
             for dep in {dep for index in numbers for dep in self._steps[index].deps}:
                 self._wait(pending.get(dep))
-            first = self._steps[numbers[0]]
+            wait_until(origin + self._program.start_s(numbers[0]))
             members = [index for index in numbers if is_message(self._steps[index])]
             if not members:
-                begin = time.perf_counter()
-                if self._compute(first) and spans is not None:
-                    end = time.perf_counter()
-                    spans[numbers[0]] = begin - origin, end - begin
+                self._compute(numbers[0], spans, origin)
                 continue
             steps = [self._steps[index] for index in members]
-            issue = partial(self._messenger.issue, steps, self._buffers)
+            issue = partial(self._program.messenger.issue, steps, self._program.buffers)
             call = _Call(members, issue, spans, origin)
             pending |= dict.fromkeys(members, call)
-            is_send = all(step.op.collective == SEND for step in steps)  # type: ignore[union-attr]
-            if not is_send and (self._blocking or first.op.stream == COMPUTE):
+            at_once = self._program.blocking or steps[0].op.stream == COMPUTE
+            if at_once and not only_sends(steps):
                 self._wait(call, at_once=True)
         for call in pending.values():
             self._wait(call)
 
-    def _compute(self, step: Step) -> bool:
-        """Return whether the step computes, and took its time."""
-        time_s = step.op.time_s
-        if isinstance(step.op, CommOp) or not (self._sleeps and time_s):
-            return False
-        time.sleep(time_s)
-        return True
+    def _compute(self, index: int, spans: list[Span] | None, origin: float) -> None:
+        action = self._actions[index]
+        if action is None:
+            return
+        begin = time.perf_counter()
+        action()
+        if spans is not None:
+            spans[index] = begin - origin, time.perf_counter() - begin
 
     def _wait(self, call: _Call | None, *, at_once: bool = False) -> None:
         if call is not None:
             begin = time.perf_counter()
             call.wait(at_once=at_once)
             self.blocked_s += time.perf_counter() - begin
-
-
-class DeviceEngine:
-    """Runs a program on a GPU: one stream per stream of the workload, events between them."""
-
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        messenger: Messenger,
-        buffers: Buffers,
-        device: torch.device,
-        *,
-        sleeps: bool,
-        blocking: bool,
-    ) -> None:
-        self._steps, self._calls = steps, calls_of(steps)
-        self._messenger, self._buffers, self._device = messenger, buffers, device
-        self._blocking = blocking
-        self._cycles_per_s = _spin_rate(device) if sleeps else 0.0
-        names = dict.fromkeys((COMPUTE, *(step.op.stream for step in steps)))
-        self._streams = {name: torch.cuda.Stream(device) for name in names}
-        self._awaited = {dep for step in steps for dep in step.deps}
-        self.blocked_s = math.nan
-
-    def run(self, spans: list[Span] | None = None) -> None:
-        torch.cuda.synchronize(self._device)
-        ends: dict[int, Any] = {}
-        events: list[tuple[list[int], Any, Any]] = []
-        origin = torch.cuda.Event(enable_timing=True)
-        origin.record(self._streams[COMPUTE])
-        for call in self._calls:
-            first = self._steps[call[0]]
-            stream = self._streams[first.op.stream]
-            for dep in {dep for index in call for dep in self._steps[index].deps}:
-                if dep in ends:
-                    stream.wait_event(ends[dep])
-            members = [index for index in call if is_message(self._steps[index])]
-            issue = self._issue(first, members)
-            if issue is None and not self._awaited.intersection(call):
-                continue
-            with torch.cuda.stream(stream):
-                begin = torch.cuda.Event(enable_timing=True) if spans is not None else None
-                if begin is not None:
-                    begin.record()
-                if issue is not None:
-                    issue()
-                end = torch.cuda.Event(enable_timing=spans is not None)
-                end.record()
-            ends |= dict.fromkeys(call, end)
-            if issue is not None and begin is not None:
-                events.append((call, begin, end))
-            if self._blocking:
-                torch.cuda.synchronize(self._device)
-        torch.cuda.synchronize(self._device)
-        for call, begin, end in events:
-            span = origin.elapsed_time(begin) * 1e-3, begin.elapsed_time(end) * 1e-3
-            for index in call:
-                assert spans is not None
-                spans[index] = span
-
-    def _issue(self, first: Step, members: list[int]) -> Callable[[], None] | None:
-        if members:
-            return partial(self._send, [self._steps[index] for index in members])
-        time_s = first.op.time_s
-        if isinstance(first.op, CommOp) or not (self._cycles_per_s and time_s):
-            return None
-        return partial(torch.cuda._sleep, round(time_s * self._cycles_per_s))
-
-    def _send(self, steps: list[Step]) -> None:
-        for work in self._messenger.issue(steps, self._buffers):
-            work.wait()  # the stream waits, not the host
-
-
-def _spin_rate(device: torch.device) -> float:
-    """Return the cycles per second of the kernel that keeps a device busy."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for _ in range(2):  # the first call loads the kernel
-        begin.record()
-        torch.cuda._sleep(_SPIN_CYCLES)
-        end.record()
-        torch.cuda.synchronize(device)
-    return float(_SPIN_CYCLES / (begin.elapsed_time(end) * 1e-3))

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from stepmark.bench.collectives.communicators import REDOPS, all_gather, reduce_scatter
 from stepmark.bench.verify import TORCH_DTYPE
-from stepmark.core.collectives import Collective, RedOp
+from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.message import RECV, SEND
 from stepmark.core.rank_program import Step
 from stepmark.core.workload import CommOp
@@ -33,27 +33,55 @@ def elements(op: CommOp, size: int) -> tuple[int, int]:
             return op.count, op.count
 
 
-class Buffers:
+class Buffers(Protocol):
+    """Tensors of messages."""
+
+    def pair(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Return the tensors that a message sends and receives."""
+
+
+class SharedBuffers:
     """A send and a receive buffer per stream, as large as its largest message; all zeros."""
 
     def __init__(self, steps: Iterable[Step], device: torch.device) -> None:
-        self._device = device
-        self._sizes = sizes(steps)
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._buffers = {
+            key: torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            for key, num_bytes in sizes(steps).items()
+        }
 
-    def pair(self, op: CommOp, size: int) -> tuple[Tensor, Tensor]:
-        """Return the tensors that an operation sends and receives."""
-        counts = elements(op, size)
+    def pair(self, step: Step) -> tuple[Tensor, Tensor]:
+        op = message(step)
+        counts = elements(op, len(step.members))
         send, recv = (self._view(op, place, count) for place, count in enumerate(counts))
         return send, recv
-
-    def allocate(self) -> None:
-        for key, num_bytes in self._sizes.items():
-            self._buffers[key] = torch.zeros(num_bytes, dtype=torch.uint8, device=self._device)
 
     def _view(self, op: CommOp, place: int, count: int) -> Tensor:
         whole = self._buffers[op.stream, place]
         return whole[: count * op.dtype.itemsize].view(TORCH_DTYPE[op.dtype])
+
+
+def message(step: Step) -> CommOp:
+    """Return the message that a step is."""
+    assert isinstance(step.op, CommOp)
+    return step.op
+
+
+def redop_of(op: CommOp, backend: str) -> RedOp:
+    """Return the reduction that runs: a sum where the file names none.
+
+    gloo has no average; in its place it sums.
+    """
+    if op.collective in (SEND, RECV) or not FACTS[Collective(op.collective)].reduces:
+        return RedOp.NONE
+    has_it = op.redop is not RedOp.NONE and (op.redop is not RedOp.AVG or backend == "nccl")
+    return op.redop if has_it else RedOp.SUM
+
+
+def peer_of(step: Step, rank: int) -> int:
+    """Return the world rank that a rank sends to or receives from."""
+    op, members = message(step), step.members
+    assert op.peer is not None
+    return members[(members.index(rank) + op.peer) % len(members)]
 
 
 def sizes(steps: Iterable[Step]) -> Mapping[tuple[str, int], int]:
@@ -77,26 +105,22 @@ class Messenger:
         backend: str,
     ) -> None:
         """Make the groups; every rank calls it with the same communicators."""
-        self._rank = rank
+        self._rank, self._backend = rank, backend
         self._groups: dict[str, Any] = {}
         for name, parts in communicators.items():
             for members in parts:
                 group = dist.new_group(list(members), backend=backend)
                 if rank in members:
                     self._groups[name] = group
-        self._has_average = backend == "nccl"
 
     def issue(self, steps: list[Step], buffers: Buffers) -> list[Work]:
         """Begin messages that are one call; return what has to be waited for."""
-        if steps[0].op.collective not in (SEND, RECV):  # type: ignore[union-attr]
+        if message(steps[0]).collective not in (SEND, RECV):
             return [self._collective(step, buffers) for step in steps]
         operations = []
         for step in steps:
-            op, size = step.op, len(step.members)
-            assert isinstance(op, CommOp)
-            assert op.peer is not None
-            send, recv = buffers.pair(op, size)
-            peer = step.members[(step.members.index(self._rank) + op.peer) % size]
+            op, peer = message(step), peer_of(step, self._rank)
+            send, recv = buffers.pair(step)
             kind, tensor = (dist.isend, send) if op.collective == SEND else (dist.irecv, recv)
             operations.append(dist.P2POp(kind, tensor, peer, self._groups[op.group]))
         return list(dist.batch_isend_irecv(operations))
@@ -113,15 +137,12 @@ class Messenger:
         self._groups = {}
 
     def _collective(self, step: Step, buffers: Buffers) -> Work:  # noqa: PLR0911, one each
-        op = step.op
-        assert isinstance(op, CommOp)
-        send, recv = buffers.pair(op, len(step.members))
+        op = message(step)
+        send, recv = buffers.pair(step)
         group = self._groups[op.group]
         root = step.members[op.root or 0]
         more: dict[str, Any] = {"group": group, "async_op": True}
-        redop = REDOPS.get(op.redop, dist.ReduceOp.SUM)
-        if op.redop is RedOp.AVG and not self._has_average:
-            redop = dist.ReduceOp.SUM
+        redop = REDOPS.get(redop_of(op, self._backend))
         match Collective(op.collective):
             case Collective.ALL_REDUCE:
                 return dist.all_reduce(recv, op=redop, **more)

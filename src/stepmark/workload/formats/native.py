@@ -57,6 +57,7 @@ class OpFields(msgspec.Struct, forbid_unknown_fields=True):
     fused: bool = False
     recompute: bool = False
     time_s: _Seconds | None = None
+    start_s: _Seconds | None = None
 
 
 def plain_op(op: Operation) -> dict[str, Any]:

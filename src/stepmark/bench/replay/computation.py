@@ -1,0 +1,107 @@
+"""Calls that stand for the computation of a replay."""
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+
+from stepmark.bench.operators import IMPLS
+from stepmark.core.ops import FAMILY_OF, Op
+from stepmark.core.ops.backends import Capabilities
+from stepmark.core.rank_program import Step
+from stepmark.core.replay_case import Compute
+from stepmark.core.stand_in import StandIn, backend_of, stand_in
+from stepmark.core.workload import ComputeOp
+
+Action = Callable[[], Any]
+_KERNELS = 50  # back to back, of which the time of a spinning kernel is known
+_CYCLES = (2_000, 200_000)
+_HEAD_START = 4_000_000  # cycles, some 2 ms, in which the host enqueues them
+
+
+class Computation:
+    """What each computation of a program runs. Operators of one shape share their operands."""
+
+    def __init__(
+        self,
+        steps: Iterable[Step],
+        compute: Compute,
+        device: torch.device,
+        capabilities: Capabilities,
+    ) -> None:
+        self._compute, self._capabilities, self._device = compute, capabilities, device
+        self._operators: dict[Op, Action] = {}
+        for op in operators_of(steps, compute, capabilities):
+            self._operators[op] = _impl(op, capabilities).make(op, device).run
+        self._cycles: tuple[float, float] | None = None
+        if device.type == "cuda" and compute is not Compute.NONE:
+            self._cycles = _spin_cycles(device)
+
+    def busy_s(self, step: Step) -> float | None:
+        """Return for how long a step is busy where no operator runs; None: it is not."""
+        found = self._stand_in(step)
+        return found if isinstance(found, float) and found > 0 else None
+
+    def action(self, step: Step) -> Action | None:
+        """Return what runs for a step; None for nothing."""
+        found = self._stand_in(step)
+        if found is None:
+            return None
+        if isinstance(found, float):
+            return self.busy(found) if found > 0 else None
+        return self._operators[found]
+
+    def busy(self, seconds: float) -> Action:
+        """Return what keeps the device (on a CPU the rank) busy."""
+        if self._cycles is None:
+            return partial(time.sleep, seconds)
+        fixed_s, per_cycle_s = self._cycles
+        return partial(torch.cuda._sleep, max(1, round((seconds - fixed_s) / per_cycle_s)))
+
+    def _stand_in(self, step: Step) -> StandIn:
+        if not isinstance(step.op, ComputeOp):
+            return None
+        return stand_in(step.op, self._compute, self._capabilities)
+
+
+def operators_of(
+    steps: Iterable[Step], compute: Compute, capabilities: Capabilities
+) -> dict[Op, None]:
+    """Return the distinct operators that run."""
+    ops = dict.fromkeys(step.op for step in steps if isinstance(step.op, ComputeOp))
+    found = (stand_in(op, compute, capabilities) for op in ops)
+    return dict.fromkeys(op for op in found if op is not None and not isinstance(op, float))
+
+
+def needed_bytes(steps: Iterable[Step], compute: Compute, capabilities: Capabilities) -> int:
+    """Return the memory of the operators' operands and results."""
+    return sum(
+        op.memory_bytes + _impl(op, capabilities).extra_bytes(op)
+        for op in operators_of(steps, compute, capabilities)
+    )
+
+
+def _impl(op: Op, capabilities: Capabilities) -> Any:
+    return IMPLS[FAMILY_OF[type(op)]][backend_of(op, capabilities)]
+
+
+def _spin_cycles(device: torch.device) -> tuple[float, float]:
+    """Return the seconds of a spinning kernel without cycles, and those per cycle.
+
+    Kernels are back to back, so that the pause between two of them counts.
+    """
+    times = []
+    torch.cuda._sleep(_CYCLES[1])  # the first call loads the kernel
+    for cycles in _CYCLES:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(_HEAD_START)
+        begin.record()
+        for _ in range(_KERNELS):
+            torch.cuda._sleep(cycles)
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(begin.elapsed_time(end) * 1e-3 / _KERNELS)
+    per_cycle_s = (times[1] - times[0]) / (_CYCLES[1] - _CYCLES[0])
+    return max(0.0, times[0] - per_cycle_s * _CYCLES[0]), per_cycle_s
