@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from stepmark.core.workload import CommOp, ComputeOp, Operation, Workload, pass_of
 from stepmark.predict.costs import known_time
 
+STEP = "step, s"  # setting: the step of the trace, from its first GPU event to its last
 _HOST = "host {}, s"  # setting: time of the host in a pass
 
 

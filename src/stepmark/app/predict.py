@@ -29,6 +29,7 @@ from stepmark.predict.comm import CommCosts, latency_s
 from stepmark.predict.costs import RooflineCosts, file_cost, first_of, known_time
 from stepmark.predict.step import predict_step
 from stepmark.report import prediction as report
+from stepmark.report import step_timeline
 from stepmark.report.training_words import techniques
 from stepmark.store.export import write_json
 from stepmark.store.files import write_text
@@ -60,7 +61,8 @@ def run(options: PredictOptions) -> int:
     document = report.document(about, prediction, notes)
     write_files(options, "prediction", document, report.rows(prediction))
     if options.timeline:
-        write_json(report.timeline(prediction), options.timeline, "timeline")
+        spans = prediction.timeline.spans()
+        write_json(step_timeline.perfetto(spans), options.timeline, "timeline")
     if options.html:
         html: str = load("stepmark.report.prediction_page:page")(document, prediction)
         write_text(options.html, html, "html")

@@ -6,15 +6,24 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
-
-from stepmark.app import delivery, op_plan, workload_files
+from stepmark.app import (
+    comm_plan,
+    comm_workload,
+    delivery,
+    op_plan,
+    replay_log,
+    workload_files,
+)
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
+from stepmark.app.measured_curves import read_curves
 from stepmark.app.view import console, view
+from stepmark.core.collectives import FACTS
+from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError
-from stepmark.core.options import build, plain
-from stepmark.core.plan import How, Plan, ReplayHow, entries
+from stepmark.core.options import build, load, plain
+from stepmark.core.plan import CommHow, How, Plan, ReplayHow, entries
 from stepmark.core.rank_program import check_ends, communicators
 from stepmark.core.record import Measured
 from stepmark.core.replay_case import Compute, Pace, ReplayCase
@@ -22,14 +31,15 @@ from stepmark.core.replay_options import ReplayOptions
 from stepmark.core.stand_in import stand_ins
 from stepmark.core.units import format_time
 from stepmark.core.workload import ComputeOp, Item, Run, Workload
-from stepmark.report import replay as report
-from stepmark.store import plans
+from stepmark.report.replay_log import ReplayLog
+from stepmark.report.step_timeline import perfetto
 from stepmark.store.export import write_csv, write_json
-from stepmark.store.runs import TRACES
-from stepmark.workload.formats import native
+from stepmark.store.files import write_text
+from stepmark.workload.formats import aicb, native
 from stepmark.workload.shrink import shrunk
 
 _FILLER_S = 1e-4  # of computation that has no time
+_ALONE_S = 60.0  # for all collectives of --alone
 
 
 def run(options: ReplayOptions) -> int:
@@ -39,12 +49,19 @@ def run(options: ReplayOptions) -> int:
 
 def plan(options: ReplayOptions, machine: Machine) -> Plan:
     """Plan the replay. Raises ConfigError for a workload that cannot run on the ranks."""
-    if options.budget:
-        allowed = "not given: --iters, --warmup and --passes say how long a replay takes"
+    if options.budget and not options.alone:
+        allowed = "only with --alone: --iters, --warmup, --passes say how long a replay is"
         raise ConfigError("budget", f"{options.budget:g}s", allowed)
+    if options.alone and options.curve:
+        raise ConfigError("curve", options.curve, "not with --alone, which measures them")
     compute = Compute.NONE if options.comm_only else options.compute
     notes: list[str] = []
-    original = workload_files.read(options.file, options.group_sizes, options.world_size)
+    original = workload_files.read(
+        options.file,
+        options.group_sizes,
+        options.world_size,
+        starts=options.pace is Pace.ORIGINAL,
+    )
     num_ranks = machine.num_ranks(options.nproc, str(original.world_size))
     workload = _on(original, num_ranks, options)
     workload = _with_times(workload, options, compute, notes)
@@ -72,18 +89,37 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         device=machine.device,
         world_size=num_ranks,
         how=How(
+            comm=CommHow(budget_s=options.budget or _ALONE_S),
             replay=ReplayHow(
                 timeout_s=options.timeout or ReplayHow().timeout_s,
                 warmups=options.warmup,
                 iterations=options.iters,
                 passes=options.passes,
                 check=options.check,
-            )
+            ),
         ),
-        entries=entries([case]),
+        entries=entries([*_alone(workload, options, machine, notes), case]),
         notes=(*workload.notes, *notes),
         workload=text.decode(),
     )
+
+
+def _alone(
+    workload: Workload, options: ReplayOptions, machine: Machine, notes: list[str]
+) -> list[CommCase]:
+    """Return the collectives of --alone, as `comm` measures them, on the first ranks."""
+    if not options.alone:
+        return []
+    of_groups = [
+        case
+        for case in comm_workload.labelled(workload)
+        if not FACTS[case.collective].pair and case.num_ranks > 1
+    ]
+    num_ranks = workload.world_size
+    base = comm_plan.shared(CommOptions(), machine.device, num_ranks, num_ranks)
+    cases, more = comm_workload.placed(of_groups, base)
+    notes += more
+    return cases
 
 
 def _on(workload: Workload, num_ranks: int, options: ReplayOptions) -> Workload:
@@ -147,30 +183,30 @@ def _check_pace(workload: Workload, options: ReplayOptions) -> None:
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
-    """Show a replay, write the files of --json and --csv. Returns the exit code."""
+    """Show a replay, write its files. Returns the exit code."""
     options = build(ReplayOptions, values)
     measured = view(path)
-    workload = native.decode(plans.read(path).workload.encode())
+    curves = read_curves(options.curve, path.parent) if options.curve else ()
     for record in measured.records:
         if isinstance(record, Measured) and isinstance(record.case, ReplayCase):
-            _show(path, record, workload, options)
+            _show(replay_log.of_record(path, record, curves), record.case, options)
     return delivery.finish(measured, path, code)
 
 
-def _show(path: Path, record: Measured, workload: Workload, options: ReplayOptions) -> None:
-    assert record.replay is not None
-    spans = np.load(path / TRACES / record.replay.spans, allow_pickle=False)
-    operations = report.operation_rows(workload, spans[..., 1])
-    summary = report.summary_rows(workload, spans[..., 1])
-    iterations = report.iterations(record.samples.seconds, record.replay.blocked_s)
-    iterations["exposed_comm_s_by_rank"] = report.exposed_s(workload, spans)
+def _show(log: ReplayLog, case: ReplayCase, options: ReplayOptions) -> None:
+    lines = list(log.lines())
     if options.timeline:
-        write_json(report.timeline(workload, spans), options.timeline, "timeline")
+        write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline")
+    if options.html:
+        page: str = load("stepmark.report.replay_page:page")(case.file, log.timeline(), lines)
+        write_text(options.html, page, "html")
+    if options.aicb_log:
+        iterations = log.spans[0, :, :, 1].tolist()
+        write_text(options.aicb_log, "".join(aicb.log(log.workload, iterations)), "aicb-log")
     if options.json:
-        document = {"iterations": iterations, "messages": summary, "operations": operations}
-        write_json(document, options.json, "replay")
+        write_json(log.document(), options.json, "replay")
     if options.csv:
-        write_csv(operations, options.csv, "replay")
+        write_csv(log.comm_logs, options.csv, "replay")
     if not options.to_stdout:
-        for line in report.lines(iterations, summary, workload):
+        for line in lines:
             console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -32,13 +32,16 @@ def to_workload(options: ToWorkloadOptions) -> int:
     """Write the workload."""
     if options.out != "-" and is_folder(options.out):
         raise ConfigError("out", options.out, "a file, e.g. step.json: a workload is one file")
-    if workload := read(options):
+    if workload := read(options, starts=options.starts):
         workload_files.deliver(workload, workload_files.Target(to="native", out=options.out))
     return 0
 
 
-def read(inputs: TraceInputs) -> Workload | None:
-    """Return one step of a job as a workload. None on ranks of a launcher but the first."""
+def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
+    """Return one step of a job as a workload. None on ranks of a launcher but the first.
+
+    starts: operations keep their start times, so that no two are alike.
+    """
     step = _step(inputs)
     traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
@@ -54,7 +57,8 @@ def read(inputs: TraceInputs) -> Workload | None:
             what = "; ".join(f"{count} {text}" for text, count in each.left_out.items())
             allowed = f"traces that state the messages of the step: {what}"
             raise ConfigError("trace", f"rank {rank}", allowed)
-    workload = _workload(traces, programs, Path(inputs.files[0]).name or "trace")
+    name = Path(inputs.files[0]).name or "trace"
+    workload = _workload(traces, programs, name, starts=starts)
     for note in workload.notes:
         sys.stderr.write(f"note: {note}\n")
     return workload
@@ -84,7 +88,11 @@ def _step(inputs: TraceInputs) -> int:
 
 
 def _workload(
-    traces: TraceSet[RankProgram | None], programs: Mapping[int, RankProgram], name: str
+    traces: TraceSet[RankProgram | None],
+    programs: Mapping[int, RankProgram],
+    name: str,
+    *,
+    starts: bool,
 ) -> Workload:
     world, groups = traces.world_size, dict[str, Group]()
     by_rank = {rank: _named(each, world, groups) for rank, each in programs.items()}
@@ -105,6 +113,7 @@ def _workload(
         notes.append(f"{absent}: no trace is read; the program is that of rank {first}")
     ranks: list[Sequence[Operation]] = []
     slowest: list[int] = []  # the rank of each stage that waits least
+    begun: list[list[float | None]] = []
     for _, alike in groupby(range(world), lambda rank: messages.get(rank, messages[first])):
         members = list(alike)
         sent = {rank: _sent(programs[rank]) for rank in members if rank in programs}
@@ -112,6 +121,8 @@ def _workload(
         slowest.append(rank)
         timed = _timed(rank, by_rank[rank], programs[rank].times, sent, groups)
         ranks += [timed] * len(members)
+        own = [None if ns is None else ns / 1e9 for ns in programs[rank].starts]
+        begun += [own] * len(members)
         if unequal := [other for other in sent if bare[other] != bare[rank]]:
             notes.append(
                 f"{ranks_text(unequal)}: the same messages as rank {rank}, but other "
@@ -120,7 +131,7 @@ def _workload(
     hosts = [programs[rank].host_ns for rank in slowest]
     host_ns = max(hosts, key=lambda own: sum(own.values()))
     notes.append(_TIMES.format(ranks_text(set(slowest))))
-    stages, blocks = stages_of(ranks)
+    stages, blocks = stages_of(ranks, begun if starts else None)
     info = traces.results[0].info
     workload = Workload(
         name=name,
@@ -130,6 +141,7 @@ def _workload(
         settings={
             "step": programs[first].step,
             "devices": ", ".join(sorted(set(info.devices))),
+            file_times.STEP: max(each.window_ns for each in programs.values()) / 1e9,
             **file_times.host_settings({name: ns / 1e9 for name, ns in host_ns.items()}),
         },
         groups=groups,

@@ -22,14 +22,21 @@ AICB_FILLER = "fixed:1ns"
 _MOST_BYTES = 2**30  # as of other files
 
 
-def read(file: str, group_sizes: str | None = None, world_size: int | None = None) -> Workload:
+def read(
+    file: str,
+    group_sizes: str | None = None,
+    world_size: int | None = None,
+    *,
+    starts: bool = False,
+) -> Workload:
     """Read a workload in any format; "-" is stdin. Raises ConfigError.
 
-    group_sizes (AICB) and world_size (SimAI): facts that such files lack.
+    group_sizes (AICB) and world_size (SimAI): facts that such files lack. starts: keep the
+    start times of operations, where the format has some (ours always does).
     """
     with _to_read_twice(file) as path:
         kind = sniff(path)
-        more: dict[str, object] = {}
+        more: dict[str, object] = {"starts": True} if starts and kind == "param" else {}
         for name, value, of in (
             ("group_sizes", group_sizes, "aicb"),
             ("world_size", world_size, "simai"),

@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from typing import Annotated
 
+from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import REQUIRED, between, flag, group
+from stepmark.core.options import REQUIRED, between, dashed, flag, group
 from stepmark.core.replay_case import Compute, Pace, ReplayCase
 
 Count = Annotated[int, between(1, 100_000)]
@@ -42,14 +43,37 @@ class Execution:
     blocking: bool = flag("wait for each operation, as AICB does: no overlap", default=False)
     iters: Count = flag("iterations", default=10)
     warmup: Annotated[int, between(0, 100_000)] = flag("iterations before them", default=1)
-    timeline: str | None = flag("the last pass of all ranks for Perfetto", metavar="PATH")
     passes: Count = flag("iterations after them that time each operation", default=3)
     check: bool = flag("verify what every message brings, before them", default=False)
+    alone: bool = flag("measure its collectives alone first, to compare", default=False)
+    curve: str | None = flag(
+        "times of collectives alone: a run, output of nccl-tests", metavar="SOURCE"
+    )
+
+
+@group
+class ReplayFiles:
+    """Files."""
+
+    timeline: str | None = flag("the last pass of all ranks for Perfetto", metavar="PATH")
+    html: str | None = flag("the same as a page, with the tables", metavar="PATH")
+    aicb_log: str | None = flag("rank 0's operations in AICB's columns", metavar="PATH")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplayOptions(MeasureOptions, Execution, WorkloadFile):
+class ReplayOptions(ReplayFiles, MeasureOptions, Execution, WorkloadFile):
     """stepmark replay."""
+
+    @property
+    def to_stdout(self) -> bool:
+        return "-" in (self.json, self.csv, self.timeline, self.html, self.aicb_log)
+
+    def check_stdout(self) -> None:
+        names = ("json", "csv", "timeline", "html", "aicb_log")
+        taken = [name for name in names if getattr(self, name) == "-"]
+        if len(taken) > 1:
+            first, second = map(dashed, taken[:2])
+            raise ConfigError(second, "-", f"a path: stdout is already taken by --{first}")
 
 
 def options_of(case: ReplayCase) -> ReplayOptions:

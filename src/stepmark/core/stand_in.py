@@ -2,15 +2,26 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
-from stepmark.core.ops import FAMILY_OF, Copy, Op
+from stepmark.core.ops import FAMILY_OF, Copy, CrossEntropy, Op, Optimizer
 from stepmark.core.ops.backends import BACKENDS, Capabilities, unsupported
 from stepmark.core.replay_case import Compute
+from stepmark.core.units import GIB
 from stepmark.core.workload import ComputeOp, Kernel, Workload
 
 StandIn = Op | float | None  # an operator, seconds in which the device is busy, or nothing
 _WORD = 4  # bytes that a copy moves at a time
 _LAST = ("math", "loop")  # backends that are for comparison only
+# Operators whose time is proportional to this field: they run in equal parts, one after the
+# other on the same memory, so that a step's operands fit beside one another.
+_PART_BYTES = 2 * GIB
+_MOST_PARTS = 1024
+_PROPORTIONAL: dict[type[Op], str] = {
+    Optimizer: "num_params",
+    Copy: "num_bytes",
+    CrossEntropy: "tokens",
+}
 
 
 def stand_in(op: ComputeOp, compute: Compute, capabilities: Capabilities) -> StandIn:
@@ -33,6 +44,19 @@ def stand_in(op: ComputeOp, compute: Compute, capabilities: Capabilities) -> Sta
         return op.time_s
     copied = num_bytes // 2 // _WORD * _WORD
     return Copy(num_bytes=copied) if copied else None
+
+
+def parts_of(op: Op) -> tuple[Op, int]:
+    """Return the operator that runs, and how often, in the place of a large one."""
+    name = _PROPORTIONAL.get(type(op))
+    least = -(-op.memory_bytes // _PART_BYTES)
+    if name is None or least == 1:
+        return op, 1
+    total = getattr(op, name)
+    unit = _WORD if isinstance(op, Copy) else 1
+    parts = (n for n in range(least, _MOST_PARTS + 1) if total % (n * unit) == 0)
+    number = next(parts, 1)
+    return replace(op, **{name: total // number}), number
 
 
 def backend_of(op: Op, capabilities: Capabilities) -> str:

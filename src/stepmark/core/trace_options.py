@@ -152,3 +152,4 @@ class ToWorkloadOptions(TraceInputs):
     """stepmark trace to-workload."""
 
     out: str = flag("file to write; - = stdout", default=REQUIRED, metavar="FILE")
+    starts: bool = flag("keep the start of each operation, for replay --pace", default=False)

@@ -1,4 +1,4 @@
-"""What a prediction says: text, rows, JSON, and a timeline for Perfetto."""
+"""What a prediction says: text, rows, JSON."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -9,7 +9,6 @@ from stepmark.core.ledger import TRANSFER, Group
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Source
 from stepmark.core.units import TFLOP, format_bytes
-from stepmark.core.workload import COMPUTE
 
 _ORDER = {group: index for index, group in enumerate(Group)}
 
@@ -210,39 +209,3 @@ def _memory(memory: Mapping[str, Any]) -> str:
     words = verdicts.get(memory["verdict"], "RUNS OUT OF")
     text += f", {words} {format_bytes(memory['device_bytes'])}"
     return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
-
-
-def timeline(prediction: StepPrediction) -> Row:
-    """Return the step in Chrome's trace format, which Perfetto reads.
-
-    Stages are processes and streams are threads; kinds of work are categories.
-    """
-    spans = sorted(prediction.timeline.spans(), key=lambda span: span.start_ns)
-    streams = {(span.stage, span.stream) for span in spans}
-    ordered = sorted(streams, key=lambda each: (each[0], each[1] != COMPUTE, each[1]))
-    threads = {each: number for number, each in enumerate(ordered, 1)}
-    events: list[Row] = [
-        {"ph": "M", "name": name, "pid": stage, "tid": thread, "args": {"name": value}}
-        for (stage, stream), thread in threads.items()
-        for name, value in (("process_name", f"stage {stage}"), ("thread_name", stream))
-    ]
-    for span in spans:
-        thread = threads[span.stage, span.stream]
-        numbers = {"layer": span.layer, "microbatch": span.microbatch}
-        events.append(
-            {
-                "ph": "X",
-                "cat": span.kind,
-                "name": span.name if span.layer is None else f"{span.name} {span.layer}",
-                "pid": span.stage,
-                "tid": thread,
-                "ts": span.start_ns / 1e3,
-                "dur": (span.end_ns - span.start_ns) / 1e3,
-                "args": {
-                    "module": span.module,
-                    "phase": span.phase,
-                    **{name: value for name, value in numbers.items() if value is not None},
-                },
-            }
-        )
-    return {"displayTimeUnit": "ms", "traceEvents": events}

@@ -7,16 +7,15 @@ last, thus the wire's share, from which bus bandwidth is where all ranks must co
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from statistics import mean, median
+from collections.abc import Iterable, Iterator, Sequence
+from statistics import mean, median, stdev
 from typing import TYPE_CHECKING, Any
 
 from stepmark.core.collectives import FACTS, Collective
-from stepmark.core.columns import aligned
+from stepmark.core.comm_curve import MEASURED, Curve
 from stepmark.core.message import RECV, SEND
 from stepmark.core.rank_program import program
-from stepmark.core.units import format_bytes, format_time
-from stepmark.core.workload import COMPUTE, CommOp, Workload, pass_of
+from stepmark.core.workload import CommOp, Group, Workload, pass_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,21 +24,23 @@ if TYPE_CHECKING:
     Times = npt.NDArray[np.float64]
 
 Row = dict[str, Any]
-Interval = tuple[float, float]
-_TIMES = ("mean_s", "p50_s", "p99_s", "max_s", "time_min_s")
 _OUTLIER = 1.1  # an iteration that takes so many times the median
 
 
 def iterations(seconds: Sequence[Sequence[float]], blocked_s: Sequence[Sequence[float]]) -> Row:
-    """Return the iterations by their slowest rank, and each rank's time in messages."""
+    """Return the iterations by their slowest rank, and each rank's time in messages.
+
+    jitter_pct: standard deviation of the iterations, of their mean.
+    """
     slowest = [max(each) for each in zip(*seconds, strict=True)]
-    typical = median(slowest)
+    typical, average = median(slowest), mean(slowest)
     return {
         "seconds": slowest,
         "median_s": typical,
-        "mean_s": mean(slowest),
+        "mean_s": average,
         "min_s": min(slowest),
         "max_s": max(slowest),
+        "jitter_pct": 100 * stdev(slowest) / average if len(slowest) > 1 else None,
         "outliers": [i for i, s in enumerate(slowest) if s > _OUTLIER * typical],
         "blocked_s_by_rank": [median(own) for own in blocked_s],
     }
@@ -71,8 +72,12 @@ def operation_rows(workload: Workload, times: "Times") -> list[Row]:
     return rows
 
 
-def summary_rows(workload: Workload, times: "Times") -> list[Row]:
-    """Return a row per pass, collective, group, type and size, over all calls and passes."""
+def summary_rows(workload: Workload, times: "Times", curves: Iterable[Curve] = ()) -> list[Row]:
+    """Return a row per pass, collective, group, type and size, over all calls and passes.
+
+    curves: of collectives alone. alone_pct: of the bandwidth alone, what is left in the step.
+    """
+    alone = {(curve.collective, curve.num_ranks): curve for curve in curves}
     samples: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     first: dict[tuple[Any, ...], CommOp] = {}
     numbers = Counter[tuple[Any, ...]]()
@@ -98,115 +103,26 @@ def summary_rows(workload: Workload, times: "Times") -> list[Row]:
         wire_s = _wire_s(op, figures["p50_s"], shortest)
         rate = _rate(op.bus_bytes(workload.groups[op.group]), wire_s)
         counts = {"operations": numbers[key], "samples": len(own)}
-        more = {"time_min_s": shortest, "busbw_bytes_per_s": rate}
+        alone_s = _alone_s(op, workload.groups[op.group], alone)
+        share = 100 * alone_s / wire_s if alone_s and wire_s else None
+        more = {
+            "time_min_s": shortest,
+            "busbw_bytes_per_s": rate,
+            "alone_s": alone_s,
+            "alone_pct": share,
+        }
         rows.append({**_identity(op, workload), **counts, **figures, **more})
     return sorted(rows, key=lambda row: -(row["mean_s"] or 0.0) * row["operations"])
 
 
-def lines(iterations: Row, summary: Sequence[Row], workload: Workload) -> Iterator[str]:
-    """Yield the iterations and the table of messages, those that take longest first."""
-    times = ", ".join(format_time(each) for each in iterations["seconds"])
-    yield f"iterations  median {format_time(iterations['median_s'])} ({times})"
-    for index in iterations["outliers"]:
-        share = iterations["seconds"][index] / iterations["median_s"] - 1
-        yield f"outlier     iteration {index} takes {share:.0%} longer than the median"
-    if exposed := iterations.get("exposed_comm_s_by_rank"):
-        times = ", ".join(
-            f"rank {rank} {'unknown' if own is None else format_time(own)}"
-            for rank, own in enumerate(exposed)
-        )
-        yield f"exposed     communication without computation, in a timed pass: {times}"
-    if blocked := iterations["blocked_s_by_rank"]:
-        shares = ", ".join(
-            f"rank {rank} {own / iterations['median_s']:.0%}"
-            for rank, own in enumerate(blocked)
-        )
-        yield f"waiting     share of the median iteration in messages: {shares}"
-    heads = ("pass", "collective", "group", "ranks", "type", "size", "number")
-    cells = [[*heads, "mean", "p50", "p99", "max", "shortest", "busbw GB/s"]]
-    for row in summary:
-        rate = row["busbw_bytes_per_s"]
-        cells.append(
-            [
-                *(str(row[name]) for name in ("pass", "collective", "group", "group_size")),
-                *(
-                    str(row["dtype"]),
-                    format_bytes(row["message_bytes"]),
-                    str(row["operations"]),
-                ),
-                *("" if row[n] is None else format_time(row[n]) for n in _TIMES),
-                "" if rate is None else f"{rate / 1e9:.2f}",
-            ]
-        )
-    yield from aligned(cells, [False] * 3 + [True, False] + [True] * 8)
-    yield f"{workload.name}: {workload.rules}, {workload.world_size} ranks"
-
-
-def exposed_s(workload: Workload, spans: "Times") -> list[float | None]:
-    """Return each rank's time in which messages run and nothing computes, median of its passes.
-
-    spans: [rank][pass][operation][2], start and duration. None where a message was not timed.
-    """
-    result: list[float | None] = []
-    for rank in range(workload.world_size):
-        steps = program(workload, rank)
-        is_comm = [len(step.members) > 1 for step in steps]
-        by_pass = []
-        for own in spans[rank, :, : len(steps)].tolist():
-            sides: tuple[list[Interval], list[Interval]] = ([], [])
-            for (start, time_s), communicates in zip(own, is_comm, strict=True):
-                if communicates or not math.isnan(time_s):
-                    sides[communicates].append((start, start + time_s))
-            compute, comm = sides
-            both_s = _covered([*compute, *comm])
-            by_pass.append(both_s - _covered(compute))
-        known = not any(map(math.isnan, by_pass))
-        result.append(median(by_pass) if known else None)
-    return result
-
-
-def _covered(intervals: Sequence[Interval]) -> float:
-    """Return the time in which any of them runs; not a number if one is none."""
-    total, end = 0.0, -math.inf
-    for first, last in sorted(intervals):
-        total += max(0.0, last - max(first, end))
-        end = max(end, last)
-    is_known = not any(math.isnan(last) for _, last in intervals)
-    return total if is_known else math.nan
-
-
-def timeline(workload: Workload, spans: "Times") -> Row:
-    """Return the last pass in Chrome's trace format: ranks are processes, streams threads."""
-    events: list[Row] = []
-    for rank in range(workload.world_size):
-        steps = program(workload, rank)
-        streams = dict.fromkeys((COMPUTE, *(step.op.stream for step in steps)))
-        threads = {stream: number for number, stream in enumerate(streams, 1)}
-        for stream, thread in threads.items():
-            names = ("process_name", f"rank {rank}"), ("thread_name", stream)
-            for name, value in names:
-                place = {"ph": "M", "name": name, "pid": rank, "tid": thread}
-                events.append({**place, "args": {"name": value}})
-        for step, (start, time_s) in zip(steps, spans[rank, -1].tolist(), strict=False):
-            if math.isnan(time_s):
-                continue
-            op = step.op
-            words = [op.collective] if isinstance(op, CommOp) else []
-            numbers = {"layer": op.layer, "microbatch": op.microbatch}
-            known = {name: value for name, value in numbers.items() if value is not None}
-            events.append(
-                {
-                    "ph": "X",
-                    "cat": "communication" if words else "computation",
-                    "name": " ".join((*words, op.module)),
-                    "pid": rank,
-                    "tid": threads[op.stream],
-                    "ts": start * 1e6,
-                    "dur": time_s * 1e6,
-                    "args": {"pass": pass_of(op), **known},
-                }
-            )
-    return {"displayTimeUnit": "ms", "traceEvents": events}
+def _alone_s(op: CommOp, group: Group, alone: dict[tuple[str, int], Curve]) -> float | None:
+    """Return the time of a collective alone; None outside of what was measured."""
+    curve = alone.get((op.collective, group.size))
+    num_bytes = op.message_bytes(group)
+    if curve is None or not num_bytes:
+        return None
+    time_s, mark = curve.time_s(num_bytes)
+    return time_s if mark == MEASURED else None
 
 
 def _messages(

@@ -15,9 +15,8 @@ from stepmark.core.units import format_time
 from stepmark.report import histogram_figures
 from stepmark.report.figures import COLOURS, Drawn, styled
 from stepmark.report.page import document, figure_section, section
+from stepmark.report.step_timeline import MOST_BARS, MOST_LANES
 
-MOST_BARS = 5000
-MOST_RANKS = 8  # of the timeline
 _MANY = 200  # bars of a stream, which may be narrower than a pixel
 _MOST_STEPS = 64  # bars of steps
 # Compute is blue and green, what a faster network changes is red, pauses are pale.
@@ -76,13 +75,13 @@ def page(
 
 
 def _shown(timelines: Mapping[int, Timeline]) -> dict[int, Timeline]:
-    """Return at most MOST_RANKS: extremes by their time in communication, and some between."""
+    """Return at most MOST_LANES: extremes by their time in communication, and some between."""
     ranks = sorted(
         timelines,
         key=lambda rank: sum(b.busy for b in timelines[rank].bars if b.group == COMMUNICATION),
     )
-    if len(ranks) > MOST_RANKS:
-        places = {round(n * (len(ranks) - 1) / (MOST_RANKS - 1)) for n in range(MOST_RANKS)}
+    if len(ranks) > MOST_LANES:
+        places = {round(n * (len(ranks) - 1) / (MOST_LANES - 1)) for n in range(MOST_LANES)}
         ranks = [ranks[place] for place in places]
     return {rank: timelines[rank] for rank in sorted(ranks)}
 

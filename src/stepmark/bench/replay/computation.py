@@ -12,7 +12,7 @@ from stepmark.core.ops import FAMILY_OF, Op
 from stepmark.core.ops.backends import Capabilities
 from stepmark.core.rank_program import Step
 from stepmark.core.replay_case import Compute
-from stepmark.core.stand_in import StandIn, backend_of, stand_in
+from stepmark.core.stand_in import StandIn, backend_of, parts_of, stand_in
 from stepmark.core.workload import ComputeOp
 
 Action = Callable[[], Any]
@@ -32,9 +32,10 @@ class Computation:
         capabilities: Capabilities,
     ) -> None:
         self._compute, self._capabilities, self._device = compute, capabilities, device
-        self._operators: dict[Op, Action] = {}
-        for op in operators_of(steps, compute, capabilities):
-            self._operators[op] = _impl(op, capabilities).make(op, device).run
+        self._operators: dict[Op, Action] = {
+            op: _impl(op, capabilities).make(op, device).run
+            for op in operators_of(steps, compute, capabilities)
+        }
         self._cycles: tuple[float, float] | None = None
         if device.type == "cuda" and compute is not Compute.NONE:
             self._cycles = _spin_cycles(device)
@@ -51,7 +52,9 @@ class Computation:
             return None
         if isinstance(found, float):
             return self.busy(found) if found > 0 else None
-        return self._operators[found]
+        op, times = parts_of(found)
+        action = self._operators[op]
+        return action if times == 1 else partial(_repeat, action, times)
 
     def busy(self, seconds: float) -> Action:
         """Return what keeps the device (on a CPU the rank) busy."""
@@ -69,10 +72,16 @@ class Computation:
 def operators_of(
     steps: Iterable[Step], compute: Compute, capabilities: Capabilities
 ) -> dict[Op, None]:
-    """Return the distinct operators that run."""
+    """Return the distinct operators that run, of large ones a part."""
     ops = dict.fromkeys(step.op for step in steps if isinstance(step.op, ComputeOp))
     found = (stand_in(op, compute, capabilities) for op in ops)
-    return dict.fromkeys(op for op in found if op is not None and not isinstance(op, float))
+    whole = (op for op in found if op is not None and not isinstance(op, float))
+    return dict.fromkeys(parts_of(op)[0] for op in whole)
+
+
+def _repeat(action: Action, times: int) -> None:
+    for _ in range(times):
+        action()
 
 
 def needed_bytes(steps: Iterable[Step], compute: Compute, capabilities: Capabilities) -> int:

@@ -48,6 +48,8 @@ _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1
 class RankProgram:
     """One step. times: of each operation, ns, None where no GPU event is known.
 
+    starts: of each operation since the first GPU event of the step, ns. window_ns: from this
+    one to the end of the last.
     host_ns: of the host by pass, without waits for the GPU. members: ranks of each group of
     its messages. left_out: what is no operation, and how often.
     """
@@ -55,6 +57,8 @@ class RankProgram:
     step: int
     operations: tuple[Operation, ...]
     times: tuple[int | None, ...]
+    starts: tuple[int | None, ...]
+    window_ns: int
     host_ns: dict[str, int]
     members: dict[str, tuple[int, ...]]
     left_out: Counter[str]
@@ -234,10 +238,16 @@ class _Maker:
             own.append(item)
             name = names[item.stream]
             operations.append(replace(item.op, stream=name, name=name, after=tuple(after)))
+        begun = [item.start for item in self.items if item.start != NONE]
+        first = min(begun, default=0)
         return RankProgram(
             step=step,
             operations=tuple(operations),
             times=tuple(item.time for item in self.items),
+            starts=tuple(
+                None if item.start == NONE else item.start - first for item in self.items
+            ),
+            window_ns=max((item.end for item in self.items), default=first) - first,
             host_ns=self._host_ns(*mark),
             members=self.members,
             left_out=self.left_out,

@@ -27,6 +27,7 @@ class Entry(msgspec.Struct, kw_only=True):
     comms: str | None = None
     compute: str | None = None
     req: Any = None
+    start_ns: float | None = msgspec.field(default=None, name="startTime_ns")
     markers: list[str] | None = None
     world_size: Ranks | None = None
     root: Ranks | None = None
@@ -159,10 +160,11 @@ STREAM = "communication"  # of what is waited for later
 _WHAT = "PARAM trace"
 
 
-def read(path: Path) -> Workload:
+def read(path: Path, *, starts: bool = False) -> Workload:
     """Read a folder with 0.json, 1.json, ..., or one file that all ranks follow.
 
-    Neighbouring ranks with the same program become one stage. Raise ConfigError for others.
+    Neighbouring ranks with the same program become one stage. starts: operations keep their
+    start times, so that no two are alike. Raise ConfigError for others.
     """
     if path.is_dir():
         paths = _rank_files(path)
@@ -176,7 +178,9 @@ def read(path: Path) -> Workload:
         entries = _entries(path)
         world = _world_size(entries)
         readers = [Reader(entries, path.name, world, None)]
-    stages, blocks = stages_of([reader.operations() for reader in readers])
+    programs = [reader.operations() for reader in readers]
+    times = [reader.starts() for reader in readers] if starts else None
+    stages, blocks = stages_of(programs, times)
     groups = {name: group for reader in readers for name, group in reader.groups.items()}
     workload = Workload(
         name=path.stem,
@@ -246,6 +250,7 @@ class Reader:
         self._later: dict[str, int] = {}  # requests that are waited for later, numbered
         self._num_later = 0
         self._due: int | None = None  # the newest of them that was waited for
+        self._begun_ns: list[float | None] = []  # by operation
         self.num_foreign = self.num_uneven = 0  # collectives that are read otherwise, or not
 
     def operations(self) -> list[Operation]:
@@ -262,7 +267,14 @@ class Reader:
                 operations += self._computations(entry, where)
             elif name not in SILENT and (op := self._communication(entry, index, where)):
                 operations.append(op)
+            if new := len(operations) - len(self._begun_ns):
+                self._begun_ns += [entry.start_ns, *[None] * (new - 1)]
         return operations
+
+    def starts(self) -> list[float | None]:
+        """Return the seconds of each operation's start since the first one."""
+        first = min((ns for ns in self._begun_ns if ns is not None), default=0.0)
+        return [None if ns is None else (ns - first) * 1e-9 for ns in self._begun_ns]
 
     def _wait(self, request: str) -> None:
         if (number := self._later.pop(request, None)) is not None:

@@ -2,6 +2,7 @@
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.fold_items import fold
@@ -136,22 +137,27 @@ def name_of(group: Group, world_size: int) -> str:
 
 def stages_of(
     programs: Sequence[Sequence[Operation]],
+    starts: Sequence[Sequence[float | None]] | None = None,
 ) -> tuple[tuple[Stage, ...], dict[str, Block]]:
     """Return stages and their blocks; neighbouring ranks with equal programs are one stage.
 
-    If that gives stages of different sizes, each rank is a stage of its own.
+    If that gives stages of different sizes, each rank is a stage of its own. starts: of each
+    operation of each rank, seconds; a stage has those of its first rank.
     """
-    sizes, distinct = [0], [programs[0]]
-    for program in programs:
-        if program != distinct[-1]:
-            distinct.append(program)
+    sizes, first = [0], [0]
+    for rank, program in enumerate(programs):
+        if program != programs[first[-1]]:
+            first.append(rank)
             sizes.append(0)
         sizes[-1] += 1
-    selected = distinct if len(set(sizes)) == 1 else programs
+    ranks = first if len(set(sizes)) == 1 else range(len(programs))
     stages: list[Stage] = []
     blocks: dict[str, Block] = {}
-    for index, program in enumerate(selected):
-        name = f"step {index}"
+    for index, rank in enumerate(ranks):
+        name, program = f"step {index}", programs[rank]
+        if starts is not None:
+            pairs = zip(program, starts[rank], strict=True)
+            program = [replace(op, start_s=start_s) for op, start_s in pairs]
         blocks |= fold(program, name)
         layers = tuple(sorted({op.layer for op in program if op.layer is not None}))
         stages.append(Stage(step=name, layers=layers))

@@ -1,0 +1,40 @@
+"""The log of a replay: of a record of a run, or of a replay that is started from Python."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from stepmark.app import file_times
+from stepmark.app.measured_curves import run_curves
+from stepmark.core.comm_curve import Curve
+from stepmark.core.record import Measured
+from stepmark.core.replay_case import Compute, ReplayCase
+from stepmark.report.replay_log import ReplayLog
+from stepmark.store import plans
+from stepmark.store.runs import TRACES
+from stepmark.workload.formats import native
+
+
+def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> ReplayLog:
+    """Return the log of a measured replay of a run. curves: of other runs."""
+    case, replayed = record.case, record.replay
+    assert isinstance(case, ReplayCase)
+    assert replayed is not None
+    plan = plans.read(path)
+    workload = native.decode(plan.workload.encode())
+    step_s = workload.settings.get(file_times.STEP)
+    is_whole = case.compute is Compute.SLEEP and not (case.shrunk_from or case.compute_from)
+    checks = record.checks
+    return ReplayLog(
+        workload=workload,
+        seconds=np.array(record.samples.seconds),
+        spans=np.load(path / TRACES / replayed.spans, allow_pickle=False),
+        blocked_s=replayed.blocked_s,
+        num_warmups=plan.how.replay.warmups,
+        wrong=(record.num_wrong, sum(check.num_compared for check in checks))
+        if checks
+        else None,
+        curves=curves or run_curves(path),
+        step_of_trace_s=step_s if is_whole and isinstance(step_s, float) else None,
+    )
