@@ -14,15 +14,16 @@ from stepmark.app import (
     replay_log,
     workload_files,
 )
-from stepmark.app.machine import Machine
-from stepmark.app.measure import measure_or_list
+from stepmark.app.machine import Machine, machine
+from stepmark.app.measure import measure_or_list, measure_quietly
 from stepmark.app.measured_curves import read_curves
 from stepmark.app.view import console, view
 from stepmark.core.collectives import FACTS
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comm_options import CommOptions
-from stepmark.core.errors import ConfigError
-from stepmark.core.options import build, load, plain
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.options import argv, build, load, plain
+from stepmark.core.options import options as declared
 from stepmark.core.plan import CommHow, How, Plan, ReplayHow, entries
 from stepmark.core.rank_program import check_ends, communicators
 from stepmark.core.record import Measured
@@ -45,6 +46,29 @@ _ALONE_S = 60.0  # for all collectives of --alone
 def run(options: ReplayOptions) -> int:
     """Plan, then replay on ranks of this host, or as one rank of an outer launcher."""
     return measure_or_list(lambda machine: plan(options, machine), options)
+
+
+def replay(file: str | Path, **options: object) -> ReplayLog:
+    """Replay a workload file on ranks of this host, and return its log.
+
+    options: those of `stepmark replay`, e.g. nproc=4, iters=5, compute="sleep". The run lies in
+    `out` (runs). Raises ConfigError for bad options, StepmarkError where a rank failed or the
+    ranks' memory is too small.
+    """
+    unknown = options.keys() - {option.name for option in declared(ReplayOptions)}
+    if unknown:
+        raise ConfigError(min(unknown), options[min(unknown)], "an option of stepmark replay")
+    texts = {n: v if isinstance(v, bool | None) else str(v) for n, v in options.items()}
+    given = build(ReplayOptions, {"file": str(file), **texts})
+    made = replace(plan(given, machine(given.device)), argv=("replay", *argv(given)))
+    _, run = measure_quietly(made, given.out)
+    curves = read_curves(given.curve, run.parent) if given.curve else ()
+    for record in view(run).records:
+        if isinstance(record.case, ReplayCase):
+            if isinstance(record, Measured):
+                return replay_log.of_record(run, record, curves)
+            raise StepmarkError(getattr(record, "message", getattr(record, "reason", "")))
+    raise StepmarkError(f"run {run}: nothing was measured")
 
 
 def plan(options: ReplayOptions, machine: Machine) -> Plan:
