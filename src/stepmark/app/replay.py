@@ -92,20 +92,9 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
     if compute is Compute.REAL:
         notes.append(_stand_ins(workload, machine))
     _check_pace(workload, options)
-    communicators(workload)
-    check_ends(workload)
-    text = native.encode(workload)
-    case = ReplayCase(
-        file=options.file,
-        digest=hashlib.sha256(text).hexdigest(),
-        num_ranks=num_ranks,
-        device=machine.device,
-        compute=compute,
-        compute_from=options.compute_from or "",
-        blocking=options.blocking,
-        pace=options.pace,
-        shrunk_from=original.world_size if workload.world_size < original.world_size else 0,
-    )
+    case, text = case_of(workload, replace(options, compute=compute), machine)
+    if workload.world_size < original.world_size:
+        case = replace(case, shrunk_from=original.world_size)
     return Plan(
         command="replay",
         argv=tuple(sys.argv[1:]),
@@ -124,8 +113,31 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         ),
         entries=entries([*_alone(workload, options, machine, notes), case]),
         notes=(*workload.notes, *notes),
-        workload=text.decode(),
+        workload=text,
     )
+
+
+def case_of(
+    workload: Workload, options: ReplayOptions, machine: Machine
+) -> tuple[ReplayCase, str]:
+    """Return the case of a workload, and its file in our own format, which the plan carries.
+
+    Raises ConfigError for a workload that would not end, or that ranks cannot communicate in.
+    """
+    communicators(workload)
+    check_ends(workload)
+    text = native.encode(workload)
+    case = ReplayCase(
+        file=options.file,
+        digest=hashlib.sha256(text).hexdigest(),
+        num_ranks=workload.world_size,
+        device=machine.device,
+        compute=options.compute,
+        compute_from=options.compute_from or "",
+        blocking=options.blocking,
+        pace=options.pace,
+    )
+    return case, text.decode()
 
 
 def _alone(

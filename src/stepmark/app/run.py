@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from stepmark.app import calibrate, comm, delivery, op_plan, train_plan
+from stepmark.app import calibrate, comm, delivery, op_plan, replay, train_plan
 from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
 from stepmark.app.runs import write_run_page
@@ -28,14 +28,18 @@ from stepmark.core.plan import (
     How,
     Plan,
     Profile,
+    ReplayHow,
     TrainHow,
     entries,
 )
+from stepmark.core.replay_case import Compute
+from stepmark.core.replay_options import ReplayOptions
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import TrainOptions, given_options
 from stepmark.core.units import GIB, KIB, MIB
 from stepmark.report import summary
+from stepmark.workload.rules.pytorch.case import of_case
 
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _COLLECTIVES = {
@@ -46,6 +50,10 @@ _MAX_MBS = 8
 _SMALLER = ("gpt2-1.5b", "gpt2-125m")
 # A CPU trains the smallest model on few tokens: a step takes about two seconds.
 _CPU = TrainOptions(model="gpt2-125m", seq_len=64)
+_REPLAY = {
+    "cuda": ReplayHow(iterations=10, passes=3),
+    "cpu": ReplayHow(iterations=3, passes=1),
+}
 _CPU_STEPS, _STEPS, _CPU_RANKS = 8, 30, "2"
 
 
@@ -94,12 +102,29 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     parts = [entry for entry in steps.entries if entry.launch == 1]
     parts += [entry for entry in tables if entry.case.case_id not in known]
     own = [entry for entry in steps.entries if entry.launch >= STEP_LAUNCH]
+    text, replays = _replay_of(case, machine, notes)
+    parts += replays
     return replace(
         steps,
-        how=how,
+        how=replace(how, replay=_REPLAY[machine.device]),
+        workload=text,
         entries=tuple(replace(each, position=i) for i, each in enumerate([*parts, *own])),
         notes=(*steps.notes, *notes),
     )
+
+
+def _replay_of(
+    case: TrainCase, machine: Machine, notes: list[str]
+) -> tuple[str, tuple[Entry, ...]]:
+    """Return the workload of the step, and the entry that replays it; none where it cannot."""
+    try:
+        workload = of_case(case)
+        options = ReplayOptions(file=workload.name, compute=Compute.REAL)
+        replayed, text = replay.case_of(workload, options, machine)
+    except ConfigError as error:
+        notes.append(f"the step is not replayed: {error}")
+        return "", ()
+    return text, entries([replayed])
 
 
 def plan_of_steps(

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from stepmark.app import predict
+from stepmark.app import predict, replay_log
 from stepmark.app.parts import read_parts
 from stepmark.app.predict_target import Target
 from stepmark.app.step_ledger import measured_ledger
@@ -19,6 +19,7 @@ from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
 from stepmark.core.plan import STEP_LAUNCH, Plan
 from stepmark.core.record import Measured
+from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope
 from stepmark.predict.interval import PastPrediction, interval
@@ -218,7 +219,8 @@ def step_report(path: Path, run: View) -> StepReport | None:
                 except ConfigError as error:
                     notes.append(f"no ledger: {error}")
                     continue
-                steps.append(_step(own, record, measured, run))
+                step = _step(own, record, measured, run)
+                steps.append(replace(step, replayed=_replayed(path, run, measured)))
                 notes += measured.notes
         if own.ledgers and records and own.case_id not in {step.case_id for step in steps}:
             notes.append(_totals(own, records))
@@ -237,6 +239,17 @@ def reported(path: Path, run: View) -> StepReport | ConfigError | None:
         return step_report(path, run)
     except ConfigError as error:
         return error
+
+
+def _replayed(path: Path, run: View, measured: MeasuredLedger) -> tuple[str, ...]:
+    """Return what a run says of the replay of its step."""
+    found = [
+        replay_log.of_record(path, record)
+        for record in run.records
+        if isinstance(record, Measured) and isinstance(record.case, ReplayCase)
+    ]
+    step_s = measured.ledger.window_ns / 1e9
+    return tuple(line for log in found for line in log.beside(step_s))
 
 
 def records_of(run: View, case_id: str) -> list[Measured]:

@@ -15,7 +15,7 @@ _WORD = 4  # bytes that a copy moves at a time
 _LAST = ("math", "loop")  # backends that are for comparison only
 # Operators whose time is proportional to this field: they run in equal parts, one after the
 # other on the same memory, so that a step's operands fit beside one another.
-_PART_BYTES = 2 * GIB
+_PART_BYTES = GIB // 2
 _MOST_PARTS = 1024
 _PROPORTIONAL: dict[type[Op], str] = {
     Optimizer: "num_params",

@@ -17,6 +17,7 @@ class Step:
     measured: MeasuredLedger
     power: tuple[StepPower, StepPower]  # predicted, measured
     sentence: str
+    replayed: tuple[str, ...] = ()  # what its operators and messages take by themselves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +48,7 @@ class StepReport:
                 yield ""
                 yield from power_lines(*step.power)
             yield source_line(step.measured)
+            yield from step.replayed
         yield from (f"note: {note}" for note in self.notes)
         yield self.commitment
         yield from (f"\n{step.sentence}" for step in self.steps)

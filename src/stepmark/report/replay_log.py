@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     Floats = npt.NDArray[np.float64]
 
 _NAMES = ("pass", "collective", "group", "group_size", "dtype")
+_SHOWN = 3  # messages beside a real step, those that take longest
 _TIMES = ("mean_s", "p50_s", "p99_s", "max_s", "time_min_s")
 
 
@@ -91,6 +92,28 @@ class ReplayLog:
     def arrivals(self) -> list[Row]:
         """Return how often each rank was the last to come to a collective."""
         return replay_ranks.arrival_rows(self.workload, self.spans[..., 1])
+
+    def beside(self, step_s: float) -> Iterator[str]:
+        """Yield what of a real step of the same workload its operators and messages are."""
+        own_s = self.iterations["median_s"]
+        rows = [row for row in self.phases if not row["pass"]]
+        slowest = max(rows, key=lambda r: r["computing_s"] + (r["exposed_comm_s"] or 0.0))
+        parts = [f"computation {format_time(slowest['computing_s'])}"]
+        if self.messages:
+            exposed = slowest["exposed_comm_s"]
+            text = "of unknown time" if exposed is None else format_time(exposed)
+            parts.append(f"exposed communication {text}")
+        more = "more" if step_s >= own_s else "less"
+        rest = f"{format_time(abs(step_s - own_s))} ({abs(step_s / own_s - 1):.0%}) {more}"
+        yield (
+            f"replayed: operators and messages of the step by themselves take "
+            f"{format_time(own_s)} ({', '.join(parts)}); the step took {rest}"
+        )
+        told = [row for row in self.messages if row["alone_pct"] is not None]
+        for row in told[:_SHOWN]:
+            size = f"{format_bytes(row['message_bytes'])} over {row['group_size']} ranks"
+            share = f"{row['alone_pct']:.0f} % of its bandwidth alone"
+            yield f"replayed: {row['collective']} of {size}, {row['pass']}: {share}"
 
     def timeline(self) -> list[Span]:
         """Return the timed operations of the last pass; stages are ranks."""
