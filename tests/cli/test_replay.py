@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import re
 import shlex
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 
 import pytest
 
+import stepmark as sm
 from stepmark.cli import main
+from stepmark.core.errors import ConfigError
 from stepmark.core.rank_program import program
-from stepmark.core.workload import CommOp
-from stepmark.workload.formats import native
+from stepmark.core.workload import CommOp, ComputeOp
+from stepmark.workload.formats import aicb, native
 
 MEGATRON = "--model gpt2-125m --framework megatron --world-size 4 --tp 2 --pp 2 --gbs 8 --mbs 1"
 
@@ -102,7 +105,7 @@ def test_a_file_of_more_ranks_runs_on_two_if_asked(folder: Path) -> None:
     assert {row["group_size"] for row in document["messages"]} == {2}
     assert all(row["time_s"] > 0 for row in document["operations"])
     # Every message is waited for, thus timed, and nothing computes.
-    exposed = document["iterations"]["exposed_comm_s_by_rank"]
+    exposed = [row["exposed_comm_s"] for row in document["phases"] if not row["pass"]]
     assert len(exposed) == 2
     assert all(each > 0 for each in exposed)
     assert all(math.isfinite(each) for each in document["iterations"]["seconds"])
@@ -117,9 +120,15 @@ def test_a_file_of_more_ranks_runs_on_two_if_asked(folder: Path) -> None:
         ),
         ("w.json --nproc 3 --shrink", "a multiple of its 2 pipeline stages"),
         ("w.json --nproc 8 --shrink", "it must be at most 4"),
-        ("w.json --comm-only --compute-from fixed:1ms", "only with --compute sleep"),
+        ("w.json --comm-only --compute-from fixed:1ms", "not with --compute none"),
         ("w.json --iters 0", "iters 0 is invalid"),
-        ("w.json --compute real", "compute real is invalid: it must be one of none, sleep"),
+        (
+            "w.json --compute true",
+            "compute true is invalid: it must be one of none,",
+        ),
+        ("w.json --budget 3s", "only with --alone"),
+        ("w.json --alone --curve x", "not with --alone, which measures them"),
+        ("w.json --json - --html -", "stdout is already taken by --json"),
         ("nosuch.json", "nosuch.json"),
         ("cut.json", "JSON (Input data was truncated)"),
         ("alone.json", "every send is received"),
@@ -160,3 +169,61 @@ def test_a_dry_run_prints_the_command(folder: Path, capsys: pytest.CaptureFixtur
         f"stepmark replay {folder / 'w.json'} --device cuda --compute none --blocking --nproc 4"
     )
     assert "none was run" in err
+
+
+@pytest.mark.ranks
+def test_messages_are_verified_and_beside_those_alone(folder: Path) -> None:
+    """--check, --alone, --html, --aicb-log; real operators."""
+    words = "replay w.json --nproc 4 --iters 2 --passes 2 --compute real --check --alone"
+    files = "--json all.json --html step.html --aicb-log log.csv --budget 8s --out more"
+    done = stepmark(f"{words} {files}", folder)
+    assert done.returncode == 0, done.stderr
+    assert "run as operators" in done.stderr
+    assert re.search(r"verified    [1-9][0-9,]* elements, 0 wrong", done.stdout)
+    assert "of alone" in done.stdout
+    document = json.loads((folder / "all.json").read_text())
+    told = [row for row in document["messages"] if row["alone_pct"] is not None]
+    assert {"all_reduce", "broadcast"} == {row["collective"] for row in told}
+    assert all(row["alone_pct"] > 0 for row in told)
+    assert {row["rank"] for row in document["ranks"]} == {0, 1, 2, 3}
+    steps = [row for row in document["phases"] if not row["pass"]]
+    assert all(row["computing_s"] > 0 for row in steps)
+    assert "rank 3, compute" in (folder / "step.html").read_text()
+    log = aicb.read(folder / "log.csv")
+    workload = native.read(folder / "w.json")
+    counts = [
+        Counter(op.collective for op in each.expand() if isinstance(op, CommOp))
+        for each in (log, workload)
+    ]
+    assert counts[0]["broadcast"] == counts[1]["broadcast"] > 0
+    assert all(op.time_s for op in log.expand() if isinstance(op, ComputeOp))
+
+
+@pytest.mark.ranks
+def test_the_original_pace_is_kept(folder: Path) -> None:
+    """Three messages that began 30 ms after one another do so again; without it at once."""
+    sized = {"in_msg_size": 8, "out_msg_size": 8, "dtype": "float", "world_size": 2}
+    trace = [{"comms": "allreduce", "startTime_ns": n * 3e7} | sized for n in range(3)]
+    (folder / "param.json").write_text(json.dumps(trace))
+    for pace, low, high in (("original", 0.06, 0.5), ("free", 0.0, 0.05)):
+        words = f"replay param.json --nproc 2 --iters 3 --pace {pace} --json - --out paced"
+        done = stepmark(words, folder)
+        assert done.returncode == 0, done.stderr
+        assert low <= json.loads(done.stdout)["iterations"]["median_s"] < high
+    words = "replay w.json --nproc 4 --pace original --device cpu"
+    refused = stepmark(words, folder)
+    assert refused.returncode == 2
+    assert "a file with start times" in refused.stderr
+
+
+@pytest.mark.ranks
+def test_python_gets_the_log(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    log = sm.replay("w.json", nproc=4, iters=2, passes=1, compute_from="fixed:100us")
+    assert log.epoch_times.shape == (2,)
+    assert log.comm_log_each_epoch.shape == (1, len(log.comm_logs))
+    assert log.spans.shape[:2] == (4, 1)
+    with pytest.raises(ConfigError, match="npro 4 is invalid"):
+        sm.replay("w.json", npro=4)
+    with pytest.raises(ConfigError, match="iters 0 is invalid"):
+        sm.replay("w.json", iters=0)

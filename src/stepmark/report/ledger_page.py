@@ -48,7 +48,7 @@ def sections(report: StepReport | ConfigError) -> str:
     notes = [*(f"note: {note}" for note in report.notes), report.commitment]
     parts = [section(title, sentences + _paragraphs(notes, "quiet"))]
     for step in report.steps:
-        text = [source_line(step.measured)]
+        text = [source_line(step.measured), *step.replayed]
         measured = step.measured.ledger
         if step.predicted is None:
             parts.append(figure_section(*waterfalls([measured], NAMES[1:], step.name)))

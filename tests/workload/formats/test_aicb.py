@@ -250,3 +250,25 @@ def test_a_broken_origin_is_one_line(origin: object) -> None:
     gone = {**lost, "sections": [{"before": "", "epochs": ["nowhere"]}]}
     with pytest.raises(ConfigError, match="one of the blocks"):
         text_of(replace(workload, origin={"aicb": gone}))
+
+
+@pytest.mark.parametrize("path", MOCKED[:2], ids=name_of)
+def test_a_log_of_a_replay_is_read_as_one_of_aicb(path: Path, tmp_path: Path) -> None:
+    """Its operations are the file's, with the median of their times."""
+    workload = aicb.read(path)
+    ops = list(workload.expand())
+    times = [[1e-3 * (n % 7 + 1) * factor for n in range(len(ops))] for factor in (1, 2, 3)]
+    times[1][0] = math.nan  # not timed in one pass
+    text = "".join(aicb.log(workload, times))
+    again = read(tmp_path, text, group_sizes={"ep": 4})
+    for op, wanted, timed in zip(ops, times[1], again.expand(), strict=True):
+        assert timed.module == op.module
+        middle = 2e-3 if math.isnan(wanted) else wanted
+        assert timed.time_s == pytest.approx(middle)
+        if isinstance(op, CommOp):
+            assert isinstance(timed, CommOp)
+            assert (timed.collective, timed.count) == (op.collective, op.count)
+    rows = list(csv.DictReader(io.StringIO(text)))
+    row = next(row for row in rows if row["algbw"] not in ("None", "0"))
+    seconds, size = float(row["_elapsed_time"]) * 1e-3, float(row["msg_size"])
+    assert float(row["algbw"]) == pytest.approx(size / seconds / 2**30, rel=1e-3)

@@ -13,7 +13,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.workload import CommOp, ComputeOp, Group, Workload
-from stepmark.workload.formats import param_trace, sniff
+from stepmark.workload.formats import native, param_trace, sniff
 from stepmark.workload.formats.param_trace import NAMES
 
 from .hand_made import every_kind, message, op, pipeline
@@ -214,6 +214,24 @@ class TestRoundTrip:
 
 
 class TestOfOthers:
+    def test_starts_are_kept_on_request(self, tmp_path: Path) -> None:
+        sized = {"in_msg_size": 8, "out_msg_size": 8, "dtype": "float", "world_size": 2}
+        for rank in range(2):
+            trace = [
+                {"comms": "allreduce", "startTime_ns": 1e9 + rank + place * 2e6} | sized
+                for place in range(3)
+            ]
+            trace.insert(1, {"compute": "gemm", "mm_dim": 8, "dtype": "float32"})
+            (tmp_path / f"{rank}.json").write_text(json.dumps(trace))
+        plain, found = param_trace.read(tmp_path), param_trace.read(tmp_path, starts=True)
+        assert all(op.start_s is None for op in plain.expand())
+        # Clocks of ranks differ: each stage has the starts of its first rank.
+        assert len(found.stages) == 1
+        starts = [op.start_s for op in found.expand()]
+        assert starts[1] is None
+        assert [starts[0], *starts[2:]] == pytest.approx([0.0, 2e-3, 4e-3])
+        assert native.decode(native.encode(found)) == found
+
     def test_one_file_for_all_ranks_and_any_spelling_of_names(self, tmp_path: Path) -> None:
         path = tmp_path / "trace.json"
         sized = {"in_msg_size": 1024, "out_msg_size": 1024, "dtype": "Half", "world_size": 4}
