@@ -1,0 +1,224 @@
+"""Replay real training steps beside them; write a table of both.
+
+    python recipes/replay_beside_step.py --out results/replay-beside-step
+    python recipes/replay_beside_step.py --only gpt2-1.5b,llama-eager --out DIR
+
+Each step is trained and profiled, its trace becomes a workload, and this is replayed: with
+busy times (sleep), the same with every operation waited for (blocking), and, of a generated
+workload of the same step, with real operators. Steps that need more GPUs than there are, are
+left out. A step whose files are in the folder is only tabulated: an interrupted call goes on.
+"""
+
+import argparse
+import json
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepmark.core.workload import CommOp, ComputeOp, pass_of
+from stepmark.workload.formats import native
+
+Json = Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step as `train` and as `workload generate` are told it. num_gpus: that it needs."""
+
+    train: str
+    generate: str
+    num_gpus: int = 1
+
+
+STEPS = {
+    "gpt2-1.5b": Step(
+        train="gpt2-1.5b --mbs 8 --compile",
+        generate="--framework ddp --model gpt2-1.5b --mbs 8 --gbs 8 --world-size 1",
+    ),
+    "llama-4-layers": Step(
+        train="llama-3.1-8b --layers 4 --mbs 1 --compile",
+        generate="--framework ddp --model llama-3.1-8b --num-layers 4 --mbs 1 --gbs 1"
+        " --world-size 1",
+    ),
+    "llama-eager": Step(
+        train="llama-3.1-8b --layers 4 --mbs 1",
+        generate="--framework ddp --model llama-3.1-8b --num-layers 4 --mbs 1 --gbs 1"
+        " --world-size 1",
+    ),
+    "gpt2-125m-eager": Step(
+        train="gpt2-125m --mbs 2",
+        generate="--framework ddp --model gpt2-125m --mbs 2 --gbs 2 --world-size 1",
+    ),
+    "gpt2-1.5b-ddp4": Step(
+        train="gpt2-1.5b --mbs 8 --compile --strategy ddp --nproc 4",
+        generate="--framework ddp --model gpt2-1.5b --mbs 8 --gbs 32 --world-size 4",
+        num_gpus=4,
+    ),
+    "llama-fsdp4": Step(
+        train="llama-3.1-8b --mbs 1 --compile --strategy fsdp --nproc 4",
+        generate="--framework fsdp --model llama-3.1-8b --mbs 1 --gbs 4 --world-size 4",
+        num_gpus=4,
+    ),
+    "llama-tp4-eager": Step(
+        train="llama-3.1-8b --mbs 1 --strategy tp --tp 4 --nproc 4",
+        generate="--framework fsdp --model llama-3.1-8b --mbs 1 --gbs 1 --tp 4 --world-size 4",
+        num_gpus=4,
+    ),
+    "llama-tp2-fsdp2-eager": Step(
+        train="llama-3.1-8b --mbs 1 --strategy fsdp --tp 2 --nproc 4",
+        generate="--framework fsdp --model llama-3.1-8b --mbs 1 --gbs 2 --tp 2 --world-size 4",
+        num_gpus=4,
+    ),
+}
+
+
+def main() -> None:
+    asked = arguments()
+    ends_at = time.monotonic() + asked.limit
+    for name in asked.only:
+        folder: Path = asked.out / name
+        if (
+            STEPS[name].num_gpus > torch.cuda.device_count()
+            and not (folder / "real.json").exists()
+        ):
+            sys.stderr.write(f"{name}: needs {STEPS[name].num_gpus} GPUs\n")
+            continue
+        measure(STEPS[name], folder, ends_at)
+    rows = [
+        row(asked.out / name)
+        for name in asked.only
+        if (asked.out / name / "sleep.json").exists()
+    ]
+    text = "\n".join(
+        table([(name, made) for name, made in zip(asked.only, rows, strict=False)])
+    )
+    (asked.out / "table.md").write_text(text + "\n")
+    sys.stdout.write(text + "\n")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--only", type=lambda text: text.split(","), default=list(STEPS))
+    parser.add_argument(
+        "--limit", type=float, default=540.0, help="seconds for new measurements"
+    )
+    asked = parser.parse_args()
+    if unknown := set(asked.only) - set(STEPS):
+        parser.error(f"--only {min(unknown)}: one of {', '.join(STEPS)}")
+    return asked
+
+
+def measure(step: Step, folder: Path, ends_at: float) -> None:
+    """Run what the folder lacks, in order, while there is time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profiled = f"--profile-ranks {','.join(map(str, range(step.num_gpus)))}"
+    commands = {
+        "train.json": f"train {step.train} --profile {profiled} --out {folder}/runs",
+        "trace.json": f"trace to-workload {folder}/runs/* --out {folder}/trace.json",
+        "sleep.json": f"replay {folder}/trace.json --iters 20 --timeline {folder}/timeline.json",
+        "blocking.json": f"replay {folder}/trace.json --iters 20 --blocking",
+        "generated.json": f"workload generate {step.generate} -o {folder}/generated.json",
+        "real.json": f"replay {folder}/generated.json --compute real --check --iters 20",
+    }
+    for file, words in commands.items():
+        if (folder / file).exists():
+            continue
+        if time.monotonic() > ends_at:
+            sys.stderr.write(f"{folder}: {file} and what follows are left to the next call\n")
+            return
+        if words.startswith("replay"):
+            words += f" --out {folder}/replays"
+        if words.startswith(("train", "replay")):
+            words += f" --json {folder / file}"
+        command = f"{shlex.quote(sys.executable)} -m stepmark {words}"
+        done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+        (folder / file).with_suffix(".txt").write_text(f"{words}\n{done.stdout}{done.stderr}")
+        if done.returncode:
+            sys.stderr.write(f"{words}: exit code {done.returncode}\n{done.stderr[-800:]}\n")
+            return
+
+
+def row(folder: Path) -> dict[str, Json]:
+    """Return the figures of one step, in seconds."""
+    trained: Json = load(folder / "train.json")
+    real = next(each for each in trained if each.get("status") == "measured")
+    workload = native.read(folder / "trace.json")
+    kernels: dict[str, float] = defaultdict(float)
+    for stage in range(len(workload.stages)):
+        for op, times in workload.tally(stage).items():
+            if isinstance(op, ComputeOp) and op.time_s:
+                kernels[pass_of(op)] += times * op.time_s / len(workload.stages)
+    slept = load(folder / "sleep.json")
+    of_rank = [each for each in slept["phases"] if each["rank"] == 0]
+    computing = {each["pass"]: each["computing_s"] for each in of_rank}
+    phases = {
+        name: computing[name] / kernels[name] - 1
+        for name in ("forward", "backward", "optimizer")
+        if kernels.get(name)
+    }
+    other = {name: load(folder / f"{name}.json") for name in ("blocking", "real")}
+    has_messages = any(isinstance(op, CommOp) for op in workload.tally(0))
+    return {
+        "real_s": real["time_s"],
+        "real_min_s": real["min_s"],
+        "trace_s": slept["iterations"]["step_of_trace_s"],
+        "kernels_s": sum(kernels.values()),
+        "replayed_s": slept["iterations"]["median_s"],
+        "phases": phases,
+        "exposed_s": of_rank[0]["exposed_comm_s"] if has_messages else None,
+        "blocking_s": other["blocking"] and other["blocking"]["iterations"]["median_s"],
+        "operators_s": other["real"] and other["real"]["iterations"]["median_s"],
+    }
+
+
+def load(path: Path) -> Json:
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return found.get("rows", found) if isinstance(found, dict) and "rows" in found else found
+
+
+def table(rows: list[tuple[str, dict[str, Json]]]) -> list[str]:
+    """Return the table in Markdown, in ms."""
+    heads = (
+        *("step", "real (shortest)", "profiled", "kernels", "replayed", "to the real step"),
+        *("to the kernels", "worst phase", "exposed", "blocking", "real operators"),
+    )
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
+    for name, own in rows:
+        worst = max(own["phases"].values(), key=abs, default=0.0)
+        cells = [
+            name,
+            f"{ms(own['real_s'])} ({ms(own['real_min_s'])})",
+            *(ms(own[key]) for key in ("trace_s", "kernels_s", "replayed_s")),
+            percent(own["replayed_s"], own["real_s"]),
+            percent(own["replayed_s"], own["kernels_s"]),
+            f"{100 * worst:+.1f} %",
+            *(ms(own[key]) for key in ("exposed_s", "blocking_s", "operators_s")),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    found = [abs(own["replayed_s"] / own["real_s"] - 1) for _, own in rows]
+    if found:
+        lines += ["", f"Mean difference to the real step: {statistics.mean(found):.1%}"]
+    return lines
+
+
+def ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.2f}"
+
+
+def percent(value: float, of: float) -> str:
+    return f"{100 * (value / of - 1):+.1f} %"
+
+
+if __name__ == "__main__":
+    main()
