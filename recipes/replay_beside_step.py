@@ -84,22 +84,12 @@ def main() -> None:
     asked = arguments()
     ends_at = time.monotonic() + asked.limit
     for name in asked.only:
-        folder: Path = asked.out / name
-        if (
-            STEPS[name].num_gpus > torch.cuda.device_count()
-            and not (folder / "real.json").exists()
-        ):
+        if STEPS[name].num_gpus <= torch.cuda.device_count():
+            measure(STEPS[name], asked.out / name, ends_at)
+        elif not (asked.out / name).exists():
             sys.stderr.write(f"{name}: needs {STEPS[name].num_gpus} GPUs\n")
-            continue
-        measure(STEPS[name], folder, ends_at)
-    rows = [
-        row(asked.out / name)
-        for name in asked.only
-        if (asked.out / name / "sleep.json").exists()
-    ]
-    text = "\n".join(
-        table([(name, made) for name, made in zip(asked.only, rows, strict=False)])
-    )
+    done = [name for name in asked.only if (asked.out / name / "sleep.json").exists()]
+    text = "\n".join(table([(name, row(asked.out / name)) for name in done]))
     (asked.out / "table.md").write_text(text + "\n")
     sys.stdout.write(text + "\n")
 
@@ -108,9 +98,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--only", type=lambda text: text.split(","), default=list(STEPS))
-    parser.add_argument(
-        "--limit", type=float, default=540.0, help="seconds for new measurements"
-    )
+    parser.add_argument("--limit", type=float, default=540.0, help="seconds to begin more in")
     asked = parser.parse_args()
     if unknown := set(asked.only) - set(STEPS):
         parser.error(f"--only {min(unknown)}: one of {', '.join(STEPS)}")
@@ -124,7 +112,7 @@ def measure(step: Step, folder: Path, ends_at: float) -> None:
     commands = {
         "train.json": f"train {step.train} --profile {profiled} --out {folder}/runs",
         "trace.json": f"trace to-workload {folder}/runs/* --out {folder}/trace.json",
-        "sleep.json": f"replay {folder}/trace.json --iters 20 --timeline {folder}/timeline.json",
+        "sleep.json": f"replay {folder}/trace.json --iters 20",
         "blocking.json": f"replay {folder}/trace.json --iters 20 --blocking",
         "generated.json": f"workload generate {step.generate} -o {folder}/generated.json",
         "real.json": f"replay {folder}/generated.json --compute real --check --iters 20",
@@ -135,11 +123,10 @@ def measure(step: Step, folder: Path, ends_at: float) -> None:
         if time.monotonic() > ends_at:
             sys.stderr.write(f"{folder}: {file} and what follows are left to the next call\n")
             return
-        if words.startswith("replay"):
-            words += f" --out {folder}/replays"
+        more = f" --out {folder}/replays" if words.startswith("replay") else ""
         if words.startswith(("train", "replay")):
-            words += f" --json {folder / file}"
-        command = f"{shlex.quote(sys.executable)} -m stepmark {words}"
+            more += f" --json {folder / file}"
+        command = f"{shlex.quote(sys.executable)} -m stepmark {words}{more}"
         done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
         (folder / file).with_suffix(".txt").write_text(f"{words}\n{done.stdout}{done.stderr}")
         if done.returncode:

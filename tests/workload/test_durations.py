@@ -24,12 +24,15 @@ from stepmark.workload.durations import (
     Fixed,
     Measured,
     Named,
+    Own,
     Profile,
     Roofline,
     Source,
     describe,
     fill,
+    first_few,
     parse_source,
+    untimed,
 )
 
 from .formats.hand_made import ADD, QKV, QKV_DGRAD, QKV_WGRAD, op, pipeline
@@ -231,6 +234,38 @@ class TestMissing:
         assert roofline_time(Kernel(name="x", flops=5, bytes_moved=5), bare) is None
         assert roofline_time(QKV, bare) is None
         assert roofline_time(ADD, bare) == roofline_time(ADD, H100)
+
+    def test_what_stays_without_a_time_is_counted(self) -> None:
+        filled = fill(pipeline(), Measured(times={QKV: 1e-6}), partial=True)
+        assert times(filled)[:2] == [None, 1e-6]
+        missing = untimed(filled)
+        assert len(missing) == 7
+        assert missing[0] == "norm tokens=32 hidden=64 dtype=bf16 (attention.norm)"
+        assert first_few(missing).endswith("; and 4 more")
+        assert first_few(missing[:3]) == "; ".join(missing[:3])
+        assert untimed(fill(filled, Fixed(time_s=1.0))) == []
+
+    def test_times_of_the_file_stay_where_its_place_among_the_sources_is(self) -> None:
+        own = alone(op(QKV, Phase.FWD, "x", time_s=1e-3), op(ADD, Phase.FWD, "y"))
+        assert times(fill(own, Own(), Fixed(time_s=2e-3))) == [1e-3, 2e-3]
+        assert times(fill(own, Fixed(time_s=2e-3), Own())) == [2e-3, 2e-3]
+        assert times(fill(own, Measured(times={}), Own(), partial=True)) == [1e-3, None]
+        assert times(fill(own, Measured(times={}), partial=True)) == [None, None]
+
+    def test_one_operator_may_have_several_times_in_a_file(self) -> None:
+        own = alone(*(op(QKV, Phase.FWD, "x", time_s=time_s) for time_s in (1e-3, 2e-3)))
+        assert times(fill(own, Own())) == [1e-3, 2e-3]
+
+    def test_the_note_names_what_gave_a_time_and_keeps_that_of_times_that_stay(self) -> None:
+        once = fill(alone(op(QKV, Phase.FWD, "x"), op(ADD, Phase.FWD, "y")), Fixed(time_s=1.0))
+        partly = fill(once, Measured(times={QKV: 1e-6}, name="run 7"), Own())
+        assert partly.notes == (
+            "Compute times: 1 s each.",
+            "Compute times: run 7, the file's own.",
+        )
+        whole = fill(partly, Fixed(time_s=2e-9), Own())
+        assert whole.notes == ("Compute times: 2 ns each.",)
+        assert fill(alone(op(ADD, Phase.FWD, "y")), Own(), partial=True).notes == ()
 
     def test_shapes_are_described_by_what_is_not_a_default(self) -> None:
         assert describe(QKV) == "gemm m=32 n=96 k=64 dtype=bf16"

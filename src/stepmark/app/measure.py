@@ -30,6 +30,7 @@ SHOW = {
     "run": "stepmark.app.run:show",
     "calibrate": "stepmark.app.calibrate:show",
     "replay": "stepmark.app.replay:show",
+    "fill": "stepmark.app.workload_fill:show",
 }
 Show = Callable[[Path, Mapping[str, Any], int], int]
 

@@ -120,21 +120,22 @@ def median_s(record: Measured) -> float:
     return summarize(slowest_per_sample(record.samples.seconds)).median
 
 
-def operator_medians(runs: Path, name: str) -> tuple[str, dict[Op, float]]:
-    """Return a run's name, and the median seconds of the slowest rank by operator.
+def operator_samples(runs: Path, name: str) -> tuple[Run, dict[Op, list[float]]]:
+    """Return a run, and the seconds of the slowest rank per sample by operator.
 
-    Of several backends it is the fastest; wrong results are left out.
+    Of several backends it is the fastest, by its median; wrong results are left out.
     """
-    path = find_run(runs, name)
-    times: dict[Op, float] = {}
-    for record in read_aloud(path).latest:
+    run = read_aloud(find_run(runs, name))
+    samples: dict[Op, list[float]] = {}
+    for record in run.latest:
         if not isinstance(record, Measured) or not isinstance(record.case, OpCase):
             continue
         if record.num_wrong or not record.samples.seconds:
             continue
-        time_s = median_s(record)
-        times[record.case.op] = min(time_s, times.get(record.case.op, time_s))
-    return path.name, times
+        slowest = slowest_per_sample(record.samples.seconds)
+        op = record.case.op
+        samples[op] = min(samples.get(op, slowest), slowest, key=lambda s: summarize(s).median)
+    return run, samples
 
 
 def sql_types() -> dict[str, str]:

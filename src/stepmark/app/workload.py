@@ -31,7 +31,6 @@ from stepmark.workload.rules import RULES, Rule, find_rule
 _MODEL_AXES = ("tp", "pp", "cp")
 _DATA_AXES = ("dp_shard", "dp_replicate")
 _SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
-_READ = ("simai", "aicb", "param-trace", "chakra")  # rules of files of other tools
 _PROGRAM = ("groups", "blocks", "stages")
 _SHOW = "stepmark.app.workload_show:show"  # its tables take longer to import than a file
 _RECOMPUTE = ("recompute_activations", "recompute")
@@ -71,7 +70,7 @@ def show(options: ShowOptions) -> None:
 def convert(options: ConvertOptions) -> None:
     """Write a file in another format."""
     workload = workload_files.read(options.file, options.group_sizes, options.world_size)
-    for note in workload.notes if workload.rules in _READ else ():
+    for note in workload_files.read_notes(workload):
         sys.stderr.write(f"# {note}\n")
     stage = stage_flag(options.stage)
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)

@@ -5,12 +5,13 @@ import errno
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Op
 from stepmark.core.options import load
 from stepmark.core.workload import ComputeOp, Workload
 from stepmark.store.export import is_folder
@@ -20,6 +21,7 @@ from stepmark.workload.formats.loss import losses
 
 AICB_FILLER = "fixed:1ns"
 _MOST_BYTES = 2**30  # as of other files
+_OTHER_TOOLS = ("simai", "aicb", "param-trace", "chakra")  # rules of their files
 
 
 def read(
@@ -49,6 +51,11 @@ def read(
             more[name] = _group_sizes(value) if isinstance(value, str) else value
         workload: Workload = FORMATS[kind].load().read(path, **more)
     return workload
+
+
+def read_notes(workload: Workload) -> tuple[str, ...]:
+    """Return the notes that a reader of another tool's file made."""
+    return workload.notes if workload.rules in _OTHER_TOOLS else ()
 
 
 @contextlib.contextmanager
@@ -118,24 +125,42 @@ class Target:
     stage: StageFlag | None = None
 
 
-def deliver(workload: Workload, target: Target) -> None:
-    """Write a workload, and print on stderr what its format cannot carry."""
+def check(workload: Workload, target: Target) -> tuple[str, dict[str, int]]:
+    """Return the name of the format, and the stage or rank to write in one that holds one.
+
+    Raises ConfigError for what cannot be written.
+    """
     name = find_format(target.to or "native", to=True)
-    kind = FORMATS[name]
-    out = target.out or "-"
+    kind, out = FORMATS[name], target.out or "-"
     picked = _picked(workload, target, kind)
-    to_folder = out != "-" and is_folder(out)
-    if to_folder and (not kind.picks or name in workload.origin):
+    if out != "-" and is_folder(out) and (not kind.picks or name in workload.origin):
         raise ConfigError("out", out, f"a file: all of this workload is one in {name}")
+    module: Any = kind.load()
+    if hasattr(module, "check"):
+        module.check(workload)
+    return name, picked
+
+
+def deliver(
+    workload: Workload, target: Target, samples: Mapping[Op, Sequence[float]] | None = None
+) -> None:
+    """Write a workload, and print on stderr what its format cannot carry.
+
+    samples: seconds of operators that were measured, for a format that carries them.
+    """
+    name, picked = check(workload, target)
+    kind, out = FORMATS[name], target.out or "-"
+    to_folder = out != "-" and is_folder(out)
     _say_unused(target, name, kind)
     items = (item for block in workload.blocks.values() for item in block)
     if kind.needs_times and any(
-        isinstance(item, ComputeOp) and item.time_s is None for item in items
+        isinstance(item, ComputeOp) and item.time_s is None and not item.is_wait
+        for item in items
     ):
-        workload = timed(workload, AICB_FILLER)
+        workload = load("stepmark.app.workload_times:with_filler")(workload)
         sys.stderr.write(
-            f"# {name} needs times of computation: {AICB_FILLER} each, AICB's filler; "
-            "--compute-from gives others\n"
+            f"# {name} needs times of computation: {AICB_FILLER} each, AICB's filler, for what "
+            "has none; --compute-from gives others\n"
         )
     module: Any = kind.load()
     stages = list(range(len(workload.stages)))
@@ -155,7 +180,8 @@ def deliver(workload: Workload, target: Target) -> None:
         )
         _write_folder(files, Path(out), kind, len(workload.stages) if is_part else 0)
     else:
-        _write_file(workload, module, picked, out)
+        more = {"samples": samples} if kind.takes_samples else {}
+        _write_file(workload, module, picked, out, **more)
 
 
 def _losses(workload: Workload, module: Any, name: str, stages: list[int]) -> Iterator[str]:
@@ -166,14 +192,16 @@ def _losses(workload: Workload, module: Any, name: str, stages: list[int]) -> It
         yield f"stages: {stages[0]} of 0 to {len(workload.stages) - 1} is written"
 
 
-def _write_file(workload: Workload, module: Any, picked: dict[str, int], target: str) -> None:
+def _write_file(
+    workload: Workload, module: Any, picked: dict[str, int], target: str, **more: object
+) -> None:
     """Write one file, and the files that are needed to read it."""
     if target != "-" and hasattr(module, "companions") and not is_special(Path(target)):
         for path, chunks in module.companions(workload, Path(target), **picked):
             _write_beside(path, b"".join(_bytes(chunks)))
     has_all = hasattr(module, "encode")
-    chunks = [module.encode(workload)] if has_all else _bytes(module.write(workload, **picked))
-    size = write_chunks(chunks, target)
+    chunks = () if has_all else _bytes(module.write(workload, **picked, **more))
+    size = write_chunks([module.encode(workload)] if has_all else chunks, target)
     if target != "-":
         places = "".join(f", {what} {number} alone" for what, number in picked.items())
         places = places if len(workload.stages) > 1 else ""

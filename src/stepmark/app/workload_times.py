@@ -8,9 +8,23 @@ from pathlib import Path
 
 from stepmark.app import view
 from stepmark.app.workload_files import AICB_FILLER
+from stepmark.core.ops import Op
+from stepmark.core.stats import summarize
 from stepmark.core.workload import ComputeOp, Workload
-from stepmark.workload.durations import Fixed, Measured, Named, Profile, fill, parse_source
+from stepmark.store.reader import find_run
+from stepmark.workload.durations import (
+    Fixed,
+    Measured,
+    Named,
+    Own,
+    Profile,
+    Source,
+    fill,
+    parse_source,
+)
 from stepmark.workload.formats import aiob
+
+RUNS = Path("runs")
 
 
 def timed(workload: Workload, source: str) -> Workload:
@@ -18,9 +32,35 @@ def timed(workload: Workload, source: str) -> Workload:
 
     Raises ConfigError naming the operations that are left without a time.
     """
-    parsed = [parse_source(word) for word in source.split(",")]
-    sources = [_opened(item.text) if isinstance(item, Named) else item for item in parsed]
-    return fill(workload, *sources)
+    return fill(workload, *sources_of(source))
+
+
+def sources_of(text: str) -> list[Source]:
+    """Open the sources of --compute-from. Raises ConfigError."""
+    parsed = [parse_source(word) for word in text.split(",")]
+    return [_opened(item.text) if isinstance(item, Named) else item for item in parsed]
+
+
+def resolved(text: str) -> str:
+    """Return the sources with runs as paths, so that a new run changes nothing.
+
+    Raises ConfigError.
+    """
+    words = []
+    for word in text.split(","):
+        source = parse_source(word)
+        if isinstance(source, Named) and not Path(source.text).is_file():
+            words.append(str(find_run(RUNS, source.text)))
+        else:
+            words.append(word)
+    return ",".join(words)
+
+
+def with_filler(workload: Workload) -> Workload:
+    """Give AICB's filler to what has no time."""
+    filler = parse_source(AICB_FILLER)
+    assert isinstance(filler, Fixed)
+    return fill(workload, Own(), filler)
 
 
 def timed_as_aicb(workload: Workload, profile: str) -> Workload:
@@ -48,5 +88,13 @@ def _opened(text: str) -> Measured | Profile:
         # AICB uses the mean over iterations, too.
         sections = {name: part.avg_s for name, part in aiob.read(path).parts.items()}
         return Profile(sections=sections, name=f"AIOB profile {path.name}")
-    name, times = view.operator_medians(Path("runs"), text)
-    return Measured(times=times, name=f"run {name}")
+    return from_run(RUNS, text)[0]
+
+
+def from_run(runs: Path, name: str) -> tuple[Measured, dict[Op, list[float]]]:
+    """Return the medians of a run's operators, and the samples that they are of."""
+    run, samples = view.operator_samples(runs, name)
+    times = {op: summarize(seconds).median for op, seconds in samples.items()}
+    devices = ", ".join(dict.fromkeys(d.name for d in run.info.environment.devices))
+    place = f" on {devices}" if devices else ""
+    return Measured(times=times, name=f"run {run.path.name}{place}"), samples

@@ -104,7 +104,7 @@ VERBS = {
         "Measure operators: one family, or all of a model's layer.", "stepmark.cli.op:command"
     ),
     "workload": Verb(
-        "What a step does: generate, show, convert, capture.", "stepmark.cli.workload:app"
+        "What a step does: generate, show, convert, fill, capture.", "stepmark.cli.workload:app"
     ),
     "trace": Verb("Profiler traces: where did the step go?", "stepmark.cli.trace:app"),
     "runs": Verb("List, show, export and query earlier runs.", "stepmark.cli.runs:app"),

@@ -1,4 +1,4 @@
-"""stepmark workload: generate, show, convert and capture what a training step does."""
+"""stepmark workload: generate, show, convert, fill and capture what a training step does."""
 
 from collections.abc import Container, Iterator, Sequence
 from functools import partial
@@ -10,6 +10,7 @@ from stepmark.core.options import options
 from stepmark.core.workload_options import (
     CaptureOptions,
     ConvertOptions,
+    FillOptions,
     GenerateOptions,
     ShowOptions,
 )
@@ -121,7 +122,7 @@ def refuse_two_formats(args: Sequence[str]) -> None:
 
 _builder = partial(builder, command=_Command)
 app = group(
-    "What one training step computes and communicates: generate, show, convert, capture.",
+    "What one training step computes and communicates: generate, show, convert, fill, capture.",
     {
         "generate": (
             "What a step of any model x parallelism does; AICB's parameters are accepted.",
@@ -135,6 +136,15 @@ app = group(
             "Between stepmark's, AICB's, SimAI's and others' files.",
             _builder(
                 ConvertOptions, f"{_HANDLERS}:convert", "Write a workload in another format."
+            ),
+        ),
+        "fill": (
+            "Times of computation, measured on this device (--measure) or from sources.",
+            _builder(
+                FillOptions,
+                "stepmark.app.workload_fill:run",
+                "Write a workload with times of its computation: measured on this device "
+                "(--measure), else of --compute-from, else those that it has.",
             ),
         ),
         "capture": (

@@ -113,7 +113,7 @@ class Plan:
     options: the user's options, as plain data by option name.
     """
 
-    command: str  # the verb: op, comm, train, run, calibrate
+    command: str  # what shows the run: op, comm, train, run, calibrate, replay, fill
     argv: tuple[str, ...] = ()  # the words after `stepmark`, as the user typed them
     device: str  # cuda or cpu
     world_size: int
@@ -122,7 +122,7 @@ class Plan:
     options: dict[str, object] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)  # as RunInfo keeps them
     notes: tuple[str, ...] = ()  # what a user should know, e.g. cases that were left out
-    workload: str = ""  # of a replay: its file in our own format
+    workload: str = ""  # of a replay or a fill: its file in our own format
     schema: int = PLAN_SCHEMA
 
     @property

@@ -7,8 +7,15 @@ too: `stepmark.app.workload_flags` adds them when the framework is known.
 from dataclasses import dataclass
 from typing import Annotated
 
-from stepmark.core.option_groups import MICRO_BATCH, Axes, Files, ModelChoice
-from stepmark.core.options import REQUIRED, Duration, between, comma_list, flag, group
+from stepmark.core.option_groups import (
+    MICRO_BATCH,
+    Axes,
+    Device,
+    Files,
+    ModelChoice,
+    TimeLimits,
+)
+from stepmark.core.options import REQUIRED, Duration, Words, between, comma_list, flag, group
 
 
 @group
@@ -177,6 +184,39 @@ class ConvertOptions(MissingFacts):
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
         "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+    )
+    stage: int | None = flag("pipeline stage, for formats of one stage [0]")
+    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
+
+
+@group
+class FillMeasuring(TimeLimits, Device):
+    """Measuring."""
+
+    measure: bool = flag(
+        "time the operators on this device, each shape once, as stepmark op does", default=False
+    )
+    backend: Words = flag(
+        "backend(s) for the families that have them, comma-separated [the first that runs]",
+        default=(),
+    )
+    runs: str | None = flag("folder for run directories [runs]", metavar="DIR")
+    dry_run: bool = flag("list the operators, measure none", default=False)
+    resume: str | None = flag("go on with this run: skip measured operators, retry failed")
+    force: bool = flag("resume although the environment differs", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillOptions(FillMeasuring, MissingFacts):
+    """Output."""
+
+    file: str = flag(
+        "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
+    )
+    to: str | None = flag("of the new file [native]", "--to", "--format")
+    output: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
+    compute_from: str | None = flag(
+        "times of what is not measured: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
     stage: int | None = flag("pipeline stage, for formats of one stage [0]")
     rank: int | None = flag("rank, for formats of one rank [the stage's first]")

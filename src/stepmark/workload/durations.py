@@ -5,7 +5,7 @@ Communication is left as it is: its time depends on the network.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.core.device import DeviceSpec, find_device, load_devices
@@ -59,13 +59,20 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Own:
+    """The times that the workload has already."""
+
+    name: str = "the file's own"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
     """A run or a profile that the caller reads into a Measured or a Profile."""
 
     text: str
 
 
-Source = Fixed | Roofline | Profile | Measured
+Source = Fixed | Roofline | Profile | Measured | Own
 
 _EXPONENTS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
 
@@ -119,42 +126,59 @@ def parse_source(text: str) -> Fixed | Roofline | Named:
     return Named(text=text.strip())
 
 
-def fill(workload: Workload, *sources: Source) -> Workload:
+def fill(workload: Workload, *sources: Source, partial: bool = False) -> Workload:
     """Return the workload with a time for every computation, from the first source with one.
 
-    Raises ConfigError, naming the first few, where operations have no time.
+    Raises ConfigError, naming the first few, where operations have no time; partial: they stay
+    without one. The note names the sources that gave a time.
     """
-    times: dict[tuple[Op | Kernel, str, Phase], float] = {}
-    missing: dict[str, None] = {}
+    filled: dict[ComputeOp, ComputeOp] = {}
+    used: set[str] = set()
     shared = _several_shapes(workload)
-    for key in dict.fromkeys(_computations(workload)):
-        candidates = (_time(source, *key, shared) for source in sources)
-        time_s = next((time for time in candidates if time is not None), None)
-        if time_s is None:
-            missing[f"{describe(key[0])} ({key[1]})"] = None
-        else:
-            times[key] = time_s
-    words = ", ".join(source.name for source in sources)
-    if missing:
-        examples = "; ".join(list(missing)[:_NAMED_MISSING])
-        more = len(missing) - _NAMED_MISSING
-        rest = f"; and {more} more" if more > 0 else ""
+    for item in dict.fromkeys(computations(workload)):
+        filled[item] = replace(item, time_s=None)
+        for source in sources:
+            if (time_s := _time(source, item, shared)) is not None:
+                filled[item] = replace(item, time_s=time_s)
+                used.add(source.name)
+                break
+    blocks = {
+        name: tuple(
+            filled.get(item, item) if isinstance(item, ComputeOp) else item for item in block
+        )
+        for name, block in workload.blocks.items()
+    }
+    result = replace(workload, blocks=blocks)
+    if not partial and (missing := untimed(result)):
+        words = ", ".join(source.name for source in sources)
         allowed = f"a source that times every operation; without a time are {len(missing)}: "
-        raise ConfigError(FIELD, words, allowed + examples + rest)
-    notes = tuple(note for note in workload.notes if not note.startswith(_NOTE))
-    return replace(
-        workload,
-        blocks={
-            name: tuple(
-                replace(item, time_s=times[item.op, item.module, item.phase])
-                if isinstance(item, ComputeOp) and not item.is_wait
-                else item
-                for item in block
-            )
-            for name, block in workload.blocks.items()
-        },
-        notes=(*notes, f"{_NOTE}{words}."),
-    )
+        raise ConfigError(FIELD, words, allowed + first_few(missing))
+    keeps = any(isinstance(source, Own) and source.name in used for source in sources)
+    notes = [note for note in workload.notes if keeps or not note.startswith(_NOTE)]
+    words = ", ".join(source.name for source in sources if source.name in used)
+    return replace(result, notes=(*notes, f"{_NOTE}{words}.") if used else tuple(notes))
+
+
+def computations(workload: Workload) -> list[ComputeOp]:
+    """Return the operations that compute, in the order of the file."""
+    return [
+        item
+        for block in workload.blocks.values()
+        for item in block
+        if isinstance(item, ComputeOp) and not item.is_wait
+    ]
+
+
+def untimed(workload: Workload) -> list[str]:
+    """Return what has no time: distinct operations with their modules."""
+    items = (item for item in computations(workload) if item.time_s is None)
+    return list(dict.fromkeys(f"{describe(item.op)} ({item.module})" for item in items))
+
+
+def first_few(names: Sequence[str]) -> str:
+    """Return the first three, and how many more there are."""
+    more = len(names) - _NAMED_MISSING
+    return "; ".join(names[:_NAMED_MISSING]) + (f"; and {more} more" if more > 0 else "")
 
 
 def describe(op: Op | Kernel) -> str:
@@ -194,37 +218,30 @@ def _device(name: str, text: str) -> DeviceSpec:
     return device
 
 
-def _computations(workload: Workload) -> list[tuple[Op | Kernel, str, Phase]]:
-    return [
-        (item.op, item.module, item.phase)
-        for block in workload.blocks.values()
-        for item in block
-        if isinstance(item, ComputeOp) and not item.is_wait
-    ]
-
-
 def _several_shapes(workload: Workload) -> set[tuple[str, Phase]]:
     """Return modules that compute several shapes; a section's time does not say which."""
     first: dict[tuple[str, Phase], Op | Kernel] = {}
     modules = set()
-    for op, module, phase in _computations(workload):
-        if first.setdefault((module, phase), op) != op:
-            modules.add((module, phase))
+    for item in computations(workload):
+        if first.setdefault((item.module, item.phase), item.op) != item.op:
+            modules.add((item.module, item.phase))
     return modules
 
 
-def _time(
-    source: Source, op: Op | Kernel, module: str, phase: Phase, shared: set[tuple[str, Phase]]
-) -> float | None:
+def _time(source: Source, item: ComputeOp, shared: set[tuple[str, Phase]]) -> float | None:
     match source:
         case Fixed():
             return source.time_s
         case Roofline():
-            return roofline_time(op, source.device)
+            return roofline_time(item.op, source.device)
         case Measured():
-            return None if isinstance(op, Kernel) else source.times.get(op)
+            return None if isinstance(item.op, Kernel) else source.times.get(item.op)
         case Profile():
-            return None if (module, phase) in shared else _section(source, module, phase)
+            if (item.module, item.phase) in shared:
+                return None
+            return _section(source, item.module, item.phase)
+        case Own():
+            return item.time_s
 
 
 def section_of(module: str) -> str:

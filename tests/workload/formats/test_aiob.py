@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Gemm, Op, Phase
+from stepmark.core.workload import Block, ComputeOp, Run, Stage, Workload
 from stepmark.workload.formats import aiob
 from stepmark.workload.formats.aiob import Part, Profile
 
 from ..mutations import only_config_errors
 from .aicb_samples import DATA, broken
+from .hand_made import ADD, op
 
 EXAMPLE = DATA / "aiob_example.txt"
 PART = "mlp_gelu:\n    time_gpu_max: 30\n    time_gpu_min: 10\n    time_gpu_avg: 20.5\n"
@@ -57,6 +60,83 @@ def test_a_profile_of_inference_has_a_phase(tmp_path: Path) -> None:
     profile = read(tmp_path, f"inference_term:decode\n{PART}")
     assert (profile.iterations, profile.inference_phase) == (None, "decode")
     assert list(profile.parts) == ["mlp_gelu"]
+
+
+def layer(*ops: ComputeOp, times: int = 1) -> Workload:
+    blocks: dict[str, Block] = {"layer": ops, "s": (Run(block="layer", times=times),)}
+    return Workload(name="w", rules="hand", blocks=blocks, stages=(Stage(step="s"),))
+
+
+def written(tmp_path: Path, workload: Workload, samples: aiob.Samples) -> Profile:
+    return read(tmp_path, "".join(aiob.write(workload, samples)))
+
+
+UP, OTHER = Gemm(m=32, n=64, k=16), Gemm(m=32, n=128, k=16)
+
+
+class TestMeasured:
+    """What is written of the samples of operators."""
+
+    def test_a_part_has_the_spread_of_its_samples(self, tmp_path: Path) -> None:
+        """Samples above three times the least are in neither max nor avg."""
+        up = op(UP, Phase.FWD, "mlp.up", time_s=2e-6)
+        profile = written(tmp_path, layer(up, times=5), {UP: [1e-6, 3e-6, 2e-6, 3.1e-6]})
+        part = profile.parts["mlp_linear_1"]
+        assert (part.min_s, part.avg_s, part.max_s) == pytest.approx((1e-6, 2e-6, 3e-6))
+        assert profile.iterations == 4
+
+    def test_only_a_time_is_max_min_and_avg(self, tmp_path: Path) -> None:
+        items = [
+            op(UP, Phase.FWD, "mlp.up", time_s=2e-6),
+            op(ADD, Phase.FWD, "mlp.activation", time_s=5e-6),
+        ]
+        profile = written(tmp_path, layer(*items), {UP: [1e-6, 2e-6]})
+        assert profile.parts["mlp_gelu"] == Part(max_s=5e-6, min_s=5e-6, avg_s=5e-6)
+        assert profile.iterations == 2
+        assert written(tmp_path, layer(*items), {}).iterations == 1
+
+    def test_the_least_sampled_part_counts(self, tmp_path: Path) -> None:
+        items = [
+            op(UP, Phase.FWD, "mlp.up", time_s=1e-6),
+            op(OTHER, Phase.FWD, "mlp.down", time_s=1e-6),
+        ]
+        samples: dict[Op, list[float]] = {UP: [1e-6] * 9, OTHER: [1e-6]}
+        assert written(tmp_path, layer(*items), samples).iterations == 1
+
+    def test_a_part_of_two_operators_is_their_mean_by_calls(self, tmp_path: Path) -> None:
+        items = [
+            op(UP, Phase.FWD, "mlp.up", time_s=1e-6),
+            op(OTHER, Phase.FWD, "mlp.up", time_s=1e-6),
+            op(OTHER, Phase.FWD, "mlp.up", time_s=1e-6),
+        ]
+        profile = written(tmp_path, layer(*items), {UP: [1e-6, 3e-6], OTHER: [5e-6, 9e-6]})
+        part = profile.parts["mlp_linear_1"]
+        assert (part.min_s, part.max_s) == pytest.approx((1e-6, 9e-6))
+        assert part.avg_s == pytest.approx((2e-6 + 2 * 7e-6) / 3)
+
+    def test_other_passes_do_not_count(self, tmp_path: Path) -> None:
+        items = [
+            op(UP, Phase.FWD, "mlp.up", time_s=1e-6),
+            op(OTHER, Phase.DGRAD, "mlp.up", time_s=9e-6),
+            op(UP, Phase.FWD, "mlp.up", time_s=9e-6, recompute=True),
+        ]
+        samples: dict[Op, list[float]] = {UP: [1e-6], OTHER: [9e-6]}
+        (part,) = written(tmp_path, layer(*items), samples).parts.values()
+        assert part == Part(max_s=1e-6, min_s=1e-6, avg_s=1e-6)
+
+    @given(st.floats(1e-9, 1.0), st.integers(1, 1000), st.integers(1, 7))
+    def test_equal_times_stay_equal(self, time_s: float, times: int, count: int) -> None:
+        """Rounding of a mean would else give a profile that is refused."""
+        up = op(UP, Phase.FWD, "mlp.up", time_s=time_s)
+        text = "".join(aiob.write(layer(up, times=times), {UP: [time_s] * count}))
+        values = {line.split()[1] for line in text.splitlines() if "time_gpu" in line}
+        assert len(values) == 1
+
+    def test_what_has_no_part_is_refused(self) -> None:
+        aiob.check(layer(op(UP, Phase.FWD, "mlp.up")))
+        for item in (op(UP, Phase.FWD, "mlp.residual"), op(UP, Phase.DGRAD, "mlp.up")):
+            with pytest.raises(ConfigError, match="it has no part"):
+                aiob.check(layer(item))
 
 
 seconds = st.floats(1e-9, 10.0)

@@ -1,8 +1,8 @@
 """Formats of workload files, and the recognition of a file's format.
 
 A format is a module here with `read(path)`, `write(workload, ...)` and
-`omissions(workload, stages)`, or some of them, and is imported on first use. Other modules
-here read models and shapes.
+`omissions(workload, stages)`, or some of them, and is imported on first use. `check(workload)`
+refuses a workload that it cannot hold at all. Other modules here read models and shapes.
 """
 
 import contextlib
@@ -26,7 +26,8 @@ class Format:
     needs_times: a file must have times of computation. picks: it holds the program of one
     pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`. first: pattern of
     rank 0's file in a folder of all ranks, which `files(workload, ranks)` fills. takes:
-    patterns of files that a reader of a folder takes for a part of the workload.
+    patterns of files that a reader of a folder takes for a part of the workload. takes_samples:
+    `write(workload, samples=...)` has the spread of operators that were measured.
     """
 
     module: str
@@ -39,6 +40,7 @@ class Format:
     picks: str = ""
     first: str = ""
     takes: tuple[str, ...] = ()
+    takes_samples: bool = False
 
     def load(self) -> ModuleType:
         return importlib.import_module(f"stepmark.workload.formats.{self.module}")
@@ -132,6 +134,7 @@ FORMATS: dict[str, Format] = {
         suffix=".txt",
         is_one=lambda head: False,
         reads=False,
+        takes_samples=True,
     ),
     "csv": Format(
         module="op_csv",

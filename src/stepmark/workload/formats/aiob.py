@@ -11,16 +11,16 @@ Samples above three times the least are not in max and avg. The file names no mo
 type or shape, and has no backward pass.
 """
 
+import math
 import re
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Phase
-from stepmark.core.workload import ComputeOp, Workload
-from stepmark.workload.durations import section_of
+from stepmark.core.ops import Op, Phase
+from stepmark.core.workload import ComputeOp, Kernel, Workload
+from stepmark.workload.durations import computations, section_of
 from stepmark.workload.formats.source_file import in_file, read_lines
 
 _FIRST = re.compile(r"(train_iter):(\d{1,9})|(inference_term):(\w{1,40})")
@@ -29,6 +29,7 @@ _TIME = re.compile(
     r"[ \t]+time_gpu_(max|min|avg):[ \t]*(\d{1,15}(?:\.\d{1,20})?(?:e-?\d{1,2})?)"
 )
 _TIMES = ("max", "min", "avg")
+_OUTLIER = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,13 +113,32 @@ def _part(name: str, times: Mapping[str, float]) -> Part:
     return Part(max_s=times["max"], min_s=times["min"], avg_s=times["avg"])
 
 
-def write(workload: Workload) -> Iterator[str]:
-    """Yield the text. Raise ConfigError if no operator of AIOB's parts has a time."""
-    parts = _parts(workload)
-    if not parts:
+def check(workload: Workload) -> None:
+    """Raise ConfigError where AIOB has a part for nothing in the forward pass."""
+    items = computations(workload)
+    if not any(item.phase is Phase.FWD and section_of(item.module) for item in items):
+        allowed = "it has no part for any operation of this workload's forward pass"
+        raise ConfigError("format", "aiob", allowed)
+
+
+Samples = Mapping[Op, Sequence[float]]  # seconds by operator
+
+
+def write(workload: Workload, samples: Samples | None = None) -> Iterator[str]:
+    """Yield the text. Raise ConfigError if no operator of AIOB's parts has a time.
+
+    samples: of the operators that were measured. Of others max, min and avg are the time.
+    """
+    calls = list(_forward(workload, samples or {}))
+    if not calls:
         allowed = "times of computation, which the profile is of"
         raise ConfigError("compute-from", "missing", allowed)
-    yield from profile_text(Profile(parts=parts, iterations=1))
+    sections: dict[str, list[_Call]] = {}
+    for call in calls:
+        sections.setdefault(call.section, []).append(call)
+    parts = {name: _joined(section) for name, section in sections.items()}
+    iterations = min((call.num_samples for call in calls if call.num_samples), default=1)
+    yield from profile_text(Profile(parts=parts, iterations=iterations))
 
 
 def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
@@ -135,17 +155,41 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     ]
 
 
-def _parts(workload: Workload) -> dict[str, Part]:
-    """Return the mean over calls by section, in the order of first use."""
-    spent: dict[str, float] = defaultdict(float)
-    calls: dict[str, int] = defaultdict(int)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Call:
+    """One operator of the forward pass. num_samples: 0 where only a time is known."""
+
+    section: str
+    times: int
+    part: Part
+    num_samples: int = 0
+
+
+def _forward(workload: Workload, samples: Samples) -> Iterator[_Call]:
+    """Yield what the forward pass calls, in the order of first use."""
     for stage in range(len(workload.stages)):
         for item, times in workload.tally(stage).items():
             if not isinstance(item, ComputeOp) or item.phase is not Phase.FWD:
                 continue
             section = section_of(item.module)
-            if section and item.time_s is not None and not item.recompute:
-                spent[section] += times * item.time_s
-                calls[section] += times
-    means = {name: total / calls[name] for name, total in spent.items()}
-    return {name: Part(max_s=mean, min_s=mean, avg_s=mean) for name, mean in means.items()}
+            if not section or item.time_s is None or item.recompute:
+                continue
+            measured = () if isinstance(item.op, Kernel) else samples.get(item.op, ())
+            part = _of_samples(measured or (item.time_s,))
+            yield _Call(section=section, times=times, part=part, num_samples=len(measured))
+
+
+def _of_samples(seconds: Sequence[float]) -> Part:
+    """Leave out what AICB leaves out: samples above three times the least."""
+    kept = [time_s for time_s in seconds if time_s <= _OUTLIER * min(seconds)]
+    return Part(max_s=max(kept), min_s=min(kept), avg_s=math.fsum(kept) / len(kept))
+
+
+def _joined(calls: Sequence[_Call]) -> Part:
+    """Return the extremes over calls, and their mean."""
+    least = min(call.part.min_s for call in calls)
+    most = max(call.part.max_s for call in calls)
+    total = math.fsum(call.times * call.part.avg_s for call in calls)
+    mean = total / sum(call.times for call in calls)
+    # Rounding can put the mean of equal times beside them.
+    return Part(max_s=most, min_s=least, avg_s=min(max(mean, least), most))
