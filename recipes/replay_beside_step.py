@@ -57,6 +57,23 @@ STEPS = {
         train="gpt2-125m --mbs 2",
         generate="--framework ddp --model gpt2-125m --mbs 2 --gbs 2 --world-size 1",
     ),
+    "gpt2-1.5b-ddp2": Step(
+        train="gpt2-1.5b --mbs 8 --compile --strategy ddp --nproc 2",
+        generate="--framework ddp --model gpt2-1.5b --mbs 8 --gbs 16 --world-size 2",
+        num_gpus=2,
+    ),
+    "llama-16-layers-fsdp2": Step(
+        train="llama-3.1-8b --layers 16 --mbs 1 --compile --strategy fsdp --nproc 2",
+        generate="--framework fsdp --model llama-3.1-8b --num-layers 16 --mbs 1 --gbs 2"
+        " --world-size 2",
+        num_gpus=2,
+    ),
+    "llama-8-layers-tp2-eager": Step(
+        train="llama-3.1-8b --layers 8 --mbs 1 --strategy tp --tp 2 --nproc 2",
+        generate="--framework fsdp --model llama-3.1-8b --num-layers 8 --mbs 1 --gbs 1 --tp 2"
+        " --world-size 2",
+        num_gpus=2,
+    ),
     "gpt2-1.5b-ddp4": Step(
         train="gpt2-1.5b --mbs 8 --compile --strategy ddp --nproc 4",
         generate="--framework ddp --model gpt2-1.5b --mbs 8 --gbs 32 --world-size 4",
@@ -109,10 +126,11 @@ def measure(step: Step, folder: Path, ends_at: float) -> None:
     """Run what the folder lacks, in order, while there is time."""
     folder.mkdir(parents=True, exist_ok=True)
     profiled = f"--profile-ranks {','.join(map(str, range(step.num_gpus)))}"
+    alone = "--alone --budget 15s" if step.num_gpus > 1 else ""
     commands = {
         "train.json": f"train {step.train} --profile {profiled} --out {folder}/runs",
         "trace.json": f"trace to-workload {folder}/runs/* --out {folder}/trace.json",
-        "sleep.json": f"replay {folder}/trace.json --iters 20",
+        "sleep.json": f"replay {folder}/trace.json --iters 20 {alone}",
         "blocking.json": f"replay {folder}/trace.json --iters 20 --blocking",
         "generated.json": f"workload generate {step.generate} -o {folder}/generated.json",
         "real.json": f"replay {folder}/generated.json --compute real --check --iters 20",

@@ -36,7 +36,7 @@ from stepmark.report.replay_log import ReplayLog
 from stepmark.report.step_timeline import perfetto
 from stepmark.store.export import write_csv, write_json
 from stepmark.store.files import write_text
-from stepmark.workload.formats import aicb, native
+from stepmark.workload.formats import aicb_log, native
 from stepmark.workload.shrink import shrunk
 
 _FILLER_S = 1e-4  # of computation that has no time
@@ -238,7 +238,9 @@ def _show(log: ReplayLog, case: ReplayCase, options: ReplayOptions) -> None:
         write_text(options.html, page, "html")
     if options.aicb_log:
         iterations = log.spans[0, :, :, 1].tolist()
-        write_text(options.aicb_log, "".join(aicb.log(log.workload, iterations)), "aicb-log")
+        write_text(
+            options.aicb_log, "".join(aicb_log.write(log.workload, iterations)), "aicb-log"
+        )
     if options.json:
         write_json(log.document(), options.json, "replay")
     if options.csv:

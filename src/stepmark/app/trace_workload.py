@@ -113,7 +113,7 @@ def _workload(
         notes.append(f"{absent}: no trace is read; the program is that of rank {first}")
     ranks: list[Sequence[Operation]] = []
     slowest: list[int] = []  # the rank of each stage that waits least
-    begun: list[list[float | None]] = []
+    begun: list[Sequence[float | None]] = []
     for _, alike in groupby(range(world), lambda rank: messages.get(rank, messages[first])):
         members = list(alike)
         sent = {rank: _sent(programs[rank]) for rank in members if rank in programs}
@@ -121,15 +121,12 @@ def _workload(
         slowest.append(rank)
         timed = _timed(rank, by_rank[rank], programs[rank].times, sent, groups)
         ranks += [timed] * len(members)
-        own = [None if ns is None else ns / 1e9 for ns in programs[rank].starts]
-        begun += [own] * len(members)
+        begun += [programs[rank].starts_s] * len(members)
         if unequal := [other for other in sent if bare[other] != bare[rank]]:
             notes.append(
                 f"{ranks_text(unequal)}: the same messages as rank {rank}, but other "
                 "computations: those of that rank stand for them"
             )
-    hosts = [programs[rank].host_ns for rank in slowest]
-    host_ns = max(hosts, key=lambda own: sum(own.values()))
     notes.append(_TIMES.format(ranks_text(set(slowest))))
     stages, blocks = stages_of(ranks, begun if starts else None)
     info = traces.results[0].info
@@ -141,8 +138,7 @@ def _workload(
         settings={
             "step": programs[first].step,
             "devices": ", ".join(sorted(set(info.devices))),
-            file_times.STEP: max(each.window_ns for each in programs.values()) / 1e9,
-            **file_times.host_settings({name: ns / 1e9 for name, ns in host_ns.items()}),
+            **_durations(programs, slowest),
         },
         groups=groups,
         blocks=blocks,
@@ -151,6 +147,15 @@ def _workload(
     )
     workload.check()
     return replace(workload, notes=workload.notes + disagreements(workload))
+
+
+def _durations(programs: Mapping[int, RankProgram], slowest: Sequence[int]) -> dict[str, float]:
+    """Return the settings with times: of the step, and of the host where it takes longest."""
+    step_ns = max(each.window_ns for each in programs.values())
+    hosts = [programs[rank].host_ns for rank in slowest]
+    host_ns = max(hosts, key=lambda own: sum(own.values()))
+    host_s = {name: ns / 1e9 for name, ns in host_ns.items()}
+    return {file_times.STEP: step_ns / 1e9, **file_times.host_settings(host_s)}
 
 
 def _named(each: RankProgram, world: int, groups: dict[str, Group]) -> tuple[Operation, ...]:

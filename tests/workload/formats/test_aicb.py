@@ -12,7 +12,7 @@ import pytest
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Gemm
 from stepmark.core.workload import CommOp, ComputeOp, Group, Workload
-from stepmark.workload.formats import aicb, native
+from stepmark.workload.formats import aicb, aicb_log, native
 
 from ..mutations import only_config_errors
 from .aicb_samples import DATA, MOCKED, broken, content, name_of
@@ -259,7 +259,7 @@ def test_a_log_of_a_replay_is_read_as_one_of_aicb(path: Path, tmp_path: Path) ->
     ops = list(workload.expand())
     times = [[1e-3 * (n % 7 + 1) * factor for n in range(len(ops))] for factor in (1, 2, 3)]
     times[1][0] = math.nan  # not timed in one pass
-    text = "".join(aicb.log(workload, times))
+    text = "".join(aicb_log.write(workload, times))
     again = read(tmp_path, text, group_sizes={"ep": 4})
     for op, wanted, timed in zip(ops, times[1], again.expand(), strict=True):
         assert timed.module == op.module

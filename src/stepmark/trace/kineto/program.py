@@ -48,8 +48,8 @@ _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1
 class RankProgram:
     """One step. times: of each operation, ns, None where no GPU event is known.
 
-    starts: of each operation since the first GPU event of the step, ns. window_ns: from this
-    one to the end of the last.
+    starts_s: of each operation since the first GPU event of the step. window_ns: from this one
+    to the end of the last.
     host_ns: of the host by pass, without waits for the GPU. members: ranks of each group of
     its messages. left_out: what is no operation, and how often.
     """
@@ -57,7 +57,7 @@ class RankProgram:
     step: int
     operations: tuple[Operation, ...]
     times: tuple[int | None, ...]
-    starts: tuple[int | None, ...]
+    starts_s: tuple[float | None, ...]
     window_ns: int
     host_ns: dict[str, int]
     members: dict[str, tuple[int, ...]]
@@ -244,8 +244,9 @@ class _Maker:
             step=step,
             operations=tuple(operations),
             times=tuple(item.time for item in self.items),
-            starts=tuple(
-                None if item.start == NONE else item.start - first for item in self.items
+            starts_s=tuple(
+                None if item.start == NONE else (item.start - first) / 1e9
+                for item in self.items
             ),
             window_ns=max((item.end for item in self.items), default=first) - first,
             host_ns=self._host_ns(*mark),
