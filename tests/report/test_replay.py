@@ -156,6 +156,9 @@ def test_computation_of_any_pass_hides_the_messages_of_another() -> None:
     rows = {row["pass"]: row for row in replay_ranks.phase_rows(workload, own)[:3]}
     assert rows["forward"]["computing_s"] == 1.0
     assert rows["forward"]["messages_s"] == 0.0
+    # Of one operation, events added 0.1.
+    (less,) = (r for r in replay_ranks.phase_rows(workload, own, 0.1)[:1])
+    assert less["computing_s"] == pytest.approx(0.9)
     assert rows["backward"]["messages_s"] == 1.0
     assert rows["backward"]["exposed_comm_s"] == pytest.approx(0.5)
     assert rows[""]["exposed_comm_s"] == pytest.approx(0.5)

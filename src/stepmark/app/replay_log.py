@@ -31,6 +31,7 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
         seconds=np.array(record.samples.seconds),
         spans=np.load(path / TRACES / replayed.spans, allow_pickle=False),
         blocked_s=replayed.blocked_s,
+        event_s=replayed.event_s,
         num_warmups=plan.how.replay.warmups,
         wrong=(record.num_wrong, sum(check.num_compared for check in checks))
         if checks

@@ -59,9 +59,11 @@ class Replayed:
     spans: file in the run's traces folder, float64 [rank][pass][operation][2] in seconds: start
     since that of the step, and duration; not a number where it was not timed. Passes are
     iterations of their own, in which every operation is timed. blocked_s: by rank and
-    iteration, how long the host waited for messages; empty on a GPU.
+    iteration, how long the host waited for messages; empty on a GPU. event_s: what the two
+    events of an operation add to its time, on a GPU.
     """
 
     spans: str
     num_passes: int
     blocked_s: tuple[tuple[float, ...], ...] = ()
+    event_s: float = 0.0

@@ -32,14 +32,16 @@ class ReplayLog:
     seconds: [rank][iteration], without warm-up. spans: [rank][pass][operation] and then start
     and duration, of passes of their own; operations are those of `core.rank_program.program`.
     blocked_s: [rank][iteration] of waiting for messages, empty on a GPU. wrong: wrong and
-    compared elements; None: not verified. curves: of collectives alone. step_of_trace_s: the
-    step of whose trace the workload is; None: of none, or not all of it is replayed.
+    compared elements; None: not verified. event_s: what two events add to an operation.
+    curves: of collectives alone. step_of_trace_s: the step of whose trace the workload is;
+    None: of none, or not all of it is replayed.
     """
 
     workload: Workload
     seconds: "Floats"
     spans: "Floats"
     blocked_s: Sequence[Sequence[float]] = ()
+    event_s: float = 0.0
     num_warmups: int = 0
     wrong: tuple[int, int] | None = None
     curves: Sequence[Curve] = ()
@@ -86,7 +88,7 @@ class ReplayLog:
     @cached_property
     def phases(self) -> list[Row]:
         """Return computation and messages of each rank in each pass of the step."""
-        return replay_ranks.phase_rows(self.workload, self.spans)
+        return replay_ranks.phase_rows(self.workload, self.spans, self.event_s)
 
     @cached_property
     def arrivals(self) -> list[Row]:

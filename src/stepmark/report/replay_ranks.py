@@ -37,11 +37,12 @@ _WORK_OF_FAMILY = {
 }
 
 
-def phase_rows(workload: Workload, spans: "Times") -> list[Row]:
+def phase_rows(workload: Workload, spans: "Times", event_s: float = 0.0) -> list[Row]:
     """Return a row per rank and pass: medians of its times over the timed passes.
 
-    computing_s: in which it computes; messages_s: in which messages run, as far as they were
-    timed, else None; exposed_comm_s: the part in which nothing computes. The pass "" is all.
+    computing_s: in which it computes, without event_s per operation; messages_s: in which
+    messages run, as far as they were timed, else None; exposed_comm_s: the part in which
+    nothing computes. The pass "" is all.
     """
     rows = []
     for rank in range(workload.world_size):
@@ -49,7 +50,8 @@ def phase_rows(workload: Workload, spans: "Times") -> list[Row]:
         passes = [name for name in _PASSES if any(pass_of(step.op) == name for step in steps)]
         for name in ("", *passes):
             samples = [
-                _phase(steps, own, name) for own in spans[rank, :, : len(steps)].tolist()
+                _phase(steps, own, name, event_s)
+                for own in spans[rank, :, : len(steps)].tolist()
             ]
             computing, messages, exposed = zip(*samples, strict=True)
             rows.append(
@@ -69,7 +71,7 @@ def _known(times: Sequence[float]) -> float | None:
 
 
 def _phase(
-    steps: Sequence[Step], own: Sequence[Interval], name: str
+    steps: Sequence[Step], own: Sequence[Interval], name: str, event_s: float
 ) -> tuple[float, float, float]:
     """Return the seconds of computation, of messages, and of exposed ones, of a pass."""
     compute: list[Interval] = []
@@ -83,7 +85,8 @@ def _phase(
         if name in ("", pass_of(step.op)):
             sides[communicates].append(interval)
     exposed_s = _covered([*compute, *sides[True]]) - _covered(compute)
-    return _covered(sides[False]), _covered(sides[True]), exposed_s
+    computing_s = max(0.0, _covered(sides[False]) - len(sides[False]) * event_s)
+    return computing_s, _covered(sides[True]), exposed_s
 
 
 def _covered(intervals: Sequence[Interval]) -> float:

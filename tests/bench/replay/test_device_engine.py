@@ -83,6 +83,19 @@ def test_a_timed_pass_has_starts_and_times_of_every_operation() -> None:
     assert starts[:3] == pytest.approx([0, 5 * MS, 5 * MS], abs=0.5 * MS)
 
 
+def test_what_events_add_is_known() -> None:
+    """Many short operations take their times in a timed pass, but for this."""
+    steps = [step(20e-6) for _ in range(500)]
+    own = engine(steps)
+    own.run()
+    spans = [UNKNOWN] * len(steps)
+    own.run(spans)
+    event_s = own._program.computation.event_s
+    assert 0 <= event_s < 10e-6
+    took_s = sum(time_s for _, time_s in spans) - len(steps) * event_s
+    assert took_s == pytest.approx(len(steps) * 20e-6, rel=0.05)
+
+
 def test_the_pace_delays_operations() -> None:
     steps = [step(MS), step(MS, start_s=30 * MS)]
     assert seconds(engine(steps, is_paced=True)) == pytest.approx(31 * MS, rel=0.05)

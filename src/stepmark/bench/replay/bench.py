@@ -86,6 +86,7 @@ class ReplayBench(Bench):
                 spans=self._store(case, entry.launch, all_passes),
                 num_passes=self.how.passes,
                 blocked_s=() if on_gpu else tuple(map(tuple, all_blocked)),
+                event_s=step.computation.event_s,
             ),
         )
 

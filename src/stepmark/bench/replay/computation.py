@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -37,8 +38,9 @@ class Computation:
             for op in operators_of(steps, compute, capabilities)
         }
         self._cycles: tuple[float, float] | None = None
+        self.event_s = 0.0  # that two events around an operation add to its time
         if device.type == "cuda" and compute is not Compute.NONE:
-            self._cycles = _spin_cycles(device)
+            self._cycles, self.event_s = _calibrated(device)
 
     def busy_s(self, step: Step) -> float | None:
         """Return for how long a step is busy where no operator runs; None: it is not."""
@@ -96,21 +98,31 @@ def _impl(op: Op, capabilities: Capabilities) -> Any:
     return IMPLS[FAMILY_OF[type(op)]][backend_of(op, capabilities)]
 
 
-def _spin_cycles(device: torch.device) -> tuple[float, float]:
-    """Return the seconds of a spinning kernel without cycles, and those per cycle.
+def _calibrated(device: torch.device) -> tuple[tuple[float, float], float]:
+    """Return the seconds of a spinning kernel without cycles and per cycle; what events add.
 
     Kernels are back to back, so that the pause between two of them counts.
     """
-    times = []
     torch.cuda._sleep(_CYCLES[1])  # the first call loads the kernel
-    for cycles in _CYCLES:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_HEAD_START)
+    short_s, long_s = (_kernels_s(device, cycles, is_timed=False) for cycles in _CYCLES)
+    per_cycle_s = (long_s - short_s) / (_CYCLES[1] - _CYCLES[0])
+    fixed_s = max(0.0, short_s - per_cycle_s * _CYCLES[0])
+    event_s = max(0.0, _kernels_s(device, _CYCLES[0], is_timed=True) - short_s)
+    return (fixed_s, per_cycle_s), event_s
+
+
+def _kernels_s(device: torch.device, cycles: int, *, is_timed: bool) -> float:
+    """Return the seconds of one of many kernels in a row; is_timed: each between two events."""
+    count = _KERNELS if is_timed else 1
+    pairs = [
+        tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(count)
+    ]
+    torch.cuda._sleep(_HEAD_START)
+    for begin, end in pairs:
         begin.record()
-        for _ in range(_KERNELS):
+        for _ in range(_KERNELS // count):
             torch.cuda._sleep(cycles)
         end.record()
-        torch.cuda.synchronize(device)
-        times.append(begin.elapsed_time(end) * 1e-3 / _KERNELS)
-    per_cycle_s = (times[1] - times[0]) / (_CYCLES[1] - _CYCLES[0])
-    return max(0.0, times[0] - per_cycle_s * _CYCLES[0]), per_cycle_s
+    torch.cuda.synchronize(device)
+    times = [begin.elapsed_time(end) for begin, end in pairs]
+    return float(median(times)) * 1e-3 * count / _KERNELS
