@@ -12,7 +12,6 @@ left out. A step whose files are in the folder is only tabulated: an interrupted
 import argparse
 import json
 import shlex
-import statistics
 import subprocess
 import sys
 import time
@@ -230,9 +229,6 @@ def table(rows: list[tuple[str, dict[str, Json]]]) -> list[str]:
             *(ms(own[key]) for key in ("exposed_s", "blocking_s", "operators_s")),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    found = [abs(own["replayed_s"] / own["real_s"] - 1) for _, own in rows]
-    if found:
-        lines += ["", f"Mean difference to the real step: {statistics.mean(found):.1%}"]
     return lines
 
 
