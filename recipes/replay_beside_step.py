@@ -64,7 +64,7 @@ STEPS = {
     "llama-16-layers-fsdp2": Step(
         train="llama-3.1-8b --layers 16 --mbs 1 --compile --strategy fsdp --nproc 2",
         generate="--framework fsdp --model llama-3.1-8b --num-layers 16 --mbs 1 --gbs 2"
-        " --world-size 2",
+        " --world-size 2 --reduce-dtype bf16",
         num_gpus=2,
     ),
     "llama-8-layers-tp2-eager": Step(
@@ -80,7 +80,8 @@ STEPS = {
     ),
     "llama-fsdp4": Step(
         train="llama-3.1-8b --mbs 1 --compile --strategy fsdp --nproc 4",
-        generate="--framework fsdp --model llama-3.1-8b --mbs 1 --gbs 4 --world-size 4",
+        generate="--framework fsdp --model llama-3.1-8b --mbs 1 --gbs 4 --world-size 4"
+        " --reduce-dtype bf16",
         num_gpus=4,
     ),
     "llama-tp4-eager": Step(

@@ -7,9 +7,11 @@ import re
 import shlex
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
+import psutil
 import pytest
 
 import stepmark as sm
@@ -227,3 +229,22 @@ def test_python_gets_the_log(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         sm.replay("w.json", npro=4)
     with pytest.raises(ConfigError, match="iters 0 is invalid"):
         sm.replay("w.json", iters=0)
+
+
+@pytest.mark.ranks
+def test_a_lost_rank_ends_the_others_and_is_named(folder: Path) -> None:
+    words = "replay w.json --nproc 4 --iters 100000 --compute-from fixed:1ms --out lost"
+    command = [sys.executable, "-m", "stepmark", *shlex.split(words)]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 60
+        ranks: list[psutil.Process] = []
+        while len(ranks) < 4 or not list(folder.glob("lost/*/run.json")):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+            children = psutil.Process(process.pid).children(recursive=True)
+            ranks = [each for each in children if "stepmark.app.rank" in each.cmdline()]
+        ranks[-1].kill()
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 3
+    assert re.search(r"failed \(lost rank\): rank \d .*killed by signal 9", err)
+    assert not any(each.is_running() for each in ranks)
