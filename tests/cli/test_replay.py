@@ -246,5 +246,5 @@ def test_a_lost_rank_ends_the_others_and_is_named(folder: Path) -> None:
         ranks[-1].kill()
         _, err = process.communicate(timeout=60)
     assert process.returncode == 3
-    assert re.search(r"failed \(lost rank\): rank \d .*killed by signal 9", err)
+    assert re.search(r"rank \d \(pid \d+\) was killed by signal 9", err)
     assert not any(each.is_running() for each in ranks)
