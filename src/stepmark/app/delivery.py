@@ -58,7 +58,7 @@ def check_outputs(options: Output | SweepOptions) -> None:
     options.check_stdout()
     if options.dry_run:
         return
-    for name in ("json", "csv", "html"):
+    for name in ("json", "csv", "html", "timeline", "aicb_log"):
         target = getattr(options, name, None)
         if target and target != "-":
             make_folder(name, Path(target) if is_folder(target) else Path(target).parent)

@@ -2,7 +2,7 @@
 
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from stepmark.app.measured_curves import read_curves
 from stepmark.app.view import console, view
 from stepmark.core.collectives import FACTS
 from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_curve import Curve
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.options import argv, build, load, plain
@@ -62,11 +63,10 @@ def replay(file: str | Path, **options: object) -> ReplayLog:
     given = build(ReplayOptions, {"file": str(file), **texts})
     made = replace(plan(given, machine(given.device)), argv=("replay", *argv(given)))
     _, run = measure_quietly(made, given.out)
-    curves = read_curves(given.curve, run.parent) if given.curve else ()
     for record in view(run).records:
         if isinstance(record.case, ReplayCase):
             if isinstance(record, Measured):
-                return replay_log.of_record(run, record, curves)
+                return replay_log.of_record(run, record, _curves(given))
             raise StepmarkError(getattr(record, "message", getattr(record, "reason", "")))
     raise StepmarkError(f"run {run}: nothing was measured")
 
@@ -78,6 +78,7 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         raise ConfigError("budget", f"{options.budget:g}s", allowed)
     if options.alone and options.curve:
         raise ConfigError("curve", options.curve, "not with --alone, which measures them")
+    _curves(options)  # refused now, not after the measurement
     compute = Compute.NONE if options.comm_only else options.compute
     notes: list[str] = []
     original = workload_files.read(
@@ -140,6 +141,11 @@ def case_of(
     return case, text.decode()
 
 
+def _curves(options: ReplayOptions) -> Sequence[Curve]:
+    """Return the times of collectives alone of --curve. Raises ConfigError."""
+    return read_curves(options.curve, Path(options.out or "runs")) if options.curve else ()
+
+
 def _alone(
     workload: Workload, options: ReplayOptions, machine: Machine, notes: list[str]
 ) -> list[CommCase]:
@@ -151,6 +157,9 @@ def _alone(
         for case in comm_workload.labelled(workload)
         if not FACTS[case.collective].pair and case.num_ranks > 1
     ]
+    if not of_groups:
+        notes.append("the workload has no collectives to measure alone")
+        return []
     num_ranks = workload.world_size
     base = comm_plan.shared(CommOptions(), machine.device, num_ranks, num_ranks)
     cases, more = comm_workload.placed(of_groups, base)
@@ -222,10 +231,10 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Show a replay, write its files. Returns the exit code."""
     options = build(ReplayOptions, values)
     measured = view(path)
-    curves = read_curves(options.curve, path.parent) if options.curve else ()
     for record in measured.records:
         if isinstance(record, Measured) and isinstance(record.case, ReplayCase):
-            _show(replay_log.of_record(path, record, curves), record.case, options)
+            log = replay_log.of_record(path, record, _curves(options))
+            _show(log, record.case, options)
     return delivery.finish(measured, path, code)
 
 

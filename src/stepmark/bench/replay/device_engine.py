@@ -116,10 +116,8 @@ class DeviceEngine:
         ends: dict[int, Any] = {}
         busy: dict[Any, _Launch] = {}  # by stream: what may become longer
         for call in calls_of(self._program.steps):
-            launch, is_awaited = (
-                self._launch(call, ends),
-                bool(self._awaited.intersection(call)),
-            )
+            launch = self._launch(call, ends)
+            is_awaited = not self._awaited.isdisjoint(call)
             before = busy.get(launch.stream)
             if before and merges and not (launch.action or launch.waits or launch.start_s):
                 before.busy_s += launch.busy_s
