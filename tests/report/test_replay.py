@@ -197,7 +197,8 @@ def test_the_timeline_has_every_timed_operation_of_a_rank() -> None:
 
 def test_a_page_draws_the_ranks_and_has_the_text() -> None:
     own = log(staged((work(), REDUCE, REDUCE)), spans())
-    html = page("w<1>.json", own.timeline(), list(own.lines()))
+    html = page("w<1>.json", own)
     assert "Replay: w&lt;1&gt;.json" in html
+    assert "w<1>" not in html
     assert "rank 0, compute" in html
     assert "iterations  median" in html

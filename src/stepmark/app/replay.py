@@ -231,19 +231,16 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Show a replay, write its files. Returns the exit code."""
     options = build(ReplayOptions, values)
     measured = view(path)
-    for record in measured.records:
-        if isinstance(record, Measured) and isinstance(record.case, ReplayCase):
-            log = replay_log.of_record(path, record, _curves(options))
-            _show(log, record.case, options)
+    for file, log in replay_log.of_run(path, measured.records, _curves(options)):
+        _show(log, file, options)
     return delivery.finish(measured, path, code)
 
 
-def _show(log: ReplayLog, case: ReplayCase, options: ReplayOptions) -> None:
-    lines = list(log.lines())
+def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
     if options.timeline:
         write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline")
     if options.html:
-        page: str = load("stepmark.report.replay_page:page")(case.file, log.timeline(), lines)
+        page: str = load("stepmark.report.replay_page:page")(file, log)
         write_text(options.html, page, "html")
     if options.aicb_log:
         iterations = log.spans[0, :, :, 1].tolist()
@@ -255,5 +252,5 @@ def _show(log: ReplayLog, case: ReplayCase, options: ReplayOptions) -> None:
     if options.csv:
         write_csv(log.comm_logs, options.csv, "replay")
     if not options.to_stdout:
-        for line in lines:
+        for line in log.lines():
             console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,6 +1,6 @@
 """The log of a replay: of a record of a run, or of a replay that is started from Python."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +8,21 @@ import numpy as np
 from stepmark.app import file_times
 from stepmark.app.measured_curves import run_curves
 from stepmark.core.comm_curve import Curve
-from stepmark.core.record import Measured
+from stepmark.core.record import Measured, Record
 from stepmark.core.replay_case import Compute, ReplayCase
 from stepmark.report.replay_log import ReplayLog
 from stepmark.store import plans
 from stepmark.store.runs import TRACES
 from stepmark.workload.formats import native
+
+
+def of_run(
+    path: Path, records: Iterable[Record], curves: Sequence[Curve] = ()
+) -> Iterator[tuple[str, ReplayLog]]:
+    """Yield the file and the log of each replay that a run measured."""
+    for record in records:
+        if isinstance(record, Measured) and isinstance(record.case, ReplayCase):
+            yield record.case.file, of_record(path, record, curves)
 
 
 def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> ReplayLog:

@@ -246,7 +246,7 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Write the page; show a summary, the ledger and the sentence. Returns the exit code."""
     run = view(path)
     report = reported(path, run)
-    page = write_run_page(run, report, path / "report.html")
+    page = write_run_page(path, run, report)
     lines = summary.comm_lines(run.comm_rows)
     for line in (*lines, *summary.train_lines(run.train_rows)):
         console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -144,13 +144,23 @@ def write_page(path: Path, target: Path | None = None) -> Path:
     report = load("stepmark.app.step_report:reported")(path, run)
     if isinstance(report, ConfigError):
         say([str(report)])
-    return write_run_page(run, report, target or path / "report.html")
+    return write_run_page(path, run, report, target)
 
 
-def write_run_page(run: View, report: StepReport | ConfigError | None, target: Path) -> Path:
+def write_run_page(
+    path: Path,
+    run: View,
+    report: StepReport | ConfigError | None,
+    target: Path | None = None,
+) -> Path:
     """Write the page of a run. report: of the steps that it predicted, if any."""
+    target = target or path / "report.html"
     html = load("stepmark.report.page:html")  # with plotly
     sections = load("stepmark.report.ledger_page:sections")(report) if report else ""
+    if run.replay_rows:
+        logs = load("stepmark.app.replay_log:of_run")(path, run.records)
+        replays = load("stepmark.report.replay_page:sections")
+        sections += "\n".join(replays(*each) for each in logs)
     rows = run.rows, run.device, run.comm_rows, run.train_rows
     write_text(target, html(run.run, run.records, *rows, sections), "out")
     return target

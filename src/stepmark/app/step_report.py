@@ -19,7 +19,6 @@ from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
 from stepmark.core.plan import STEP_LAUNCH, Plan
 from stepmark.core.record import Measured
-from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope
 from stepmark.predict.interval import PastPrediction, interval
@@ -243,13 +242,9 @@ def reported(path: Path, run: View) -> StepReport | ConfigError | None:
 
 def _replayed(path: Path, run: View, measured: MeasuredLedger) -> tuple[str, ...]:
     """Return what a run says of the replay of its step."""
-    found = [
-        replay_log.of_record(path, record)
-        for record in run.records
-        if isinstance(record, Measured) and isinstance(record.case, ReplayCase)
-    ]
     step_s = measured.ledger.window_ns / 1e9
-    return tuple(line for log in found for line in log.beside(step_s))
+    logs = replay_log.of_run(path, run.records)
+    return tuple(line for _, log in logs for line in log.beside(step_s))
 
 
 def records_of(run: View, case_id: str) -> list[Measured]:

@@ -1,10 +1,9 @@
-"""A replay as one HTML page: the operations of its ranks over time, and its tables."""
+"""A replay as HTML: the operations of its ranks over time, and its tables."""
 
-from collections.abc import Sequence
 from html import escape
 
-from stepmark.core.prediction import Span
 from stepmark.report.page import document, figure_section, section
+from stepmark.report.replay_log import ReplayLog
 from stepmark.report.step_timeline import timelines_of
 from stepmark.report.trace_page import streams
 
@@ -14,13 +13,22 @@ _NOTE = (
 )
 
 
-def page(title: str, spans: Sequence[Span], lines: Sequence[str]) -> str:
-    """Return the document. spans: of the ranks, which are in the place of stages."""
+def page(file: str, log: ReplayLog) -> str:
+    """Return the document. file: of the workload."""
+    return document(f"Replay: {file}", "", sections(file, log))
+
+
+def sections(file: str, log: ReplayLog) -> str:
+    """Return the sections of a replay for the page of its run."""
+    spans = log.timeline()
     end_s = max((span.end_ns for span in spans), default=0) / 1e9
-    figures = streams(timelines_of(spans, end_s), _NOTE)
-    text = escape("\n".join(lines))
+    figures = (
+        (f"{title} of {escape(file)}", note, figure)
+        for title, note, figure in streams(timelines_of(spans, end_s), _NOTE)
+    )
+    text = escape("\n".join(log.lines()))
     parts = [
         *(figure_section(*each) for each in figures),
-        section("Report", f'<pre class="table">{text}</pre>'),
+        section(f"Replay of {escape(file)}", f'<pre class="table">{text}</pre>'),
     ]
-    return document(f"Replay: {title}", "", "\n".join(parts))
+    return "\n".join(parts)
