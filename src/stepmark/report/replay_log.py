@@ -152,11 +152,11 @@ class ReplayLog:
             yield f"outlier     iteration {index} takes {more:.0%} longer than the median"
         if step_s := self.step_of_trace_s:
             rest_s = step_s - own["median_s"]
-            what = "of the host and gaps between kernels, which a replay has not"
+            what = "of the host, the profiler, and gaps between kernels, not in a replay"
             if rest_s < 0:
                 what = "that the replay takes longer"
             text = f"{format_time(abs(rest_s))} ({abs(rest_s) / step_s:.1%}) {what}"
-            yield f"trace       its step took {format_time(step_s)}: {text}"
+            yield f"trace       its profiled step took {format_time(step_s)}: {text}"
         if blocked := own["blocked_s_by_rank"]:
             shares = (time_s / own["median_s"] for time_s in blocked)
             texts = ", ".join(f"rank {rank} {share:.0%}" for rank, share in enumerate(shares))
