@@ -13,7 +13,7 @@ from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Op, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Kernel, Workload
-from stepmark.workload.formats import FORMATS, aicb, chakra, op_csv, param_trace
+from stepmark.workload.formats import FORMATS, aicb, chakra, op_csv, param_trace, simai
 from stepmark.workload.formats.loss import Kept, losses
 
 from .hand_made import every_kind, message, not_held, op, pipeline
@@ -173,8 +173,10 @@ def test_every_field_has_a_column_or_is_said_to_have_none() -> None:
         "peer": "peers",
         "fused": "one call",
         "recompute": "recomputed",
+        "start_s": "start times",
     }
-    said = " ".join(op_csv.omissions(every_kind()))
+    begun = replace(PLAIN[1], start_s=0.5)
+    said = " ".join(op_csv.omissions(every_kind()) + op_csv.omissions(step(begun)))
     every = {field.name for kind in (ComputeOp, CommOp) for field in fields(kind)}
     assert every == held | set(words)
     assert all(word in said for word in words.values())
@@ -231,3 +233,11 @@ def test_another_size_or_group_is_stated(ranks: int, count: int, stated: list[st
         return file
 
     assert losses(step(sent), kept, [0]) == stated
+
+
+@pytest.mark.parametrize("kind", [aicb, chakra, op_csv, param_trace, simai])
+def test_start_times_are_in_no_other_format(kind: ModuleType) -> None:
+    plain = step(*PLAIN)
+    begun = step(PLAIN[0], replace(PLAIN[1], start_s=0.5))
+    assert not any("start times" in line for line in kind.omissions(plain, [0]))
+    assert any("start times" in line for line in kind.omissions(begun, [0]))

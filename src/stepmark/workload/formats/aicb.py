@@ -339,7 +339,8 @@ def _generated_omissions(workload: Workload, stages: Iterable[int] | None) -> li
         ops.update(workload.tally(stage, setup=True))
     uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
     typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
-    lines = present(workload, "layers", "micro-batches", "times", "model", "settings", "notes")
+    lines = present(workload, "layers", "micro-batches", "times", "start times")
+    lines += present(workload, "model", "settings", "notes")
     lines += remarks(
         (
             any(op.stream != COMPUTE for op in ops),

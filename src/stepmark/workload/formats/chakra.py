@@ -197,6 +197,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     refused = ", ".join(sorted(collectives & set(_REFUSED)))
     shapes = any(not isinstance(op.op, Kernel) for op in computes)
     lines = present(workload, "model", "settings", "notes", "the number of micro-batches")
+    lines += present(workload, "start times")
     return lines + remarks(
         (shapes, "operators' shapes (only FLOPs, bytes and a name)"),
         (untimed, f"{untimed} computations without a time: ASTRA-sim takes 1 ns"),

@@ -141,6 +141,7 @@ _PRESENT: dict[str, Callable[[Workload], object]] = {
     "micro-batches": _any_op(lambda op: op.microbatch is not None),
     "what is recomputed": _any_op(lambda op: op.recompute),
     "times": _any_op(lambda op: op.time_s is not None),
+    "start times": _any_op(lambda op: op.start_s is not None),
     "roots": _any_op(lambda op: isinstance(op, CommOp) and op.root is not None),
     "peers": _any_op(lambda op: isinstance(op, CommOp) and op.peer is not None),
     "reductions": _any_op(lambda op: isinstance(op, CommOp) and op.redop != "none"),

@@ -35,7 +35,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     return [
         *present(workload, "model", "settings", "notes", "the number of micro-batches"),
         *present(workload, "which ranks form a group", "roots", "peers", "reductions"),
-        *present(workload, "what is recomputed", "which messages are one call"),
+        *present(workload, "what is recomputed", "which messages are one call", "start times"),
     ]
 
 

@@ -165,6 +165,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     lines = present(
         workload, *places, "model", "settings", "notes", "which messages are one call"
     )
+    lines += present(workload, "start times")
     return lines + remarks(
         (omitted, f"{omitted} computations that are no product or embedding lookup"),
         (narrowed, "layouts, scaling and output types of products, skew and type of lookups"),

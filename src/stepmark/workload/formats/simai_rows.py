@@ -213,7 +213,7 @@ def omissions(workload: Workload) -> list[str]:
     shapes = any(isinstance(op, ComputeOp) and not isinstance(op.op, Kernel) for op in ops)
     typed = any(op.dtype is not DType.UINT8 for op in comms)
     is_folded = "etp:" in header(workload)
-    return present(workload, "model", "settings", "notes") + remarks(
+    return present(workload, "model", "settings", "notes", "start times") + remarks(
         (overlaps, "overlap: messages within a pass are waited for; streams go"),
         (typed, "element types: sizes are bytes"),
         (shapes, "operators: a row has a time per pass, not shapes"),
