@@ -130,6 +130,8 @@ def test_a_file_of_more_ranks_runs_on_two_if_asked(folder: Path) -> None:
         ),
         ("w.json --budget 3s", "only with --alone"),
         ("w.json --alone --curve x", "not with --alone, which measures them"),
+        ("w.json --comm-only --compute real", "not with --compute real"),
+        ("w.json --html .", "html . is invalid: it must be a file, not a folder"),
         ("w.json --curve nosuch", "curve nosuch is invalid"),
         ("w.json --timeline no/such/../../w.json/t.json", "a folder that can be written"),
         ("w.json --json - --html -", "stdout is already taken by --json"),

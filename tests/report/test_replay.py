@@ -11,7 +11,7 @@ from tests.core.test_rank_program import BACK, GRADIENT, RECV, SEND, message, st
 
 from stepmark.core.comm_curve import Curve
 from stepmark.core.ops import Phase
-from stepmark.core.workload import Workload
+from stepmark.core.workload import Group, Workload
 from stepmark.report import replay, replay_ranks
 from stepmark.report.replay_log import ReplayLog
 from stepmark.report.replay_page import page
@@ -77,6 +77,19 @@ def test_the_summary_has_every_message_once() -> None:
     assert by_name["send"]["mean_s"] is None
 
 
+def test_a_collective_over_stages_is_one_with_the_times_of_all_its_ranks() -> None:
+    """It has another place in the program of each stage."""
+    over = message("all_reduce", group="world", count=1024)
+    workload = staged((work(), over), (work(), work(), over))
+    workload = replace(workload, groups={**workload.groups, "world": Group(digits=((4, 1),))})
+    table = np.full((4, 1, 3), NAN)
+    table[:2, 0, 1], table[2:, 0, 2] = (0.4, 0.3), (0.1, 0.2)
+    for row in replay.operation_rows(workload, table):
+        assert (row["time_s"], row["time_min_s"]) == (0.4, 0.1)
+    (row,) = replay.summary_rows(workload, table)
+    assert (row["operations"], row["samples"], row["time_min_s"]) == (1, 1, 0.1)
+
+
 def test_bandwidth_is_beside_that_of_the_collective_alone() -> None:
     """Only between sizes that were measured: nothing is extrapolated."""
     curve = Curve(
@@ -130,6 +143,12 @@ def test_a_log_has_iterations_and_messages_as_arrays() -> None:
     assert each[:, 0].tolist() == [0.2, 0.4]  # the slower rank of stage 0
     assert each[:, 2].tolist() == [3.0, 4.0]
     assert np.isnan(each[:, 1]).all()  # a send that was not timed
+
+
+def test_a_step_without_messages_has_an_empty_log() -> None:
+    own = log(staged((work(),)), np.zeros((2, 3, 1, 2)))
+    assert own.comm_log_each_epoch.shape == (3, 0)
+    assert own.messages == own.comm_logs == []
 
 
 def spans() -> "Floats":

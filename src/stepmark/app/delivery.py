@@ -9,6 +9,7 @@ from typing import Any
 from stepmark.app.view import View
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.option_groups import Files, Output
+from stepmark.core.options import dashed
 from stepmark.core.record import Failed, Measured
 from stepmark.core.verb_options import SweepOptions
 from stepmark.launch import outer_launcher
@@ -60,6 +61,8 @@ def check_outputs(options: Output | SweepOptions) -> None:
         return
     for name in ("json", "csv", "html", "timeline", "aicb_log"):
         target = getattr(options, name, None)
+        if target and name not in ("json", "csv") and Path(target).is_dir():
+            raise ConfigError(dashed(name), target, "a file, not a folder")
         if target and target != "-":
             make_folder(name, Path(target) if is_folder(target) else Path(target).parent)
     if options.out:

@@ -78,6 +78,8 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         raise ConfigError("budget", f"{options.budget:g}s", allowed)
     if options.alone and options.curve:
         raise ConfigError("curve", options.curve, "not with --alone, which measures them")
+    if options.comm_only and options.compute is Compute.REAL:
+        raise ConfigError("comm-only", "given", "not with --compute real")
     _curves(options)  # refused now, not after the measurement
     compute = Compute.NONE if options.comm_only else options.compute
     notes: list[str] = []
@@ -237,6 +239,10 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
 
 
 def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
+    if options.json:
+        write_json(log.document(), options.json, "replay")
+    if options.csv:
+        write_csv(log.comm_logs, options.csv, "replay")
     if options.timeline:
         write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline")
     if options.html:
@@ -247,10 +253,6 @@ def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
         write_text(
             options.aicb_log, "".join(aicb_log.write(log.workload, iterations)), "aicb-log"
         )
-    if options.json:
-        write_json(log.document(), options.json, "replay")
-    if options.csv:
-        write_csv(log.comm_logs, options.csv, "replay")
     if not options.to_stdout:
         for line in log.lines():
             console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -7,7 +7,8 @@ last, thus the wire's share, from which bus bandwidth is where all ranks must co
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import mean, median, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +50,16 @@ def iterations(seconds: Sequence[Sequence[float]], blocked_s: Sequence[Sequence[
 def operation_rows(workload: Workload, times: "Times") -> list[Row]:
     """Return a row per message of each stage, in the order of its program."""
     rows = []
-    for stage, number, op, samples in _messages(workload, times):
+    for message in _messages(workload, times):
+        op, samples = message.op, message.samples
         longest, shortest = (
             (median(each) for each in zip(*samples, strict=True)) if samples else (None, None)
         )
         group, wire_s = workload.groups[op.group], _wire_s(op, longest, shortest)
         rows.append(
             {
-                "stage": stage,
-                "operation": number,
+                "stage": message.stage,
+                "operation": message.number,
                 **_identity(op, workload),
                 "module": op.module,
                 "layer": op.layer,
@@ -81,11 +83,12 @@ def summary_rows(workload: Workload, times: "Times", curves: Iterable[Curve] = (
     samples: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     first: dict[tuple[Any, ...], CommOp] = {}
     numbers = Counter[tuple[Any, ...]]()
-    for _, _, op, own in _messages(workload, times):
-        key = tuple(_identity(op, workload).values())
-        samples[key] += own
-        numbers[key] += 1
-        first.setdefault(key, op)
+    for message in _messages(workload, times):
+        if message.is_first:
+            key = tuple(_identity(message.op, workload).values())
+            samples[key] += message.samples
+            numbers[key] += 1
+            first.setdefault(key, message.op)
     rows = []
     for key, own in samples.items():
         op = first[key]
@@ -125,33 +128,65 @@ def _alone_s(op: CommOp, group: Group, alone: dict[tuple[str, int], Curve]) -> f
     return time_s if mark == MEASURED else None
 
 
-def _messages(
-    workload: Workload, times: "Times"
-) -> Iterator[tuple[int, int, CommOp, list[tuple[float, float]]]]:
-    """Yield stage, index, message, and the longest and shortest time of its ranks by call.
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of a stage's program. samples: longest and shortest time of its ranks by call.
 
-    Without calls nothing was timed. A call is of one communicator in one pass. Of communicators
-    over several stages only the ranks of the stage count, whose programs are the same.
+    A call is of one communicator in one pass; without calls nothing was timed. is_first: no
+    earlier stage has the message, too.
     """
+
+    stage: int
+    number: int  # in the program
+    op: CommOp
+    samples: list[tuple[float, float]]
+    is_first: bool
+
+
+def _messages(workload: Workload, times: "Times") -> Iterator[_Message]:
+    """Yield the messages of each stage; those over several stages are matched by order."""
     per_stage = workload.world_size // len(workload.stages)
-    for stage in range(len(workload.stages)):
-        ranks = range(stage * per_stage, (stage + 1) * per_stage)
-        for number, step in enumerate(program(workload, ranks[0])):
+    programs = [program(workload, n * per_stage) for n in range(len(workload.stages))]
+    places: list[dict[str, list[int]]] = []  # of collectives, by group
+    for steps in programs:
+        places.append(defaultdict(list))
+        for number, step in enumerate(steps):
+            if isinstance(step.op, CommOp) and step.op.collective not in (SEND, RECV):
+                places[-1][step.op.group].append(number)
+    for stage, steps in enumerate(programs):
+        calls = Counter[str]()
+        for number, step in enumerate(steps):
             op = step.op
-            if not isinstance(op, CommOp) or len(step.members) == 1:
+            if not isinstance(op, CommOp):
                 continue
-            group = workload.groups[op.group]
-            alone = op.collective in (SEND, RECV)
-            parts: dict[int, list[int]] = defaultdict(list)
-            for rank in ranks:
-                parts[rank if alone else group.first(rank)].append(rank)
-            samples = []
-            for members in parts.values():
-                for own in times[members, :, number].T.tolist():
-                    timed = [each for each in own if not math.isnan(each)]
-                    if timed:
-                        samples.append((max(timed), min(timed)))
-            yield stage, number, op, samples
+            ranks, call = range(stage * per_stage, (stage + 1) * per_stage), calls[op.group]
+            parts: dict[tuple[int, ...], list[int]] = {(rank,): [number] for rank in ranks}
+            if op.collective not in (SEND, RECV):
+                calls[op.group] += 1
+                parts = {}
+                for members in {workload.groups[op.group].members(rank) for rank in ranks}:
+                    own = [places[rank // per_stage][op.group] for rank in members]
+                    # Stages that do not agree: of the other one nothing is known.
+                    parts[members] = [each[call] if call < len(each) else -1 for each in own]
+            if len(step.members) > 1:
+                is_first = all(members[0] >= ranks[0] for members in map(sorted, parts))
+                samples = list(_samples(parts, times))
+                yield _Message(stage, number, op, samples, is_first)
+
+
+def _samples(
+    parts: Mapping[tuple[int, ...], Sequence[int]], times: "Times"
+) -> Iterator[tuple[float, float]]:
+    """Yield the longest and shortest time of each call that was timed.
+
+    parts: by the ranks of each communicator, the place of the message in their programs.
+    """
+    for members, numbers in parts.items():
+        pairs = zip(members, numbers, strict=True)
+        of_ranks = [times[rank, :, place].tolist() for rank, place in pairs if place >= 0]
+        for own in zip(*of_ranks, strict=True):
+            if timed := [each for each in own if not math.isnan(each)]:
+                yield max(timed), min(timed)
 
 
 def _identity(op: CommOp, workload: Workload) -> Row:

@@ -60,7 +60,7 @@ class ReplayLog:
 
     @property
     def comm_log_each_epoch(self) -> "Floats":
-        """Return [pass][message], the longest time of any rank; messages as in comm_logs."""
+        """Return [pass][message], the longest time of its stage's ranks, as in comm_logs."""
         per_stage = self.workload.world_size // len(self.workload.stages)
         columns = []
         for row in self.comm_logs:
@@ -68,7 +68,8 @@ class ReplayLog:
             own = self.spans[first : first + per_stage, :, row["operation"], 1]
             longest = np.where(np.isnan(own), -np.inf, own).max(axis=0)
             columns.append(np.where(np.isinf(longest), np.nan, longest))
-        return np.array(columns, dtype=np.float64).reshape(len(columns), -1).T
+        table = np.array(columns, dtype=np.float64)
+        return table.reshape(len(columns), self.spans.shape[1]).T
 
     @cached_property
     def iterations(self) -> Row:

@@ -11,7 +11,7 @@ from stepmark.bench.environment import capabilities
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.replay import messages
 from stepmark.bench.replay.computation import Computation
-from stepmark.bench.replay.engine import UNKNOWN, HostEngine, Program
+from stepmark.bench.replay.engine import UNKNOWN, HostEngine, Program, Span
 from stepmark.bench.replay.messages import Messenger, SharedBuffers
 from stepmark.bench.replay.verification import verify
 from stepmark.core.rank_program import communicators, program
@@ -63,7 +63,7 @@ class Recorder:
         dist.batch_isend_irecv = call
 
 
-Result = tuple[list[Call], list[float], Check]
+Result = tuple[list[Call], list[Span], Check]
 
 
 def replay(ranks: Ranks, files: list[str]) -> list[Result]:
@@ -95,7 +95,7 @@ def replay(ranks: Ranks, files: list[str]) -> list[Result]:
         calls = [call for call in recorder.calls if len(call[1]) > 1]
         ranks.barrier()
         messenger.close()
-        results.append((calls, [time_s for _, time_s in spans], check))
+        results.append((calls, spans, check))
     return results
 
 

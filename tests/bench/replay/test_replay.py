@@ -92,7 +92,7 @@ def test_calls_are_those_of_the_file_in_its_order_and_every_schedule_ends(
     with Pool(4) as pool:
         by_rank = pool.run(replay, [str(path) for path in files.values()], timeout_s=240)
     for rank, results in enumerate(by_rank):
-        for (words, workload), (calls, times, check) in zip(
+        for (words, workload), (calls, spans, check) in zip(
             workloads.items(), results, strict=True
         ):
             once = expected(workload, rank)
@@ -100,9 +100,15 @@ def test_calls_are_those_of_the_file_in_its_order_and_every_schedule_ends(
             assert check.num_wrong == 0, words
             assert check.num_compared > 0, words
             steps = program(workload, rank)
-            for step, time_s in zip(steps, times, strict=True):
+            ends: dict[str, float] = {}
+            for step, (start, time_s) in zip(steps, spans, strict=True):
                 timed = not math.isnan(time_s)
                 is_message = isinstance(step.op, CommOp) and len(step.members) > 1
+                if is_message and timed and not step.op.fused:  # type: ignore[union-attr]
+                    # None begins before the end of the one before it, except inside of it.
+                    before, end = ends.get(step.op.stream, 0.0), start + time_s
+                    assert start >= before - 1e-9 or end <= before + 1e-9, (words, step)
+                    ends[step.op.stream] = max(before, end)
                 assert timed <= is_message, words
                 # Where the host waits for each, all but sends have a time.
                 if is_message and step.op.collective != "send":  # type: ignore[union-attr]

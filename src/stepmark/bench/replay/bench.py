@@ -185,7 +185,8 @@ class ReplayBench(Bench):
             table = np.full((len(passes), self.how.passes, most, len(UNKNOWN)), math.nan)
             for rank, by_pass in enumerate(passes):
                 for number, spans in enumerate(by_pass):
-                    table[rank, number, : len(spans)] = spans
+                    if spans:
+                        table[rank, number, : len(spans)] = spans
             folder.mkdir(parents=True, exist_ok=True)
             np.save(folder / name, table, allow_pickle=False)
         return name

@@ -15,9 +15,9 @@ from typing import Protocol
 
 from stepmark.bench.replay.computation import Computation
 from stepmark.bench.replay.messages import Buffers, Messenger, Work
-from stepmark.core.message import SEND
+from stepmark.core.message import RECV, SEND
 from stepmark.core.rank_program import Step
-from stepmark.core.workload import COMPUTE, CommOp
+from stepmark.core.workload import COMPUTE, CommOp, Operation
 
 # Start of an operation since that of the step, and its duration, in seconds.
 Span = tuple[float, float]
@@ -53,12 +53,17 @@ def calls_of(steps: Sequence[Step]) -> list[list[int]]:
     """Return the operations, by index, that are issued together: fused messages are."""
     calls: list[list[int]] = []
     for index, step in enumerate(steps):
-        is_fused = isinstance(step.op, CommOp) and step.op.fused and calls
-        if is_fused and isinstance(steps[calls[-1][-1]].op, CommOp):
+        before = steps[calls[-1][-1]].op if calls else None
+        is_fused = isinstance(step.op, CommOp) and step.op.fused
+        if is_fused and isinstance(before, CommOp) and _is_pair(before) is _is_pair(step.op):
             calls[-1].append(index)
         else:
             calls.append([index])
     return calls
+
+
+def _is_pair(op: Operation) -> bool:
+    return isinstance(op, CommOp) and op.collective in (SEND, RECV)
 
 
 def is_message(step: Step) -> bool:
@@ -95,9 +100,10 @@ class _Call:
         self._begin = time.perf_counter()
         self._works = issue()
         self._is_over = False
+        self._num_left = len(self._works)
         for work in self._works if spans is not None else ():
             with contextlib.suppress(RuntimeError):
-                work.get_future().add_done_callback(lambda _future: self._note())
+                work.get_future().add_done_callback(lambda _future: self._end_one())
 
     def wait(self, *, at_once: bool) -> None:
         """Wait for the end. A work of gloo must not be waited for twice."""
@@ -107,6 +113,11 @@ class _Call:
                 work.wait()
             if at_once:
                 self._note()
+
+    def _end_one(self) -> None:
+        self._num_left -= 1
+        if not self._num_left:
+            self._note()
 
     def _note(self) -> None:
         if self._spans is not None and math.isnan(self._spans[self._members[0]][1]):
@@ -144,6 +155,26 @@ class HostEngine:
                 self._wait(call, at_once=True)
         for call in pending.values():
             self._wait(call)
+        if spans is not None:
+            self._put_in_a_row(spans)
+
+    def _put_in_a_row(self, spans: list[Span]) -> None:
+        """Begin each message where the one before it on its stream ends.
+
+        gloo takes what is issued while another runs at once, and it waits inside of gloo.
+        """
+        ends: dict[str, float] = {}
+        for call in self._calls:
+            members = [index for index in call if is_message(self._steps[index])]
+            if not members or math.isnan(spans[members[0]][1]):
+                continue
+            start, time_s = spans[members[0]]
+            stream, end = self._steps[members[0]].op.stream, start + time_s
+            before = ends.get(stream, 0.0)
+            if start < before < end:
+                for index in members:
+                    spans[index] = before, end - before
+            ends[stream] = max(before, end)
 
     def _compute(self, index: int, spans: list[Span] | None, origin: float) -> None:
         action = self._actions[index]
