@@ -30,7 +30,7 @@ Json = Any
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """A step as `train` and as `workload generate` are told it. num_gpus: that it needs."""
+    """A step in the words of `train` and of `workload generate`. num_gpus: that it needs."""
 
     train: str
     generate: str
@@ -207,8 +207,8 @@ def busy(workload: Workload) -> dict[str, float]:
 def load(path: Path) -> Json:
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
-    return found.get("rows", found) if isinstance(found, dict) and "rows" in found else found
+    document = json.loads(path.read_text())
+    return document.get("rows", document)
 
 
 def table(rows: list[tuple[str, dict[str, Json]]]) -> list[str]:

@@ -192,9 +192,9 @@ def test_messages_are_verified_and_beside_those_alone(folder: Path) -> None:
     assert re.search(r"verified    [1-9][0-9,]* elements, 0 wrong", done.stdout)
     assert "of alone" in done.stdout
     document = json.loads((folder / "all.json").read_text())
-    told = [row for row in document["messages"] if row["alone_pct"] is not None]
-    assert {"all_reduce", "broadcast"} == {row["collective"] for row in told}
-    assert all(row["alone_pct"] > 0 for row in told)
+    compared = [row for row in document["messages"] if row["alone_pct"] is not None]
+    assert {"all_reduce", "broadcast"} == {row["collective"] for row in compared}
+    assert all(row["alone_pct"] > 0 for row in compared)
     assert {row["rank"] for row in document["ranks"]} == {0, 1, 2, 3}
     steps = [row for row in document["phases"] if not row["pass"]]
     assert all(row["computing_s"] > 0 for row in steps)

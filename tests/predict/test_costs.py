@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from stepmark.core.device import load_devices
-from stepmark.core.ledger import Work
+from stepmark.core.ledger import Work, work_of_op
 from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.step_cost import Source
@@ -19,7 +19,6 @@ from stepmark.predict.costs import (
     ProfiledCosts,
     RooflineCosts,
     first_of,
-    work_of_op,
 )
 from stepmark.workload.rules.pytorch.case import of_case
 

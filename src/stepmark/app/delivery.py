@@ -16,6 +16,7 @@ from stepmark.launch import outer_launcher
 from stepmark.store.export import is_folder, write_csv, write_json, write_tables
 
 Rows = list[dict[str, Any]]
+_TABLES = ("json", "csv")  # options that may name a folder
 
 
 def finish(run: View, path: Path, code: int) -> int:
@@ -59,9 +60,9 @@ def check_outputs(options: Output | SweepOptions) -> None:
     options.check_stdout()
     if options.dry_run:
         return
-    for name in ("json", "csv", "html", "timeline", "aicb_log"):
+    for name in (*_TABLES, "html", "timeline", "aicb_log"):
         target = getattr(options, name, None)
-        if target and name not in ("json", "csv") and Path(target).is_dir():
+        if target and name not in _TABLES and Path(target).is_dir():
             raise ConfigError(dashed(name), target, "a file, not a folder")
         if target and target != "-":
             make_folder(name, Path(target) if is_folder(target) else Path(target).parent)

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from stepmark.core.kernel_groups import group_of
+from stepmark.core.ops import Attention, Bmm, CrossEntropy, Gemm, GroupedGemm, Phase
+from stepmark.core.workload import ComputeOp
 
 
 class Work(StrEnum):
@@ -68,6 +70,17 @@ def work_of(kernel: str, role: str, phase: str) -> Work:
     if work in (Work.MATMUL, Work.ATTENTION):
         return work
     return Work.LOSS if role in _ENDS else Work.ELEMENTWISE
+
+
+def work_of_op(op: ComputeOp) -> Work:
+    """Return the kind of work that the operation is for."""
+    if op.phase is Phase.OPTIM:
+        return Work.OPTIMIZER
+    if isinstance(op.op, Gemm | GroupedGemm | Bmm):
+        return Work.MATMUL
+    if isinstance(op.op, Attention):
+        return Work.ATTENTION
+    return Work.LOSS if isinstance(op.op, CrossEntropy) else Work.ELEMENTWISE
 
 
 Line = tuple[Group, str]

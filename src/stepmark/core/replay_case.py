@@ -47,7 +47,7 @@ class ReplayCase:
         """SHA-256 of the canonical JSON of what runs and how."""
         names = ("digest", "num_ranks", "device", "compute", "blocking")
         identity = {name: getattr(self, name) for name in names}
-        if self.pace is not Pace.FREE:
+        if self.pace is not Pace.FREE:  # cases of older runs keep their identity
             identity["pace"] = self.pace
         return identity_hash({"replay": identity})
 

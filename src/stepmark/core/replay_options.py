@@ -70,9 +70,9 @@ class ReplayOptions(ReplayFiles, MeasureOptions, Execution, WorkloadFile):
 
     def check_stdout(self) -> None:
         names = ("json", "csv", "timeline", "html", "aicb_log")
-        taken = [name for name in names if getattr(self, name) == "-"]
-        if len(taken) > 1:
-            first, second = map(dashed, taken[:2])
+        on_stdout = [name for name in names if getattr(self, name) == "-"]
+        if len(on_stdout) > 1:
+            first, second = map(dashed, on_stdout[:2])
             raise ConfigError(second, "-", f"a path: stdout is already taken by --{first}")
 
 

@@ -73,9 +73,13 @@ def stand_ins(workload: Workload, compute: Compute, capabilities: Capabilities) 
     """
     counts = Counter[str]()
     for op in dict.fromkeys(_computations(workload)):
-        found = stand_in(op, compute, capabilities)
-        name = "nothing" if found is None else "busy" if isinstance(found, float) else "copy"
-        counts["operator" if found is op.op else name] += 1
+        replacement = stand_in(op, compute, capabilities)
+        if replacement is None:
+            counts["nothing"] += 1
+        elif isinstance(replacement, float):
+            counts["busy"] += 1
+        else:
+            counts["operator" if replacement is op.op else "copy"] += 1
     return counts
 
 

@@ -173,20 +173,26 @@ class ShowOptions(Rows, MissingFacts):
     html: str | None = flag("page with the figures; needs no network; - = stdout")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ConvertOptions(MissingFacts):
+@group
+class NewFile(MissingFacts):
     """Output."""
 
     file: str = flag(
         "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
     )
     to: str | None = flag("of the new file [native]", "--to", "--format")
+    stage: int | None = flag("pipeline stage, for formats of one stage [0]")
+    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertOptions(NewFile):
+    """Output."""
+
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
         "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
-    stage: int | None = flag("pipeline stage, for formats of one stage [0]")
-    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
 
 
 @group
@@ -207,19 +213,14 @@ class FillMeasuring(TimeLimits, Device):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FillOptions(FillMeasuring, MissingFacts):
+class FillOptions(FillMeasuring, NewFile):
     """Output."""
 
-    file: str = flag(
-        "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
-    )
-    to: str | None = flag("of the new file [native]", "--to", "--format")
+    # Not `out`, which in a plan is the folder of runs.
     output: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
         "times of what is not measured: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
-    stage: int | None = flag("pipeline stage, for formats of one stage [0]")
-    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
 
 
 @dataclass(frozen=True, kw_only=True)

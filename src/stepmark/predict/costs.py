@@ -12,16 +12,8 @@ from statistics import median
 from typing import NamedTuple
 
 from stepmark.core.device import DeviceSpec
-from stepmark.core.ledger import Work, work_of
-from stepmark.core.ops import (
-    Attention,
-    Bmm,
-    CrossEntropy,
-    Gemm,
-    GroupedGemm,
-    Op,
-    Phase,
-)
+from stepmark.core.ledger import Work, work_of, work_of_op
+from stepmark.core.ops import Op, Phase
 from stepmark.core.roofline import roofline_time
 from stepmark.core.step_cost import OpCost, Source
 from stepmark.core.trace_ops import COMM, MEMORY, OpTable
@@ -38,17 +30,6 @@ _FILLER_S = 1e-7
 def pass_of(phase: str) -> str:
     """Return fwd, bwd or optim; all gradients are bwd."""
     return _PASS.get(Phase(phase), "bwd") if phase else ""
-
-
-def work_of_op(op: ComputeOp) -> Work:
-    """Return the kind of work that the operation is for."""
-    if op.phase is Phase.OPTIM:
-        return Work.OPTIMIZER
-    if isinstance(op.op, Gemm | GroupedGemm | Bmm):
-        return Work.MATMUL
-    if isinstance(op.op, Attention):
-        return Work.ATTENTION
-    return Work.LOSS if isinstance(op.op, CrossEntropy) else Work.ELEMENTWISE
 
 
 class _Key(NamedTuple):

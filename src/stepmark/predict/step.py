@@ -5,11 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 
-from stepmark.core.ledger import Work
+from stepmark.core.ledger import Work, work_of_op
 from stepmark.core.prediction import StepPrediction, Timeline
 from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.core.workload import ComputeOp, Workload
-from stepmark.predict.costs import work_of_op
 from stepmark.predict.power import clock_factors, for_products, mean_power_w, slowdown_of
 from stepmark.predict.timeline import simulate
 

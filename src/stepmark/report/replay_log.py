@@ -96,11 +96,16 @@ class ReplayLog:
         """Return how often each rank was the last to come to a collective."""
         return replay_ranks.arrival_rows(self.workload, self.spans[..., 1])
 
+    @property
+    def _slowest_rank(self) -> Row:
+        """Return the step, as `phases` has it, of the rank that is busy longest."""
+        steps = [row for row in self.phases if not row["pass"]]
+        return max(steps, key=lambda r: r["computing_s"] + (r["exposed_comm_s"] or 0.0))
+
     def beside(self, step_s: float) -> Iterator[str]:
         """Yield what of a real step of the same workload its operators and messages are."""
         own_s = self.iterations["median_s"]
-        rows = [row for row in self.phases if not row["pass"]]
-        slowest = max(rows, key=lambda r: r["computing_s"] + (r["exposed_comm_s"] or 0.0))
+        slowest = self._slowest_rank
         parts = [f"computation {format_time(slowest['computing_s'])}"]
         if self.messages:
             exposed = slowest["exposed_comm_s"]
@@ -112,8 +117,8 @@ class ReplayLog:
             f"replayed: operators and messages of the step by themselves take "
             f"{format_time(own_s)} ({', '.join(parts)}); the step took {rest}"
         )
-        told = [row for row in self.messages if row["alone_pct"] is not None]
-        for row in told[:_SHOWN]:
+        compared = [row for row in self.messages if row["alone_pct"] is not None]
+        for row in compared[:_SHOWN]:
             size = f"{format_bytes(row['message_bytes'])} over {row['group_size']} ranks"
             share = f"{row['alone_pct']:.0f} % of its bandwidth alone"
             yield f"replayed: {row['collective']} of {size}, {row['pass']}: {share}"
@@ -164,8 +169,7 @@ class ReplayLog:
             yield f"waiting     share of the median iteration in messages: {texts}"
 
     def _phase_lines(self) -> Iterator[str]:
-        rows = [row for row in self.phases if not row["pass"]]
-        slowest = max(rows, key=lambda r: r["computing_s"] + (r["exposed_comm_s"] or 0.0))
+        slowest = self._slowest_rank
         yield f"passes      of rank {slowest['rank']}, from the passes that time operations:"
         cells = [["", "computing", "messages", "exposed"]]
         for row in self.phases:

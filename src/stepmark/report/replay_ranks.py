@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from stepmark.core.collectives import FACTS, Collective
 from stepmark.core.kernel_groups import COMMUNICATION
-from stepmark.core.ledger import Work, work_of
+from stepmark.core.ledger import Work, work_of, work_of_op
 from stepmark.core.message import RECV, SEND
-from stepmark.core.ops import FAMILY_OF
 from stepmark.core.prediction import Span
 from stepmark.core.rank_program import Step, program
 from stepmark.core.units import format_time
@@ -28,13 +27,6 @@ if TYPE_CHECKING:
 Row = dict[str, Any]
 Interval = tuple[float, float]
 _PASSES = ("forward", "backward", "optimizer", "step")
-_WORK_OF_FAMILY = {
-    **dict.fromkeys(("gemm", "grouped-gemm", "bmm", "mlp"), Work.MATMUL),
-    "attention": Work.ATTENTION,
-    "cross-entropy": Work.LOSS,
-    "optimizer": Work.OPTIMIZER,
-    "copy": Work.COPY,
-}
 
 
 def phase_rows(workload: Workload, spans: "Times", event_s: float = 0.0) -> list[Row]:
@@ -174,17 +166,17 @@ def spans_of(workload: Workload, spans: "Times") -> Iterator[Span]:
 def _work(op: ComputeOp) -> Work:
     if isinstance(op.op, Kernel):
         return work_of(op.op.name, op.module, op.phase)
-    return _WORK_OF_FAMILY.get(FAMILY_OF[type(op.op)], Work.ELEMENTWISE)
+    return work_of_op(op)
 
 
 def slow_rank(rows: Sequence[Row]) -> str:
     """Return a sentence on the rank that others wait for; "" where no collective tells."""
-    told = [row for row in rows if row["collectives"]]
-    if not told:
+    ranks = [row for row in rows if row["collectives"]]
+    if not ranks:
         return ""
-    slow = max(told, key=lambda row: row["waited_s"])
+    slow = max(ranks, key=lambda row: row["waited_s"])
     share = slow["last"] / slow["collectives"]
-    fair = mean(row["last"] / row["collectives"] for row in told)
+    fair = mean(row["last"] / row["collectives"] for row in ranks)
     wait = f"others waited {format_time(slow['waited_s'])} for it in a step"
     often = f"came last to {share:.0%} of its collectives (mean of ranks {fair:.0%})"
     return f"rank {slow['rank']} {often}; {wait}"

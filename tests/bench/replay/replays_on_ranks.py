@@ -112,7 +112,7 @@ def verify_wrong_messages(ranks: Ranks, file: str) -> dict[str, tuple[int, int]]
         computation=Computation(steps, Compute.NONE, ranks.device, here),
     )
     original, batches = dist.all_reduce, dist.batch_isend_irecv
-    found = {}
+    counts = {}
 
     def one_element(tensor: torch.Tensor, **options: Any) -> Any:
         work = original(tensor, **options)
@@ -137,6 +137,6 @@ def verify_wrong_messages(ranks: Ranks, file: str) -> dict[str, tuple[int, int]]
         check = verify(made, ranks.rank, "gloo", ranks.device)
         dist.all_reduce, dist.batch_isend_irecv = original, batches
         ranks.barrier()
-        found[name] = check.num_wrong, check.num_compared
+        counts[name] = check.num_wrong, check.num_compared
     messenger.close()
-    return found
+    return counts

@@ -120,6 +120,6 @@ def test_wrong_data_is_found(files: dict[str, Path]) -> None:
     words = "--framework megatron --model llama-2-7b --tp 2 --pp 2 --gbs 4"
     with Pool(4) as pool:
         by_rank = pool.run(verify_wrong_messages, str(files[words]), timeout_s=60)
-    assert all(found["nothing"][0] == 0 < found["nothing"][1] for found in by_rank)
-    assert [found["element"][0] > 0 for found in by_rank] == [False, True, False, False]
-    assert all(found["sends"][0] > 0 for found in by_rank)
+    assert all(counts["nothing"][0] == 0 < counts["nothing"][1] for counts in by_rank)
+    assert [counts["element"][0] > 0 for counts in by_rank] == [False, True, False, False]
+    assert all(counts["sends"][0] > 0 for counts in by_rank)

@@ -223,14 +223,15 @@ class TestOfOthers:
             ]
             trace.insert(1, {"compute": "gemm", "mm_dim": 8, "dtype": "float32"})
             (tmp_path / f"{rank}.json").write_text(json.dumps(trace))
-        plain, found = param_trace.read(tmp_path), param_trace.read(tmp_path, starts=True)
+        plain = param_trace.read(tmp_path)
+        begun = param_trace.read(tmp_path, starts=True)
         assert all(op.start_s is None for op in plain.expand())
         # Clocks of ranks differ: each stage has the starts of its first rank.
-        assert len(found.stages) == 1
-        starts = [op.start_s for op in found.expand()]
+        assert len(begun.stages) == 1
+        starts = [op.start_s for op in begun.expand()]
         assert starts[1] is None
         assert [starts[0], *starts[2:]] == pytest.approx([0.0, 2e-3, 4e-3])
-        assert native.decode(native.encode(found)) == found
+        assert native.decode(native.encode(begun)) == begun
 
     def test_one_file_for_all_ranks_and_any_spelling_of_names(self, tmp_path: Path) -> None:
         path = tmp_path / "trace.json"

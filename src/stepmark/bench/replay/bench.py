@@ -1,8 +1,9 @@
 """Measure a replay: make the groups, run iterations, then passes that time every operation."""
 
+import itertools
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -40,7 +41,7 @@ class ReplayBench(Bench):
         case, started = cast("ReplayCase", entry.case), self.context.ranks.num_ranks
         if case.num_ranks != started:
             return f"needs {case.num_ranks} ranks, {started} were started", None
-        steps, free = self._steps(), self.context.free_bytes()
+        steps, free = [*itertools.chain(*self._programs())], self.context.free_bytes()
         messages = sum(sizes(steps).values())
         operands = needed_bytes(steps, case.compute, self.context.capabilities)
         if messages + operands > 0.9 * free:
@@ -65,7 +66,7 @@ class ReplayBench(Bench):
             seconds, blocked_s = agreed(
                 ranks, lambda: self._iterations(engine, self.how.iterations)
             )
-        passes = agreed(ranks, lambda: self._passes(engine))
+        passes = agreed(ranks, lambda: self._passes(engine, len(step.steps)))
         by_rank = ranks.gather((seconds, blocked_s, passes, sampler.telemetry()))
         all_seconds, all_blocked, all_passes, telemetry = zip(*by_rank, strict=True)
         on_gpu = ranks.device.type == "cuda"
@@ -121,22 +122,18 @@ class ReplayBench(Bench):
         ranks, workload = self.context.ranks, self._workload
         messenger = Messenger(communicators(workload), ranks.rank, self._backend)
         self._messenger = messenger
-        steps, capabilities = self._steps(), self.context.capabilities
-        buffers = SharedBuffers(steps, ranks.device)
-        computation = Computation(steps, case.compute, ranks.device, capabilities)
-
-        def made(*, setup: bool) -> Program:
-            return Program(
-                steps=program(workload, ranks.rank, setup=setup),
-                messenger=messenger,
-                buffers=buffers,
-                computation=computation,
-                blocking=case.blocking,
-                is_paced=case.pace is Pace.ORIGINAL,
-            )
-
-        self._engine(made(setup=True)).run()
-        return made(setup=False)
+        setup, step = self._programs()
+        everything, capabilities = [*setup, *step], self.context.capabilities
+        first = Program(
+            steps=setup,
+            messenger=messenger,
+            buffers=SharedBuffers(everything, ranks.device),
+            computation=Computation(everything, case.compute, ranks.device, capabilities),
+            blocking=case.blocking,
+            is_paced=case.pace is Pace.ORIGINAL,
+        )
+        self._engine(first).run()
+        return replace(first, steps=step)
 
     def _engine(self, program: Program) -> Engine:
         device = self.context.ranks.device
@@ -150,13 +147,10 @@ class ReplayBench(Bench):
         check = agreed(ranks, lambda: verify(program, ranks.rank, self._backend, ranks.device))
         return tuple(ranks.gather(check))
 
-    def _steps(self) -> list[Step]:
-        """Return what this rank does in the setup and in a step."""
-        programs = (
-            program(self._workload, self.context.ranks.rank, setup=setup)
-            for setup in (True, False)
-        )
-        return [step for steps in programs for step in steps]
+    def _programs(self) -> tuple[list[Step], list[Step]]:
+        """Return what this rank does in the setup, and in a step."""
+        rank, workload = self.context.ranks.rank, self._workload
+        return program(workload, rank, setup=True), program(workload, rank)
 
     def _iterations(self, engine: Engine, count: int) -> tuple[list[float], list[float]]:
         seconds, blocked_s = [], []
@@ -167,8 +161,7 @@ class ReplayBench(Bench):
             blocked_s.append(engine.blocked_s)
         return seconds, blocked_s
 
-    def _passes(self, engine: Engine) -> list[list[Span]]:
-        count = len(program(self._workload, self.context.ranks.rank))
+    def _passes(self, engine: Engine, count: int) -> list[list[Span]]:
         passes = [[UNKNOWN] * count for _ in range(self.how.passes)]
         for spans in passes:
             engine.run(spans)

@@ -32,7 +32,7 @@ class Computation:
         device: torch.device,
         capabilities: Capabilities,
     ) -> None:
-        self._compute, self._capabilities, self._device = compute, capabilities, device
+        self._compute, self._capabilities = compute, capabilities
         self._operators: dict[Op, Action] = {
             op: _impl(op, capabilities).make(op, device).run
             for op in operators_of(steps, compute, capabilities)
@@ -44,17 +44,19 @@ class Computation:
 
     def busy_s(self, step: Step) -> float | None:
         """Return for how long a step is busy where no operator runs; None: it is not."""
-        found = self._stand_in(step)
-        return found if isinstance(found, float) and found > 0 else None
+        replacement = self._stand_in(step)
+        if isinstance(replacement, float) and replacement > 0:
+            return replacement
+        return None
 
     def action(self, step: Step) -> Action | None:
         """Return what runs for a step; None for nothing."""
-        found = self._stand_in(step)
-        if found is None:
+        replacement = self._stand_in(step)
+        if replacement is None:
             return None
-        if isinstance(found, float):
-            return self.busy(found) if found > 0 else None
-        op, times = parts_of(found)
+        if isinstance(replacement, float):
+            return self.busy(replacement) if replacement > 0 else None
+        op, times = parts_of(replacement)
         action = self._operators[op]
         return action if times == 1 else partial(_repeat, action, times)
 
@@ -76,8 +78,8 @@ def operators_of(
 ) -> dict[Op, None]:
     """Return the distinct operators that run, of large ones a part."""
     ops = dict.fromkeys(step.op for step in steps if isinstance(step.op, ComputeOp))
-    found = (stand_in(op, compute, capabilities) for op in ops)
-    whole = (op for op in found if op is not None and not isinstance(op, float))
+    replacements = (stand_in(op, compute, capabilities) for op in ops)
+    whole = (op for op in replacements if op is not None and not isinstance(op, float))
     return dict.fromkeys(parts_of(op)[0] for op in whole)
 
 

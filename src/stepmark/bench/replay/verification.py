@@ -40,6 +40,7 @@ def verify(program: Program, rank: int, backend: str, device: torch.device) -> C
             checks += _ended(*pending.pop())
     for works, left in pending:
         checks += _ended(works, left)
+    # The first names the reference: one that compared anything.
     return merge(sorted(checks, key=lambda check: not check.num_compared))
 
 
