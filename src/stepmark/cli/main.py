@@ -166,7 +166,12 @@ def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
     signals.watch()
     checked_stdout()
-    sys.exit(status(sys.argv[1:]))
+    code = status(sys.argv[1:])
+    if outer_launcher.is_rank():
+        # The launcher would see a failed rank where a thread of torch aborts the teardown.
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 class _Stdout(io.FileIO):

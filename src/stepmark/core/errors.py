@@ -26,7 +26,7 @@ class ConfigError(StepmarkError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         text = "missing" if value is None else str(value)
         self.field = field
-        self.value = text if len(text) <= 80 else text[:77] + "..."
+        self.value = text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
         self.allowed = allowed
         super().__init__(_sentence(self.field, self.value, self.allowed))
 
