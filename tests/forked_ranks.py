@@ -1,7 +1,7 @@
 """Ranks of a command that runs in this process, forked from a process that has imported torch.
 
-`python -m stepmark.app.rank RUN` spends seconds on importing torch, a fork milliseconds. All
-else is as launch/workers.py does it: a session, the environment, our standard streams, and
+`python -m stepmark.app.rank PLAN RUN` spends seconds on importing torch, a fork milliseconds. All
+else is as launch/local_ranks.py does it: a session, the environment, our standard streams, and
 death with us. A rank becomes our child, so that its state and exit code are read as ever.
 """
 
@@ -87,11 +87,10 @@ def server() -> ForkServer:
 
 
 def start(
-    command: Sequence[str], shared: Mapping[str, str], rank: int, listener: socket.socket | None
+    command: Sequence[str], environment: Mapping[str, str], listener: socket.socket | None
 ) -> "subprocess.Popen[bytes]":
-    """In place of launch/workers.py's, where ranks meet through a file."""
+    """In place of launch/local_ranks.py's, where ranks meet through a file."""
     assert listener is None, "needs /dev/shm"
-    environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
     return server().fork(command, environment, (1, 2))
 
 

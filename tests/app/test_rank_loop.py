@@ -155,7 +155,7 @@ def test_three_losses_in_a_row_end_it(
     assert leave.message.endswith("left early, in a case")
     assert first.message.endswith("ended without an exit code")
     assert outcomes(tmp_path) == [(position, "lost rank") for position in range(3)]
-    assert "stepmark: 3 cases in a row lost: 3 left out\n" in capfd.readouterr().err
+    assert "stepmark: 3 cases in a row lost: 3 cases left out\n" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("_short_waits")

@@ -3,8 +3,8 @@
 from tests import forked_ranks
 
 from stepmark.cli.main import main
-from stepmark.launch import workers
+from stepmark.launch import local_ranks
 
 if __name__ == "__main__":
-    workers._start = forked_ranks.start
+    local_ranks._start = forked_ranks.start
     main()

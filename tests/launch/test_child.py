@@ -66,7 +66,7 @@ def test_what_hangs_is_killed_with_its_grandchildren(
 
 def test_a_command_past_its_limit_stores_what_it_has(tmp_path: Path) -> None:
     """As a verb does whose ranks get time for that; the command gets more than its ranks."""
-    assert child.GRACE_S >= supervise.INTERRUPT_S + 3
+    assert child.GRACE_S >= supervise.FINISH_S + supervise.INTERRUPT_S + 3
     code = "import signal, sys, time\n"
     code += "signal.signal(15, lambda *_: (time.sleep(0.5), print('kept', flush=True), "
     code += "sys.exit(143)))\nprint('up', flush=True)\ntime.sleep(60)"

@@ -203,7 +203,8 @@ def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
     num_before = len(read_records(run))
     return supervise(
         RANK_MODULE,
-        [str(run.absolute()), str(plan_file.absolute()), *([FORCE] if force else [])],
+        plan_file.absolute(),
+        [str(run.absolute()), *([FORCE] if force else [])],
         plan.world_size,
         num_cases=len(plan.entries),
         on_failure=lambda failure: record_failure(failure, run, plan, num_before),

@@ -1,4 +1,4 @@
-"""One rank of a run: `python -m stepmark.app.rank RUN`, or a process of an outer launcher.
+"""One rank of a run: `python -m stepmark.app.rank PLAN RUN`, or a process of an outer launcher.
 
 It reads the plan, joins the other ranks, opens the run and measures what is left of the plan.
 """
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
     # The parent sends SIGINT to interrupt; SIGTERM goes to whole jobs, and to the parent too.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     heartbeat.idle(_SETUP_S)
-    run, plan_file = Path(arguments[0]), Path(arguments[1])
+    plan_file, run = Path(arguments[0]), Path(arguments[1])
     try:
         plan = plans.read_file(plan_file)
         if plan.device == "cpu":  # without CUPTI, Kineto only logs its stages
@@ -269,6 +269,9 @@ class Rank:
     def idle(self, limit_s: float) -> None:
         self._position = None
         self._guard.idle(limit_s)
+
+    def is_stopping(self) -> bool:
+        return self._guard.is_stopping()
 
     # How a rank is cut short.
 

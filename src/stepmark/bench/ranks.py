@@ -136,14 +136,14 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
 
 
 def _store_of_parent(num_ranks: int) -> Store | None:
-    """Return the parent's store; None under an outer launcher. Names: launch/workers.py."""
+    """Return the parent's store; None under an outer launcher. Names: launch/local_ranks.py."""
     if file := os.environ.get("STEPMARK_STORE_FILE"):
         return FileStore(file, num_ranks)
     if port := os.environ.get("STEPMARK_STORE_PORT"):
         # Only rank 0 has the socket on which the parent listens.
         listener = os.environ.get("STEPMARK_STORE_SOCKET")
         return TCPStore(
-            "127.0.0.1",
+            os.environ["STEPMARK_STORE_HOST"],
             int(port),
             num_ranks,
             is_master=listener is not None,

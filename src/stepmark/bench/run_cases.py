@@ -29,6 +29,9 @@ class Guard(Protocol):
 
     def idle(self, limit_s: float) -> None: ...
 
+    def is_stopping(self) -> bool:
+        """Return whether no further case should begin. Only rank 0's answer counts."""
+
 
 class Bench(Protocol):
     """Measures the cases of one kind. Every rank calls every method, except `abort`.
@@ -111,7 +114,7 @@ def run(
     failure that leaves processes in no known state. None: all is done. Where there are no new
     ranks, call it again with the entries from that position on. A failed case does not end the
     run; a lost rank does (LostPeersError), and KeyboardInterrupt, raised after the record of an
-    interrupted case.
+    interrupted case, or of the last one where the guard is stopping.
     """
     if not entries:
         return None
@@ -132,6 +135,8 @@ def run(
                 sink(replace(record, launch=launch))
             guard.idle(bench.limit_s(None))
             if isinstance(record, Measured) and record.training and record.training.interrupted:
+                raise KeyboardInterrupt
+            if context.ranks.decide(guard.is_stopping):
                 raise KeyboardInterrupt
             budget.spend(time.monotonic() - begin)
             if isinstance(record, Failed) and done < len(current):

@@ -166,12 +166,31 @@ def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
     signals.watch()
     checked_stdout()
-    code = status(sys.argv[1:])
+    code = _job_status() if outer_launcher.is_agent() else status(sys.argv[1:])
     if outer_launcher.is_rank():
         # The launcher would see a failed rank where a thread of torch aborts the teardown.
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _job_status() -> int:
+    """Run the command line as the leading agent of a job, or serve its leader."""
+    try:
+        job = load("stepmark.launch.hosts:current")()
+        if not job.leads:
+            code: int = load("stepmark.launch.agent:serve")(job)
+            return code
+        leader = load("stepmark.launch.leader:leader")()
+    except StepmarkError as error:
+        return _complain(str(error), error.exit_code)
+    code = 1
+    try:
+        code = status(sys.argv[1:])
+    finally:
+        if leader is not None:
+            leader.end(code)
+    return code
 
 
 class _Stdout(io.FileIO):

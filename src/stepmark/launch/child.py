@@ -14,7 +14,7 @@ from stepmark.launch.processes import tie_child
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
 # Time to end by itself after a signal: longer than its supervisor gives ranks.
-GRACE_S = 15.0
+GRACE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

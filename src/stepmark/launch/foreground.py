@@ -31,7 +31,7 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     A signal to this process goes to the command: SIGINT to its process group, as from a
     terminal, others to the command alone. It is in a session of its own, so that it gets each
     once. After a signal, to this process or one that ended the command, what it has started is
-    ended too: SIGTERM, and SIGKILL 15 s later. Raises OSError. Main thread only.
+    ended too: SIGTERM, and SIGKILL 30 s later. Raises OSError. Main thread only.
     """
     token = secrets.token_hex(8)
     received: list[int] = []

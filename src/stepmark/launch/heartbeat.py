@@ -13,14 +13,15 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 FOLDER = "STEPMARK_HEARTBEATS"  # environment variable: the folder
 FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks begin
 
-ABORT = "abort"  # written by the parent: ranks must give up
+# Written by the parent: ranks must give up; they should stop after the present case.
+ABORT, STOP = "abort", "stop"
 # Written by each rank, with its number: stacks, flight recorder, "has given up", its state.
 STACK, FLIGHT, GAVE_UP, BEAT = "stack", "flight", "gave_up", "beat"
 _MEMORY = Path("/dev/shm")
@@ -81,9 +82,9 @@ class HeartbeatStore:
     def write_beat(self, beat: Beat) -> None:
         self.write(f"{BEAT}-{beat.rank}", json.dumps(asdict(beat)))
 
-    def beats(self, num_ranks: int) -> dict[int, Beat]:
-        """Return the last beat of each rank that has started."""
-        texts = (self.read(f"{BEAT}-{rank}") for rank in range(num_ranks))
+    def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
+        """Return the last beat of each of these ranks that has started."""
+        texts = (self.read(f"{BEAT}-{rank}") for rank in ranks)
         beats = [Beat(**json.loads(text)) for text in texts if text]
         return {beat.rank: beat for beat in beats}
 
@@ -146,6 +147,10 @@ class Heartbeat:
         self._beat = replace(self._beat, restart_at=position)
         self._store.write_beat(self._beat)
         return True
+
+    def is_stopping(self) -> bool:
+        """Return whether the parent has asked to stop after the present case."""
+        return self._store.has(STOP)
 
     def on_abort(self, dump: Callable[[], str], abort: Callable[[], None]) -> None:
         """Set the calls of a daemon thread when the parent gives these ranks up, in this order.
@@ -213,6 +218,10 @@ class Watchdog:
 
     def restart_at(self, position: int) -> bool:
         """Return False: there is no parent to start new ranks."""
+        return False
+
+    def is_stopping(self) -> bool:
+        """Return False: a signal ends the present case."""
         return False
 
     def close(self, exit_code: int) -> None:

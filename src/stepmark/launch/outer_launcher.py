@@ -9,12 +9,19 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Slurm also sets the rank in a batch script; the last variable only in steps of srun.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
+# Hosts of a job with one process per host, its agent, which starts ranks: see hosts.py.
+HOSTS = "STEPMARK_HOSTS"
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 
 def is_rank() -> bool:
     """Return whether a launcher started this process as one of several ranks."""
     return _names() is not None
+
+
+def is_agent() -> bool:
+    """Return whether this is the process of a host that starts ranks, in a job of hosts."""
+    return HOSTS in os.environ
 
 
 def is_first() -> bool:
@@ -51,7 +58,7 @@ def as_torchrun() -> None:
 
 
 def _names() -> tuple[str, ...] | None:
-    for names in (_TORCHRUN, _SLURM, _MPI):
+    for names in (_TORCHRUN,) if is_agent() else (_TORCHRUN, _SLURM, _MPI):
         if names[0] in os.environ and names[2] in os.environ:
             # A step of one task is a command that srun runs, as mpirun -n 1 does.
             return names if names is _TORCHRUN or os.environ[names[2]] != "1" else None

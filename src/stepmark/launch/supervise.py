@@ -5,19 +5,17 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import psutil
 
 from stepmark.core.errors import EXIT_CODES, worst
 from stepmark.core.units import ranks_text
-from stepmark.launch import heartbeat
 from stepmark.launch.heartbeat import Beat
 from stepmark.launch.signals import catching
 from stepmark.launch.workers import Workers
 
 _POLL_S = 0.05
-_STACKS_S = 1.0
-_FLIGHT_S = 2.0
 
 
 @dataclass(kw_only=True)
@@ -30,6 +28,7 @@ class RankFailure:
     message: str  # one line
     stacks: str = ""  # Python stacks of all threads, by rank
     flight: dict[int, str] = field(default_factory=dict)  # rank: flight recorder as JSON
+    is_final: bool = False  # new ranks cannot be started
 
 
 def _position_of(workers: Workers) -> int | None:
@@ -53,13 +52,14 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
     late = {activity[rank] for rank in overdue}  # others may be as late as the first
     silent = (_NOT_UP, *_STUCK.values())
     answering = [rank for rank in workers.working() if activity[rank] not in silent]
+    stacks, flight = workers.diagnosis(answering)
     return RankFailure(
         position=position,
         cause="timeout",
         ranks=tuple(suspects or (r for r in activity if activity[r] in late)),
         message=f"not done within {limit_s:.3g} s: {'; '.join(words)}",
-        stacks=_stacks(workers, activity, answering),
-        flight=_flight(workers, answering),
+        stacks=_stacks(activity, stacks),
+        flight=flight,
     )
 
 
@@ -125,41 +125,17 @@ def _describe(workers: Workers, activity: dict[int, str]) -> list[str]:
     return words
 
 
-def _stacks(workers: Workers, activity: dict[int, str], answering: list[int]) -> str:
-    """Return stacks by faulthandler, which works while the main thread is blocked in C."""
-    store = workers.store
-    names = {rank: f"{heartbeat.STACK}-{rank}" for rank in answering}
-    workers.send(signal.SIGUSR1, answering)
-    _wait(lambda: all(store.read(name) for name in names.values()), _STACKS_S)
-    time.sleep(0.1)  # time to finish writing
-    stacks = {rank: store.read(name) for rank, name in names.items()}
+def _stacks(activity: dict[int, str], stacks: dict[int, str]) -> str:
     missing = {rank: f"no stack: {state}\n" for rank, state in activity.items()}
-    texts = [f"rank {rank}:\n{stacks.get(rank) or missing[rank]}" for rank in activity]
-    return "\n".join(texts)
-
-
-def _flight(workers: Workers, answering: list[int]) -> dict[int, str]:
-    """Return flight recorders. Ranks then abort communicators: no kernel outlives a kill."""
-    store = workers.store
-    store.write(heartbeat.ABORT, "")
-    names = [f"{heartbeat.GAVE_UP}-{rank}" for rank in answering]
-    _wait(lambda: all(store.has(name) for name in names), _FLIGHT_S)
-    texts = {
-        rank: store.read(f"{heartbeat.FLIGHT}-{rank}.json") for rank in range(workers.num_ranks)
-    }
-    return {rank: text for rank, text in texts.items() if text}
-
-
-def _wait(is_done: Callable[[], bool], limit_s: float) -> None:
-    end_s = time.monotonic() + limit_s
-    while not is_done() and time.monotonic() < end_s:
-        time.sleep(0.02)
+    return "\n".join(f"rank {rank}:\n{stacks.get(rank) or missing[rank]}" for rank in activity)
 
 
 START_S = 120.0  # until the first beat of every rank: python and its imports on a slow disk
 _GRACE_S = 3.0  # after a death: rank 0 may be writing its record
 _LINGER_S = 10.0  # after rank 0 has reported its exit code
 INTERRUPT_S = 10.0  # to store finished cases after Ctrl-C
+# After SIGTERM, for the present case. With INTERRUPT_S less than Slurm's usual KillWait, 30 s.
+FINISH_S = 15.0
 _MAX_IN_ROW = 3
 
 
@@ -176,6 +152,7 @@ class _Interrupted:
 
 def supervise(
     module: str,
+    plan: Path,
     arguments: Sequence[str],
     num_ranks: int,
     *,
@@ -183,18 +160,19 @@ def supervise(
     on_failure: Callable[[RankFailure], bool],
     start_s: float = START_S,
 ) -> int:
-    """Run `python -m MODULE ARGUMENTS` on num_ranks local ranks; return the worst exit code.
+    """Run `python -m MODULE PLAN ARGUMENTS` on num_ranks ranks; return the worst exit code.
 
     A case that hangs or loses a rank ends these ranks, and new ones begin at the next case.
     When on_failure is called no rank is alive; rank 0 may have recorded the case itself in its
     last seconds. It returns whether anything was lost, which makes the exit code 3. After
-    SIGINT or SIGTERM every rank gets one SIGINT and 10 s; a second signal kills. Call from the
+    SIGINT every rank gets one SIGINT and 10 s, after SIGTERM only once the present case has had
+    15 s to end; a second signal kills. Call from the
     main thread.
     """
     first, in_row, codes = 0, 0, [0]
     with catching() as signals:
         while True:
-            workers = Workers(module, arguments, num_ranks, first=first)
+            workers = Workers(module, plan, arguments, num_ranks, first=first)
             match end := _lead(workers, signals, start_s):
                 case _Interrupted(number):
                     return 128 + number
@@ -208,12 +186,15 @@ def supervise(
                     following = None if end.position is None else end.position + 1
                     if following is None and not workers.working():
                         following = workers.restart_at  # they had requested new ranks
+                    if end.is_final:
+                        _say_rest(num_cases - (following or num_cases))
+                        return worst(*codes)
             if signals:
                 return 128 + signals[0]
             if following is None or following >= num_cases:
                 return worst(*codes)
             if in_row == _MAX_IN_ROW:
-                _say(f"{in_row} cases in a row lost: {num_cases - following} left out")
+                _say_rest(num_cases - following, f"{in_row} cases in a row lost: ")
                 return worst(*codes)
             first = following
 
@@ -226,10 +207,9 @@ def _lead(
         end = _watch(workers, signals, start_s)
     finally:
         survivors = workers.kill()
-        workers.store.remove()
     if survivors and isinstance(end, RankFailure):
         end.message += f"; SIGKILL did not end pid {', '.join(map(str, survivors))}"
-        end.position = None  # for new ranks the device would still be in use
+        end.is_final = True  # for new ranks the device would still be in use
     return end
 
 
@@ -238,6 +218,8 @@ def _watch(
 ) -> _Ended | _Interrupted | RankFailure:
     while True:
         workers.look()
+        if workers.interrupted and not signals:
+            signals.append(workers.interrupted)
         if signals:
             return _interrupted(workers, signals)
         end = _normal_end(workers) or _death(workers) or _hang(workers, start_s)
@@ -247,14 +229,25 @@ def _watch(
 
 
 def _interrupted(workers: Workers, signals: list[int]) -> _Interrupted:
-    """Interrupt the ranks and wait for their end, unless none has started."""
-    if workers.beats:
+    """Interrupt the ranks and wait for their end, unless none has started.
+
+    SIGTERM announces the end of the job's time: the present case may still be done.
+    """
+    if workers.beats and signals[0] == signal.SIGTERM:
+        workers.stop()
+        _wait_while_one(signals, workers, FINISH_S)
+    if workers.beats and workers.working():
         workers.send(signal.SIGINT, workers.working())
-        end_s = time.monotonic() + INTERRUPT_S
-        while len(signals) == 1 and workers.working() and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
-            workers.look()
+        _wait_while_one(signals, workers, INTERRUPT_S)
     return _Interrupted(signals[0])
+
+
+def _wait_while_one(signals: list[int], workers: Workers, limit_s: float) -> None:
+    """Wait for the end of the ranks, or a second signal."""
+    end_s = time.monotonic() + limit_s
+    while len(signals) == 1 and workers.working() and time.monotonic() < end_s:
+        time.sleep(_POLL_S)
+        workers.look()
 
 
 def _normal_end(workers: Workers) -> _Ended | None:
@@ -276,17 +269,21 @@ def _death(workers: Workers) -> _Ended | RankFailure | None:
         for rank in range(workers.num_ranks)
         if (how := _how_it_died(workers, rank)) is not None
     }
-    if workers.exit_code is not None or not died:
+    if workers.exit_code is not None or not (died or workers.lost_hosts()):
         return None
-    words = [f"rank {rank} (pid {workers.pid(rank)}) {how}" for rank, how in died.items()]
+    words = [f"rank {rank} ({workers.process(rank)}) {how}" for rank, how in died.items()]
+    lost = workers.lost_ranks()
+    for name, why in workers.lost_hosts().items():
+        words.append(f"host {name} is lost: {why}")
     failure = RankFailure(
         position=_position_of(workers),
         cause="lost rank",
-        ranks=tuple(died),
+        ranks=tuple(sorted({*died, *lost})),
         message="; ".join(words),
+        is_final=bool(lost),
     )
     _wait_for_end(workers, _GRACE_S)
-    only_left = all(how.startswith(_LEFT) for how in died.values())
+    only_left = not lost and all(how.startswith(_LEFT) for how in died.values())
     # Every rank may be leaving by the same exception, with rank 0 as the last.
     return (_normal_end(workers) if only_left else None) or failure
 
@@ -334,6 +331,11 @@ def _wait_for_end(workers: Workers, limit_s: float) -> None:
     while workers.working() and time.monotonic() < end_s:
         time.sleep(_POLL_S)
         workers.look()
+
+
+def _say_rest(count: int, reason: str = "") -> None:
+    if count:
+        _say(f"{reason}{count} case{'s' if count > 1 else ''} left out")
 
 
 def _say(text: str) -> None:

@@ -1,86 +1,122 @@
-"""The ranks of one launch on this host: child processes, their reports and exit codes."""
+"""The ranks of one launch, on this host and the other hosts of its job."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Protocol
 
-import psutil
+from stepmark.core.errors import ConfigError
+from stepmark.launch import hosts
+from stepmark.launch.heartbeat import Beat
+from stepmark.launch.leader import leader
+from stepmark.launch.local_ranks import LocalRanks, Ranks, Store, command_of
 
-from stepmark.launch import heartbeat
-from stepmark.launch.heartbeat import Beat, HeartbeatStore
-from stepmark.launch.processes import kill_all, tie_child
 
-# Rendezvous of ranks: a FileStore, or rank 0's TCPStore on a socket that the parent has bound.
-STORE_FILE = "STEPMARK_STORE_FILE"
-STORE_PORT, STORE_SOCKET = "STEPMARK_STORE_PORT", "STEPMARK_STORE_SOCKET"
+class _HostRanks(Protocol):
+    """Ranks of one host, as of the last `look`. Methods take ranks of the whole job."""
+
+    name: str
+    numbers: range
+    beats: dict[int, Beat]
+
+    @property
+    def lost(self) -> str: ...
+    def look(self) -> None: ...
+    def pid(self, rank: int) -> int: ...
+    def return_code(self, rank: int) -> int | None: ...
+    def state(self, rank: int) -> str: ...
+    def send(self, number: int, ranks: Iterable[int]) -> None: ...
+    def begin_diagnosis(self, ranks: Sequence[int]) -> None: ...
+    def diagnosis(self, ranks: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]: ...
+    def begin_kill(self) -> None: ...
+    def kill(self) -> list[int]: ...
 
 
 class Workers:
-    """`python -m MODULE ARGUMENTS` per rank, with RANK and WORLD_SIZE as torchrun sets them.
-
-    Every rank is in a session of its own: a terminal's Ctrl-C reaches only the parent. The
-    kernel kills it when the parent dies.
-    """
+    """A process per rank. Consecutive ranks share a host; one rank alone runs on this host."""
 
     def __init__(
-        self, module: str, arguments: Sequence[str], num_ranks: int, *, first: int = 0
+        self,
+        module: str,
+        plan: Path,
+        arguments: Sequence[str],
+        num_ranks: int,
+        *,
+        first: int = 0,
     ) -> None:
+        """Start `python -m MODULE PLAN ARGUMENTS` per rank, on every host of the job.
+
+        Raises ConfigError for ranks that hosts cannot share evenly, LostHostError.
+        """
         self.num_ranks = num_ranks
-        self.store = HeartbeatStore.new()
-        self.started_s = time.monotonic()
         self.beats: dict[int, Beat] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
-        command = [sys.executable, "-m", module, *arguments]
-        shared = _environment(num_ranks) | {
-            heartbeat.FOLDER: str(self.store.folder),
-            heartbeat.FIRST: str(first),
-        }
-        listener = None if self.store.is_in_memory else socket.create_server(("127.0.0.1", 0))
-        if listener is None:
-            shared[STORE_FILE] = f"{self.store.folder}/rendezvous"
-        else:
-            shared[STORE_PORT] = str(listener.getsockname()[1])
-        try:
-            for rank in range(num_ranks):
-                process = _start(command, shared, rank, listener if rank == 0 else None)
-                self._processes.append(process)
-        except BaseException:
-            self.kill()
-            self.store.remove()
-            raise
-        finally:
-            if listener is not None:
-                listener.close()
+        self._leader = leader() if num_ranks > 1 else None
+        command = command_of(module, plan, arguments)
+        if self._leader is None:
+            ranks = Ranks(numbers=range(num_ranks), world_size=num_ranks, first=first)
+            self.started_s = time.monotonic()
+            self._own = LocalRanks(command, ranks, None, {})
+            self._hosts: list[_HostRanks] = [self._own]
+            self._per_host = num_ranks
+            return
+        job = self._leader.job
+        self._per_host, rest = divmod(num_ranks, job.num_hosts)
+        if rest:
+            raise ConfigError("nproc", num_ranks, f"a multiple of {job.num_hosts} hosts")
+        self._leader.wait_for_all()
+        self.started_s = time.monotonic()
+        listener = hosts.listen(0)
+        port = listener.getsockname()[1]
+        remote = self._leader.start(
+            module, plan, arguments, per_host=self._per_host, first=first, store_port=port
+        )
+        ranks = Ranks(numbers=range(self._per_host), world_size=num_ranks, first=first)
+        store = Store(host="127.0.0.1", port=port, listener=listener)
+        self._own = LocalRanks(command, ranks, store, self._leader.environment)
+        self._hosts = [self._own, *remote]
+
+    def _host(self, rank: int) -> _HostRanks:
+        return self._hosts[rank // self._per_host]
+
+    @property
+    def interrupted(self) -> int | None:
+        """Signal that the agent of another host got."""
+        return self._leader.interrupted if self._leader else None
 
     def look(self) -> None:
         """Update exit codes and beats."""
-        # Exit codes first: the last beat of a process that has ended is then included.
-        for process in self._processes:
-            process.poll()
-        self.beats = self.store.beats(self.num_ranks)
+        for host in self._hosts:
+            host.look()
+        self.beats = {rank: beat for host in self._hosts for rank, beat in host.beats.items()}
 
-    def pid(self, rank: int) -> int:
-        return self._processes[rank].pid
+    def lost_hosts(self) -> dict[str, str]:
+        """Return the names of lost hosts, and why each is lost."""
+        return {host.name: host.lost for host in self._hosts if host.lost}
+
+    def lost_ranks(self) -> tuple[int, ...]:
+        return tuple(rank for host in self._hosts if host.lost for rank in host.numbers)
+
+    def process(self, rank: int) -> str:
+        """Return the text that names the process of a rank."""
+        host = self._host(rank)
+        return f"pid {host.pid(rank)}{f' on {host.name}' if host.name else ''}"
 
     def return_code(self, rank: int) -> int | None:
         """Return None while the process lives; negative for a signal, as of the last `look`."""
-        return self._processes[rank].returncode
+        return self._host(rank).return_code(rank)
 
     def working(self) -> list[int]:
-        """Return the ranks whose process lives."""
-        return [rank for rank in range(self.num_ranks) if self.return_code(rank) is None]
+        """Return the ranks whose process lives, as far as is known."""
+        lost = self.lost_ranks()
+        return [
+            rank
+            for rank in range(self.num_ranks)
+            if self.return_code(rank) is None and rank not in lost
+        ]
 
     def state(self, rank: int) -> str:
         """Return psutil's name for the state of a living rank, else ""."""
-        try:
-            return str(psutil.Process(self.pid(rank)).status())
-        except psutil.Error:
-            return ""
+        return self._host(rank).state(rank)
 
     @property
     def exit_code(self) -> int | None:
@@ -91,40 +127,37 @@ class Workers:
     def restart_at(self) -> int | None:
         return self.beats[0].restart_at if 0 in self.beats else None
 
-    def send(self, number: signal.Signals, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            self._processes[rank].send_signal(number)
+    def stop(self) -> None:
+        """Ask the ranks to stop after the present case."""
+        self._own.stop()
+
+    def send(self, number: int, ranks: Sequence[int]) -> None:
+        for host in self._hosts:
+            if own := [rank for rank in ranks if rank in host.numbers]:
+                host.send(number, own)
+
+    def diagnosis(self, ranks: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
+        """Return stacks and flight recorders of these ranks, of those that answer.
+
+        Ranks then abort communicators. It takes up to 5 s.
+        """
+        stacks: dict[int, str] = {}
+        flight: dict[int, str] = {}
+        asked = [
+            (host, [rank for rank in ranks if rank in host.numbers])
+            for host in self._hosts
+            if not host.lost
+        ]
+        for host, own in asked:
+            host.begin_diagnosis(own)
+        for host, own in asked:
+            new_stacks, new_flight = host.diagnosis(own)
+            stacks |= new_stacks
+            flight |= new_flight
+        return stacks, flight
 
     def kill(self) -> list[int]:
         """SIGKILL the ranks and their children. Return the pids that survive 10 s."""
-        return kill_all(self._processes, heartbeat.FOLDER, str(self.store.folder))
-
-
-def _start(
-    command: Sequence[str], shared: Mapping[str, str], rank: int, listener: socket.socket | None
-) -> "subprocess.Popen[bytes]":
-    environment = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    if listener is not None:
-        environment[STORE_SOCKET] = str(listener.fileno())
-    return subprocess.Popen(
-        command,
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
-        pass_fds=() if listener is None else (listener.fileno(),),
-        # Two system calls, loaded before the fork: safe even in a parent with threads.
-        preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509
-    )
-
-
-def _environment(num_ranks: int) -> dict[str, str]:
-    """Return our environment with this package importable and cores shared among ranks."""
-    environment = dict(os.environ)
-    if num_ranks > 1:
-        cores = os.cpu_count() or 1
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
-    package_root = str(Path(__file__).parents[2])
-    paths = [package_root, environment.get("PYTHONPATH", "")]
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    environment["WORLD_SIZE"] = environment["LOCAL_WORLD_SIZE"] = str(num_ranks)
-    return environment
+        for host in self._hosts:
+            host.begin_kill()
+        return [pid for host in self._hosts for pid in host.kill()]
