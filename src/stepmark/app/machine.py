@@ -13,7 +13,7 @@ from typing import Any
 
 from stepmark.core.device import find_device_by_alias, load_devices
 from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.launch import hosts, outer_launcher
+from stepmark.launch import job, outer_launcher
 
 _MAX_CPU_RANKS = 1024
 _TORCH_LIMIT_S = 120.0  # importing torch from a slow disk, and waking all drivers
@@ -41,9 +41,9 @@ class Machine:
         """Return the ranks of all hosts: --nproc per host; an outer launcher's world."""
         if outer_launcher.is_rank():
             return outer_launcher.num_ranks()
-        job = hosts.current()
-        per_host = self._ranks_per_host(nproc, (job.nproc if job else None) or default)
-        return per_host * (job.num_hosts if job else 1)
+        here = job.current()
+        per_host = self._ranks_per_host(nproc, (here.nproc if here else None) or default)
+        return per_host * (here.num_hosts if here else 1)
 
     def _ranks_per_host(self, nproc: str | None, default: str) -> int:
         text = nproc or default

@@ -177,7 +177,7 @@ def main() -> None:
 def _job_status() -> int:
     """Run the command line as the leading agent of a job, or serve its leader."""
     try:
-        job = load("stepmark.launch.hosts:current")()
+        job = load("stepmark.launch.job:current")()
         if not job.leads:
             code: int = load("stepmark.launch.agent:serve")(job)
             return code

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stepmark import __version__
 from stepmark.core.errors import ConfigError
-from stepmark.launch import hosts
+from stepmark.launch import job as jobs
 from stepmark.launch.channel import (
     Channel,
     Diagnose,
@@ -24,7 +24,7 @@ from stepmark.launch.channel import (
     Start,
     State,
 )
-from stepmark.launch.hosts import Job
+from stepmark.launch.job import Job
 from stepmark.launch.local_ranks import LocalRanks, Ranks, Store, command_of
 from stepmark.launch.signals import catching
 
@@ -70,7 +70,7 @@ def _join(job: Job, signals: list[int]) -> Channel | None:
             connected = socket.create_connection((job.hosts[0], job.port), _CONNECT_S)
             channel = Channel(connected, job.key, accepts=False)
         except AuthenticationError:
-            raise ConfigError(hosts.KEY, "given", "the same on all hosts of a job") from None
+            raise ConfigError(jobs.KEY, "given", "the same on all hosts of a job") from None
         except (OSError, EOFError) as error:
             problem = getattr(error, "strerror", None) or str(error)
             time.sleep(_RETRY_S)
@@ -98,7 +98,7 @@ class _Agent:
         self._generation = 0
         self._last: State | None = None
         self._sent_s = 0.0
-        self._environment = hosts.network_environment(channel.own_address, job.hosts[job.rank])
+        self._environment = jobs.network_environment(channel.own_address, job.hosts[job.rank])
 
     def turn(self) -> None:
         """Do what the leader asks for, and report the ranks' state."""

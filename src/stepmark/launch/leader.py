@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stepmark import __version__
 from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.launch import hosts
+from stepmark.launch import job as jobs
 from stepmark.launch.channel import (
     Alive,
     Channel,
@@ -29,7 +29,7 @@ from stepmark.launch.channel import (
     State,
 )
 from stepmark.launch.heartbeat import Beat
-from stepmark.launch.hosts import Job
+from stepmark.launch.job import Job
 
 _POLL_S = 0.05
 _ALIVE_S = 2.0
@@ -48,7 +48,7 @@ class LostHostError(StepmarkError):
 @cache
 def leader() -> "Leader | None":
     """Return the leader of this job; None outside of a job of several hosts."""
-    job = hosts.current()
+    job = jobs.current()
     return Leader(job) if job is not None and job.num_hosts > 1 and job.leads else None
 
 
@@ -143,7 +143,7 @@ class Leader:
         self._remote: list[RemoteRanks] = []
         self._problem = ""
         self._ended = threading.Event()
-        self._listener = hosts.listen(job.port)
+        self._listener = jobs.listen(job.port)
         threading.Thread(target=self._accept, name="join", daemon=True).start()
         threading.Thread(target=self._keep_alive, name="alive", daemon=True).start()
 
@@ -168,7 +168,7 @@ class Leader:
             if channel.lost:
                 raise LostHostError(f"host {self.job.hosts[rank]} is lost: {channel.lost}")
         address = next(iter(self._channels.values())).own_address
-        self.environment = hosts.network_environment(address, self.job.hosts[0])
+        self.environment = jobs.network_environment(address, self.job.hosts[0])
 
     def start(
         self,

@@ -9,7 +9,7 @@ _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Slurm also sets the rank in a batch script; the last variable only in steps of srun.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
 _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
-# Hosts of a job with one process per host, its agent, which starts ranks: see hosts.py.
+# Hosts of a job with one process per host, its agent, which starts ranks: see job.py.
 HOSTS = "STEPMARK_HOSTS"
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from stepmark.core.errors import ConfigError
-from stepmark.launch import hosts
+from stepmark.launch import job as jobs
 from stepmark.launch.heartbeat import Beat
 from stepmark.launch.leader import leader
 from stepmark.launch.local_ranks import LocalRanks, Ranks, Store, command_of
@@ -65,7 +65,7 @@ class Workers:
             raise ConfigError("nproc", num_ranks, f"a multiple of {job.num_hosts} hosts")
         self._leader.wait_for_all()
         self.started_s = time.monotonic()
-        listener = hosts.listen(0)
+        listener = jobs.listen(0)
         port = listener.getsockname()[1]
         remote = self._leader.start(
             module, plan, arguments, per_host=self._per_host, first=first, store_port=port
