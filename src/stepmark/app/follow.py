@@ -32,7 +32,8 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
                 if job is None:
                     return _unknown(job_id, is_known=is_known)
                 is_known, text = True, job.text
-                tail.path = Path(job.output) if job.output else tail.path
+                if job.output and "%" not in job.output:  # some releases show the pattern
+                    tail.path = Path(job.output)
             if text != printed:
                 _say(job_id, text)
                 printed = text

@@ -38,7 +38,7 @@ def check(words: Sequence[str]) -> None:
     if name not in MEASURING:
         raise ConfigError("command", name, f"a verb that measures: {', '.join(MEASURING)}")
     target = click_command(name, main.command(name, arguments))
-    context = target.make_context(f"stepmark {name}", arguments)
+    context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
     try:
         build(target.callback.options_class, context.params)
         for field, rule in _REFUSED.items():

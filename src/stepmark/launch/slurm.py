@@ -3,41 +3,15 @@
 import re
 import signal
 import subprocess
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 
 from stepmark.core.errors import EXIT_CODES, StepmarkError
 
 _LIMIT_S = 60.0  # of one of Slurm's commands; a busy controller takes seconds
-# Why a job is pending, by the beginning of Slurm's reason; the longest that fits counts.
-REASONS = {
-    "Resources": "it waits for hosts that other jobs use",
-    "Priority": "jobs of higher priority wait for the same hosts",
-    "BeginTime": "its start time has not come; a restarted job waits about two minutes",
-    "Dependency": "it waits for another job",
-    "DependencyNeverSatisfied": "the job that it depends on failed; it will never start",
-    "JobHeldUser": "it is held; release it with scontrol release",
-    "JobHeldAdmin": "an administrator holds it",
-    "launch_failed_requeued_held": "it could not be started and is held: scontrol release",
-    "PartitionNodeLimit": "asks for more nodes than the partition has; it will never start",
-    "PartitionTimeLimit": "asks for more time than the partition allows; it will never start",
-    "PartitionDown": "the partition is down",
-    "PartitionInactive": "the partition is inactive",
-    "PartitionConfig": "asks for what the partition does not allow; it will never start",
-    "BadConstraints": "no host can have what it asks for; it will never start",
-    "ReqNodeNotAvail": "hosts that it needs are down, drained or reserved",
-    "NodeDown": "a host that it needs is down",
-    "Reservation": "it waits for a reservation",
-    "Licenses": "it waits for licenses",
-    "InvalidAccount": "the account does not exist; it will never start",
-    "InvalidQOS": "the QOS does not exist; it will never start",
-    "AccountNotAllowed": "the partition does not allow the account; it will never start",
-    "QOSNotAllowed": "the QOS is not allowed here; it will never start",
-    "AssocGrp": "the account has reached its limit; it starts when other jobs of it end",
-    "AssocMax": "asks for more than the account allows",
-    "QOSGrp": "the QOS has reached its limit; it starts when other jobs of it end",
-    "QOSMax": "asks for more than the QOS allows",
-    "QOS": "a limit of the QOS holds it back",
-}
 # Exit code and sentence of the states in which a job ends, but COMPLETED and FAILED.
 ENDS = {
     "TIMEOUT": (143, "it reached its time limit"),
@@ -51,6 +25,14 @@ ENDS = {
 }
 _NOT_STARTED = 53  # Slurm's signal number for an output file that cannot be opened
 _KEPT = "finished cases are recorded"
+
+
+@cache
+def pending_reasons() -> Mapping[str, str]:
+    """Return why a job is pending, by the beginning of Slurm's reason."""
+    text = files("stepmark").joinpath("data", "slurm.toml").read_text(encoding="utf-8")
+    reasons: dict[str, str] = tomllib.loads(text)["pending"]
+    return reasons
 
 
 class SlurmError(StepmarkError):
@@ -74,8 +56,8 @@ class Job:
     def text(self) -> str:
         """State, with the reason of a pending job."""
         if self.state == "PENDING" and self.reason not in ("", "None"):
-            fits = [name for name in REASONS if self.reason.startswith(name)]
-            why = f": {REASONS[max(fits, key=len)]}" if fits else ""
+            fits = [name for name in pending_reasons() if self.reason.startswith(name)]
+            why = f": {pending_reasons()[max(fits, key=len)]}" if fits else ""
             return f"PENDING ({self.reason}){why}"
         again = f", restart {self.restarts}" if self.restarts else ""
         return f"{self.state} on {self.nodes}{again}" if self.state == "RUNNING" else self.state
