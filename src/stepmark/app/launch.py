@@ -53,7 +53,7 @@ def _target(options: LaunchOptions) -> str:
     named = [name for name in (*TARGETS, "follow") if getattr(options, name)]
     targets = ", ".join(f"--{name}" for name in (*TARGETS, "follow"))
     if not named:
-        raise ConfigError("launch", None, f"give one of {targets}")
+        raise ConfigError("target", None, f"give one of {targets}")
     if len(named) > 1:
         raise ConfigError(named[1], "given", f"it cannot stand beside --{named[0]}")
     return named[0]

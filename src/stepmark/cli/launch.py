@@ -10,9 +10,9 @@ from stepmark.core.launch_options import LaunchOptions
 from stepmark.core.options import build
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
-_RANKS = "it must be left out: --gpus-per-node or --nproc-per-node says it"
+_RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the ranks"
 _OUT = "it must be left out: give --out before the --"
-_NEW = "it must be left out: a job measures a new run"
+_NEW = "it must be left out: a job always measures a new run"
 _REFUSED = {"nproc": _RANKS, "out": _OUT, "resume": _NEW, "dry_run": _NEW}
 
 
