@@ -59,7 +59,7 @@ class Group(_WithoutPydantic, typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in self.builders:
-            command = _click_command(name, self.builders[name](rest))
+            command = click_command(name, self.builders[name](rest))
         return name, command, rest
 
 
@@ -141,7 +141,8 @@ def _placeholder() -> None:
     raise AssertionError("a command is built before it is called")
 
 
-def _click_command(name: str, command: Any) -> Any:
+def click_command(name: str, command: Any) -> Any:
+    """Return the command, or group of commands, as typer runs it."""
     if isinstance(command, typer.Typer):
         return typer.main.get_command(command)
     app = typer.Typer(rich_markup_mode=None, add_completion=False)

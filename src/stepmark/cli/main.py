@@ -120,6 +120,10 @@ VERBS = {
         f"{_MEASURE_NOTHING}:WatchOptions",
         "Run a job as it is, with NCCL's log and a profile of a few steps; print what it does.",
     ),
+    "launch": Verb(
+        "Print or submit a job of several hosts: Slurm, torchrun, mpirun, pssh.",
+        "stepmark.cli.launch:command",
+    ),
     "logs": Verb(
         "Read NCCL logs, flight-recorder dumps, tables of results.",
         "stepmark.app.logs:run",

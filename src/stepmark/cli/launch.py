@@ -1,0 +1,49 @@
+"""stepmark launch: its own options, and those of the verb that the job runs."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stepmark.cli import main
+from stepmark.cli.flags import Command, as_typed, click_command, verb
+from stepmark.core.errors import ConfigError
+from stepmark.core.launch_options import LaunchOptions
+from stepmark.core.options import build
+
+MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
+_RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the ranks"
+_OUT = "it must be left out: give --out before the --"
+_NEW = "it must be left out: a job always measures a new run"
+_REFUSED = {"nproc": _RANKS, "out": _OUT, "resume": _NEW, "dry_run": _NEW}
+
+
+class _Command(Command):
+    def invoke(self, ctx: Any) -> Any:
+        if ctx.params["words"]:
+            check(ctx.params["words"])
+        return super().invoke(ctx)
+
+
+def command(arguments: Sequence[str]) -> Any:
+    """Return the verb."""
+    doc = "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster."
+    return verb(LaunchOptions, "stepmark.app.launch:run", doc, _Command)
+
+
+def check(words: Sequence[str]) -> None:
+    """Refuse a verb that measures nothing, and arguments that it does not take.
+
+    Raises ConfigError, or typer's error of usage.
+    """
+    name, *arguments = words
+    if name not in MEASURING:
+        raise ConfigError("command", name, f"a verb that measures: {', '.join(MEASURING)}")
+    target = click_command(name, main.command(name, arguments))
+    context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
+    try:
+        build(target.callback.options_class, context.params)
+        for field, rule in _REFUSED.items():
+            value = context.params.get(field)
+            if value not in (None, False):
+                raise ConfigError(field, value, rule)
+    except ConfigError as error:
+        raise as_typed(error, target.params, arguments) from None

@@ -1,0 +1,40 @@
+"""Presets of environment variables for a kind of network, from data/fabrics.toml."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """An environment variable. why: a sentence; source: URL of the page that recommends it."""
+
+    name: str
+    value: str
+    why: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fabric:
+    """A preset."""
+
+    name: str
+    about: str
+    settings: tuple[Setting, ...]
+
+
+@cache
+def load_fabrics() -> Mapping[str, Fabric]:
+    """Return all presets by name."""
+    text = files("stepmark").joinpath("data", "fabrics.toml").read_text(encoding="utf-8")
+    return {
+        name: Fabric(
+            name=name,
+            about=table.pop("about"),
+            settings=tuple(Setting(name=key, **values) for key, values in table.items()),
+        )
+        for name, table in tomllib.loads(text).items()
+    }
