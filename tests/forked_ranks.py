@@ -1,8 +1,8 @@
 """Ranks of a command that runs in this process, forked from a process that has imported torch.
 
 `python -m stepmark.app.rank PLAN RUN` spends seconds on importing torch, a fork milliseconds.
-All else is as launch/local_ranks.py does it: a session, the environment, our standard streams, and
-death with us. A rank becomes our child, so that its state and exit code are read as ever.
+All else is as launch/local_ranks.py does it: a session, the environment, our standard streams,
+and death with us. A rank becomes our child, so that its state and exit code are read as ever.
 """
 
 import atexit

@@ -1,0 +1,75 @@
+"""Ranks on two hosts measure what ranks on one host do."""
+
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.cluster.job import Job
+from tests.cluster.network import Host
+
+pytestmark = pytest.mark.cluster
+
+CPU = ("--device", "cpu", "--nproc", "1")
+TRAIN = ("train", "gpt2-125m", "--strategy", "fsdp", "--scale", "tiny", "--steps", "5")
+
+
+def trained(job: Job, num_hosts: int) -> dict[str, Any]:
+    try:
+        assert job.end() == [0] * num_hosts, job.err()
+    finally:
+        job.kill()
+    (record,) = job.records()
+    training: dict[str, Any] = record["training"]
+    return training
+
+
+def test_training_on_two_hosts_equals_one_host(hosts: list[Host], tmp_path: Path) -> None:
+    """The same ranks compute the same losses and send the same messages."""
+    words = (*TRAIN, "--messages", "--device", "cpu", "--nproc")
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        folder.mkdir()
+    one = trained(Job(hosts[:1], folders[0], *words, "2"), 1)
+    two = trained(Job(hosts, folders[1], *words, "1"), 2)
+    num_steps = min(len(one["loss"]), len(two["loss"]))  # more warm-up steps on a busy machine
+    assert one["loss"][:num_steps] == two["loss"][:num_steps]
+    assert num_steps >= 5
+    assert one["messages"] == two["messages"]
+    assert one["messages"]
+
+
+def test_bus_bandwidth_is_that_of_the_link(hosts: list[Host], tmp_path: Path) -> None:
+    rate_mbit = 1000
+    for host in hosts:
+        host.shape(rate_mbit)
+    try:
+        job = Job(
+            hosts, tmp_path, "comm", "all_reduce", *CPU, "-b", "64M", "-e", "64M", "-n", "4"
+        )
+        try:
+            assert job.end() == [0, 0], job.err()
+        finally:
+            job.kill()
+    finally:
+        for host in hosts:
+            host.unshape()
+    (row,) = [line.split() for line in job.out().splitlines() if re.match(r" +67108864 ", line)]
+    busbw, num_wrong = float(row[-2]), int(row[-1])
+    assert math.isclose(busbw, rate_mbit / 8000, rel_tol=0.1)
+    assert num_wrong == 0
+    ranks = re.findall(r"^#  Rank +(\d+) .* on +(\S+)", job.out(), re.MULTILINE)
+    assert ranks == [("0", "n1"), ("1", "n2")]
+    for host, err in ((hosts[0], job.err()), (hosts[1], job.err(1))):
+        assert f"# host {host.address}: GLOO_SOCKET_IFNAME=eth0 ({host.address})\n" in err
+
+
+def test_bad_input_ends_all_hosts(hosts: list[Host], tmp_path: Path) -> None:
+    job = Job(hosts, tmp_path, "comm", "all_reduce", *CPU, "-f", "inf")
+    try:
+        assert job.end(30) == [2, 2]
+    finally:
+        job.kill()
+    assert job.err().count("-f inf is invalid") == 1
+    assert "invalid" not in job.err(1)
