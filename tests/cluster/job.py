@@ -32,9 +32,13 @@ class Job:
         *words: str,
         absent: int = 0,
         join_s: int = 60,
+        nproc: int = 1,
         leader_folder: Path | None = None,
     ) -> None:
-        """absent: so many of the last hosts are not started. leader_folder: its own files."""
+        """nproc: ranks per host. absent: so many of the last hosts are not started.
+
+        leader_folder: where the leader works, if not in a folder of its host.
+        """
         self.folder, self._token = leader_folder or folder, secrets.token_hex(8)
         self.agents: list[subprocess.Popen[bytes]] = []
         self._files = []
@@ -47,6 +51,7 @@ class Job:
             "STEPMARK_PORT": str(_PORT),
             "STEPMARK_KEY": secrets.token_hex(16),
             "STEPMARK_JOIN_S": str(join_s),
+            "STEPMARK_NPROC": str(nproc),
         }
         for rank, host in enumerate(hosts[: len(hosts) - absent]):
             own = folder / host.name

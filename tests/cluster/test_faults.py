@@ -22,7 +22,7 @@ pytestmark = pytest.mark.cluster
 TIMEOUT_S = 4.0
 # Each case samples for a second.
 COMM = ("comm", "all_reduce", "-b", "1K", "-e", "8K", "-f", "2", "--device", "cpu")
-WORDS = (*COMM, "--nproc", "1", "--timeout", f"{TIMEOUT_S:g}s")
+WORDS = (*COMM, "--timeout", f"{TIMEOUT_S:g}s")
 
 
 @contextmanager
@@ -87,9 +87,8 @@ def test_a_killed_leader_ends_the_other_hosts(hosts: list[Host], tmp_path: Path)
 
 
 def test_a_cut_link_is_a_lost_host(hosts: list[Host], tmp_path: Path) -> None:
-    """The limit of the case is longer than that of silence."""
-    words = (*COMM, "--nproc", "1")  # 60 s
-    with job(hosts, tmp_path, *words) as running:
+    """The limit of the case, 60 s, is longer than that of silence."""
+    with job(hosts, tmp_path, *COMM) as running:
         running.wait_for(1)
         hurt_s = time.monotonic()
         hosts[1].cut()
@@ -105,8 +104,7 @@ def test_a_cut_link_is_a_lost_host(hosts: list[Host], tmp_path: Path) -> None:
 def test_a_link_that_is_cut_for_five_seconds_recovers(
     hosts: list[Host], tmp_path: Path
 ) -> None:
-    words = (*COMM, "--nproc", "1")
-    with job(hosts, tmp_path, *words) as running:
+    with job(hosts, tmp_path, *COMM) as running:
         running.wait_for(1)
         hosts[1].cut()
         time.sleep(5.0)

@@ -11,7 +11,7 @@ from tests.cluster.network import Host
 
 pytestmark = pytest.mark.cluster
 
-CPU = ("--device", "cpu", "--nproc", "1")
+CPU = ("--device", "cpu")
 TRAIN = ("train", "gpt2-125m", "--strategy", "fsdp", "--scale", "tiny", "--steps", "5")
 
 
@@ -27,12 +27,12 @@ def trained(job: Job, num_hosts: int) -> dict[str, Any]:
 
 def test_training_on_two_hosts_equals_one_host(hosts: list[Host], tmp_path: Path) -> None:
     """The same ranks compute the same losses and send the same messages."""
-    words = (*TRAIN, "--messages", "--device", "cpu", "--nproc")
+    words = (*TRAIN, "--messages", *CPU)
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    one = trained(Job(hosts[:1], folders[0], *words, "2"), 1)
-    two = trained(Job(hosts, folders[1], *words, "1"), 2)
+    one = trained(Job(hosts[:1], folders[0], *words, nproc=2), 1)
+    two = trained(Job(hosts, folders[1], *words), 2)
     num_steps = min(len(one["loss"]), len(two["loss"]))  # more warm-up steps on a busy machine
     assert one["loss"][:num_steps] == two["loss"][:num_steps]
     assert num_steps >= 5

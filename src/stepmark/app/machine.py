@@ -38,24 +38,32 @@ class Machine:
     is_here: bool = True
 
     def num_ranks(self, nproc: str | None, default: str = "1") -> int:
-        """Return the ranks of all hosts: --nproc per host; an outer launcher's world."""
+        """Return --nproc, the ranks of all hosts; under an outer launcher its world.
+
+        Without --nproc a job has the ranks per host that its script names. Raises ConfigError.
+        """
         if outer_launcher.is_rank():
             return outer_launcher.num_ranks()
         here = job.current()
-        per_host = self._ranks_per_host(nproc, (here.nproc if here else None) or default)
-        return per_host * (here.num_hosts if here else 1)
+        num_hosts = here.num_hosts if here else 1
+        if nproc is None and here is not None and here.nproc is not None:
+            return num_hosts * self._count(here.nproc, 1)
+        count = self._count(nproc or default, num_hosts)
+        if count > 1 and count % num_hosts:
+            raise ConfigError("nproc", count, f"a multiple of the {num_hosts} hosts")
+        return count
 
-    def _ranks_per_host(self, nproc: str | None, default: str) -> int:
-        text = nproc or default
+    def _count(self, text: str, num_hosts: int) -> int:
         if self.num_accelerators is None:
             if text == "all":
                 allowed = f"the number of ranks, because no {self.name} is on this machine"
-                raise ConfigError("nproc", nproc, allowed)
+                raise ConfigError("nproc", text, allowed)
             most = 2**20
         else:
-            most = self.num_accelerators if self.device == "cuda" else _MAX_CPU_RANKS
+            per_host = self.num_accelerators if self.device == "cuda" else _MAX_CPU_RANKS
+            most = per_host * num_hosts
         if text == "all":
-            return most if self.device == "cuda" else 1
+            return most if self.device == "cuda" else num_hosts
         if not text.isdecimal() or len(text) > 9 or not 1 <= int(text) <= most:
             raise ConfigError("nproc", text, f"all, or from 1 to {most}")
         return int(text)

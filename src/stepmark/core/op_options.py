@@ -47,7 +47,7 @@ class Selection:
 class Devices(Device):
     """Device."""
 
-    nproc: str = flag("devices measured at once: a number or all", default="1")
+    nproc: str | None = flag("devices measured at once: a number or all [1]")
 
 
 @group
@@ -158,7 +158,7 @@ def options_of(case: OpCase) -> OpOptions:
         shape_options(case.op),
         backend=(case.backend,),
         device=case.device,
-        nproc=str(case.num_ranks),
+        nproc=None if case.num_ranks == 1 else str(case.num_ranks),
         clock=case.clock,
         rate=case.rate,
     )

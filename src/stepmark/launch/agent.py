@@ -52,6 +52,7 @@ def serve(job: Job) -> int:
                     channel.send(Interrupted(signals[0]))
                 agent.turn()
                 time.sleep(_POLL_S)
+            agent.turn()  # the last message of a leader that has closed the connection
         finally:
             agent.kill()
         if agent.code is None and not signals:
