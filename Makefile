@@ -12,7 +12,7 @@ CAN_MAKE_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11
 HAS_TORCH := import sys, torch; \
   sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
 
-.PHONY: run setup test mutations soak size check lint format types imports clean
+.PHONY: run setup test test-cluster mutations soak size check lint format types imports clean
 
 run: $(VENV)/.installed
 	$(BIN)/stepmark run $(ARGS)
@@ -25,13 +25,23 @@ setup: $(VENV)/.installed-dev
 # ARGS selects (5), not both. Slow tests are `make soak`'s.
 test: $(VENV)/.installed-dev
 	@status=5; export PYTHONDONTWRITEBYTECODE=; \
-	for half in "not ranks and not slow" "ranks and not slow"; do \
+	for half in "not ranks and not slow and not cluster" "ranks and not slow"; do \
 	  case $$half in not*) workers="-n 2 --dist loadfile --no-loadscope-reorder" ;; *) workers= ;; esac; \
 	  echo "pytest -m '$$half'"; code=0; \
 	  $(BIN)/python -m pytest $$workers -m "$$half" $(ARGS) || code=$$?; \
 	  case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; \
 	done; \
 	exit $$status
+
+# Two hosts in network namespaces and a Slurm of two nodes: needs root. On Debian and Ubuntu it
+# installs what is missing (iproute2, slurm-wlm, munge).
+test-cluster: $(VENV)/.installed-dev
+	@PATH="$$PATH:/usr/sbin"; \
+	if ! { command -v ip && command -v slurmctld && command -v munged; } >/dev/null; then \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+	    --no-install-recommends iproute2 slurm-wlm munge >/dev/null; \
+	fi
+	$(BIN)/python -m pytest -m cluster tests/cluster $(ARGS)
 
 # Puts known faults into a copy of the package: each must be found by a test.
 mutations: $(VENV)/.installed-dev

@@ -16,6 +16,8 @@ from tests.cluster.job import ROOT
 from tests.cluster.network import Host, sh
 from tests.cluster.slurm import Slurm
 
+from stepmark.launch import processes
+
 pytestmark = pytest.mark.cluster
 
 NODES = ("launch", "--slurm", "-N", "2", "--nproc-per-node", "1")
@@ -35,7 +37,12 @@ def launch(folder: Path, *words: str) -> "subprocess.Popen[str]":
         return subprocess.Popen(
             [sys.executable, "-m", "stepmark", *words],
             cwd=folder,
-            env=os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+                "OMP_NUM_THREADS": "1",
+                "STEPMARK_TEST": str(folder),
+            },
             stdout=out,
             stderr=err,
             text=True,
@@ -91,7 +98,9 @@ def test_a_killed_rank_is_the_exit_code_of_the_job(tmp_path: Path) -> None:
     process = launch(tmp_path, *words)
     wait_for_records(tmp_path, 1)
     time.sleep(0.3)
-    sh("pkill -KILL -f 'stepmark.app.rank .*stepmark-plan'")  # of the host that does not lead
+    ranks = processes.marked("STEPMARK_TEST", str(tmp_path))
+    (hurt,) = [rank for rank in ranks if rank.environ().get("RANK") == "1"]
+    processes.send(hurt, signal.SIGKILL)
     assert process.wait(90) == 3, (tmp_path / "stderr").read_text()
     assert sorted(outcomes(tmp_path)) == ["lost rank", "measured", "measured", "measured"]
 
@@ -120,7 +129,7 @@ def test_a_requeued_job_resumes_its_run(tmp_path: Path) -> None:
     sh(f"scontrol requeue {job_id}")
     kept = records(tmp_path)
     end_s = time.monotonic() + 60
-    while "PENDING" not in (tmp_path / "stderr").read_text():
+    while "PENDING (BeginTime)" not in (tmp_path / "stderr").read_text():
         assert time.monotonic() < end_s
         time.sleep(0.2)
     sh(f"scontrol update jobid={job_id} starttime=now")  # not in two minutes
