@@ -53,6 +53,14 @@ class Machine:
             raise ConfigError("nproc", count, f"a multiple of the {num_hosts} hosts")
         return count
 
+    @staticmethod
+    def ranks_per_host(num_ranks: int) -> int:
+        """Return how many of these ranks a host has, as far as the launcher says."""
+        if outer_launcher.is_rank():
+            return outer_launcher.num_local_ranks() or num_ranks
+        here = job.current()
+        return num_ranks // here.num_hosts if here else num_ranks
+
     def _count(self, text: str, num_hosts: int) -> int:
         if self.num_accelerators is None:
             if text == "all":

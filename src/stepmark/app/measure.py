@@ -59,7 +59,7 @@ def measure(
             plan = _check_continued(plan, run, force=force)
         else:
             run = _create_run(plan, root)
-        for note in () if outer_launcher.is_rank() else plan.notes:
+        for note in plan.notes:
             sys.stderr.write(f"# {note}\n")
         return plan, run
 

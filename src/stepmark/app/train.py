@@ -37,7 +37,10 @@ def plan(options: TrainOptions, machine: Machine) -> Plan:
         world_size=world_size,
         how=How(train=how(options, world_size)),
         entries=entries(cases, options.launches),
-        notes=file_notes(",".join(options.model_names)),
+        notes=(
+            *file_notes(",".join(options.model_names)),
+            *train_plan.placement_notes(cases, machine.ranks_per_host(world_size)),
+        ),
     )
 
 

@@ -155,6 +155,17 @@ def _techniques(
     }
 
 
+def placement_notes(cases: Sequence[TrainCase], ranks_per_host: int) -> list[str]:
+    """Return notes on tensor-parallel groups, of consecutive ranks, that reach over hosts."""
+    degrees = sorted({case.parallel.tp for case in cases})
+    return [
+        f"tp {tp}: its groups reach over hosts of {ranks_per_host} ranks, so each layer waits "
+        f"for the network; a tp that divides {ranks_per_host} keeps them inside"
+        for tp in degrees
+        if ranks_per_host % tp
+    ]
+
+
 def default_nproc(options: TrainOptions, device: str) -> str:
     """Return --nproc, or all accelerators but for `single`; on a CPU as few as possible."""
     if options.nproc:

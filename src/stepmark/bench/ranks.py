@@ -10,12 +10,14 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from stepmark.bench.nvidia import pci_bus_id
 from stepmark.core.errors import StepmarkError
 from stepmark.core.record import AnyCase, Failed
 
@@ -116,6 +118,8 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
     if device_type == "cuda":
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+        if os.environ.get("STEPMARK_BIND") == "closest":
+            _bind_to_cores_near(device)
     offset_s, error_s = 0.0, 0.0
     if num_ranks > 1 or (for_meshes and "RANK" in os.environ):
         backend = "cpu:gloo,cuda:nccl" if for_meshes and device_type == "cuda" else "gloo"
@@ -133,6 +137,27 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
         offset_s=offset_s,
         offset_error_s=error_s,
     )
+
+
+def _bind_to_cores_near(device: torch.device) -> None:
+    """Run this process on the cores closest to its device, as the kernel lists them.
+
+    Threads that start later inherit it. Without a list, or where the job has none of these
+    cores, nothing changes.
+    """
+    place = pci_bus_id(device.index).lower()
+    try:
+        text = Path(f"/sys/bus/pci/devices/{place}/local_cpulist").read_text(encoding="ascii")
+    except OSError:
+        return
+    if near := cores_of(text) & os.sched_getaffinity(0):
+        os.sched_setaffinity(0, near)
+
+
+def cores_of(text: str) -> set[int]:
+    """Return the cores of a kernel's list such as 0-3,8."""
+    spans = [part.partition("-") for part in text.strip().split(",") if part]
+    return {n for low, _, high in spans for n in range(int(low), int(high or low) + 1)}
 
 
 def _store_of_parent(num_ranks: int) -> Store | None:

@@ -8,6 +8,7 @@ from stepmark.core.errors import ConfigError
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 # Slurm also sets the rank in a batch script; the last variable only in steps of srun.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE")
+_PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH, Intel MPI
 _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 # Hosts of a job with one process per host, its agent, which starts ranks: see job.py.
 HOSTS = "STEPMARK_HOSTS"
@@ -35,6 +36,14 @@ def num_ranks() -> int:
     return int(os.environ[names[2]]) if names else 1
 
 
+def num_local_ranks() -> int | None:
+    """Return the ranks of this host; None where no launcher says."""
+    names = _names()
+    text = os.environ.get(names[3], "") if names else ""
+    local_size = text.split(",")[0].partition("(")[0]  # Slurm: 8(x2),4
+    return int(local_size) if local_size.isdecimal() else None
+
+
 def as_torchrun() -> None:
     """Set the variables that torchrun sets from those of srun or mpirun.
 
@@ -44,10 +53,11 @@ def as_torchrun() -> None:
     if names is None or names is _TORCHRUN:
         return
     for target, source in zip(_TORCHRUN[:3], names[:3], strict=True):
+        if source not in os.environ:
+            raise ConfigError(source, None, "the rank of this process on its host")
         os.environ[target] = os.environ[source]
     if "MASTER_ADDR" not in os.environ:
-        local_size = os.environ.get(names[3], "").split(",")[0].partition("(")[0]
-        if local_size != os.environ["WORLD_SIZE"]:
+        if str(num_local_ranks()) != os.environ["WORLD_SIZE"]:
             raise ConfigError(
                 "MASTER_ADDR", None, "set to the host of rank 0 for several hosts"
             )
@@ -58,7 +68,7 @@ def as_torchrun() -> None:
 
 
 def _names() -> tuple[str, ...] | None:
-    for names in (_TORCHRUN,) if is_agent() else (_TORCHRUN, _SLURM, _MPI):
+    for names in (_TORCHRUN,) if is_agent() else (_TORCHRUN, _SLURM, _MPI, _PMI):
         if names[0] in os.environ and names[2] in os.environ:
             # A step of one task is a command that srun runs, as mpirun -n 1 does.
             return names if names is _TORCHRUN or os.environ[names[2]] != "1" else None

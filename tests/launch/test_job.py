@@ -1,0 +1,180 @@
+"""Jobs of several hosts: what the environment says, and the channel between agents."""
+
+import socket
+import threading
+import time
+from multiprocessing import AuthenticationError
+from types import SimpleNamespace
+
+import pytest
+
+from stepmark.app.machine import Machine
+from stepmark.app.train_plan import placement_notes
+from stepmark.bench.ranks import cores_of
+from stepmark.core.errors import ConfigError
+from stepmark.launch import channel, job, outer_launcher
+from stepmark.launch.channel import Alive, Channel, End, Hello
+
+KEY = "0123456789abcdef"
+VARIABLES = {"STEPMARK_HOSTS": "n1,n2,n3", "STEPMARK_PORT": "29500", "STEPMARK_KEY": KEY}
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(patch: pytest.MonkeyPatch, **values: str) -> None:
+    for name, value in (VARIABLES | values).items():
+        patch.setenv(name, value)
+
+
+@pytest.mark.parametrize("name", ["STEPMARK_HOST_RANK", "SLURM_PROCID", "PMI_RANK"])
+def test_an_agent_knows_its_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, **{name: "2", "STEPMARK_NPROC": "8"})
+    here = job.current()
+    assert here is not None
+    assert (here.hosts, here.rank, here.leads) == (("n1", "n2", "n3"), 2, False)
+    assert (here.port, here.key, here.nproc) == (29500, KEY.encode(), "8")
+    assert not outer_launcher.is_rank(), "one process per host is no rank"
+
+
+def test_an_agent_finds_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_all(monkeypatch, STEPMARK_HOSTS=f"n1,{socket.gethostname()}")
+    assert (here := job.current()) is not None
+    assert here.rank == 1
+    monkeypatch.setenv("STEPMARK_HOSTS", "n1,n2")
+    with pytest.raises(ConfigError, match="STEPMARK_HOST_RANK is missing"):
+        job.current()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"STEPMARK_HOSTS": "n1,n1"},
+        {"STEPMARK_HOSTS": "n1,,n2"},
+        {"STEPMARK_PORT": "70000"},
+        {"STEPMARK_KEY": "short"},
+        {"STEPMARK_HOST_RANK": "3"},
+        {"STEPMARK_JOIN_S": "soon"},
+    ],
+)
+def test_wrong_variables_are_refused(
+    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_all(monkeypatch, **{"STEPMARK_HOST_RANK": "0"} | wrong)
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        job.current()
+
+
+def test_a_job_has_ranks_on_every_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """--nproc counts the ranks of all hosts, STEPMARK_NPROC those of one."""
+    set_all(monkeypatch, STEPMARK_HOST_RANK="0")
+    cpu, gpus = Machine(device="cpu"), Machine(device="cuda", num_accelerators=8)
+    assert gpus.num_ranks("all") == gpus.num_ranks(None, "all") == 24
+    assert cpu.num_ranks("6") == 6
+    assert gpus.ranks_per_host(24) == 8
+    with pytest.raises(ConfigError, match="a multiple of the 3 hosts"):
+        cpu.num_ranks("4")
+    with pytest.raises(ConfigError, match="from 1 to 24"):
+        gpus.num_ranks("25")
+    monkeypatch.setenv("STEPMARK_NPROC", "2")
+    assert cpu.num_ranks(None, "1") == 6
+    assert cpu.num_ranks("1") == 1
+    monkeypatch.setenv("STEPMARK_NPROC", "9")
+    with pytest.raises(ConfigError, match="from 1 to 8"):
+        gpus.num_ranks(None)
+
+
+def test_tensor_parallel_groups_over_hosts_are_noted() -> None:
+    cases = [SimpleNamespace(parallel=SimpleNamespace(tp=tp)) for tp in (1, 2, 4, 3)]
+    notes = placement_notes(cases, 2)  # type: ignore[arg-type]
+    assert [note.split(":")[0] for note in notes] == ["tp 3", "tp 4"]
+
+
+def test_mpich_and_intel_mpi_are_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    assert outer_launcher.is_rank()
+    assert outer_launcher.num_ranks() == 4
+    assert outer_launcher.num_local_ranks() is None
+    monkeypatch.setenv("MPI_LOCALNRANKS", "2")
+    assert outer_launcher.num_local_ranks() == 2
+
+
+def test_the_kernels_list_of_cores() -> None:
+    assert cores_of("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert cores_of("\n") == set()
+
+
+def pair(keys: tuple[str, str]) -> list[Channel | Exception]:
+    """Return both ends of a channel whose ends have these keys."""
+    ends: list[Channel | Exception] = [OSError(), OSError()]
+
+    def connect(place: int, end: socket.socket) -> None:
+        try:
+            ends[place] = Channel(end, keys[place].encode(), accepts=place == 0)
+        except (OSError, EOFError, AuthenticationError) as error:
+            ends[place] = error
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        there = socket.create_connection(server.getsockname())
+        here, _ = server.accept()
+    threads = [threading.Thread(target=connect, args=x) for x in ((0, here), (1, there))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def wait(is_done: object) -> None:
+    end_s = time.monotonic() + 5
+    while not is_done() and time.monotonic() < end_s:  # type: ignore[operator]
+        time.sleep(0.01)
+    assert is_done()  # type: ignore[operator]
+
+
+def test_messages_arrive_in_order_and_an_end_is_noticed() -> None:
+    first, second = pair((KEY, KEY))
+    assert isinstance(first, Channel)
+    assert isinstance(second, Channel)
+    messages = [Hello(1, "n2", "0.1"), Alive(), End(3)]
+    for message in messages:
+        second.send(message)
+    second.close()
+    wait(lambda: first.lost)
+    assert list(first.inbox) == messages
+    assert first.lost == "it has closed the connection"
+    first.close()
+
+
+def test_another_key_is_refused() -> None:
+    first, second = pair((KEY, KEY[::-1]))
+    assert isinstance(first, AuthenticationError)
+    assert isinstance(second, AuthenticationError | EOFError | OSError)
+
+
+def test_silence_is_a_lost_host_unless_we_were_stopped(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first, second = pair((KEY, KEY))
+    assert isinstance(first, Channel)
+    assert isinstance(second, Channel)
+    now = [time.monotonic()]
+    monkeypatch.setattr(channel.time, "monotonic", lambda: now[0])
+    first.look()
+    now[0] += 3600.0  # stopped, as by `scontrol suspend`
+    first.look()
+    assert not first.lost
+    for _ in range(int(channel.SILENCE_S) - 3):
+        now[0] += 1.0
+        first.look()
+    assert not first.lost
+    for _ in range(4):
+        now[0] += 1.0
+        first.look()
+    assert first.lost == "it has been silent for 20 s"
+    first.close()
+    second.close()
