@@ -37,7 +37,7 @@ def main(count: int, seed: int) -> int:
             own = folder / f"kill{number}"
             own.mkdir()
             job = Job(hosts, own, *words, leader_folder=folder)
-            limit_s = time.monotonic() + rng.uniform(2.5, 7.0)
+            limit_s = time.monotonic() + rng.uniform(3.0, 8.0)
             while time.monotonic() < limit_s and job.agents[0].poll() is None:
                 time.sleep(0.01)
             is_done = job.agents[0].poll() is not None

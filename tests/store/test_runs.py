@@ -227,6 +227,41 @@ def test_a_full_disk_leaves_whole_lines(
         assert reader.read_records(writer.path) == [measured(4), measured(12)]
 
 
+def test_a_lost_file_system_that_comes_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a line is written, cannot be removed, and is gone once the record is written."""
+    failures, real_write, real_truncate = [3], os.write, os.ftruncate
+
+    def write_half(fd: int, data: bytes) -> int:
+        if failures[0]:
+            real_write(fd, bytes(data[: len(data) // 2]))
+            raise OSError(errno.EIO, "Input/output error")
+        return real_write(fd, data)
+
+    def truncate(fd: int, size: int) -> None:
+        failures[0] -= 1
+        if failures[0] > 0:
+            raise OSError(errno.EIO, "Input/output error")
+        real_truncate(fd, size)
+
+    monkeypatch.setattr(runs, "_RETRY_S", 0.01)
+    with new_run(tmp_path, INFO) as writer:
+        writer.append(measured(4))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write_half)
+            patch.setattr(os, "ftruncate", truncate)
+            writer.append(measured(8))
+        assert reader.read_records(writer.path) == [measured(4), measured(8)]
+        monkeypatch.setattr(runs, "_LOST_S", 0.05)
+        failures[0] = 10**6
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write_half)
+            with pytest.raises(StoreError, match="Input/output error"):
+                writer.append(measured(12))
+        assert reader.read_records(writer.path) == [measured(4), measured(8)]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 def test_a_device_without_space(tmp_path: Path) -> None:
     path = write(tmp_path)

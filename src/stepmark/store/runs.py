@@ -6,8 +6,10 @@ read, and is removed when the run is resumed.
 
 import contextlib
 import dataclasses
+import errno
 import os
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -19,6 +21,10 @@ from stepmark.core.stats import slowest_per_sample
 from stepmark.store import codec, files, reader
 
 MAX_SAMPLES_IN_LINE = 4096
+
+# A network file system that is lost for a while reports these, if it does not block.
+_MAY_RETURN = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
+_LOST_S, _RETRY_S = 90.0, 1.0
 TRACES = "traces"  # folder of a run
 
 # case_id and launch
@@ -42,6 +48,7 @@ class RunWriter(files.Lock):
     def __init__(self, path: Path) -> None:
         """Use `begin`, `resume` or `go_on`."""
         self.path = path
+        self._torn_at: int | None = None  # where a line begins that could not be removed
         fd = os.open(path / reader.RECORDS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         super().__init__(fd, "run", path, "a run that no other process writes")
 
@@ -84,23 +91,38 @@ class RunWriter(files.Lock):
         return writer, {(r.case.case_id, r.launch) for r in records if _is_done(r)}
 
     def append(self, record: Record) -> None:
-        """Write a record to disk. Raises StoreError, and then leaves whole lines only."""
-        try:
-            if isinstance(record, Measured):
-                record = self._samples_to_file(record)
-            self._write_line(codec.encode(record))
-        except OSError as error:
-            reason = error.strerror or error
-            raise StoreError(f"{self.path}: {reason}; record not written") from error
+        """Write a record to disk. Raises StoreError, and then leaves whole lines only.
+
+        A file system that is lost may come back: it is tried again for 90 s.
+        """
+        end_s = time.monotonic() + _LOST_S
+        while True:
+            try:
+                whole = (
+                    self._samples_to_file(record) if isinstance(record, Measured) else record
+                )
+                self._write_line(codec.encode(whole))
+            except OSError as error:
+                if error.errno in _MAY_RETURN and time.monotonic() < end_s:
+                    time.sleep(_RETRY_S)
+                    continue
+                reason = error.strerror or error
+                raise StoreError(f"{self.path}: {reason}; record not written") from error
+            return
 
     def _write_line(self, line: bytes) -> None:
+        if self._torn_at is not None:
+            os.ftruncate(self._fd, self._torn_at)
+            self._torn_at = None
         end = os.fstat(self._fd).st_size
         try:
             _write_all(self._fd, line)
             os.fsync(self._fd)
         except OSError:
+            self._torn_at = end
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, end)
+                self._torn_at = None
             raise
 
     def _samples_to_file(self, record: Measured) -> Measured:
