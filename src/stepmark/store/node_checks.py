@@ -21,13 +21,17 @@ def write(check: NodeCheck, file: Path) -> None:
 
 def read(file: Path, field: str = "from") -> NodeCheck:
     """Read a check. Raises ConfigError."""
-    plain = json_object(open_bytes(file), f"{field} {file}")
+    name = f"{field} {file}"
+    plain = json_object(open_bytes(file), name)
     if plain.get("schema") != NODE_CHECK_SCHEMA:
-        raise ConfigError(field, file, f"a node check of schema {NODE_CHECK_SCHEMA}")
+        schema = plain.get("schema", "no schema")
+        raise ConfigError(name, schema, f"a node check of schema {NODE_CHECK_SCHEMA}")
     try:
         return msgspec.convert(plain, NodeCheck, strict=False)
     except msgspec.ValidationError as error:
-        raise ConfigError(field, file, f"a node check ({error})") from None
+        raise ConfigError(
+            name, plain.get("host", "no host"), f"a node check ({error})"
+        ) from None
 
 
 def read_all(folder: Path) -> list[NodeCheck]:

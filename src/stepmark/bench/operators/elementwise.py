@@ -384,6 +384,8 @@ ACTIVATION = with_compile(make_activation)
 NORM = with_compile(make_norm)
 ROPE = with_compile(make_rope)
 COPY = {"torch": Impl(make=make_copy, unsupported=backends.copy)}
-HOST_COPY = {"torch": Impl(make=make_host_copy, unsupported=backends.host_copy)}
+HOST_COPY = {
+    "torch": Impl(make=make_host_copy, unsupported=backends.host_copy, capturable=False)
+}
 CROSS_ENTROPY = with_compile(make_cross_entropy)
 OPTIMIZER = Impl(make=make_optimizer, unsupported=backends.optimizer)
