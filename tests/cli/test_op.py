@@ -41,7 +41,13 @@ def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def test_a_host_copy_is_skipped_on_a_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["op", "host-copy", "--num-bytes", "65536", *CPU]) == 3
+    out, err = capsys.readouterr()
+    assert "a device with memory of its own" in out + err
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - {"host-copy"}))
 def test_each_family_runs(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,6 +13,7 @@ from stepmark.core.ops import (
     EmbeddingBag,
     Gemm,
     GroupedGemm,
+    HostCopy,
     Layout,
     Mlp,
     Norm,
@@ -38,6 +39,7 @@ PLAIN: dict[str, Op] = {
     "cross-entropy": CrossEntropy(tokens=16, vocab=50),
     "optimizer": Optimizer(num_params=1000),
     "copy": Copy(num_bytes=4096),
+    "host-copy": HostCopy(num_bytes=4096),
 }
 
 _ATTENTION = PLAIN["attention"]

@@ -32,6 +32,7 @@ GOLDEN = {
     "cross-entropy": "07c2afeb0b00185f",
     "optimizer": "1ff673ea159414d5",
     "copy": "2b91ed536d431258",
+    "host-copy": "34a66e4f330031e4",
 }
 
 
@@ -71,7 +72,7 @@ OTHER = {
     "kv_heads": 1,
     "head_dim": 16,
 }
-ONE_CHOICE = {("copy", "phase"), ("optimizer", "phase")}
+ONE_CHOICE = {("copy", "phase"), ("host-copy", "phase"), ("optimizer", "phase")}
 
 
 @pytest.mark.parametrize(("family", "name"), sorted({*FIELDS} - ONE_CHOICE))

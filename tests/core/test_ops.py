@@ -23,6 +23,7 @@ from stepmark.core.ops import (
     EmbeddingBag,
     Gemm,
     GroupedGemm,
+    HostCopy,
     Layout,
     Mlp,
     Norm,
@@ -241,6 +242,7 @@ HELD: dict[str, Any] = {
     "cross-entropy": lambda op: op.tokens * op.vocab * op.dtype.itemsize,
     "optimizer": lambda op: 2 * op.num_params * op.dtype.itemsize,
     "copy": lambda op: 2 * op.num_bytes,
+    "host-copy": lambda op: op.num_bytes,
 }
 
 
@@ -249,7 +251,9 @@ def test_memory_holds_the_operands(op: Op) -> None:
     assert op.memory_bytes >= HELD[FAMILY_OF[type(op)]](op) > 0
 
 
-@pytest.mark.parametrize("op", [op for op in OPTIONS if not isinstance(op, Copy)], ids=repr)
+@pytest.mark.parametrize(
+    "op", [op for op in OPTIONS if not isinstance(op, Copy | HostCopy)], ids=repr
+)
 def test_wider_elements_move_more(op: Op) -> None:
     if op.dtype in (DType.BF16, DType.FP16):
         wider = replace(op, dtype=DType.FP32, **_no_result_type(op))
@@ -273,6 +277,7 @@ def _no_result_type(op: Op) -> dict[str, Any]:
         (Optimizer(num_params=100), 28 * 100),
         (Optimizer(num_params=100, kind="sgd"), 12 * 100),
         (Copy(num_bytes=100), 200),
+        (HostCopy(num_bytes=100, direction="d2h"), 100),
         (
             EmbeddingBag(rows=9, dim=8, pooling=3, batch=5),
             5 * 3 * 8 * 4 + 5 * (3 + 1) * 8 + 5 * 8 * 4,
@@ -347,7 +352,7 @@ def test_choices_that_are_none(family: str) -> None:
 @pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"gemm"}))
 def test_fp8_only_where_there_is_fp8(family: str) -> None:
     op = PLAIN[family]
-    if family == "copy":
+    if family in ("copy", "host-copy"):
         return
     for dtype in (DType.FP8_E4M3, DType.FP8_E5M2):
         assert "dtype" in refused(op, "dtype", dtype)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
 import msgspec
 from rich.console import Console
@@ -9,10 +10,14 @@ from rich.table import Table
 from rich.text import Text
 
 from stepmark.app.delivery import write_files
-from stepmark.bench.doctor import Device, Findings, examine
-from stepmark.bench.nvidia import Health, Links
+from stepmark.core.errors import ConfigError
+from stepmark.core.options import dashed, load, plain
 from stepmark.core.units import GB, TFLOP, format_bytes
 from stepmark.core.verb_options import DoctorOptions
+
+if TYPE_CHECKING:
+    from stepmark.bench.doctor import Device, Findings
+    from stepmark.bench.nvidia import Health, Links
 
 OK, WARNING, MISSING = "ok", "warning", "missing"
 STYLE = {OK: "green", WARNING: "yellow", MISSING: "dim"}
@@ -29,14 +34,24 @@ class Line:
     detail: str
 
 
-def run(options: DoctorOptions) -> None:
-    """Examine the machine, print the report and write the files of --json and --csv."""
+def run(options: DoctorOptions) -> int:
+    """Examine the machine, print the report and write the files of --json and --csv.
+
+    With --nodes check it for a job instead. Returns the exit code.
+    """
     options.check_stdout()
-    findings = examine()
+    if options.nodes:
+        code: int = load("stepmark.app.node_check:run")(options)
+        return code
+    for name, value in plain(options).items():
+        if name not in ("json", "csv"):
+            raise ConfigError(dashed(name), value, "only with --nodes")
+    findings: Findings = load("stepmark.bench.doctor:examine")()
     report = list(lines(findings))
     draw(report, to_stderr=options.to_stdout)
     rows = [asdict(line) for line in report]
     write_files(options, "doctor", msgspec.to_builtins(findings), rows)
+    return 0
 
 
 def draw(report: list[Line], *, to_stderr: bool) -> None:
@@ -58,7 +73,7 @@ def draw(report: list[Line], *, to_stderr: bool) -> None:
         console.print()
 
 
-def lines(findings: Findings) -> Iterator[Line]:
+def lines(findings: "Findings") -> Iterator[Line]:
     """Yield the whole report, with warnings last."""
     yield from host_lines(findings)
     for device in findings.devices:
@@ -76,7 +91,7 @@ def lines(findings: Findings) -> Iterator[Line]:
         yield Line(section="Warnings", item="", mark=OK, detail="none")
 
 
-def host_lines(findings: Findings) -> Iterator[Line]:
+def host_lines(findings: "Findings") -> Iterator[Line]:
     env = findings.environment
     facts = {
         "host": f"{env.host}: {env.os}, {env.kernel}",
@@ -101,7 +116,7 @@ def fact(section: str, item: str, detail: str) -> Line:
     return Line(section=section, item=item, mark=mark, detail=detail or "not found")
 
 
-def device_lines(device: Device) -> Iterator[Line]:
+def device_lines(device: "Device") -> Iterator[Line]:
     info, section = device.info, f"Device {device.info.index}: {device.info.name}"
     if device.note:
         yield Line(section=section, item="this path", mark=WARNING, detail=device.note)
@@ -133,7 +148,7 @@ def figure(value: float | None, unit: float = 1.0) -> str:
     return "?" if value is None else f"{value / unit:.0f}"
 
 
-def link_text(links: Links) -> str:
+def link_text(links: "Links") -> str:
     most = f"gen{links.pcie_max_generation} x{links.pcie_max_width}"
     pcie = f"PCIe {links.pcie} (max {most})" if links.pcie else ""
     count = links.num_fabric_links
@@ -141,7 +156,7 @@ def link_text(links: Links) -> str:
     return ", ".join(part for part in (pcie, fabric if links.fabric else "") if part)
 
 
-def health_text(health: Health) -> str:
+def health_text(health: "Health") -> str:
     facts = {
         "ECC": health.ecc,
         "uncorrected errors": health.ecc_uncorrected,
@@ -159,7 +174,7 @@ def health_text(health: Health) -> str:
     )
 
 
-def fabric_lines(findings: Findings) -> Iterator[Line]:
+def fabric_lines(findings: "Findings") -> Iterator[Line]:
     for nic in findings.nics:
         mark = OK if nic.state in ("up", "active") else MISSING
         detail = f"{nic.state or 'state unknown'}, {nic.rate or 'rate unknown'}"

@@ -5,7 +5,16 @@ from pathlib import Path
 from typing import Annotated
 
 from stepmark.core.option_groups import RUN_NAME, Files, Ranks
-from stepmark.core.options import REQUIRED, Duration, Share, between, flag, group, words_of
+from stepmark.core.options import (
+    REQUIRED,
+    Duration,
+    Share,
+    Words,
+    between,
+    flag,
+    group,
+    words_of,
+)
 
 
 @group
@@ -65,8 +74,31 @@ class ReportOptions(RunsFolder):
     out: Path | None = flag("file to write [RUN/report.html, of two RUN/report-ID2.html]")
 
 
+@group
+class NodeChecks:
+    """Node check."""
+
+    nodes: bool = flag("check this host's devices before a big job", default=False)
+    out: Path | None = flag("folder that all hosts share [node-check]", metavar="DIR")
+    read_from: Path | None = flag(
+        "measure nothing: the verdict on all hosts that wrote into DIR", "--from", metavar="DIR"
+    )
+    expect: Words | None = flag("hosts that must have written into --from, comma-separated")
+    gpus_per_node: Annotated[int, between(0, 1024)] | None = flag("a host with others fails")
+    floor: Share = flag("slowdown that is accepted, against the others' median", default=0.05)
+    device: Annotated[str, words_of("cuda", "cpu")] | None = flag(
+        "cuda or cpu [cuda where there is one]"
+    )
+    nproc: str | None = flag("devices to check [all; 1 on a CPU]")
+    budget: Duration | None = flag("time for the rates of a device [60s; 5s on a CPU]")
+    launches: Annotated[int, between(1, 100)] | None = flag(
+        "times each rate is measured [5; 2 on a CPU]"
+    )
+    timeout: Duration | None = flag("a device that takes longer is stuck [600s]")
+
+
 @dataclass(frozen=True, kw_only=True)
-class DoctorOptions(Files):
+class DoctorOptions(NodeChecks, Files):
     """stepmark doctor."""
 
 

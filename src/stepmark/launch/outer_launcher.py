@@ -44,6 +44,18 @@ def num_local_ranks() -> int | None:
     return int(local_size) if local_size.isdecimal() else None
 
 
+def leave() -> bool:
+    """Make this process act for its host instead of as a rank, as do those that it starts.
+
+    Returns False on all ranks of a host but the first.
+    """
+    names = _names()
+    is_first_here = names is None or os.environ.get(names[1], "0") == "0"
+    for name in (name for launcher in (_TORCHRUN, _SLURM, _MPI, _PMI) for name in launcher):
+        os.environ.pop(name, None)
+    return is_first_here
+
+
 def as_torchrun() -> None:
     """Set the variables that torchrun sets from those of srun or mpirun.
 

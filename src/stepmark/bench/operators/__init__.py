@@ -16,4 +16,5 @@ IMPLS: dict[str, dict[str, Impl]] = {
     "cross-entropy": elementwise.CROSS_ENTROPY,
     "optimizer": {"torch": elementwise.OPTIMIZER},
     "copy": elementwise.COPY,
+    "host-copy": elementwise.HOST_COPY,
 }

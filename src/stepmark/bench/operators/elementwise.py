@@ -1,4 +1,4 @@
-"""Functions of rows, forwards and backwards, copy, and one step of a fused optimizer.
+"""Functions of rows, forwards and backwards, copies, and one step of a fused optimizer.
 
 SwiGLU and GELU, norms, rotary embedding, token loss. T tokens, W width, H hidden, V vocabulary;
 B batch, S sequence, D head width. The gate and up halves of SwiGLU lie in one tensor, as one
@@ -30,6 +30,7 @@ from stepmark.core.ops import (
     Activation,
     Copy,
     CrossEntropy,
+    HostCopy,
     Norm,
     Optimizer,
     Phase,
@@ -210,6 +211,26 @@ def make_copy(op: Copy, device: torch.device) -> Call:
     return Call(run=lambda: y.copy_(x), verify=verify, backend_run="torch copy_")
 
 
+def make_host_copy(op: HostCopy, device: torch.device) -> Call:
+    on_device = normal(op.num_bytes // 4, dtype=op.dtype, device=device)
+    on_host = on_device.to("cpu").pin_memory()
+    to_device = op.direction == "h2d"
+    out, source = (on_device, on_host) if to_device else (on_host, on_device)
+
+    def verify() -> Check:
+        expected = on_device.clone()
+        poison(out)
+        out.copy_(source, non_blocking=True)
+        torch.cuda.synchronize(device)
+        pairs = zip(out.to(device).split(2**24), expected.split(2**24), strict=True)
+        return merge(compare(part, ref, 0.0, "the source") for part, ref in pairs)
+
+    def run() -> None:
+        out.copy_(source, non_blocking=True)
+
+    return Call(run=run, verify=verify, backend_run="torch copy_, pinned")
+
+
 def with_compile(make: Callable[..., Call]) -> dict[str, Impl]:
     """Return the backends of a function that torch.compile can fuse."""
     compiled_make = functools.partial(make, is_compiled=True)
@@ -363,5 +384,8 @@ ACTIVATION = with_compile(make_activation)
 NORM = with_compile(make_norm)
 ROPE = with_compile(make_rope)
 COPY = {"torch": Impl(make=make_copy, unsupported=backends.copy)}
+HOST_COPY = {
+    "torch": Impl(make=make_host_copy, unsupported=backends.host_copy, capturable=False)
+}
 CROSS_ENTROPY = with_compile(make_cross_entropy)
 OPTIMIZER = Impl(make=make_optimizer, unsupported=backends.optimizer)

@@ -16,6 +16,7 @@ from stepmark.core.ops import (
     Copy,
     Gemm,
     GroupedGemm,
+    HostCopy,
     Mlp,
     Optimizer,
     Scaling,
@@ -126,8 +127,14 @@ def optimizer(op: Optimizer, capabilities: Capabilities) -> str | None:
     return None
 
 
-def copy(op: Copy, capabilities: Capabilities) -> str | None:
+def copy(op: Copy | HostCopy, capabilities: Capabilities) -> str | None:
     return f"num-bytes {op.num_bytes} is no multiple of 4" if op.num_bytes % 4 else None
+
+
+def host_copy(op: HostCopy, capabilities: Capabilities) -> str | None:
+    if capabilities.device_type == "cpu":
+        return "a copy between host and device needs a device with memory of its own"
+    return copy(op, capabilities)
 
 
 def needs_compiler(op: Any, capabilities: Capabilities) -> str | None:
@@ -191,4 +198,5 @@ _LIMITS: dict[tuple[str, str], Callable[[Any, Capabilities], str | None]] = {
     ("mlp", "torch"): tf32,
     ("optimizer", "torch"): optimizer,
     ("copy", "torch"): copy,
+    ("host-copy", "torch"): host_copy,
 }

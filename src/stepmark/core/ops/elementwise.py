@@ -190,7 +190,32 @@ class Copy(Operator):
         return 2 * self.num_bytes
 
 
-ElementwiseOp = Norm | Activation | Rope | CrossEntropy | Optimizer | Copy
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy(Operator):
+    """Copy between pinned memory of the host and the device, over PCIe or a host's own link."""
+
+    num_bytes: int = count("bytes copied")
+    direction: str = choice(
+        "h2d, to the device, or d2h, to the host", default="h2d", allowed=("h2d", "d2h")
+    )
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd",))
+
+    @property
+    def dtype(self) -> DType:
+        """Return fp32, because a copy moves 4-byte words."""
+        return DType.FP32
+
+    @property
+    def shape_text(self) -> str:
+        return f"{self.direction} {format_bytes(self.num_bytes)}"
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return the bytes that cross the link, and the device's memory once."""
+        return self.num_bytes
+
+
+ElementwiseOp = Norm | Activation | Rope | CrossEntropy | Optimizer | Copy | HostCopy
 FAMILIES: dict[str, type[ElementwiseOp]] = {
     "norm": Norm,
     "activation": Activation,
@@ -198,4 +223,5 @@ FAMILIES: dict[str, type[ElementwiseOp]] = {
     "cross-entropy": CrossEntropy,
     "optimizer": Optimizer,
     "copy": Copy,
+    "host-copy": HostCopy,
 }

@@ -1,0 +1,212 @@
+"""stepmark doctor --nodes: on this machine's CPU, from files of other hosts, and bad input."""
+
+import csv
+import json
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tests.core.test_node_verdict import fleet
+
+from stepmark.app import node_check
+from stepmark.core.node_check import NodeCheck
+from stepmark.store import node_checks
+
+from .process import stepmark, stepmark_process
+
+DOCTOR = ["doctor", "--nodes"]
+
+
+def folder_of(tmp_path: Path, checks: list[NodeCheck]) -> Path:
+    for check in checks:
+        file = tmp_path / "checks" / "nodes" / f"{check.host}.json"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        node_checks.write(check, file)
+    return tmp_path / "checks"
+
+
+def failing(folder: Path) -> str:
+    return (folder / "failing_nodes.txt").read_text()
+
+
+def test_checks_survive_their_file(tmp_path: Path) -> None:
+    checks = fleet(3, 2, {(1, 0): float("nan")})
+    again = node_checks.read_all(folder_of(tmp_path, checks))
+    assert again[::2] == checks[::2]
+    assert str(again[1]) == str(checks[1])
+
+
+def test_a_healthy_fleet(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(5, 8))
+    done = stepmark(*DOCTOR, "--from", str(folder), "--gpus-per-node", "8", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert failing(folder) == ""
+    assert done.stdout.count("healthy") >= 5
+
+
+def test_a_slow_and_a_missing_host_are_to_be_avoided(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(5, 8, {(3, 2): 0.8}))
+    expect = ",".join(f"n{host:03}" for host in range(6))
+    words = ["--from", str(folder), "--expect", expect, "--csv", "rows.csv", "--json", "-"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert failing(folder) == "n003,n005\n"
+    document = json.loads(done.stdout)
+    nodes = {node["host"]: node["outcome"] for node in document["nodes"]}
+    assert nodes == dict.fromkeys(nodes, "healthy") | {"n003": "slow", "n005": "failed"}
+    rows = list(csv.DictReader((tmp_path / "rows.csv").read_text().splitlines()))
+    assert [row["where"] for row in rows if row["outcome"] != "healthy"] == ["n003/2", "n005"]
+    assert len(rows) == 5 * 8 + 1
+
+
+def test_two_hosts_cannot_be_told_apart(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(2, 1, {(1, 0): 0.8}))
+    assert stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path).returncode == 3
+    assert failing(folder) == ""
+
+
+def test_a_table_of_a_large_fleet_leaves_out_what_is_healthy(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(20, 8, {(3, 2): 0.8}))
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert "159 healthy figures are not shown" in done.stdout
+    assert len(done.stdout.splitlines()) < 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["doctor", "--nproc", "2"], "--nproc 2 is invalid: it works only with --nodes."),
+        (["doctor", "--from", "x"], "--from x is invalid: it works only with --nodes."),
+        ([*DOCTOR, "--from", "nowhere"], "--from nowhere is invalid: it must be a folder with"),
+        ([*DOCTOR, "--from", "x", "--nproc", "2"], "--nproc 2 is invalid: it has no effect"),
+        ([*DOCTOR, "--expect", "a,b"], "--expect a,b is invalid: it works only with --from."),
+        ([*DOCTOR, "--floor", "2"], "--floor 2 is invalid: it must be a share"),
+        ([*DOCTOR, "--device", "tpu"], "--device tpu is invalid: it must be one of cuda, cpu."),
+        ([*DOCTOR, "--out", "/proc/x"], "--out /proc/x is invalid: it must be a folder that"),
+    ],
+)
+def test_bad_input_is_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+    done = stepmark(*words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "JSON"),
+        ("[]", "a JSON object"),
+        ("{}", "schema 1"),
+        ('{"schema": 1, "host": 3}', "a node check"),
+        ('{"schema": 1, "host": "a", "checked_at": "", "figures": [{}]}', "a node check"),
+    ],
+)
+def test_a_damaged_file_is_one_line(text: str, message: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(2, 1))
+    (folder / "nodes" / "a.json").write_text(text)
+    done = stepmark(*DOCTOR, "--from", str(folder), cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "a.json" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_ranges_of_hosts_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(2, 1))
+    words = ["--from", str(folder), "--expect", "n[001-004]"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert "scontrol show hostnames" in done.stderr
+
+
+def test_a_process_sees_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+    assert node_check._only(1, 2, "cuda") == {"CUDA_VISIBLE_DEVICES": "1"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-ab")
+    assert node_check._only(1, 2, "cuda") == {"CUDA_VISIBLE_DEVICES": "GPU-ab"}
+    monkeypatch.setenv("HIP_VISIBLE_DEVICES", "6,7")
+    assert node_check._only(0, 2, "cuda") == {"HIP_VISIBLE_DEVICES": "6"}
+    assert node_check._only(0, 1024, "cpu") == {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_two_ranks_on_a_cpu(tmp_path: Path) -> None:
+    words = ["--nproc", "2", "--device", "cpu", "--budget", "1s", "--json", "check.json"]
+    done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=300)
+    assert done.returncode == 3, done.stderr  # two ranks are too few to compare
+    document = json.loads((tmp_path / "check.json").read_text())
+    figures = {row["figure"].split()[0] for row in document["figures"]}
+    assert figures == {"gemm", "copy", "p2p", "all_reduce"}
+    assert all(row["rate"] > 0 and row["launches"] == 2 for row in document["figures"])
+    texts = " ".join(remark["text"] for remark in document["remarks"])
+    assert "memory test: 0 wrong bytes" in texts
+    assert "network between hosts" in texts
+    (check,) = node_checks.read_all(tmp_path / "node-check")
+    assert (check.num_devices, check.stage, check.failures) == (0, "", ())
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_device_that_hangs_is_killed_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPMARK_TEST_HOOK", "tests.cli.hanging")
+    root = str(Path(__file__).parents[2])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
+    words = ["--nproc", "2", "--device", "cpu", "--budget", "1s", "--launches", "1"]
+    begin = time.monotonic()
+    done = stepmark_process(*DOCTOR, *words, "--timeout", "40s", cwd=tmp_path, timeout=120)
+    assert time.monotonic() - begin < 100
+    assert done.returncode == 1, done.stderr
+    (check,) = node_checks.read_all(tmp_path / "node-check")
+    (failure,) = check.failures
+    assert failure.where.endswith("/1")
+    assert failure.text == "stuck while starting: not done within 40 s, killed"
+    assert len(check.figures) == 2  # of the other device
+    assert "not all devices could be measured" in done.stdout
+    assert failing(tmp_path / "node-check") == f"{check.host}\n"
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
+def test_a_rank_of_a_job_writes_its_file_and_leaves_the_verdict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"PROCID": "3", "LOCALID": "0", "STEP_NUM_TASKS": "4"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", "node7")
+    words = ["--device", "cpu", "--budget", "1s", "--launches", "1", "--out", "shared"]
+    done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=120)
+    assert done.returncode == 0, done.stderr
+    (check,) = node_checks.read_all(tmp_path / "shared")
+    assert check.host == "node7"
+    assert len(check.figures) == 2
+    assert not (tmp_path / "shared" / "failing_nodes.txt").exists()
+    monkeypatch.setenv("SLURM_LOCALID", "1")
+    done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "")
+
+
+@pytest.mark.gpu
+@pytest.mark.ranks
+@pytest.mark.slow
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or ROCm device")
+def test_the_gpus_of_this_host(tmp_path: Path) -> None:
+    count = torch.cuda.device_count()
+    words = ["--device", "cuda", "--budget", "20s", "--gpus-per-node", str(count)]
+    done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=580)
+    (check,) = node_checks.read_all(tmp_path / "node-check")
+    assert not check.failures, check.failures
+    assert not check.unclear, check.unclear
+    assert done.returncode == 3, done.stdout  # no other host
+    names = {figure.name.split()[0] for figure in check.figures}
+    assert names >= {"gemm", "copy", "host-copy"}
+    assert ("all_reduce" in names) == (count > 1)
+    assert "B/s" in {figure.unit for figure in check.figures}
+    assert replace(check, figures=()).num_devices == count
