@@ -48,6 +48,9 @@ class Machine:
         num_hosts = here.num_hosts if here else 1
         if nproc is None and here is not None and here.nproc is not None:
             return num_hosts * self._count(here.nproc, 1)
+        if self.num_accelerators is None and (nproc or default) == "all":
+            allowed = f"the number of ranks, because no {self.name} is on this machine"
+            raise ConfigError("nproc", nproc, allowed)
         count = self._count(nproc or default, num_hosts)
         if count > 1 and count % num_hosts:
             raise ConfigError("nproc", count, f"a multiple of the {num_hosts} hosts")
@@ -63,9 +66,6 @@ class Machine:
 
     def _count(self, text: str, num_hosts: int) -> int:
         if self.num_accelerators is None:
-            if text == "all":
-                allowed = f"the number of ranks, because no {self.name} is on this machine"
-                raise ConfigError("nproc", text, allowed)
             most = 2**20
         else:
             per_host = self.num_accelerators if self.device == "cuda" else _MAX_CPU_RANKS
