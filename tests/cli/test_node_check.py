@@ -1,19 +1,27 @@
 """stepmark doctor --nodes: on this machine's CPU, from files of other hosts, and bad input."""
 
 import csv
+import itertools
 import json
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from tests.core.test_node_verdict import fleet
+from tests.report.comm_records import comm_case, comm_run, noisy
+from tests.store.writers import new_run
 
 from stepmark.app import node_check
+from stepmark.core.collectives import Collective
+from stepmark.core.comm_case import CommCase
 from stepmark.core.node_check import NodeCheck
-from stepmark.store import node_checks
+from stepmark.core.plan import Entry, How, Plan
+from stepmark.core.units import MIB
+from stepmark.store import node_checks, plans
 
 from .process import stepmark, stepmark_process
 
@@ -210,3 +218,71 @@ def test_the_gpus_of_this_host(tmp_path: Path) -> None:
     assert ("all_reduce" in names) == (count > 1)
     assert "B/s" in {figure.unit for figure in check.figures}
     assert replace(check, figures=()).num_devices == count
+
+
+def run_of_pairs(root: Path, num_hosts: int, slow: int | None = None) -> Path:
+    """Write a run of all ordered pairs of one rank per host, of five launches."""
+    random = Random(5)
+    devices = tuple(
+        replace(comm_run().environment.devices[0], rank=rank, host=f"n{rank:03}.cluster")
+        for rank in range(num_hosts)
+    )
+    info = comm_run(num_hosts)
+    info = replace(info, environment=replace(info.environment, devices=devices))
+    cases = [
+        comm_case(Collective.P2P, MIB, num_ranks=2, world_size=num_hosts, pair=pair)
+        for pair in itertools.permutations(range(num_hosts), 2)
+    ]
+    with new_run(root, info) as writer:
+        path = writer.path
+        entries = [
+            Entry(position=0, launch=launch, case=case)
+            for launch in range(1, 6)
+            for case in cases
+        ]
+        entries = [replace(entry, position=i) for i, entry in enumerate(entries)]
+        plans.write(
+            path,
+            Plan(
+                command="comm",
+                device="cuda",
+                world_size=num_hosts,
+                entries=tuple(entries),
+                how=How(),
+            ),
+        )
+        for entry in entries:
+            assert isinstance(entry.case, CommCase)
+            time_s = 1e-4 * (3.0 if slow in (entry.case.pair or ()) else 1.0)
+            writer.append(noisy(entry.case, time_s, random, entry.launch))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("num_hosts", "outcome"), [(7, "slow"), (4, "slow"), (3, "cannot tell")]
+)
+def test_a_host_whose_network_is_slow(num_hosts: int, outcome: str, tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(num_hosts, 8))
+    run = run_of_pairs(tmp_path, num_hosts, slow=2)
+    words = ["--from", str(folder), "--pairs", str(run), "--json", "-"]
+    done = stepmark(*DOCTOR, *words, cwd=tmp_path)
+    nodes = {node["host"]: node["outcome"] for node in json.loads(done.stdout)["nodes"]}
+    assert nodes["n002"] == outcome, done.stderr
+    assert failing(folder) == ("n002\n" if outcome == "slow" else "")
+    if outcome == "slow":
+        assert {nodes[host] for host in nodes if host != "n002"} == {"healthy"}
+        assert done.returncode == 1
+
+
+def test_pairs_of_other_hosts_are_refused(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, fleet(3, 8))
+    run = run_of_pairs(tmp_path, 4)
+    for pairs, words in (
+        (run, "n003.cluster is none of them"),
+        (folder, "the folder of a run"),
+    ):
+        done = stepmark(*DOCTOR, "--from", str(folder), "--pairs", str(pairs), cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert words in done.stderr
+    done = stepmark(*DOCTOR, "--pairs", str(run), cwd=tmp_path)
+    assert (done.returncode, "only with --from" in done.stderr) == (2, True)

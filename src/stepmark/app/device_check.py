@@ -161,13 +161,22 @@ def _case_result(
         figures.append(
             Figure(name=name, unit=unit, values=values, where=where, device=device, peak=peak)
         )
-    place = "-".join(where)
+    places = ["-".join(where)]
+    if len(hosts := dict.fromkeys(map(host_of, where))) > 1:
+        places = list(hosts)
+        unclear += [f"{text}; which end is the cause is not known" for text in failures]
+        failures = []
     return replace(
         empty,
         figures=tuple(figures),
-        failures=tuple(Remark(where=place, text=text) for text in dict.fromkeys(failures)),
-        unclear=tuple(Remark(where=place, text=text) for text in dict.fromkeys(unclear)),
+        failures=_remarks(places, failures),
+        unclear=_remarks(places, unclear),
     )
+
+
+def _remarks(places: Sequence[str], texts: Sequence[str]) -> tuple[Remark, ...]:
+    once = dict.fromkeys(texts)
+    return tuple(Remark(where=place, text=text) for place in places for text in once)
 
 
 def figure_name(case: AnyCase) -> str:

@@ -34,6 +34,7 @@ from stepmark.launch.signals import catching
 from stepmark.report.node_check import printed, rows
 from stepmark.store import node_checks, plans
 from stepmark.store.files import write_text
+from stepmark.store.reader import is_run, read_info
 from stepmark.store.runs import new_run_id
 
 _DEVICE_CHECK = "stepmark.app.device_check"
@@ -45,8 +46,17 @@ _BUDGET_S = {"cuda": 60.0, "cpu": 5.0}
 _LAUNCHES = {"cuda": 5, "cpu": 2}  # Student's t over fewer than five has wide intervals
 _TIMEOUT_S = 600.0
 _MESSAGE_BYTES = {"cuda": 64 * MIB, "cpu": MIB}
-_FOR_VERDICT = ("nodes", "read_from", "expect", "gpus_per_node", "floor", "json", "csv")
-_FABRIC = "network between hosts: this check is of each host alone"
+_FOR_VERDICT = (
+    "nodes",
+    "read_from",
+    "pairs",
+    "expect",
+    "gpus_per_node",
+    "floor",
+    "json",
+    "csv",
+)
+_FABRIC = "network between hosts: give a run of comm p2p-matrix on them as --pairs"
 
 
 def run(options: DoctorOptions) -> int:
@@ -56,9 +66,13 @@ def run(options: DoctorOptions) -> int:
             if name not in _FOR_VERDICT:
                 raise ConfigError(dashed(name), value, "it has no effect with --from")
         checks = node_checks.read_all(options.read_from)
+        if options.pairs is not None:
+            checks = _with_pairs(checks, options.pairs)
         return _conclude(checks, options, options.read_from)
     if options.expect:
         raise ConfigError("expect", ",".join(options.expect), "only with --from")
+    if options.pairs is not None:
+        raise ConfigError("pairs", options.pairs, "only with --from")
     is_in_job = outer_launcher.is_rank()
     if not outer_launcher.leave():
         return 0  # another rank of this host checks it
@@ -76,6 +90,40 @@ def run(options: DoctorOptions) -> int:
         sys.stderr.write(f"{file}; verdict: stepmark doctor --nodes --from {out}\n")
         return 0  # a failing node must not end the check of the others
     return _conclude(node_checks.read_all(out), options, out)  # with hosts checked before
+
+
+def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
+    """Return the checks with rates between their hosts, of a run. Raises ConfigError."""
+    if not is_run(path):
+        raise ConfigError("pairs", path, "the folder of a run, with its run.json")
+    names = {_short(check.host): check.host for check in checks}
+    hosts = {device.rank: device.host for device in read_info(path).environment.devices}
+    for host in hosts.values():
+        if _short(host) not in names:
+            raise ConfigError(
+                "pairs", path, f"a run on hosts of --from; {host} is none of them"
+            )
+
+    def where(case: AnyCase) -> tuple[str, ...]:
+        if not isinstance(case, CommCase) or case.collective is Collective.PING_PONG:
+            return ()
+        ends = tuple(names[_short(hosts[rank])] for rank in case.pair or ())
+        return ends if len(set(ends)) == 2 else ()
+
+    first = checks[0]
+    empty = NodeCheck(host=first.host, checked_at=first.checked_at)
+    result = result_of(path, empty, where)
+    if result == empty:
+        raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
+    others = [
+        replace(check, not_tested=tuple(r for r in check.not_tested if r.text != _FABRIC))
+        for check in checks
+    ]
+    return [merged(others[0], [result]), *others[1:]]
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
 
 
 def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path) -> int:

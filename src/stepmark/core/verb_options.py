@@ -83,6 +83,9 @@ class NodeChecks:
     read_from: Path | None = flag(
         "measure nothing: the verdict on all hosts that wrote into DIR", "--from", metavar="DIR"
     )
+    pairs: Path | None = flag(
+        "with --from: a run of `comm p2p-matrix` on these hosts, for the network", metavar="RUN"
+    )
     expect: Words | None = flag("hosts that must have written into --from, comma-separated")
     gpus_per_node: Annotated[int, between(0, 1024)] | None = flag("a host with others fails")
     floor: Share = flag("slowdown that is accepted, against the others' median", default=0.05)
