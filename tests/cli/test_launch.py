@@ -355,6 +355,17 @@ def test_bad_input_is_one_line(
     assert named in err
 
 
+def test_a_job_goes_on_with_a_run(programs: Programs, tmp_path: Path) -> None:
+    programs.add("scontrol", "echo n1")
+    programs.add("srun", RECORD)
+    for out, folder in (((), tmp_path / "runs"), (("--out", "x y"), tmp_path / "x y")):
+        text = script_of(*SLURM, *out, "--requeue", words=("resume", "2026", "--force"))
+        run_script(text, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1", SLURM_RESTART_COUNT="1")
+        words = recorded(programs)[0]
+        assert words[5:] == ["resume", "--out", str(folder), "2026", "--force"]
+    assert not (tmp_path / "runs").exists()
+
+
 def test_verbs_that_measure_are_those_with_ranks_and_runs() -> None:
     classes = {
         name: load(entry.options) for name, entry in main.VERBS.items() if entry.options

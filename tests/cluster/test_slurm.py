@@ -119,6 +119,11 @@ def test_a_cancelled_job_keeps_its_cases_and_is_resumed(tmp_path: Path) -> None:
     (job_id,) = re.findall(r"^job (\d+): submitted", (tmp_path / "stderr").read_text())
     output = (tmp_path / f"stepmark-comm-{job_id}.out").read_text()
     assert "terminated; finished cases are kept" in output
+    (run,) = tmp_path.glob("runs/*/*")
+    process = launch(tmp_path, *NODES, "--submit", "--", "resume", str(run))
+    assert process.wait(90) == 0, (tmp_path / "stderr").read_text()
+    assert records(tmp_path)[: len(kept)] == kept
+    assert outcomes(tmp_path) == ["measured"] * 4
 
 
 @pytest.mark.usefixtures("slurm")

@@ -51,7 +51,8 @@ def exit_code(run: View) -> int:
 
 def resume_hint(path: Path) -> str:
     """Return what to do after an interrupt. How an outer launcher was called is unknown."""
-    where = " under the same launcher" if outer_launcher.is_rank() else ""
+    is_launched = outer_launcher.is_rank() or outer_launcher.is_agent()
+    where = " under the same launcher" if is_launched else ""
     return f"finished cases are kept; go on with: stepmark resume {path}{where}"
 
 

@@ -6,13 +6,13 @@ from typing import Any
 from stepmark.cli import main
 from stepmark.cli.flags import Command, as_typed, click_command, verb
 from stepmark.core.errors import ConfigError
-from stepmark.core.launch_options import LaunchOptions
+from stepmark.core.launch_options import RESUME, LaunchOptions
 from stepmark.core.options import build
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
 _RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the ranks"
 _OUT = "it must be left out: give --out before the --"
-_NEW = "it must be left out: a job always measures a new run"
+_NEW = "it must be left out: a job measures a new run; -- resume RUN goes on with another"
 _REFUSED = {"nproc": _RANKS, "out": _OUT, "resume": _NEW, "dry_run": _NEW}
 
 
@@ -35,13 +35,14 @@ def check(words: Sequence[str]) -> None:
     Raises ConfigError, or typer's error of usage.
     """
     name, *arguments = words
-    if name not in MEASURING:
-        raise ConfigError("command", name, f"a verb that measures: {', '.join(MEASURING)}")
+    if name not in (*MEASURING, RESUME):
+        allowed = f"a verb that measures: {', '.join((*MEASURING, RESUME))}"
+        raise ConfigError("command", name, allowed)
     target = click_command(name, main.command(name, arguments))
     context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
     try:
         build(target.callback.options_class, context.params)
-        for field, rule in _REFUSED.items():
+        for field, rule in _REFUSED.items() if name != RESUME else ():
             value = context.params.get(field)
             if value not in (None, False):
                 raise ConfigError(field, value, rule)

@@ -8,6 +8,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.options import Reader, Words, between, flag, group, words_of
 from stepmark.core.units import parse_duration
 
+RESUME = "resume"  # the verb that goes on with a run
 TARGETS = ("slurm", "torchrun", "mpirun", "pssh")
 Ranks = Annotated[int, between(0, 1024)]
 

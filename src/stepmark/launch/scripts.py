@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stepmark.core.fabrics import Setting
-from stepmark.core.launch_options import LaunchOptions
+from stepmark.core.launch_options import RESUME, LaunchOptions
 
 _PORT = 29500
 _SHELL, _LOGIN_SHELL = "#!/bin/bash", "#!/bin/bash -l"  # the latter knows `module`
@@ -32,13 +32,17 @@ def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
     root = options.out or "runs"
     place = "" if os.path.isabs(root) else '"$PWD"/'
     verb, *rest = options.words
-    lines += [
-        "",
-        f'out={place}{shlex.quote(root)}/{options.name}-"$SLURM_JOB_ID"',
-        'mkdir -p "$out" || exit 2',
-        f'arguments=({verb} --out "$out" {shlex.join(rest)})',
-    ]
-    if options.requeue:
+    if verb == RESUME:  # its run is where it is
+        lines += ["", f"out={place}{shlex.quote(root)}"]
+        lines += [f'arguments=({verb} --out "$out" {shlex.join(rest)})']
+    else:
+        lines += [
+            "",
+            f'out={place}{shlex.quote(root)}/{options.name}-"$SLURM_JOB_ID"',
+            'mkdir -p "$out" || exit 2',
+            f'arguments=({verb} --out "$out" {shlex.join(rest)})',
+        ]
+    if options.requeue and verb != RESUME:
         lines += [
             'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ] && compgen -G "$out/*/run.json" '
             "> /dev/null; then",
