@@ -414,7 +414,12 @@ def test_notes_say_what_else_decides() -> None:
 
 @pytest.mark.parametrize(
     "variables",
-    [{"RANK": "0"}, {"OMPI_COMM_WORLD_RANK": "3"}, {"SLURM_STEP_NUM_TASKS": "8"}],
+    [
+        {"RANK": "0"},
+        {"OMPI_COMM_WORLD_RANK": "3"},
+        {"SLURM_STEP_NUM_TASKS": "8"},
+        {"STEPMARK_HOSTS": "a,b"},
+    ],
 )
 def test_under_a_launcher_it_refuses(variables: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="once"):

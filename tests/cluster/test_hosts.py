@@ -9,6 +9,8 @@ import pytest
 from tests.cluster.job import Job
 from tests.cluster.network import Host
 
+from stepmark.app.measured_curves import run_curves
+
 pytestmark = pytest.mark.cluster
 
 CPU = ("--device", "cpu")
@@ -73,3 +75,16 @@ def test_bad_input_ends_all_hosts(hosts: list[Host], tmp_path: Path) -> None:
         job.kill()
     assert job.err().count("-f inf is invalid") == 1
     assert "invalid" not in job.err(1)
+
+
+def test_curves_inside_a_host_and_over_hosts(hosts: list[Host], tmp_path: Path) -> None:
+    """`predict` gets both from one run, by the hosts of its ranks."""
+    words = ("comm", "all_reduce", *CPU, "-b", "1M", "-e", "1M", "-n", "3", "--ranks", "2,4")
+    job = Job(hosts, tmp_path, *words, nproc=2)
+    try:
+        assert job.end() == [0, 0], job.err()
+    finally:
+        job.kill()
+    (run,) = job.folder.glob("runs/*")
+    curves = {(curve.num_ranks, curve.num_hosts) for curve in run_curves(run)}
+    assert curves == {(2, 1), (4, 2)}

@@ -80,3 +80,24 @@ def test_unknown_links_are_refused() -> None:
     bare = replace(H100, link_bytes_per_s=None)
     with pytest.raises(ConfigError, match=r"device h100-sxm is invalid: .* links are known"):
         CommCosts([], bare)(op("all_reduce", 2**20), EIGHT)
+
+
+def test_groups_over_hosts_have_the_curves_over_hosts() -> None:
+    """Of 16 GPUs on two hosts: groups in a host, over both, and pairs over both."""
+    size, inside_s, over_s = 2**24, 1e-4, 9e-4
+    inside = replace(curve("all_reduce", 8, (size, inside_s)), num_hosts=1)
+    over = replace(curve("all_reduce", 16, (size, over_s)), num_hosts=2)
+    near = replace(curve("p2p", 2, (size, inside_s)), num_hosts=1)
+    far = replace(curve("p2p", 2, (size, over_s)), num_hosts=2)
+    sixteen, apart = Group(digits=((16, 1),)), Group(digits=((2, 8),))
+    one, both = op("all_reduce", size), op(SEND, size)
+    for curves in ([inside, over, near, far], [far, near, over, inside]):
+        costs = CommCosts(curves, None, 8)
+        assert costs(one, EIGHT) == pytest.approx(inside_s)
+        assert costs(one, sixteen) == pytest.approx(over_s)
+        assert costs(one, apart) == pytest.approx(over_s / (2 * 15 / 16))
+        assert costs(both, apart) == over_s
+        assert costs(both, Group(digits=((2, 4),))) == inside_s
+    # Without a curve over hosts the nearest is scaled, and the prediction is a lower bound.
+    costs = CommCosts([inside], None, 8)
+    assert costs(one, sixteen) == pytest.approx(inside_s * (15 / 16) / (7 / 8))

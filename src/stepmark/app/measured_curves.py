@@ -5,14 +5,15 @@ from pathlib import Path
 
 from stepmark.app.view import view
 from stepmark.core.collectives import Collective
-from stepmark.core.columns import number, text
+from stepmark.core.columns import Row, number, text
 from stepmark.core.comm_curve import Curve, curve_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.reading import Table
 from stepmark.store.reader import find_run, is_run
 from stepmark.trace.tables import find
 
-Point = tuple[str, int, str, int, float]  # collective, ranks, placement, bytes, seconds
+# Collective, ranks, hosts where they are known, placement, bytes, seconds.
+Point = tuple[str, int, int | None, str, int, float]
 _MAX_FILES = 10_000
 
 
@@ -46,14 +47,14 @@ def run_curves(path: Path) -> list[Curve]:
 
 
 def _curves(points: Iterator[Point], source: str) -> list[Curve]:
-    groups: dict[tuple[str, int], dict[str, list[tuple[int, float]]]] = {}
-    for collective, num_ranks, placement, size, seconds in points:
-        by_placement = groups.setdefault((collective, num_ranks), {})
+    groups: dict[tuple[str, int, int | None], dict[str, list[tuple[int, float]]]] = {}
+    for collective, num_ranks, num_hosts, placement, size, seconds in points:
+        by_placement = groups.setdefault((collective, num_ranks, num_hosts), {})
         by_placement.setdefault(placement, []).append((size, seconds))
     curves = []
-    for (collective, num_ranks), by_placement in groups.items():
+    for (collective, num_ranks, num_hosts), by_placement in groups.items():
         times = by_placement.get("out-of-place") or next(iter(by_placement.values()))
-        if curve := curve_of(collective, num_ranks, times, source):
+        if curve := curve_of(collective, num_ranks, times, source, num_hosts):
             curves.append(curve)
     return curves
 
@@ -70,7 +71,7 @@ def _file_points(paths: Sequence[Path], number: int | None = None) -> Iterator[P
         assert table.num_ranks
         for reading in table.readings:
             if reading.size_bytes and reading.time_s and not reading.num_wrong:
-                curve = (table.collective, table.num_ranks, reading.placement)
+                curve = (table.collective, table.num_ranks, None, reading.placement)
                 yield (*curve, reading.size_bytes, reading.time_s)
 
 
@@ -114,9 +115,11 @@ def _find(name: str, runs: Path) -> Path:
 
 def _run_points(path: Path) -> Iterator[Point]:
     """Yield measurements without concurrent compute or delay, back to back if any are."""
+    shown = view(path, kinds=("comm",))
+    host_of = {device.rank: device.host for device in shown.run.environment.devices}
     rows = [
         row
-        for row in view(path, kinds=("comm",)).comm_rows
+        for row in shown.comm_rows
         if row["status"] == "measured" and not row["beside"] and not row["skew_s"]
     ]
     modes = {row["mode"] for row in rows}
@@ -128,4 +131,15 @@ def _run_points(path: Path) -> Iterator[Point]:
         )
         if size and seconds and ranks:
             collective, placement = text(row, "collective"), text(row, "placement")
-            yield collective, int(ranks), placement, int(size), seconds
+            num_hosts = _num_hosts(row, int(ranks), host_of)
+            yield collective, int(ranks), num_hosts, placement, int(size), seconds
+
+
+def _num_hosts(row: Row, num_ranks: int, host_of: dict[int, str]) -> int | None:
+    """Return the hosts of the ranks of a row; None where they are not known."""
+    if row["split"]:
+        return None  # several communicators at once
+    pair = text(row, "pair") if row["pair"] else ""
+    ranks = map(int, pair.split("-")) if pair else range(num_ranks)
+    hosts = {host_of.get(rank, "") for rank in ranks}
+    return None if "" in hosts else len(hosts)

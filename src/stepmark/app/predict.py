@@ -8,6 +8,7 @@ from functools import cache
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
+from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -152,7 +153,7 @@ def _spans_more(target: Target, most: int) -> bool:
     if target.case is not None and target.case.device == "cpu":
         return False
     curves = target.parts.curves if target.parts else ()
-    if max((curve.num_ranks for curve in curves), default=0) > most:
+    if any(_is_over_hosts(curve, most) for curve in curves):
         return False
     workload = target.workload
     groups = {
@@ -161,8 +162,11 @@ def _spans_more(target: Target, most: int) -> bool:
         for op in workload.tally(stage)
         if isinstance(op, CommOp)
     }
-    ranks_apart = (sum((size - 1) * stride for size, stride in g.digits) for g in groups)
-    return max(ranks_apart, default=0) >= most
+    return max((group.reach for group in groups), default=0) >= most
+
+
+def _is_over_hosts(curve: Curve, most: int) -> bool:
+    return curve.num_ranks > most if curve.num_hosts is None else curve.num_hosts > 1
 
 
 def _effects(
@@ -203,7 +207,7 @@ def _costs(
         times = {w: t / _factor(op, w, target.device, changes) for w, t in cost.time_s.items()}
         return replace(cost, time_s=times)
 
-    comm = CommCosts(parts.curves if parts else (), target.device)
+    comm = CommCosts(parts.curves if parts else (), target.device, _link_domain(target))
     link = changes.get("link", 1.0)
 
     def comm_s(op: CommOp, group: Group) -> float:

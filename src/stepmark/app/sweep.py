@@ -74,7 +74,7 @@ def run(options: SweepOptions) -> int:
 
 def refuse_ranks(variables: Mapping[str, str]) -> None:
     """Refuse to run under a launcher, because a sweep starts processes. Raises ConfigError."""
-    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK"):
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "STEPMARK_HOSTS"):
         if name in variables:
             where = f"{name}={variables[name]}"
             raise ConfigError("sweep", where, "started once, without torchrun, srun or mpirun")

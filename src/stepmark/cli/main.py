@@ -170,6 +170,8 @@ def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
     signals.watch()
     checked_stdout()
+    if sys.argv[1:2] == ["doctor"]:  # each host by itself
+        os.environ.pop(outer_launcher.HOSTS, None)
     code = _job_status() if outer_launcher.is_agent() else status(sys.argv[1:])
     if outer_launcher.is_rank():
         # The launcher would see a failed rank where a thread of torch aborts the teardown.

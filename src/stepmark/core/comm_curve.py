@@ -19,6 +19,7 @@ class Curve:
     num_ranks: int
     points: tuple[tuple[int, float], ...]  # bytes, seconds
     source: str
+    num_hosts: int | None = None  # that the ranks were on; None where it is not known
 
     def time_s(self, num_bytes: int) -> tuple[float, str]:
         """Return seconds and their source; between sizes by log-log interpolation."""
@@ -38,7 +39,11 @@ class Curve:
 
 
 def curve_of(
-    collective: str, num_ranks: int, points: Iterable[tuple[int, float]], source: str
+    collective: str,
+    num_ranks: int,
+    points: Iterable[tuple[int, float]],
+    source: str,
+    num_hosts: int | None = None,
 ) -> Curve | None:
     """Return a curve through points, medians by size; None without a usable point."""
     by_size: dict[int, list[float]] = {}
@@ -48,4 +53,10 @@ def curve_of(
     if not by_size:
         return None
     medians = tuple((size, median(by_size[size])) for size in sorted(by_size))
-    return Curve(collective=collective, num_ranks=num_ranks, points=medians, source=source)
+    return Curve(
+        collective=collective,
+        num_ranks=num_ranks,
+        points=medians,
+        source=source,
+        num_hosts=num_hosts,
+    )

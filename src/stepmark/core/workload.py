@@ -58,6 +58,11 @@ class Group:
     def size(self) -> int:
         return math.prod(size for size, _ in self.digits)
 
+    @property
+    def reach(self) -> int:
+        """Return the last world rank of a group minus its first."""
+        return sum((size - 1) * stride for size, stride in self.digits)
+
     def first(self, rank: int) -> int:
         """Return the first world rank of the group of a rank."""
         return rank - sum(rank // stride % size * stride for size, stride in self.digits)

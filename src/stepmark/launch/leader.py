@@ -167,6 +167,8 @@ class Leader:
         for rank, channel in self._channels.items():
             if channel.lost:
                 raise LostHostError(f"host {self.job.hosts[rank]} is lost: {channel.lost}")
+        if self._generation:
+            return  # not for the first ranks
         address = next(iter(self._channels.values())).own_address
         self.environment = jobs.network_environment(address, self.job.hosts[0])
 
@@ -201,7 +203,7 @@ class Leader:
 
     def end(self, code: int) -> None:
         """Tell all agents that the job has ended, those too that join now."""
-        end_s = time.monotonic() + min(_END_S, self.job.join_s)
+        end_s = min(time.monotonic() + _END_S, self._began_s + self.job.join_s)
         while self._missing() and time.monotonic() < end_s:
             time.sleep(_POLL_S)
         self._ended.set()
@@ -232,13 +234,16 @@ class Leader:
             while not channel.inbox and not channel.lost and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
             hello = channel.inbox.popleft() if channel.inbox else None
-            if not isinstance(hello, Hello) or hello.host_rank in self._channels:
+            if not isinstance(hello, Hello) or not self._expects(hello.host_rank):
                 channel.close()
             elif hello.version != __version__:
                 self._problem = f"{hello.version} on host {hello.name}"
                 channel.send(End(2))
             else:
                 self._channels[hello.host_rank] = channel
+
+    def _expects(self, host_rank: int) -> bool:
+        return 0 < host_rank < self.job.num_hosts and host_rank not in self._channels
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(_ALIVE_S):

@@ -21,7 +21,17 @@ _PAIRS = ("p2p", "sendrecv")
 class CommCosts:
     """Seconds of collectives once all ranks have begun; notes say where each is from."""
 
-    def __init__(self, curves: Iterable[Curve], device: DeviceSpec | None) -> None:
+    def __init__(
+        self,
+        curves: Iterable[Curve],
+        device: DeviceSpec | None,
+        ranks_per_host: int | None = None,
+    ) -> None:
+        """ranks_per_host: a group that reaches further takes curves over hosts, if there are.
+
+        None: all groups are inside a host.
+        """
+        self._ranks_per_host = ranks_per_host
         self._curves: dict[str, list[Curve]] = {}
         for curve in curves:
             self._curves.setdefault(curve.collective, []).append(curve)
@@ -35,6 +45,7 @@ class CommCosts:
             return 0.0
         names = _PAIRS if op.collective in (SEND, RECV) else (op.collective,)
         curves = [curve for name in names for curve in self._curves.get(name, ())]
+        curves = self._of_level(curves, group) or curves
         same = [c for c in curves if c.num_ranks == group.size or op.collective in (SEND, RECV)]
         if same:
             time_s, mark = same[0].time_s(num_bytes)
@@ -51,6 +62,13 @@ class CommCosts:
             raise ConfigError("device", self._device.key, "a device whose links are known")
         self._note(op, Source.ROOFLINE)
         return latency_s(op, group) + op.bus_bytes(group) / (link * _LINK_SHARE)
+
+    def _of_level(self, curves: list[Curve], group: Group) -> list[Curve]:
+        """Return the curves over hosts for a group over hosts, else those inside one."""
+        if self._ranks_per_host is None:
+            return curves
+        spans = group.reach >= self._ranks_per_host
+        return [c for c in curves if c.num_hosts is None or (c.num_hosts > 1) == spans]
 
     def _note(self, op: CommOp, source: Source) -> None:
         self.sources[op.collective] = source
