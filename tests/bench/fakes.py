@@ -61,6 +61,9 @@ class NoGuard:
 
     def idle(self, limit_s: float) -> None: ...
 
+    def is_stopping(self) -> bool:
+        return False
+
 
 def entries(cases: Iterable[AnyCase], *, launch: int = 1, first: int = 0) -> list[Entry]:
     return [

@@ -107,7 +107,7 @@ def test_a_slurm_script_gives_srun_every_word(
     out = tmp_path / f"runs/stepmark-{words[0]}-34567"
     where = given.index(sys.executable)
     assert code == 3  # the exit code of stepmark is that of the script
-    assert given[:where] == ["--kill-on-bad-exit=0", "--cpu-bind=none"]
+    assert given[:where] == ["--export=ALL", "--kill-on-bad-exit=0", "--cpu-bind=none"]
     assert given[where:] == [
         *(sys.executable, "-m", "stepmark", words[0], "--out", str(out)),
         *words[1:],
@@ -136,14 +136,14 @@ def test_a_restarted_job_resumes_the_run_that_it_began(
     verbs = []
     for restarts in ("0", "1", "1"):
         run_script(text, SLURM_RESTART_COUNT=restarts, **job)
-        verbs.append(recorded(programs)[0][5])
+        verbs.append(recorded(programs)[0][6])
         if restarts == "1":
             begun.parent.mkdir(exist_ok=True)
             begun.touch()
     assert verbs == ["comm", "comm", "resume"]
-    assert recorded(programs)[0][5:] == ["resume", "--out", str(begun.parents[1]), "latest"]
+    assert recorded(programs)[0][6:] == ["resume", "--out", str(begun.parents[1]), "latest"]
     run_script(plain, SLURM_RESTART_COUNT="1", **job)
-    assert recorded(programs)[0][5] == "comm"
+    assert recorded(programs)[0][6] == "comm"
 
 
 EFFECTS = [
@@ -362,7 +362,7 @@ def test_a_job_goes_on_with_a_run(programs: Programs, tmp_path: Path) -> None:
         text = script_of(*SLURM, *out, "--requeue", words=("resume", "2026", "--force"))
         run_script(text, SLURM_JOB_ID="7", SLURM_JOB_NODELIST="n1", SLURM_RESTART_COUNT="1")
         words = recorded(programs)[0]
-        assert words[5:] == ["resume", "--out", str(folder), "2026", "--force"]
+        assert words[6:] == ["resume", "--out", str(folder), "2026", "--force"]
     assert not (tmp_path / "runs").exists()
 
 

@@ -7,6 +7,7 @@ of a finished case may be lost or changed, and no case may be measured twice.
 import random
 import re
 import secrets
+import signal
 import sys
 import tempfile
 import time
@@ -17,8 +18,9 @@ from tests.cluster.job import Job
 
 from stepmark.store.reader import read_records
 
-# 520 cases of some 50 ms each.
+# Cases of some 50 ms each.
 WORDS = ("comm", "all_reduce", "-b", "1K", "-e", "131K", "-i", "256", "-n", "20", "-w", "1")
+NUM_CASES = 521
 
 
 def main(count: int, seed: int) -> int:
@@ -73,6 +75,10 @@ def check(job: Job, kept: list[str]) -> str:
     lines = text(job).split("\n")
     if lines[: len(kept)] != kept:
         return "records that were there have changed"
+    if job.agents[0].returncode not in (-signal.SIGKILL, 0):
+        return f"it ended with exit code {job.agents[0].returncode}: {job.err()[-500:]}"
+    if job.agents[0].returncode == 0 and len(lines) - 1 != NUM_CASES:
+        return f"{len(lines) - 1} records of a job that is done, not {NUM_CASES}"
     if left := job.left():
         return f"processes live on: {left}"
     runs = list(job.folder.glob("runs/*/records.jsonl"))

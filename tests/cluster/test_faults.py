@@ -101,6 +101,19 @@ def test_a_cut_link_is_a_lost_host(hosts: list[Host], tmp_path: Path) -> None:
     assert f"its leader {hosts[0].address} is lost" in running.err(1)
 
 
+def test_a_cut_link_with_a_shorter_limit(hosts: list[Host], tmp_path: Path) -> None:
+    """The case hangs first; then new ranks cannot be started. What was measured is shown."""
+    with job(hosts, tmp_path, *WORDS) as running:
+        running.wait_for(1)
+        hurt_s = time.monotonic()
+        hosts[1].cut()
+        assert wait_for_record(running, 2, hurt_s) < TIMEOUT_S + SILENCE_S + 10.0
+        assert running.end(40) == [3, 3], running.err()
+    assert running.outcomes()[:2] in (["measured", "timeout"], ["measured", "lost rank"])
+    assert "left out" in running.err()
+    assert "\n        1024 " in running.out()
+
+
 def test_a_link_that_is_cut_for_five_seconds_recovers(
     hosts: list[Host], tmp_path: Path
 ) -> None:
@@ -119,6 +132,20 @@ def test_a_host_that_never_arrives(hosts: list[Host], tmp_path: Path) -> None:
         assert running.end(30) == [3]
         assert time.monotonic() - began_s < 15.0
     assert f"1 of 2 hosts did not join within 3 s: {hosts[1].address}" in running.err()
+    assert "Traceback" not in running.err()
+
+
+def test_sigterm_while_hosts_join(hosts: list[Host], tmp_path: Path) -> None:
+    with job(hosts, tmp_path, *WORDS, absent=1) as running:
+        end_s = time.monotonic() + 30
+        while not list(running.folder.glob("runs/*")):  # it has planned, and waits
+            assert time.monotonic() < end_s
+            time.sleep(0.05)
+        time.sleep(0.5)
+        os.kill(running.agents[0].pid, signal.SIGTERM)
+        time.sleep(2.0)
+        os.kill(running.agents[0].pid, signal.SIGTERM)  # it waits for hosts to tell them
+        assert running.end(10) == [143], running.err()
     assert "Traceback" not in running.err()
 
 

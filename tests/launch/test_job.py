@@ -96,6 +96,8 @@ def test_tensor_parallel_groups_over_hosts_are_noted() -> None:
 def test_mpich_and_intel_mpi_are_launchers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PMI_RANK", "3")
     monkeypatch.setenv("PMI_SIZE", "4")
+    assert not outer_launcher.is_rank(), "srun --mpi=pmi2 sets these two as well"
+    monkeypatch.setenv("MPI_LOCALRANKID", "1")
     assert outer_launcher.is_rank()
     assert outer_launcher.num_ranks() == 4
     assert outer_launcher.num_local_ranks() is None

@@ -98,6 +98,11 @@ def test_groups_over_hosts_have_the_curves_over_hosts() -> None:
         assert costs(one, apart) == pytest.approx(over_s / (2 * 15 / 16))
         assert costs(both, apart) == over_s
         assert costs(both, Group(digits=((2, 4),))) == inside_s
+    assert costs.of_one_host == set()
     # Without a curve over hosts the nearest is scaled, and the prediction is a lower bound.
     costs = CommCosts([inside], None, 8)
     assert costs(one, sixteen) == pytest.approx(inside_s * (15 / 16) / (7 / 8))
+    far_apart = Group(digits=((8, 8),))
+    assert costs(one, far_apart) == pytest.approx(inside_s)
+    assert costs.sources == {"all_reduce": Source.SCALED}
+    assert costs.of_one_host == {"all_reduce"}

@@ -48,8 +48,7 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
                     return _left(job_id, received)
                 if received and not is_cancelled:
                     _say(job_id, "cancelling; a second interrupt leaves it alone")
-                    slurm.cancel(job_id)
-                    is_cancelled = True
+                    is_cancelled = _cancel(job_id)
                 time.sleep(_TICK_S)
 
 
@@ -77,6 +76,17 @@ class _Tail:
 
 def _say(job_id: str, text: str) -> None:
     sys.stderr.write(f"job {job_id}: {text}\n")
+
+
+def _cancel(job_id: str) -> bool:
+    """Return False where Slurm does not do it now."""
+    try:
+        slurm.cancel(job_id)
+    except slurm.SlurmError as error:
+        _say(job_id, f"{error}; trying again")
+        time.sleep(POLL_S)
+        return False
+    return True
 
 
 def _unknown(job_id: str, *, is_known: bool) -> int:

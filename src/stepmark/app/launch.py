@@ -28,11 +28,11 @@ def run(options: LaunchOptions) -> int:
     if options.fabric == (_LIST,):
         _list_fabrics()
         return 0
-    is_cancelled = options.on_interrupt == "cancel"
+    cancels = options.on_interrupt == "cancel"
     target = _target(options)
     if target == "follow":
         assert options.follow is not None
-        return follow(options.follow, cancel=is_cancelled)
+        return follow(options.follow, cancel=cancels)
     _check(options, target)
     settings = settings_of(options)
     if target != "slurm":
@@ -46,7 +46,7 @@ def run(options: LaunchOptions) -> int:
     job_id = slurm.submit(script)
     sys.stderr.write(f"job {job_id}: submitted\n")
     output = Path(os.getcwd(), f"{options.name}-{job_id}.out")
-    return follow(job_id, output, cancel=is_cancelled)
+    return follow(job_id, output, cancel=cancels)
 
 
 def _target(options: LaunchOptions) -> str:

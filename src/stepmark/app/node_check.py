@@ -113,6 +113,9 @@ def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
     first = checks[0]
     empty = NodeCheck(host=first.host, checked_at=first.checked_at)
     result = result_of(path, empty, where)
+    # Pairs inside a host may have the same size: they are another figure.
+    network = tuple(replace(f, name=f"network {f.name}") for f in result.figures)
+    result = replace(result, figures=network)
     if result == empty:
         raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
     others = [

@@ -1,13 +1,14 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
+from stepmark.core.collectives import Collective
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
@@ -95,7 +96,7 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     else:
         notes += _contention_notes(target, costs, prediction)
     most, num_ranks = _link_domain(target), target.workload.world_size
-    spans_hosts = not is_of_file and _spans_more(target, most)
+    spans_hosts = bool(comm.of_one_host) or (not is_of_file and _spans_more(target, most))
     if spans_hosts:
         text = f"links between hosts are not modelled: {num_ranks} GPUs communicate as {most}"
         notes.append(f"{text} of one host do, and the step takes at least as long")
@@ -165,6 +166,15 @@ def _spans_more(target: Target, most: int) -> bool:
     return max((group.reach for group in groups), default=0) >= most
 
 
+def _ranks_per_host(curves: Sequence[Curve], link_domain: int) -> int:
+    """Return the ranks of a host where curves were measured over hosts, else the domain."""
+    pairs = (Collective.P2P, Collective.P2P_BOTH)
+    known = [curve for curve in curves if curve.num_hosts and curve.collective not in pairs]
+    if all(curve.num_hosts == 1 for curve in known):
+        return link_domain
+    return max(curve.num_ranks // (curve.num_hosts or 1) for curve in known)
+
+
 def _is_over_hosts(curve: Curve, most: int) -> bool:
     return curve.num_ranks > most if curve.num_hosts is None else curve.num_hosts > 1
 
@@ -207,7 +217,8 @@ def _costs(
         times = {w: t / _factor(op, w, target.device, changes) for w, t in cost.time_s.items()}
         return replace(cost, time_s=times)
 
-    comm = CommCosts(parts.curves if parts else (), target.device, _link_domain(target))
+    curves = parts.curves if parts else ()
+    comm = CommCosts(curves, target.device, _ranks_per_host(curves, _link_domain(target)))
     link = changes.get("link", 1.0)
 
     def comm_s(op: CommOp, group: Group) -> float:

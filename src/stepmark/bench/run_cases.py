@@ -22,6 +22,9 @@ BENCHES = {
 }
 
 
+_STORE_S = 100.0  # a file system that is lost may come back
+
+
 class Guard(Protocol):
     """Ends ranks that hang. It is told the present case and its time limit."""
 
@@ -132,11 +135,12 @@ def run(
             record = _run_case(entry, context, bench, share_s)
             release(context)  # before the guard is idle: a crash here is one of the case
             if context.ranks.rank == 0:
+                guard.begin(entry.position, _STORE_S)
                 sink(replace(record, launch=launch))
-            guard.idle(bench.limit_s(None))
+            guard.idle(bench.limit_s(None) + _STORE_S)
             if isinstance(record, Measured) and record.training and record.training.interrupted:
                 raise KeyboardInterrupt
-            if context.ranks.decide(guard.is_stopping):
+            if entry is not entries[-1] and context.ranks.decide(guard.is_stopping):
                 raise KeyboardInterrupt
             budget.spend(time.monotonic() - begin)
             if isinstance(record, Failed) and done < len(current):

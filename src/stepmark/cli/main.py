@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
@@ -175,6 +176,8 @@ def main() -> None:
     code = _job_status() if outer_launcher.is_agent() else status(sys.argv[1:])
     if outer_launcher.is_rank():
         # The launcher would see a failed rank where a thread of torch aborts the teardown.
+        with suppress(OSError, ConfigError):  # already complained about
+            sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)

@@ -50,9 +50,12 @@ def serve(job: Job) -> int:
                 if len(signals) == 1 and not agent.is_interrupted:
                     agent.is_interrupted = True
                     channel.send(Interrupted(signals[0]))
-                agent.turn()
+                agent.step()
                 time.sleep(_POLL_S)
-            agent.turn()  # the last message of a leader that has closed the connection
+            agent.step()  # the last message of a leader that has closed the connection
+        except OSError as error:  # no space for the plan, no more processes
+            _say(job, f"ranks cannot be started: {error.strerror or error}")
+            return 3
         finally:
             agent.kill()
         if agent.code is None and not signals:
@@ -101,10 +104,10 @@ class _Agent:
         self._sent_s = 0.0
         self._environment = jobs.network_environment(channel.own_address, job.hosts[job.rank])
 
-    def turn(self) -> None:
+    def step(self) -> None:
         """Do what the leader asks for, and report the ranks' state."""
         while self._channel.inbox:
-            self._obey(self._channel.inbox.popleft())
+            self._handle(self._channel.inbox.popleft())
         self._channel.look()
         if self._ranks is not None:
             self._report(self._ranks)
@@ -115,7 +118,7 @@ class _Agent:
             self._ranks = None
             self._channel.send(Killed(self._generation, tuple(survivors)))
 
-    def _obey(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         ranks = self._ranks
         match message:
             case Start():

@@ -45,6 +45,8 @@ class Start(_Message, frozen=True):
 
 
 class SendSignal(_Message, frozen=True):
+    """To an agent: send a signal to these ranks."""
+
     number: int
     ranks: tuple[int, ...]
 
@@ -89,6 +91,8 @@ class Diagnosis(_Message, frozen=True):
 
 
 class Killed(_Message, frozen=True):
+    """From an agent: its ranks have ended, but for the survivors."""
+
     generation: int
     survivors: tuple[int, ...]  # pids
 
@@ -128,13 +132,13 @@ class Channel:
         )
         self.lost = ""
         self.inbox: deque[Message] = deque()
+        self.interrupted: int | None = None  # a signal that the other end got
         connected.setblocking(True)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if sys.platform == "linux":  # the kernel gives up what nobody acknowledges
             limit_ms = int(SILENCE_S * 1000)
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
-        self._socket = connected
-        self._connection = Connection(os.dup(connected.fileno()))
+        self._connection = Connection(connected.detach())
         self._lock = threading.Lock()
         self._silence_s, self._looked_s, self._is_heard = 0.0, time.monotonic(), False
         watch = threading.Timer(_AUTHENTICATION_S, self.close)
@@ -159,9 +163,10 @@ class Channel:
             self.lost = self.lost or _reason(error)
 
     def look(self) -> None:
-        """Set `lost` after a long silence. Time in which this process was stopped is left out:
+        """Set `lost` after a long silence.
 
-        a job whose processes are all stopped and continued goes on.
+        Time in which this process was stopped does not count, so a job whose processes are
+        all stopped and continued goes on.
         """
         now_s = time.monotonic()
         passed_s, self._looked_s = now_s - self._looked_s, now_s
@@ -171,16 +176,18 @@ class Channel:
             self.lost = self.lost or f"it has been silent for {SILENCE_S:.0f} s"
 
     def close(self) -> None:
-        with suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # ends a blocked receive
-        self._socket.close()
+        with suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)  # ends a blocked receive
 
     def _receive(self) -> None:
         try:
             while True:
                 message = _DECODER.decode(self._connection.recv_bytes())
-                self.inbox.append(message)
                 self._is_heard = True
+                if isinstance(message, Interrupted):
+                    self.interrupted = message.number
+                else:
+                    self.inbox.append(message)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self.lost = self.lost or _reason(error)
 

@@ -1,5 +1,6 @@
 """Names of hosts, as Slurm's ranges, a comma list, or a file as pssh and mpirun read it."""
 
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ _MAX_HOSTS = 2**17
 
 def read_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts that --hosts names, the first of which leads. Raises ConfigError."""
-    if Path(text).is_file():
+    if os.path.isfile(text):  # False for a list that is too long for a name
         lines = Path(text).read_text(errors="replace").splitlines()
         entries = [line.split("#")[0].split() for line in lines]
         # pssh's [user@]host[:port]; mpirun's "host slots=8"
@@ -43,7 +44,10 @@ def _expanded(part: str, text: str) -> list[str]:
     for span in inside.split(","):
         low, dash, high = span.partition("-")
         last = high if dash else low
-        if not (low.isdecimal() and last.isdecimal()) or int(last) - int(low) > _MAX_HOSTS:
+        if (
+            not (low.isdecimal() and last.isdecimal())
+            or not 0 <= int(last) - int(low) <= _MAX_HOSTS
+        ):
             raise ConfigError("hosts", text, "names with ranges such as n[1-4,7]")
         numbers += [f"{n:0{len(low)}}" for n in range(int(low), int(last) + 1)]
     return [f"{head}{number}{end}" for number in numbers for end in _expanded(rest, text)]

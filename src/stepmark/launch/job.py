@@ -14,7 +14,8 @@ from stepmark.launch.outer_launcher import HOSTS, is_agent
 # watches the ranks of its host; the agent of the first host leads.
 HOST_RANK, NPROC = "STEPMARK_HOST_RANK", "STEPMARK_NPROC"
 PORT, KEY, JOIN_S = "STEPMARK_PORT", "STEPMARK_KEY", "STEPMARK_JOIN_S"
-_RANKS = (HOST_RANK, "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# Slurm last: in its jobs mpirun's processes have its variables, too.
+_RANKS = (HOST_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _DEFAULT_JOIN_S = 300.0  # hosts of a large job import at different speeds
 
 
@@ -93,9 +94,12 @@ def _host_rank(hosts: tuple[str, ...]) -> int:
     own = {socket.gethostname(), socket.gethostname().partition(".")[0]}
     own |= {a.address for addresses in psutil.net_if_addrs().values() for a in addresses}
     places = [place for place, host in enumerate(hosts) if host in own]
+    if not places:  # the list has full names, this host does not
+        places = [place for place, host in enumerate(hosts) if host.partition(".")[0] in own]
     if len(places) != 1:
         allowed = f"the index of this host among the {len(hosts)} of {HOSTS}"
-        raise ConfigError(HOST_RANK, None, f"{allowed}: its name is not one of them")
+        why = "several are its names" if places else "its name is not one of them"
+        raise ConfigError(HOST_RANK, None, f"{allowed}: {why}")
     return places[0]
 
 

@@ -20,7 +20,6 @@ from stepmark.launch.channel import (
     Diagnosis,
     End,
     Hello,
-    Interrupted,
     Kill,
     Killed,
     Message,
@@ -30,6 +29,7 @@ from stepmark.launch.channel import (
 )
 from stepmark.launch.heartbeat import Beat
 from stepmark.launch.job import Job
+from stepmark.launch.signals import catching
 
 _POLL_S = 0.05
 _ALIVE_S = 2.0
@@ -37,6 +37,10 @@ _HELLO_S = 10.0
 _DIAGNOSIS_S = 5.0  # what an agent needs, and the way there and back
 _KILL_S = 12.0
 _END_S = 30.0  # for agents that are still importing when the leader ends
+
+
+class JoinInterrupted(Exception):  # noqa: N818, no error
+    """A signal came while hosts were joining."""
 
 
 class LostHostError(StepmarkError):
@@ -59,7 +63,6 @@ class RemoteRanks:
         self.name = name
         self.numbers = range(start.first_rank, start.first_rank + start.count)
         self.beats: dict[int, Beat] = {}
-        self.interrupted: int | None = None
         self._channel, self._generation = channel, start.generation
         self._state: State | None = None
         self._diagnosis: Diagnosis | None = None
@@ -76,8 +79,6 @@ class RemoteRanks:
         self._channel.look()
 
     def _take(self, message: Message) -> None:
-        if isinstance(message, Interrupted):
-            self.interrupted = message.number
         if getattr(message, "generation", None) != self._generation:
             return  # of earlier ranks
         match message:
@@ -149,12 +150,19 @@ class Leader:
 
     @property
     def interrupted(self) -> int | None:
-        return next((r.interrupted for r in self._remote if r.interrupted), None)
+        return next(
+            (c.interrupted for c in list(self._channels.values()) if c.interrupted), None
+        )
 
-    def wait_for_all(self) -> None:
-        """Wait until every host has joined. Raises LostHostError, ConfigError."""
+    def wait_for_all(self, signals: Sequence[int]) -> None:
+        """Wait until every host has joined.
+
+        Raises LostHostError, ConfigError, and JoinInterrupted once there is a signal.
+        """
         end_s = self._began_s + self.job.join_s
         while missing := self._missing():
+            if signals or self.interrupted:
+                raise JoinInterrupted
             if self._problem:
                 raise ConfigError("stepmark", self._problem, f"{__version__} on all hosts")
             if time.monotonic() > end_s:
@@ -204,12 +212,13 @@ class Leader:
     def end(self, code: int) -> None:
         """Tell all agents that the job has ended, those too that join now."""
         end_s = min(time.monotonic() + _END_S, self._began_s + self.job.join_s)
-        while self._missing() and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
-        self._ended.set()
-        for channel in list(self._channels.values()):
-            channel.send(End(code))
-        self._listener.close()
+        with catching() as signals:
+            while self._missing() and not signals and time.monotonic() < end_s:
+                time.sleep(_POLL_S)
+            self._ended.set()
+            for channel in list(self._channels.values()):
+                channel.send(End(code))
+            self._listener.close()
 
     def _missing(self) -> list[str]:
         return [
@@ -222,11 +231,12 @@ class Leader:
         while not self._ended.is_set():
             try:
                 connected, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            threading.Thread(target=self._welcome, args=(connected,), daemon=True).start()
+            except OSError:  # closed, or one connection failed
+                time.sleep(_POLL_S)
+                continue
+            threading.Thread(target=self._add, args=(connected,), daemon=True).start()
 
-    def _welcome(self, connected: socket.socket) -> None:
+    def _add(self, connected: socket.socket) -> None:
         """Add the agent that has connected; ignore whoever does not know the key."""
         with suppress(OSError, EOFError, AuthenticationError):
             channel = Channel(connected, self.job.key, accepts=True)

@@ -65,8 +65,6 @@ def as_torchrun() -> None:
     if names is None or names is _TORCHRUN:
         return
     for target, source in zip(_TORCHRUN[:3], names[:3], strict=True):
-        if source not in os.environ:
-            raise ConfigError(source, None, "the rank of this process on its host")
         os.environ[target] = os.environ[source]
     if "MASTER_ADDR" not in os.environ:
         if str(num_local_ranks()) != os.environ["WORLD_SIZE"]:
@@ -80,8 +78,11 @@ def as_torchrun() -> None:
 
 
 def _names() -> tuple[str, ...] | None:
-    for names in (_TORCHRUN,) if is_agent() else (_TORCHRUN, _SLURM, _MPI, _PMI):
-        if names[0] in os.environ and names[2] in os.environ:
-            # A step of one task is a command that srun runs, as mpirun -n 1 does.
-            return names if names is _TORCHRUN or os.environ[names[2]] != "1" else None
+    if all(name in os.environ for name in _TORCHRUN[:3:2]):
+        return _TORCHRUN
+    # Slurm last: in its jobs mpirun's processes have its variables, too.
+    for names in () if is_agent() else (_MPI, _PMI, _SLURM):
+        # A step of one task is a command that srun runs, as mpirun -n 1 does.
+        if all(name in os.environ for name in names[:3]) and os.environ[names[2]] != "1":
+            return names
     return None

@@ -8,7 +8,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from stepmark.core.fabrics import Setting
 from stepmark.core.launch_options import RESUME, LaunchOptions
@@ -49,7 +48,7 @@ def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
             '  arguments=(resume --out "$out" latest)',
             "fi",
         ]
-    step = ["srun --kill-on-bad-exit=0 --cpu-bind=none"]
+    step = ["srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none"]
     if options.container:
         names = (*agent, "STEPMARK_KEY", *(setting.name for setting in settings))
         mounts = ['"$PWD:$PWD"', *(() if place else ('"$out:$out"',))]
@@ -113,7 +112,7 @@ def pssh(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[st
         f"exec {_program(options)} {shlex.join(_command(options))}"
     )
     assert options.hosts is not None
-    is_file = Path(options.hosts).is_file()
+    is_file = os.path.isfile(options.hosts)
     where = (
         f"-h {shlex.quote(options.hosts)}" if is_file else f"-H {shlex.quote(' '.join(hosts))}"
     )

@@ -93,7 +93,10 @@ def submit(script: str) -> str:
 
 
 def cancel(job_id: str) -> None:
-    _run(["scancel", job_id])
+    """Cancel a job. Raises SlurmError."""
+    done = _run(["scancel", job_id])
+    if done.returncode:
+        raise SlurmError(f"scancel refused: {_complaint(done)}")
 
 
 def look(job_id: str) -> Job | None:

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -12,6 +13,7 @@ import psutil
 from stepmark.core.errors import EXIT_CODES, worst
 from stepmark.core.units import ranks_text
 from stepmark.launch.heartbeat import Beat
+from stepmark.launch.leader import JoinInterrupted, LostHostError
 from stepmark.launch.signals import catching
 from stepmark.launch.workers import Workers
 
@@ -29,6 +31,7 @@ class RankFailure:
     stacks: str = ""  # Python stacks of all threads, by rank
     flight: dict[int, str] = field(default_factory=dict)  # rank: flight recorder as JSON
     is_final: bool = False  # new ranks cannot be started
+    restart_at: int | None = None  # where the ranks had asked for new ones
 
 
 def _position_of(workers: Workers) -> int | None:
@@ -40,7 +43,7 @@ def _position_of(workers: Workers) -> int | None:
 def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
     """Collect stacks and flight recorders of the ranks, and name the ranks that block others.
 
-    It takes up to 3 s, where ranks do not answer.
+    It takes up to 3 s where ranks do not answer, and 5 s per host that does not.
     """
     position = _position_of(workers)
     beats = [workers.beats[rank] for rank in overdue]
@@ -166,14 +169,13 @@ def supervise(
     When on_failure is called no rank is alive; rank 0 may have recorded the case itself in its
     last seconds. It returns whether anything was lost, which makes the exit code 3. After
     SIGINT every rank gets one SIGINT and 10 s, after SIGTERM only once the present case has had
-    15 s to end; a second signal kills. Call from the
-    main thread.
+    15 s to end; a second signal kills. Call from the main thread.
     """
     first, in_row, codes = 0, 0, [0]
     with catching() as signals:
         while True:
-            workers = Workers(module, plan, arguments, num_ranks, first=first)
-            match end := _lead(workers, signals, start_s):
+            start = partial(Workers, module, plan, arguments, num_ranks, first=first)
+            match end := _lead(start, signals, start_s, is_first=not first):
                 case _Interrupted(number):
                     return 128 + number
                 case _Ended():
@@ -183,14 +185,12 @@ def supervise(
                     codes.append(3 if on_failure(end) else 0)
                     finished_some = end.position is not None and end.position > first
                     in_row = 1 if finished_some else in_row + 1
-                    following = None if end.position is None else end.position + 1
-                    if following is None and not workers.working():
-                        following = workers.restart_at  # they had requested new ranks
-                    if end.is_final:
-                        _say_rest(num_cases - (following or num_cases))
-                        return worst(*codes)
+                    following = end.restart_at if end.position is None else end.position + 1
             if signals:
                 return 128 + signals[0]
+            if isinstance(end, RankFailure) and end.is_final:
+                _say_rest(num_cases - (first if following is None else following))
+                return worst(*codes)
             if following is None or following >= num_cases:
                 return worst(*codes)
             if in_row == _MAX_IN_ROW:
@@ -200,16 +200,32 @@ def supervise(
 
 
 def _lead(
-    workers: Workers, signals: list[int], start_s: float
+    start: Callable[..., Workers], signals: list[int], start_s: float, *, is_first: bool
 ) -> _Ended | _Interrupted | RankFailure:
-    """Watch the ranks to their end, and kill all that remain."""
+    """Start ranks, watch them to their end, and kill all that remain.
+
+    Raises LostHostError where the first ranks cannot be started.
+    """
+    try:
+        workers = start(signals=signals)
+    except JoinInterrupted:
+        return _Interrupted(signals[0] if signals else signal.SIGTERM)
+    except LostHostError as error:
+        if is_first:
+            raise
+        return RankFailure(
+            position=None, cause="lost rank", ranks=(), message=str(error), is_final=True
+        )
     try:
         end = _watch(workers, signals, start_s)
     finally:
         survivors = workers.kill()
-    if survivors and isinstance(end, RankFailure):
-        end.message += f"; SIGKILL did not end pid {', '.join(map(str, survivors))}"
-        end.is_final = True  # for new ranks the device would still be in use
+    if isinstance(end, RankFailure):
+        if not workers.working():
+            end.restart_at = workers.restart_at
+        if survivors:
+            end.message += f"; SIGKILL did not end pid {', '.join(map(str, survivors))}"
+            end.is_final = True  # for new ranks the device would still be in use
     return end
 
 

@@ -43,16 +43,18 @@ class Workers:
         num_ranks: int,
         *,
         first: int = 0,
+        signals: Sequence[int] = (),
     ) -> None:
         """Start `python -m MODULE PLAN ARGUMENTS` per rank, on every host of the job.
 
-        Raises ConfigError for ranks that hosts cannot share evenly, LostHostError.
+        signals: those of `catching`. Raises ConfigError for ranks that hosts cannot share
+        evenly, LostHostError, and JoinInterrupted.
         """
         self.num_ranks = num_ranks
         self.beats: dict[int, Beat] = {}
-        self._leader = leader() if num_ranks > 1 else None
+        self._leader = leader()
         command = command_of(module, plan, arguments)
-        if self._leader is None:
+        if self._leader is None or num_ranks == 1:
             ranks = Ranks(numbers=range(num_ranks), world_size=num_ranks, first=first)
             self.started_s = time.monotonic()
             self._own = LocalRanks(command, ranks, None, {})
@@ -63,7 +65,7 @@ class Workers:
         self._per_host, rest = divmod(num_ranks, job.num_hosts)
         if rest:
             raise ConfigError("nproc", num_ranks, f"a multiple of {job.num_hosts} hosts")
-        self._leader.wait_for_all()
+        self._leader.wait_for_all(signals)
         self.started_s = time.monotonic()
         listener = jobs.listen(0)
         port = listener.getsockname()[1]

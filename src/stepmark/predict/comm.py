@@ -37,6 +37,7 @@ class CommCosts:
             self._curves.setdefault(curve.collective, []).append(curve)
         self._device = device
         self.sources: dict[str, Source] = {}
+        self.of_one_host: set[str] = set()  # collectives over hosts, by curves inside of one
 
     def __call__(self, op: CommOp, group: Group) -> float:
         """Return the seconds. Raises ConfigError where neither a curve nor a link is known."""
@@ -45,7 +46,10 @@ class CommCosts:
             return 0.0
         names = _PAIRS if op.collective in (SEND, RECV) else (op.collective,)
         curves = [curve for name in names for curve in self._curves.get(name, ())]
-        curves = self._of_level(curves, group) or curves
+        of_level = self._of_level(curves, group)
+        if curves and not of_level:
+            return self._at_another_level(curves, op, group, num_bytes)
+        curves = of_level
         same = [c for c in curves if c.num_ranks == group.size or op.collective in (SEND, RECV)]
         if same:
             time_s, mark = same[0].time_s(num_bytes)
@@ -63,11 +67,23 @@ class CommCosts:
         self._note(op, Source.ROOFLINE)
         return latency_s(op, group) + op.bus_bytes(group) / (link * _LINK_SHARE)
 
+    def _at_another_level(
+        self, curves: list[Curve], op: CommOp, group: Group, num_bytes: int
+    ) -> float:
+        """Return the time by curves inside a host for a group over hosts, or the reverse."""
+        self._note(op, Source.SCALED)
+        if self._spans_hosts(group):
+            self.of_one_host.add(op.collective)
+        return _scaled(curves, op, group, num_bytes)
+
+    def _spans_hosts(self, group: Group) -> bool:
+        return self._ranks_per_host is not None and group.reach >= self._ranks_per_host
+
     def _of_level(self, curves: list[Curve], group: Group) -> list[Curve]:
         """Return the curves over hosts for a group over hosts, else those inside one."""
         if self._ranks_per_host is None:
             return curves
-        spans = group.reach >= self._ranks_per_host
+        spans = self._spans_hosts(group)
         return [c for c in curves if c.num_hosts is None or (c.num_hosts > 1) == spans]
 
     def _note(self, op: CommOp, source: Source) -> None:

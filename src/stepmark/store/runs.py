@@ -158,6 +158,7 @@ def _fingerprint(environment: Environment) -> dict[str, str]:
     devices = environment.devices
     return {
         "device": _counted(device.name for device in devices),
+        "ranks per host": str(sorted(Counter(device.host for device in devices).values())),
         "torch": environment.torch,
         "driver": environment.versions.get("driver", "unknown"),
         "power limit": _counted(f"{device.power_limit_w} W" for device in devices),
