@@ -163,6 +163,12 @@ def with_devices(**change: object) -> dict[str, object]:
 CHANGES = [
     ("device", "2 x NVIDIA H200", "2 x NVIDIA H100", with_devices(name="NVIDIA H100")),
     ("device", "2 x NVIDIA H200", "1 x NVIDIA H200", {"devices": DEVICES[:1]}),
+    (
+        "ranks per host",
+        "[2]",
+        "[1, 1]",
+        {"devices": (DEVICES[0], dataclasses.replace(DEVICES[1], host="another"))},
+    ),
     ("torch", "2.12.0", "2.11.0", {"torch": "2.11.0"}),
     ("driver", "570.1", "580.2", {"versions": {"driver": "580.2"}}),
     ("power limit", "2 x 700.0 W", "2 x 500.0 W", with_devices(power_limit_w=500.0)),

@@ -36,6 +36,7 @@ _ALIVE_S = 2.0
 _HELLO_S = 10.0
 _DIAGNOSIS_S = 5.0  # what an agent needs, and the way there and back
 _KILL_S = 12.0
+_INTERRUPTED_S = 3.0  # others get the signal, too
 _END_S = 30.0  # for agents that are still importing when the leader ends
 
 
@@ -211,7 +212,8 @@ class Leader:
 
     def end(self, code: int) -> None:
         """Tell all agents that the job has ended, those too that join now."""
-        end_s = min(time.monotonic() + _END_S, self._began_s + self.job.join_s)
+        limit_s = _INTERRUPTED_S if code in (130, 143) else _END_S
+        end_s = min(time.monotonic() + limit_s, self._began_s + self.job.join_s)
         with catching() as signals:
             while self._missing() and not signals and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
