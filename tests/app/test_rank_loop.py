@@ -298,16 +298,20 @@ def parent(folder: Path, *faults: str) -> "subprocess.Popen[str]":
     return process
 
 
-@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "expected", "limit_s"),
+    [(signal.SIGINT, 130, 5.0), (signal.SIGTERM, 143, supervise_module.FINISH_S + 5.0)],
+)
 def test_a_signal_ends_it_and_what_is_finished_is_kept(
-    number: signal.Signals, expected: int, tmp_path: Path
+    number: signal.Signals, expected: int, limit_s: float, tmp_path: Path
 ) -> None:
+    """After SIGTERM the present case may still end; this one does not."""
     process = parent(tmp_path, "0:1:long", "1:1:long")
     began_s = time.monotonic()
     os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=20)
+    output, _ = process.communicate(timeout=40)
     assert process.returncode == expected, output
-    assert time.monotonic() - began_s < 5
+    assert time.monotonic() - began_s < limit_s
     assert left_over(tmp_path) == []
     assert outcomes(tmp_path) == [(0, "measured")]
     assert f"go on with: stepmark resume {run_of(tmp_path)}" in output

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from multiprocessing import AuthenticationError
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from stepmark.app.machine import Machine
 from stepmark.app.train_plan import placement_notes
 from stepmark.bench.ranks import cores_of
 from stepmark.core.errors import ConfigError
-from stepmark.launch import channel, job, outer_launcher
+from stepmark.launch import channel, job, outer_launcher, supervise
 from stepmark.launch.channel import Alive, Channel, End, Hello
 
 KEY = "0123456789abcdef"
@@ -180,3 +181,18 @@ def test_silence_is_a_lost_host_unless_we_were_stopped(
     assert first.lost == "it has been silent for 20 s"
     first.close()
     second.close()
+
+
+@pytest.mark.parametrize(("num_cases", "expected"), [(1, 0), (3, 3)])
+def test_cases_that_are_left_out_are_the_exit_code(
+    num_cases: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host may be lost after its case was measured: nothing has failed, but the rest is."""
+    lost = supervise.RankFailure(
+        position=0, cause="lost rank", ranks=(1,), message="host n2 is lost", is_final=True
+    )
+    monkeypatch.setattr(supervise, "_lead", lambda *_, **__: lost)
+    code = supervise.supervise(
+        "none", Path("plan"), (), 2, num_cases=num_cases, on_failure=lambda failure: False
+    )
+    assert code == expected

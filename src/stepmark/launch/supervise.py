@@ -189,13 +189,14 @@ def supervise(
             if signals:
                 return 128 + signals[0]
             if isinstance(end, RankFailure) and end.is_final:
-                _say_rest(num_cases - (first if following is None else following))
-                return worst(*codes)
+                num_left = num_cases - (first if following is None else following)
+                _say_rest(num_left)
+                return worst(*codes, 3 if num_left else 0)
             if following is None or following >= num_cases:
                 return worst(*codes)
             if in_row == _MAX_IN_ROW:
                 _say_rest(num_cases - following, f"{in_row} cases in a row lost: ")
-                return worst(*codes)
+                return worst(*codes, 3)
             first = following
 
 
