@@ -4,6 +4,7 @@ import errno
 import io
 import os
 import sys
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,8 @@ from stepmark.cli.flags import group, verb
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.options import load
 from stepmark.launch import outer_launcher, signals
+
+_SIGNAL_S = 0.5  # in which a launcher signals all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +178,8 @@ def main() -> None:
         os.environ.pop(outer_launcher.HOSTS, None)
     code = _job_status() if outer_launcher.is_agent() else status(sys.argv[1:])
     if outer_launcher.is_rank():
+        if code in (130, 143):  # other ranks must get the signal before they miss this one
+            time.sleep(_SIGNAL_S)
         # The launcher would see a failed rank where a thread of torch aborts the teardown.
         with suppress(OSError, ConfigError):  # already complained about
             sys.stdout.flush()
