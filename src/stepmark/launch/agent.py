@@ -7,6 +7,8 @@ import time
 from multiprocessing import AuthenticationError
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from stepmark import __version__
 from stepmark.core.errors import ConfigError
 from stepmark.launch import job as jobs
@@ -162,9 +164,5 @@ class _Agent:
             return
         self._last, self._sent_s = state, now_s
         states = {rank: ranks.state(rank) for rank in ranks.numbers}
-        # The copy has a time of its own, so that equal states compare equal.
-        self._channel.send(
-            State(
-                state.generation, time.monotonic(), state.beats, state.codes, state.pids, states
-            )
-        )
+        # What is compared has no time, so that equal states compare equal.
+        self._channel.send(replace(state, now_s=time.monotonic(), states=states))

@@ -149,7 +149,7 @@ class Heartbeat:
         return True
 
     def is_stopping(self) -> bool:
-        """Return whether the parent has asked to stop after the present case."""
+        """Return whether the parent has requested a stop after the present case."""
         return self._store.has(STOP)
 
     def on_abort(self, dump: Callable[[], str], abort: Callable[[], None]) -> None:

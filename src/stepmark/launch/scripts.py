@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from stepmark.core.fabrics import Setting
 from stepmark.core.launch_options import RESUME, LaunchOptions
+from stepmark.launch.job import KEY, NPROC, PORT
+from stepmark.launch.outer_launcher import HOSTS
 
 _PORT = 29500
 _SHELL, _LOGIN_SHELL = "#!/bin/bash", "#!/bin/bash -l"  # the latter knows `module`
@@ -27,7 +29,7 @@ def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
     port = str(options.port or '"$((20000 + SLURM_JOB_ID % 10000))"')
     agent = _agent(options, hosts, port)
     lines += [f"export {name}={value}" for name, value in agent.items()]
-    lines += [f"export STEPMARK_KEY={_KEY}", *_exports(settings)]
+    lines += [f"export {KEY}={_KEY}", *_exports(settings)]
     root = options.out or "runs"
     place = "" if os.path.isabs(root) else '"$PWD"/'
     verb, *rest = options.words
@@ -50,7 +52,7 @@ def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
         ]
     step = ["srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none"]
     if options.container:
-        names = (*agent, "STEPMARK_KEY", *(setting.name for setting in settings))
+        names = (*agent, KEY, *(setting.name for setting in settings))
         mounts = ['"$PWD:$PWD"', *(() if place else ('"$out:$out"',))]
         mounts += [shlex.quote(options.container_mounts)] if options.container_mounts else []
         step += [
@@ -89,7 +91,7 @@ def _directives(options: LaunchOptions) -> list[str]:
 def mpirun(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[str]) -> str:
     """Return a script for Open MPI's mpirun: one process per host."""
     agent = _agent(options, shlex.quote(",".join(hosts)), str(options.port or _PORT))
-    names = (*agent, "STEPMARK_KEY", *(setting.name for setting in settings))
+    names = (*agent, KEY, *(setting.name for setting in settings))
     step = [
         f"mpirun --host {','.join(f'{host}:1' for host in hosts)} -np {len(hosts)}",
         "--map-by ppr:1:node --bind-to none",
@@ -97,7 +99,7 @@ def mpirun(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[
         f"{_program(options)} {shlex.join(_command(options))}",
     ]
     lines = [_SHELL, *(f"export {name}={value}" for name, value in agent.items())]
-    lines += [f"export STEPMARK_KEY={_KEY}", *_exports(settings), " \\\n  ".join(step), ""]
+    lines += [f"export {KEY}={_KEY}", *_exports(settings), " \\\n  ".join(step), ""]
     return "\n".join(lines)
 
 
@@ -107,7 +109,7 @@ def pssh(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[st
     values = [f"{name}={value}" for name, value in agent.items()]
     values += [f"{setting.name}={shlex.quote(setting.value)}" for setting in settings]
     remote = (
-        f"read -r STEPMARK_KEY && export STEPMARK_KEY {' '.join(values)} && "
+        f"read -r {KEY} && export {KEY} {' '.join(values)} && "
         f"cd {shlex.quote(os.getcwd())} && "
         f"exec {_program(options)} {shlex.join(_command(options))}"
     )
@@ -150,9 +152,9 @@ def torchrun(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequenc
 def _agent(options: LaunchOptions, hosts: str, port: str) -> dict[str, str]:
     """Return the variables by which a process knows that it is an agent, quoted for a shell."""
     variables = {
-        "STEPMARK_HOSTS": hosts,
-        "STEPMARK_PORT": port,
-        "STEPMARK_NPROC": str(options.ranks_per_host),
+        HOSTS: hosts,
+        PORT: port,
+        NPROC: str(options.ranks_per_host),
     }
     return variables | ({"STEPMARK_BIND": "closest"} if options.gpus_per_node else {})
 

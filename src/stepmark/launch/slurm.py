@@ -102,7 +102,7 @@ def cancel(job_id: str) -> None:
 def look(job_id: str) -> Job | None:
     """Return a job; None for one that Slurm does not know, or no longer.
 
-    squeue is asked where scontrol is refused, sacct where the job has been forgotten. Raises
+    squeue is used where scontrol is refused, sacct where the job has been forgotten. Raises
     SlurmError where the controller does not answer.
     """
     shown = _run(["scontrol", "-o", "show", "job", job_id])

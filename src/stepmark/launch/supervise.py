@@ -31,7 +31,7 @@ class RankFailure:
     stacks: str = ""  # Python stacks of all threads, by rank
     flight: dict[int, str] = field(default_factory=dict)  # rank: flight recorder as JSON
     is_final: bool = False  # new ranks cannot be started
-    restart_at: int | None = None  # where the ranks had asked for new ones
+    restart_at: int | None = None  # where the ranks had requested new ones
 
 
 def _position_of(workers: Workers) -> int | None:

@@ -145,14 +145,14 @@ class Workers:
         """
         stacks: dict[int, str] = {}
         flight: dict[int, str] = {}
-        asked = [
+        own_ranks = [
             (host, [rank for rank in ranks if rank in host.numbers])
             for host in self._hosts
             if not host.lost
         ]
-        for host, own in asked:
+        for host, own in own_ranks:
             host.begin_diagnosis(own)
-        for host, own in asked:
+        for host, own in own_ranks:
             new_stacks, new_flight = host.diagnosis(own)
             stacks |= new_stacks
             flight |= new_flight
