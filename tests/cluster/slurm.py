@@ -69,9 +69,16 @@ class Slurm:
         )
         os.environ["SLURM_CONF"] = str(self.config)
         self._daemons: list[subprocess.Popen[bytes]] = []
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def _start(self) -> None:
         self._start_munge()
         self._daemon("slurmctld", "-D")
-        for host in hosts:
+        for host in self._hosts:
             self._daemon(*host.inside("/usr/sbin/slurmd", "-D", "-N", host.name))
         end_s = time.monotonic() + 30
         while sh("sinfo -h -N -o %T | sort -u").split() != ["idle"]:
@@ -90,10 +97,11 @@ class Slurm:
         self._daemons.append(process)
 
     def _start_munge(self) -> None:
-        if Path("/run/munge/munge.socket.2").exists():
+        # Its socket alone says nothing: one of a dead daemon makes all of Slurm hang.
+        if subprocess.run(["munge", "-n"], check=False, capture_output=True).returncode == 0:
             return
         sh("install -d -o munge -g munge /run/munge")
-        sh("runuser -u munge -- /usr/sbin/munged")
+        sh("runuser -u munge -- /usr/sbin/munged --force")
 
     def _name_hosts(self) -> None:
         lines = [f"{host.address} {host.name} {_MARK}\n" for host in self._hosts]
@@ -121,5 +129,6 @@ class Slurm:
                 daemon.wait(5)
             except subprocess.TimeoutExpired:
                 daemon.kill()
+                daemon.wait()
         self._unname_hosts()
         del os.environ["SLURM_CONF"]
