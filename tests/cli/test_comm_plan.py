@@ -2,6 +2,7 @@
 
 import dataclasses
 import shlex
+from collections import Counter
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -169,6 +170,20 @@ def test_a_matrix_of_pairs_has_both_figures_of_every_ordered_pair() -> None:
     assert len(found) == 12
     both = cases("p2p-matrix", n=2, bidirectional=True)
     assert {case.collective for case in both} == {Collective.P2P_BOTH, Collective.PING_PONG}
+
+
+@pytest.mark.parametrize(("n", "partners"), [(2, 1), (3, 1), (8, 2), (9, 3), (64, 4), (5, 4)])
+def test_a_matrix_of_some_pairs_is_even(n: int, partners: int) -> None:
+    pairs = [
+        case.pair
+        for case in cases("p2p-matrix", n=n, partners=partners)
+        if case.collective is Collective.P2P and case.pair is not None
+    ]
+    assert len(set(pairs)) == len(pairs) == n * partners
+    for end in (0, 1):
+        assert Counter(pair[end] for pair in pairs) == dict.fromkeys(range(n), partners)
+    for rank in range(n):  # a ring among them joins all ranks
+        assert (rank, (rank + 1) % n) in pairs
 
 
 def test_latencies_of_a_matrix_of_pairs_come_from_graphs_where_there_are_any() -> None:

@@ -342,6 +342,9 @@ BAD = [
     (("--mpirun", *HOSTS, "--submit"), COMM, "only with --slurm"),
     (("--pssh", *HOSTS, "--on-interrupt", "cancel"), COMM, "only with --slurm"),
     ((*SLURM, "--on-interrupt", "explode"), COMM, "leave, cancel"),
+    (("--follow", "7", "--requeue"), (), "--requeue"),
+    (("--follow", "7"), COMM, "beside --follow"),
+    (("--fabric", "list", "--slurm"), (), "beside --fabric"),
 ]
 
 

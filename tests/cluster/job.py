@@ -34,10 +34,12 @@ class Job:
         join_s: int = 60,
         nproc: int = 1,
         leader_folder: Path | None = None,
+        key: str = "",
     ) -> None:
         """nproc: ranks per host. absent: so many of the last hosts are not started.
 
-        leader_folder: where the leader works, if not in a folder of its host.
+        leader_folder: where the leader works, if not in a folder of its host. key: of the last
+        host, if not that of all.
         """
         self.folder, self._token = leader_folder or folder, secrets.token_hex(8)
         self.agents: list[subprocess.Popen[bytes]] = []
@@ -58,10 +60,11 @@ class Job:
             own.mkdir()
             out, err = (own / "stdout").open("wb"), (own / "stderr").open("wb")
             self._files += [out, err]
+            keys = {"STEPMARK_KEY": key} if key and host == hosts[-1] else {}
             process = subprocess.Popen(
                 host.inside(sys.executable, "-m", "stepmark", *words),
                 cwd=leader_folder if leader_folder and rank == 0 else own,
-                env=shared | {"STEPMARK_HOST_RANK": str(rank)},
+                env=shared | {"STEPMARK_HOST_RANK": str(rank)} | keys,
                 stdout=out,
                 stderr=err,
                 process_group=0,

@@ -137,6 +137,14 @@ def test_a_host_that_never_arrives(hosts: list[Host], tmp_path: Path) -> None:
     assert "Traceback" not in running.err()
 
 
+def test_a_host_with_another_key(hosts: list[Host], tmp_path: Path) -> None:
+    with job(hosts, tmp_path, *WORDS, join_s=8, key=16 * "x") as running:
+        assert running.end(30) == [3, 2]
+    assert f"another STEPMARK_KEY has {hosts[1].address}\n" in running.err()
+    assert "STEPMARK_KEY is invalid" in running.err(1)
+    assert "Traceback" not in running.err() + running.err(1)
+
+
 def test_sigterm_while_hosts_join(hosts: list[Host], tmp_path: Path) -> None:
     with job(hosts, tmp_path, *WORDS, absent=1) as running:
         end_s = time.monotonic() + 30

@@ -59,6 +59,7 @@ def test_an_agent_finds_its_own_name(monkeypatch: pytest.MonkeyPatch) -> None:
         {"STEPMARK_KEY": "short"},
         {"STEPMARK_HOST_RANK": "3"},
         {"STEPMARK_JOIN_S": "soon"},
+        {"STEPMARK_BIND": "far"},
     ],
 )
 def test_wrong_variables_are_refused(

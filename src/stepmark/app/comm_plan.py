@@ -19,6 +19,7 @@ from stepmark.core.collectives import (
     RedOp,
     groups,
     num_parts,
+    ordered_pairs,
     parse_split,
     placements,
     sizes,
@@ -37,6 +38,7 @@ _LATENCY_BYTES = 8
 # Flags without effect on other collectives. nccl-tests' own, as -r and -o, fit all of them.
 _ONLY_OF: dict[str, tuple[str, ...]] = {
     "pair": (Collective.P2P, Collective.P2P_BOTH, Collective.PING_PONG),
+    "partners": (MATRIX_OF_PAIRS,),
     "bidirectional": (Collective.P2P, Collective.P2P_BOTH, MATRIX_OF_PAIRS),
     "imbalance": (Collective.ALL_TO_ALL_V,),
     "matrix": (Collective.ALL_TO_ALL_V,),
@@ -196,7 +198,7 @@ def _least(case: CommCase) -> str:
 def _matrix_of_pairs(
     collective: Collective, options: CommOptions, base: CommCase, notes: list[str]
 ) -> Iterator[CommCase]:
-    """Yield bandwidth and latency of every ordered pair, one pair at a time."""
+    """Yield bandwidth and latency of ordered pairs, one pair at a time."""
     default = 64 * MIB if base.device == "cuda" else MIB
     big = options.begin or options.end or default
     bandwidth = replace(options, begin=big, end=options.end or big)
@@ -204,8 +206,8 @@ def _matrix_of_pairs(
     # Without a graph, so small a message would take the time of its launch by the host.
     is_mode_given = options.mode or options.blocking
     mode = Mode.GRAPH if base.device == "cuda" and not is_mode_given else base.mode
-    for source, target in itertools.permutations(range(base.num_ranks), 2):
-        pair = replace(base, num_ranks=2, pair=(source, target))
+    for ends in ordered_pairs(base.num_ranks, options.partners):
+        pair = replace(base, num_ranks=2, pair=ends)
         yield from _collective_cases(collective, bandwidth, pair, notes)
         latency = replace(pair, mode=mode)
         yield from _collective_cases(Collective.PING_PONG, tiny, latency, notes)

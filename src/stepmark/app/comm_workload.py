@@ -31,7 +31,8 @@ from stepmark.report.nccl_tests import test_name, type_name
 # Options that a workload replaces.
 _IN_WORKLOAD = (
     *("begin", "end", "step", "factor", "model", "mbs", "seq_len", "message", "dtype", "redop"),
-    *("root", "pair", "bidirectional", "imbalance", "matrix", "ranks", "group_split"),
+    *("root", "pair", "partners", "bidirectional", "imbalance", "matrix"),
+    *("ranks", "group_split"),
 )
 _PRINT_RANKS = 8  # of --print without --nproc
 _GPUS_PER_PROCESS = 8  # more ranks are started by mpirun

@@ -11,7 +11,7 @@ from stepmark.app.follow import follow
 from stepmark.core.errors import ConfigError
 from stepmark.core.fabrics import Setting, load_fabrics
 from stepmark.core.launch_options import TARGETS, LaunchOptions, SlurmJob
-from stepmark.core.options import dashed
+from stepmark.core.options import dashed, plain
 from stepmark.launch import scripts, slurm
 from stepmark.launch.hosts import read_hosts
 
@@ -26,12 +26,14 @@ _LIST = "list"
 def run(options: LaunchOptions) -> int:
     """Print the script, or submit it and follow the job. Returns the exit code."""
     if options.fabric == (_LIST,):
+        _check_others(options, "fabric")
         _list_fabrics()
         return 0
     cancels = options.on_interrupt == "cancel"
     target = _target(options)
     if target == "follow":
         assert options.follow is not None
+        _check_others(options, "follow", "on_interrupt")
         return follow(options.follow, cancel=cancels)
     _check(options, target)
     settings = settings_of(options)
@@ -57,6 +59,14 @@ def _target(options: LaunchOptions) -> str:
     if len(named) > 1:
         raise ConfigError(named[1], "given", f"it cannot stand beside --{named[0]}")
     return named[0]
+
+
+def _check_others(options: LaunchOptions, *names: str) -> None:
+    """Refuse what has no effect beside the first of these options. Raises ConfigError."""
+    for name, value in plain(options).items():
+        if name not in names:
+            text = " ".join(value) if name == "words" else value
+            raise ConfigError(dashed(name), text, f"it has no effect beside --{names[0]}")
 
 
 def _check(options: LaunchOptions, target: str) -> None:

@@ -8,7 +8,7 @@ count argument: elements per rank, per peer or in total, depending on the collec
 import math
 import operator
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -214,6 +214,20 @@ def sizes(begin: int, end: int, *, factor: float = 0.0, step: int = 0) -> list[i
             raise ConfigError("step", step, "steps that give at most 100000 sizes")
         size = max(size + 1, int(size * factor)) if factor > 1 else size + max(step, 1)
     return steps
+
+
+def ordered_pairs(num_ranks: int, partners: int | None) -> Iterator[tuple[int, int]]:
+    """Yield all pairs, or those in which each rank sends to and receives from `partners`.
+
+    Distances from source to target are spread evenly, from 1 on.
+    """
+    if partners is not None and partners >= num_ranks:
+        raise ConfigError("partners", partners, f"less than the number of ranks ({num_ranks})")
+    count = partners or num_ranks - 1
+    distances = [1 + i * (num_ranks - 1) // count for i in range(count)]
+    for source in range(num_ranks):
+        for target in sorted((source + distance) % num_ranks for distance in distances):
+            yield source, target
 
 
 def groups(num_ranks: int, split: str) -> list[tuple[int, ...]]:

@@ -128,6 +128,9 @@ class Operation:
         "both, in or out (of place)", default="both"
     )
     pair: Pair | None = flag("p2p, ping_pong: source and destination [0,1]")
+    partners: Annotated[int, between(1, 2**20)] | None = flag(
+        "p2p-matrix: each rank sends to this many others [all]"
+    )
     bidirectional: bool = flag("p2p: both directions at once", default=False)
     imbalance: Annotated[float, between(0.0, 1.0)] | None = flag(
         "all_to_all_v: 0 = even, 1 = by distance [1]", "--imbalance", "--spread"

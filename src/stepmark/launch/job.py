@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 
 from stepmark.core.errors import ConfigError
-from stepmark.launch.outer_launcher import HOSTS, is_agent
+from stepmark.launch.outer_launcher import BIND, HOSTS, is_agent
 
 # Set by the script that `stepmark launch` prints. One process per host, its agent, starts and
 # watches the ranks of its host; the agent of the first host leads.
@@ -82,6 +82,8 @@ def current() -> Job | None:
         rank, port = _host_rank(hosts), _number(PORT, 1, 65_535)
         if len(key := os.environ.get(KEY, "").encode()) < 16:
             raise ConfigError(KEY, None, "16 random characters or more, the same on all hosts")
+    if (bind := os.environ.get(BIND)) not in (None, "closest"):
+        raise ConfigError(BIND, bind, "closest, or unset")
     nproc = os.environ.get(NPROC)
     join_s = float(_number(JOIN_S, 1, 86_400)) if JOIN_S in os.environ else _DEFAULT_JOIN_S
     return Job(hosts=hosts, rank=rank, port=port, key=key, nproc=nproc, join_s=join_s)

@@ -68,6 +68,7 @@ class RemoteRanks:
         self._state: State | None = None
         self._diagnosis: Diagnosis | None = None
         self._killed: Killed | None = None
+        self._wait_until_s = 0.0
         channel.send(start)
 
     @property
@@ -107,22 +108,25 @@ class RemoteRanks:
 
     def begin_diagnosis(self, ranks: Sequence[int]) -> None:
         self._channel.send(Diagnose(tuple(ranks)))
+        self._wait_until_s = time.monotonic() + _DIAGNOSIS_S
 
     def diagnosis(self, ranks: Sequence[int]) -> tuple[dict[int, str], dict[int, str]]:
-        self._wait(lambda: self._diagnosis is not None, _DIAGNOSIS_S)
+        self._wait(lambda: self._diagnosis is not None)
         answer = self._diagnosis
         return (answer.stacks, answer.flight) if answer else ({}, {})
 
     def begin_kill(self) -> None:
         self._channel.send(Kill())
+        self._wait_until_s = time.monotonic() + _KILL_S
 
     def kill(self) -> list[int]:
-        self._wait(lambda: self._killed is not None, _KILL_S)
+        self._wait(lambda: self._killed is not None)
         return list(self._killed.survivors) if self._killed else []
 
-    def _wait(self, is_done: Callable[[], bool], limit_s: float) -> None:
-        end_s = time.monotonic() + limit_s
-        while not is_done() and not self.lost and time.monotonic() < end_s:
+    def _wait(self, is_done: Callable[[], bool]) -> None:
+        """Wait for an answer. The time limit runs for all hosts at once, from the request."""
+        self.look()
+        while not is_done() and not self.lost and time.monotonic() < self._wait_until_s:
             time.sleep(_POLL_S)
             self.look()
 
@@ -144,6 +148,7 @@ class Leader:
         self._generation = 0
         self._remote: list[RemoteRanks] = []
         self._problem = ""
+        self._strangers: set[str] = set()  # addresses that did not know the key
         self._ended = threading.Event()
         self._listener = jobs.listen(job.port)
         threading.Thread(target=self._accept, name="join", daemon=True).start()
@@ -169,9 +174,10 @@ class Leader:
             if time.monotonic() > end_s:
                 names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
                 count = f"{len(missing)} of {self.job.num_hosts} hosts"
-                raise LostHostError(
-                    f"{count} did not join within {self.job.join_s:.0f} s: {names}"
-                )
+                text = f"{count} did not join within {self.job.join_s:.0f} s: {names}"
+                if self._strangers:
+                    text += f"; another {jobs.KEY} has {', '.join(sorted(self._strangers))}"
+                raise LostHostError(text)
             time.sleep(_POLL_S)
         for rank, channel in self._channels.items():
             if channel.lost:
@@ -239,9 +245,14 @@ class Leader:
             threading.Thread(target=self._add, args=(connected,), daemon=True).start()
 
     def _add(self, connected: socket.socket) -> None:
-        """Add the agent that has connected; ignore whoever does not know the key."""
-        with suppress(OSError, EOFError, AuthenticationError):
-            channel = Channel(connected, self.job.key, accepts=True)
+        """Add the agent that has connected; refuse whoever does not know the key."""
+        with suppress(OSError, EOFError):
+            address = str(connected.getpeername()[0]).removeprefix("::ffff:")
+            try:
+                channel = Channel(connected, self.job.key, accepts=True)
+            except AuthenticationError:
+                self._strangers.add(address)
+                return
             end_s = time.monotonic() + _HELLO_S
             while not channel.inbox and not channel.lost and time.monotonic() < end_s:
                 time.sleep(_POLL_S)

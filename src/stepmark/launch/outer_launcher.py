@@ -12,6 +12,7 @@ _PMI = ("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE", "MPI_LOCALNRANKS")  # MPICH, 
 _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE", "LOCAL_SIZE"))
 # Hosts of a job with one process per host, its agent, which starts ranks: see job.py.
 HOSTS = "STEPMARK_HOSTS"
+BIND = "STEPMARK_BIND"  # "closest": ranks run on the cores closest to their GPU
 _FIRST_PORT, _NUM_PORTS = 20_000, 10_000
 
 

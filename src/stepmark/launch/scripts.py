@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from stepmark.core.fabrics import Setting
 from stepmark.core.launch_options import RESUME, LaunchOptions
 from stepmark.launch.job import KEY, NPROC, PORT
-from stepmark.launch.outer_launcher import HOSTS
+from stepmark.launch.outer_launcher import BIND, HOSTS
 
 _PORT = 29500
 _SHELL, _LOGIN_SHELL = "#!/bin/bash", "#!/bin/bash -l"  # the latter knows `module`
@@ -156,7 +156,7 @@ def _agent(options: LaunchOptions, hosts: str, port: str) -> dict[str, str]:
         PORT: port,
         NPROC: str(options.ranks_per_host),
     }
-    return variables | ({"STEPMARK_BIND": "closest"} if options.gpus_per_node else {})
+    return variables | ({BIND: "closest"} if options.gpus_per_node else {})
 
 
 def _program(options: LaunchOptions) -> str:
