@@ -1,114 +1,313 @@
-"""Count wrong verdicts of `stepmark compare` on simulated pairs and on resampled launches.
+"""Count wrong and missing verdicts of comparisons on simulated launches whose truth is known.
 
-    python recipes/verdicts.py                      # simulation, fixed seeds
-    python recipes/verdicts.py RUN [RUN ...]        # runs with many launches of the same cases
+    python recipes/verdicts.py                 # all experiments, fixed seeds: about 10 minutes
+    python recipes/verdicts.py --only tables --scale 0.1
 
-Two equal sides must almost never be called different, and a difference of 3 % must be
-detected. Real launches are shuffled and assigned to two sides of eight, so both sides are the
-same machine; for the second column the times of one side are divided by 1.03. The last columns
-use percentiles of a bootstrap over launches instead of Student's t.
+It calls the function that judges the rows of `stepmark compare`. docs/definitions.md has the
+table that it prints.
 """
 
 import argparse
 import math
 import random
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from statistics import fmean, median, stdev
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import numpy as np
+from stepmark.core.comparison import Cell, Comparison, Line
+from stepmark.core.launches import Row, Sample
+from stepmark.core.ratio import Ratio, Verdict
+from stepmark.core.verdicts import judge
+from stepmark.report.recommendation import advise
 
-from stepmark.core.ratio import CONFIDENCE, EFFECT_FLOOR, Verdict, ratio
-from stepmark.core.record import Measured
-from stepmark.core.stats import slowest_per_sample
-from stepmark.store.reader import latest, read_records
-
-PAIRS = 5000
-CHANGE = 1.03
-Draw = Callable[[random.Random], tuple[list[float], list[float]]]
+SD = 0.01  # of a launch, unless said otherwise
+ROWS = 68
+Draw = Callable[[random.Random, float], float]
 
 
-def simulated(launches: int, sd: float, samples: int) -> Draw:
-    """Draw medians of lognormal samples with cv 2 %, for launches with this sd."""
-
-    def centre(draw: random.Random) -> float:
-        launch = math.exp(draw.gauss(0, sd))
-        return launch * median(math.exp(draw.gauss(0, 0.02)) for _ in range(samples))
-
-    def deal(draw: random.Random) -> tuple[list[float], list[float]]:
-        return [centre(draw) for _ in range(launches)], [centre(draw) for _ in range(launches)]
-
-    return deal
+def normal(draw: random.Random, sd: float) -> float:
+    """Return the logarithm of a time that is normally distributed."""
+    return math.log(max(0.5, 1 + draw.gauss(0, sd)))
 
 
-def dealt(centres: Sequence[float], launches: int) -> Draw:
-    """Draw two sides from real launches without replacement."""
-
-    def deal(draw: random.Random) -> tuple[list[float], list[float]]:
-        chosen = draw.sample(list(centres), 2 * launches)
-        return chosen[:launches], chosen[launches:]
-
-    return deal
+def lognormal(draw: random.Random, sd: float) -> float:
+    return draw.gauss(0, sd)
 
 
-def by_t(a: Sequence[float], b: Sequence[float]) -> bool:
-    return ratio(a, b).verdict in (Verdict.FASTER, Verdict.SLOWER)
+def bimodal(draw: random.Random, sd: float) -> float:
+    """One launch in five is 4 % slower."""
+    return draw.gauss(0, sd) + (0.04 if draw.random() < 0.2 else 0.0)
 
 
-def by_bootstrap(a: Sequence[float], b: Sequence[float], draw: np.random.Generator) -> bool:
-    """Decide by percentiles of 1,000 resampled ratios and the same floor."""
-    logs = [np.log(np.asarray(side)) for side in (a, b)]
-    means = [side[draw.integers(0, len(side), (1000, len(side)))].mean(axis=1) for side in logs]
-    tail = 100 * (1 - CONFIDENCE) / 2
-    low, high = np.percentile(means[0] - means[1], [tail, 100 - tail])
-    speed = logs[0].mean() - logs[1].mean()
-    return bool((low > 0 or high < 0) and abs(speed) >= math.log1p(EFFECT_FLOOR))
+def heavy(draw: random.Random, sd: float) -> float:
+    """Student's t with three degrees of freedom, of this standard deviation."""
+    chi_square = sum(draw.gauss(0, 1) ** 2 for _ in range(3)) / 3
+    return sd * draw.gauss(0, 1) / math.sqrt(chi_square * 3)
 
 
-def report(name: str, deal: Draw, pairs: int) -> None:
-    shares = []
-    for change, seed in ((1.0, 1), (CHANGE, 2)):
-        draw, generator = random.Random(seed), np.random.default_rng(seed)
-        called, resampled = 0, 0
-        for _ in range(pairs):
-            a, b = deal(draw)
-            b = [time / change for time in b]
-            called += by_t(a, b)
-            resampled += by_bootstrap(a, b, generator)
-        shares += [called / pairs, resampled / pairs]
-    same_t, same_b, seen_t, seen_b = (f"{100 * share:6.2f} %" for share in shares)
-    print(f"{name:<58}{same_t}  {seen_t}      {same_b}  {seen_b}")  # noqa: T201
+def row(a: Sequence[float], b: Sequence[float], past: Sequence[Sequence[float]] = ()) -> Row:
+    """Return a row of launches in no order."""
+    runs = tuple({str(n): log for n, log in enumerate(run)} for run in past)
+    return Row(
+        kind="",
+        base=Sample(logs={f"a{n}": log for n, log in enumerate(a)}, past=runs),
+        other=Sample(logs={f"b{n}": log for n, log in enumerate(b)}, past=runs),
+    )
 
 
-def real(paths: Sequence[Path]) -> dict[str, list[float]]:
-    """Return the launch medians of the slowest rank, by case."""
-    centres: dict[str, list[float]] = {}
-    for path in paths:
-        for record in latest(read_records(path)):
-            if isinstance(record, Measured):
-                centre = median(slowest_per_sample(record.samples.seconds))
-                centres.setdefault(record.case.command(), []).append(centre)
-    return centres
+def blocks(a: Sequence[float], b: Sequence[float]) -> Row:
+    """Return a row whose first side was measured before the second."""
+    logs = [{f"{s}{n}": log for n, log in enumerate(v)} for s, v in (("a", a), ("b", b))]
+    starts = [{name: float(n + i * len(a)) for n, name in enumerate(logs[i])} for i in (0, 1)]
+    return Row(
+        kind="",
+        base=Sample(logs=logs[0], starts=starts[0]),
+        other=Sample(logs=logs[1], starts=starts[1]),
+    )
+
+
+def rounds(a: Sequence[float], b: Sequence[float]) -> Row:
+    return Row(
+        kind="",
+        base=Sample(logs={str(n): log for n, log in enumerate(a)}),
+        other=Sample(logs={str(n): log for n, log in enumerate(b)}),
+        by_round=True,
+    )
+
+
+def is_told(ratio: Ratio) -> bool:
+    return ratio.verdict in (Verdict.FASTER, Verdict.SLOWER)
+
+
+def half_width(ratio: Ratio) -> float:
+    assert ratio.high is not None
+    assert ratio.low is not None
+    return math.log(ratio.high / ratio.low) / 2
+
+
+def percent(share: float, digits: int = 2) -> str:
+    return f"{100 * share:.{digits}f} %"
+
+
+def single_rows(scale: float) -> Iterator[Sequence[str]]:
+    """One row alone: false verdicts and coverage of the 99 % interval."""
+    yield ("launches", "sd", *(f"n = {n}" for n in (1, 2, 3, 5, 10)))
+    pairs = int(10_000 * scale)
+    for shape in (normal, lognormal, bimodal, heavy):
+        for sd in (0.003, 0.01, 0.03):
+            draw, cells = random.Random(1), []
+            for n in (1, 2, 3, 5, 10):
+                wrong = covered = 0
+                for _ in range(pairs):
+                    past = [[shape(draw, sd) for _ in range(5)] for _ in range(4)]
+                    a, b = ([shape(draw, sd) for _ in range(n)] for _ in range(2))
+                    (ratio,) = judge([row(a, b, past if n == 1 else ())])
+                    wrong += is_told(ratio)
+                    covered += (ratio.low or 0.0) <= 1 <= (ratio.high or math.inf)
+                cells.append(f"{percent(wrong / pairs)}; {percent(covered / pairs, 1)}")
+            yield (shape.__name__, percent(sd, 1), *cells)
+
+
+def table(
+    draw: random.Random,
+    n: int,
+    moved: Mapping[int, float] | None = None,
+    *,
+    rows: int = ROWS,
+    sd: float = SD,
+    sd_of_sd: float = 0.0,
+    common: float = 0.0,
+) -> list[tuple[list[float], list[float]]]:
+    """Return rows of n launches a side. moved: change of rows. common: share of the variance
+    that is common to all rows of a launch. sd_of_sd: of the logarithm of rows' sd.
+    """
+    shared, alone = math.sqrt(common), math.sqrt(1 - common)
+    launches = [[draw.gauss(0, 1) for _ in range(n)] for _ in range(2)]
+    table_rows = []
+    for index in range(rows):
+        own = sd * math.exp(draw.gauss(0, sd_of_sd))
+        a, b = (
+            [own * (shared * level + alone * draw.gauss(0, 1)) for level in side]
+            for side in launches
+        )
+        change = (moved or {}).get(index, 0.0)
+        table_rows.append((a, [value - math.log1p(change) for value in b]))
+    return table_rows
+
+
+def told(rows: Sequence[Row]) -> set[int]:
+    return {index for index, ratio in enumerate(judge(rows)) if is_told(ratio)}
+
+
+def tables(scale: float) -> Iterator[Sequence[str]]:
+    """Tables of 68 rows: any false verdict, and the share of moved rows that is told."""
+    yield (
+        "rows",
+        "A/A: tables with a false verdict",
+        "all +3 %: told",
+        "one +3 %, n = 3",
+        "one +3 %, n = 6",
+        "one +5 %, n = 3",
+        "half +3 %: false share",
+    )
+    count = int(1000 * scale)
+    variants: dict[str, dict[str, float]] = {
+        "sd 1 %": {},
+        "sds lognormal 0.3": {"sd_of_sd": 0.3},
+        "half the variance common": {"common": 0.5},
+        "9/10 of the variance common": {"common": 0.9},
+    }
+    for name, variant in variants.items():
+        draw = random.Random(2)
+
+        def simulated(n: int, moved: Mapping[int, float], number: int) -> Iterator[set[int]]:
+            for _ in range(number):
+                pairs = table(draw, n, moved, **variant)  # type: ignore[arg-type]  # noqa: B023
+                yield told([row(a, b) for a, b in pairs])
+
+        wrong = sum(map(bool, simulated(3, {}, 4 * count))) / (4 * count)
+        every = sum(map(len, simulated(3, dict.fromkeys(range(ROWS), 0.03), count)))
+        one = [
+            sum(0 in found for found in simulated(n, {0: change}, count)) / count
+            for n, change in ((3, 0.03), (6, 0.03), (3, 0.05))
+        ]
+        half = dict.fromkeys(range(ROWS // 2), 0.03)
+        shares = [
+            sum(index not in half for index in found) / max(1, len(found))
+            for found in simulated(3, half, count)
+        ]
+        yield (
+            name,
+            percent(wrong),
+            percent(every / count / ROWS, 1),
+            *(percent(share, 1) for share in one),
+            percent(sum(shares) / count),
+        )
+
+
+def quiet_history(scale: float) -> Iterator[Sequence[str]]:
+    """One launch a side, history of two runs of five launches: tables with a false verdict."""
+    yield ("history", "A/A", "a quarter of the rows +5 %: false", "told")
+    count = int(1000 * scale)
+    for factor in (1, 3):
+        draw, cells = random.Random(3), []
+        for moved in ({}, dict.fromkeys(range(ROWS // 4), 0.05)):
+            wrong = right = 0
+            for _ in range(count):
+                past = [table(draw, 5, sd=SD / factor) for _ in range(2)]
+                found = told(
+                    [
+                        row(a, b, [run[index][0] for run in past])
+                        for index, (a, b) in enumerate(table(draw, 1, moved))
+                    ]
+                )
+                wrong += any(index not in moved for index in found)
+                right += sum(index in moved for index in found)
+            cells.append(percent(wrong / count))
+        cells.append(percent(right / count / len(moved), 1))
+        yield (f"{factor} x too quiet" if factor > 1 else "right", *cells)
+
+
+def drift(scale: float) -> Iterator[Sequence[str]]:
+    """AR(1) with sd 1 %, and 0.2 % of each row's own: side A before side B, or in rounds."""
+    yield ("phi", "n", "one row: false", "68 rows: tables with a false verdict", "half-width")
+    pairs = int(1000 * scale)
+    for phi in (0.5, 0.9, 0.97, 0.99):
+        for n in (3, 5, 10, 30):
+            draw, wrong, wrong_tables, narrower = random.Random(4), 0, 0, []
+            for index in range(pairs):
+                levels = [draw.gauss(0, SD)]
+                while len(levels) < 2 * n:
+                    step = draw.gauss(0, SD * math.sqrt(1 - phi**2))
+                    levels.append(phi * levels[-1] + step)
+
+                def noisy(values: Sequence[float]) -> list[float]:
+                    return [value + draw.gauss(0, 0.002) for value in values]  # noqa: B023
+
+                wrong += bool(told([blocks(noisy(levels[:n]), noisy(levels[n:]))]))
+                if index % 10 == 0:
+                    sides = [(noisy(levels[:n]), noisy(levels[n:])) for _ in range(ROWS)]
+                    block_ratios = judge([blocks(a, b) for a, b in sides])
+                    wrong_tables += any(map(is_told, block_ratios))
+                    pairs_of = [(noisy(levels[::2]), noisy(levels[1::2])) for _ in range(ROWS)]
+                    in_rounds = judge([rounds(a, b) for a, b in pairs_of])
+                    narrower.append(half_width(in_rounds[0]) / half_width(block_ratios[0]))
+            tables_count = len(narrower)
+            yield (
+                f"{phi}",
+                f"{n}",
+                percent(wrong / pairs),
+                percent(wrong_tables / tables_count, 1),
+                f"{100 * sum(narrower) / tables_count - 100:+.0f} %",
+            )
+
+
+def wild(scale: float) -> Iterator[Sequence[str]]:
+    """Sd 30 %, as small collectives whose launches the host bounds."""
+    yield ("n", "verdicts", "median of the launches that would tell")
+    for n in (3, 5, 10):
+        draw, needed, wrong = random.Random(5), [], 0
+        for _ in range(int(1000 * scale)):
+            a, b = ([draw.gauss(0, 0.3) for _ in range(n)] for _ in range(2))
+            (ratio,) = judge([row(a, b)])
+            wrong += is_told(ratio)
+            needed.append(ratio.launches or math.inf)
+        middle = sorted(needed)[len(needed) // 2]
+        yield (f"{n}", percent(wrong / len(needed)), f"{middle:g}")
+
+
+def sweeps(scale: float) -> Iterator[Sequence[str]]:
+    """Eight settings beside the default, 20 sizes, five rounds, sd 1 %: one setting +5 %."""
+    yield ("sweeps with a false recommendation, all equal", "with +5 %", "+5 % recommended")
+    count = int(1000 * scale)
+    draw, false, right, wrong = random.Random(6), 0, 0, 0
+    for moved in (0.0, 0.05):
+        for _ in range(count):
+            advice = advise(_sweep(draw, moved), min_gain=0.01)
+            winners = {pick.winner for pick in advice.picks} - {None}
+            if moved:
+                right += advice.single == "0"
+                wrong += bool(winners - {"0"})
+            else:
+                false += bool(winners)
+    yield tuple(percent(number / count) for number in (false, wrong, right))
+
+
+def _sweep(draw: random.Random, moved: float) -> Comparison:
+    """Return a comparison of settings 0 to 7 with the default; setting 0 is faster."""
+    base = [[draw.gauss(0, SD) for _ in range(5)] for _ in range(20)]
+    cells: list[dict[str, Cell]] = [{"default": cell(None)} for _ in base]
+    for setting in range(8):
+        gain = math.log1p(moved) if setting == 0 else 0.0
+        sides = [(a, [draw.gauss(-gain, SD) for _ in range(5)]) for a in base]
+        for place, ratio in enumerate(judge([rounds(a, b) for a, b in sides])):
+            cells[place][str(setting)] = cell(ratio)
+    lines = [
+        Line(fields={}, size_bytes=2**place, unit="s", cells=row)
+        for place, row in enumerate(cells)
+    ]
+    names = ("default", *map(str, range(8)))
+    return Comparison(names=names, lines=tuple(lines))
+
+
+def cell(ratio: Ratio | None) -> Cell:
+    return Cell(fields={}, size_bytes=None, busbw_factor=None, value=1.0, ratio=ratio)
+
+
+EXPERIMENTS = (sweeps, single_rows, tables, quiet_history, drift, wild)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs="*", type=Path, help="runs with many launches")
-    parser.add_argument("--pairs", type=int, default=PAIRS, help="pairs per line")
-    asked = parser.parse_args()
-    print(f"{'':<58}same       3 %           bootstrap: same  3 %")  # noqa: T201
-    if not asked.runs:
-        report("30 values, cv 2 %", simulated(30, 0.0, 1), asked.pairs)
-        report("8 launches, sd 1 %, 30 samples", simulated(8, 0.01, 30), asked.pairs)
-        report("3 launches, sd 1 %, 30 samples", simulated(3, 0.01, 30), asked.pairs)
-    for name, centres in real(asked.runs).items():
-        if len(centres) < 16:
-            continue
-        spread = stdev(centres) / fmean(centres)
-        words = name.removeprefix("stepmark ").split(" --device")[0]
-        report(
-            f"{words[:40]} ({len(centres)}, sd {spread:.1%})", dealt(centres, 8), asked.pairs
-        )
+    names = {function.__name__.replace("_", "-"): function for function in EXPERIMENTS}
+    parser.add_argument("--only", choices=[*names], help="one experiment")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the simulations")
+    options = parser.parse_args()
+    for name, function in names.items():
+        if options.only in (None, name):
+            print(f"\n{function.__doc__}\n")  # noqa: T201
+            for place, cells in enumerate(function(options.scale)):
+                print(f"| {' | '.join(cells)} |", flush=True)  # noqa: T201
+                if place == 0:
+                    print(f"|{'---|' * len(cells)}", flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -234,9 +234,9 @@ def run_of(root: Path, name: str, factor: float, launches: int) -> Path:
 
 
 def test_runs_of_ours(tmp_path: Path) -> None:
-    a, b = run_of(tmp_path, "a", 1.0, 4), run_of(tmp_path, "b", 0.8, 4)
+    a, b = run_of(tmp_path, "a", 1.0, 40), run_of(tmp_path, "b", 0.8, 40)
     (row,) = document(a, b)["lines"]
-    assert (row["verdict"], row["launches"]) == ("faster", 4)
+    assert (row["verdict"], row["launches"]) == ("faster", 40)
     assert row["speed"] == pytest.approx(1.25)
     (same,) = document("a", "copy=a", "--runs", tmp_path)["lines"]
     assert same["verdict"] == "same"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.core.ratio import Spread, Verdict, holm, ratio, spread_of, t_cdf, t_quantile
+from stepmark.core.ratio import Spread, Verdict, holm, ratio, t_cdf, t_quantile
 
 # Table of t for 99.5 %, as printed in textbooks (e.g. NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 PRINTED = {1: 63.657, 2: 9.925, 3: 5.841, 5: 4.032, 8: 3.355, 14: 2.977, 30: 2.75, 100: 2.626}
@@ -102,15 +102,6 @@ def test_one_launch_gives_a_ratio_and_no_verdict() -> None:
         "one launch",
     )
     assert found.p_slower(0.05) is None
-
-
-def test_a_recorded_spread_judges_single_launches() -> None:
-    quiet = spread_of([1.0, 1.001, 0.999, 1.0005], "four launches")
-    assert quiet is not None
-    assert ratio([1.0], [0.95], spread=quiet).verdict is Verdict.FASTER
-    told = Spread(sd_log=0.05, num_launches=None, source="as told")
-    assert ratio([1.0], [0.95], spread=told).verdict is Verdict.CANNOT_TELL
-    assert spread_of([1.0], "one launch") is None
 
 
 def test_a_stated_noise_gives_the_normal_interval() -> None:

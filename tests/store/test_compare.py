@@ -39,7 +39,9 @@ def side(name: str, *held: Series, **context: str) -> Side:
 def curve(name: str, factor: float = 1.0, **fields: object) -> Side:
     held = [
         series(
-            size, *(factor * (1e-5 + size * 1e-9) * (1 + e) for e in (0, 1e-3, -1e-3)), **fields
+            size,
+            *(factor * (1e-5 + size * 1e-9) * (1 + e) for e in (0, 1e-3, -1e-3) * 8),
+            **fields,
         )
         for size in SIZES
     ]
@@ -173,7 +175,7 @@ def test_one_launch_a_side_cannot_tell_unless_a_spread_is_known() -> None:
     recorded = compare(sides, Options(recorded=(curve("earlier"),)))
     assert only(recorded) == [Verdict.FASTER] * 3
     assert recorded.lines[0].cells["b"].ratio is not None
-    assert "3 launches of earlier" in recorded.lines[0].cells["b"].ratio.reason
+    assert recorded.lines[0].cells["b"].ratio.low is not None
     noisy = compare(sides, Options(noise=0.1))
     assert only(noisy) == [Verdict.CANNOT_TELL] * 3
 
@@ -265,7 +267,7 @@ def test_rounding_widens_the_interval() -> None:
     coarse = [
         Side(
             name=one.name,
-            series=tuple(dataclasses.replace(s, rounding=0.05) for s in one.series),
+            series=tuple(dataclasses.replace(s, rounding=0.2) for s in one.series),
         )
         for one in (a, b)
     ]

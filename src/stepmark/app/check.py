@@ -1,5 +1,7 @@
 """stepmark check: ten minutes to accept a machine against a reference run."""
 
+import dataclasses
+import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,10 +13,11 @@ from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly
 from stepmark.app.view import console, view
 from stepmark.core.case import OpCase
-from stepmark.core.comparison import Comparison
+from stepmark.core.comparison import Cell, Comparison
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.op_options import ConfigOptions
 from stepmark.core.plan import OpHow
+from stepmark.core.ratio import CONFIDENCE, Ratio
 from stepmark.core.record import Measured
 from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
@@ -22,11 +25,14 @@ from stepmark.report.comparison import printed
 from stepmark.store.compare import Options, compare
 from stepmark.store.reader import find_run, is_run, read
 
+# A case that is slower than --floor by this much more is accepted in so many of 100 checks.
+MARGIN, ACCEPTED_WRONGLY = 0.03, 0.05
+
 
 def run(options: CheckOptions) -> int:
     """Measure the reference run's cases again and compare. Returns the exit code.
 
-    It is 0 only if every case is certainly within the limit.
+    It is 0 only if every case is accepted: certainly not slower than the limit by MARGIN more.
     """
     options.check_stdout()
     before = _runs_named(options)
@@ -74,21 +80,43 @@ def _undecided(comparison: Comparison, limit: float) -> dict[str, int]:
     more: list[int] = []
     for place, line in enumerate(comparison.lines):
         cell = line.cells[now]
-        if place in slow or (cell.ratio and cell.ratio.is_within(limit)):
+        if place in slow or (cell.ratio and _is_accepted(cell.ratio, limit)):
             continue
-        counts = line.cells[base].num_launches, cell.num_launches
         if cell.ratio is None or not cell.ratio.se_log:
             reason = cell.ratio.reason if cell.ratio else "no time"
             needs[f"no interval ({reason}); use more --launches that are measured"] += 1
-        elif count := cell.ratio.launches_to_decide(limit, *counts):
+        elif count := _launches_needed(cell.ratio, limit, line.cells[base], cell):
             more.append(count)
-        elif counts[0] == 1:
+        elif line.cells[base].num_launches < cell.num_launches:
             needs["use a reference of several launches, --baseline A,B,C"] += 1
         else:
             needs["use a quieter machine, or a larger --floor"] += 1
     if more:
         needs[f"use --launches {max(more)}"] = len(more)
     return needs
+
+
+def _is_accepted(measured: Ratio, limit: float) -> bool:
+    """Return whether a case is not slower than the limit by MARGIN more, with 95 %."""
+    p_slower = measured.p_slower(limit + MARGIN)
+    return p_slower is not None and p_slower >= 1 - ACCEPTED_WRONGLY
+
+
+def _launches_needed(measured: Ratio, limit: float, base: Cell, now: Cell) -> int | None:
+    """Return how many launches of this machine would accept or reject; None for over 100.
+
+    They are taken to vary as those of now.
+    """
+    assert measured.se_log is not None
+    counts = 1 / base.num_launches + 1 / now.num_launches
+    for count in range(now.num_launches + 1, 101):
+        se_log = measured.se_log * math.sqrt((1 / base.num_launches + 1 / count) / counts)
+        then = dataclasses.replace(measured, se_log=se_log)
+        p_slower = then.p_slower(limit)
+        is_rejected = p_slower is not None and p_slower <= (1 - CONFIDENCE) / 2
+        if is_rejected or _is_accepted(then, limit):
+            return count
+    return None
 
 
 def _measure_again(

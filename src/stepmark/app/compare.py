@@ -9,17 +9,18 @@ import dataclasses
 import glob
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from stepmark.app.delivery import write_files
+from stepmark.app.table_series import InputDefaults, series_of_tables, table_list
 from stepmark.app.view import console
-from stepmark.core.collectives import Collective, busbw_factor, collective_named
-from stepmark.core.comparison import UNKNOWN, Comparison, Series, Side
-from stepmark.core.errors import ConfigError
+from stepmark.core.collectives import Collective, collective_named
+from stepmark.core.comparison import Comparison, Series, Side
+from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.options import load
-from stepmark.core.reading import Reading, Table
 from stepmark.core.units import parse_bytes
 from stepmark.core.verb_options import CompareOptions
 from stepmark.report import comparison as drawn
@@ -27,21 +28,12 @@ from stepmark.report.comparison import printed
 from stepmark.store.compare import Options
 from stepmark.store.compare import compare as compare_sides
 from stepmark.store.files import write_text
-from stepmark.store.reader import find_run, is_run, list_runs, read
+from stepmark.store.reader import find_run, is_run, list_runs, read, read_info
 from stepmark.store.series import STRICT, context, series_of_records
 from stepmark.trace.tables import find, repeat_notes
-from stepmark.trace.tables.printed_figures import parse_number, rounding_error
 from stepmark.trace.tables.slide_tables import rate_units
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InputDefaults:
-    """Facts from the command line, for files that do not state them."""
-
-    collective: str | None = None
-    num_ranks: int | None = None
-    placement: str | None = None  # the only one that is compared
-    unit: str | None = None  # "rate" or "time": of figures that say neither
+_MOST_PAST_RUNS = 20  # that show how launches of a side vary
 
 
 def sides(words: Sequence[str], runs: Path, defaults: InputDefaults) -> list[Side]:
@@ -57,6 +49,27 @@ def sides(words: Sequence[str], runs: Path, defaults: InputDefaults) -> list[Sid
 def side_of_runs(name: str, paths: Sequence[Path]) -> Side:
     """Return the launches of all these runs taken together."""
     return _pooled(name, [_run_source(path) for path in paths])
+
+
+def history(compared: Sequence[Side], runs: Path) -> dict[str, tuple[Side, ...]]:
+    """Return the newest other runs on the host of a side with all that its context names."""
+    inside = {
+        launch.partition("/")[0]
+        for side in compared
+        for series in side.series
+        for launch in series.launches
+    }
+    past: dict[str, list[Side]] = {side.name: [] for side in compared if side.context}
+    for path in reversed(list_runs(runs)) if past and runs.is_dir() else ():
+        if path.name in inside:
+            continue
+        with suppress(StepmarkError):  # it is damaged, or has no result
+            where = context(read_info(path))
+            names = [side.name for side in compared if side.context == where]
+            names = [name for name in names if len(past[name]) < _MOST_PAST_RUNS]
+            for name in names:
+                past[name].append(side_of_runs(path.name, [path]))
+    return {name: tuple(of_side) for name, of_side in past.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +152,7 @@ def _file_source(path: Path, number: int | None) -> _Source:
         raise ConfigError("compare", path, "a file with a table of times or rates")
     wide = [table for table in tables if table.columns]
     if wide and len(tables) > 1:
-        raise ConfigError("compare", path, f"one of its tables: {_table_list(path, tables)}")
+        raise ConfigError("compare", path, f"one of its tables: {table_list(path, tables)}")
     units = rate_units(wide[0].columns) if wide and not wide[0].unit else []
     if len(units) > 1:
         raise ConfigError("compare", path, f"a table with one unit, not {' and '.join(units)}")
@@ -151,7 +164,7 @@ def _file_source(path: Path, number: int | None) -> _Source:
     basis = "; --statistic combines the values of a launch (default: median)"
     return _Source(
         name=name,
-        columns={name: partial(_series_of_tables, path, tables, name) for name in columns},
+        columns={name: partial(series_of_tables, path, tables, name) for name in columns},
         notes=(
             *((f"{wrong} wrong results are left out",) if wrong else ()),
             *(note + basis * (note in repeats) for table in tables for note in table.notes),
@@ -211,6 +224,7 @@ def _merged(name: str, first: Series, second: Series) -> Series:
     return dataclasses.replace(
         first,
         launches={**first.launches, **second.launches},
+        starts={**first.starts, **second.starts},
         rounding=max(first.rounding, second.rounding),
     )
 
@@ -226,81 +240,6 @@ def _distinct(sides: Sequence[Side]) -> list[Side]:
             name = f"{side.name} ({count})"
         distinct[name] = dataclasses.replace(side, name=name)
     return list(distinct.values())
-
-
-def _table_list(path: Path, tables: Sequence[Table]) -> str:
-    """Return how to name each table of a file."""
-    words = [f"{path}:{table.index} ({table.title or table.tool})" for table in tables]
-    return ", ".join(words[:6]) + (f" and {len(words) - 6} more" if len(words) > 6 else "")
-
-
-def _series_of_tables(
-    path: Path, tables: Sequence[Table], column: str, defaults: InputDefaults
-) -> list[Series]:
-    """Return the series of a file. Repeats in a table are values of one launch."""
-    groups: dict[tuple[object, ...], tuple[Table, list[Reading]]] = {}
-    for table in tables:
-        for reading in table.readings:
-            # nccl-tests prints rows of size 0 where a message is too small to share out.
-            if reading.size_bytes == 0 or (column and reading.column != column):
-                continue
-            if reading.num_wrong:
-                continue
-            key = (*_table_key(table), *reading.measurement)
-            first, readings = groups.setdefault(key, (table, []))
-            if first is not table:
-                raise ConfigError(
-                    "compare", path, f"one of its tables: {_table_list(path, tables)}"
-                )
-            readings.append(reading)
-    all_series = (_series_of_readings(path, *group, defaults) for group in groups.values())
-    return [series for series in all_series if series.launches or series.below is not None]
-
-
-def _table_key(table: Table) -> tuple[object, ...]:
-    return table.collective, table.method, table.unit, table.num_ranks
-
-
-def _series_of_readings(
-    path: Path, table: Table, readings: Sequence[Reading], defaults: InputDefaults
-) -> Series:
-    first = readings[0]
-    collective = table.collective or defaults.collective or ""
-    num_ranks = table.num_ranks or defaults.num_ranks
-    times = tuple(r.time_s for r in readings if r.time_s is not None and r.time_s > 0)
-    rates = tuple(r.rate for r in readings if r.rate is not None and r.rate > 0)
-    values = times or rates
-    (named,) = rate_units([first.column])
-    rate_unit = table.unit or (named if named != "none" else defaults.unit) or UNKNOWN
-    unit = "s" if times else rate_unit
-    factor = None
-    if num_ranks is not None and collective in list(Collective):
-        factor = busbw_factor(Collective(collective), num_ranks) or None
-    return Series(
-        fields={
-            "family": collective,
-            "label": first.label,
-            "dtype": first.dtype,
-            "redop": first.redop,
-            "root": first.root,
-            "placement": first.placement,
-            "num_ranks": num_ranks,
-            "method": table.method,
-        },
-        size_bytes=first.size_bytes,
-        unit=unit,
-        launches={f"{path}:{table.index}": values} if values else {},
-        busbw_factor=factor if times else None,
-        below=None if values else first.rate_below,
-        rounding=max(map(_rounding, readings)) if times else 0.0,
-    )
-
-
-def _rounding(reading: Reading) -> float:
-    """Return the unit of a time's last digit over the time; 0 where it is unknown."""
-    text = reading.printed[0] if reading.printed else ""
-    value = parse_number(text) if text else None
-    return 2 * rounding_error(text) / value if value else 0.0
 
 
 _PLACEMENTS = {"in": "in-place", "out": "out-of-place", "both": None}
@@ -319,8 +258,9 @@ def run(options: CompareOptions) -> int:
         unit=options.unit,
     )
     smallest, largest = _sizes(options.size_range)
+    ordered = _baseline_first(sides(options.sources, options.runs, defaults), options.baseline)
     comparison = compare_sides(
-        _baseline_first(sides(options.sources, options.runs, defaults), options.baseline),
+        ordered,
         Options(
             noise=options.noise,
             statistic=options.statistic,
@@ -329,6 +269,7 @@ def run(options: CompareOptions) -> int:
             smallest_bytes=smallest,
             largest_bytes=largest,
             recorded=tuple(sides(options.noise_from, options.runs, defaults)),
+            history=history(ordered, options.runs),
         ),
     )
     _deliver(comparison, options)

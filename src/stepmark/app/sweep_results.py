@@ -74,16 +74,16 @@ def compare_settings(path: Path, sweep: Sweep, min_gain: float) -> _Result | Non
     """
     sides, empty = {}, []
     for setting in sweep.settings:
-        runs = [
-            path / "runs" / attempt.run
+        runs = {
+            attempt.run: attempt.round
             for attempt in sweep.tries
             if attempt.setting == setting.name
             and (attempt.round, attempt.setting) in sweep.done
             and attempt.run
-        ]
+        }
         if runs and setting.name not in sweep.failed:
             try:
-                sides[setting.name] = side_by_round(setting, runs)
+                sides[setting.name] = side_by_round(setting, path / "runs", runs)
             except ConfigError as error:  # such as a run whose cases were all skipped
                 empty.append(f"{setting.name} is left out: {error}")
     if sweep.baseline not in sides or len(sides) < 2:
@@ -104,20 +104,27 @@ def of_sides(
     return _Result(comparison=comparison, advice=advice)
 
 
-def side_by_round(setting: Setting, runs: list[Path]) -> Side:
-    """Return a setting's side, in which a try is one launch, because its launches correlate."""
-    side = side_of_runs(setting.name, runs)
+def side_by_round(setting: Setting, folder: Path, rounds: Mapping[str, int]) -> Side:
+    """Return a setting's side, in which a try is one launch, because its launches correlate.
+
+    rounds: number of the round by the run's folder.
+    """
+    side = side_of_runs(setting.name, [folder / run for run in rounds])
+    by_id = {Path(run).name: number for run, number in rounds.items()}
     swept = {name for name, _ in setting.variables}  # they are in the side's name
     context = {name: value for name, value in side.context.items() if name not in swept}
-    return dataclasses.replace(side, series=tuple(map(_by_run, side.series)), context=context)
+    by_round = tuple(_by_round(series, by_id) for series in side.series)
+    return dataclasses.replace(side, series=by_round, context=context, by_round=True)
 
 
-def _by_run(series: Series) -> Series:
+def _by_round(series: Series, rounds: Mapping[str, int]) -> Series:
     pooled: dict[str, tuple[float, ...]] = {}
+    starts: dict[str, float] = {}
     for launch, values in series.launches.items():
-        run = launch.partition("/")[0]
-        pooled[run] = (*pooled.get(run, ()), *values)
-    return dataclasses.replace(series, launches=pooled)
+        number = str(rounds[launch.partition("/")[0]])
+        pooled[number] = (*pooled.get(number, ()), *values)
+        starts.setdefault(number, series.starts[launch])
+    return dataclasses.replace(series, launches=pooled, starts=starts)
 
 
 def _differences(base: Side, side: Side) -> str:

@@ -18,7 +18,8 @@ class Series:
 
     Values are times in seconds (unit "s") or as printed (TIME), or rates.
     `busbw_factor` is that of a collective: size / time x factor is the bus bandwidth. `below`
-    bounds a rate that was printed as 0; then there are no values.
+    bounds a rate that was printed as 0; then there are no values. `starts`: Unix time at which
+    launches began, where known.
     """
 
     fields: Fields
@@ -28,6 +29,7 @@ class Series:
     busbw_factor: float | None = None
     below: float | None = None
     rounding: float = 0.0  # unit of the last printed digit, relative; 0 where not rounded
+    starts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_time(self) -> bool:
@@ -44,6 +46,7 @@ class Side:
     # Device, versions and variables; differences are noted, not refused.
     context: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()  # how it was read
+    by_round: bool = False  # a launch is a round of a sweep, with its number as name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

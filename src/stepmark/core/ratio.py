@@ -53,6 +53,7 @@ class Ratio:
     reason: str  # of "cannot tell"; else what the interval rests on
     se_log: float | None = None
     df: int | None = None  # of Student's t; None for the normal distribution
+    launches: int | None = None  # per side, that would tell where the verdict cannot
 
     def p_slower(self, limit: float) -> float | None:
         """Return the one-sided p of "at most `limit` slower", a share of the time (0.05: 5 %).
@@ -67,27 +68,6 @@ class Ratio:
     def is_within(self, limit: float) -> bool:
         """Return whether it is certainly at most `limit` slower: the whole interval is."""
         return self.low is not None and self.low * (1 + limit) >= 1
-
-    def launches_to_decide(
-        self, limit: float, base: int, other: int, most: int = 100
-    ) -> int | None:
-        """Return how many launches of the other side would decide if it is within `limit`.
-
-        The launches are taken to vary as those of now: `base` and `other` of them. None if
-        `most` would not do, or if nothing is known of how launches differ.
-        """
-        if not self.se_log:
-            return None
-        sd_log = self.se_log / math.sqrt(1 / base + 1 / other)
-        margin = abs(math.log(self.speed) + math.log1p(limit))
-        for count in range(other + 1, most + 1):
-            df = count - 1 if base == 1 else count + base - 2
-            half = (
-                t_quantile(0.5 + CONFIDENCE / 2, df) * sd_log * math.sqrt(1 / base + 1 / count)
-            )
-            if half < margin:
-                return count
-        return None
 
 
 def ratio(
@@ -180,14 +160,6 @@ def _verdict(speed: float, low: float, high: float, floor: float) -> Verdict:
     return Verdict.CANNOT_TELL
 
 
-def spread_of(times: Sequence[float], source: str) -> Spread | None:
-    """Return the variation of the centres of launches; None for fewer than two."""
-    if len(times) < 2:
-        return None
-    logs = [math.log(value) for value in times]
-    return Spread(sd_log=math.sqrt(variance(logs)), num_launches=len(logs), source=source)
-
-
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:
     """Return which hypotheses are rejected, any wrongly with probability alpha at most.
 
@@ -220,7 +192,7 @@ def t_cdf(t: float, df: int | None) -> float:
     return 0.5 + math.copysign(within / 2, t)
 
 
-@lru_cache
+@lru_cache(maxsize=4096)
 def t_quantile(p: float, df: int | None) -> float:
     """Return the t below which a share p of the distribution lies, for p from 0.5."""
     if df is None or df >= _NORMAL:

@@ -11,6 +11,7 @@ from stepmark.core.columns import COUNT, PAGE, SHOWN, TEXT, Column, Row, View, d
 from stepmark.core.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.core.ratio import Ratio, Verdict
 from stepmark.core.units import GB, format_bytes, format_time
+from stepmark.core.verdicts import FALSE_SHARE
 from stepmark.report.row_tables import print_lines
 
 if TYPE_CHECKING:
@@ -237,13 +238,9 @@ def closing(comparison: Comparison) -> list[str]:
     ]
     judged = sum(ratio.low is not None for ratio in ratios)
     sentences = []
-    if judged > 20:
+    if judged > 1:
         sentences.append(
-            f"of {judged} intervals at most about {judged / 100:.1g} are off by chance"
-        )
-    if any(ratio.df is not None and ratio.df < 3 and ratio.low is not None for ratio in ratios):
-        sentences.append(
-            "intervals of two or three launches are wide; five a side tell far more"
+            f"judged as a table: {FALSE_SHARE:.1%} of faster and slower are wrong on average"
         )
     if any(ratio.low is None for ratio in ratios):
         sentences.append(

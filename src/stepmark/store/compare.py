@@ -1,8 +1,9 @@
 """Comparison of sides with a baseline, line by line, with a verdict on each ratio."""
 
 import math
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from statistics import fmean, median
 
@@ -16,6 +17,7 @@ from stepmark.core.comparison import (
     Side,
 )
 from stepmark.core.errors import ConfigError
+from stepmark.core.launches import Order, Row, Sample
 from stepmark.core.ratio import (
     CONFIDENCE,
     EFFECT_FLOOR,
@@ -24,10 +26,13 @@ from stepmark.core.ratio import (
     Verdict,
     holm,
     ratio,
-    spread_of,
 )
+from stepmark.core.units import KIB, MIB
+from stepmark.core.verdicts import judge, judge_mean
 from stepmark.store.series import NAMING, STRICT, join
 
+# Sizes at which collectives vary differently: latency, protocols, bandwidth.
+_BANDS = (64 * KIB, 4 * MIB)
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
 
 
@@ -43,6 +48,8 @@ class Options:
     smallest_bytes: int | None = None  # of the geometric mean
     largest_bytes: int | None = None
     recorded: tuple[Side, ...] = ()  # runs with several launches: their spread
+    # Runs on the same machine with the same software as a side, by its name.
+    history: Mapping[str, tuple[Side, ...]] = field(default_factory=dict)
 
 
 def compare(sides: Sequence[Side], options: Options) -> Comparison:
@@ -54,7 +61,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
         raise ConfigError("sides", names, "different names, e.g. tcp=a.txt plugin=b.txt")
     base, *others = sides
     cells: dict[int, dict[str, Cell]] = {}
-    pairs: dict[str, list[tuple[Series, Series]]] = {}
+    means: list[Overall] = []
     notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
     notes += _context_notes(sides)
     if options.statistic != "median":
@@ -62,21 +69,23 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     for other in others:
         joined = join(base, other, options.allowed)
         notes += joined.notes
-        pairs[other.name] = []
-        for place, *pair in joined.pairs:
-            base_series, other_series = pair
+        both = [(base_series, other_series) for _, base_series, other_series in joined.pairs]
+        ratios = _judge(base, other, both, options)
+        for (place, base_series, other_series), judged in zip(
+            joined.pairs, ratios, strict=True
+        ):
             row = cells.setdefault(place, {base.name: _cell(base_series, None, options)})
-            judged = _judge(base_series, other_series, options)
             row[other.name] = _cell(_completed(other_series, base_series), judged, options)
-            pairs[other.name].append((base_series, other_series))
-        notes += _basis_notes(base.name, other.name, pairs[other.name])
+        if mean := _overall(base, other, both, options):
+            means.append(mean)
+        notes += _basis_notes(base.name, other.name, both)
+        notes += _order_notes(base.name, other.name, both)
     lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
     notes += _unused(lines, options)
-    means = (_overall(name, of_side, options) for name, of_side in pairs.items())
     return Comparison(
         names=tuple(side.name for side in sides),
         lines=lines,
-        overall=tuple(filter(None, means)),
+        overall=tuple(means),
         notes=tuple(dict.fromkeys(notes)),
         too_slow=_too_slow(lines, options),
         fail_if_slower=options.fail_if_slower,
@@ -131,6 +140,22 @@ def _basis_notes(
             )
 
 
+def _order_notes(
+    base: str, other: str, pairs: Sequence[tuple[Series, Series]]
+) -> Iterator[str]:
+    """Yield how to measure without drift, where one side was measured before the other."""
+    for pair in pairs:
+        first, second = (
+            Sample(logs=dict.fromkeys(series.launches, 0.0), starts=series.starts)
+            for series in pair
+        )
+        if Row(kind="", base=first, other=second).order is Order.BLOCKS:
+            yield (
+                f"{base} and {other} were measured one after the other, so intervals include "
+                "drift; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
+            )
+
+
 def _centres(series: Series, statistic: str) -> dict[str, float]:
     return {launch: STATISTICS[statistic](values) for launch, values in series.launches.items()}
 
@@ -156,46 +181,96 @@ def _cell(series: Series, judged: Ratio | None, options: Options) -> Cell:
     )
 
 
-def _judge(base: Series, other: Series, options: Options) -> Ratio | None:
-    """Return the ratio with its verdict; None where a value is only bounded."""
-    if not base.launches or not other.launches:
+def _judge(
+    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
+) -> list[Ratio | None]:
+    """Return the ratio of each pair with its verdict; None where a value is only bounded."""
+    rows = {
+        place: _row(base, other, *pair, options)
+        for place, pair in enumerate(pairs)
+        if all(series.launches for series in pair) and not _is_stated(pair, options)
+    }
+    judged = dict(zip(rows, judge(list(rows.values()), floor=options.floor), strict=True))
+    return [
+        _checked(pair, judged.get(place) or _by_stated_noise(pair, options))
+        for place, pair in enumerate(pairs)
+    ]
+
+
+def _is_stated(pair: tuple[Series, Series], options: Options) -> bool:
+    """Whether --noise says how the only launch of a side varies."""
+    return options.noise is not None and min(len(series.launches) for series in pair) == 1
+
+
+def _by_stated_noise(pair: tuple[Series, Series], options: Options) -> Ratio | None:
+    if options.noise is None or not all(series.launches for series in pair):
         return None
-    times = [list(_times(series, options.statistic).values()) for series in (base, other)]
-    judged = ratio(
-        *times,
-        spread=_spread(base, other, options),
-        floor=options.floor,
-        rounding=(base.rounding, other.rounding),
-    )
-    if base.unit == UNKNOWN:
+    times = [list(_times(series, options.statistic).values()) for series in pair]
+    source = f"noise {options.noise:.2%} as stated"
+    spread = Spread(sd_log=options.noise, num_launches=None, source=source)
+    return ratio(*times, spread=spread, floor=options.floor)
+
+
+def _checked(pair: tuple[Series, Series], judged: Ratio | None) -> Ratio | None:
+    """Return the ratio without a verdict where the values cannot carry one."""
+    if judged is None:
+        return None
+    if pair[0].unit == UNKNOWN:
         return _ratio_only(judged, "--unit rate or time")
-    values = [sum(map(len, series.launches.values())) for series in (base, other)]
-    if judged.low is None and max(values) == 1:
-        return _ratio_only(judged, "one value")
-    return judged
+    values = max(sum(map(len, series.launches.values())) for series in pair)
+    return _ratio_only(judged, "one value") if judged.low is None and values == 1 else judged
+
+
+def _row(base: Side, other: Side, first: Series, second: Series, options: Options) -> Row:
+    fields = first.fields
+    band = None if first.size_bytes is None else bisect(_BANDS, first.size_bytes)
+    kind = (first.unit, *(fields.get(n) for n in ("family", "method", "device_type")), band)
+    return Row(
+        kind=kind,
+        base=_sample(base, first, options),
+        other=_sample(other, second, options),
+        by_round=base.by_round and other.by_round,
+    )
+
+
+def _sample(side: Side, series: Series, options: Options) -> Sample:
+    past = [p for s in options.history.get(side.name, ()) for p in _past(s, series, options)]
+    if not past and (recorded := _recorded(series, options)):
+        past = _by_run(_logs(recorded[1], options.statistic))
+    return Sample(
+        logs=_logs(series, options.statistic),
+        starts=series.starts,
+        past=tuple(past),
+        rounding=series.rounding,
+    )
+
+
+def _past(side: Side, series: Series, options: Options) -> list[dict[str, float]]:
+    """Return the launches of the same measurement in a run of history."""
+    return [
+        run
+        for other in side.series
+        if (other.fields, other.size_bytes, other.unit)
+        == (series.fields, series.size_bytes, series.unit)
+        for run in _by_run(_logs(other, options.statistic))
+    ]
+
+
+def _by_run(logs: Mapping[str, float]) -> list[dict[str, float]]:
+    runs: dict[str, dict[str, float]] = {}
+    for launch, log in logs.items():
+        runs.setdefault(launch.partition("/")[0], {})[launch] = log
+    return list(runs.values())
+
+
+def _logs(series: Series, statistic: str) -> dict[str, float]:
+    return {launch: math.log(time) for launch, time in _times(series, statistic).items()}
 
 
 def _ratio_only(measured: Ratio, reason: str) -> Ratio:
     return Ratio(
         speed=measured.speed, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
     )
-
-
-def _spread(base: Series, other: Series, options: Options) -> Spread | None:
-    """Return how launches of this vary, for a side with only one."""
-    if options.noise is not None:
-        return Spread(
-            sd_log=options.noise, num_launches=None, source=f"noise {options.noise:.2%} as told"
-        )
-    if (match := _recorded(base, options)) is not None:
-        name, recorded = match
-        times = list(_times(recorded, options.statistic).values())
-        return spread_of(times, f"{len(times)} launches of {name}")
-    for series in (base, other):
-        if len(series.launches) > 1:
-            times = list(_times(series, options.statistic).values())
-            return spread_of(times, f"{len(times)} launches of the other side")
-    return None
 
 
 def _is_same_kind(recorded: Series, series: Series) -> bool:
@@ -219,32 +294,40 @@ def _recorded(series: Series, options: Options) -> tuple[str, Series] | None:
 
 
 def _overall(
-    name: str, pairs: Sequence[tuple[Series, Series]], options: Options
+    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
 ) -> Overall | None:
     """Return the geometric mean: each launch gives the mean of its logarithms over all lines.
 
     None over lines of several units, such as a trainer's seconds and samples/s.
     """
     pairs = [
-        (base, other)
-        for base, other in pairs
-        if base.launches and other.launches and _in_range(base.size_bytes, options)
+        pair
+        for pair in pairs
+        if all(series.launches for series in pair) and _in_range(pair[0].size_bytes, options)
     ]
-    base_series = [base for base, _ in pairs]
-    if len({series.unit for series in base_series}) != 1:
+    if len({first.unit for first, _ in pairs}) != 1:
         return None
-    all_series = [series for pair in pairs for series in pair]
-    sides = [_pooled(series, options.statistic) for series in zip(*pairs, strict=True)]
-    spread = _spread_of_mean(base_series, sides, options)
-    sizes = [series.size_bytes for series in base_series if series.size_bytes is not None]
-    mean = ratio(*sides, spread=spread, floor=options.floor)
-    if mean.low is None and all(len(series.launches) == 1 for series in all_series):
-        values = max(len(v) for series in all_series for v in series.launches.values())
-        mean = _ratio_only(mean, "one value" if values == 1 else "one launch")
-    if base_series[0].unit == UNKNOWN:
+    rows = [_row(base, other, *pair, options) for pair in pairs]
+    mean = judge_mean(rows, floor=options.floor)
+    if options.noise is not None and all(_is_stated(pair, options) for pair in pairs):
+        # Lines of one launch may move together.
+        means = [[math.exp(fmean(s.mean for s in side))] for side in _sides_of(rows)]
+        spread = Spread(sd_log=options.noise, num_launches=None, source="noise as stated")
+        mean = ratio(*means, spread=spread, floor=options.floor)
+    if mean is None:
+        speeds = [math.exp(fmean(row.base.mean - row.other.mean for row in rows))]
+        values = max(len(v) for pair in pairs for s in pair for v in s.launches.values())
+        reason = "lines without an interval"
+        if all(len(series.launches) == 1 for pair in pairs for series in pair):
+            reason = "one value" if values == 1 else "one launch"
+        mean = Ratio(
+            speed=speeds[0], low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
+        )
+    if pairs[0][0].unit == UNKNOWN:
         mean = _ratio_only(mean, "--unit rate or time")
+    sizes = [first.size_bytes for first, _ in pairs if first.size_bytes is not None]
     return Overall(
-        name=name,
+        name=other.name,
         ratio=mean,
         num_lines=len(pairs),
         smallest_bytes=min(sizes, default=None),
@@ -252,18 +335,8 @@ def _overall(
     )
 
 
-def _spread_of_mean(
-    base_series: Sequence[Series], sides: Sequence[Sequence[float]], options: Options
-) -> Spread | None:
-    if options.noise is not None:  # of each line; lines of one launch may move together
-        return Spread(sd_log=options.noise, num_launches=None, source="noise as told")
-    if max(map(len, sides)) > 1:
-        return spread_of(max(sides, key=len), "launches of the other side")
-    matches = [_recorded(series, options) for series in base_series]
-    if None in matches:
-        return None
-    times = _pooled([series for _, series in filter(None, matches)], options.statistic)
-    return spread_of(times, f"{len(times)} launches on record")
+def _sides_of(rows: Sequence[Row]) -> tuple[list[Sample], list[Sample]]:
+    return [row.base for row in rows], [row.other for row in rows]
 
 
 def _unused(lines: Sequence[Line], options: Options) -> list[str]:
@@ -289,15 +362,6 @@ def _in_range(size: int | None, options: Options) -> bool:
         return options.smallest_bytes is None and options.largest_bytes is None
     low = options.smallest_bytes is None or size >= options.smallest_bytes
     return low and (options.largest_bytes is None or size <= options.largest_bytes)
-
-
-def _pooled(group: Sequence[Series], statistic: str) -> list[float]:
-    """Return geometric means over the series by launch; one mean where they share none."""
-    times = [_times(series, statistic) for series in group]
-    shared = [launch for launch in times[0] if all(launch in by_launch for by_launch in times)]
-    if not shared:
-        return [math.exp(fmean(fmean(map(math.log, each.values())) for each in times))]
-    return [math.exp(fmean(math.log(each[launch]) for each in times)) for launch in shared]
 
 
 def _too_slow(lines: Sequence[Line], options: Options) -> tuple[tuple[int, str], ...] | None:

@@ -30,7 +30,7 @@ _TRAIN_VALUES = (
 
 
 def context(info: RunInfo) -> dict[str, str]:
-    """Return the device, versions and variables of a run, which a comparison may be about."""
+    """Return host, device, versions and variables: what a comparison may be about."""
     environment = info.environment
     names = dict.fromkeys(device.name for device in environment.devices)
     libraries = {
@@ -43,7 +43,8 @@ def context(info: RunInfo) -> dict[str, str]:
         for name, value in environment.variables.items()
         if not name.startswith(("TORCHELASTIC", "STEPMARK"))
     }
-    return {"device": ", ".join(names), "torch": environment.torch, **libraries, **variables}
+    where = {"host": environment.host, "device": ", ".join(names)}
+    return {**where, "torch": environment.torch, **libraries, **variables}
 
 
 def series_of_records(
@@ -69,30 +70,33 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
     """Return seconds of the slowest rank by launch: of each sample, or cycle of training."""
     case = records[0].case
     method = records[0].samples.method
+    names = [f"{info.run_id}/{record.launch}" for record in records]
+    starts = {name: record.started_at for name, record in zip(names, records, strict=True)}
+    all_seconds = [record.samples.seconds for record in records]
     if isinstance(case, TrainCase):
         # A median of single samples would leave out an optimizer that only some of them have.
-        launches = {
-            f"{info.run_id}/{record.launch}": mean_of_cycles(record.samples.seconds, case.cycle)
-            for record in records
-        }
-        return Series(fields=_train_fields(records[0].train, method), launches=launches)
-    launches = {
-        f"{info.run_id}/{record.launch}": tuple(slowest_per_sample(record.samples.seconds))
-        for record in records
-    }
+        cycles = [mean_of_cycles(seconds, case.cycle) for seconds in all_seconds]
+        return Series(
+            fields=_train_fields(records[0].train, method),
+            launches=dict(zip(names, cycles, strict=True)),
+            starts=starts,
+        )
+    slowest = [tuple(slowest_per_sample(seconds)) for seconds in all_seconds]
+    launches = dict(zip(names, slowest, strict=True))
     if isinstance(case, CommCase):
         return Series(
             fields=_comm_fields(case, method),
             size_bytes=case.message_bytes,
             launches=launches,
             busbw_factor=case.busbw_factor or None,
+            starts=starts,
         )
     if isinstance(case, ReplayCase):
-        names = ("family", "digest", "num_ranks", "compute", "blocking")
-        fields = {name: getattr(case, name) for name in names}
+        kept = ("family", "digest", "num_ranks", "compute", "blocking")
+        fields = {name: getattr(case, name) for name in kept}
         more = {"method": method, "device_type": case.device}
-        return Series(fields={**fields, **more}, launches=launches)
-    return Series(fields=_op_fields(case, method), launches=launches)
+        return Series(fields={**fields, **more}, launches=launches, starts=starts)
+    return Series(fields=_op_fields(case, method), launches=launches, starts=starts)
 
 
 def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[float, ...]:

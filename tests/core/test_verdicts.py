@@ -1,0 +1,166 @@
+"""Verdicts on tables whose truth is known."""
+
+import math
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from stepmark.core.launches import Order, Row, Sample
+from stepmark.core.ratio import Ratio, Verdict
+from stepmark.core.verdicts import judge, judge_mean
+
+TOLD = (Verdict.FASTER, Verdict.SLOWER)
+
+
+def row(
+    a: Sequence[float], b: Sequence[float], *, by_round: bool = False, **past: object
+) -> Row:
+    names = ("", "") if by_round else ("a", "b")
+    logs = [
+        {f"{name}{n}": x for n, x in enumerate(v)}
+        for name, v in zip(names, (a, b), strict=True)
+    ]
+    base, other = (Sample(logs=side, **past) for side in logs)  # type: ignore[arg-type]
+    return Row(kind="", base=base, other=other, by_round=by_round)
+
+
+def in_time(a: Sequence[float], b: Sequence[float], starts: Sequence[float]) -> Row:
+    names = [f"{n}" for n in range(len(a) + len(b))]
+    times = dict(zip(names, starts, strict=True))
+    first, second = names[: len(a)], names[len(a) :]
+    return Row(
+        kind="",
+        base=Sample(logs=dict(zip(first, a, strict=True)), starts={n: times[n] for n in first}),
+        other=Sample(
+            logs=dict(zip(second, b, strict=True)), starts={n: times[n] for n in second}
+        ),
+    )
+
+
+def launches(draw: random.Random, n: int, sd: float = 0.01, mean: float = 0.0) -> list[float]:
+    return [draw.gauss(mean, sd) for _ in range(n)]
+
+
+def width(ratio: Ratio) -> float:
+    assert ratio.low is not None
+    assert ratio.high is not None
+    return math.log(ratio.high / ratio.low)
+
+
+def test_a_table_tells_what_one_row_cannot() -> None:
+    draw = random.Random(1)
+    rows = [row(launches(draw, 3), launches(draw, 3, mean=-0.03)) for _ in range(68)]
+    assert [ratio.verdict for ratio in judge(rows)].count(Verdict.FASTER) > 50
+    assert judge(rows[:1])[0].verdict is Verdict.CANNOT_TELL
+
+
+def test_tables_of_equal_sides_are_rarely_wrong() -> None:
+    draw, wrong = random.Random(2), 0
+    for _ in range(100):
+        rows = [row(launches(draw, 3), launches(draw, 3)) for _ in range(68)]
+        wrong += any(ratio.verdict in TOLD for ratio in judge(rows))
+    assert wrong <= 2
+
+
+def test_launches_that_move_all_rows_are_no_68_proofs() -> None:
+    draw, wrong = random.Random(3), 0
+    for _ in range(100):
+        a, b = launches(draw, 3), launches(draw, 3)
+        rows = [
+            row([x + draw.gauss(0, 0.001) for x in a], [x + draw.gauss(0, 0.001) for x in b])
+            for _ in range(30)
+        ]
+        wrong += any(ratio.verdict in TOLD for ratio in judge(rows))
+        mean = judge_mean(rows)
+        wrong += mean is not None and mean.verdict in TOLD
+    assert wrong <= 2
+
+
+def test_the_order_of_launches() -> None:
+    assert in_time([0.0, 0.0], [0.0, 0.0], [1, 2, 3, 4]).order is Order.BLOCKS
+    assert in_time([0.0, 0.0], [0.0, 0.0], [3, 4, 1, 2]).order is Order.BLOCKS
+    assert in_time([0.0, 0.0], [0.0, 0.0], [1, 3, 2, 4]).order is Order.MIXED
+    assert row([0.0, 0.0], [0.0, 0.0]).order is Order.UNKNOWN
+    assert row([0.0, 0.0], [0.0, 0.0], by_round=True).order is Order.PAIRED
+    assert row([0.0], [0.0], by_round=True).order is Order.UNKNOWN
+
+
+def test_blocks_have_drift_and_rounds_have_none() -> None:
+    draw = random.Random(4)
+    level = launches(draw, 20, sd=0.01)
+    a, b = ([x + draw.gauss(0, 0.001) for x in level] for _ in range(2))
+    (blocks,) = judge([in_time(a, b, range(40))])
+    mixed_starts = [*range(0, 40, 2), *range(1, 40, 2)]
+    (mixed,) = judge([in_time(a, b, mixed_starts)])
+    (paired,) = judge([row(a, b, by_round=True)])
+    assert width(paired) < width(mixed) < width(blocks)
+    assert width(blocks) > 2 * 2.5 * 0.01  # the default's 1 %
+    (far,) = judge([in_time(a, [x - 0.02 for x in b], range(40))])
+    assert (far.verdict, far.reason) == (Verdict.CANNOT_TELL, "within drift")
+
+
+def test_history_tells_how_blocks_of_this_machine_drift() -> None:
+    draw = random.Random(5)
+    past = tuple({f"{n}": x for n, x in enumerate(launches(draw, 5, 0.001))} for _ in range(12))
+    starts = range(10)
+    bare = in_time(launches(draw, 5, 0.001), launches(draw, 5, 0.001), starts)
+    known = Row(
+        kind="",
+        base=Sample(logs=bare.base.logs, starts=bare.base.starts, past=past),
+        other=Sample(logs=bare.other.logs, starts=bare.other.starts, past=past),
+    )
+    assert width(judge([known])[0]) < 0.5 * width(judge([bare])[0])
+
+
+def test_one_launch_a_side_needs_history() -> None:
+    (bare,) = judge([row([0.0], [-0.1])])
+    assert (bare.verdict, bare.reason, bare.low) == (Verdict.CANNOT_TELL, "one launch", None)
+    draw = random.Random(6)
+    past = tuple({f"{n}": x for n, x in enumerate(launches(draw, 5, 0.003))} for _ in range(4))
+    (known,) = judge([row([0.0], [-0.1], past=past)])
+    assert known.verdict is Verdict.FASTER
+    # Runs of one launch each count as launches of one.
+    single = tuple({"1": x} for x in launches(draw, 20, 0.003))
+    assert judge([row([0.0], [-0.1], past=single)])[0].verdict is Verdict.FASTER
+
+
+def test_the_ratios_of_a_table_contradict_a_quiet_history() -> None:
+    draw, wrong = random.Random(7), 0
+    for _ in range(50):
+        pasts = [
+            tuple({f"{n}": x for n, x in enumerate(launches(draw, 5, 0.003))} for _ in range(2))
+            for _ in range(68)
+        ]
+        rows = [row(launches(draw, 1), launches(draw, 1), past=past) for past in pasts]
+        wrong += any(ratio.verdict in TOLD for ratio in judge(rows))
+    assert wrong <= 1
+
+
+@pytest.mark.parametrize("change", [0.0, 0.004, 0.015])
+def test_the_launches_that_would_tell_do(change: float) -> None:
+    pattern = (0.01, -0.01, 0.0, 0.005, -0.005)
+    few = [pattern[n % 5] for n in range(5)]
+    (ratio,) = judge([row(few, [x - change for x in few])])
+    assert ratio.launches is not None
+    assert ratio.reason == f"{ratio.launches} launches a side would tell"
+    many = [pattern[n % 5] for n in range(ratio.launches)]
+    (then,) = judge([row(many, [x - change for x in many])])
+    assert then.verdict is (Verdict.FASTER if change > 0.01 else Verdict.SAME)
+
+
+def test_values_that_do_not_vary_prove_nothing() -> None:
+    (ratio,) = judge([row([0.0] * 5, [-0.1] * 5)])
+    assert (ratio.verdict, ratio.reason) == (Verdict.CANNOT_TELL, "identical values")
+    rounded = Sample(logs={"1": 0.0, "2": 0.0, "3": 0.0}, rounding=0.05)
+    moved = Sample(logs={"4": 0.02, "5": 0.02, "6": 0.02}, rounding=0.05)
+    (ratio,) = judge([Row(kind="", base=rounded, other=moved)])
+    assert ratio.low is not None
+    assert ratio.verdict is Verdict.CANNOT_TELL
+
+
+def test_a_wild_measurement_names_its_launches() -> None:
+    draw = random.Random(8)
+    (ratio,) = judge([row(launches(draw, 3, 0.3), launches(draw, 3, 0.3, mean=-0.1))])
+    assert ratio.verdict is Verdict.CANNOT_TELL
+    assert ratio.launches is None or ratio.launches > 10
