@@ -10,8 +10,10 @@ table that it prints.
 import argparse
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from stepmark.core.acceptance import accept, launches_needed
 from stepmark.core.comparison import Cell, Comparison, Line
 from stepmark.core.launches import Row, Sample
 from stepmark.core.ratio import Ratio, Verdict
@@ -214,10 +216,7 @@ def drift(scale: float) -> Iterator[Sequence[str]]:
         for n in (3, 5, 10, 30):
             draw, wrong, wrong_tables, narrower = random.Random(4), 0, 0, []
             for index in range(pairs):
-                levels = [draw.gauss(0, SD)]
-                while len(levels) < 2 * n:
-                    step = draw.gauss(0, SD * math.sqrt(1 - phi**2))
-                    levels.append(phi * levels[-1] + step)
+                levels = _ar1(draw, phi, 2 * n, SD)
 
                 def noisy(values: Sequence[float]) -> list[float]:
                     return [value + draw.gauss(0, 0.002) for value in values]  # noqa: B023
@@ -292,7 +291,77 @@ def cell(ratio: Ratio | None) -> Cell:
     return Cell(fields={}, size_bytes=None, busbw_factor=None, value=1.0, ratio=ratio)
 
 
-EXPERIMENTS = (sweeps, single_rows, tables, quiet_history, drift, wild)
+def acceptance(scale: float) -> Iterator[Sequence[str]]:
+    """`check` of 46 cases, five launches of a baseline: with the launches that it asks for."""
+    yield ("sd", "order", "now", "slow", "accepted", "undecided", "median launches")
+    machines = int(500 * scale)
+    changes = {
+        "equal": {},
+        "all +3 %": dict.fromkeys(range(46), 0.03),
+        "one +6 %": {0: 0.06},
+        "all +6 %": dict.fromkeys(range(46), 0.06),
+        "one +8 %": {0: 0.08},
+    }
+    for sd in (0.003, 0.01, 0.03):
+        for order, make in (("unknown", row), ("before, AR(1) 0.9", blocks)):
+            for name, moved in changes.items():
+                draw, ends, launches = random.Random(11), Counter[str](), []
+                for _ in range(machines):
+                    drift = _ar1(draw, 0.9, 110, SD) if make is blocks else [0.0] * 110
+                    end, count = _checked(draw, sd, moved, drift, make)
+                    ends[end] += 1
+                    launches.append(count)
+                yield (
+                    percent(sd, 1),
+                    order,
+                    name,
+                    *(
+                        percent(ends[e] / machines, 1)
+                        for e in ("slow", "accepted", "undecided")
+                    ),
+                    f"{sorted(launches)[machines // 2]}",
+                )
+
+
+def _checked(
+    draw: random.Random,
+    sd: float,
+    moved: Mapping[int, float],
+    drift: Sequence[float],
+    make: Callable[[Sequence[float], Sequence[float]], Row],
+) -> tuple[str, int]:
+    """Return how a check ends, and its launches, of which it may ask for more once."""
+    slower = [math.log1p(moved.get(case, 0.0)) for case in range(46)]
+    base = [[x + draw.gauss(0, sd) for x in drift[:5]] for _ in slower]
+    now = [[x + more + draw.gauss(0, sd) for x in drift[5:10]] for more in slower]
+    count = 5
+    while True:
+        ratios = judge([make(a, b) for a, b in zip(base, now, strict=True)])
+        decided = accept(ratios, 0.03)
+        if decided.slow or not decided.undecided or count > 5:
+            break
+        needed = [
+            launches_needed(ratios[place], 0.03, base=5, now=5, num_cases=46)
+            for place in decided.undecided
+        ]
+        count = max((n for n in needed if n), default=0)
+        if not count or None in needed:
+            count = 5
+            break
+        for case, more in enumerate(slower):
+            now[case] += [x + more + draw.gauss(0, sd) for x in drift[10 : 5 + count]]
+    end = "slow" if decided.slow else "undecided" if decided.undecided else "accepted"
+    return end, count
+
+
+def _ar1(draw: random.Random, phi: float, count: int, sd: float) -> list[float]:
+    levels = [draw.gauss(0, sd)]
+    while len(levels) < count:
+        levels.append(phi * levels[-1] + draw.gauss(0, sd * math.sqrt(1 - phi**2)))
+    return levels
+
+
+EXPERIMENTS = (acceptance, sweeps, single_rows, tables, quiet_history, drift, wild)
 
 
 def main() -> None:

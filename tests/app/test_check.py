@@ -33,7 +33,7 @@ WIDE = (1.0, 1.02, 0.98, 1.01, 0.99)
     [
         ((1.0,), SPREAD, 0, "0 of 1 cases slower"),
         ((1.0,), [1.2 * s for s in SPREAD], 1, "1 of 1 cases slower"),
-        ((1.0,), [1.031 * s for s in SPREAD], 3, "use --launches"),
+        ((1.0,), [1.026 * s for s in SPREAD], 3, "use --launches"),
         ((1.0,), [1.04 * s for s in WIDE], 3, "reference of several launches"),
         (SPREAD, [1.0449 * s for s in WIDE], 3, "use --launches"),
         ((1.0,), (1.0, 1.0, 1.0), 3, "no interval (identical values)"),
@@ -71,7 +71,7 @@ def test_a_check_that_measures_nothing_ends_with_3(
 def test_the_launches_that_would_decide_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    times = [1.031 * s for s in SPREAD]
+    times = [1.026 * s for s in SPREAD]
     baseline = str(runs(tmp_path, "before", (1.0,))[0])
     monkeypatch.setattr(
         check, "_measure_again", lambda *_: (runs(tmp_path, "now", times), 0, set())

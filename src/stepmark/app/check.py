@@ -1,7 +1,5 @@
 """stepmark check: ten minutes to accept a machine against a reference run."""
 
-import dataclasses
-import math
 import sys
 from collections import Counter
 from pathlib import Path
@@ -12,12 +10,13 @@ from stepmark.app.delivery import exit_code, write_files
 from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly
 from stepmark.app.view import console, view
+from stepmark.core.acceptance import Acceptance, accept, launches_needed
 from stepmark.core.case import OpCase
-from stepmark.core.comparison import Cell, Comparison
+from stepmark.core.comparison import Comparison
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.op_options import ConfigOptions
 from stepmark.core.plan import OpHow
-from stepmark.core.ratio import CONFIDENCE, Ratio
+from stepmark.core.ratio import Ratio
 from stepmark.core.record import Measured
 from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
@@ -25,14 +24,11 @@ from stepmark.report.comparison import printed
 from stepmark.store.compare import Options, compare
 from stepmark.store.reader import find_run, is_run, read
 
-# A case that is slower than --floor by this much more is accepted in so many of 100 checks.
-MARGIN, ACCEPTED_WRONGLY = 0.03, 0.05
-
 
 def run(options: CheckOptions) -> int:
     """Measure the reference run's cases again and compare. Returns the exit code.
 
-    It is 0 only if every case is accepted: certainly not slower than the limit by MARGIN more.
+    It is 0 only if every case is accepted (core/acceptance.py).
     """
     options.check_stdout()
     before = _runs_named(options)
@@ -49,14 +45,18 @@ def run(options: CheckOptions) -> int:
         return 1
     # Means, because under a power cap the clock and so the median hop between a few states.
     sides = [side_of_runs("reference", before), side_of_runs("now", paths)]
-    comparison = compare(sides, Options(statistic="mean", fail_if_slower=options.floor))
-    rows = drawn.rows(comparison)
+    comparison = compare(sides, Options(statistic="mean"))
+    accepted = accept(_ratios(comparison), options.floor)
+    rows = [
+        {**row, "too_slow": None if place in accepted.undecided else place in accepted.slow}
+        for place, row in enumerate(drawn.rows(comparison))
+    ]
     write_files(options, "check", rows, rows)
     if not options.to_stdout:
         printed(comparison, console())
     missing = len(reference) - len(rows)
-    slower = len(comparison.too_slow or ())
-    undecided = _undecided(comparison, options.floor)
+    slower = len(accepted.slow)
+    undecided = _needs(comparison, accepted, options.floor)
     text = f"{slower} of {len(rows)} cases slower than {name}"
     text += f"; {len(wrong)} with wrong results" if wrong else ""
     text += f"; {missing} not compared" if missing else ""
@@ -72,51 +72,38 @@ def _runs_named(options: CheckOptions) -> list[Path]:
     return [find_run(options.runs, name) for name in options.baseline.split(",")]
 
 
-def _undecided(comparison: Comparison, limit: float) -> dict[str, int]:
-    """Return what would tell if a case is within the limit, and the number of such cases."""
+def _ratios(comparison: Comparison) -> list[Ratio | None]:
+    return [line.cells[comparison.names[1]].ratio for line in comparison.lines]
+
+
+def _needs(comparison: Comparison, accepted: Acceptance, limit: float) -> dict[str, int]:
+    """Return what would decide on cases, and the number of such cases."""
     base, now = comparison.names
-    slow = {place for place, _ in comparison.too_slow or ()}
     needs: Counter[str] = Counter()
     more: list[int] = []
-    for place, line in enumerate(comparison.lines):
-        cell = line.cells[now]
-        if place in slow or (cell.ratio and _is_accepted(cell.ratio, limit)):
-            continue
-        if cell.ratio is None or not cell.ratio.se_log:
-            reason = cell.ratio.reason if cell.ratio else "no time"
+    for place in accepted.undecided:
+        cells = comparison.lines[place].cells
+        ratio, num_base, num_now = (
+            cells[now].ratio,
+            cells[base].num_launches,
+            cells[now].num_launches,
+        )
+        if ratio is None or not ratio.se_log:
+            reason = ratio.reason if ratio else "no time"
             needs[f"no interval ({reason}); use more --launches that are measured"] += 1
-        elif count := _launches_needed(cell.ratio, limit, line.cells[base], cell):
+            continue
+        count = launches_needed(
+            ratio, limit, base=num_base, now=num_now, num_cases=len(comparison.lines)
+        )
+        if count:
             more.append(count)
-        elif line.cells[base].num_launches < cell.num_launches:
+        elif num_base < num_now:
             needs["use a reference of several launches, --baseline A,B,C"] += 1
         else:
             needs["use a quieter machine, or a larger --floor"] += 1
     if more:
         needs[f"use --launches {max(more)}"] = len(more)
     return needs
-
-
-def _is_accepted(measured: Ratio, limit: float) -> bool:
-    """Return whether a case is not slower than the limit by MARGIN more, with 95 %."""
-    p_slower = measured.p_slower(limit + MARGIN)
-    return p_slower is not None and p_slower >= 1 - ACCEPTED_WRONGLY
-
-
-def _launches_needed(measured: Ratio, limit: float, base: Cell, now: Cell) -> int | None:
-    """Return how many launches of this machine would accept or reject; None for over 100.
-
-    They are taken to vary as those of now.
-    """
-    assert measured.se_log is not None
-    counts = 1 / base.num_launches + 1 / now.num_launches
-    for count in range(now.num_launches + 1, 101):
-        se_log = measured.se_log * math.sqrt((1 / base.num_launches + 1 / count) / counts)
-        then = dataclasses.replace(measured, se_log=se_log)
-        p_slower = then.p_slower(limit)
-        is_rejected = p_slower is not None and p_slower <= (1 - CONFIDENCE) / 2
-        if is_rejected or _is_accepted(then, limit):
-            return count
-    return None
 
 
 def _measure_again(

@@ -246,7 +246,7 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
     Each launch gives one mean, so rows that drift together count once. Rows that share no
     launches, or have one, are taken to move together.
     """
-    mean = _mean_of(rows)
+    mean = _mean_of(rows) if len(rows) > 1 else None
     if mean is None:
         return _mean_of_ratios(rows, floor)
     if mean.error.value == 0:

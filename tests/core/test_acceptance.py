@@ -1,0 +1,68 @@
+"""Acceptance of a machine: slow, accepted, or undecided with the launches that would decide."""
+
+import math
+
+import pytest
+
+from stepmark.core.acceptance import MARGIN, accept, launches_needed
+from stepmark.core.ratio import Ratio, Verdict
+
+LIMIT = 0.03
+
+
+def slower(by: float, se: float, df: int | None = None) -> Ratio:
+    return Ratio(
+        speed=1 / (1 + by),
+        low=None,
+        high=None,
+        verdict=Verdict.CANNOT_TELL,
+        reason="",
+        se_log=se,
+        df=df,
+    )
+
+
+def ends(*ratios: Ratio | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    decided = accept(ratios, LIMIT)
+    return decided.slow, decided.undecided
+
+
+def test_the_limits_are_those_of_normal_errors() -> None:
+    """One-sided 0.7 % above the limit, and 3 % below limit and margin."""
+    se = 0.004
+    rejected = math.expm1(math.log1p(LIMIT) + 2.4573 * se)
+    accepted = math.expm1(math.log1p(LIMIT + MARGIN) - 1.8808 * se)
+    assert ends(slower(rejected + 1e-5, se)) == ((0,), ())
+    assert ends(slower(min(rejected, accepted) - 1e-5, se)) == ((), ())
+    wide = 0.02
+    accepted = math.expm1(math.log1p(LIMIT + MARGIN) - 1.8808 * wide)
+    assert ends(slower(accepted + 1e-5, wide)) == ((), (0,))
+    assert ends(slower(accepted - 1e-5, wide)) == ((), ())
+
+
+def test_many_cases_raise_what_one_must_show() -> None:
+    se = 0.01
+    alone = slower(LIMIT + 0.027, se)
+    assert ends(alone)[0] == (0,)
+    assert ends(alone, *[slower(0.0, se)] * 45) == ((), (0,))
+
+
+def test_what_is_not_known_is_undecided() -> None:
+    unknown = Ratio(speed=1.0, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason="")
+    assert ends(None, unknown, slower(0.0, 0.001)) == ((), (0, 1))
+
+
+@pytest.mark.parametrize("by", [0.02, 0.07])
+def test_the_launches_that_are_needed_decide(by: float) -> None:
+    ratio = slower(by, 0.03)
+    assert ends(ratio) == ((), (0,))
+    count = launches_needed(ratio, LIMIT, base=50, now=2, num_cases=1)
+    assert count is not None
+    se = 0.03 * math.sqrt((1 / 50 + 1 / count) / (1 / 50 + 1 / 2))
+    assert ends(slower(by, se))[1] == ()
+    fewer = 0.03 * math.sqrt((1 / 50 + 1 / (count - 1)) / (1 / 50 + 1 / 2))
+    assert ends(slower(by, fewer))[1] == (0,)
+
+
+def test_no_number_of_launches_makes_up_for_a_baseline_of_few() -> None:
+    assert launches_needed(slower(0.045, 0.03), LIMIT, base=2, now=2, num_cases=1) is None
