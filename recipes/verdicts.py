@@ -75,7 +75,7 @@ def rounds(a: Sequence[float], b: Sequence[float]) -> Row:
     )
 
 
-def is_told(ratio: Ratio) -> bool:
+def is_verdict(ratio: Ratio) -> bool:
     return ratio.verdict in (Verdict.FASTER, Verdict.SLOWER)
 
 
@@ -102,7 +102,7 @@ def single_rows(scale: float) -> Iterator[Sequence[str]]:
                     past = [[shape(draw, sd) for _ in range(5)] for _ in range(4)]
                     a, b = ([shape(draw, sd) for _ in range(n)] for _ in range(2))
                     (ratio,) = judge([row(a, b, past if n == 1 else ())])
-                    wrong += is_told(ratio)
+                    wrong += is_verdict(ratio)
                     covered += (ratio.low or 0.0) <= 1 <= (ratio.high or math.inf)
                 cells.append(f"{percent(wrong / pairs)}; {percent(covered / pairs, 1)}")
             yield (shape.__name__, percent(sd, 1), *cells)
@@ -135,16 +135,16 @@ def table(
     return table_rows
 
 
-def told(rows: Sequence[Row]) -> set[int]:
-    return {index for index, ratio in enumerate(judge(rows)) if is_told(ratio)}
+def rows_with_verdict(rows: Sequence[Row]) -> set[int]:
+    return {index for index, ratio in enumerate(judge(rows)) if is_verdict(ratio)}
 
 
 def tables(scale: float) -> Iterator[Sequence[str]]:
-    """Tables of 68 rows: any false verdict, and the share of moved rows that is told."""
+    """Tables of 68 rows: any false verdict, and the share of moved rows that is seen."""
     yield (
         "rows",
         "A/A: tables with a false verdict",
-        "all +3 %: told",
+        "all +3 %: seen",
         "one +3 %, n = 3",
         "one +3 %, n = 6",
         "one +5 %, n = 3",
@@ -163,18 +163,18 @@ def tables(scale: float) -> Iterator[Sequence[str]]:
         def simulated(n: int, moved: Mapping[int, float], number: int) -> Iterator[set[int]]:
             for _ in range(number):
                 pairs = table(draw, n, moved, **variant)  # type: ignore[arg-type]  # noqa: B023
-                yield told([row(a, b) for a, b in pairs])
+                yield rows_with_verdict([row(a, b) for a, b in pairs])
 
         wrong = sum(map(bool, simulated(3, {}, 4 * count))) / (4 * count)
         every = sum(map(len, simulated(3, dict.fromkeys(range(ROWS), 0.03), count)))
         one = [
-            sum(0 in found for found in simulated(n, {0: change}, count)) / count
+            sum(0 in verdicts for verdicts in simulated(n, {0: change}, count)) / count
             for n, change in ((3, 0.03), (6, 0.03), (3, 0.05))
         ]
         half = dict.fromkeys(range(ROWS // 2), 0.03)
         shares = [
-            sum(index not in half for index in found) / max(1, len(found))
-            for found in simulated(3, half, count)
+            sum(index not in half for index in verdicts) / max(1, len(verdicts))
+            for verdicts in simulated(3, half, count)
         ]
         yield (
             name,
@@ -187,7 +187,7 @@ def tables(scale: float) -> Iterator[Sequence[str]]:
 
 def quiet_history(scale: float) -> Iterator[Sequence[str]]:
     """One launch a side, history of two runs of five launches: tables with a false verdict."""
-    yield ("history", "A/A", "a quarter of the rows +5 %: false", "told")
+    yield ("history", "A/A", "a quarter of the rows +5 %: false", "seen")
     count = int(1000 * scale)
     for factor in (1, 3):
         draw, cells = random.Random(3), []
@@ -195,14 +195,14 @@ def quiet_history(scale: float) -> Iterator[Sequence[str]]:
             wrong = right = 0
             for _ in range(count):
                 past = [table(draw, 5, sd=SD / factor) for _ in range(2)]
-                found = told(
+                verdicts = rows_with_verdict(
                     [
                         row(a, b, [run[index][0] for run in past])
                         for index, (a, b) in enumerate(table(draw, 1, moved))
                     ]
                 )
-                wrong += any(index not in moved for index in found)
-                right += sum(index in moved for index in found)
+                wrong += any(index not in moved for index in verdicts)
+                right += sum(index in moved for index in verdicts)
             cells.append(percent(wrong / count))
         cells.append(percent(right / count / len(moved), 1))
         yield (f"{factor} x too quiet" if factor > 1 else "right", *cells)
@@ -221,11 +221,11 @@ def drift(scale: float) -> Iterator[Sequence[str]]:
                 def noisy(values: Sequence[float]) -> list[float]:
                     return [value + draw.gauss(0, 0.002) for value in values]  # noqa: B023
 
-                wrong += bool(told([blocks(noisy(levels[:n]), noisy(levels[n:]))]))
+                wrong += bool(rows_with_verdict([blocks(noisy(levels[:n]), noisy(levels[n:]))]))
                 if index % 10 == 0:
                     sides = [(noisy(levels[:n]), noisy(levels[n:])) for _ in range(ROWS)]
                     block_ratios = judge([blocks(a, b) for a, b in sides])
-                    wrong_tables += any(map(is_told, block_ratios))
+                    wrong_tables += any(map(is_verdict, block_ratios))
                     pairs_of = [(noisy(levels[::2]), noisy(levels[1::2])) for _ in range(ROWS)]
                     in_rounds = judge([rounds(a, b) for a, b in pairs_of])
                     narrower.append(half_width(in_rounds[0]) / half_width(block_ratios[0]))
@@ -247,7 +247,7 @@ def wild(scale: float) -> Iterator[Sequence[str]]:
         for _ in range(int(1000 * scale)):
             a, b = ([draw.gauss(0, 0.3) for _ in range(n)] for _ in range(2))
             (ratio,) = judge([row(a, b)])
-            wrong += is_told(ratio)
+            wrong += is_verdict(ratio)
             needed.append(ratio.launches or math.inf)
         middle = sorted(needed)[len(needed) // 2]
         yield (f"{n}", percent(wrong / len(needed)), f"{middle:g}")

@@ -1,6 +1,7 @@
 """Acceptance of a machine: slow, accepted, or undecided with the launches that would decide."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -66,3 +67,10 @@ def test_the_launches_that_are_needed_decide(by: float) -> None:
 
 def test_no_number_of_launches_makes_up_for_a_baseline_of_few() -> None:
     assert launches_needed(slower(0.045, 0.03), LIMIT, base=2, now=2, num_cases=1) is None
+
+
+def test_launches_do_not_lower_drift() -> None:
+    steady = slower(0.045, 0.03)
+    drifting = replace(steady, drift=0.0299**2)
+    assert launches_needed(steady, LIMIT, base=100, now=2, num_cases=1) is not None
+    assert launches_needed(drifting, LIMIT, base=100, now=2, num_cases=1) is None

@@ -121,7 +121,7 @@ def test_one_launch_a_side_needs_history() -> None:
     (known,) = judge([row([0.0], [-0.1], past=past)])
     assert known.verdict is Verdict.FASTER
     # Runs of one launch each count as launches of one.
-    single = tuple({"1": x} for x in launches(draw, 20, 0.003))
+    single = tuple({f"{n}": x} for n, x in enumerate(launches(draw, 20, 0.003)))
     assert judge([row([0.0], [-0.1], past=single)])[0].verdict is Verdict.FASTER
 
 
@@ -157,6 +157,25 @@ def test_values_that_do_not_vary_prove_nothing() -> None:
     (ratio,) = judge([Row(kind="", base=rounded, other=moved)])
     assert ratio.low is not None
     assert ratio.verdict is Verdict.CANNOT_TELL
+
+
+def test_rounding_alone_makes_no_verdicts() -> None:
+    """Equal sides, sd 0.5 %, printed to 1 % of the value."""
+    draw, called = random.Random(3), 0
+    for _ in range(2000):
+        base, other = (
+            Sample(
+                logs={
+                    f"{side}{n}": math.log(round(10 * math.exp(draw.gauss(0, 0.005)), 1))
+                    for n in range(2)
+                },
+                rounding=0.01,
+            )
+            for side in "ab"
+        )
+        (ratio,) = judge([Row(kind="", base=base, other=other)])
+        called += ratio.verdict is not Verdict.CANNOT_TELL
+    assert called <= 20
 
 
 def test_a_wild_measurement_names_its_launches() -> None:

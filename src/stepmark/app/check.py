@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 from stepmark.app import op
@@ -47,6 +48,11 @@ def run(options: CheckOptions) -> int:
     sides = [side_of_runs("reference", before), side_of_runs("now", paths)]
     comparison = compare(sides, Options(statistic="mean"))
     accepted = accept(_ratios(comparison), options.floor)
+    comparison = replace(
+        comparison,
+        too_slow=tuple((place, "now") for place in accepted.slow),
+        fail_if_slower=options.floor,
+    )
     rows = [
         {**row, "too_slow": None if place in accepted.undecided else place in accepted.slow}
         for place, row in enumerate(drawn.rows(comparison))
@@ -83,11 +89,8 @@ def _needs(comparison: Comparison, accepted: Acceptance, limit: float) -> dict[s
     more: list[int] = []
     for place in accepted.undecided:
         cells = comparison.lines[place].cells
-        ratio, num_base, num_now = (
-            cells[now].ratio,
-            cells[base].num_launches,
-            cells[now].num_launches,
-        )
+        ratio, num_base = cells[now].ratio, cells[base].num_launches
+        num_now = cells[now].num_launches
         if ratio is None or not ratio.se_log:
             reason = ratio.reason if ratio else "no time"
             needs[f"no interval ({reason}); use more --launches that are measured"] += 1

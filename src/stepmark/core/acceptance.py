@@ -50,9 +50,10 @@ def launches_needed(
     would.
     """
     assert ratio.se_log is not None
-    counts = 1 / base + 1 / now
+    per_launch = (ratio.se_log**2 - ratio.drift) / (1 / base + 1 / now)
     for count in range(now + 1, _MOST_LAUNCHES + 1):
-        then = replace(ratio, se_log=ratio.se_log * math.sqrt((1 / base + 1 / count) / counts))
+        variance = per_launch * (1 / base + 1 / count) + ratio.drift
+        then = replace(ratio, se_log=math.sqrt(variance))
         p_slower = _p(then, limit)
         is_slow = p_slower is not None and p_slower <= _REJECTED_WRONGLY / num_cases
         if is_slow or _is_accepted(then, limit):

@@ -66,9 +66,7 @@ class Row:
 
 def past_runs(past: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return runs with several launches, and those with one as if they were launches of one."""
-    single = {
-        f"{place}": next(iter(run.values())) for place, run in enumerate(past) if len(run) == 1
-    }
+    single = {launch: log for run in past if len(run) == 1 for launch, log in run.items()}
     several = [run for run in past if len(run) > 1]
     return [*several, single] if len(single) > 1 else several
 

@@ -31,18 +31,6 @@ class Verdict(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
-    """Variation between launches: standard deviation of the logarithm of a launch's centre.
-
-    `num_launches` is their number; None for a variation that a person states.
-    """
-
-    sd_log: float
-    num_launches: int | None
-    source: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
     """`speed` is B's speed over A's: 1.05 is 5 % faster. low and high span 99 %, if known."""
 
@@ -54,6 +42,7 @@ class Ratio:
     se_log: float | None = None
     df: int | None = None  # of Student's t; None for the normal distribution
     launches: int | None = None  # per side, that would tell where the verdict cannot
+    drift: float = 0.0  # part of se_log**2 that more launches do not lower
 
     def p_slower(self, limit: float) -> float | None:
         """Return the one-sided p of "at most `limit` slower", a share of the time (0.05: 5 %).
@@ -70,23 +59,37 @@ class Ratio:
         return self.low is not None and self.low * (1 + limit) >= 1
 
 
+def interval(log_speed: float, half: float) -> tuple[float, float, float]:
+    """Return a speed and the bounds of its interval, whose half-width is of the logarithm.
+
+    The interval of two launches that differ wildly can exceed the range of a float.
+    """
+    low, speed, high = (
+        math.exp(max(-700.0, min(700.0, log_speed + part))) for part in (-half, 0.0, half)
+    )
+    return low, speed, high
+
+
+def is_negligible(low: float, high: float, floor: float) -> bool:
+    """Return whether the whole interval lies within the floor."""
+    return 1 / (1 + floor) <= low and high <= 1 + floor
+
+
 def ratio(
     times_a: Sequence[float],
     times_b: Sequence[float],
     *,
-    spread: Spread | None = None,
+    noise: float | None = None,
     floor: float = EFFECT_FLOOR,
-    rounding: tuple[float, float] = (0.0, 0.0),
 ) -> Ratio:
     """Compare centres of launches, in seconds (or, for a rate, its reciprocal); all above 0.
 
-    With two launches a side or more their own spread decides. With one on a side, `spread`
-    does; without it there is a ratio and no verdict. `rounding` is the unit of the last digit
-    of each side's values, relative: values that were rounded alike are not alike.
+    With two launches a side or more their own variance decides. With one on a side, `noise`
+    does, the standard deviation of a launch; without it there is a ratio and no verdict.
     """
     logs_a, logs_b = ([math.log(value) for value in times] for times in (times_a, times_b))
     log_speed = fmean(logs_a) - fmean(logs_b)
-    error = _error(logs_a, logs_b, spread, rounding)
+    error = _error(logs_a, logs_b, noise)
     if error is None or error[0] == 0:
         return Ratio(
             speed=math.exp(log_speed),
@@ -96,11 +99,7 @@ def ratio(
             reason="one launch" if error is None else "identical values",
         )
     se_log, df, basis = error
-    half = t_quantile(0.5 + CONFIDENCE / 2, df) * se_log
-    # The interval of two launches that differ wildly can exceed the range of a float.
-    speed, low, high = (
-        math.exp(max(-700.0, min(700.0, log_speed + part))) for part in (0.0, -half, half)
-    )
+    low, speed, high = interval(log_speed, t_quantile(0.5 + CONFIDENCE / 2, df) * se_log)
     verdict = _verdict(speed, low, high, floor)
     return Ratio(
         speed=speed,
@@ -114,28 +113,17 @@ def ratio(
 
 
 def _error(
-    logs_a: Sequence[float],
-    logs_b: Sequence[float],
-    spread: Spread | None,
-    rounding: tuple[float, float],
+    logs_a: Sequence[float], logs_b: Sequence[float], noise: float | None
 ) -> tuple[float, int | None, str] | None:
     """Return the standard error of the difference, degrees of freedom, and their source."""
     n_a, n_b = len(logs_a), len(logs_b)
     if min(n_a, n_b) > 1:
-        # A rounded value is uniform within its last digit: variance unit^2 / 12.
-        part_a, part_b = (
-            (variance(logs) + unit**2 / 12) / len(logs)
-            for logs, unit in ((logs_a, rounding[0]), (logs_b, rounding[1]))
-        )
-        return (
-            math.sqrt(part_a + part_b),
-            _welch(part_a, n_a, part_b, n_b),
-            f"{n_a} and {n_b} launches",
-        )
-    if spread is None:
+        part_a, part_b = variance(logs_a) / n_a, variance(logs_b) / n_b
+        df = _welch(part_a, n_a, part_b, n_b)
+        return math.sqrt(part_a + part_b), df, f"{n_a} and {n_b} launches"
+    if noise is None:
         return None
-    df = None if spread.num_launches is None else spread.num_launches - 1
-    return spread.sd_log * math.sqrt(1 / n_a + 1 / n_b), df, spread.source
+    return noise * math.sqrt(1 / n_a + 1 / n_b), None, f"noise {noise:.2%} as stated"
 
 
 def _welch(part_a: float, n_a: int, part_b: float, n_b: int) -> int:
@@ -155,9 +143,7 @@ def _verdict(speed: float, low: float, high: float, floor: float) -> Verdict:
         return Verdict.FASTER
     if high < 1 / margin and speed <= 1 / (1 + floor):
         return Verdict.SLOWER
-    if 1 / (1 + floor) <= low and high <= 1 + floor:
-        return Verdict.SAME
-    return Verdict.CANNOT_TELL
+    return Verdict.SAME if is_negligible(low, high, floor) else Verdict.CANNOT_TELL
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:

@@ -38,7 +38,7 @@ class Variance:
     df: float
 
     def quantile(self, p: float) -> float:
-        """Return how far below a share p of the errors of this variance lies."""
+        """Return the quantile p of an error with this variance, for p from 0.5."""
         return t_quantile(p, max(1, math.floor(self.df))) * math.sqrt(self.value)
 
     def scaled(self, factor: float) -> "Variance":

@@ -18,7 +18,15 @@ from stepmark.core.launches import (
     past_runs,
     squares_within,
 )
-from stepmark.core.ratio import CONFIDENCE, EFFECT_FLOOR, Ratio, Verdict, t_cdf
+from stepmark.core.ratio import (
+    CONFIDENCE,
+    EFFECT_FLOOR,
+    Ratio,
+    Verdict,
+    interval,
+    is_negligible,
+    t_cdf,
+)
 from stepmark.core.variance import Pool, Variance, pool_of, total
 
 # Expected share of wrong verdicts among those of a table (Benjamini and Hochberg, JRSS B 57,
@@ -65,15 +73,21 @@ def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
     speed: other over base. Faster and slower: the change is at least the floor, and at most
     FALSE_SHARE of such verdicts are wrong. Same: the 99 % interval lies within the floor.
     """
+    differences = {id(difference.row): difference for difference in _differences(rows)}
+    certain = _certain(list(differences.values()))
+    return [_judged(row, differences.get(id(row)), id(row) in certain, floor) for row in rows]
+
+
+def _differences(rows: Sequence[Row]) -> list[_Difference]:
+    """Return the differences of rows whose error is known, kind by kind."""
     by_kind: dict[tuple[Hashable, bool], list[Row]] = {}
     for row in rows:
         by_kind.setdefault((row.kind, row.order is Order.PAIRED), []).append(row)
-    differences: dict[int, _Difference] = {}
-    for (_, is_paired), group in by_kind.items():
-        found = _paired(group) if is_paired else _unpaired(group)
-        differences |= {id(difference.row): difference for difference in found}
-    certain = _certain(list(differences.values()))
-    return [_judged(row, differences.get(id(row)), id(row) in certain, floor) for row in rows]
+    return [
+        difference
+        for (_, is_paired), group in by_kind.items()
+        for difference in (_paired(group) if is_paired else _unpaired(group))
+    ]
 
 
 def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
@@ -113,12 +127,9 @@ def _unpaired(rows: Sequence[Row]) -> Iterable[_Difference]:
     drifting = [d for d in differences if d.row.order is Order.BLOCKS]
     drift = _drift_of([d.row for d in drifting], pool) if drifting else _DRIFT
     for difference in _widened_by_spread(differences):
-        is_block = difference.row.order is Order.BLOCKS
-        yield (
-            replace(difference, error=total([difference.error, drift]), drift=drift.value)
-            if is_block
-            else difference
-        )
+        apart = difference.row.order is Order.BLOCKS
+        error = total([difference.error, drift]) if apart else difference.error
+        yield replace(difference, error=error, drift=drift.value if apart else 0.0)
 
 
 def _unpaired_row(row: Row, pool: Pool) -> _Difference | None:
@@ -244,7 +255,7 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
     """Return the geometric mean of the ratios of rows; None if nothing is known of its error.
 
     Each launch gives one mean, so rows that drift together count once. Rows that share no
-    launches, or have one, are taken to move together.
+    launches, or have one, are assumed to move together.
     """
     mean = _mean_of(rows) if len(rows) > 1 else None
     if mean is None:
@@ -263,17 +274,19 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
 
 
 def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
-    errors = [(ratio.se_log, ratio.df) for ratio in judge(rows, floor=floor)]
-    known = [(se_log, df) for se_log, df in errors if se_log and df]
-    if len(known) < len(rows):
+    differences = _differences(rows)
+    if len(differences) < len(rows):
         return None
-    error = Variance(fmean(se_log for se_log, _ in known) ** 2, min(df for _, df in known))
-    counts = 1 / len(rows[0].base.logs) + 1 / len(rows[0].other.logs)
+    launch, error = (
+        Variance(fmean(math.sqrt(part.value) for part in parts) ** 2, min(p.df for p in parts))
+        for parts in ([d.launch for d in differences], [d.error for d in differences])
+    )
     mean = _Difference(
         row=rows[0],
-        log_speed=fmean(row.base.mean - row.other.mean for row in rows),
-        launch=error.scaled(1 / counts),
+        log_speed=fmean(d.log_speed for d in differences),
+        launch=launch,
         error=error,
+        drift=fmean(d.drift for d in differences),
     )
     return _judged(rows[0], mean, bool(_certain([mean])), floor)
 
@@ -288,16 +301,11 @@ def _judged(row: Row, difference: _Difference | None, is_certain: bool, floor: f
             verdict=Verdict.CANNOT_TELL,
             reason="one launch" if max(counts) == 1 else "identical values",
         )
-    half = difference.error.quantile(_P_INTERVAL)
-    # The interval of two launches that differ wildly can exceed the range of a float.
-    speed, low, high = (
-        math.exp(max(-700.0, min(700.0, difference.log_speed + part)))
-        for part in (0.0, -half, half)
-    )
+    low, speed, high = interval(difference.log_speed, difference.error.quantile(_P_INTERVAL))
     verdict = Verdict.CANNOT_TELL
     if is_certain and max(speed, 1 / speed) >= 1 + floor:
         verdict = Verdict.FASTER if speed > 1 else Verdict.SLOWER
-    elif 1 / (1 + floor) <= low and high <= 1 + floor:
+    elif is_negligible(low, high, floor):
         verdict = Verdict.SAME
     launches = None
     reason = f"{len(row.base.logs)} and {len(row.other.logs)} launches"
@@ -314,6 +322,7 @@ def _judged(row: Row, difference: _Difference | None, is_certain: bool, floor: f
         se_log=math.sqrt(difference.error.value),
         df=max(1, math.floor(difference.error.df)),
         launches=launches,
+        drift=difference.drift,
     )
 
 

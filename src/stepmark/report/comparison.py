@@ -238,7 +238,7 @@ def closing(comparison: Comparison) -> list[str]:
     ]
     judged = sum(ratio.low is not None for ratio in ratios)
     sentences = []
-    if judged > 1:
+    if sum(ratio.df is not None for ratio in ratios) > 1:  # not by stated noise
         sentences.append(
             f"judged as a table: {FALSE_SHARE:.1%} of faster and slower are wrong on average"
         )

@@ -22,7 +22,6 @@ from stepmark.core.ratio import (
     CONFIDENCE,
     EFFECT_FLOOR,
     Ratio,
-    Spread,
     Verdict,
     holm,
     ratio,
@@ -206,9 +205,7 @@ def _by_stated_noise(pair: tuple[Series, Series], options: Options) -> Ratio | N
     if options.noise is None or not all(series.launches for series in pair):
         return None
     times = [list(_times(series, options.statistic).values()) for series in pair]
-    source = f"noise {options.noise:.2%} as stated"
-    spread = Spread(sd_log=options.noise, num_launches=None, source=source)
-    return ratio(*times, spread=spread, floor=options.floor)
+    return ratio(*times, noise=options.noise, floor=options.floor)
 
 
 def _checked(pair: tuple[Series, Series], judged: Ratio | None) -> Ratio | None:
@@ -312,8 +309,7 @@ def _overall(
     if options.noise is not None and all(_is_stated(pair, options) for pair in pairs):
         # Lines of one launch may move together.
         means = [[math.exp(fmean(s.mean for s in side))] for side in _sides_of(rows)]
-        spread = Spread(sd_log=options.noise, num_launches=None, source="noise as stated")
-        mean = ratio(*means, spread=spread, floor=options.floor)
+        mean = ratio(*means, noise=options.noise, floor=options.floor)
     if mean is None:
         speeds = [math.exp(fmean(row.base.mean - row.other.mean for row in rows))]
         values = max(len(v) for pair in pairs for s in pair for v in s.launches.values())
