@@ -114,7 +114,7 @@ def test_a_whole_fleet_below_the_data_sheets_limit_fails() -> None:
     assert len(verdict.failing_hosts) == 8
 
 
-@pytest.mark.parametrize(("launches", "noise"), [(1, 0.004), (5, 0.1), (2, 0.02)])
+@pytest.mark.parametrize(("launches", "noise"), [(1, 0.004), (5, 0.2), (2, 0.05)])
 def test_too_little_data_is_never_healthy(launches: int, noise: float) -> None:
     verdict = judge(fleet(8, 1, launches=launches, noise=noise), floor=FLOOR)
     assert set(outcomes(verdict).values()) == {CANNOT_TELL}
@@ -144,6 +144,28 @@ def test_a_fleet_of_noisy_equal_nodes_has_no_false_alarm() -> None:
     for noise in (0.01, 0.03):
         verdict = judge(fleet(250, 8, noise=noise), floor=FLOOR)
         assert verdict.failing_hosts == ()
+
+
+def test_devices_of_a_host_share_what_is_known_of_their_variance() -> None:
+    """Each alone with its five launches, 52 % of devices would be known to be healthy."""
+    outcomes = [
+        figure.outcome
+        for number in range(50)
+        for figure in judge(fleet(1, 8, noise=0.03 + number * 1e-6), floor=FLOOR).figures
+    ]
+    assert SLOW not in outcomes
+    assert outcomes.count(HEALTHY) > 0.7 * len(outcomes)
+
+
+def test_a_device_at_the_floor_is_rarely_slow() -> None:
+    slow = [
+        figure.outcome
+        for number in range(300)
+        for figure in judge(
+            fleet(1, 8, {(0, 1): 1 - FLOOR}, noise=0.03 + number * 1e-6), floor=FLOOR
+        ).figures
+    ].count(SLOW)
+    assert slow <= 4  # of 300: one in 200 is the limit
 
 
 def test_the_floor_is_what_the_user_says() -> None:

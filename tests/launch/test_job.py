@@ -1,8 +1,11 @@
 """Jobs of several hosts: what the environment says, and the channel between agents."""
 
+import faulthandler
 import socket
+import tempfile
 import threading
 import time
+from collections.abc import Callable
 from multiprocessing import AuthenticationError
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,10 +14,11 @@ import pytest
 
 from stepmark.app.machine import Machine
 from stepmark.app.train_plan import placement_notes
-from stepmark.bench.ranks import cores_of
+from stepmark.bench.ranks import _reach, cores_of
 from stepmark.core.errors import ConfigError
 from stepmark.launch import channel, job, outer_launcher, supervise
 from stepmark.launch.channel import Alive, Channel, End, Hello
+from stepmark.launch.supervise import not_waiting
 
 KEY = "0123456789abcdef"
 VARIABLES = {"STEPMARK_HOSTS": "n1,n2,n3", "STEPMARK_PORT": "29500", "STEPMARK_KEY": KEY}
@@ -197,3 +201,19 @@ def test_cases_that_are_left_out_are_the_exit_code(
         "none", Path("plan"), (), 2, num_cases=num_cases, on_failure=lambda failure: False
     )
     assert code == expected
+
+
+def stack_in(step: Callable[[Callable[[], None]], object]) -> str:
+    """The stack that a rank writes when it is asked inside of `step`."""
+    with tempfile.TemporaryFile("w+") as file:
+        step(lambda: faulthandler.dump_traceback(file=file))
+        file.seek(0)
+        return file.read()
+
+
+def test_ranks_that_wait_for_others_are_not_the_cause() -> None:
+    """A rank whose GPU is stuck is in the case as the others are, but waits for no rank."""
+    waits, works = stack_in(_reach), stack_in(lambda dump: dump())
+    assert not_waiting({0: waits, 1: works, 2: waits}) == [1]
+    assert not_waiting({0: waits, 1: waits}) == []
+    assert not_waiting({0: works, 1: works}) == [], "nothing tells them apart"

@@ -3,19 +3,23 @@
 docs/howto/check-nodes.md derives the rules.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import median
+from statistics import fmean, median
 
+from stepmark.core.launches import launch_groups, squares_within
 from stepmark.core.node_check import Figure, NodeCheck, host_of
-from stepmark.core.ratio import Ratio, ratio
+from stepmark.core.ratio import CONFIDENCE, interval
+from stepmark.core.variance import Pool, pool_of, total
 
 MIN_OTHERS = 2  # with one other, nobody knows which of the two is as it should be
 # Share of the data sheet's peak that a working device exceeds, by family. Sustained bf16
 # products reach 68 to 71 % on the H200 and H100 of results/, a copy 89 to 90 %. The limit of
 # products is lower because a power cap lowers their clock, on some devices to half the peak.
 LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
+_P_INTERVAL = 0.5 + CONFIDENCE / 2
 
 
 class Outcome(StrEnum):
@@ -36,12 +40,14 @@ def gravest(outcomes: Iterable[Outcome]) -> Outcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FigureVerdict:
-    """A figure against the others. ratio: its speed over the median of the others."""
+    """A figure against the others: its speed over their median, with a 99 % interval."""
 
     figure: Figure
     outcome: Outcome
     reason: str
-    ratio: Ratio | None = None
+    speed: float | None = None
+    low: float | None = None
+    high: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,11 +148,35 @@ def judge_figures(figures: Sequence[Figure], floor: float) -> Iterator[FigureVer
         groups.setdefault(key, []).append(figure)
     for members in groups.values():
         others = _Others(members)
-        for index, figure in enumerate(members):
-            yield _judged(figure, others.medians(index), floor)
+        medians = [others.medians(index) for index in range(len(members))]
+        pools = _pool(members, [figure.values for figure in members]), _pool(members, medians)
+        for figure, values in zip(members, medians, strict=True):
+            yield _judged(figure, values, pools, floor)
 
 
-def _judged(figure: Figure, others: list[float], floor: float) -> FigureVerdict:
+def _logs(figure: Figure, values: Sequence[float]) -> Mapping[str, float]:
+    """Return logarithms by launch. Devices of a host are measured in the same launches."""
+    host = host_of(figure.where[0])
+    return {f"{host} {launch}": math.log(value) for launch, value in enumerate(values)}
+
+
+def _pool(figures: Sequence[Figure], values: Sequence[Sequence[float]]) -> Pool | None:
+    """Return the pool of comparable figures; None without two launches of one."""
+    return pool_of(
+        launch_groups(
+            _logs(figure, own)
+            for figure, own in zip(figures, values, strict=True)
+            if figure.value is not None
+        )
+    )
+
+
+def _judged(
+    figure: Figure,
+    others: Sequence[float],
+    pools: tuple[Pool | None, Pool | None],
+    floor: float,
+) -> FigureVerdict:
     value = figure.value
     if value is None:
         return FigureVerdict(
@@ -159,17 +189,37 @@ def _judged(figure: Figure, others: list[float], floor: float) -> FigureVerdict:
     if not others:
         reason = f"fewer than {MIN_OTHERS} others to compare with"
         return FigureVerdict(figure=figure, outcome=Outcome.CANNOT_TELL, reason=reason)
-    measured = ratio([1 / v for v in others], [1 / v for v in figure.values], floor=floor)
-    if measured.low is None or measured.high is None:
-        outcome, reason = Outcome.CANNOT_TELL, measured.reason
-    elif measured.high < 1 - floor:
-        outcome, reason = Outcome.SLOW, f"{measured.speed:.3f} of the others' median"
-    elif measured.low >= 1 - floor:
+    speed, low, high = _against(figure, others, pools)
+    outcome, reason = Outcome.CANNOT_TELL, "one launch" if len(others) == 1 else "equal values"
+    if low is None or high is None:
+        pass
+    elif high < 1 - floor:
+        outcome, reason = Outcome.SLOW, f"{speed:.3f} of the others' median"
+    elif low >= 1 - floor:
         outcome, reason = Outcome.HEALTHY, ""
     else:
-        interval = f"{measured.low:.3f} to {measured.high:.3f}"
-        outcome, reason = Outcome.CANNOT_TELL, f"{interval} of the others' median"
-    return FigureVerdict(figure=figure, outcome=outcome, reason=reason, ratio=measured)
+        reason = f"{low:.3f} to {high:.3f} of the others' median"
+    return FigureVerdict(
+        figure=figure, outcome=outcome, reason=reason, speed=speed, low=low, high=high
+    )
+
+
+def _against(
+    figure: Figure, others: Sequence[float], pools: tuple[Pool | None, Pool | None]
+) -> tuple[float, float | None, float | None]:
+    """Return the speed over that of the others and its 99 % interval, if that is known."""
+    sides = [_logs(figure, values) for values in (figure.values, others)]
+    log_speed = fmean(sides[0].values()) - fmean(sides[1].values())
+    squares, df = squares_within(sides[:1])
+    parts = []
+    for logs, pool in zip(sides, pools, strict=True):
+        if len(logs) > 1 and pool is not None:
+            launch = pool.moderated(*squares_within([logs]))
+            parts.append(launch.scaled(1 / len(logs)))
+    if len(parts) < len(sides) or (df and squares == 0):  # equal values prove nothing
+        return math.exp(log_speed), None, None
+    low, speed, high = interval(log_speed, total(parts).quantile(_P_INTERVAL))
+    return speed, low, high
 
 
 class _Others:

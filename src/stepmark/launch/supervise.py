@@ -1,5 +1,6 @@
 """Supervise ranks: detect hangs and deaths, kill the ranks, and continue with new ones."""
 
+import re
 import signal
 import sys
 import time
@@ -49,13 +50,13 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
     beats = [workers.beats[rank] for rank in overdue]
     limit_s = min((beat.deadline_s or beat.since_s) - beat.since_s for beat in beats)
     activity = {rank: _activity(workers, rank, position) for rank in range(workers.num_ranks)}
-    words = _describe(workers, activity)
-    if suspects := _suspects(activity, position):
-        words.append(f"the others wait for {ranks_text(suspects)}")
     late = {activity[rank] for rank in overdue}  # others may be as late as the first
     silent = (_NOT_UP, *_STUCK.values())
     answering = [rank for rank in workers.working() if activity[rank] not in silent]
     stacks, flight = workers.diagnosis(answering)
+    words = _describe(workers, activity)
+    if suspects := _suspects(activity, position) or not_waiting(stacks):
+        words.append(f"the others wait for {ranks_text(suspects)}")
     return RankFailure(
         position=position,
         cause="timeout",
@@ -107,6 +108,16 @@ def _suspects(activity: dict[int, str], position: int | None) -> list[int]:
     if position is None:
         return []
     return [rank for rank, state in activity.items() if state not in (_HERE, _AHEAD)]
+
+
+# As faulthandler prints it: the function in which a rank waits until all have joined.
+_WAITS = re.compile(r'/stepmark/bench/ranks\.py", line \d+ in _reach$', re.MULTILINE)
+
+
+def not_waiting(stacks: dict[int, str]) -> list[int]:
+    """Return the ranks that do not wait for others, if others do: e.g. those of a stuck GPU."""
+    waiting = [rank for rank, text in stacks.items() if _WAITS.search(text)]
+    return [rank for rank in stacks if rank not in waiting] if waiting else []
 
 
 def _describe(workers: Workers, activity: dict[int, str]) -> list[str]:

@@ -30,7 +30,7 @@ def rows(verdict: FleetVerdict) -> list[Row]:
 
 
 def _row(verdict: FigureVerdict) -> Row:
-    figure, ratio = verdict.figure, verdict.ratio
+    figure = verdict.figure
     scale, unit = _SCALES[figure.unit]
     value = figure.value
     return {
@@ -41,9 +41,9 @@ def _row(verdict: FigureVerdict) -> Row:
         "unit": unit,
         "launches": len(figure.values),
         "pct_peak": 100 * value / figure.peak if value and figure.peak else None,
-        "of_others": ratio.speed if ratio else None,
-        "low": ratio.low if ratio else None,
-        "high": ratio.high if ratio else None,
+        "of_others": verdict.speed,
+        "low": verdict.low,
+        "high": verdict.high,
         "outcome": verdict.outcome.value,
         "reason": verdict.reason,
     }
