@@ -27,6 +27,8 @@ PROGRAMS = {
     "all_to_all": "alltoall_perf",
     "sendrecv": "sendrecv_perf",
 }
+# stepmark's --mode; nccl-tests captures graphs (-G) for all but the first.
+MODES = {"queued": "queued", "graph": "graph", "ahead": "queued-ahead"}
 Key = tuple[str, str, int, str]  # mode, collective, bytes, placement
 
 
@@ -51,11 +53,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for all outputs")
     parser.add_argument("--devices", type=int, required=True, help="number of devices")
     parser.add_argument("--launches", type=int, default=3, help="launches of each [3]")
-    parser.add_argument("--modes", default="queued,graph", help="separated by commas")
+    parser.add_argument("--modes", default="queued,graph", help="of queued, graph, ahead")
     parser.add_argument("--collectives", default=",".join(PROGRAMS), help="separated by commas")
-    parser.add_argument("--end", default="queued=4G,graph=16M", help="largest size by mode")
+    parser.add_argument(
+        "--end", default="queued=4G,graph=16M,ahead=4M", help="largest size by mode"
+    )
     parser.add_argument("--api", default="nccl", help="stepmark's --api: torch or nccl")
     parser.add_argument("--iters", default="50", help="-n of both")
+    parser.add_argument("--stepmark-iters", help="-n of stepmark [that of both]")
     parser.add_argument("--graphs", default="5", help="-G of nccl-tests in graph mode")
     return parser.parse_args()
 
@@ -64,24 +69,26 @@ def largest(asked: argparse.Namespace, mode: str) -> str:
     return dict(part.split("=") for part in asked.end.split(","))[mode]
 
 
-def common(asked: argparse.Namespace, mode: str) -> list[str]:
+def common(asked: argparse.Namespace, mode: str, iters: str) -> list[str]:
     """Return the flags of both programs."""
     sizes = ["-b", "1K", "-e", largest(asked, mode), "-f", "4"]
-    return [*sizes, "-w", "5", "-c", "1", "-d", "bfloat16", "-n", asked.iters]
+    return [*sizes, "-w", "5", "-c", "1", "-d", "bfloat16", "-n", iters]
 
 
 def run_nccl_tests(asked: argparse.Namespace, mode: str, name: str, launch: int) -> None:
     command = [str(asked.binaries / PROGRAMS[name]), "-t", str(asked.devices), "-g", "1"]
-    command += common(asked, mode) + (["-G", asked.graphs] if mode == "graph" else [])
+    command += common(asked, mode, asked.iters)
+    command += ["-G", asked.graphs] if mode != "queued" else []
     run(command, asked.out / f"nccl-tests-{mode}-{name}-{launch}.txt")
 
 
 def run_stepmark(asked: argparse.Namespace, mode: str, launch: int) -> None:
     rows = asked.out / f"stepmark-{mode}-{launch}.json"
     command = [sys.executable, "-m", "stepmark", "comm", *asked.collectives.split(",")]
-    command += [*common(asked, mode), "--nproc", str(asked.devices)]
+    command += common(asked, mode, asked.stepmark_iters or asked.iters)
+    command += ["--nproc", str(asked.devices)]
     command += ["--out", str(asked.out / "runs"), "--json", str(rows)]
-    command += ["-G", asked.graphs] if mode == "graph" else []
+    command += ["-G", asked.graphs] if mode == "graph" else ["--mode", MODES[mode]]
     command += ["--api", asked.api]
     run(command, asked.out / f"stepmark-{mode}-{launch}.txt")
 

@@ -186,15 +186,18 @@ def test_a_matrix_of_some_pairs_is_even(n: int, partners: int) -> None:
         assert (rank, (rank + 1) % n) in pairs
 
 
-def test_latencies_of_a_matrix_of_pairs_come_from_graphs_where_there_are_any() -> None:
-    def modes(**values: Any) -> set[tuple[Collective, Mode]]:
-        found = cases("p2p-matrix", 3, "cuda", **values)
-        return {(case.collective, case.mode) for case in found}
+def test_calls_are_enqueued_ahead_where_they_can_be() -> None:
+    def modes(name: str, device: str = "cuda", **values: Any) -> set[Mode]:
+        return {case.mode for case in cases(name, 3, device, **values)}
 
-    graph = (Collective.PING_PONG, Mode.GRAPH)
-    assert modes() == {(Collective.P2P, Mode.QUEUED), graph}
-    assert (Collective.PING_PONG, Mode.QUEUED) in modes(mode="queued")
-    assert {case.mode for case in cases("p2p-matrix", 3)} == {Mode.QUEUED}
+    assert modes("all_reduce") == modes("p2p-matrix") == {Mode.AHEAD}
+    assert modes("all_reduce", "cpu") == modes("all_reduce", backend="gloo") == {Mode.QUEUED}
+    assert modes("barrier") == {Mode.QUEUED}, "torch's barrier waits for the device"
+    assert modes("p2p-matrix", mode="queued") == {Mode.QUEUED}
+    for words in (("all_reduce", "cpu"), ("all_reduce", "cuda", "gloo"), ("barrier", "cuda")):
+        name, device, *backend = words
+        with pytest.raises(ConfigError, match="queued or blocking"):
+            modes(name, device, mode="queued-ahead", backend=backend[0] if backend else None)
 
 
 def test_spread_and_matrix_file(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from random import Random
 
 from stepmark.core.collectives import FACTS, Collective, Mode, RedOp, trimmed_count
-from stepmark.core.comm_case import CommCase
+from stepmark.core.comm_case import CommCase, default_mode
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.record import (
@@ -58,6 +58,7 @@ def comm_case(
         "world_size": num_ranks,
         "redop": RedOp.SUM if facts.reduces else RedOp.NONE,
         "root": 0 if facts.rooted else -1,
+        "mode": default_mode("cuda", "nccl", collective),
         **more,
     }
     count = trimmed_count(collective, size, dtype.itemsize, num_ranks)

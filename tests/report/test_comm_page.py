@@ -34,8 +34,8 @@ def test_every_right_measurement_is_a_point(table: list[Row]) -> None:
     ((link,),) = [{tuple(t.y)} for t in figure.data if t.mode == "lines"]
     assert link == (LINK / 1e9, LINK / 1e9)
     names = {trace.name for trace in points}
-    assert {"out-of-place queued", "in-place graph"} <= names
-    assert "out-of-place queued beside gemm:8192" in names
+    assert {"out-of-place queued-ahead", "in-place graph"} <= names
+    assert "out-of-place queued-ahead beside gemm:8192" in names
 
 
 def test_figures_of_what_was_measured(table: list[Row]) -> None:

@@ -25,7 +25,7 @@ from stepmark.core.collectives import (
     sizes,
     trimmed_count,
 )
-from stepmark.core.comm_case import CommCase, unsupported
+from stepmark.core.comm_case import CommCase, default_mode, unsupported
 from stepmark.core.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
 from stepmark.core.errors import ConfigError, NothingToMeasureError
@@ -91,7 +91,8 @@ def _named_cases(
 def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCase:
     """Return the fields that all cases of a communicator share, as the case of a barrier."""
     split, n = _split(options, n, world_size)
-    mode, aligned = _mode(options, device)
+    backend = _backend(options, device)
+    mode, aligned = _mode(options, device, backend)
     if options.api is Api.NCCL and device != "cuda":
         raise ConfigError("api", options.api, "it needs a GPU; on a CPU use --api torch")
     return CommCase(
@@ -103,7 +104,7 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
         mode=mode,
         aligned=aligned,
         api=options.api,
-        backend=_backend(options, device),
+        backend=backend,
         device=device,
         calls_per_group=options.agg_iters,
         split=split,
@@ -117,9 +118,10 @@ def _collective_cases(
     """Yield every size in every form, size by size as nccl-tests prints them."""
     operators = ("", *_concurrent_compute(options, base.device))
     if collective is Collective.BARRIER:
-        if base.mode is Mode.GRAPH:
+        if base.mode is Mode.GRAPH or options.mode is Mode.AHEAD:
             raise ConfigError("mode", base.mode, "queued or blocking for a barrier")
-        yield from (replace(base, beside=operator) for operator in operators)
+        mode = Mode.QUEUED if base.mode is Mode.AHEAD else base.mode
+        yield from (replace(base, mode=mode, beside=operator) for operator in operators)
         return
     for form in _forms(collective, options, base):
         if reason := impossible(form):
@@ -203,14 +205,10 @@ def _matrix_of_pairs(
     big = options.begin or options.end or default
     bandwidth = replace(options, begin=big, end=options.end or big)
     tiny = replace(options, begin=_LATENCY_BYTES, end=_LATENCY_BYTES)
-    # Without a graph, so small a message would take the time of its launch by the host.
-    is_mode_given = options.mode or options.blocking
-    mode = Mode.GRAPH if base.device == "cuda" and not is_mode_given else base.mode
     for ends in ordered_pairs(base.num_ranks, options.partners):
         pair = replace(base, num_ranks=2, pair=ends)
         yield from _collective_cases(collective, bandwidth, pair, notes)
-        latency = replace(pair, mode=mode)
-        yield from _collective_cases(Collective.PING_PONG, tiny, latency, notes)
+        yield from _collective_cases(Collective.PING_PONG, tiny, pair, notes)
 
 
 def _sizes_of(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
@@ -309,7 +307,7 @@ def _split(options: CommOptions, n: int, world_size: int) -> tuple[str, int]:
     return " ".join(map(str, parse_split(text))), counts.pop()
 
 
-def _mode(options: CommOptions, device: str) -> tuple[Mode, bool]:
+def _mode(options: CommOptions, device: str, backend: str) -> tuple[Mode, bool]:
     """Return the mode of --mode, -z or -G, and whether ranks start calls together."""
     blocking, graph = options.blocking, options.cudagraph
     flags = [f"-z {blocking}"] if blocking else []
@@ -317,11 +315,15 @@ def _mode(options: CommOptions, device: str) -> tuple[Mode, bool]:
     flags += [f"--mode {options.mode}"] if options.mode else []
     if len(flags) > 1:
         raise ConfigError("mode", " ".join(flags), "one of --mode, -z and -G")
-    mode = options.mode or (Mode.BLOCKING if blocking else Mode.QUEUED)
+    default = default_mode(device, backend, Collective.ALL_REDUCE)
+    mode = options.mode or (Mode.BLOCKING if blocking else default)
     mode = Mode.GRAPH if graph else mode
     if mode is Mode.GRAPH and device != "cuda":
         flag, value = ("-G", graph) if graph else ("mode", "graph")
         raise ConfigError(flag, value, "queued or blocking calls on a CPU, which has no graphs")
+    if mode is Mode.AHEAD and default is not Mode.AHEAD:
+        where = f"{backend}, whose calls return when they are complete"
+        raise ConfigError("mode", mode, f"queued or blocking with {where}")
     free = blocking == 2 or (options.no_align and mode is Mode.BLOCKING)
     return mode, not free
 

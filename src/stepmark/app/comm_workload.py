@@ -113,12 +113,14 @@ def _placed(
     if fitted is not original:
         smaller = "" if fitted.message_bytes == original.message_bytes else " trimmed"
         notes.append(f"{text} is of {original.num_ranks} ranks: run{smaller} on {world_size}")
-    if base.mode is Mode.GRAPH and fitted.collective is Collective.BARRIER:
+    is_barrier = fitted.collective is Collective.BARRIER
+    if base.mode is Mode.GRAPH and is_barrier:
         notes.append("left out: a barrier has no graph")
         return None
     return replace(
         base,
         collective=fitted.collective,
+        mode=Mode.QUEUED if is_barrier and base.mode is Mode.AHEAD else base.mode,
         count=fitted.count,
         dtype=fitted.dtype,
         num_ranks=fitted.num_ranks,

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stepmark.app.view import view
-from stepmark.core.collectives import Collective
+from stepmark.core.collectives import Collective, Mode
 from stepmark.core.columns import Row, number, text
 from stepmark.core.comm_curve import Curve, curve_of
 from stepmark.core.errors import ConfigError
@@ -114,7 +114,7 @@ def _find(name: str, runs: Path) -> Path:
 
 
 def _run_points(path: Path) -> Iterator[Point]:
-    """Yield measurements without concurrent compute or delay, back to back if any are."""
+    """Yield measurements without concurrent compute or delay, of the first mode that it has."""
     shown = view(path, kinds=("comm",))
     host_of = {device.rank: device.host for device in shown.run.environment.devices}
     rows = [
@@ -123,8 +123,9 @@ def _run_points(path: Path) -> Iterator[Point]:
         if row["status"] == "measured" and not row["beside"] and not row["skew_s"]
     ]
     modes = {row["mode"] for row in rows}
+    back_to_back = next((mode for mode in (Mode.AHEAD, Mode.QUEUED) if mode in modes), None)
     for row in rows:
-        if "queued" in modes and row["mode"] != "queued":
+        if back_to_back and row["mode"] != back_to_back:
             continue
         size, seconds, ranks = (
             number(row, key) for key in ("size_bytes", "time_s", "num_ranks")

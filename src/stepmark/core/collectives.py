@@ -86,6 +86,7 @@ class RedOp(StrEnum):
 class Mode(StrEnum):
     """Timing mode of successive calls; docs/definitions.md says what each includes."""
 
+    AHEAD = "queued-ahead"
     QUEUED = "queued"
     GRAPH = "graph"
     BLOCKING = "blocking"

@@ -22,6 +22,15 @@ from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 
 
+def default_mode(device: str, backend: str, collective: Collective) -> Mode:
+    """Return the mode without --mode: without the host where calls can be enqueued ahead.
+
+    Calls of gloo, and torch's barrier, return when they are complete.
+    """
+    waits = device != "cuda" or backend == "gloo" or collective is Collective.BARRIER
+    return Mode.QUEUED if waits else Mode.AHEAD
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommCase:
     """One measurement of communication. All fields but labels and matrix_file are its identity.
@@ -68,6 +77,10 @@ class CommCase:
     @property
     def family(self) -> str:
         return self.collective.value
+
+    @property
+    def has_default_mode(self) -> bool:
+        return self.mode is default_mode(self.device, self.backend, self.collective)
 
     @property
     def scale(self) -> str:

@@ -156,7 +156,9 @@ class Communicators:
 class Calls:
     """Calls."""
 
-    mode: Mode | None = flag("queued, graph or blocking [queued]")
+    mode: Mode | None = flag(
+        "queued-ahead, queued, graph or blocking [queued-ahead; queued on a CPU]"
+    )
     cudagraph: Annotated[int, between(0, 10**6)] = flag(
         "above 0: as --mode graph", "-G", "--cudagraph", default=0
     )
@@ -243,7 +245,7 @@ def options_of(case: "CommCase") -> CommOptions:
         api=case.api,
         backend=None if is_default else case.backend,
         max_ctas=None if case.max_ctas is None else (case.max_ctas,),
-        mode=None if case.mode is Mode.QUEUED else case.mode,
+        mode=None if case.has_default_mode else case.mode,
         no_align=not case.aligned,
         agg_iters=case.calls_per_group,
         arrival_skew=case.skew_s or None,

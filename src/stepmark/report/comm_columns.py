@@ -189,7 +189,7 @@ def shape_text(case: CommCase) -> str:
     words += ["in-place"] if case.in_place else []
     words += [f"root {case.root}"] if case.root > 0 else []
     words += [f"split {case.split}"] if case.split else []
-    words += [case.mode.value] if case.mode.value != "queued" else []
+    words += [case.mode.value] if not case.has_default_mode else []
     words += [f"beside {case.beside}"] if case.beside else []
     words += [f"at most {case.max_ctas} CTAs"] if case.max_ctas else []
     words += [f"skew {case.skew_s * 1e6:g} us"] if case.skew_s else []

@@ -20,6 +20,7 @@ NO_STRAGGLER = "slowest rank: none that delays the others"
 WORST_FIT = 0.3
 
 MODES = {
+    "queued-ahead": "calls back to back on the stream, enqueued before the first one starts",
     "queued": "calls back to back on the stream, as nccl-tests",
     "graph": "calls captured into one graph, as nccl-tests -G",
     "blocking": "the host waits for each call, as nccl-tests -z",
@@ -255,7 +256,7 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
         ranks=ranks,
         best=tuple(tuple(bests.get((i, j)) for j in ranks) for i in ranks),
         host_bound=not more_is_better
-        and rows[0]["mode"] != "graph"
+        and rows[0]["mode"] not in ("graph", "queued-ahead")
         and median(issues) > HOST_SHARE,
         values=tuple(tuple(cells.get((i, j)) for j in ranks) for i in ranks),
     )

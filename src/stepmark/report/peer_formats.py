@@ -12,7 +12,7 @@ from datetime import datetime
 from statistics import fmean
 
 from stepmark import __version__
-from stepmark.core.collectives import FACTS, Collective
+from stepmark.core.collectives import FACTS, Collective, Mode
 from stepmark.core.columns import Row, number, text
 from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
@@ -185,7 +185,7 @@ def _name(case: CommCase) -> str:
 def _tag(case: CommCase) -> str:
     """Return PARAM's --tag, which distinguishes tables of one name."""
     words = ["in-place"] if case.in_place else []
-    words += [case.mode.value] if case.mode.value != "queued" else []
+    words += [case.mode.value] if case.mode in (Mode.GRAPH, Mode.BLOCKING) else []
     words += [f"{case.num_ranks}of{case.world_size}"] * (case.num_ranks != case.world_size)
     words += [f"beside-{case.beside}"] if case.beside else []
     return "".join(f"-{word}" for word in words)

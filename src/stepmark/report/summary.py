@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stepmark.core.collectives import Collective
 from stepmark.core.columns import Row, digits, number, text
+from stepmark.core.comm_case import default_mode
 from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
@@ -161,7 +163,10 @@ def comm_lines(rows: Sequence[Row]) -> list[str]:
 
 def _setting(row: Row) -> str:
     words = [text(row, "collective"), text(row, "dtype"), f"x{row['num_ranks']}"]
-    words += [text(row, "mode")] if row["mode"] != "queued" else []
+    default = default_mode(
+        text(row, "device"), text(row, "backend"), Collective(text(row, "collective"))
+    )
+    words += [text(row, "mode")] if row["mode"] != default else []
     words += [text(row, "api")] if row["api"] != "torch" else []
     words += [f"split {row['split']}"] if row["split"] else []
     words += [f"beside {row['beside']}"] if row["beside"] else []

@@ -15,7 +15,7 @@ from stepmark.bench.clock import Effort
 from stepmark.bench.collectives import bench
 from stepmark.bench.collectives.communicators import TorchCommunicator
 from stepmark.bench.collectives.timing import Batch
-from stepmark.bench.ranks import Ranks
+from stepmark.bench.ranks import CaseFailedError, Ranks
 from stepmark.core.collectives import Collective, Mode
 from stepmark.core.comm_case import CommCase
 from stepmark.core.plan import CommHow
@@ -40,18 +40,23 @@ class LateRanks:
 
     def gather(self, value: Any) -> list[Any]:
         if isinstance(value, tuple):
-            seconds, began_s, is_covered = value
-            return [value, (seconds, began_s + 0.5, is_covered)]
+            seconds, began_s, *others = value
+            return [value, (seconds, began_s + 0.5, *others)]
         return [value, value]
 
     def decide(self, decision: Callable[[], Any]) -> Any:
         return decision()
 
 
+class OneRank:
+    def gather(self, value: Any) -> list[Any]:
+        return [value]
+
+
 class OneSecond:
     """A timer whose samples take a second each, begun at second 10."""
 
-    method, calls_per_sample = "queued/1", 1
+    method, calls_per_sample, lead_s = "queued/1", 1, 0.0
 
     def sample(self, count: int) -> Batch:
         return Batch(seconds=[1.0] * count, began_s=10.0, issue_s=0.1)
@@ -59,9 +64,39 @@ class OneSecond:
 
 def test_the_delay_of_a_rank_is_counted_from_the_first_rank() -> None:
     ranks = cast("Ranks", LateRanks())
-    samples = bench.collect(ranks, OneSecond(), None, 1.0, Effort(), num_samples=2)
+    samples = bench.collect(ranks, OneSecond(), None, 1.0, Effort(), 2, 1000)
     assert samples.late_s == [[0.0, 0.5]] * 2
     assert samples.seconds == [1.0, 1.0]
+
+
+class LateTwice(OneSecond):
+    """A host that enqueues calls too late, until it has four times as long."""
+
+    def __init__(self) -> None:
+        self.leads_s: list[float] = []
+
+    def sample(self, count: int) -> Batch:
+        self.leads_s.append(self.lead_s)
+        is_late = len(self.leads_s) < 3
+        seconds = [9.0 if is_late else 1.0] * count
+        return Batch(seconds=seconds, began_s=10.0, issue_s=1e-3, is_late=is_late)
+
+
+def test_a_batch_that_the_device_did_not_wait_for_is_measured_again() -> None:
+    """With twice the time for the host; what was late is in no sample."""
+    timer = LateTwice()
+    samples = bench.collect(cast("Ranks", LateRanks()), timer, None, 1.0, Effort(), 2, 1)
+    assert samples.seconds == [1.0, 1.0]
+    assert timer.leads_s[1:] == pytest.approx([9e-3, 18e-3, 18e-3])  # 3 calls of 1 ms x 3, x 6
+
+
+def test_a_host_that_is_always_late_is_named() -> None:
+    class Late(OneSecond):
+        def sample(self, count: int) -> Batch:
+            return Batch(seconds=[1.0], began_s=0.0, issue_s=1.0, is_late=True)
+
+    with pytest.raises(CaseFailedError, match="--mode queued or graph"):
+        bench.collect(cast("Ranks", OneRank()), Late(), None, 1.0, Effort(), 1, 1)
 
 
 # How many samples

@@ -115,7 +115,7 @@ def _measure(
     threads = torch.get_num_threads() if compute else 0
     sampler, begin = Sampler(context.device_index, more_threads=threads), time.monotonic()
     with sampler:
-        samples = collect(ranks, timer, compute, estimate_s * k, effort, part.samples(k))
+        samples = collect(ranks, timer, compute, estimate_s * k, effort, *part.samples(k))
     seconds_per_operation = [value / part.operations_per_call for value in samples.seconds]
     issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0
     concurrency = (alone_s, samples.together_s, compute.backend_run if compute else "")
@@ -166,8 +166,10 @@ def _beside(by_rank: Sequence[tuple[list[float], list[float], str]]) -> Beside |
 
 
 _BATCH_S = 0.1
-_MOST_SAMPLES = 1000  # of a batch
 _MOST_TRIES = 12
+# The host's time per call as long as it is not known: torch.distributed takes 40 to 60 us.
+_ISSUE_S = 100e-6
+_LONGEST_LEAD_S = 0.25
 # Approximate duration of the alignment of ranks, during which the compute already runs.
 _START_S = 5e-3
 
@@ -189,17 +191,19 @@ def collect(
     sample_s: float,
     effort: Effort,
     num_samples: int | None,
+    most: int,
 ) -> CallSamples:
     """Sample until rank 0 decides from all ranks' maxima that the samples suffice.
 
-    sample_s: seconds of one sample, roughly, the same on every rank. wanted: exactly so many
-    samples.
+    sample_s: seconds of one sample, roughly, the same on every rank. num_samples: exactly so
+    many samples. most: samples of a batch.
     """
     samples, batches = CallSamples(), list[list[float]]()
     longest_s = min(ranks.gather(compute.longest_s if compute else math.inf))
     length_s = min(_BATCH_S, effort.sample_s / effort.min_batches, longest_s / 4)
-    most = max(1, min(_MOST_SAMPLES, int(length_s / max(sample_s, 1e-9))))
+    most = max(1, min(most, int(length_s / max(sample_s, 1e-9))))
     stretch, tries, begin = 1.5, 0, time.monotonic()
+    issue_s, margin = _ISSUE_S, 1.5
 
     def enough() -> bool:
         if num_samples is not None:
@@ -208,23 +212,33 @@ def collect(
 
     while True:  # rank 0 ends it, for all
         count = most if num_samples is None else min(most, num_samples - sum(map(len, batches)))
-        cover_s = stretch * count * sample_s + _START_S
+        lead_s = margin * issue_s * (count * timer.calls_per_sample + 2)
+        timer.lead_s = min(lead_s, _LONGEST_LEAD_S)
+        cover_s = stretch * count * sample_s + _START_S + timer.lead_s
         batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
-        by_rank = ranks.gather((batch.seconds, batch.began_s, together is not None))
-        if not all(is_covered for _, _, is_covered in by_rank):
-            # On some rank the compute ended first, so this batch does not count.
+        by_rank = ranks.gather(
+            (batch.seconds, batch.began_s, together is not None, batch.is_late, batch.issue_s)
+        )
+        issue_s = max(own_s for *_, own_s in by_rank) or issue_s
+        is_covered, is_late = all(row[2] for row in by_rank), any(row[3] for row in by_rank)
+        if is_late or not is_covered:
+            # The host, or on some rank the compute, ended too late or early: not counted.
             tries += 1
-            agreed(ranks, lambda: _give_up_after(tries))  # noqa: B023  called at once
+            agreed(ranks, lambda: _give_up_after(tries, is_late=is_late))  # noqa: B023  called at once
+            if is_late:
+                margin *= 2
+                continue
             # More compute per sample; fewer samples where the compute cannot last that long.
             stretch *= 2
             most = count if stretch * count <= longest_s / sample_s else max(1, count // 2)
             continue
-        first_s = min(began_s for seconds, began_s, _ in by_rank if seconds)
+        tries = 0
+        first_s = min(began_s for seconds, began_s, *_ in by_rank if seconds)
         samples.seconds += batch.seconds
         samples.issue_s.append(batch.issue_s)
         samples.together_s += together or []
-        samples.late_s.append([max(0.0, began_s - first_s) for _, began_s, _ in by_rank])
-        batches.append(slowest_per_sample([seconds for seconds, _, _ in by_rank if seconds]))
+        samples.late_s.append([max(0.0, began_s - first_s) for _, began_s, *_ in by_rank])
+        batches.append(slowest_per_sample([seconds for seconds, *_ in by_rank if seconds]))
         if ranks.decide(enough):
             return samples
 
@@ -244,7 +258,9 @@ def _batch(
     return batch, compute.stop(batch.span)
 
 
-def _give_up_after(tries: int) -> None:
+def _give_up_after(tries: int, *, is_late: bool) -> None:
     if tries > _MOST_TRIES:
         text = "the concurrent compute ends before the collective; choose a longer one"
+        if is_late:
+            text = "the host cannot enqueue these calls ahead; use --mode queued or graph"
         raise RuntimeError(text)

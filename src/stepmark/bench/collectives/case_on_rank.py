@@ -56,6 +56,7 @@ def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
 # on 4 x H200 single calls of 0.3 to 1.2 ms read 0.5 to 1.5 % too long.
 _SAMPLE_S = 5e-3
 _MOST_CALLS = 500
+_MOST_BATCH = 1000  # samples of a batch
 _FEWEST_GRAPHS = 5
 _MAX_SETS = 128
 NOT_CHECKED = Check(
@@ -174,8 +175,9 @@ class CaseOnRank:
         if case.device == "cpu":
             return timing.HostTimer(calls, ranks, k, name=name, wait_s=wait_s)
         match case.mode:
-            case Mode.QUEUED:
-                return timing.StreamTimer(calls, ranks, k, wait_s=wait_s)
+            case Mode.QUEUED | Mode.AHEAD:
+                is_ahead = case.mode is Mode.AHEAD
+                return timing.StreamTimer(calls, ranks, k, is_ahead=is_ahead, wait_s=wait_s)
             case Mode.GRAPH:
                 return timing.GraphTimer(calls, ranks, k, wait_s=wait_s)
             case Mode.BLOCKING:
@@ -211,17 +213,28 @@ class CaseOnRank:
         if case.mode is Mode.GRAPH:
             # As nccl-tests: -n calls are captured, and the graph is launched several times.
             return min(_MOST_CALLS, iterations or k)
+        k = min(k, self._most_calls)
         # Few calls still give enough samples to show their spread.
         return k if iterations is None else min(k, max(1, iterations // 5))
 
-    def samples(self, calls_per_sample: int) -> int | None:
-        """Return the number of samples for -n; None to sample until they suffice."""
-        iterations = self._how.iterations
+    def samples(self, calls_per_sample: int) -> tuple[int | None, int]:
+        """Return the samples of -n, or None to sample until they suffice; and those of a batch.
+
+        calls_per_sample: k of all ranks.
+        """
+        iterations, most = self._how.iterations, max(1, self._most_calls // calls_per_sample)
         if iterations is None:
-            return None
+            return None, most
         if self._world_case.mode is Mode.GRAPH:
-            return max(_FEWEST_GRAPHS, self._how.graphs)
-        return math.ceil(iterations / calls_per_sample)
+            return max(_FEWEST_GRAPHS, self._how.graphs), most
+        return math.ceil(iterations / calls_per_sample), most
+
+    @property
+    def _most_calls(self) -> int:
+        """Return how many calls may be enqueued together."""
+        if self._world_case.mode is not Mode.AHEAD:
+            return _MOST_CALLS * _MOST_BATCH
+        return max(1, timing.MOST_AHEAD // self.operations_per_call)
 
     def _wait(self) -> None:
         if self._context.ranks.device.type == "cuda":

@@ -1,10 +1,12 @@
-"""Timers of collectives, in three modes:
+"""Timers of collectives, in four modes:
 
-queued    k calls back to back between two readings, nothing waits in between: what nccl-tests
-          measures, and a framework that never waits. Where the host's launch overhead exceeds
-          the time on the device, that overhead is measured, as in nccl-tests.
-graph     k calls in a CUDA graph: the device alone, no host
-blocking  the host waits for each call; ranks start each together, unless told not to
+queued-ahead  k calls back to back between two readings, which the host enqueues while a kernel
+              spins before them: the device alone, no host
+queued        the same without that kernel: what nccl-tests measures, and a framework that never
+              waits. Where the host's launch overhead exceeds the time on the device, that
+              overhead is measured, as in nccl-tests.
+graph         k calls in a CUDA graph: the device alone, no host
+blocking      the host waits for each call; ranks start each together, unless told not to
 
 A stream's readings are events, a host's are its monotonic clock. `seconds` is per call.
 """
@@ -29,17 +31,25 @@ Calls = Sequence[Callable[[], object]]
 class Batch:
     """Samples of one rank. began_s: on rank 0's clock; issue_s: host seconds per call.
 
-    span: first and last moment, as events of a stream or seconds of the host's clock.
+    span: first and last moment, as events of a stream or seconds of the host's clock. is_late:
+    the device may have waited for the host although nothing of the host should be in a sample.
     """
 
     seconds: list[float]
     began_s: float
     issue_s: float
     span: tuple[Any, Any] | None = None
+    is_late: bool = False
 
 
 class Timer(Protocol):
-    """A clock bound to the calls of one case on one rank."""
+    """A clock bound to the calls of one case on one rank.
+
+    lead_s: time that the next batch has to be enqueued, in queued-ahead mode; the same on all
+    ranks.
+    """
+
+    lead_s: float
 
     @property
     def method(self) -> str: ...
@@ -65,7 +75,7 @@ class Rotation:
 class IdleTimer:
     """The timer of ranks outside the communicator, which only align with the others."""
 
-    calls_per_sample = 1
+    calls_per_sample, lead_s = 1, 0.0
 
     def __init__(self, ranks: Ranks, method: str, starts_per_sample: bool) -> None:
         self.method, self._ranks, self._each = method, ranks, starts_per_sample
@@ -78,6 +88,8 @@ class IdleTimer:
 
 class HostTimer:
     """Times a CPU's collectives, which return when done. wait_s: arrival delay of this rank."""
+
+    lead_s = 0.0
 
     def __init__(
         self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, name: str, wait_s: float
@@ -109,26 +121,46 @@ class HostTimer:
         )
 
 
+# Calls enqueued ahead. CUDA holds about a thousand operations; then the host waits.
+MOST_AHEAD = 100
+
+
 class StreamTimer:
     """Times calls back to back on the current stream, an event after every k calls.
 
-    wait_s > 0: before each call this rank's stream spins that long, outside of its time.
+    is_ahead: a kernel spins first, while the host enqueues the calls. wait_s > 0: before each
+    call this rank's stream spins that long, outside of its time.
     """
 
+    lead_s = 0.0
+
     def __init__(
-        self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, wait_s: float = 0.0
+        self,
+        calls: Calls,
+        ranks: Ranks,
+        calls_per_sample: int,
+        *,
+        is_ahead: bool = False,
+        wait_s: float = 0.0,
     ) -> None:
-        self.method = f"queued/{VERSION}"
+        self.method = f"{'queued-ahead' if is_ahead else 'queued'}/{VERSION}"
         self.calls_per_sample = 1 if wait_s else calls_per_sample
         self._call, self._ranks = Rotation(calls), ranks
+        self._is_ahead = is_ahead
         self._cycles = round(wait_s * spin_hz()) if wait_s else 0
+        self._hz = spin_hz() if is_ahead else 0.0
 
     def sample(self, count: int) -> Batch:
         stream = torch.cuda.current_stream()
         stream.synchronize()
-        starts, ends = _events(count), _events(count)
+        starts, ends, spun = _events(count), _events(count), _events(2)
         self._ranks.align()
         began_s = self._ranks.now()
+        cycles = round(self.lead_s * self._hz)
+        spun[0].record()
+        if cycles:
+            torch.cuda._sleep(cycles)
+        spun[1].record()
         issued = 0.0
         # The first rank waits in this call, so that no sample includes the others' delay.
         self._call()
@@ -141,7 +173,10 @@ class StreamTimer:
                 self._call()
             issued = issued or time.perf_counter() - begin
             ends[i].record()
+        is_late = self._is_ahead and spun[1].query()
         stream.synchronize()
+        if cycles:  # the clock of the device is not always that of the first measurement
+            self._hz = cycles / (spun[0].elapsed_time(spun[1]) * 1e-3)
         seconds = [
             start.elapsed_time(end) * 1e-3 / self.calls_per_sample
             for start, end in zip(starts, ends, strict=True)
@@ -151,11 +186,14 @@ class StreamTimer:
             began_s=began_s,
             issue_s=issued / self.calls_per_sample,
             span=(starts[0], ends[-1]),
+            is_late=is_late,
         )
 
 
 class GraphTimer:
     """Times replays of a graph of k calls. wait_s: a spin before each call, subtracted."""
+
+    lead_s = 0.0
 
     def __init__(
         self, calls: Calls, ranks: Ranks, calls_per_sample: int, *, wait_s: float = 0.0
@@ -195,7 +233,7 @@ class GraphTimer:
 class BlockingTimer:
     """Times calls with a synchronization after each, as in code that needs the result."""
 
-    calls_per_sample = 1
+    calls_per_sample, lead_s = 1, 0.0
 
     def __init__(self, calls: Calls, ranks: Ranks, *, aligned: bool, wait_s: float) -> None:
         self.method = f"blocking/{VERSION}" if aligned else f"blocking-free/{VERSION}"

@@ -34,7 +34,7 @@ _VERSION = re.compile(
     r"(?P<tool>[nr]ccl-tests)(?::? version|: Version)\s+(?P<version>\S{1,80})", re.IGNORECASE
 )
 _STEPMARK = re.compile(r"#\s*stepmark (?P<version>[^\s,]{1,40}),.*layout of nccl-tests")
-_STEPMARK_MODE = re.compile(r"#\s*mode (?P<mode>\w+) \(")
+_STEPMARK_MODE = re.compile(r"#\s*mode (?P<mode>[\w-]+) \(")
 _STARTING = re.compile(r"Collective test starting:\s*(?P<name>[\w-]{1,60})")
 _PARAMETERS = re.compile(r"(?<!\w)nThreads?:? +\d+ +nGpus:? +\d+ .*")
 _NUMBERS = re.compile(r"(?P<key>agg[ _]?iters|graph|nThreads?|nGpus):? +(?P<value>\d{1,9})\b")
