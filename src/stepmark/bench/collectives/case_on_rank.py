@@ -56,7 +56,7 @@ def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
 # on 4 x H200 single calls of 0.3 to 1.2 ms read 0.5 to 1.5 % too long.
 _SAMPLE_S = 5e-3
 _MOST_CALLS = 500
-_MOST_BATCH = 1000  # samples of a batch
+_MOST_SAMPLES = 1000  # of a batch
 _FEWEST_GRAPHS = 5
 _MAX_SETS = 128
 NOT_CHECKED = Check(
@@ -222,7 +222,8 @@ class CaseOnRank:
 
         calls_per_sample: k of all ranks.
         """
-        iterations, most = self._how.iterations, max(1, self._most_calls // calls_per_sample)
+        iterations = self._how.iterations
+        most = max(1, min(_MOST_SAMPLES, self._most_calls // calls_per_sample))
         if iterations is None:
             return None, most
         if self._world_case.mode is Mode.GRAPH:
@@ -233,7 +234,7 @@ class CaseOnRank:
     def _most_calls(self) -> int:
         """Return how many calls may be enqueued together."""
         if self._world_case.mode is not Mode.AHEAD:
-            return _MOST_CALLS * _MOST_BATCH
+            return _MOST_CALLS * _MOST_SAMPLES
         return max(1, timing.MOST_AHEAD // self.operations_per_call)
 
     def _wait(self) -> None:
