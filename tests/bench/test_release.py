@@ -1,5 +1,8 @@
 """The memory that a finished case leaves to the next one."""
 
+import contextlib
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,3 +40,23 @@ def test_a_product_leaves_no_memory() -> None:
     del a
     context.release(make_context(device))
     assert torch.cuda.memory_allocated(device) == 0
+
+
+@pytest.mark.parametrize("was_enabled", [True, False])
+def test_collection_is_off_within_and_then_as_before(was_enabled: bool) -> None:
+    class Cyclic:
+        pass
+
+    garbage = Cyclic()
+    garbage.itself = garbage  # type: ignore[attr-defined]
+    kept = weakref.ref(garbage)
+    del garbage
+    (gc.enable if was_enabled else gc.disable)()
+    try:
+        with contextlib.suppress(ZeroDivisionError), context.no_collection():
+            assert not gc.isenabled()
+            assert kept() is None, "garbage of before is gone"
+            raise ZeroDivisionError
+        assert gc.isenabled() == was_enabled
+    finally:
+        gc.enable()

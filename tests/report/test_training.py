@@ -269,6 +269,39 @@ def test_remarks_say_what_spoils_a_figure(change: dict[str, object], line: str) 
     assert any(line in one for one in remarks(row))
 
 
+@pytest.mark.parametrize(
+    ("uncounted_s", "line"),
+    [
+        ((1e-3, 0.0), ""),
+        ((1e-3, 8e-3), "the samples add up to 0.2 % less than the 4 s that passed"),
+        ((-0.1, 8e-3), "the samples add up to 2.5 % more than the 4 s that passed"),
+    ],
+)
+def test_time_in_no_sample_is_named_where_it_counts(
+    uncounted_s: tuple[float, ...], line: str
+) -> None:
+    case, seconds = fsdp(2), [[1.0] * 4] * 2
+    training = told(case, seconds, elapsed_s=(4.0, 4.0), uncounted_s=uncounted_s)
+    row = row_of(train_measured(case, seconds, training=training))
+    assert (row["elapsed_s"], row["uncounted_s"]) == (4.0, max(uncounted_s, key=abs))
+    lines = [each for each in remarks(row) if "add up" in each]
+    assert lines == ([f"{line} by the host's clock"] if line else [])
+
+
+@pytest.mark.parametrize(
+    ("device", "soak_s", "is_short"),
+    [("cuda", 0.4, True), ("cuda", 2.01, False), ("cpu", 0.0, False)],
+)
+def test_a_short_soak_is_named(device: str, soak_s: float, is_short: bool) -> None:
+    case, seconds = single(device=device), [[1.0] * 4]
+    training = told(case, seconds, elapsed_s=(4.0,), uncounted_s=(0.0,))
+    record = train_measured(case, seconds, training=training)
+    record = replace(record, samples=replace(record.samples, soak_s=soak_s))
+    text = f"short soak {soak_s:.1f} s: the device may be cooler than in a long job"
+    assert (text in remarks(row_of(record))) == is_short
+    assert text not in remarks(row_of(train_measured(case, seconds))), "an older record"
+
+
 def test_a_rank_that_is_slow_now_and_then_is_no_straggler() -> None:
     """Of twelve samples of two ranks, eight are the slower one's: chance."""
     case, seconds = fsdp(2), [[0.5] * 12] * 2

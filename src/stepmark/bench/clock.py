@@ -22,7 +22,7 @@ from typing import Protocol
 
 import torch
 
-from stepmark.core.case import SOAK_S, ClockName, Rate
+from stepmark.core.case import SOAK_S, SOAK_SHARE, ClockName, Rate
 from stepmark.core.record import METHOD_VERSIONS
 from stepmark.core.stats import summarize
 
@@ -284,8 +284,8 @@ class Effort:
         """Return an effort whose soak and samples fit in `usable_s`."""
         return replace(
             self,
-            soak_s=min(self.soak_s, usable_s * 0.3),
-            sample_s=min(self.sample_s, max(usable_s * 0.7, 0.01)),
+            soak_s=min(self.soak_s, usable_s * SOAK_SHARE),
+            sample_s=min(self.sample_s, max(usable_s * (1 - SOAK_SHARE), 0.01)),
         )
 
 

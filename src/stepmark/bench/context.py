@@ -104,6 +104,19 @@ def quick_release() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Disable garbage collection, which would delay a sample on one rank; then as it was."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def release(context: MeasureContext) -> None:
     """Free the memory of a finished case."""
     gc.collect()

@@ -12,6 +12,8 @@ from stepmark.core.ops import FAMILY_OF, Op, Phase
 
 # A sustained rate needs this much work of its own kernel before the first sample.
 SOAK_S = 2.0
+# Of the time that a budget leaves for soak and samples, at most this share is soak.
+SOAK_SHARE = 0.3
 
 
 class Rate(StrEnum):

@@ -11,8 +11,10 @@ from stepmark.core.training import CompileScope, Training
 # 2: collectives (comm cases, launches). 3: training.
 SCHEMA = 3
 
-# Versions of the timing methods of this release, by kind of case. Samples.method ends with one.
-METHOD_VERSIONS = {"op": (1, 2), "comm": (1,), "train": (1,), "replay": (1,)}
+# Versions of timing methods, by kind of case, at the end of Samples.method. A calibration may
+# have any of them; steps are timed by the first. train/1 did not soak, and left out what the host
+# does between two samples.
+METHOD_VERSIONS = {"op": (1, 2), "comm": (1,), "train": (2, 1), "replay": (1,)}
 
 AnyCase = OpCase | CommCase | TrainCase | ReplayCase
 

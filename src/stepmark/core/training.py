@@ -86,6 +86,10 @@ class Training:
     bwd_s: tuple[tuple[float, ...], ...] = ()
     optim_s: tuple[tuple[float, ...], ...] = ()  # clipping included; 0 in most micro samples
     data_s: tuple[tuple[float, ...], ...] = ()  # host seconds until the batch was available
+    # By rank: host seconds from the first sample after the soak to the end of the last one, and
+    # how many of them are in no sample; () in records of older releases.
+    elapsed_s: tuple[float, ...] = ()
+    uncounted_s: tuple[float, ...] = ()
     build_s: float = 0.0  # host seconds to build model and optimizer, slowest rank
     first_s: float = 0.0  # host seconds of the first sample, which compiles; slowest rank
     allocated_bytes: tuple[int | None, ...] = ()  # peak, by rank, after the first sample

@@ -339,6 +339,17 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
 )
 
 
+def _more(record: Measured, facts: Training) -> Row:
+    """Return what only some records have, so that tables of published runs stay as they are."""
+    more: Row = {"compile_failed": facts.compile_failed} if facts.compile_failed else {}
+    if facts.elapsed_s:
+        uncounted = zip(facts.uncounted_s, facts.elapsed_s, strict=True)
+        uncounted_s, elapsed_s = max(uncounted, key=lambda pair: abs(pair[0]) / pair[1])
+        more |= {"elapsed_s": elapsed_s, "uncounted_s": uncounted_s}
+        more |= {"soak_s": record.samples.soak_s}
+    return more
+
+
 def rows(
     records: Sequence[Record], run: RunInfo, device: DeviceSpec | None = None
 ) -> list[Row]:
@@ -348,9 +359,8 @@ def rows(
     steps = [record for record in records if isinstance(record.case, TrainCase)]
     table = rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
     for row, record in zip(table, steps, strict=True):
-        # Only where compiling failed, so that tables of published runs stay as they are.
-        if isinstance(record, Measured) and record.training and record.training.compile_failed:
-            row["compile_failed"] = record.training.compile_failed
+        if isinstance(record, Measured) and record.training:
+            row.update(_more(record, record.training))
     return table
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from stepmark.core.case import SOAK_S
 from stepmark.core.columns import Row, number, text
 from stepmark.core.dtypes import DType
 from stepmark.core.train_case import TrainCase
@@ -96,6 +97,8 @@ def title(row: Row) -> str:
 SLOW_RANK = 1.03
 # Waiting for the batch for more than this share of a sample gets a remark, too.
 DATA_SHARE = 0.01
+# So does a share of the time that is in no sample.
+UNCOUNTED_SHARE = 1e-3
 # Reserved memory this close to all of it: one more fragment and the allocator retries.
 NEAR_LIMIT = 0.95
 
@@ -124,6 +127,23 @@ def _over_limit(row: Row) -> str:
 
 def _validity(row: Row) -> str:
     return f"doubtful: {row['validity']}" if row.get("validity") else ""
+
+
+def _uncounted(row: Row) -> str:
+    elapsed_s, uncounted_s = number(row, "elapsed_s"), number(row, "uncounted_s") or 0.0
+    if not elapsed_s or abs(uncounted_s) <= UNCOUNTED_SHARE * elapsed_s:
+        return ""
+    less = "less" if uncounted_s > 0 else "more"
+    share = 100 * abs(uncounted_s) / elapsed_s
+    passed = f"the {format_time(elapsed_s)} that passed by the host's clock"
+    return f"the samples add up to {share:.2g} % {less} than {passed}"
+
+
+def _short_soak(row: Row) -> str:
+    soak_s = number(row, "soak_s")
+    if row["device"] == "cpu" or soak_s is None or soak_s >= SOAK_S:
+        return ""
+    return f"short soak {soak_s:.1f} s: the device may be cooler than in a long job"
 
 
 def _drift(row: Row) -> str:
@@ -200,7 +220,8 @@ def _nominal(row: Row) -> str:
 
 
 _REMARKS: tuple[Callable[[Row], str], ...] = (
-    *(_wrong, _interrupted, _over_limit, _validity, _drift, _retries, _near_limit),
+    *(_wrong, _interrupted, _over_limit, _validity, _uncounted, _short_soak, _drift),
+    *(_retries, _near_limit),
     *(_slow_rank, _slow_forward, _throttled, _data, _compile_failed, _recompiled),
     *(_cycle, _nominal),
 )

@@ -1,5 +1,6 @@
 """The runner with a trainer without work: which record comes of a case, and what follows."""
 
+import gc
 import math
 import time
 import weakref
@@ -22,6 +23,7 @@ from stepmark.bench.context import MeasureContext
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import bench, profiling, trainer
 from stepmark.bench.training.bench import FailureBroadcast, Problem, TrainingBench
+from stepmark.core.case import SOAK_S
 from stepmark.core.model import find_model
 from stepmark.core.plan import TrainHow
 from stepmark.core.record import Failed, Measured, Record, Skipped
@@ -133,10 +135,13 @@ def test_a_case_that_runs_is_measured(install: Install) -> None:
     assert len(seconds) >= 4
     assert len(told.loss) == len(seconds) + len(told.warmup_s[0])
     assert told.tokens_per_sample == 3 * 2 * record.train.model.seq_len
-    assert (record.launch, record.samples.method) == (5, "train-step-host/1")
+    assert (record.launch, record.samples.method) == (5, "train-step-host/2")
     assert record.num_wrong == 0
     assert record.peak_memory_bytes is None
     assert told.allocated_bytes == (None,)
+    assert sum(seconds) < told.elapsed_s[0] + 1e-9 < record.samples.wall_s
+    assert abs(told.uncounted_s[0]) < 1e-9
+    assert record.samples.soak_s == 0, "a CPU needs none"
     assert 0 < told.build_s < told.build_s + told.first_s < record.samples.wall_s
 
 
@@ -151,6 +156,36 @@ def test_micro_steps_come_in_whole_cycles(install: Install, steps: int | None) -
     has_optim = [value > 0 for value in record.training.optim_s[0]]
     assert has_optim == [False, False, False, True] * (len(seconds) // 4)
     assert len(record.training.warmup_s[0]) % 4 == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "left_s", "soak_s"),
+    [("cuda", None, SOAK_S), ("cuda", 4.0, 1.2), ("cuda", -1.0, 0.0), ("cpu", None, 0.0)],
+)
+def test_a_gpu_soaks_as_for_operators_within_the_budget(
+    device: str, left_s: float | None, soak_s: float
+) -> None:
+    end_s = None if left_s is None else time.monotonic() + left_s
+    of = replace(case(), device=device)
+    assert bench._soak_s(of, TrainHow(), end_s) == pytest.approx(soak_s, abs=0.1)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_nothing_is_collected_while_steps_are_timed(install: Install, breaks: bool) -> None:
+    enabled: list[bool] = []
+
+    def loss(number: int) -> float:
+        enabled.append(gc.isenabled())
+        if breaks and number == 4:
+            raise ValueError("no such thing")
+        return 2.0
+
+    install(losses=loss)
+    (record,), _ = run([case()])
+    assert isinstance(record, Failed if breaks else Measured)
+    assert enabled[0]
+    assert not any(enabled[2:])
+    assert gc.isenabled()
 
 
 def test_what_is_refused_is_skipped_and_the_next_runs(install: Install) -> None:

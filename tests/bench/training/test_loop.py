@@ -1,6 +1,7 @@
 """The loop on a clock and a trainer without work: how many samples, which of them count."""
 
 import itertools
+import math
 import signal
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -122,6 +123,74 @@ def test_steady_samples_last_as_long_as_is_asked(clock: FakeClock, steady_s: flo
     assert max(4 * steady[0], steady_s) <= sum(steady) < max(8 * steady[0], steady_s + 2.0)
 
 
+class SlowAgreement:
+    """A rank alone, whose every agreement takes a second."""
+
+    rank, num_ranks, device = 0, 1, torch.device("cpu")
+
+    def __init__(self, clock: FakeClock) -> None:
+        self._clock, self.num_gathers = clock, 0
+
+    def gather(self, value: Any) -> list[Any]:
+        self._clock.now_s += 1.0
+        self.num_gathers += 1
+        return [value]
+
+    def decide(self, decision: Callable[[], Any]) -> Any:
+        return decision()
+
+
+def test_samples_tile_the_time_that_passes(clock: FakeClock) -> None:
+    ranks = SlowAgreement(clock)
+    work = made(clock, case(), FakeTrainer(clock), ranks)
+    work.first()
+    begin_s = clock.now_s
+    work.run(8, None)
+    passed_s = clock.now_s - begin_s
+    total_s = sum(work.samples.seconds[1:])
+    # After the last sample ranks agree twice: that it is the last, and on interrupts.
+    assert total_s == work.samples.elapsed_s == passed_s - 2.0
+    assert work.samples.uncounted_s == 0
+    work_s = (len(work.samples.seconds) - 1) * (DATA_S + FWD_S + BWD_S + OPTIM_S)
+    assert total_s == work_s + ranks.num_gathers - 2, "agreements are in the samples after them"
+
+
+def test_time_in_no_sample_is_told(clock: FakeClock) -> None:
+    work = made(clock, case(), FakeTrainer(clock))
+    work.first()
+    enqueue = work.sample
+
+    def sample_after_a_pause(*more: Any) -> None:
+        clock.now_s += 0.25
+        work._last_end = None
+        enqueue(*more)
+
+    work.sample = sample_after_a_pause  # type: ignore[method-assign]
+    work.run(8, None)
+    assert work.samples.uncounted_s == 0.25 * (len(work.samples.seconds) - 1)
+
+
+@pytest.mark.parametrize("of", [case(), case(schedule=Schedule.MICRO, grad_accum=4)])
+def test_steady_samples_begin_after_the_soak(clock: FakeClock, of: TrainCase) -> None:
+    work = made(clock, of, FakeTrainer(clock))
+    work.first()
+    work.soak(30.0)
+    work.run(8, None)
+    cycle_s = (DATA_S + FWD_S + BWD_S) * of.cycle + OPTIM_S
+    num_cycles = math.ceil(30.0 / cycle_s)
+    assert work.samples.soak_s == num_cycles * cycle_s
+    assert work.samples.steady == of.cycle * (1 + num_cycles)
+    assert len(work.samples.seconds) - work.samples.steady >= 8
+    assert work.samples.elapsed_s == sum(work.samples.seconds[work.samples.steady :])
+
+
+def test_a_soak_of_nothing_adds_no_sample(clock: FakeClock) -> None:
+    work = made(clock, case(), FakeTrainer(clock))
+    work.first()
+    work.soak(0.0)
+    assert (work.samples.soak_s, len(work.samples.seconds)) == (0.0, 1)
+
+
 def test_of_micro_steps_every_fourth_has_the_optimizer(clock: FakeClock) -> None:
     trainer = FakeTrainer(clock)
     taken = ran(clock, micro(), trainer, 8, None)
@@ -148,7 +217,7 @@ def test_what_never_settles_ends_and_keeps_its_last_samples(clock: FakeClock) ->
         clock.now_s += number
 
     taken = ran(clock, case(), FakeTrainer(clock, ever_slower), 10, None)
-    assert 24 <= len(taken.seconds) <= 24 + 10 // 4
+    assert 25 <= len(taken.seconds) <= 25 + 10 // 4
     assert len(taken.seconds) - taken.steady == 10
 
 

@@ -9,7 +9,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from stepmark.bench.context import MeasureContext
+from stepmark.bench.context import MeasureContext, no_collection
 from stepmark.bench.ranks import agreed
 from stepmark.bench.replay.computation import Computation, needed_bytes
 from stepmark.bench.replay.device_engine import DeviceEngine
@@ -60,13 +60,14 @@ class ReplayBench(Bench):
         step = agreed(ranks, lambda: self._prepare(case))
         checks = self._checks(step)
         engine = self._engine(step)
-        agreed(ranks, lambda: self._iterations(engine, self.how.warmups))
         sampler = Sampler(context.device_index)
-        with sampler:
-            seconds, blocked_s = agreed(
-                ranks, lambda: self._iterations(engine, self.how.iterations)
-            )
-        passes = agreed(ranks, lambda: self._passes(engine, len(step.steps)))
+        with no_collection():
+            agreed(ranks, lambda: self._iterations(engine, self.how.warmups))
+            with sampler:
+                seconds, blocked_s = agreed(
+                    ranks, lambda: self._iterations(engine, self.how.iterations)
+                )
+            passes = agreed(ranks, lambda: self._passes(engine, len(step.steps)))
         by_rank = ranks.gather((seconds, blocked_s, passes, sampler.telemetry()))
         all_seconds, all_blocked, all_passes, telemetry = zip(*by_rank, strict=True)
         on_gpu = ranks.device.type == "cuda"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,18 +15,19 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo.utils import counters
 
-from stepmark.bench.context import MeasureContext, release
+from stepmark.bench.context import MeasureContext, no_collection, release
 from stepmark.bench.environment import HAS_TRITON
 from stepmark.bench.ranks import CaseFailedError, Ranks, agreed, cause_of
 from stepmark.bench.run_cases import Bench
 from stepmark.bench.telemetry import Sampler
 from stepmark.bench.training import data, loop, profiling, trainer
-from stepmark.bench.training.loop import Counter, check_losses, steady_results
 from stepmark.bench.training.model_parallel import (
     RankCoordinates,
     SequenceShard,
     coordinates_of,
 )
+from stepmark.bench.training.results import Counter, check_losses, steady_results
+from stepmark.core.case import SOAK_SHARE
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.plan import Entry, Profile, TrainHow
 from stepmark.core.record import Failed, Measured
@@ -33,7 +35,6 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, Fp8, Precision, Schedule
 
 _STEPS, _CYCLES = 30, 10
-
 
 _POLL_S = 0.25
 # A rank that is not blocked learns of the failure in `agreed` within this time.
@@ -235,8 +236,10 @@ def _measure(
     sampler = Sampler(context.device_index, more_threads=case.workers)
 
     def steady() -> None:
-        with sampler:
-            work.run(_num_steady(case, how), end_s, how.steady_s)
+        with no_collection():
+            work.soak(_soak_s(case, how, end_s))
+            with sampler:
+                work.run(_num_steady(case, how), end_s, how.steady_s)
 
     all_ranks(steady)
     counts = counter.since(build_s, work.samples.first_s)
@@ -311,6 +314,14 @@ def _num_steady(case: TrainCase, how: TrainHow) -> int:
     usual = _STEPS if case.schedule is Schedule.STEP else _CYCLES * case.cycle
     num_steps = how.steps or usual
     return -(-num_steps // case.cycle) * case.cycle
+
+
+def _soak_s(case: TrainCase, how: TrainHow, end_s: float | None) -> float:
+    """Return the seconds of load before steady samples, at most 30 % of the time left."""
+    if case.device == "cpu":
+        return 0.0
+    left_s = math.inf if end_s is None else max(0.0, end_s - time.monotonic())
+    return min(how.soak_s, SOAK_SHARE * left_s)
 
 
 _CPU_LACKS = {

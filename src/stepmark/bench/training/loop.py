@@ -1,34 +1,31 @@
 """Sample a training case back to back: nothing waits for the device inside a sample.
 
-The host runs at most two samples ahead of the device. Between samples ranks exchange their
-times and decide together whether to continue, which does not delay a busy device. At the end
-the samples of all ranks become the record.
+Each sample begins at the moment at which the one before it ends, so that they add up to the
+time that passes. The host runs at most two samples ahead of the device. Now and then ranks
+exchange their times and decide together whether to continue, which does not delay a busy
+device. At the end the samples of all ranks become the record.
 """
 
 import contextlib
-import gc
 import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from statistics import median_high
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training.trainer import Trainer
-from stepmark.core.record import METHOD_VERSIONS, Check, Samples
 from stepmark.core.stats import slowest_per_sample, steady_from
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import Training
 
-(VERSION,) = METHOD_VERSIONS["train"]
 _AHEAD = 2
 # Approximate interval between agreements of the ranks.
 _AGREE_S = 0.5
@@ -50,6 +47,11 @@ class StepSamples:
     losses: list[Tensor] = field(default_factory=list)
     first_s: float = 0.0
     steady: int = 0  # index of the first steady sample
+    soak_s: float = 0.0
+    # By the host's clock, from the begin of the first sample after the soak to the end of the
+    # last one; and how much more that is than the sum of these samples.
+    elapsed_s: float = 0.0
+    uncounted_s: float = 0.0
     interrupted: bool = False
 
     def without_losses(self) -> "StepSamples":
@@ -57,42 +59,55 @@ class StepSamples:
         return replace(self, losses=[])
 
 
-class _Sample:
-    """Moments of one sample: (name, moment), the first one its start."""
+def _moment(on_gpu: bool) -> Any:
+    """Return an event of the compute stream, or a reading of the host's clock in seconds."""
+    if not on_gpu:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def __init__(self, on_gpu: bool, on_phase: Callable[[str], None] | None) -> None:
+
+def _between(begin: Any, end: Any) -> float:
+    """Return the seconds between two moments that have passed."""
+    return float(end - begin if isinstance(end, float) else begin.elapsed_time(end) * 1e-3)
+
+
+class _Sample:
+    """Moments of one sample: (name, moment), the first one its begin."""
+
+    def __init__(
+        self, begin: Any, on_gpu: bool, on_phase: Callable[[str], None] | None
+    ) -> None:
         self._on_gpu, self._on_phase = on_gpu, on_phase
-        self.marks: list[tuple[str, Any]] = []
+        self.marks: list[tuple[str, Any]] = [("begin", begin)]
+
+    @property
+    def end(self) -> Any:
+        return self.marks[-1][1]
 
     def mark(self, name: str) -> None:
         if self._on_phase and name in _FOLLOWS:
             self._on_phase(_FOLLOWS[name])
-        if not self._on_gpu:
-            self.marks.append((name, time.perf_counter()))
-            return
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        self.marks.append((name, event))
+        self.marks.append((name, _moment(self._on_gpu)))
 
     def wait(self) -> None:
         if self._on_gpu:
-            self.marks[-1][1].synchronize()
+            self.end.synchronize()
 
     @property
     def is_done(self) -> bool:
-        return not self._on_gpu or bool(self.marks[-1][1].query())
+        return not self._on_gpu or bool(self.end.query())
 
     def seconds(self, name: str = "") -> float:
         """Return the whole sample's seconds, or the sum over the phases of a name."""
         if not name:
-            return self._between(0, len(self.marks) - 1)
+            return _between(self.marks[0][1], self.end)
         return sum(
-            self._between(i - 1, i) for i, (mark, _) in enumerate(self.marks) if mark == name
+            _between(begin, end)
+            for (_, begin), (mark, end) in pairwise(self.marks)
+            if mark == name
         )
-
-    def _between(self, first: int, last: int) -> float:
-        a, b = self.marks[first][1], self.marks[last][1]
-        return float(a.elapsed_time(b) * 1e-3 if self._on_gpu else b - a)
 
 
 class Loop:
@@ -109,6 +124,8 @@ class Loop:
         self._on_gpu = ranks.device.type == "cuda"
         self.samples = StepSamples()
         self._steady_s = 0.0
+        self._last_end: Any = None  # of the last sample, at which the next one begins
+        self._num_before = 0  # samples before `run`: the first cycle and the soak
         self._pending: list[_Sample] = []
         self._times_by_rank: list[list[float]] = [[] for _ in range(ranks.num_ranks)]
         self._num_shared = 0
@@ -124,6 +141,19 @@ class Loop:
             self.sample()
         self._settle(0)
 
+    def soak(self, soak_s: float) -> None:
+        """Run whole cycles until the device has been under load for so many seconds.
+
+        Call `first` before. Rank 0's duration counts. These samples are warm-up.
+        """
+        begin = time.monotonic()
+        self._last_end = None
+        while self._ranks.decide(lambda: time.monotonic() - begin < soak_s):
+            for _ in range(self._case.cycle):
+                self.sample()
+        self._settle(0)
+        self.samples.soak_s = time.monotonic() - begin if soak_s else 0.0
+
     def run(self, num_steady: int, end_s: float | None, steady_s: float = 0.0) -> None:
         """Sample until so many samples are steady on every rank, or time is up.
 
@@ -131,8 +161,9 @@ class Loop:
         last at least. Ctrl-C ends it on all ranks, with samples.interrupted set.
         """
         self._steady_s = steady_s
+        self._num_before = len(self.samples.seconds)
         most = _PATIENCE * num_steady + _MORE_CYCLES * self._case.cycle
-        with _deferred_interrupt() as interrupts, _no_collection():
+        with _deferred_interrupt() as interrupts, self._elapsed():
             while True:
                 chunk = self._ranks.decide(lambda: self._chunk(num_steady))
                 for _ in range(chunk):
@@ -148,6 +179,25 @@ class Loop:
         self.samples.interrupted |= stopped
         self.samples.steady = self._steady(num_steady)
 
+    @contextlib.contextmanager
+    def _elapsed(self) -> Iterator[None]:
+        """Compare samples with the host's clock; before and after, the device is idle."""
+        self._last_end, begin_s = self._now()
+        yield
+        end, end_s = self._now()
+        if self._on_gpu:
+            end.synchronize()
+        elapsed_s = end_s - begin_s - _between(self._last_end, end)
+        self.samples.elapsed_s = elapsed_s
+        self.samples.uncounted_s = elapsed_s - math.fsum(
+            self.samples.seconds[self._num_before :]
+        )
+
+    def _now(self) -> tuple[Any, float]:
+        """Return the moment, and the host's reading for it in seconds."""
+        moment = _moment(self._on_gpu)
+        return moment, time.perf_counter() if self._on_gpu else moment
+
     def untimed_cycles(
         self,
         count: int = 1,
@@ -160,7 +210,7 @@ class Loop:
         on_phase is called as each phase begins; on_end as a cycle ends, with its number.
         """
         before = self.samples
-        self.samples = StepSamples()
+        self.samples, self._last_end = StepSamples(), None
         for number in range(count):
             for _ in range(self._case.cycle):
                 self.sample(on_phase)
@@ -171,17 +221,17 @@ class Loop:
         self.samples = before
 
     def sample(self, on_phase: Callable[[str], None] | None = None) -> None:
-        """Enqueue one sample."""
+        """Enqueue one sample, which begins where the last one ends."""
         case = self._case
-        sample = _Sample(self._on_gpu, on_phase)
-        sample.mark("start")
+        begin = _moment(self._on_gpu) if self._last_end is None else self._last_end
+        sample = _Sample(begin, self._on_gpu, on_phase)
         data_s, losses = 0.0, []
         for _ in range(case.micro_steps):
             if on_phase:
                 on_phase("data")
-            begin = time.perf_counter()
+            begin_s = time.perf_counter()
             tokens, labels = next(self._batches)
-            data_s += time.perf_counter() - begin
+            data_s += time.perf_counter() - begin_s
             if self._on_gpu:
                 tokens = tokens.to(self._ranks.device, non_blocking=True)
                 labels = labels.to(self._ranks.device, non_blocking=True)
@@ -195,10 +245,11 @@ class Loop:
         if self._count % case.grad_accum == 0:
             self._trainer.optimizer_step()
             sample.mark("optim")
-        sample.mark("end")
         if losses:
             self.samples.losses.append(torch.stack(losses).mean() if losses[1:] else losses[0])
         self.samples.data_s.append(data_s)
+        sample.mark("end")
+        self._last_end = sample.end
         self._pending.append(sample)
         self._settle(_AHEAD)
 
@@ -232,39 +283,36 @@ class Loop:
     def _is_over(self, num_steady: int, most: int, *, interrupted: bool, late: bool) -> bool:
         interrupted, late = self._share(interrupted, late)
         self.samples.interrupted = interrupted
-        slowest, cycle = self._slowest(), self._case.cycle
         if interrupted or late:
             return True
-        if len(slowest) >= most and sum(slowest[cycle:]) >= _PATIENCE * self._steady_s:
+        slowest = self._slowest()
+        if len(slowest) >= most and sum(slowest) >= _PATIENCE * self._steady_s:
             return True
-        steady = steady_from(slowest, cycle)
-        # The first cycle compiles and allocates: it is never steady.
-        rest = slowest[max(steady or 0, cycle) :]
-        is_long = len(rest) >= num_steady and sum(rest) >= self._steady_s
-        return steady is not None and is_long
+        first = self._steady_from(slowest)
+        if first is None:
+            return False
+        return len(slowest) - first >= num_steady and sum(slowest[first:]) >= self._steady_s
 
     def _steady(self, num_steady: int) -> int:
         """Return the first steady sample; a case that is never steady keeps its last ones."""
         slowest, cycle = self._slowest(), self._case.cycle
-        first = steady_from(slowest, cycle)
+        if len(slowest) < cycle:
+            return self._num_before - cycle
+        first = self._steady_from(slowest)
         if first is None:
             first = max(0, len(slowest) - num_steady) // cycle * cycle
-        return max(first, cycle) if len(slowest) >= 2 * cycle else 0
+        return self._num_before + first
+
+    def _steady_from(self, slowest: list[float]) -> int | None:
+        """Return the first steady one of these samples; None if they are not steady yet."""
+        cycle = self._case.cycle
+        return steady_from(slowest, cycle) if len(slowest) >= 2 * cycle else 0
 
     def _slowest(self) -> list[float]:
+        """Return the slowest rank's seconds of each sample that all ranks have, in `run`."""
         count = min(map(len, self._times_by_rank))
-        return slowest_per_sample([times[:count] for times in self._times_by_rank])
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Disable garbage collection, which would delay a sample on one rank."""
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+        times = [times[self._num_before : count] for times in self._times_by_rank]
+        return slowest_per_sample(times)
 
 
 @contextlib.contextmanager
@@ -283,106 +331,3 @@ def _deferred_interrupt() -> Iterator[list[int]]:
         yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-# On text the mean loss must fall by this share from the first to the last fifth of samples.
-_MUST_FALL = 0.01
-_FEWEST = 10
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counts:
-    """Counts of one rank, between the first sample and the last."""
-
-    build_s: float
-    first_s: float
-    allocated_bytes: int | None
-    reserved_bytes: int | None
-    alloc_retries: int
-    recompiles: int
-    graph_breaks: int
-
-
-class Counter:
-    """Counts peaks, retries and new graphs from its creation on; graph breaks of the case."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._graphs, self._retries = counters["stats"]["unique_graphs"], self._num_retries()
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
-
-    def since(self, build_s: float, first_s: float) -> Counts:
-        on_gpu, device = self._device.type == "cuda", self._device
-        return Counts(
-            build_s=build_s,
-            first_s=first_s,
-            allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
-            reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
-            alloc_retries=self._num_retries() - self._retries,
-            recompiles=counters["stats"]["unique_graphs"] - self._graphs,
-            graph_breaks=sum(counters["graph_break"].values()),
-        )
-
-    def _num_retries(self) -> int:
-        if self._device.type != "cuda":
-            return 0
-        return int(torch.cuda.memory_stats(self._device).get("num_alloc_retries", 0))
-
-
-def steady_results(
-    case: TrainCase,
-    by_rank: Sequence[StepSamples],
-    counts: Sequence[Counts],
-    loss: tuple[float, ...],
-) -> tuple[Samples, Training]:
-    """Return steady samples and the training record; arguments are by rank."""
-    start = by_rank[0].steady
-    count = (min(len(rank.seconds) for rank in by_rank) - start) // case.cycle * case.cycle
-    end = start + count
-
-    def steady(name: str) -> tuple[tuple[float, ...], ...]:
-        seconds = tuple(tuple(getattr(rank, name)[start:end]) for rank in by_rank)
-        return seconds if any(any(values) for values in seconds) else ()
-
-    clock = f"train-{case.schedule}-{'events' if case.device == 'cuda' else 'host'}"
-    samples = Samples(seconds=steady("seconds"), method=f"{clock}/{VERSION}")
-    return samples, Training(
-        tokens_per_sample=case.tokens_per_step * case.micro_steps,
-        cycle=case.cycle,
-        num_params=case.model.num_params,
-        warmup_s=tuple(tuple(rank.seconds[:start]) for rank in by_rank),
-        loss=loss,
-        fwd_s=steady("fwd_s"),
-        bwd_s=steady("bwd_s"),
-        optim_s=steady("optim_s"),
-        data_s=steady("data_s"),
-        build_s=max(rank.build_s for rank in counts),
-        first_s=max(rank.first_s for rank in counts),
-        allocated_bytes=tuple(rank.allocated_bytes for rank in counts),
-        reserved_bytes=tuple(rank.reserved_bytes for rank in counts),
-        alloc_retries=tuple(rank.alloc_retries for rank in counts),
-        recompiles=max(rank.recompiles for rank in counts),
-        graph_breaks=max(rank.graph_breaks for rank in counts),
-    )
-
-
-def check_losses(loss: Sequence[float], case: TrainCase) -> Check:
-    """Check that every loss is finite and falls on text; num_wrong counts those that do not."""
-    wrong = sum(not math.isfinite(value) for value in loss)
-    falls = case.data != "random" and len(loss) >= _FEWEST
-    ratio = 0.0
-    if falls and not wrong:
-        part = len(loss) // 5
-        # A loss that diverged at once and then returned has not fallen.
-        ratio = sum(loss[-part:]) / min(sum(loss[:part]), part * loss[0])
-        wrong = part if ratio > 1 - _MUST_FALL else 0
-    return Check(
-        max_rel_err=ratio,
-        tolerance=1 - _MUST_FALL if falls else 0.0,
-        num_wrong=wrong,
-        num_compared=len(loss),
-        reference="finite; last fifth under the first, and under the start"
-        if falls
-        else "finite",
-    )
