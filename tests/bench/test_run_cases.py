@@ -1,5 +1,6 @@
 """The runner on a fake clock: when it stops, what it records, what it survives."""
 
+import gc
 import itertools
 import random
 import time
@@ -14,9 +15,13 @@ from stepmark.bench import clock, run_cases
 from stepmark.bench.clock import Effort
 from stepmark.bench.operators import bench as operators
 from stepmark.bench.operators.bench import OperatorBench
+from stepmark.bench.operators.call import Call
+from stepmark.bench.ranks import Ranks
 from stepmark.core.case import OpCase, Rate
+from stepmark.core.dtypes import DType
+from stepmark.core.ops import EmbeddingBag, Norm, Op
 from stepmark.core.plan import OpHow
-from stepmark.core.record import Failed, Measured, Record, Skipped
+from stepmark.core.record import Check, Failed, Measured, Record, Skipped
 from stepmark.core.stats import summarize
 
 from .fakes import GOOD, WRONG, FakeTimer, NoGuard, context, entries, gemm, impl, install
@@ -342,6 +347,79 @@ def test_operand_sets_pass_twice_the_cache(
     assert isinstance(record, Measured)
     assert gemm().op.memory_bytes == 1536
     assert record.samples.num_sets == expected
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        # 8 MiB each, of which a call touches 4: 2 x 32 / 4 + 1 sets.
+        (Norm(tokens=1024, hidden=512, dtype=DType.FP32), 17),
+        # A table of 512 MiB is not copied beyond 64 caches.
+        (EmbeddingBag(rows=2**20, dim=128, pooling=1, batch=1), 3),
+    ],
+)
+def test_sets_are_as_many_as_calls_touch(op: Op, expected: int) -> None:
+    case = OpCase(op=op, backend="torch", device="cpu")
+    place = context(free_bytes=2**40, cache_bytes=32 * 2**20)
+    assert operators._num_sets(case, impl(), place) == expected
+
+
+class FakeMemory:
+    """torch.cuda's counters of allocated bytes."""
+
+    def __init__(self) -> None:
+        self.allocated, self.peak = 1000, 5000
+
+    def use(self, kept: int, peak: int) -> None:
+        self.peak = max(self.peak, self.allocated + peak)
+        self.allocated += kept
+
+    def reset(self, *_device: object) -> None:
+        self.peak = self.allocated
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda *_: self.allocated)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: self.peak)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.reset)
+        # Frees the workspace of the reference's products.
+        monkeypatch.setattr(operators, "release", lambda _context: self.use(-32, 0))
+
+
+def test_the_memory_of_an_operator_has_no_reference_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    memory = FakeMemory()
+    memory.install(monkeypatch)
+
+    def make(_op: object, _device: torch.device) -> Call:
+        memory.use(kept=100, peak=150)  # made of random numbers in another type
+
+        def verify() -> Check:
+            memory.use(kept=32, peak=10_000)
+            return GOOD
+
+        return Call(run=lambda: memory.use(kept=8, peak=8), verify=verify, backend_run="fake")
+
+    place = context(Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cuda", 0)))
+    _, check, peak_bytes = operators._checked_set(gemm(), impl(make=make), place)
+    assert (check, peak_bytes) == (GOOD, 108)
+
+
+def test_nothing_is_collected_while_operators_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    enabled: list[bool] = []
+
+    def times() -> Iterator[float]:
+        while True:
+            enabled.append(gc.isenabled())
+            yield 1e-3
+
+    install(monkeypatch, {"good": impl()}, times)
+    run([gemm()], Effort(sample_s=0.05, soak_s=0.01))
+    assert enabled
+    assert not any(enabled)
+    assert gc.isenabled()
 
 
 def test_two_ranks_agree() -> None:

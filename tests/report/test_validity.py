@@ -1,13 +1,16 @@
 """What speaks against a figure stands in its row, and the summary counts it."""
 
 import dataclasses
+import io
 
 import pytest
+from rich.console import Console
 
 from stepmark.core.columns import Row
 from stepmark.core.ops import Copy, Gemm
 from stepmark.core.record import HostLoad, Measured, Telemetry
 from stepmark.report import comm_columns, nccl_tests, op_columns, train_columns
+from stepmark.report.row_tables import print_rows
 from stepmark.report.summary import comm_lines, summary_lines, train_lines
 
 from .comm_records import comm_case, comm_measured, comm_run
@@ -111,7 +114,10 @@ def test_a_figure_above_its_ceiling() -> None:
     ("num_bytes", "num_sets", "clock", "expected"),
     [
         (2**20, 4, "event-rotate/1", "cache not defeated"),
-        (2**20, 4, "event-flush/1", None),
+        (25_000_000, 2, "graph-rotate/1", "cache not defeated"),  # exactly twice the cache
+        (25_000_000, 3, "graph-rotate/1", None),
+        (2**20, 4, "event-flush/2", None),
+        (2**20, 1, "event-hot/1", None),
         (2**30, 4, "event-rotate/1", None),
     ],
 )
@@ -126,6 +132,18 @@ def test_operands_that_fit_in_caches(
     row = op_row(record, known=True)
     assert (row["validity"], row["sets"]) == (expected, num_sets)
     assert op_row(record)["validity"] is None  # a device whose cache is not known
+
+
+def test_rows_in_cache_are_named_under_the_table() -> None:
+    small = [dataclasses.replace(COPY, op=Copy(num_bytes=2**i)) for i in range(10, 20)]
+    records = [measured(case, 1.0, num_sets=1) for case in (*small, COPY)]
+    table = op_columns.rows(records, run_info(), device=made_up_device())
+    text = io.StringIO()
+    print_rows(table, Console(file=text, width=240), op_columns.OP_COLUMNS)
+    (line,) = [each for each in text.getvalue().splitlines() if "together" in each]
+    assert line.startswith("cache not defeated: all operand sets together do not exceed twice")
+    assert line.count("(1 sets)") == 8
+    assert line.endswith(", and 2 more")
 
 
 def test_summaries_count_each_reason() -> None:

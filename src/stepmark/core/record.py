@@ -12,7 +12,7 @@ from stepmark.core.training import CompileScope, Training
 SCHEMA = 3
 
 # Versions of timing methods, by kind of case, at the end of Samples.method. A calibration may
-# have any of them; steps are timed by the first. train/1 did not soak, and left out what the host
+# have any of them; steps are timed by the first. train/1 did not soak, and left out what a host
 # does between two samples.
 METHOD_VERSIONS = {"op": (1, 2), "comm": (1,), "train": (2, 1), "replay": (1,)}
 

@@ -176,14 +176,13 @@ class OpFigures(Figures):
 
     @property
     def validity(self) -> str | None:
-        is_flushed = self.record.samples.method.startswith("event-flush")
-        is_in_cache = self.bound == "memory" and self._fits_caches(DEFEATED_CACHES)
+        needs_no_sets = self.record.samples.method.startswith(("event-flush", "event-hot"))
         return validity(
             [self.record.telemetry],
             self.spread_pct,
             above_limit=self.over_limit,
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
-            in_cache=bool(is_in_cache) and not is_flushed,
+            in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
         )
 
 

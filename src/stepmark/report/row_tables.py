@@ -6,9 +6,13 @@ from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
 from stepmark.core.columns import Column, Row, View, aligned, number, text
+from stepmark.report.outcomes import CACHE_NOT_DEFEATED
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+_MAX_NAMED = 8
 
 
 def print_rows(
@@ -24,10 +28,22 @@ def print_rows(
         _print_fitted(ran, console, columns)
     elif ran:
         print_lines(_plain_lines(ran, _fitting(ran, None, columns)), console)
+    print_lines(_cache_lines(ran), console)
     others = [row for row in table if row["status"] in ("skipped", "failed")]
     print_lines(
         (f"{row['status']}  {describe(row)}: {text(row, 'message')}" for row in others), console
     )
+
+
+def _cache_lines(ran: Sequence[Row]) -> list[str]:
+    """Return a line with the rows whose operands may come from the cache; none without any."""
+    rows = [row for row in ran if CACHE_NOT_DEFEATED in text(row, "validity").split(", ")]
+    if not rows:
+        return []
+    named = [*dict.fromkeys(f"{describe(row)} ({row['sets']} sets)" for row in rows)]
+    more = f", and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+    why = "all operand sets together do not exceed twice the cache"
+    return [f"{CACHE_NOT_DEFEATED}: {why}: {', '.join(named[:_MAX_NAMED])}{more}"]
 
 
 def print_lines(lines: Iterable[str], console: "Console") -> None:

@@ -12,7 +12,7 @@ import torch
 
 from stepmark.bench import clock as clocks
 from stepmark.bench.clock import BURST_IDLE_S, Effort, is_enough
-from stepmark.bench.context import MeasureContext, own_stream
+from stepmark.bench.context import MeasureContext, no_collection, own_stream, release
 from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.ranks import Ranks, agreed, measured_by
@@ -27,6 +27,7 @@ from stepmark.core.units import format_bytes
 # Work between two agreements of the ranks.
 _BATCH_S = {Rate.BURST: 20e-3, Rate.SUSTAINED: 0.1, Rate.HALF: 10e-3}
 _MAX_SETS = 128
+_MAX_CACHES = 64
 
 
 @dataclass(slots=True)
@@ -122,22 +123,20 @@ def _threads_of(case: OpCase, world: Ranks) -> Iterator[None]:
 
 def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) -> Measured:
     started_at, device = time.time(), context.ranks.device
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats(device)
     num_sets = _num_sets(case, impl, context)
-    sets: list[Call] = agreed(
-        context.ranks, lambda: [impl.make(case.op, device) for _ in range(num_sets)]
+    first, check, peak_bytes = agreed(context.ranks, lambda: _checked_set(case, impl, context))
+    others: list[Call] = agreed(
+        context.ranks, lambda: [impl.make(case.op, device) for _ in range(1, num_sets)]
     )
-    check: Check = agreed(context.ranks, sets[0].verify)
-    timer, estimate_s = _bind(case, impl, context, [item.run for item in sets])
+    timer, estimate_s = _bind(case, impl, context, [item.run for item in (first, *others)])
     sampler = Sampler(context.device_index)
     begin = time.monotonic()
     soak_s = 0.0
-    if case.rate is Rate.SUSTAINED:
-        soak_s = agreed(context.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
-    with sampler:
-        seconds = _collect(case, context, timer, estimate_s, effort)
+    with no_collection():
+        if case.rate is Rate.SUSTAINED:
+            soak_s = agreed(context.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
+        with sampler:
+            seconds = _collect(case, context, timer, estimate_s, effort)
     by_rank = context.ranks.gather((seconds, check, sampler.telemetry()))
     all_seconds, checks, telemetry = zip(*by_rank, strict=True)
     return Measured(
@@ -153,10 +152,31 @@ def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) 
         ),
         checks=checks,
         telemetry=telemetry,
-        backend_run=sets[0].backend_run,
-        peak_memory_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
+        backend_run=first.backend_run,
+        peak_memory_bytes=peak_bytes,
         started_at=started_at,
     )
+
+
+def _checked_set(
+    case: OpCase, impl: Impl, context: MeasureContext
+) -> tuple[Call, Check, int | None]:
+    """Return an operand set, its check, and the peak memory of a call on it; None on a CPU.
+
+    The peak is of its operands, results and workspace: the reference of the check is freed
+    before, and so are the workspaces of its products.
+    """
+    device = context.ranks.device
+    if device.type == "cpu":
+        call = impl.make(case.op, device)
+        return call, call.verify(), None
+    before_bytes = torch.cuda.memory_allocated(device)
+    call = impl.make(case.op, device)
+    check = call.verify()
+    release(context)
+    torch.cuda.reset_peak_memory_stats(device)
+    call.run()
+    return call, check, torch.cuda.max_memory_allocated(device) - before_bytes
 
 
 def _bind(
@@ -188,11 +208,19 @@ def _bind(
 
 
 def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
-    """Return the operand sets that exceed twice the cache, within half of free memory."""
-    per_set = case.op.memory_bytes
-    needed = max(2, math.ceil(2 * context.cache_bytes / max(per_set, 1)) + 1)
-    fitting = int(context.free_bytes() / 2 / max(per_set + impl.extra_bytes(case.op), 1))
-    return int(context.ranks.decide(lambda: max(1, min(needed, fitting, _MAX_SETS))))
+    """Return the operand sets of which calls touch more than twice the cache.
+
+    They take at most half of the free memory; a table of which a call reads few rows is not
+    copied beyond 64 caches.
+    """
+    op, cache_bytes = case.op, context.cache_bytes
+    if case.clock is ClockName.HOT and context.ranks.device.type != "cpu":
+        return 1
+    touched = min(op.memory_bytes, op.bytes_moved)
+    needed = max(2, math.ceil(2 * cache_bytes / max(touched, 1)) + 1)
+    largest = max(2, _MAX_CACHES * cache_bytes // max(op.memory_bytes, 1))
+    fitting = int(context.free_bytes() / 2 / max(op.memory_bytes + impl.extra_bytes(op), 1))
+    return int(context.ranks.decide(lambda: max(1, min(needed, largest, fitting, _MAX_SETS))))
 
 
 def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
