@@ -1,18 +1,24 @@
 """Replayed messages are the file's, in its order, and no schedule deadlocks."""
 
+import gc
 import itertools
 import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tests.bench.fakes import context
 from tests.bench.replay.replays_on_ranks import replay, verify_wrong_messages
 from tests.ranks_pool import Pool
 
+from stepmark.bench.replay.bench import ReplayBench
 from stepmark.bench.verify import TORCH_DTYPE
 from stepmark.cli import main
+from stepmark.core.plan import Entry, ReplayHow
 from stepmark.core.rank_program import check_ends, program
+from stepmark.core.replay_case import ReplayCase
 from stepmark.core.workload import CommOp, Workload
 from stepmark.workload.formats import native
 
@@ -113,6 +119,33 @@ def test_calls_are_those_of_the_file_in_its_order_and_every_schedule_ends(
                 # Where the host waits for each, all but sends have a time.
                 if is_message and step.op.collective != "send":  # type: ignore[union-attr]
                     assert timed, (words, step)
+
+
+class FakeEngine:
+    """An engine that notes whether garbage may be collected while it runs."""
+
+    blocked_s = 0.0
+
+    def __init__(self) -> None:
+        self.enabled: list[bool] = []
+
+    def run(self, _spans: object = None) -> None:
+        self.enabled.append(gc.isenabled())
+
+
+def test_nothing_is_collected_while_iterations_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = FakeEngine()
+    program = SimpleNamespace(steps=[], computation=SimpleNamespace(event_s=0.0))
+    monkeypatch.setattr(ReplayBench, "_prepare", lambda _self, _case: program)
+    monkeypatch.setattr(ReplayBench, "_engine", lambda _self, _program: engine)
+    case = ReplayCase(file="job.json", digest="0", num_ranks=1, device="cpu")
+    bench = ReplayBench(context(), ReplayHow(warmups=1, iterations=3, passes=2))
+    record = bench.measure(Entry(position=0, launch=1, case=case), None)
+    assert len(record.samples.seconds[0]) == 3
+    assert engine.enabled == [False] * 6
+    assert gc.isenabled()
 
 
 def test_wrong_data_is_found(files: dict[str, Path]) -> None:
