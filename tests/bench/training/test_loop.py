@@ -170,6 +170,53 @@ def test_time_in_no_sample_is_told(clock: FakeClock) -> None:
     assert work.samples.uncounted_s == 0.25 * (len(work.samples.seconds) - 1)
 
 
+class SlowEvent:
+    """An event of a device whose clock runs slower than the host's by one in 1024."""
+
+    clock: FakeClock
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at_s = -1.0
+
+    def record(self) -> None:
+        assert self.at_s < 0, "an event is recorded once"
+        self.at_s = self.clock.now_s * (1 - 2**-10)
+
+    def elapsed_time(self, end: "SlowEvent") -> float:
+        return 1e3 * (end.at_s - self.at_s)
+
+    def synchronize(self) -> None:
+        """The device has finished."""
+
+    def query(self) -> bool:
+        return True
+
+
+class OnDevice:
+    """A tensor that moves to a device that is not there."""
+
+    def to(self, *_place: object, **_how: object) -> "OnDevice":
+        return self
+
+
+def test_samples_of_a_device_are_compared_with_the_clock_of_the_host(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SlowEvent.clock = clock
+    monkeypatch.setattr(torch.cuda, "Event", SlowEvent)
+    gpu = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cuda", 0))
+    tensors: Any = itertools.repeat((OnDevice(), OnDevice()))
+    work = Loop(case(), FakeTrainer(clock), tensors, gpu)
+    work.first()
+    begin_s = clock.now_s
+    work.run(8, None)
+    taken = work.samples
+    assert taken.elapsed_s == clock.now_s - begin_s
+    assert sum(taken.seconds[1:]) == pytest.approx(taken.elapsed_s * (1 - 2**-10))
+    assert taken.uncounted_s == pytest.approx(taken.elapsed_s * 2**-10)
+
+
 @pytest.mark.parametrize("of", [case(), case(schedule=Schedule.MICRO, grad_accum=4)])
 def test_steady_samples_begin_after_the_soak(clock: FakeClock, of: TrainCase) -> None:
     work = made(clock, of, FakeTrainer(clock))
