@@ -35,6 +35,10 @@ def steady() -> Iterator[float]:
     return itertools.repeat(1e-3)
 
 
+def stepping() -> Iterator[float]:
+    return itertools.cycle((1e-3, 1.01e-3))
+
+
 def noisy(spread: float, seed: int = 1) -> Callable[[], Iterator[float]]:
     def times() -> Iterator[float]:
         rng = random.Random(seed)
@@ -81,7 +85,7 @@ def test_every_sample_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_steady_times_stop_early(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"good": impl()}, steady)
     record = one(gemm(), Effort(sample_s=30, soak_s=0))
-    assert len(record.samples.seconds[0]) == 10 * 100  # ten batches of 0.1 s, the fewest
+    assert len(record.samples.seconds[0]) == 5 * 100  # five batches of 0.1 s, all alike
 
 
 def test_noise_asks_for_more_until_it_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,9 +117,10 @@ def test_no_more_than_the_most_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_fewer_than_ten_batches_are_never_certain(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = install(monkeypatch, {"good": impl()}, steady, call_s=10.0)  # one sample a batch
+    """Unless they are alike: two steps of 1 % are not."""
+    made = install(monkeypatch, {"good": impl()}, stepping, call_s=10.0)  # one sample a batch
     record = one(gemm(), Effort(sample_s=60, soak_s=0))
-    assert len(record.samples.seconds[0]) == len(made[0].given) == 10
+    assert len(record.samples.seconds[0]) == len(made[0].given) >= 10
 
 
 def test_a_total_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,9 +135,9 @@ def test_a_total_budget_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     effort = Effort(sample_s=60, soak_s=60, target_ci_rel=0)
     records = run([gemm(size=16 * i) for i in range(1, 6)], effort, budget_s=1.0)
     assert time.monotonic() - begin < 5  # 1 s, and what a busy machine adds; not 5 x 120 s
-    soaks = [r.samples.soak_s for r in records if isinstance(r, Measured)]
-    assert len(soaks) == 5
-    assert all(0 < soak < 0.2 for soak in soaks)
+    walls = [r.samples.wall_s for r in records if isinstance(r, Measured)]
+    assert len(walls) == 5
+    assert all(0 < wall < 0.6 for wall in walls)
 
 
 def test_a_spent_budget_still_measures_each_case(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,6 +161,32 @@ def test_soak_runs_the_case_and_is_no_sample(monkeypatch: pytest.MonkeyPatch) ->
     assert 0.1 <= record.samples.soak_s < 1
     assert Counting.calls > 5
     assert one(gemm(rate=Rate.BURST), Effort(sample_s=0.05, soak_s=9)).samples.soak_s == 0
+
+
+def test_the_load_of_the_case_before_counts_as_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a pause it does not, and neither does that of bursts."""
+
+    class Slow(FakeTimer):
+        def sample(self, count: int) -> list[float]:
+            time.sleep(0.01)
+            return super().sample(count)
+
+    install(monkeypatch, {"good": impl()}, steady)
+    monkeypatch.setattr(clock, "choose", lambda *_, **__: Slow(steady()))
+    monkeypatch.setattr(operators, "_OWN_SOAK_S", 0.05)
+    effort = Effort(sample_s=0.2, soak_s=0.5)
+    begin = time.monotonic()
+    first, second = run([gemm(size=16), gemm(size=32)], effort)
+    assert isinstance(first, Measured)
+    assert isinstance(second, Measured)
+    assert first.samples.soak_s >= 0.5
+    assert second.samples.soak_s >= 0.5
+    assert second.samples.wall_s < 0.5, "it has only its own soak"
+    monkeypatch.setattr(operators, "_PAUSE_S", 0.0)
+    (_, again) = run([gemm(size=16), gemm(size=32)], effort)
+    assert isinstance(again, Measured)
+    assert again.samples.wall_s >= 0.5
+    assert time.monotonic() - begin < 20
 
 
 def test_alike_within_a_batch_is_not_certain(monkeypatch: pytest.MonkeyPatch) -> None:

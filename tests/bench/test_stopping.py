@@ -1,5 +1,7 @@
 """When a case is measured enough: budgets, and what counts as a sample."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,8 +37,18 @@ def test_batches_are_the_unit_of_what_is_sustained() -> None:
     steady = [[1.0] * 50] * 10
     drifting = [[1.0 + batch / 10] * 50 for batch in range(10)]
     assert is_enough(steady, 0.1, effort)
-    assert not is_enough(steady[:9], 0.1, effort)
     assert not is_enough(drifting, 0.1, effort)
+
+
+def test_a_device_that_swings_is_sampled_for_a_whole_swing() -> None:
+    """Half a swing may be 2 % off; batches that are all alike are not of a swing."""
+    effort = Effort(min_batches=10, target_ci_rel=0.01)
+    swing = [[1.0 + 0.005 * math.sin(2 * math.pi * batch / 10)] * 50 for batch in range(10)]
+    assert not is_enough(swing[:9], 0.1, effort)
+    assert is_enough(swing, 0.1, effort)
+    flat = [[1.0 + 0.0001 * batch] * 50 for batch in range(5)]
+    assert not is_enough(flat[:4], 0.1, effort)
+    assert is_enough(flat, 0.1, effort)
 
 
 def test_half_load_lasts_long_enough_for_its_power() -> None:

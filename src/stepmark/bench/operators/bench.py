@@ -27,7 +27,28 @@ from stepmark.core.units import format_bytes
 # Work between two agreements of the ranks.
 _BATCH_S = {Rate.BURST: 20e-3, Rate.SUSTAINED: 0.1, Rate.HALF: 10e-3}
 _MAX_SETS = 128
+# The load of earlier cases counts as soak if it ended less than this before.
+_PAUSE_S = 1.0
+# What a case soaks itself at least: a power cap lowers the clock within tenths of a second.
+_OWN_SOAK_S = 0.3
 _MAX_CACHES = 64
+
+
+@dataclass(slots=True)
+class Load:
+    """How long the device has been under full load, without a longer pause."""
+
+    _seconds: float = 0.0
+    _ended_s: float = -math.inf
+
+    def seconds(self) -> float:
+        """Return the seconds of load that still count."""
+        return self._seconds if time.monotonic() - self._ended_s < _PAUSE_S else 0.0
+
+    def ended(self, begin_s: float, before_s: float, *, is_full: bool) -> None:
+        """Count the load from begin_s on, after before_s of it. Others end it."""
+        self._ended_s = time.monotonic()
+        self._seconds = before_s + self._ended_s - begin_s if is_full else 0.0
 
 
 @dataclass(slots=True)
@@ -39,6 +60,7 @@ class OperatorBench(Bench):
     budget_s: float | None = None
     effort: Effort = field(init=False)
     _members: dict[int, Ranks | None] = field(default_factory=dict)
+    _load: Load = field(default_factory=Load)
     _overhead_s: float = 0.0  # spent on allocation, checks and compilation so far
     _num_measured: int = 0
 
@@ -95,7 +117,8 @@ class OperatorBench(Bench):
         context = replace(self.context, ranks=ranks, free_bytes=lambda: self._free_bytes(case))
         try:
             with own_stream(context):
-                record = _measure(case, IMPLS[case.family][case.backend], context, effort)
+                impl = IMPLS[case.family][case.backend]
+                record = _measure(case, impl, context, effort, self._load)
             timed_s = record.samples.wall_s
             return record
         finally:
@@ -121,7 +144,9 @@ def _threads_of(case: OpCase, world: Ranks) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) -> Measured:
+def _measure(
+    case: OpCase, impl: Impl, context: MeasureContext, effort: Effort, load: Load
+) -> Measured:
     started_at, device = time.time(), context.ranks.device
     num_sets = _num_sets(case, impl, context)
     first, check, peak_bytes = agreed(context.ranks, lambda: _checked_set(case, impl, context))
@@ -130,13 +155,16 @@ def _measure(case: OpCase, impl: Impl, context: MeasureContext, effort: Effort) 
     )
     timer, estimate_s = _bind(case, impl, context, [item.run for item in (first, *others)])
     sampler = Sampler(context.device_index)
-    begin = time.monotonic()
+    loaded_s = context.ranks.decide(load.seconds)
+    begin, is_full = time.monotonic(), case.rate is Rate.SUSTAINED
     soak_s = 0.0
     with no_collection():
-        if case.rate is Rate.SUSTAINED:
-            soak_s = agreed(context.ranks, lambda: _soak(timer, estimate_s, effort.soak_s))
+        if is_full:
+            own_s = min(effort.soak_s, max(_OWN_SOAK_S, effort.soak_s - loaded_s))
+            soak_s = loaded_s + agreed(context.ranks, lambda: _soak(timer, estimate_s, own_s))
         with sampler:
             seconds = _collect(case, context, timer, estimate_s, effort)
+    load.ended(begin, loaded_s, is_full=is_full)
     by_rank = context.ranks.gather((seconds, check, sampler.telemetry()))
     all_seconds, checks, telemetry = zip(*by_rank, strict=True)
     return Measured(
