@@ -12,7 +12,7 @@ from stepmark.core.case import Label, Rate
 from stepmark.core.columns import Row, View, number
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Phase
-from stepmark.core.record import Failed, Skipped
+from stepmark.core.record import Failed, Measured, Skipped
 from stepmark.report import row_tables
 from stepmark.report.op_columns import OP_COLUMNS, rows
 from stepmark.report.row_tables import print_rows
@@ -28,6 +28,8 @@ from .records import (
     measured,
     run_info,
 )
+
+SLIM = Gemm(m=8192, n=8192, k=4096)
 
 
 def one(*times_s: float, **more: object) -> Row:
@@ -98,7 +100,7 @@ def test_bound_is_the_longer_of_the_two_times(op: Gemm, bound: str) -> None:
 
 def test_a_wrong_result_sets_no_ceiling() -> None:
     wrong = measured(gemm(), 1e-9, num_wrong=1)
-    table = rows([wrong, measured(gemm(), 2e-3)], run_info())
+    table = rows([wrong, measured(gemm(SLIM), 2e-3)], run_info())
     assert [row["status"] for row in table] == ["wrong", "measured"]
     assert table[1]["ceiling"] == pytest.approx(table[1]["tflops"])
 
@@ -110,6 +112,39 @@ def test_slow_rank_stands_out() -> None:
     assert table[0]["time_s"] == 3e-3  # a job waits for its slowest rank
     assert [row["vs_median_rank"] for row in table[1:]] == [1, 1, 1.5, 1]
     assert table[1]["tflops"] == pytest.approx(1.5 * (number(table[0], "tflops") or 0))
+
+
+def launch(number: int, *times_s: float, num_wrong: int = 0) -> Measured:
+    record = measured(gemm(num_ranks=len(times_s)), *times_s, num_wrong=num_wrong)
+    return replace(record, launch=number)
+
+
+def test_launches_of_a_case_are_one_row() -> None:
+    table = rows([launch(n, t) for n, t in enumerate((2e-3, 9e-3, 3e-3), 1)], run_info())
+    (row,) = table
+    assert row["time_s"] == 3e-3  # the median of the launches' medians
+    assert row["launches"] == 3
+    assert row["n"] == 15
+    assert row["launch_spread_pct"] == pytest.approx(100 * 7 / 3)
+    assert row["mean_s"] == pytest.approx(14e-3 / 3)
+    assert "spread above 20 %" in str(row["validity"])
+    assert row["ceiling"] == row["tflops"], "that of the row, not of its fastest launch"
+
+
+def test_a_rank_of_launches_has_the_median_of_its_own() -> None:
+    records = [launch(1, 1e-3, 2e-3), launch(2, 3e-3, 1e-3), launch(3, 4e-3, 9e-3)]
+    table = rows(records, run_info(2))
+    assert [row["rank"] for row in table] == [None, 0, 1]
+    assert [row["time_s"] for row in table] == [3e-3, 3e-3, 2e-3]
+
+
+def test_a_wrong_or_failed_launch_shows_in_the_row() -> None:
+    (row,) = rows([launch(1, 1e-3), launch(2, 1e-3, num_wrong=7)], run_info())
+    assert (row["status"], row["num_wrong"]) == ("wrong", 7)
+    failed = Failed(run_id=RUN_ID, case=gemm(), cause="oom", message="no", ranks=(0,), launch=2)
+    (row,) = rows([launch(1, 1e-3), failed], run_info())
+    assert (row["status"], row["launches"]) == ("measured", 1)
+    assert row["message"] == "launch 2: oom: no"
 
 
 def test_one_row_per_label() -> None:
@@ -125,7 +160,7 @@ def test_one_row_per_label() -> None:
 def test_skipped_and_failed_keep_their_reason() -> None:
     run = run_info()
     skipped = Skipped(run_id=RUN_ID, case=gemm(), reason="needs 200 GiB")
-    failed = Failed(run_id=RUN_ID, case=gemm(), cause="oom", message="tried 9", ranks=(0,))
+    failed = Failed(run_id=RUN_ID, case=gemm(SLIM), cause="oom", message="tried 9", ranks=(0,))
     table = rows([skipped, failed], run, device=made_up_device())
     assert [row["status"] for row in table] == ["skipped", "failed"]
     assert [row["message"] for row in table] == ["needs 200 GiB", "oom: tried 9"]
@@ -142,7 +177,7 @@ def test_short_soak_is_said() -> None:
     table = rows(
         [
             measured(gemm(), 1e-3, soak_s=0.4),
-            measured(gemm(), 1e-3, soak_s=2.0),
+            measured(gemm(SLIM), 1e-3, soak_s=2.0),
             measured(gemm(rate=Rate.BURST), 1e-3, soak_s=0.0),
         ],
         run,

@@ -2,6 +2,7 @@
 
 import csv
 import io
+from dataclasses import replace
 
 import pytest
 
@@ -33,8 +34,10 @@ def test_param_gemm_equals_the_sample() -> None:
     records = []
     for (m, n, k), rate in rates.items():
         op = Gemm(m=m, n=n, k=k, dtype=DType.FP32, layout=Layout.NN)
-        records.append(measured(gemm(op), op.flops / (rate * 1e12)))
-    run = run_info(dataset="A", warmups="10")  # 5 samples of 20 calls are its 100 steps
+        record = measured(gemm(op), op.flops / (rate * 1e12))
+        samples = replace(record.samples, warmup_calls=10)
+        records.append(replace(record, samples=samples))
+    run = run_info(dataset="A")  # 5 samples of 20 calls are its 100 steps
     assert as_text(STYLES["param"](records, run)) == PARAM_SAMPLE
 
 

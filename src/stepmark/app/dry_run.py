@@ -36,6 +36,9 @@ def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
         sys.stdout.flush()
     count = f"{len(cases)} case{'s' if len(cases) != 1 else ''}"
     count += f", {len(rows)} rows" if len(rows) != len(cases) else ""
+    launches = max(entry.launch for entry in plan.entries)
+    is_repeated = launches > 1 and len(plan.entries) == launches * len(cases)
+    count += f", in {launches} launches" if is_repeated else ""
     sys.stderr.write(f"{count}; none was run\n")
 
 

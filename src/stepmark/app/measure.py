@@ -54,6 +54,7 @@ def measure(
 
     def prepare() -> tuple[Plan, Path]:
         plan = make_plan()
+        _check_processes(plan)
         if resume:
             run = find_run(root, resume)
             plan = _check_continued(plan, run, force=force)
@@ -109,6 +110,7 @@ def resume(options: ResumeOptions) -> int:
             allowed = f"a run with a plan; an older release wrote this one. Use: {command}"
             raise ConfigError("run", name, allowed)
         plan = plans.read(run)
+        _check_processes(plan)
         predictions.read(run)  # refused where it was changed
         num_ranks = machine(plan.device).num_ranks(str(plan.world_size))
         if num_ranks != plan.world_size:
@@ -130,6 +132,15 @@ def show_run(run: Path, code: int) -> int:
     plan = plans.read(run)
     show: Show = load(SHOW[plan.command])
     return show(run, plan.options, code)
+
+
+def _check_processes(plan: Plan) -> None:
+    """Raise ConfigError for launches of operators that would share a launcher's processes."""
+    operators = (entry.launch for entry in plan.entries if entry.case.kind == "op")
+    launches = max(operators, default=1)
+    if launches > 1 and outer_launcher.is_rank():
+        allowed = "1 under torchrun, srun or mpirun: a launch of operators is a new process"
+        raise ConfigError("launches", launches, allowed)
 
 
 def _create_run(plan: Plan, root: Path) -> Path:

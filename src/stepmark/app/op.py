@@ -53,7 +53,7 @@ def execute(make_cases: Plans, options: OpOptions) -> int:
 
 def plan(cases: Sequence[OpCase], options: OpOptions, *, how: OpHow | None = None) -> Plan:
     """Return the plan of these cases. Raises ConfigError."""
-    how = how or OpHow(budget_s=options.budget)
+    how = how or OpHow(budget_s=options.budget, steps=options.steps, warmups=options.warmups)
     dataset = options.field("dataset")
     return Plan(
         command="op",
@@ -62,14 +62,18 @@ def plan(cases: Sequence[OpCase], options: OpOptions, *, how: OpHow | None = Non
         device=cases[0].device,
         world_size=max(case.num_ranks for case in cases),
         how=How(op=dataclasses.replace(how, timeout_s=options.timeout or how.timeout_s)),
-        entries=entries(cases),
+        entries=entries(cases, options.launches),
         settings={"dataset": dataset.upper()} if dataset else {},
         notes=file_notes(options.field("model")),
     )
 
 
 def check(options: OpOptions) -> None:
-    """Validate --style before measuring. Raises ConfigError."""
+    """Validate options before measuring. Raises ConfigError."""
+    for name in ("steps", "warmups"):
+        if options.budget and getattr(options, name):
+            allowed = f"it cannot be combined with --{name}, which fixes how long a case takes"
+            raise ConfigError("budget", f"{options.budget:g}s", allowed)
     if options.style and not options.dry_run and options.style not in styles.STYLES:
         raise ConfigError("style", options.style, f"one of {', '.join(styles.STYLES)}")
 
@@ -126,7 +130,8 @@ def find_max(options: FamilyOptions) -> int:
         return execute(lambda _: [case for search in searches for case in search], options)
     codes: list[int] = []
     for search in searches:
-        first = plan(search, options, how=OpHow(soak_s=0.1, sample_s=0.1))
+        brief = dataclasses.replace(options, launches=1)
+        first = plan(search, brief, how=OpHow(soak_s=0.1, sample_s=0.1))
         code, path = measure_quietly(first, options.out, {"stage": "search"})
         if code not in (0, 3):
             return worst(0, *codes, code)

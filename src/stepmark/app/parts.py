@@ -30,6 +30,7 @@ from stepmark.core.workload import CommOp, ComputeOp, Workload
 from stepmark.predict import contention, power, step
 from stepmark.predict.comm import CommCosts
 from stepmark.predict.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
+from stepmark.report.launches import OpLaunches, pooled
 from stepmark.trace.kineto.arrivals import RankParts, rank_parts
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
@@ -104,7 +105,10 @@ def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Pa
         if not is_host:
             host_s = _host_times(steps, case, notes)
         memory = list(_memory(steps, case))
-    times = {record.operator.op: median_s(record) for record in _operators(records)}
+    times = {
+        launches.case.op: launches.time_s
+        for launches in pooled(_operators(records), OpLaunches)
+    }
     compute.append(OperatorCosts(times))
     first = run.info.environment.devices[0]
     return Parts(

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from stepmark.core.ops import Op
 from stepmark.core.options import load
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.report.launches import Launches, OpLaunches, pooled
 from stepmark.store.reader import (
     Run,
     find_run,
@@ -108,9 +110,9 @@ def reference(run: RunInfo) -> Mapping[str, float]:
         if other.run_id == run.run_id or {d.name for d in other.environment.devices} != names:
             continue
         seconds |= {
-            record.case.case_id: median_s(record)
-            for record in latest(read_records(path))
-            if isinstance(record, Measured) and not record.num_wrong
+            launches.case.case_id: launches.time_s
+            for launches in pooled(latest(read_records(path)), Launches)
+            if launches.measured and not launches.num_wrong
         }
     return seconds
 
@@ -127,13 +129,11 @@ def operator_samples(runs: Path, name: str) -> tuple[Run, dict[Op, list[float]]]
     """
     run = read_aloud(find_run(runs, name))
     samples: dict[Op, list[float]] = {}
-    for record in run.latest:
-        if not isinstance(record, Measured) or not isinstance(record.case, OpCase):
+    operators = (record for record in run.latest if isinstance(record.case, OpCase))
+    for launches in pooled(operators, OpLaunches):
+        if not launches.measured or launches.num_wrong:
             continue
-        if record.num_wrong or not record.samples.seconds:
-            continue
-        slowest = slowest_per_sample(record.samples.seconds)
-        op = record.case.op
+        slowest, op = list(chain(*launches.slowest_s)), launches.case.op
         samples[op] = min(samples.get(op, slowest), slowest, key=lambda s: summarize(s).median)
     return run, samples
 

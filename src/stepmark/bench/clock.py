@@ -278,12 +278,13 @@ FLAT_BATCHES, FLAT_SHARE = 5, 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effort:
-    """Duration of a case's samples, and the precision of their median."""
+    """Duration of a case's samples, and the precision of their median, or their number."""
 
     sample_s: float = 3.0  # wall seconds of sampling at most
     soak_s: float = SOAK_S
     target_ci_rel: float = 0.01  # half-width of the median's 95 % interval
     min_batches: int = MIN_BATCHES
+    num_samples: int | None = None  # exactly so many, however long they take
 
     def shortened(self, usable_s: float) -> "Effort":
         """Return an effort whose soak and samples fit in `usable_s`."""
@@ -298,10 +299,12 @@ def is_enough(
     batches: list[list[float]], spent_s: float, effort: Effort, rate: Rate = Rate.SUSTAINED
 ) -> bool:
     """Return whether samples suffice. batches: the slowest rank's seconds per sample."""
+    count = sum(map(len, batches))
+    if effort.num_samples is not None:
+        return count >= effort.num_samples
     burst = rate is Rate.BURST
     # A burst idles a second per 20 ms of work, so its budget is counted in bursts.
     limit = effort.sample_s + 4 * BURST_IDLE_S if burst else effort.sample_s
-    count = sum(map(len, batches))
     if spent_s >= limit or count >= MAX_SAMPLES:
         return True
     if burst:

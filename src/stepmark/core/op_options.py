@@ -56,6 +56,16 @@ class Timing:
 
     clock: ClockName = flag(f"timing method: {', '.join(ClockName)}", default=ClockName.AUTO)
     rate: Rate | None = flag("sustained, burst, or half: 10 ms of work, 10 ms idle [sustained]")
+    launches: Annotated[int, between(1, 100)] = flag(
+        "times that every case is measured, each time in new processes", default=1
+    )
+    steps: Annotated[int, between(1, 10**6)] | None = flag(
+        "samples; one is the mean of k calls, about 1 ms (event-flush: of one call) "
+        "[until the median is within 0.3 %, at most 3 s]"
+    )
+    warmups: Annotated[int, between(1, 10**6)] | None = flag(
+        "calls before the first sample [a soak of 2 s]"
+    )
 
 
 @group

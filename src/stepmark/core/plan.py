@@ -26,8 +26,9 @@ class Profile(StrEnum):
 class Entry:
     """One case to measure in one launch. The position is its index in the plan.
 
-    Entries of one launch share communicators; a new launch makes them anew. profile: of a
-    training step, where TrainHow.profile asks for none.
+    Entries of one launch share processes and communicators; a new launch has new ones, the
+    processes only where stepmark started them. profile: of a training step, where
+    TrainHow.profile asks for none.
     """
 
     position: int
@@ -38,12 +39,17 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpHow:
-    """How operators are measured. The budget is for all operators of the plan together."""
+    """How operators are measured. The budget is for all operators of the plan together.
+
+    steps: samples; None: until the median is sure. warmups: calls in place of the soak.
+    """
 
     budget_s: float | None = None
     timeout_s: float = 600.0  # a case that takes longer has failed
     soak_s: float = SOAK_S
     sample_s: float = 3.0  # wall seconds of sampling at most
+    steps: int | None = None
+    warmups: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,7 +27,8 @@ class Samples:
     method: str  # clock name and version, e.g. "graph-rotate/1"
     calls_per_sample: int = 1
     num_sets: int = 1  # operand sets the calls rotate over
-    soak_s: float = 0.0  # duration of the soak before the first sample
+    soak_s: float = 0.0  # duration of the soak, or of warm-up calls, before the first sample
+    warmup_calls: int = 0  # a fixed number of calls in place of the soak; 0: none
     wall_s: float = 0.0  # wall time of soak and samples together
     # Set if the samples are in a .npy file next to the records.
     file: str = ""

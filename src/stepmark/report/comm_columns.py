@@ -31,12 +31,11 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.record import Record, RunInfo, Telemetry
 from stepmark.core.stats import Summary, quantile, summarize
 from stepmark.core.units import GB, format_bytes
+from stepmark.report.launches import CommLaunches, pooled
 from stepmark.report.outcomes import (
     LIMIT_SLACK,
-    Launches,
     megahertz,
     percent,
-    pooled,
     spread_pct,
     throttle_reasons,
     validity,
@@ -56,7 +55,7 @@ _IN_NETWORK = {
 class CommOutcome:
     """A case with all its launches, compared with a device. Times are the slowest rank's."""
 
-    launches: Launches
+    launches: CommLaunches
     run: RunInfo
     device: DeviceSpec | None
 
@@ -64,9 +63,9 @@ class CommOutcome:
     def case(self) -> CommCase:
         return self.launches.case
 
-    @cached_property
+    @property
     def time_s(self) -> float:
-        return median(self.launches.launch_medians_s)
+        return self.launches.time_s
 
     @cached_property
     def samples(self) -> list[float]:
@@ -299,7 +298,11 @@ def rows(
     records: Iterable[Record], run: RunInfo, device: DeviceSpec | None = None
 ) -> list[Row]:
     """Return one flat row per case of communication."""
-    outcomes = [CommOutcome(launches=each, run=run, device=device) for each in pooled(records)]
+    collectives = (record for record in records if isinstance(record.case, CommCase))
+    outcomes = [
+        CommOutcome(launches=each, run=run, device=device)
+        for each in pooled(collectives, CommLaunches)
+    ]
     table = rows_of(COMM_COLUMNS, outcomes)
     alone = {str(row["case_id"]): number(row, "time_s") for row in table}
     for case, row in zip((outcome.case for outcome in outcomes), table, strict=True):

@@ -1,8 +1,8 @@
 """Columns of the rows of operators, and the figures in them.
 
-One row per (record, label); a record without labels gives one. `rank` is None in the row of
-all ranks (the slowest of them in each sample). With several ranks, one row per rank follows
-it, so that a slow device stands out in `vs_median_rank`.
+One row per (case, label), its launches pooled; a case without labels gives one. `rank` is None
+in the row of all ranks (the slowest of them in each sample). With several ranks, one row per
+rank follows it, so that a slow device stands out in `vs_median_rank`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -31,6 +31,7 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.ops import EmbeddingBag, Phase
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.units import GB, TFLOP
+from stepmark.report.launches import OpLaunches, pooled
 from stepmark.report.outcomes import (
     CACHES,
     DEFEATED_CACHES,
@@ -38,11 +39,9 @@ from stepmark.report.outcomes import (
     Ceilings,
     Figures,
     measured_ceilings,
-    message_of,
     num_wrong,
     percent,
     ratio,
-    status_of,
     validity,
 )
 
@@ -62,15 +61,19 @@ class OpFigures(Figures):
 
     @property
     def num_wrong(self) -> int | None:
-        return num_wrong(self.record, self.rank)
+        counts = [num_wrong(record, self.rank) for record in self.records]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
 
     @property
     def max_rel_err(self) -> float | None:
-        return max((check.max_rel_err for check in self.own(self.record.checks)), default=None)
+        checks = (check for record in self.records for check in self.own(record.checks))
+        return max((check.max_rel_err for check in checks), default=None)
 
     @property
     def rate(self) -> str:
-        soak_s, rate = self.record.samples.soak_s, self.record.operator.rate
+        soak_s = min(record.samples.soak_s for record in self.records)
+        rate = self.record.operator.rate
         if rate is Rate.SUSTAINED and soak_s < SOAK_S:
             # Not called sustained: the device may be cooler than a long job would have it.
             return f"short soak {soak_s:.1f} s"
@@ -167,19 +170,36 @@ class OpFigures(Figures):
 
         Caches serve indices from a Zipf distribution, whatever the size of the table.
         """
-        op, samples = self.record.operator.op, self.record.samples
+        op = self.record.operator.op
         cache_bytes = self.device.last_level_cache_bytes if self.device else None
         if not cache_bytes or (isinstance(op, EmbeddingBag) and op.alpha > 0):
             return None
-        touched = min(op.memory_bytes, op.bytes_moved) * samples.num_sets
+        touched = min(op.memory_bytes, op.bytes_moved) * self.num_sets
         return touched <= number * cache_bytes
+
+    @property
+    def num_sets(self) -> int:
+        return min(record.samples.num_sets for record in self.records)
+
+    @property
+    def calls_per_sample(self) -> int:
+        return min(record.samples.calls_per_sample for record in self.records)
+
+    @property
+    def method(self) -> str:
+        return _joined(record.samples.method for record in self.records)
+
+    @property
+    def backend_run(self) -> str:
+        return _joined(record.backend_run for record in self.records)
 
     @property
     def validity(self) -> str | None:
         needs_no_sets = self.record.samples.method.startswith(("event-flush", "event-hot"))
         return validity(
-            [self.record.telemetry],
+            [record.telemetry for record in self.records],
             self.spread_pct,
+            self.launch_spread_pct,
             above_limit=self.over_limit,
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
             in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,
@@ -188,20 +208,22 @@ class OpFigures(Figures):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpOutcome:
-    """A row: a record under one label, and its figures if it was measured."""
+    """A row: a case under one label, and its figures if it was measured."""
 
-    record: Record
+    launches: OpLaunches
     label: Label
     run: RunInfo
     figures: OpFigures | None
 
     @property
     def case(self) -> OpCase:
-        return self.record.operator
+        return self.launches.case
 
     @property
     def status(self) -> str:
-        return status_of(self.record, self.figures.num_wrong if self.figures else None)
+        """Return the outcome in one word; a rank with right results is not wrong."""
+        is_right = self.figures and not self.figures.num_wrong
+        return "measured" if is_right else self.launches.status
 
     @property
     def phase(self) -> str | None:
@@ -217,6 +239,10 @@ class OpOutcome:
     def intensity(self) -> float | None:
         op = self.case.op
         return op.flops / op.bytes_moved or None if op.bytes_moved else None
+
+
+def _joined(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
 
 
 def figure(of: Callable[[OpFigures], object]) -> Callable[[OpOutcome], object]:
@@ -244,7 +270,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: command_of(o.case)),
-    Column("backend_run", figure(lambda f: f.record.backend_run or None), TEXT, "ran as", PAGE),
+    Column("backend_run", figure(lambda f: f.backend_run or None), TEXT, "ran as", PAGE),
     Column("rank", figure(lambda f: f.rank), COUNT, "", SHOWN),
     Column("time_s", figure(lambda f: f.times.median), SECONDS, "time", SHOWN),
     Column("mean_s", figure(lambda f: f.times.mean), SECONDS, "mean", PAGE),
@@ -259,6 +285,17 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
         3,
     ),
     Column("n", figure(lambda f: f.times.n), COUNT, "", PAGE),
+    Column("calls_per_sample", figure(lambda f: f.calls_per_sample), COUNT),
+    Column("warmup_calls", figure(lambda f: f.record.samples.warmup_calls or None), COUNT),
+    Column("launches", figure(lambda f: len(f.records)), COUNT, "", SHOWN, 6),
+    Column(
+        "launch_spread_pct",
+        figure(lambda f: f.launch_spread_pct),
+        PERCENT,
+        "spread of launches %",
+        SHOWN,
+        2,
+    ),
     Column("vs_median_rank", figure(lambda f: f.vs_median_rank), RATIO, "/ median rank", SHOWN),
     Column("tflops", figure(lambda f: f.flops_per_s / TFLOP or None), NUMBER, "TFLOP/s", SHOWN),
     Column("gb_per_s", figure(lambda f: f.bytes_per_s / GB), NUMBER, "GB/s", SHOWN, 1),
@@ -271,12 +308,12 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("max_rel_err", figure(lambda f: f.max_rel_err), ERROR, "rel. err", SHOWN, 5),
     Column("num_wrong", figure(lambda f: f.num_wrong), COUNT, "#wrong", PAGE),
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", PAGE),
-    Column("power_w", figure(lambda f: f.state and f.state.power_w), NUMBER, "W", PAGE),
+    Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", PAGE),
     Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", PAGE),
-    Column("method", figure(lambda f: f.record.samples.method), views=PAGE),
+    Column("method", figure(lambda f: f.method), views=PAGE),
     Column("pct_reference", figure(lambda f: f.pct_reference), PERCENT, "% ref", SHOWN, 1),
     Column("over_limit", figure(lambda f: f.over_limit), FLAG),
-    Column("message", lambda o: None if o.figures else message_of(o.record)),
+    Column("message", lambda o: o.launches.message),
     Column("status", lambda o: o.status, views=SHOWN),
     Column(
         "rate",
@@ -285,7 +322,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
         leaves=7,
     ),
     Column("validity", figure(lambda f: f.validity), views=SHOWN),
-    Column("sets", figure(lambda f: f.record.samples.num_sets), COUNT, views=SHOWN, leaves=8),
+    Column("sets", figure(lambda f: f.num_sets), COUNT, views=SHOWN, leaves=8),
 )
 
 
@@ -296,28 +333,28 @@ def rows(
     device: DeviceSpec | None = None,
     reference: Mapping[str, float] | None = None,
 ) -> list[Row]:
-    """Return one flat row per (record, label), and per rank where there are several."""
+    """Return one flat row per (case, label), and per rank where there are several."""
     operators = [record for record in records if isinstance(record.case, OpCase)]
     ceilings = measured_ceilings(operators)
 
     def outcomes() -> Iterator[OpOutcome]:
-        for record in operators:
-            for figures in figures_of(record):
-                for label in record.operator.labels or (Label(),):
-                    yield OpOutcome(record=record, label=label, run=run, figures=figures)
+        for launches in pooled(operators, OpLaunches):
+            for figures in figures_of(launches.measured):
+                for label in launches.case.labels or (Label(),):
+                    yield OpOutcome(launches=launches, label=label, run=run, figures=figures)
 
-    def figures_of(record: Record) -> Iterator[OpFigures | None]:
+    def figures_of(measured: tuple[Measured, ...]) -> Iterator[OpFigures | None]:
         """Yield figures of all ranks together, then of each; None without samples."""
-        if not isinstance(record, Measured) or not any(record.samples.seconds):
+        if not measured:
             yield None
             return
-        num_ranks = len(record.samples.seconds)
+        num_ranks = len(measured[0].samples.seconds)
         for rank in (None, *range(num_ranks)) if num_ranks > 1 else (None,):
             yield OpFigures(
-                record=record,
+                records=measured,
                 rank=rank,
                 run=run,
-                device=device if record.operator.device != "cpu" else None,
+                device=device if measured[0].operator.device != "cpu" else None,
                 ceilings=ceilings,
                 reference=reference or {},
             )

@@ -1,17 +1,15 @@
-"""Figures that rows of operators, collectives and training share, and pooled launches."""
+"""Figures that rows of operators, collectives and training share."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import TypeVar
 
-from stepmark.core.collectives import FACTS
-from stepmark.core.comm_case import CommCase
 from stepmark.core.dtypes import DType
-from stepmark.core.record import Failed, Measured, Record, Skipped, Telemetry
+from stepmark.core.record import Measured, Record, Telemetry
 from stepmark.core.stats import Summary, slowest_per_sample, summarize
+from stepmark.report.launches import OpLaunches, launch_spread_pct, pooled, rank_medians_s
 
 # A figure may exceed a data sheet's rounding, not its hardware.
 LIMIT_SLACK = 1.01
@@ -45,11 +43,10 @@ def measured_ceilings(records: Iterable[Record]) -> Ceilings:
     flops_per_s: dict[tuple[str, DType], float] = {}
     bytes_per_s: dict[str, float] = {}
     cases: dict[object, str] = {}
-    for record in records:
-        if not isinstance(record, Measured) or record.num_wrong or not record.samples.seconds:
+    for launches in pooled(records, OpLaunches):
+        if not launches.measured or launches.num_wrong:
             continue
-        case, op = record.operator, record.operator.op
-        time_s = summarize(slowest_per_sample(record.samples.seconds)).median
+        case, op, time_s = launches.case, launches.case.op, launches.time_s
         if case.family in MATMULS:
             key, rate = (case.device, op.dtype), op.flops / time_s
             if rate > flops_per_s.get(key, 0.0):
@@ -64,17 +61,6 @@ def measured_ceilings(records: Iterable[Record]) -> Ceilings:
 def status_of(record: Record, num_wrong: int | None) -> str:
     """Return the outcome of a case in one word."""
     return "wrong" if num_wrong else record.kind
-
-
-def message_of(record: Record) -> str:
-    """Return why a record has no figures."""
-    match record:
-        case Skipped():
-            return record.reason
-        case Failed():
-            return f"{record.cause}: {record.message}"
-        case Measured():
-            return f"samples in {record.samples.file or 'no file'}"
 
 
 def num_wrong(record: Measured, rank: int | None = None) -> int | None:
@@ -98,22 +84,22 @@ def percent(value: float | None, base: float | None) -> float | None:
     return 100 * value / base if value is not None and base else None
 
 
-def is_beyond_chance(count: int, n: int, p: float) -> bool:
-    """Return whether `count` of n is three standard deviations above a binomial's mean."""
-    return count > n * p + 3 * math.sqrt(n * p * (1 - p))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Figures of a measured case, of all ranks together (rank None) or of one."""
+    """Figures of a case measured in launches, of all ranks together (rank None) or of one."""
 
-    record: Measured
+    records: tuple[Measured, ...]
     rank: int | None
+
+    @property
+    def record(self) -> Measured:
+        """Return the record of the first launch."""
+        return self.records[0]
 
     @cached_property
     def medians(self) -> list[float]:
-        """Return the median of each rank."""
-        return [summarize(values).median for values in self.record.samples.seconds]
+        """Return the median of each rank, over launches the median of theirs."""
+        return rank_medians_s(self.records)
 
     @cached_property
     def shown(self) -> int:
@@ -121,31 +107,53 @@ class Figures:
         return self.medians.index(max(self.medians)) if self.rank is None else self.rank
 
     @cached_property
+    def launch_times(self) -> list[Summary]:
+        """Return the times of each launch."""
+        return [summarize(values) for values in self._seconds]
+
+    @cached_property
     def times(self) -> Summary:
-        seconds = self.record.samples.seconds
-        return summarize(
+        """Return the times of all samples; the median is that of the launches' medians."""
+        together = summarize([value for values in self._seconds for value in values])
+        return replace(together, median=median(times.median for times in self.launch_times))
+
+    @cached_property
+    def _seconds(self) -> list[Sequence[float]]:
+        matrices = (record.samples.seconds for record in self.records)
+        return [
             slowest_per_sample(seconds) if self.rank is None else seconds[self.rank]
-        )
+            for seconds in matrices
+        ]
 
     @property
     def spread_pct(self) -> float | None:
         return spread_pct(self.times)
 
-    @cached_property
-    def state(self) -> Telemetry | None:
-        """Return the state of the shown rank's device; None where it was not read."""
-        states = self.record.telemetry
-        return states[self.shown] if self.shown < len(states) else None
+    @property
+    def launch_spread_pct(self) -> float | None:
+        return launch_spread_pct([times.median for times in self.launch_times])
+
+    def state(self, name: str) -> float | None:
+        """Return a reading of the shown rank's device: the median of launches."""
+        states = [record.telemetry[self.shown : self.shown + 1] for record in self.records]
+        readings = (getattr(state, name) for of_launch in states for state in of_launch)
+        values = [value for value in readings if value is not None]
+        return median(values) if values else None
 
     @property
     def clock_mhz(self) -> float | None:
         """Return the clock while the samples ran."""
-        return megahertz(self.state.sm_clock_hz) if self.state else None
+        return megahertz(self.state("sm_clock_hz"))
 
     @property
     def throttle(self) -> str | None:
         """Return why the rank's device was slowed; of all ranks, why any was."""
-        return throttle_reasons(self.own(self.record.telemetry)) if self.state else None
+        return throttle_reasons(
+            state
+            for record in self.records
+            if self.shown < len(record.telemetry)
+            for state in self.own(record.telemetry)
+        )
 
     def own(self, by_rank: Sequence[T]) -> Sequence[T]:
         """Return the values of this rank, or of all."""
@@ -189,159 +197,3 @@ def validity(
 
 def throttle_reasons(states: Iterable[Telemetry]) -> str | None:
     return ", ".join(sorted({reason for state in states for reason in state.throttle})) or None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launches:
-    """One case, measured in several launches.
-
-    Samples of one launch are not independent: the time is the median of launches' medians.
-    """
-
-    case: CommCase
-    measured: tuple[Measured, ...]
-    others: tuple[Skipped | Failed, ...]
-
-    @property
-    def num_wrong(self) -> int | None:
-        """Return wrong elements over ranks and launches; None where no launch was checked."""
-        checks = [check for record in self.measured for check in record.checks]
-        return sum(check.num_wrong for check in checks) if checks else None
-
-    @property
-    def status(self) -> str:
-        if self.measured:
-            return "wrong" if self.num_wrong else "measured"
-        failed = any(isinstance(record, Failed) for record in self.others)
-        return "failed" if failed else "skipped"
-
-    @property
-    def message(self) -> str | None:
-        """Return why the case, or one launch of it, has no samples."""
-        text = "; ".join(dict.fromkeys(map(message_of, self.others))) or None
-        if text and self.measured:
-            numbers = ", ".join(str(record.launch) for record in self.others)
-            return f"launch {numbers}: {text}"
-        return text
-
-    @cached_property
-    def slowest_s(self) -> list[list[float]]:
-        """Return by launch the slowest rank's time of each sample."""
-        return [slowest_per_sample(record.samples.seconds) for record in self.measured]
-
-    @cached_property
-    def launch_medians_s(self) -> list[float]:
-        return [summarize(values).median for values in self.slowest_s]
-
-    @cached_property
-    def rank_medians_s(self) -> list[float]:
-        """Return medians by rank, in the order of case.members."""
-        by_launch = [
-            [summarize(values).median for values in record.samples.seconds]
-            for record in self.measured
-        ]
-        return [median(values) for values in zip(*by_launch, strict=True)]
-
-    @property
-    def time_min_s(self) -> float | None:
-        """Return the time of the fastest rank, which waits least for others."""
-        if not FACTS[self.case.collective].synchronizing or not self.measured:
-            return None
-        by_launch: list[float] = [
-            median(map(min, zip(*record.samples.seconds, strict=True)))
-            for record in self.measured
-        ]
-        return median(by_launch)
-
-    @property
-    def launch_spread_pct(self) -> float | None:
-        """Return (max - min) / median of the launches' medians."""
-        if len(self.measured) < 2:
-            return None
-        medians = self.launch_medians_s
-        return 100 * (max(medians) - min(medians)) / median(medians)
-
-    def waited_for(self) -> tuple[int, float] | None:
-        """Return the world rank that delays the others of its communicator, and how long.
-
-        Where no rank can finish before all have started, the last one has the shortest time;
-        the median of the others exceeds it by the delay. None where ranks do not wait, and
-        where it is not the fastest more often than by chance.
-        """
-        if not FACTS[self.case.collective].synchronizing or len(self.rank_medians_s) < 2:
-            return None
-        of_rank = dict(zip(self.case.members, self.rank_medians_s, strict=True))
-        delays = []
-        for ranks in self.case.communicators:
-            last = min(ranks, key=of_rank.__getitem__)
-            others = [of_rank[rank] for rank in ranks if rank != last]
-            if self._is_often_fastest(last, ranks):
-                delays.append((median(others) - of_rank[last], last))
-        return max(delays)[::-1] if delays else None
-
-    def _is_often_fastest(self, rank: int, among: tuple[int, ...]) -> bool:
-        """Return whether this rank has the shortest time more often than by chance."""
-        places = [self.case.members.index(member) for member in among]
-        place = self.case.members.index(rank)
-        columns = [
-            column
-            for record in self.measured
-            for column in zip(*record.samples.seconds, strict=True)
-        ]
-        fastest = sum(min(column[i] for i in places) == column[place] for column in columns)
-        return is_beyond_chance(fastest, len(columns), 1 / len(places))
-
-    def late_s(self) -> float | None:
-        """Return how long after the first rank the last one began a batch: a median.
-
-        None where the clocks of the hosts are not known to agree better than that.
-        """
-        late: list[float] = []
-        error = 0.0
-        for record in self.measured:
-            arrivals = record.arrivals
-            if arrivals is None or not arrivals.late_s:
-                continue
-            if arrivals.error_s is None:
-                return None
-            error = max(error, arrivals.error_s)
-            late += slowest_per_sample(arrivals.late_s)
-        if not late:
-            return None
-        middle = median(late)
-        return None if middle < error else middle
-
-    def issue_s(self) -> float | None:
-        """Return host seconds to issue one call, of the slowest rank."""
-        by_launch = [
-            max(record.arrivals.issue_s)
-            for record in self.measured
-            if record.arrivals and record.arrivals.issue_s
-        ]
-        return median(by_launch) if by_launch else None
-
-    def beside_s(self) -> tuple[float, float] | None:
-        """Return the slowest rank's time of a concurrent compute call, alone and together."""
-        overlaps = [record.beside for record in self.measured if record.beside]
-        if not overlaps:
-            return None
-        return (
-            median(max(map(median, overlap.alone_s)) for overlap in overlaps),
-            median(max(map(median, overlap.together_s)) for overlap in overlaps),
-        )
-
-
-def pooled(records: Iterable[Record]) -> list[Launches]:
-    """Return collectives by case, in order of appearance; operators are left out."""
-    cases: dict[str, list[Record]] = {}
-    for record in records:
-        if isinstance(record.case, CommCase):
-            cases.setdefault(record.case.case_id, []).append(record)
-    return [
-        Launches(
-            case=group[0].comm,
-            measured=tuple(r for r in group if isinstance(r, Measured) and r.samples.seconds),
-            others=tuple(r for r in group if not isinstance(r, Measured)),
-        )
-        for group in cases.values()
-    ]

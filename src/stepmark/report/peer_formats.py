@@ -19,6 +19,7 @@ from stepmark.core.dtypes import DType
 from stepmark.core.record import Record, RunInfo
 from stepmark.core.stats import quantile
 from stepmark.core.units import GB
+from stepmark.report.launches import CommLaunches, pooled
 from stepmark.report.nccl_tests import (
     PLACEMENTS,
     TABLE,
@@ -30,7 +31,6 @@ from stepmark.report.nccl_tests import (
     test_name,
     type_name,
 )
-from stepmark.report.outcomes import Launches, pooled
 from stepmark.report.row_tables import grouped
 
 VERSION = 3
@@ -168,8 +168,9 @@ def param_comms(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
 
     PARAM's table for pairs has other columns, a barrier has no rate, and wrong data no column.
     """
-    blocks: dict[str, list[Launches]] = {}
-    for launches in pooled(records):
+    blocks: dict[str, list[CommLaunches]] = {}
+    collectives = (record for record in records if isinstance(record.case, CommCase))
+    for launches in pooled(collectives, CommLaunches):
         kind = launches.case.collective
         if launches.status != "measured" or FACTS[kind].pair or kind is Collective.BARRIER:
             continue
@@ -191,7 +192,7 @@ def _tag(case: CommCase) -> str:
     return "".join(f"-{word}" for word in words)
 
 
-def _block(name: str, cases: list[Launches], run: RunInfo) -> str:
+def _block(name: str, cases: list[CommLaunches], run: RunInfo) -> str:
     heads = "".join(f"{head:>{w}}" for head, w in zip(_HEADINGS, _WIDTHS, strict=True))
     lines = [
         f"# run {run.run_id}; percentiles are over ranks, of each rank's mean; "
@@ -202,7 +203,7 @@ def _block(name: str, cases: list[Launches], run: RunInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cells(launches: Launches) -> str:
+def _cells(launches: CommLaunches) -> str:
     """Return one line: microseconds with one decimal, GB/s with three."""
     means = sorted(
         fmean(value for record in launches.measured for value in record.samples.seconds[index])

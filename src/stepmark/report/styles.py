@@ -9,12 +9,12 @@ import io
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from stepmark.core.case import Label
+from stepmark.core.case import Label, OpCase
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Attention, EmbeddingBag, Gemm, Layout, Mlp, Op, Phase
-from stepmark.core.record import Measured, Record, RunInfo
-from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.core.record import Record, RunInfo
 from stepmark.core.units import GB, TFLOP
+from stepmark.report.launches import OpLaunches, pooled
 
 Style = Callable[[Iterable[Record], RunInfo], dict[str, str]]
 
@@ -35,11 +35,11 @@ def as_text(tables: dict[str, str]) -> str:
 
 def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     """Return train/compute/pt of facebookresearch/param: a block per kind and dtype."""
-    groups: dict[str, list[Measured]] = {}
-    for record in _measured(records):
-        name = _param_kind(record.operator.op)
+    groups: dict[str, list[OpLaunches]] = {}
+    for launches in _measured(records):
+        name = _param_kind(launches.case.op)
         if name:
-            groups.setdefault(f"{name}-{record.operator.dtype}", []).append(record)
+            groups.setdefault(f"{name}-{launches.case.dtype}", []).append(launches)
     return {key: _param_block(key.split("-")[0], group, run) for key, group in groups.items()}
 
 
@@ -65,12 +65,13 @@ _PARAM_HEADER = {
 _PARAM_RULE = {"gemm": 64, "emb": 81, "linear": 80}
 
 
-def _param_block(name: str, records: Sequence[Measured], run: RunInfo) -> str:
+def _param_block(name: str, cases: Sequence[OpLaunches], run: RunInfo) -> str:
     rule = "-" * _PARAM_RULE[name]
-    place = "cpu" if records[0].case.device == "cpu" else "gpu"
+    case = cases[0].case
+    place = "cpu" if case.device == "cpu" else "gpu"
     dataset = run.settings.get("dataset", "-")
-    dtype = _PARAM_DTYPE.get(records[0].operator.dtype, records[0].operator.dtype.value)
-    steps, warmups = _steps(records, run)
+    dtype = _PARAM_DTYPE.get(case.dtype, case.dtype.value)
+    steps, warmups = _steps(cases)
     what = "matrix dataset" if name == "gemm" else "dataset"
     lines = [
         f"Measuring the performance of  {name}  on device =  {place}",
@@ -80,18 +81,17 @@ def _param_block(name: str, records: Sequence[Measured], run: RunInfo) -> str:
         rule,
         _PARAM_HEADER[name],
         rule,
-        *(_param_line(record.operator.op, _time_s(record)) for record in records),
+        *(_param_line(each.case.op, each.time_s) for each in cases),
     ]
     return "\n".join(lines) + "\n"
 
 
-def _steps(records: Sequence[Measured], run: RunInfo) -> tuple[str, str]:
-    """Return timed calls and warm-up calls: as asked for, else the fewest of any case."""
-    samples = [record.samples for record in records]
-    steps = min(len(each.seconds[0]) * each.calls_per_sample for each in samples)
-    warmups = min(round(record.samples.soak_s / _time_s(record)) for record in records)
-    settings = run.settings
-    return settings.get("steps", str(steps)), settings.get("warmups", str(warmups))
+def _steps(cases: Sequence[OpLaunches]) -> tuple[int, int]:
+    """Return timed calls and warm-up calls, the fewest of any case and launch."""
+    samples = [(record.samples, case.time_s) for case in cases for record in case.measured]
+    steps = min(len(each.seconds[0]) * each.calls_per_sample for each, _ in samples)
+    warmups = min(each.warmup_calls or round(each.soak_s / time_s) for each, time_s in samples)
+    return steps, warmups
 
 
 def _param_line(op: Op, time_s: float) -> str:
@@ -153,34 +153,34 @@ def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     """Return the CSV files of Primus' operator benchmark: gemm and attention."""
     measured = _measured(records)
     tables = {}
-    if gemms := [line for record in measured for line in _primus_gemms(record)]:
+    if gemms := [line for launches in measured for line in _primus_gemms(launches)]:
         tables["gemm"] = _csv(PRIMUS_GEMM, gemms)
     if attentions := _primus_attentions(measured):
         tables["attention"] = _csv(PRIMUS_ATTENTION, attentions)
     return tables
 
 
-def _primus_gemms(record: Measured) -> list[tuple[object, ...]]:
-    op, time_s = record.operator.op, _time_s(record)
+def _primus_gemms(launches: OpLaunches) -> list[tuple[object, ...]]:
+    op, time_s = launches.case.op, launches.time_s
     if not isinstance(op, Gemm):
         return []
     trans_a = "T" if op.layout in (Layout.TN, Layout.TT) else "N"
     trans_b = "T" if op.layout in (Layout.NT, Layout.TT) else "N"
     shape = (op.m, op.n, op.k, trans_a, trans_b, op.dtype.value)
     rates = (time_s, op.flops / time_s / TFLOP, op.bytes_moved / time_s / GB)
-    labels = record.case.labels or (Label(),)
+    labels = launches.case.labels or (Label(),)
     return [(label.model, *shape, *rates) for label in labels]
 
 
-def _primus_attentions(records: Sequence[Measured]) -> list[tuple[object, ...]]:
+def _primus_attentions(cases: Sequence[OpLaunches]) -> list[tuple[object, ...]]:
     """Return one line per shape, model and backend, forward and backward side by side."""
     joined: dict[tuple[str, Attention, str], dict[Phase, tuple[float, float]]] = {}
-    for record in records:
-        op, time_s = record.operator.op, _time_s(record)
+    for launches in cases:
+        op, time_s = launches.case.op, launches.time_s
         if not isinstance(op, Attention):
             continue
-        for model in dict.fromkeys(label.model for label in record.case.labels or (Label(),)):
-            key = (model, replace(op, phase=Phase.FWD), record.operator.backend)
+        for model in dict.fromkeys(label.model for label in launches.case.labels or (Label(),)):
+            key = (model, replace(op, phase=Phase.FWD), launches.case.backend)
             joined.setdefault(key, {})[op.phase] = (op.flops / time_s / TFLOP, time_s)
     unknown = ("", "")
     return [
@@ -203,17 +203,11 @@ def _csv(header: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
     return buffer.getvalue()
 
 
-def _measured(records: Iterable[Record]) -> list[Measured]:
+def _measured(records: Iterable[Record]) -> list[OpLaunches]:
     """Return correct results only: the other tools have no column for wrong ones."""
-    return [
-        record
-        for record in records
-        if isinstance(record, Measured) and record.samples.seconds and not record.num_wrong
-    ]
-
-
-def _time_s(record: Measured) -> float:
-    return summarize(slowest_per_sample(record.samples.seconds)).median
+    operators = (record for record in records if isinstance(record.case, OpCase))
+    cases = pooled(operators, OpLaunches)
+    return [case for case in cases if case.measured and not case.num_wrong]
 
 
 STYLES: dict[str, Style] = {"primus": primus, "param": param}

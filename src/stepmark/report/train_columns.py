@@ -37,12 +37,11 @@ from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Training
 from stepmark.core.units import GIB
+from stepmark.report.launches import is_beyond_chance, message_of
 from stepmark.report.outcomes import (
     Ceilings,
     Figures,
-    is_beyond_chance,
     measured_ceilings,
-    message_of,
     num_wrong,
     ratio,
     spread_pct,
@@ -286,7 +285,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("memory_gib", all_ranks(lambda f: f.memory_gib), NUMBER),
     Column("alloc_retries", figure(lambda f: f.alloc_retries), COUNT, "alloc retries", PAGE),
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", BY_RANK, 1),
-    Column("power_w", figure(lambda f: f.state and f.state.power_w), NUMBER, "W", BY_RANK, 1),
+    Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", BY_RANK, 1),
     Column("throttle", figure(lambda f: f.throttle), TEXT, "throttled", BY_RANK, 1),
     Column(
         "loss_first", step(lambda t: t.loss[0] if t.loss else None), NUMBER, "first loss", PAGE
@@ -381,7 +380,7 @@ def per_rank_rows(records: Iterable[Record], run: RunInfo) -> list[Row]:
 def _outcome(record: Record, rank: int | None, against: Yardstick) -> TrainOutcome:
     figures = None
     if isinstance(record, Measured) and any(record.samples.seconds):
-        figures = TrainFigures(record=record, rank=rank, against=against)
+        figures = TrainFigures(records=(record,), rank=rank, against=against)
     return TrainOutcome(record=record, run=against.run, figures=figures)
 
 

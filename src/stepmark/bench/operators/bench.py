@@ -4,7 +4,7 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -65,7 +65,8 @@ class OperatorBench(Bench):
     _num_measured: int = 0
 
     def __post_init__(self) -> None:
-        self.effort = Effort(sample_s=self.how.sample_s, soak_s=self.how.soak_s)
+        how = self.how
+        self.effort = Effort(sample_s=how.sample_s, soak_s=how.soak_s, num_samples=how.steps)
 
     def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
         case = cast("OpCase", entry.case)
@@ -118,7 +119,9 @@ class OperatorBench(Bench):
         try:
             with own_stream(context):
                 impl = IMPLS[case.family][case.backend]
-                record = _measure(case, impl, context, effort, self._load)
+                record = _measure(
+                    case, impl, context, effort, load=self._load, warmups=self.how.warmups
+                )
             timed_s = record.samples.wall_s
             return record
         finally:
@@ -145,8 +148,15 @@ def _threads_of(case: OpCase, world: Ranks) -> Iterator[None]:
 
 
 def _measure(
-    case: OpCase, impl: Impl, context: MeasureContext, effort: Effort, load: Load
+    case: OpCase,
+    impl: Impl,
+    context: MeasureContext,
+    effort: Effort,
+    *,
+    load: Load,
+    warmups: int | None,
 ) -> Measured:
+    """Measure the case; its ranks call it. warmups: calls in place of the soak."""
     started_at, device = time.time(), context.ranks.device
     num_sets = _num_sets(case, impl, context)
     first, check, peak_bytes = agreed(context.ranks, lambda: _checked_set(case, impl, context))
@@ -159,7 +169,10 @@ def _measure(
     begin, is_full = time.monotonic(), case.rate is Rate.SUSTAINED
     soak_s = 0.0
     with no_collection():
-        if is_full:
+        if warmups is not None:
+            calls = [first] if case.clock is ClockName.HOT else [first, *others]
+            soak_s = agreed(context.ranks, lambda: _warm_up(case, calls, warmups))
+        elif is_full:
             own_s = min(effort.soak_s, max(_OWN_SOAK_S, effort.soak_s - loaded_s))
             soak_s = loaded_s + agreed(context.ranks, lambda: _soak(timer, estimate_s, own_s))
         with sampler:
@@ -176,6 +189,7 @@ def _measure(
             calls_per_sample=timer.calls_per_sample,
             num_sets=num_sets,
             soak_s=soak_s,
+            warmup_calls=warmups or 0,
             wall_s=time.monotonic() - begin,
         ),
         checks=checks,
@@ -251,6 +265,19 @@ def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
     return int(context.ranks.decide(lambda: max(1, min(needed, largest, fitting, _MAX_SETS))))
 
 
+def _warm_up(case: OpCase, calls: Sequence[Call], count: int) -> float:
+    """Call the operator exactly `count` times. Returns the wall time in seconds.
+
+    The operands of the first sample are those that were used longest ago.
+    """
+    begin = time.monotonic()
+    for index in range(-count, 0):
+        calls[index % len(calls)].run()
+    if case.device != "cpu":
+        torch.cuda.synchronize()
+    return time.monotonic() - begin
+
+
 def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
     """Run the case itself until its device is as warm as in a long job."""
     begin = time.monotonic()
@@ -271,7 +298,10 @@ def _collect(
     estimate_s: float,
     effort: Effort,
 ) -> list[float]:
-    """Sample in batches until rank 0 decides from all ranks' maxima that they suffice."""
+    """Sample in batches until rank 0 decides from all ranks' maxima that they suffice.
+
+    A fixed number of samples is kept exactly.
+    """
     length = min(_BATCH_S[case.rate], effort.sample_s / 4)
     count = _batch(timer, estimate_s, length)
     resume_at = 0.0
@@ -288,7 +318,9 @@ def _collect(
         elif case.rate is Rate.HALF:
             time.sleep(max(0.0, resume_at - time.monotonic()))
         context.ranks.barrier()
-        batch = agreed(context.ranks, lambda: timer.sample(count))
+        if effort.num_samples is not None:
+            count = min(count, effort.num_samples - len(seconds))
+        batch = agreed(context.ranks, lambda: timer.sample(count))  # noqa: B023  called at once
         resume_at = time.monotonic() + sum(batch) * timer.calls_per_sample
         seconds += batch
         batches.append(slowest_per_sample(context.ranks.gather(batch)))
