@@ -1,12 +1,21 @@
 """Acceptance of a machine: slow, accepted, or undecided with the launches that would decide."""
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
 
-from stepmark.core.acceptance import MARGIN, accept, launches_needed
+from stepmark.core.acceptance import (
+    LAUNCH_SD,
+    MARGIN,
+    accept,
+    baseline_needed,
+    launches_needed,
+)
+from stepmark.core.launches import Row, Sample
 from stepmark.core.ratio import Ratio, Verdict
+from stepmark.core.verdicts import judge
 
 LIMIT = 0.03
 
@@ -74,3 +83,45 @@ def test_launches_do_not_lower_drift() -> None:
     drifting = replace(steady, drift=0.0299**2)
     assert launches_needed(steady, LIMIT, base=100, now=2, num_cases=1) is not None
     assert launches_needed(drifting, LIMIT, base=100, now=2, num_cases=1) is None
+
+
+def test_more_launches_of_a_baseline_decide_on_less_and_on_more_cases() -> None:
+    def needed(limit: float, now: int = 5, num_cases: int = 46) -> float:
+        return baseline_needed(limit, now=now, num_cases=num_cases) or math.inf
+
+    assert [needed(limit) for limit in (0.1, 0.03, 0.02, 0.01)] == [1, 2, 3, 8]
+    assert needed(0.0) == math.inf
+    assert needed(0.01, num_cases=1) <= needed(0.01, num_cases=10) <= needed(0.01)
+    assert needed(0.01, now=10) < needed(0.01) < needed(0.01, now=3)
+
+
+def is_equal_accepted(draw: random.Random, base: int) -> bool:
+    """Whether 46 cases of an equal machine are accepted; launches vary by 1 %."""
+    rows = []
+    for _ in range(46):
+        logs = [draw.gauss(0, LAUNCH_SD) for _ in range(base + 5)]
+        sides = [
+            Sample(
+                logs={str(n): log for n, log in enumerate(logs) if (n < base) is is_base},
+                starts={str(n): float(n) for n in range(base + 5)},
+            )
+            for is_base in (True, False)
+        ]
+        rows.append(Row(kind="", base=sides[0], other=sides[1]))
+    decided = accept(judge(rows), LIMIT)
+    return not decided.undecided and not decided.slow
+
+
+def test_the_fewest_launches_of_a_baseline_accept_most_equal_machines() -> None:
+    draw, base = random.Random(1), baseline_needed(LIMIT, now=5, num_cases=46)
+    assert base is not None
+    assert sum(is_equal_accepted(draw, base) for _ in range(25)) >= 20
+    assert sum(is_equal_accepted(draw, base - 1) for _ in range(25)) < 10
+
+
+def test_launches_of_both_sides_decide_where_those_of_one_do_not() -> None:
+    ratio = slower(0.045, 0.03)
+    count = launches_needed(ratio, LIMIT, base=2, now=2, num_cases=1, both=True)
+    assert count is not None
+    assert ends(slower(0.045, 0.03 * math.sqrt(2 / count)))[1] == ()
+    assert ends(slower(0.045, 0.03 * math.sqrt(2 / (count - 1))))[1] == (0,)

@@ -1,51 +1,95 @@
-"""stepmark check: ten minutes to accept a machine against a reference run."""
+"""stepmark check: ten minutes to accept a machine against a reference run.
 
+All launches are one run in the folder `checks` of the runs folder, which `stepmark resume`
+continues.
+"""
+
+import math
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 
 from stepmark.app import op
 from stepmark.app.compare import side_of_runs
-from stepmark.app.delivery import exit_code, write_files
+from stepmark.app.delivery import finish, write_files
 from stepmark.app.machine import machine
-from stepmark.app.measure import measure_quietly
+from stepmark.app.measure import measure_quietly, show_run
 from stepmark.app.view import console, view
-from stepmark.core.acceptance import Acceptance, accept, launches_needed
+from stepmark.core.acceptance import (
+    LAUNCH_SD,
+    Acceptance,
+    accept,
+    baseline_needed,
+    launches_needed,
+)
 from stepmark.core.case import OpCase
 from stepmark.core.comparison import Comparison
 from stepmark.core.errors import ConfigError, worst
+from stepmark.core.launches import squares_within
 from stepmark.core.op_options import ConfigOptions
-from stepmark.core.plan import OpHow
+from stepmark.core.options import build, plain
+from stepmark.core.plan import OpHow, Plan
 from stepmark.core.ratio import Ratio
 from stepmark.core.record import Measured
+from stepmark.core.stats import slowest_per_sample
+from stepmark.core.units import format_duration
 from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
 from stepmark.report.comparison import printed
 from stepmark.store.compare import Options, compare
-from stepmark.store.reader import find_run, is_run, read
+from stepmark.store.reader import find_run, is_run, read, read_info
+
+Reference = Mapping[str, Sequence[Measured]]  # launches by case_id
 
 
 def run(options: CheckOptions) -> int:
-    """Measure the reference run's cases again and compare. Returns the exit code.
+    """Measure the reference run's cases again and compare. Returns the exit code."""
+    options.check_stdout()
+    code, path = measure_quietly(plan(options), str(options.runs / "checks"))
+    return show_run(path, code)
+
+
+def plan(options: CheckOptions) -> Plan:
+    """Plan every case of the baseline in every launch. Raises ConfigError."""
+    before = _runs_named(options)
+    reference = _reference(before)
+    cases = [launches[0].operator for launches in reference.values()]
+    machine(cases[0].device)  # refuses a device that is not here
+    _check_baseline(before[0], reference, options)
+    how = OpHow(budget_s=options.budget)
+    planned = op.plan(cases, ConfigOptions(launches=options.launches), how=how)
+    names = ",".join(str(path.absolute()) for path in before)
+    return replace(
+        planned,
+        command="check",
+        options=plain(replace(options, baseline=names)),
+        settings={"check_of": _name(before)},
+    )
+
+
+def show(path: Path, values: Mapping[str, object], code: int) -> int:
+    """Compare a run with its baseline and decide. Returns the exit code.
 
     It is 0 only if every case is accepted (core/acceptance.py).
     """
-    options.check_stdout()
-    before = _runs_named(options)
-    reference = {k: v for path in before for k, v in _reference(path).items()}
-    name = ", ".join(path.name for path in before)
-    paths, code, wrong = _measure_again(name, reference, options)
-    if code in (2, 130, 143):
+    options = build(CheckOptions, values)
+    now = view(path)
+    code = finish(now, path, code)
+    measured = [record for record in now.records if isinstance(record, Measured)]
+    if code in (130, 143) or not measured:
         return code
-    if not any(isinstance(r, Measured) for path in paths for r in read(path).records):
-        sys.stderr.write("nothing was measured: no launch has a result to compare\n")
-        return worst(code, 3)
+    before = _runs_named(options)
+    reference = _reference(before)
+    wrong = {record.case.case_id for record in measured if record.num_wrong}
     if wrong >= set(reference):
         sys.stderr.write(f"all {len(wrong)} results are wrong\n")
         return 1
     # Means, because under a power cap the clock and so the median hop between a few states.
-    sides = [side_of_runs("reference", before), side_of_runs("now", paths)]
+    sides = [side_of_runs("reference", before), side_of_runs("now", [path])]
     comparison = compare(sides, Options(statistic="mean"))
     accepted = accept(_ratios(comparison), options.floor)
     comparison = replace(
@@ -62,13 +106,17 @@ def run(options: CheckOptions) -> int:
         printed(comparison, console())
     missing = len(reference) - len(rows)
     slower = len(accepted.slow)
-    undecided = _needs(comparison, accepted, options.floor)
-    text = f"{slower} of {len(rows)} cases slower than {name}"
+    undecided = _needs(comparison, accepted, options, _launch_s(measured))
+    text = f"{slower} of {len(rows)} cases slower than {_name(before)}"
     text += f"; {len(wrong)} with wrong results" if wrong else ""
     text += f"; {missing} not compared" if missing else ""
     text += "".join(f"; cannot tell for {count}: {need}" for need, count in undecided.items())
     sys.stderr.write(f"{text}\n")
     return worst(code, 1 if slower else 0, 3 if missing or undecided else 0)
+
+
+def _name(runs: Sequence[Path]) -> str:
+    return ", ".join(path.name for path in runs)
 
 
 def _runs_named(options: CheckOptions) -> list[Path]:
@@ -82,69 +130,116 @@ def _ratios(comparison: Comparison) -> list[Ratio | None]:
     return [line.cells[comparison.names[1]].ratio for line in comparison.lines]
 
 
-def _needs(comparison: Comparison, accepted: Acceptance, limit: float) -> dict[str, int]:
-    """Return what would decide on cases, and the number of such cases."""
+def _check_baseline(first: Path, reference: Reference, options: CheckOptions) -> None:
+    """Raise ConfigError for a baseline of too few launches to accept an equal machine."""
+    launches = min(map(len, reference.values()))
+    squares, df = squares_within(
+        {f"{r.run_id}/{r.launch}": math.log(fmean(_slowest_s(r))) for r in records}
+        for records in reference.values()
+    )
+    # A noisy baseline is not refused: what decides is how the launches of today vary.
+    launch_sd = min(LAUNCH_SD, math.sqrt(squares / df)) if df else LAUNCH_SD
+    num_cases, now = len(reference), options.launches
+    needed = baseline_needed(options.floor, now=now, num_cases=num_cases, launch_sd=launch_sd)
+    if needed is None:
+        allowed = (
+            f"use a larger one, or more than {now} --launches: no baseline decides on "
+            f"{num_cases} cases if launches vary by {launch_sd:.1%}"
+        )
+        raise ConfigError("floor", f"{options.floor:g}", allowed)
+    if launches < needed:
+        command = read_info(first).command
+        command = command if command.startswith("stepmark op ") else "stepmark op ..."
+        raise ConfigError(
+            "baseline",
+            options.baseline,
+            f"it has {launches} launch{'es' * (launches > 1)}, and --floor {options.floor:g} "
+            f"with --launches {now} needs {needed} to decide on {num_cases} cases whose "
+            f"launches vary by {launch_sd:.1%}; measure one by "
+            f"`{command} --launches {needed}`",
+        )
+
+
+def _slowest_s(record: Measured) -> list[float]:
+    return slowest_per_sample(record.samples.seconds)
+
+
+def _launch_s(records: Sequence[Measured]) -> float | None:
+    """Return the wall seconds from one launch to the next; None of one launch."""
+    starts: dict[int, float] = {}
+    for record in records:
+        starts[record.launch] = min(record.started_at, starts.get(record.launch, math.inf))
+    between = [after - before for before, after in pairwise(sorted(starts.values()))]
+    return median(between) if between else None
+
+
+def _needs(
+    comparison: Comparison, accepted: Acceptance, options: CheckOptions, launch_s: float | None
+) -> dict[str, int]:
+    """Return what would decide on cases, and the number of such cases.
+
+    launch_s: wall seconds of a launch.
+    """
     base, now = comparison.names
     needs: Counter[str] = Counter()
-    more: list[int] = []
+    more: dict[bool, list[int]] = {False: [], True: []}  # launches: here, or of both sides
     for place in accepted.undecided:
         cells = comparison.lines[place].cells
-        ratio, num_base = cells[now].ratio, cells[base].num_launches
-        num_now = cells[now].num_launches
+        ratio = cells[now].ratio
         if ratio is None or not ratio.se_log:
             reason = ratio.reason if ratio else "no time"
             needs[f"no interval ({reason}); use more --launches that are measured"] += 1
             continue
-        count = launches_needed(
-            ratio, limit, base=num_base, now=num_now, num_cases=len(comparison.lines)
-        )
-        if count:
-            more.append(count)
-        elif num_base < num_now:
-            needs["use a reference of several launches, --baseline A,B,C"] += 1
-        else:
+        counts = {
+            both: launches_needed(
+                ratio,
+                options.floor,
+                base=cells[base].num_launches,
+                now=cells[now].num_launches,
+                num_cases=len(comparison.lines),
+                both=both,
+            )
+            for both in more
+        }
+        both = counts[False] is None
+        if (count := counts[both]) is None:
             needs["use a quieter machine, or a larger --floor"] += 1
-    if more:
-        needs[f"use --launches {max(more)}"] = len(more)
+        else:
+            more[both].append(count)
+    for both, numbers in more.items():
+        if numbers:
+            needs[_launches_text(max(numbers), both, options, launch_s)] += len(numbers)
     return needs
 
 
-def _measure_again(
-    name: str, reference: dict[str, Measured], options: CheckOptions
-) -> tuple[list[Path], int, set[str]]:
-    """Return run folders, the worst exit code, and the cases with wrong results."""
-    how = OpHow(budget_s=options.budget / options.launches)
-    machine(next(iter(reference.values())).case.device)  # refuses a device that is not here
-    plan = op.plan([record.operator for record in reference.values()], ConfigOptions(), how=how)
-    paths: list[Path] = []
-    code, wrong = 0, set[str]()
-    for number in range(options.launches):
-        settings = {"check_of": name, "launch": f"{number + 1}/{options.launches}"}
-        ranks_code, run = measure_quietly(plan, str(options.runs / "checks"), settings)
-        if ranks_code in (2, 130, 143):
-            return paths, ranks_code, wrong
-        outcome = view(run)
-        code = worst(code, ranks_code, exit_code(outcome))
-        paths.append(run)
-        wrong |= {
-            record.case.case_id
-            for record in outcome.records
-            if isinstance(record, Measured) and record.num_wrong
-        }
-    return paths, code, wrong
+def _launches_text(
+    count: int, both: bool, options: CheckOptions, launch_s: float | None
+) -> str:
+    """Return how to measure this many launches, each as long as those of now."""
+    budget = math.ceil(options.budget / options.launches * count)
+    text = f"use --launches {count} --budget {budget}s"
+    text += f", which takes about {format_duration(count * launch_s)}" if launch_s else ""
+    if both:
+        text += f", and a baseline of {count} launches (stepmark op ... --launches {count})"
+    return text
 
 
-def _reference(path: Path) -> dict[str, Measured]:
-    """Return the measured operators of a run of one rank, by case_id. Raises ConfigError."""
-    measured = {
-        record.case.case_id: record
-        for record in read(path).latest
-        if isinstance(record, Measured)
-        and isinstance(record.case, OpCase)
-        and not record.num_wrong
-    }
-    if not measured:
-        raise ConfigError("baseline", path, "a run that measured operators (stepmark op)")
-    if any(record.case.num_ranks > 1 for record in measured.values()):
-        raise ConfigError("baseline", path, "a run of one rank")
-    return measured
+def _reference(paths: Sequence[Path]) -> Reference:
+    """Return the launches of the measured operators of runs of one rank. Raises ConfigError."""
+    reference: dict[str, list[Measured]] = {}
+    for path in paths:
+        measured = [
+            record
+            for record in read(path).latest
+            if isinstance(record, Measured)
+            and isinstance(record.case, OpCase)
+            and any(record.samples.seconds)
+            and not record.num_wrong
+        ]
+        if not measured:
+            raise ConfigError("baseline", path, "a run that measured operators (stepmark op)")
+        if any(record.operator.num_ranks > 1 for record in measured):
+            raise ConfigError("baseline", path, "a run of one rank")
+        for record in measured:
+            reference.setdefault(record.case.case_id, []).append(record)
+    return reference

@@ -25,6 +25,7 @@ from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 # By verb: the function that shows a run, writes its files and returns the exit code.
 SHOW = {
     "op": "stepmark.app.op:show",
+    "check": "stepmark.app.check:show",
     "comm": "stepmark.app.comm:show",
     "train": "stepmark.app.train:show",
     "run": "stepmark.app.run:show",
@@ -127,7 +128,10 @@ def resume(options: ResumeOptions) -> int:
 
 def show_run(run: Path, code: int) -> int:
     """Show a run as its verb does. Returns the exit code."""
-    if code == 2 or not (run / "run.json").is_file():
+    is_begun = (run / "run.json").is_file()
+    if not is_begun:
+        sys.stderr.write(f"run {run}: nothing was measured\n")
+    if code == 2 or not is_begun:
         return worst(code, 3)
     plan = plans.read(run)
     show: Show = load(SHOW[plan.command])
@@ -205,8 +209,6 @@ def _carry_out(
             file = Path(folder) / plans.FILE
             plans.write(file.parent, plan)
             code = _supervise(plan, run, file, force=force)
-    if not (run / "run.json").is_file():
-        sys.stderr.write(f"run {run}: nothing was measured\n")
     return show_run(run, code)
 
 

@@ -9,13 +9,19 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from statistics import NormalDist
 
 from stepmark.core.ratio import Ratio, holm
+from stepmark.core.verdicts import equal_ratio
 
 MARGIN = 0.03
 # Less than 1 and 5 %: a check may ask for more launches, and decide again.
 _REJECTED_WRONGLY, _ACCEPTED_WRONGLY = 0.007, 0.03
 _MOST_LAUNCHES = 100
+# Launches of one machine vary by 0.2 to 1.5 % (core/verdicts.py); a baseline of one launch does
+# not say by how much. Of checks of an equal machine this share may remain undecided.
+LAUNCH_SD = 0.01
+_UNDECIDED = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +47,38 @@ def accept(ratios: Sequence[Ratio | None], limit: float) -> Acceptance:
     return Acceptance(slow=slow, undecided=undecided)
 
 
+def baseline_needed(
+    limit: float, *, now: int, num_cases: int, launch_sd: float = LAUNCH_SD
+) -> int | None:
+    """Return the fewest launches of a baseline that decide; None for over 100.
+
+    They accept every case of an equal machine in most checks: all but _UNDECIDED. now: launches
+    of that machine. launch_sd: of a launch, relative.
+    """
+    unlucky = NormalDist().inv_cdf(1 - _UNDECIDED / num_cases)
+    for base in range(1, _MOST_LAUNCHES + 1):
+        by_chance = unlucky * launch_sd * math.sqrt(1 / base + 1 / now)
+        slowest = replace(
+            equal_ratio(launch_sd, base=base, now=now), speed=math.exp(-by_chance)
+        )
+        if _is_accepted(slowest, limit):
+            return base
+    return None
+
+
 def launches_needed(
-    ratio: Ratio, limit: float, *, base: int, now: int, num_cases: int
+    ratio: Ratio, limit: float, *, base: int, now: int, num_cases: int, both: bool = False
 ) -> int | None:
     """Return how many launches of this machine would decide on a case; None for over 100.
 
     base, now: launches of the baseline and of this machine so far, which vary as the others
-    would.
+    would. both: the baseline has as many.
     """
     assert ratio.se_log is not None
     per_launch = (ratio.se_log**2 - ratio.drift) / (1 / base + 1 / now)
     for count in range(now + 1, _MOST_LAUNCHES + 1):
-        variance = per_launch * (1 / base + 1 / count) + ratio.drift
+        counts = 1 / (max(base, count) if both else base) + 1 / count
+        variance = per_launch * counts + ratio.drift
         then = replace(ratio, se_log=math.sqrt(variance))
         p_slower = _p(then, limit)
         is_slow = p_slower is not None and p_slower <= _REJECTED_WRONGLY / num_cases

@@ -25,6 +25,13 @@ def format_time(seconds: float) -> str:
     return f"{seconds * 1e9:.4g} ns"
 
 
+def format_duration(seconds: float) -> str:
+    """Format the time of a measurement, e.g. '40 s', '26 min' or '3.2 h'."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 _DURATION = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 
 

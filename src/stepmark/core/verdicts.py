@@ -326,6 +326,27 @@ def _judged(row: Row, difference: _Difference | None, is_certain: bool, floor: f
     )
 
 
+def equal_ratio(launch_sd: float, *, base: int, now: int) -> Ratio:
+    """Return the ratio that equal sides would have, of which the first was measured before.
+
+    launch_sd: of a launch, relative, which these launches alone show. base, now: their numbers.
+    Rows move together, so that more of them show no more.
+    """
+    single = _SINGLE if min(base, now) == 1 else 1.0
+    launch = Variance(launch_sd**2 * single, max(1, base + now - 2)).widened(_P_ROW)
+    error = total([launch.scaled(1 / base + 1 / now), _DRIFT])
+    return Ratio(
+        speed=1.0,
+        low=None,
+        high=None,
+        verdict=Verdict.CANNOT_TELL,
+        reason="not measured",
+        se_log=math.sqrt(error.value),
+        df=max(1, math.floor(error.df)),
+        drift=_DRIFT.value,
+    )
+
+
 def _launches_that_tell(difference: _Difference, floor: float) -> int | None:
     """Return how many launches a side would give a verdict, if they vary as those of now.
 
