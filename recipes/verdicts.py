@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from stepmark.core.acceptance import accept, launches_needed
+from stepmark.core.acceptance import accept, baseline_needed, launches_needed
 from stepmark.core.comparison import Cell, Comparison, Line
 from stepmark.core.launches import Row, Sample
 from stepmark.core.ratio import Ratio, Verdict
@@ -354,6 +354,25 @@ def _checked(
     return end, count
 
 
+def baselines(scale: float) -> Iterator[Sequence[str]]:
+    """`check` of equal machines, sd 1 %, floor 3 %, five launches: accepted at once."""
+    yield ("cases", "launches needed", "drift", *(f"baseline of {n}" for n in (1, 2, 3, 5)))
+    checks = int(500 * scale)
+    for cases in (1, 46):
+        needed = baseline_needed(0.03, now=5, num_cases=cases)
+        for sd, name in ((0.0, "none"), (SD, "AR(1) 0.9 of sd 1 %")):
+            draw, cells = random.Random(12), []
+            for base in (1, 2, 3, 5):
+                accepted = 0
+                for _ in range(checks):
+                    levels = _ar1(draw, 0.9, base + 5, sd)
+                    logs = [[x + draw.gauss(0, SD) for x in levels] for _ in range(cases)]
+                    decided = accept(judge([blocks(x[:base], x[base:]) for x in logs]), 0.03)
+                    accepted += not decided.slow and not decided.undecided
+                cells.append(percent(accepted / checks, 1))
+            yield (f"{cases}", f"{needed}", name, *cells)
+
+
 def _ar1(draw: random.Random, phi: float, count: int, sd: float) -> list[float]:
     levels = [draw.gauss(0, sd)]
     while len(levels) < count:
@@ -361,7 +380,7 @@ def _ar1(draw: random.Random, phi: float, count: int, sd: float) -> list[float]:
     return levels
 
 
-EXPERIMENTS = (acceptance, sweeps, single_rows, tables, quiet_history, drift, wild)
+EXPERIMENTS = (acceptance, baselines, sweeps, single_rows, tables, quiet_history, drift, wild)
 
 
 def main() -> None:

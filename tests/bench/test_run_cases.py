@@ -19,7 +19,7 @@ from stepmark.bench.operators.call import Call
 from stepmark.bench.ranks import Ranks
 from stepmark.core.case import OpCase, Rate
 from stepmark.core.dtypes import DType
-from stepmark.core.ops import EmbeddingBag, Norm, Op
+from stepmark.core.ops import EmbeddingBag, Gemm, Norm, Op
 from stepmark.core.plan import OpHow
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped
 from stepmark.core.stats import summarize
@@ -114,6 +114,45 @@ def test_no_more_than_the_most_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, {"good": impl()}, noisy(0.9))
     record = one(gemm(), Effort(sample_s=60, soak_s=0, target_ci_rel=0))
     assert 20_000 <= len(record.samples.seconds[0]) <= 21_000
+
+
+@pytest.mark.parametrize("rate", Rate)
+@pytest.mark.parametrize("steps", [1, 7, 234])
+def test_steps_and_warmups_are_exact(
+    rate: Rate, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(operators, "BURST_IDLE_S", 0.0)
+    calls: list[int] = []
+
+    def make(op: object, device: torch.device) -> Call:
+        number = next(numbers)
+        return Call(run=lambda: calls.append(number), verify=lambda: GOOD, backend_run="fake")
+
+    numbers = itertools.count()
+    timers = install(monkeypatch, {"good": impl(make=make)}, noisy(0.5))
+    case, place = gemm(rate=rate), context(cache_bytes=2 * Gemm(m=16, n=16, k=16).memory_bytes)
+    bench, records = OperatorBench(place, OpHow(steps=steps, warmups=7)), list[Record]()
+    run_cases.run(entries([case]), place, {"op": bench}, NoGuard(), records.append)
+    (record,) = records
+    assert isinstance(record, Measured), record
+    assert record.samples.num_sets == 5
+    assert calls == [3, 4, 0, 1, 2, 3, 4], "the first sample uses the set used longest ago"
+    assert record.samples.seconds == (tuple(timers[0].given),)
+    assert len(record.samples.seconds[0]) == steps
+    assert record.samples.warmup_calls == 7
+    assert record.samples.soak_s < 1
+
+
+def test_steps_alone_keep_the_soak(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {"good": impl()}, steady)
+    place, records = context(), list[Record]()
+    bench = OperatorBench(place, OpHow(steps=3, soak_s=0.05))
+    run_cases.run(entries([gemm()]), place, {"op": bench}, NoGuard(), records.append)
+    (record,) = records
+    assert isinstance(record, Measured), record
+    assert len(record.samples.seconds[0]) == 3
+    assert record.samples.soak_s >= 0.05
+    assert record.samples.warmup_calls == 0
 
 
 def test_fewer_than_ten_batches_are_never_certain(monkeypatch: pytest.MonkeyPatch) -> None:

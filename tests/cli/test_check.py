@@ -1,6 +1,7 @@
 """`check` passes against its own machine and fails against a doctored, faster one."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -68,3 +69,29 @@ def test_a_faster_baseline_fails_and_a_slower_one_passes(folder: Path, tmp_path:
     assert slow["speed"] < 0.1
     assert max(row["speed"] for row in rows) > 10
     assert "1 of 3 cases slower" in done.stderr
+
+
+def test_a_baseline_of_one_launch_is_refused_and_says_how_to_make_one(folder: Path) -> None:
+    (run,) = (path for path in (folder / "runs").iterdir() if path.name != "checks")
+    done = stepmark("check", "--baseline", str(run), cwd=folder)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert "it has 1 launch" in line
+    assert re.search(r"`stepmark op copy --num-bytes .* --launches [2-9]`\.$", line)
+
+
+def test_a_check_is_one_run_that_resume_continues_and_decides(folder: Path) -> None:
+    (run,) = (path for path in (folder / "runs").iterdir() if path.name != "checks")
+    before = set((folder / "runs" / "checks").glob("*"))
+    done = check(folder, run, 2)
+    (path,) = set((folder / "runs" / "checks").glob("*")) - before
+    records = (path / "records.jsonl").read_text().splitlines(keepends=True)
+    assert [json.loads(record)["launch"] for record in records] == [1, 1, 1, 2, 2, 2]
+    assert json.loads((path / "run.json").read_text())["settings"]["check_of"] == run.name
+    (path / "records.jsonl").write_text("".join(records[:4]))
+    again = stepmark("resume", str(path), cwd=folder)
+    assert again.returncode in (0, 3), again.stderr
+    assert len((path / "records.jsonl").read_text().splitlines()) == 6
+    assert len(json.loads(again.stdout)) == len(json.loads(done.stdout)) == 3
+    assert f"of 3 cases slower than {run.name}" in again.stderr

@@ -3,11 +3,14 @@
 import csv
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
 
+from stepmark.app import measure
 from stepmark.cli.main import status
 from stepmark.core.ops import FAMILIES
 from stepmark.core.record import Measured
@@ -132,6 +135,107 @@ def test_two_ranks(tmp_path: Path) -> None:
     (record,) = with_all_samples(run, read_records(run))
     assert isinstance(record, Measured)
     assert len(record.samples.seconds) == 2
+
+
+def test_launches_are_new_processes_in_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("STEPMARK_TEST_HOOK", "tests.cli.listing")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    two = ["op", "gemm", "--m", "32,64", "--n", "32", "--k", "32", *CPU, "--launches", "3"]
+    assert status([*two, "--json", "rows.json"]) == 0, capsys.readouterr().err
+    records = lines(only_run(tmp_path / "runs"))
+    assert [record["launch"] for record in records] == [1, 1, 2, 2, 3, 3]
+    pids = (tmp_path / "ranks").read_text().split()
+    assert len(set(pids)) == len(pids) == 3
+    table = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [row["launches"] for row in table] == [3, 3]
+    assert all(row["launch_spread_pct"] > 0 for row in table)
+    medians = [median(r["samples"]["seconds"][0]) for r in records[::2]]
+    assert table[0]["time_s"] == median(medians)
+    assert "spread of launches %" in capsys.readouterr().out
+
+
+def test_missing_launches_are_resumed_in_processes_of_their_own(tmp_path: Path) -> None:
+    words = ["op", "gemm", *SHAPE["gemm"].split(), *CPU, "--launches", "3"]
+    assert stepmark(*words, cwd=tmp_path).returncode == 0
+    run = only_run(tmp_path / "runs")
+    records = (run / "records.jsonl").read_text().splitlines(keepends=True)
+    (run / "records.jsonl").write_text(records[1])
+    assert stepmark(*words, "--resume", run.name, cwd=tmp_path).returncode == 0
+    assert [record["launch"] for record in lines(run)] == [2, 1, 3]
+    refused = stepmark(*words[:-1], "2", "--resume", run.name, cwd=tmp_path)
+    assert refused.returncode == 2, refused.stderr
+    assert "--launches 3" in refused.stderr
+
+
+def test_the_budget_is_for_all_launches(tmp_path: Path) -> None:
+    words = ["op", "gemm", *SHAPE["gemm"].split(), "--device", "cpu", "--budget", "3s"]
+    assert stepmark(*words, "--launches", "3", cwd=tmp_path).returncode == 0
+    spent_s = [record["samples"]["wall_s"] for record in lines(only_run(tmp_path / "runs"))]
+    assert len(spent_s) == 3
+    assert max(spent_s) < 1.5, "each has a third of it"
+
+
+def test_steps_and_warmups_are_those_of_the_command(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    words = ["op", "gemm", *SHAPE["gemm"].split(), "--device", "cpu", "--dtype", "fp32"]
+    words += ["--steps", "7", "--warmups", "3"]
+    assert status([*words, "--csv", "rows.csv", "--style", "param"]) == 0
+    out, _ = capsys.readouterr()
+    (row,) = csv.DictReader(io.StringIO((tmp_path / "rows.csv").read_text()))
+    assert (row["n"], row["warmup_calls"]) == ("7", "3")
+    assert row["rate"] == "short soak 0.0 s", "so few calls are no soak"
+    assert f"Steps =  {7 * int(row['calls_per_sample'])}  warmups =  3" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--steps", "0"], "--steps 0 is invalid: it must be from 1 to 1000000."),
+        (["--warmups", "-1"], "--warmups -1 is invalid: it must be from 1 to 1000000."),
+        (["--steps", "9", "--budget", "2s"], "--budget 2s is invalid: it cannot be combined"),
+        (["--warmups", "9", "--budget", "2s"], "which fixes how long a case takes."),
+        (["--launches", "0"], "--launches 0 is invalid: it must be from 1 to 100."),
+    ],
+)
+def test_samples_that_cannot_be_taken_are_refused(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(["op", "gemm", *SHAPE["gemm"].split(), "--device", "cpu", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert sentence in line
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_launches_need_processes_of_their_own(
+    has_run: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["op", "gemm", *SHAPE["gemm"].split(), *CPU, "--launches", "2"]
+    if has_run:
+        assert stepmark(*words, cwd=tmp_path).returncode == 0
+        words = ["resume", "latest"]
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(measure, "load", lambda name: _as_rank_0)
+    assert status(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "launches 2 is invalid: it must be 1 under torchrun, srun or mpirun" in line
+
+
+def _as_rank_0(device: str, prepare: Callable[[], object], *, force: bool) -> object:
+    return prepare()
+
+
+def test_a_dry_run_says_how_often_cases_are_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status(["op", "gemm", *SMALL, "--launches", "4"]) == 0
+    assert capsys.readouterr().err == "1 case, in 4 launches; none was run\n"
 
 
 def test_an_exit_code_comes_through_the_launcher(tmp_path: Path) -> None:
