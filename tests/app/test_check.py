@@ -89,6 +89,18 @@ def test_a_check_that_measures_nothing_ends_with_3(
     assert "nothing was measured" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("code", [130, 143])
+def test_an_interrupted_check_says_how_to_go_on(
+    code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = launches(tmp_path, "now", SPREAD[:2])
+    values = plain(CheckOptions(baseline=str(launches(tmp_path, "before", SPREAD))))
+    assert check.show(now, values, code) == code
+    out, err = capsys.readouterr()
+    assert f"go on with: stepmark resume {now}" in err
+    assert "cases slower" not in out + err, "no verdict on a part of the launches"
+
+
 def test_the_launches_that_would_decide_do_in_the_time_that_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
