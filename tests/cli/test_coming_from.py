@@ -46,7 +46,8 @@ def test_command_lists_cases(command: str, capsys: pytest.CaptureFixture[str]) -
     status = main.status([*words(command), "--dry-run"])
     told = capsys.readouterr()
     assert status == 0, told.err
-    assert re.search(r"[1-9]\d* cases?(, [1-9]\d* rows)?; none was run", told.err), told.err
+    counts = r"[1-9]\d* cases?(, [1-9]\d* rows)?(, in \d+ launches)?; none was run"
+    assert re.search(counts, told.err), told.err
     assert told.out
 
 
