@@ -129,8 +129,8 @@ def _with_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_with_device")
 def test_a_baseline_of_too_few_launches_is_refused_with_their_number(tmp_path: Path) -> None:
-    one = launches(tmp_path, "one", [1.0])
-    text = refusal(one)
+    single = launches(tmp_path, "single", [1.0])
+    text = refusal(single)
     assert "it has 1 launch, and" in text
     needed = int(re.findall(r"needs (\d+) ", text)[0])
     assert needed > 1
@@ -139,7 +139,7 @@ def test_a_baseline_of_too_few_launches_is_refused_with_their_number(tmp_path: P
     assert [entry.launch for entry in planned.entries] == [1, 2, 3, 4, 5]
     assert planned.how.op.budget_s == 600
     # A larger slowdown is decided by fewer launches, a smaller one by more.
-    check.plan(CheckOptions(baseline=str(one), floor=0.2))
+    check.plan(CheckOptions(baseline=str(single), floor=0.2))
     assert "needs" in refusal(launches(tmp_path, "two", WIDE[:2]), floor=0.0)
 
 
