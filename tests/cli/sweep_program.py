@@ -1,11 +1,13 @@
 """A command for the tests of sweep: writes a run of made-up times, or goes wrong.
 
 python -m tests.cli.sweep_program comm all_reduce ... --out DIR, with KIND in the environment:
-fast, slow, or a fault. A hang leaves a grandchild in a session of its own. With a debug file
-asked for, it logs what a made-up NCCL chooses; NCCL_ALGO=Tree is fast.
+fast, slow, fading (fast until it is selected), other (measures otherwise), or a fault. A hang leaves a grandchild in a
+session of its own. With a debug file asked for, it logs what a made-up NCCL chooses;
+NCCL_ALGO=Tree is fast.
 """
 
 import dataclasses
+import json
 import os
 import random
 import subprocess
@@ -20,6 +22,7 @@ from tests.store.writers import new_run
 
 from stepmark.report.tuner import first_match
 from stepmark.store.runs import new_run_id
+from stepmark.store.sweeps import FILE
 
 SIZES = (2**16, 2**20, 2**24)
 NCCL_NAMES = {
@@ -29,7 +32,7 @@ NCCL_NAMES = {
     "broadcast": "Broadcast",
     "reduce": "Reduce",
 }
-SPEED = {"fast": 1.25, "slow": 0.8}
+SPEED = {"fast": 1.25, "slow": 0.8, "fading": 1.25}
 GRANDCHILD = (
     "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 )
@@ -53,7 +56,8 @@ def written(folder: Path, speed: float) -> None:
         for size in SIZES:
             for launch in (1, 2):
                 time_s = 1e-5 * (1 + size / 2**20) / speed * noise.gauss(1, 0.003)
-                case = comm_case(size=size, num_ranks=2)
+                more = {"skew_s": 1e-3} if os.environ.get("KIND") == "other" else {}
+                case = comm_case(size=size, num_ranks=2, **more)
                 writer.append(comm_measured(case, [[time_s] * 5] * 2, launch=launch))
 
 
@@ -99,6 +103,8 @@ def main() -> int:
         return 3
     if kind == "crowded":  # another process writes runs to the folder of the sweep meanwhile
         written(folder.parent, 9.0)
+    if kind == "fading" and json.loads((folder.parents[1] / FILE).read_text())["selection"]:
+        kind = ""
     if target := os.environ.get("NCCL_DEBUG_FILE"):
         log(target, sys.argv)
     written(folder, 1.25 if os.environ.get("NCCL_ALGO") == "Tree" else SPEED.get(kind, 1.0))

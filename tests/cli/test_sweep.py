@@ -20,16 +20,24 @@ from tests.parsing import parse as typed
 from tests.report.tuner_file import parse
 
 from stepmark.app import sweep as app
-from stepmark.app import sweep_results, sweep_run
+from stepmark.app import sweep_race, sweep_results, sweep_run
 from stepmark.app import tuner as tuning
-from stepmark.app.sweep import refuse_ranks, settings, split_values
+from stepmark.app.sweep import refuse_ranks, settings
 from stepmark.app.sweep_run import Means, make, order_of
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.commands import command_of
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured
-from stepmark.core.sweep import Outcome, Setting, Sweep, Try, TunerChoice
+from stepmark.core.sweep import (
+    Outcome,
+    Selection,
+    Setting,
+    Sweep,
+    Try,
+    TunerChoice,
+    split_values,
+)
 from stepmark.core.verb_options import SweepOptions
 from stepmark.launch import processes
 from stepmark.report.recommendation import Advice
@@ -127,9 +135,11 @@ def test_orders_differ_between_rounds_and_seeds() -> None:
     assert min(first.values()) > 60
 
 
-def sweep_of(*kinds: str, repeats: int = 2, timeout_s: float = 20.0) -> Sweep:
+def sweep_of(*kinds: str, repeats: int = 2, timeout_s: float = 20.0, schema: int = 2) -> Sweep:
+    """schema 1: without a race, so that every round measures every setting."""
     found = settings([f"KIND={','.join(kinds)}"], [], default=True, force=False)
     return Sweep(
+        schema=schema,
         sweep_id="the-sweep",
         created_at="2025-01-01T00:00:00+00:00",
         stepmark="0.1.0",
@@ -166,36 +176,132 @@ def test_a_run_that_another_process_writes_meanwhile_is_not_taken(tmp_path: Path
     assert len(list(journal.path.glob("runs/*/run.json"))) == 2
 
 
-def test_rounds_are_kept_compared_and_recommended(tmp_path: Path) -> None:
-    with Journal.create(tmp_path, sweep_of("fast", "slow", repeats=4)) as journal:
-        assert make(journal, means(tmp_path), []) is None
+def test_losers_are_dropped_and_the_winner_is_confirmed(tmp_path: Path) -> None:
+    said: list[str] = []
+    with Journal.create(tmp_path, sweep_of("fast", "slow", "equal", repeats=5)) as journal:
+        assert make(journal, means(tmp_path, said), []) is None
         sweep = journal.sweep
     assert sweeps.read(journal.path) == sweep
-    assert [one.round for one in sweep.tries] == [n for n in (1, 2, 3, 4) for _ in range(3)]
-    for number in (1, 2, 3, 4):
-        held = [one.setting for one in sweep.tries if one.round == number]
-        assert sorted(held) == ["KIND=fast", "KIND=slow", "default"]
+    assert sweep.is_complete
+    selection = sweep.selection
+    assert selection is not None
+    assert selection.settings == ("KIND=fast",)
+    assert sweep.dropped.keys() == {"KIND=slow", "KIND=equal"}
+    assert set(sweep.dropped.values()) <= {2, 3}
+    assert (selection.rounds, selection.fresh) in ((2, 3), (3, 3))
+    for number in range(1, sweep.last_round + 1):
+        measured = {one.setting for one in sweep.tries if one.round == number}
+        assert measured == sweep.members(number)
+        assert measured >= {"default", "KIND=fast"}
+    assert len(sweep.tries) == len({one.run for one in sweep.tries}) <= 3 * 4 + 3 * 2
     assert {one.outcome for one in sweep.tries} == {Outcome.DONE}
-    assert len({one.run for one in sweep.tries}) == 12
     assert all((journal.path / "runs" / one.run / "run.json").exists() for one in sweep.tries)
     # KIND is swept: that it differs is no surprise.
     assert {one.differs for one in sweep.tries} == {()}
-    found = sweep_results.compare_settings(journal.path, sweep, 0.01)
-    assert found is not None
-    assert found.comparison.names == ("default", "KIND=fast", "KIND=slow")
-    cell = found.comparison.lines[0].cells["KIND=fast"]
+    assert "selected: KIND=fast; 3 fresh rounds follow" in said
+    last = f"fresh round {sweep.last_round}, "
+    assert said[-1].startswith(f"[{len(sweep.tries)}/{len(sweep.tries)}] {last}")
+
+    result = sweep_race.compare_settings(journal.path, sweep)
+    assert result is not None
+    assert result.comparison.names == ("default", "KIND=fast", "KIND=slow", "KIND=equal")
+    assert result.fresh is not None
+    assert result.fresh.names == ("default", "KIND=fast")
+    cell = result.fresh.lines[0].cells["KIND=fast"]
     # Two launches of one run are one round.
-    assert (cell.num_launches, cell.num_values) == (4, 40)
+    assert (cell.num_launches, cell.num_values) == (3, 30)
     assert cell.ratio is not None
     assert 1.2 < cell.ratio.speed < 1.3
-    assert found.advice.single == "KIND=fast"
+    assert result.advice.single == "KIND=fast"
+    # The figure is that of the fresh rounds, whose launches are not in the selection's.
+    assert result.advice.picks[0].ratio == cell.ratio
     assert (
         sweep_results.export_lines(sweep.settings[1], sweep.settings[0]) == "export KIND=fast"
     )
 
 
+def test_without_a_race_all_rounds_are_made_and_nothing_is_confirmed(tmp_path: Path) -> None:
+    """A sweep of an earlier version goes on as it began."""
+    with Journal.create(tmp_path, sweep_of("fast", "slow", repeats=4, schema=1)) as journal:
+        assert make(journal, means(tmp_path), []) is None
+        sweep = journal.sweep
+    assert len(sweep.tries) == 12
+    assert sweep.is_complete
+    assert (sweep.dropped, sweep.selection) == ({}, None)
+    result = sweep_race.compare_settings(journal.path, sweep)
+    assert result is not None
+    assert result.fresh is None
+    assert result.advice.single is None
+    assert all(pick.reason.startswith("unconfirmed") for pick in result.advice.picks)
+
+
+def test_a_race_without_a_winner_keeps_the_default(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("slow", repeats=5)) as journal:
+        make(journal, means(tmp_path), [])
+        sweep = journal.sweep
+    assert sweep.dropped.keys() == {"KIND=slow"}
+    assert sweep.selection == Selection(rounds=sweep.dropped["KIND=slow"])
+    assert sweep.last_round < 5
+    result = sweep_race.compare_settings(journal.path, sweep)
+    assert result is not None
+    assert result.advice.selected == ()
+
+
+def test_a_gain_that_fresh_rounds_do_not_show_is_no_recommendation(tmp_path: Path) -> None:
+    """The setting is fast in the rounds that select it, and no longer in the fresh ones."""
+    with Journal.create(tmp_path, sweep_of("fading", repeats=5)) as journal:
+        make(journal, means(tmp_path), [])
+    assert journal.sweep.selection is not None
+    assert journal.sweep.selection.settings == ("KIND=fading",)
+    result = sweep_race.compare_settings(journal.path, journal.sweep)
+    assert result is not None
+    assert result.advice.single is None
+    assert all(pick.reason.startswith("unconfirmed: ") for pick in result.advice.picks)
+
+
+def test_what_measures_something_else_has_all_its_rounds(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("other", "slow", repeats=4)) as journal:
+        make(journal, means(tmp_path), [])
+        sweep = journal.sweep
+    assert sweep.dropped.keys() == {"KIND=slow"}
+    assert sweep.selection == Selection(rounds=4)
+    result = sweep_race.compare_settings(journal.path, sweep)
+    assert result is not None
+    assert result.advice.left_out.keys() == {"KIND=other"}
+
+
+def test_resume_goes_on_in_the_fresh_rounds(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("fast", "slow", repeats=5)) as journal:
+        make(journal, means(tmp_path), [])
+        whole = journal.sweep
+        # As after a kill between the last try of the selection and its decision.
+        assert whole.selection is not None
+        tries = tuple(t for t in whole.tries if t.round <= whole.selection.rounds)
+        journal.change(tries=tries, selection=None, dropped={})
+    with Journal.go_on(journal.path) as journal:
+        assert not journal.sweep.is_complete
+        make(journal, means(tmp_path), [])
+        again = journal.sweep
+    assert (again.selection, again.dropped) == (whole.selection, whole.dropped)
+    assert [(t.round, t.setting) for t in again.tries] == [
+        (t.round, t.setting) for t in whole.tries
+    ]
+    # As after a kill in the fresh rounds.
+    with Journal.go_on(journal.path) as journal:
+        journal.change(tries=again.tries[:-3])
+        assert not journal.sweep.is_complete
+        result = sweep_race.compare_settings(journal.path, journal.sweep)
+        assert result is not None
+        assert result.advice.single is None, "the fresh rounds are not complete"
+        make(journal, means(tmp_path), [])
+        assert len(journal.sweep.tries) == len(again.tries)
+        result = sweep_race.compare_settings(journal.path, journal.sweep)
+        assert result is not None
+        assert result.advice.single == "KIND=fast"
+
+
 def test_settings_that_go_wrong_are_recorded_and_left_out(tmp_path: Path) -> None:
-    wanted = sweep_of("broken", "wrong", "fast", repeats=3)
+    wanted = sweep_of("broken", "wrong", "fast", repeats=3, schema=1)
     with Journal.create(tmp_path, wanted) as journal:
         make(journal, means(tmp_path), [])
         sweep = journal.sweep
@@ -207,7 +313,7 @@ def test_settings_that_go_wrong_are_recorded_and_left_out(tmp_path: Path) -> Non
     assert failed["KIND=broken"].exit_code == 3
     assert failed["KIND=broken"].stderr == ("stepmark: it is", "broken")
     assert failed["KIND=wrong"].outcome is Outcome.WRONG
-    found = sweep_results.compare_settings(journal.path, sweep, 0.01)
+    found = sweep_race.compare_settings(journal.path, sweep)
     assert found is not None
     assert found.comparison.names == ("default", "KIND=fast")
 
@@ -220,14 +326,14 @@ def test_a_setting_that_hangs_is_killed_with_its_grandchildren(tmp_path: Path) -
     one = sweep.failed["KIND=hang"]
     assert one.outcome is Outcome.TIMEOUT
     assert 1.5 <= one.seconds < 6
-    assert Counter(started(tmp_path)) == {"default": 2, "hang": 1}
+    assert Counter(started(tmp_path)) == {"default": 1, "hang": 1}  # nothing is left to race
     pid = int((tmp_path / "grandchild").read_text())
     assert not psutil.pid_exists(pid) or not processes.is_alive(psutil.Process(pid))
-    assert sweep_results.compare_settings(journal.path, sweep, 0.01) is None
+    assert sweep_race.compare_settings(journal.path, sweep) is None
 
 
 def test_resume_makes_only_what_is_missing(tmp_path: Path) -> None:
-    with Journal.create(tmp_path, sweep_of("fast", "slow")) as journal:
+    with Journal.create(tmp_path, sweep_of("fast", "slow", schema=1)) as journal:
         make(journal, means(tmp_path), [])
         tries = journal.sweep.tries
         # As after a kill in the second round: two tries less, and one that was interrupted.
@@ -270,7 +376,7 @@ def test_a_budget_ends_after_whole_rounds(tmp_path: Path) -> None:
 
 def test_a_resumed_sweep_knows_how_long_its_rounds_were(tmp_path: Path) -> None:
     said: list[str] = []
-    with Journal.create(tmp_path, sweep_of("fast")) as journal:
+    with Journal.create(tmp_path, sweep_of("fast", schema=1)) as journal:
         make(journal, means(tmp_path), [])
         slow = [dataclasses.replace(one, seconds=30.0) for one in journal.sweep.tries]
         cut = dataclasses.replace(slow[-1], outcome=Outcome.INTERRUPTED, seconds=1e6)
@@ -295,7 +401,10 @@ def a_try(run: str) -> Try:
 
 
 SPOILT: dict[str, dict[str, object]] = {
-    "schema 2": {"schema": 2},
+    "schema 3": {"schema": 3},
+    "dropped ['KIND=other']": {"dropped": {"KIND=other": 2}},
+    "dropped ['KIND=more']": {"selection": Selection(rounds=2, settings=("KIND=more",))},
+    "a selection": {"selection": Selection(rounds=-1)},
     "schema 0": {"schema": 0},
     "no command": {"command": ()},
     "no settings": {"settings": ()},
@@ -336,7 +445,7 @@ def test_an_environment_that_changes_is_told(tmp_path: Path) -> None:
         make(journal, means(tmp_path), [])
         run = journal.path / "runs" / journal.sweep.tries[0].run / "run.json"
         run.write_text(run.read_text().replace('"2.28.9"', '"2.27.3"'))
-        journal.change(repeats=2)
+        journal.change(repeats=2, selection=None)
         make(journal, means(tmp_path), [])
         told = {one.differs for one in journal.sweep.tries if one.round == 2}
     assert told == {("nccl: 2.27.3 -> 2.28.9",)}
@@ -350,7 +459,7 @@ def test_another_method_is_shown_and_not_recommended(tmp_path: Path) -> None:
         if one.setting == "KIND=fast":
             file = journal.path / "runs" / one.run / "records.jsonl"
             file.write_text(file.read_text().replace("comm-queued/1", "comm-graph/1"))
-    found = sweep_results.compare_settings(journal.path, sweep, 0.01)
+    found = sweep_race.compare_settings(journal.path, sweep)
     assert found is not None
     assert found.advice.single is None
     assert "comm-graph/1" in found.advice.left_out["KIND=fast"]
@@ -379,14 +488,14 @@ def test_what_is_not_the_same_measurement_is_not_recommended(
         )
 
     sides = [side("default", here, 1.0), side("KIND=fast", there, 3.0)]
-    advice = sweep_results.of_sides(sides, sweep_of("fast"), 0.01).advice
+    advice = sweep_race.of_sides(sides, sweep_of("fast")).advice
     shown = "none" if here == "" else here
     assert advice.left_out == {
         "KIND=fast": f"another {name} than default ({there}, not {shown})"
     }
     assert advice.single is None
     same = [sides[0], side("KIND=fast", here, 3.0)]
-    assert sweep_results.of_sides(same, sweep_of("fast"), 0.01).advice.single == "KIND=fast"
+    assert sweep_race.of_sides(same, sweep_of("fast")).advice.single == "KIND=fast"
 
 
 def test_the_page_says_what_failed_and_what_is_recommended(tmp_path: Path) -> None:
@@ -568,7 +677,7 @@ def logged(**at: tuple[str, str, int]) -> tuning.Logged:
 def test_the_file_says_what_won_and_the_default_elsewhere(tmp_path: Path) -> None:
     with Journal.create(tmp_path, sweep_of("fast", "slow", repeats=4)) as journal:
         make(journal, means(tmp_path), [])
-    found = sweep_results.compare_settings(journal.path, journal.sweep, 0.01)
+    found = sweep_race.compare_settings(journal.path, journal.sweep)
     assert found is not None
     ring, tree = ("ring", "simple", 4), ("tree", "ll", 8)
     sizes = ("s1024", "s65536", "s524288", "s16777216", "s1073741824")
@@ -594,7 +703,7 @@ def tuned(folder: Path, plugin: str | None = None) -> tuple[list[str], int, tuni
     with Journal.create(folder, sweep) as journal:
         how = means(folder)
         make(journal, how, [])
-        found = sweep_results.compare_settings(journal.path, journal.sweep, 0.01)
+        found = sweep_race.compare_settings(journal.path, journal.sweep)
         assert found is not None
         said, code = tuning.emit(journal, found.advice, asked, how, [])
     return said, code, asked

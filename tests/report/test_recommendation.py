@@ -1,6 +1,7 @@
 """Nothing is recommended that chance explains; what is real and repeated is."""
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from random import Random
 
@@ -10,7 +11,15 @@ from hypothesis import strategies as st
 
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.ratio import ratio
-from stepmark.report.recommendation import Advice, Range, advise, p_faster, rows, text_of
+from stepmark.report.recommendation import (
+    Advice,
+    Range,
+    advise,
+    confirm,
+    p_faster,
+    rows,
+    text_of,
+)
 from stepmark.store.compare import Options, compare
 from stepmark.store.series import STRICT
 
@@ -58,6 +67,15 @@ def advised(
     return advise(compare(found, Options(allowed=STRICT)), min_gain=0.01)
 
 
+def confirmed(
+    advice: Advice, seed: int, *, rounds: int, noise: float = 0.01, gain: Gain = NOTHING
+) -> Advice:
+    """Return what fresh rounds confirm of a selection, in which only its settings are."""
+    names = [advice.baseline, *advice.selected]
+    fresh = sides(names, Random(seed), rounds=rounds, noise=noise, gain=gain)
+    return confirm(advice, compare(fresh, Options(allowed=STRICT)), rounds)
+
+
 def won(advice: Advice) -> list[str]:
     return [pick.winner for pick in advice.picks if pick.winner]
 
@@ -91,12 +109,67 @@ def test_ten_percent_are_found() -> None:
     advice = advised(1, rounds=5, noise=0.004, gain=gain)
     assert won(advice) == ["C"] * len(SIZES)
     assert advice.single == "C"
+    advice = confirmed(advice, 2, rounds=4, noise=0.004, gain=gain)
+    assert won(advice) == ["C"] * len(SIZES)
     (one,) = advice.ranges
     assert (one.first_bytes, one.last_bytes) == (SIZES[0], SIZES[-1])
-    said = text_of(advice, {"C": "export X=C"})
-    assert said[0].startswith("recommended: faster on 10 of 10 lines (+")
-    assert said[0].endswith("), seen more than 1.0% slower on none")
-    assert said[1:] == ["  export X=C"]
+    lines = text_of(advice, {"C": "export X=C"})
+    assert re.fullmatch(
+        r"recommended: faster on 10 of 10 lines: \+\d+\.\d% to \+\d+\.\d% "
+        r"\(\d+\.\d to \d+\.\d%\), confirmed by 4 fresh rounds; "
+        r"seen more than 1\.0% slower on none",
+        lines[0],
+    )
+    assert lines[1:] == ["  export X=C"]
+
+
+def test_a_selection_is_no_recommendation() -> None:
+    """Gains of the selection are too high, so without fresh rounds none is recommended."""
+    advice = advised(1, rounds=5, noise=0.004, gain=lambda n, s: 1.1 if n == "C" else 1.0)
+    assert advice.selected == ("C",)
+    alone = confirm(advice, None, 0)
+    assert won(alone) == []
+    assert alone.single is None
+    lines = text_of(alone, {})
+    assert lines[0] == "keep the default: gains are unconfirmed"
+    assert all("unconfirmed: no fresh rounds" in line for line in lines[1:])
+    with pytest.raises(AssertionError, match="selection"):
+        text_of(advice, {"C": ""})
+
+
+def test_figures_of_a_recommendation_are_those_of_fresh_rounds() -> None:
+    """A gain of 10 % in the selection that is 5 % in fresh rounds is shown as 5 %."""
+    advice = advised(1, rounds=5, noise=0.002, gain=lambda n, s: 1.1 if n == "C" else 1.0)
+    now = confirmed(
+        advice, 2, rounds=3, noise=0.002, gain=lambda n, s: 1.05 if n == "C" else 1.0
+    )
+    assert won(now) == ["C"] * len(SIZES)
+    assert all(pick.ratio and 1.03 < pick.ratio.speed < 1.07 for pick in now.picks)
+    assert {row["fresh_rounds"] for row in rows(now)} == {3}
+    assert all(1.0 < row["best_low"] < 1.07 for row in rows(now))  # type: ignore[operator]
+
+
+def test_a_gain_that_fresh_rounds_do_not_show_is_not_recommended() -> None:
+    advice = advised(1, rounds=5, noise=0.002, gain=lambda n, s: 1.1 if n == "C" else 1.0)
+    now = confirmed(advice, 2, rounds=3, noise=0.002)
+    assert won(now) == []
+    assert now.single is None
+    assert all(pick.reason.startswith("unconfirmed: ") for pick in now.picks)
+    assert text_of(now, {})[0] == "keep the default: gains are unconfirmed"
+
+
+def test_another_setting_is_selected_only_where_it_is_certainly_faster() -> None:
+    """Of equal settings, one is confirmed, not one by line."""
+    advice = advised(4, rounds=6, noise=0.002, gain=lambda n, s: 1.1 if n != "default" else 1.0)
+    assert len(advice.selected) == 1
+
+
+def test_what_was_dropped_is_not_considered() -> None:
+    found = sides(NAMES[:2], Random(1), rounds=5, noise=0.001, gain=lambda n, s: 2.0)
+    comparison = compare(found, Options(allowed=STRICT))
+    advice = confirm(advise(comparison, min_gain=0.01, dropped={"B": 2}), None, 0)
+    assert advice.considered == ()
+    assert text_of(advice, {}) == ["keep the default: no other setting is the fastest anywhere"]
 
 
 def test_three_rounds_find_what_is_large() -> None:
@@ -134,9 +207,11 @@ def test_sizes_with_one_winner_are_one_range() -> None:
         (None, 2**17 + 1, 2**19),
         ("C", 2**19 + 1, 2**28),
     ]
+    advice = confirmed(advice, 3, rounds=4, noise=0.002, gain=crossing)
     said = "\n".join(text_of(advice, {"B": "export X=B", "C": "export X=C"}))
     assert "export" not in said
-    assert "all_reduce 1 KiB to 128 KiB: B (+" in said
+    assert "by size, what is certainly faster, confirmed by 4 fresh rounds:" in said
+    assert "all_reduce 1 KiB to 128 KiB: B +" in said
     assert "keep the default (best: " in said
 
 

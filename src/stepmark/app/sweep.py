@@ -15,9 +15,10 @@ from pathlib import Path
 from stepmark import __version__
 from stepmark.app import sweep_results, tuner
 from stepmark.app.delivery import check_outputs
+from stepmark.app.interpreters import check_interpreters, parse_interpreters
 from stepmark.app.sweep_run import ORDERS, PROGRAM, order_of
 from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.core.sweep import DEFAULT, Setting, Sweep, flag_of
+from stepmark.core.sweep import DEFAULT, MIN_GAIN, Setting, Sweep, flag_of, split_values
 from stepmark.core.verb_options import SweepOptions
 from stepmark.store import sweeps
 from stepmark.store.runs import new_run_id
@@ -68,6 +69,7 @@ def run(options: SweepOptions) -> int:
     if request:
         tuner.check_device(request)
     if not sweep.is_complete:  # a finished sweep may be looked at on another machine
+        check_interpreters(sweep.settings, base)
         _check_command(sweep, base)
     return sweep_results.run(sweep, path, request, options, base)
 
@@ -98,24 +100,29 @@ def _new(options: SweepOptions, base: Mapping[str, str]) -> Sweep:
         order=options.order or ORDERS[0],
         seed=secrets.randbelow(2**31) if options.seed is None else options.seed,
         timeout_s=options.timeout or 600.0,
+        min_gain=MIN_GAIN if options.min_gain is None else options.min_gain,
         notes=notes(swept, base),
     )
 
 
 def _settings(options: SweepOptions) -> list[Setting]:
     return settings(
-        options.env, options.flags, default=not options.no_default, force=options.force
+        options.env,
+        options.flags,
+        options.python,
+        default=not options.no_default,
+        force=options.force,
     )
 
 
 def _resumed(path: Path, options: SweepOptions) -> Sweep:
-    """Return the sweep of --resume; its rounds, time limit and baseline may be changed."""
+    """Return the sweep of --resume; rounds, time limit, baseline and gain may be changed."""
     sweep = sweeps.read(path)
     if options.words and options.words != sweep.command:
         raise ConfigError(
             "command", shlex.join(options.words), f"none, or {shlex.join(sweep.command)}"
         )
-    if options.env or options.flags:
+    if options.env or options.flags or options.python is not None:
         names = {setting.name for setting in _settings(options)}
         if changes := names ^ {setting.name for setting in sweep.settings}:
             allowed = "left out, or the settings that the sweep began with"
@@ -124,19 +131,41 @@ def _resumed(path: Path, options: SweepOptions) -> Sweep:
         value, first = getattr(options, name), getattr(sweep, name)
         if value not in (None, first):
             raise ConfigError(name, value, f"{first}, with which the sweep began")
-    return dataclasses.replace(
+    resumed = dataclasses.replace(
         sweep,
         repeats=options.repeats or sweep.repeats,
         timeout_s=options.timeout or sweep.timeout_s,
         baseline=find_baseline(options.baseline or sweep.baseline, sweep.settings),
+        min_gain=sweep.min_gain if options.min_gain is None else options.min_gain,
     )
+    return _reopened(sweep, resumed) if sweep.has_race else resumed
+
+
+def _reopened(sweep: Sweep, resumed: Sweep) -> Sweep:
+    """Return a race with changed options. Raises ConfigError after a decision by the old ones.
+
+    Where nothing was selected, it goes on.
+    """
+    is_selected = bool(sweep.selection and sweep.selection.settings)
+    names = ("baseline", "min_gain", "repeats")
+    changes = [name for name in names if getattr(sweep, name) != getattr(resumed, name)]
+    for name in changes:
+        if is_selected or (sweep.dropped and name != "repeats"):
+            rule = f"{getattr(sweep, name)}, by which settings were dropped or selected"
+            raise ConfigError(name.replace("_", "-"), getattr(resumed, name), rule)
+    num_rounds = max((attempt.round for attempt in sweep.tries), default=0)
+    if not is_selected and resumed.repeats < num_rounds:
+        rule = f"at least {num_rounds}, the rounds so far"
+        raise ConfigError("repeats", resumed.repeats, rule)
+    return dataclasses.replace(resumed, selection=None) if changes else resumed
 
 
 def _check_command(sweep: Sweep, base: Mapping[str, str]) -> None:
-    """Validate each set of flags by a dry run of the command. Raises CommandError."""
-    for setting in {setting.flags: setting for setting in sweep.settings}.values():
+    """Validate flags by dry runs of the command, in each interpreter. Raises CommandError."""
+    distinct = {(setting.flags, setting.executable): setting for setting in sweep.settings}
+    for setting in distinct.values():
         done = subprocess.run(
-            [*PROGRAM, *setting.command(sweep.command), "--dry-run"],
+            [*setting.program(PROGRAM), *setting.command(sweep.command), "--dry-run"],
             env=dict(base),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -156,24 +185,38 @@ def print_commands(sweep: Sweep) -> None:
         for place in places:
             sys.stdout.write(_shell(sweep.settings[place], sweep.command) + "\n")
     count = len(sweep.settings)
-    sys.stderr.write(f"{sweep.repeats} x {count} settings, seed {sweep.seed}; none was run\n")
+    sys.stderr.write(
+        f"at most {sweep.repeats} x {count} settings, then fresh rounds of those that are "
+        f"selected; seed {sweep.seed}; none was run\n"
+    )
 
 
 def _shell(setting: Setting, command: tuple[str, ...]) -> str:
     words = ["env"]
     words += [word for name, value in setting.variables if not value for word in ("-u", name)]
     words += [f"{name}={value}" for name, value in setting.variables if value]
-    return shlex.join([*words, "stepmark", *setting.command(command)])
+    program = [setting.executable, "-m", "stepmark"] if setting.python else ["stepmark"]
+    return shlex.join([*words, *program, *setting.command(command)])
 
 
 def settings(
-    env: Sequence[str], flags: Sequence[str], *, default: bool, force: bool
+    env: Sequence[str],
+    flags: Sequence[str],
+    python: str | None = None,
+    *,
+    default: bool,
+    force: bool,
 ) -> list[Setting]:
-    """Return every combination in the order given; with `default` first the one without any."""
+    """Return every combination in the order given; with `default` first the one without any.
+
+    Without any is with the first interpreter.
+    """
     variables = _parsed(env, "env", _VARIABLE)
     swept = _parsed(flags, "set", _FLAG)
-    if not variables and not swept:
-        raise ConfigError("env", "missing", "--env NAME=A,B or --set FLAG=A,B, or both")
+    interpreters = [("", "")] if python is None else parse_interpreters(python)
+    if not variables and not swept and python is None:
+        allowed = "--env NAME=A,B or --set FLAG=A,B or --python A,B, or several"
+        raise ConfigError("env", None, allowed)
     for name, _ in variables:
         if name in _LAUNCHER or name.startswith("STEPMARK_"):
             raise ConfigError("env", name, "a variable that no launcher sets")
@@ -182,13 +225,16 @@ def settings(
             raise ConfigError("set", name, "a flag that the sweep does not set itself")
     names = [name for name, _ in (*variables, *swept)]
     combinations = list(itertools.product(*(values for _, values in (*variables, *swept))))
+    each = list(itertools.product(interpreters, combinations))
     if default:
-        combinations.insert(0, ("",) * len(names))
+        each.insert(0, (interpreters[0], ("",) * len(names)))
     by_name: dict[str, Setting] = {}
-    for values in combinations:
+    for (text, executable), values in each:
         pairs = tuple(zip(names, values, strict=True))
         count = len(variables)
-        setting = Setting(variables=pairs[:count], flags=pairs[count:])
+        setting = Setting(
+            variables=pairs[:count], flags=pairs[count:], python=text, executable=executable
+        )
         by_name[setting.name] = setting
     if len(by_name) < 2:
         raise ConfigError("env", next(iter(by_name)), "two settings or more, to be compared")
@@ -212,23 +258,6 @@ def _parsed(texts: Sequence[str], field: str, allowed: "re.Pattern[str]") -> Swe
             raise ConfigError(field, text, "values in one line of printable characters")
         values_by_name[name] = values
     return list(values_by_name.items())
-
-
-def split_values(text: str) -> list[str]:
-    r"""Split at commas; `\,` is a comma and `\\` a backslash within a value."""
-    values, escaped = [""], False
-    for letter in text:
-        if escaped:
-            values[-1] += letter if letter in ",\\" else "\\" + letter
-            escaped = False
-        elif letter == "\\":
-            escaped = True
-        elif letter == ",":
-            values.append("")
-        else:
-            values[-1] += letter
-    values[-1] += "\\" if escaped else ""
-    return values
 
 
 def find_baseline(name: str | None, settings: Sequence[Setting]) -> str:

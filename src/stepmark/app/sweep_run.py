@@ -1,5 +1,7 @@
 """The tries of a sweep: their order, each in fresh processes, and their outcomes."""
 
+import itertools
+import math
 import os
 import random
 import sys
@@ -8,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from stepmark.app import sweep_race
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Environment
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try
@@ -51,16 +54,21 @@ def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[i
 def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
     """Run what is missing of a sweep. Returns the signal that ended it early, if one did.
 
-    A new round begins only when the budget has room for the longest so far, including those
-    before a --resume.
+    A new round begins only when the budget has room for it and for the fresh rounds that would
+    confirm its result, by the longest launch so far, including those before a --resume.
     """
-    started_s, longest_s = time.monotonic(), _longest_s(journal.sweep)
-    for number in range(1, journal.sweep.repeats + 1):
-        round_s = time.monotonic()
-        over = means.budget_s is not None and round_s - started_s + longest_s > means.budget_s
+    started_s = time.monotonic()
+    for number in itertools.count(1):
+        launches = _launches_left(journal.sweep, means.budget_s, started_s)
+        if number > 1 and all(attempt.round < number for attempt in journal.sweep.tries):
+            for remark in sweep_race.decide(journal, number - 1, launches=launches):
+                means.say(remark)
+        sweep = journal.sweep
+        if number > sweep.last_round:
+            return None
         missing = _missing(journal, number)
-        if missing and over and number > 1:
-            means.say(f"budget: {number - 1} of {journal.sweep.repeats} rounds")
+        if missing and number > 1 and launches < sweep_race.launches_of_round(sweep, number):
+            means.say(f"budget: {number - 1} of {sweep.last_round} rounds")
             return None
         for setting in missing:
             if signals:
@@ -72,27 +80,26 @@ def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
             means.say(_line(journal, attempt))
             if attempt.outcome is Outcome.INTERRUPTED:
                 return signals[0]
-        longest_s = max(longest_s, time.monotonic() - round_s)
     return None
 
 
-def _longest_s(sweep: Sweep) -> float:
-    """Return the longest round so far, by its tries that were not interrupted."""
-    rounds: dict[int, float] = {}
-    for attempt in sweep.tries:
-        if attempt.outcome is not Outcome.INTERRUPTED:
-            rounds[attempt.round] = rounds.get(attempt.round, 0.0) + attempt.seconds
-    return max(rounds.values(), default=0.0)
+def _launches_left(sweep: Sweep, budget_s: float | None, started_s: float) -> float:
+    """Return for how many launches the budget has room, as long as the longest so far."""
+    if budget_s is None:
+        return math.inf
+    seconds = [t.seconds for t in sweep.tries if t.outcome is not Outcome.INTERRUPTED]
+    return (budget_s - (time.monotonic() - started_s)) // max(seconds, default=1e-9)
 
 
 def _missing(journal: Journal, number: int) -> list[Setting]:
     """Return the settings left in this round, in its order, without those that failed."""
     sweep = journal.sweep
+    names = sweep.members(number) - sweep.failed.keys()
     order = order_of(len(sweep.settings), number, order=sweep.order, seed=sweep.seed)
     return [
         setting
         for setting in (sweep.settings[place] for place in order)
-        if setting.name not in sweep.failed and (number, setting.name) not in sweep.done
+        if setting.name in names and (number, setting.name) not in sweep.done
     ]
 
 
@@ -109,7 +116,7 @@ def _try(
     runs = journal.path / "runs" / stem.name
     started_at = time.time()
     ended = child.run(
-        [*means.program, *setting.command(sweep.command), "--out", str(runs)],
+        [*setting.program(means.program), *setting.command(sweep.command), "--out", str(runs)],
         environment(setting, means.base),
         out=stem.with_suffix(".out"),
         err=stem.with_suffix(".err"),
@@ -132,7 +139,7 @@ def _try(
         started_at=started_at,
         run=run,
         stderr=last,
-        differs=_differs(journal, run) if outcome is Outcome.DONE else (),
+        differs=_differs(journal, setting, run) if outcome is Outcome.DONE else (),
     )
 
 
@@ -153,10 +160,15 @@ def _last_lines(file: Path) -> tuple[str, ...]:
     return tuple(line[:500] for line in lines if line.strip())[-_LAST_LINES:]
 
 
-def _differs(journal: Journal, run: str) -> tuple[str, ...]:
-    """Return how the environment differs from the first try's, apart from swept variables."""
+def _differs(journal: Journal, setting: Setting, run: str) -> tuple[str, ...]:
+    """Return how the environment differs from that interpreter's first try.
+
+    Swept variables aside.
+    """
     runs, sweep = journal.path / "runs", journal.sweep
-    first = next((each.run for each in sweep.tries if each.outcome is Outcome.DONE), run)
+    same = {each.name for each in sweep.settings if each.executable == setting.executable}
+    tries = (each for each in sweep.tries if each.setting in same)
+    first = next((each.run for each in tries if each.outcome is Outcome.DONE), run)
     try:
         before, now = (read_info(runs / name).environment for name in (first, run))
     except ConfigError as error:
@@ -195,8 +207,9 @@ def _facts(environment: Environment, swept: set[str]) -> dict[str, str]:
 def _line(journal: Journal, attempt: Try) -> str:
     sweep = journal.sweep
     done = sum(t.outcome is not Outcome.INTERRUPTED for t in sweep.tries)
-    skipped = sum(sweep.repeats - t.round for t in sweep.failed.values())
-    total = sweep.repeats * len(sweep.settings) - skipped
+    numbers = range(1, sweep.last_round + 1)
+    left = sum(len(_missing(journal, number)) for number in numbers)
     why = f": {attempt.stderr[-1]}" if attempt.stderr else ""
-    head = f"[{done}/{total}] round {attempt.round}, {attempt.setting}"
+    kind = "fresh round" if sweep.is_fresh(attempt.round) else "round"
+    head = f"[{done}/{done + left}] {kind} {attempt.round}, {attempt.setting}"
     return f"{head}: {attempt.outcome}, {attempt.seconds:.1f} s{why}"

@@ -56,10 +56,10 @@ def request(path: Path, plugin: str | None, sweep: Sweep, *, force: bool) -> Req
         supported = ", ".join(tuner.COLLECTIVES)
         raise ConfigError("emit-tuner", ", ".join(others), f"only for {supported}")
     variables = [name for name, _ in sweep.settings[0].variables]
-    if not set(variables) & set(CHOSEN) or sweep.settings[0].flags:
-        raise ConfigError(
-            "emit-tuner", "the sweep", f"one of {' or '.join(CHOSEN)}, without --set"
-        )
+    has_more = any(setting.flags or setting.python for setting in sweep.settings)
+    if not set(variables) & set(CHOSEN) or has_more:
+        rule = f"one of {' or '.join(CHOSEN)}, without --set and --python"
+        raise ConfigError("emit-tuner", "the sweep", rule)
     if others := [name for name in variables if name not in _EXPRESSIBLE]:
         raise ConfigError(
             "emit-tuner",

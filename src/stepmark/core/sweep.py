@@ -1,24 +1,34 @@
 """Settings of a sweep, and the outcome of each try."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 DEFAULT = "default"
-SCHEMA = 1  # of sweep.json
+MIN_GAIN = 0.01  # share by which a setting must be faster to be recommended
+# Of sweep.json. Version 1 has no races: every round measures all settings, and there are no
+# fresh rounds.
+SCHEMA = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Environment variables and flags of the command. "": unset, or not given."""
+    """Environment variables, flags of the command, interpreter. "": unset, or not given.
+
+    python: interpreter or virtual environment as it was typed. executable: its absolute path.
+    """
 
     variables: tuple[tuple[str, str], ...] = ()
     flags: tuple[tuple[str, str], ...] = ()
+    python: str = ""
+    executable: str = ""
 
     @property
     def name(self) -> str:
         """Return e.g. "NCCL_ALGO=Ring --mode graph"; unique within a sweep."""
-        words = [f"{name}={value}" for name, value in self.variables if value]
+        words = [f"python {self.python}"] if self.python else []
+        words += [f"{name}={value}" for name, value in self.variables if value]
         words += [f"{flag_of(name)} {value}" for name, value in self.flags if value]
         return " ".join(words) or DEFAULT
 
@@ -32,6 +42,27 @@ class Setting:
             if value
         ]
         return [*command, *(word for pair in words for word in pair)]
+
+    def program(self, program: Sequence[str]) -> list[str]:
+        """Return a program, which begins with an interpreter, with this setting's own."""
+        return [self.executable or program[0], *program[1:]]
+
+
+def split_values(text: str) -> list[str]:
+    r"""Split at commas; `\,` is a comma and `\\` a backslash within a value."""
+    values, escaped = [""], False
+    for letter in text:
+        if escaped:
+            values[-1] += letter if letter in ",\\" else "\\" + letter
+            escaped = False
+        elif letter == "\\":
+            escaped = True
+        elif letter == ",":
+            values.append("")
+        else:
+            values[-1] += letter
+    values[-1] += "\\" if escaped else ""
+    return values
 
 
 def flag_of(name: str) -> str:
@@ -65,8 +96,25 @@ class Try:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """Settings that were the fastest somewhere in the first `rounds` rounds.
+
+    They and the baseline are measured in `fresh` more rounds, which had no part in selecting
+    them. No settings: nothing was certainly faster than the baseline.
+    """
+
+    rounds: int
+    settings: tuple[str, ...] = ()  # names
+    fresh: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sweep:
-    """sweep.json: the settings, and all tries so far in the order in which they ended."""
+    """sweep.json: the settings, and all tries so far in the order in which they ended.
+
+    repeats: rounds in which settings are selected, at most. dropped: last round of settings
+    that are certainly not the fastest. selection: None until it is made.
+    """
 
     sweep_id: str
     created_at: str  # ISO 8601, UTC
@@ -80,7 +128,36 @@ class Sweep:
     timeout_s: float
     notes: tuple[str, ...] = ()
     tries: tuple[Try, ...] = ()
+    min_gain: float = MIN_GAIN
+    dropped: Mapping[str, int] = field(default_factory=dict)
+    selection: Selection | None = None
     schema: int = SCHEMA
+
+    @property
+    def has_race(self) -> bool:
+        """Return whether settings are dropped, selected and confirmed."""
+        return self.schema > 1
+
+    @property
+    def last_round(self) -> int:
+        """Return the number of the last round, as far as it is known."""
+        if self.selection is None:
+            return self.repeats
+        return self.selection.rounds + self.selection.fresh
+
+    def is_fresh(self, number: int) -> bool:
+        """Return whether a round follows the selection."""
+        return self.selection is not None and number > self.selection.rounds
+
+    def members(self, number: int) -> frozenset[str]:
+        """Return the names of the settings that a round measures, unless they failed."""
+        if self.selection is not None and self.is_fresh(number):
+            return frozenset((self.baseline, *self.selection.settings))
+        return frozenset(
+            setting.name
+            for setting in self.settings
+            if number <= self.dropped.get(setting.name, number)
+        )
 
     @property
     def failed(self) -> dict[str, Try]:
@@ -98,12 +175,12 @@ class Sweep:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether every setting that did not fail was measured in every round."""
-        names = {setting.name for setting in self.settings} - set(self.failed)
-        return all(
+        """Return whether nothing is left to be measured."""
+        is_selected = self.selection is not None or not self.has_race
+        return is_selected and all(
             (number, name) in self.done
-            for number in range(1, self.repeats + 1)
-            for name in names
+            for number in range(1, self.last_round + 1)
+            for name in self.members(number) - self.failed.keys()
         )
 
 

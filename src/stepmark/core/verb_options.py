@@ -129,6 +129,9 @@ class Settings:
     flags: tuple[str, ...] = flag(
         "NAME=A,B: values of the command's flag --NAME", "--set", default=()
     )
+    python: str | None = flag(
+        "A,B: interpreters or virtual environments that run the command; none: this one"
+    )
     no_default: bool = flag("without the setting in which nothing is set", default=False)
     baseline: str | None = flag("setting to compare with [default, or the first]")
 
@@ -138,7 +141,7 @@ class Rounds:
     """Rounds."""
 
     repeats: Annotated[int, between(1, 1000)] | None = flag(
-        "rounds: each measures every setting once [5]"
+        "most rounds that select, of all settings but the dropped; most fresh rounds [5]"
     )
     order: Annotated[str, words_of("interleaved", "fixed")] | None = flag(
         "interleaved (a new order each round) or fixed [interleaved]"
@@ -156,7 +159,7 @@ class Rounds:
 class Recommendation:
     """Recommendation."""
 
-    min_gain: Share = flag("smaller gains are not recommended", default=0.01)
+    min_gain: Share | None = flag("smaller gains are not recommended [1%]")
     emit_tuner: Path | None = flag("comm: write this file for NCCL's tuner plugin")
     tuner_plugin: str | None = flag("plugin to verify the tuner file with [NCCL_TUNER_PLUGIN]")
     html: str | None = flag("a page with the curves and ratios", metavar="PATH")

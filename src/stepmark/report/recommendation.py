@@ -1,20 +1,25 @@
 """Recommendation of a setting by size. Nothing is recommended that chance explains.
 
-A setting wins a line when it is faster than the baseline with certainty, after Holm's
-correction over all settings and lines, and by at least `min_gain`. Of several the fastest wins.
+A setting is selected for a line when it is faster than the baseline with certainty, after
+Holm's correction over all settings and lines, and by at least `min_gain`. Of several the
+fastest is selected, or the one for all lines where it may be as fast. Its gain is too high,
+because it was selected for it. So a gain is recommended only if it is certain again, over the
+lines that were selected, in fresh rounds, which had no part in the selection. Figure and
+interval are theirs.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import compress, groupby, pairwise
 
 from stepmark.core.comparison import Comparison, Line
 from stepmark.core.ratio import CONFIDENCE, Ratio, Verdict, holm
 from stepmark.core.sweep import cut
 from stepmark.core.units import format_bytes
-from stepmark.report.comparison import ratio_of
+from stepmark.report.comparison import ratio_of, ratio_text
 
+_UNCONFIRMED = "unconfirmed"
 # Fields that a label shows without their name, in this order.
 _PLAIN = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "pair")
 
@@ -64,15 +69,29 @@ class Advice:
     num_tests: int
     min_gain: float
     left_out: Mapping[str, str]  # settings that are not considered, and why
+    fresh: int = 0  # rounds that confirmed the gains; 0: none did
+
+    @property
+    def selected(self) -> tuple[str, ...]:
+        """Return the settings that win a line, in the order in which they are considered."""
+        winners = {pick.winner for pick in self.picks}
+        return tuple(name for name in self.considered if name in winners)
 
 
 def advise(
-    comparison: Comparison, *, min_gain: float, left_out: Mapping[str, str] | None = None
+    comparison: Comparison,
+    *,
+    min_gain: float,
+    left_out: Mapping[str, str] | None = None,
+    dropped: Collection[str] = (),
 ) -> Advice:
-    """Return advice from ratios whose launches are rounds; one round makes nothing certain."""
+    """Return the selection from ratios whose launches are rounds. It is not confirmed yet.
+
+    One round makes nothing certain. dropped: settings that were nowhere the fastest.
+    """
     out = left_out or {}
     base, *others = comparison.names
-    considered = [name for name in others if name not in out]
+    considered = [name for name in others if name not in out and name not in dropped]
     tested = [
         (place, name, p)
         for place, line in enumerate(comparison.lines)
@@ -85,16 +104,67 @@ def advise(
         _pick(line, considered, {name for at, name in certain if at == place}, min_gain)
         for place, line in enumerate(comparison.lines)
     )
+    if single := _single(picks, considered, min_gain):
+        picks = tuple(
+            _simplified(pick, single, min_gain) if (place, single) in certain else pick
+            for place, pick in enumerate(picks)
+        )
     return Advice(
         baseline=base,
         considered=tuple(considered),
         picks=picks,
         ranges=tuple(_ranges(picks)),
-        single=_single(picks, considered, min_gain),
+        single=single,
         num_tests=len(tested),
         min_gain=min_gain,
         left_out=out,
     )
+
+
+def confirm(advice: Advice, fresh: Comparison | None, rounds: int) -> Advice:
+    """Return the gains of a selection that are certain in fresh rounds, with those ratios.
+
+    fresh: the settings of the selection in fresh rounds; None where they are not complete.
+    """
+    lines = {_identity(line): line for line in fresh.lines} if fresh else {}
+    measured = [(pick, lines.get(_identity(pick.line))) for pick in advice.picks]
+    tested = {
+        place: (ratio, p)
+        for place, (pick, line) in enumerate(measured)
+        if pick.winner
+        and line
+        and (ratio := ratio_of(line, pick.winner))
+        and (p := p_faster(ratio)) is not None
+    }
+    is_faster = holm([p for _, p in tested.values()], 1 - CONFIDENCE)
+    certain = dict(zip(tested, is_faster, strict=True))
+    picks = []
+    for place, (pick, line) in enumerate(measured):
+        ratio = tested[place][0] if place in tested else None
+        if ratio is None or line is None:
+            reason = f"{_UNCONFIRMED}: {_rounds(0)}" if pick.winner else pick.reason
+            picks.append(replace(pick, line=line or pick.line, winner=None, reason=reason))
+        elif certain[place] and ratio.speed >= 1 + advice.min_gain:
+            picks.append(replace(pick, line=line, ratio=ratio))
+        else:
+            reason = f"{_UNCONFIRMED}: {ratio_text(ratio)} in {_rounds(rounds)}"
+            picks.append(replace(pick, line=line, ratio=ratio, winner=None, reason=reason))
+    return replace(
+        advice,
+        picks=tuple(picks),
+        ranges=tuple(_ranges(picks)),
+        single=_single(picks, advice.selected, advice.min_gain),
+        num_tests=len(tested) or advice.num_tests,
+        fresh=rounds if tested else 0,
+    )
+
+
+def _identity(line: Line) -> tuple[object, ...]:
+    return frozenset(line.fields.items()), line.size_bytes, line.unit
+
+
+def _rounds(number: int) -> str:
+    return f"{number or 'no'} fresh round{'' if number == 1 else 's'}"
 
 
 def p_faster(ratio: Ratio) -> float | None:
@@ -114,6 +184,16 @@ def _pick(line: Line, names: Sequence[str], certain: set[str], min_gain: float) 
     best = ranked[0]
     reason = _why_not(ratios[best], best in certain, min_gain)
     return Pick(line=line, winner=None, best=best, ratio=ratios[best], reason=reason)
+
+
+def _simplified(pick: Pick, single: str, min_gain: float) -> Pick:
+    """Return the setting for all lines as the winner, where the winner may not be faster."""
+    ratio = ratio_of(pick.line, single)
+    if not (ratio and pick.ratio and pick.ratio.low) or ratio.speed < 1 + min_gain:
+        return pick
+    if pick.ratio.low > ratio.speed:
+        return pick
+    return replace(pick, winner=single, best=single, ratio=ratio)
 
 
 def _why_not(ratio: Ratio, is_certain: bool, min_gain: float) -> str:
@@ -208,16 +288,21 @@ def _size(pick: Pick) -> int:
 
 
 def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
-    """Return the advice as text. `exports` has the shell lines of each setting."""
+    """Return confirmed advice as text. `exports` has the shell lines of each setting."""
     lines = [f"not considered: {name}: {why}" for name, why in advice.left_out.items()]
     keep = "the default" if advice.baseline == "default" else advice.baseline
     won = [pick for pick in advice.picks if pick.winner]
+    assert advice.fresh or not won, "a selection is no recommendation"
     if not advice.considered:
+        if advice.picks and not advice.left_out:
+            return [*lines, f"keep {keep}: no other setting is the fastest anywhere"]
         why = "every other setting is left out"
         return [*lines, f"keep {keep}: nothing can be recommended because {why}"]
     if not won:
         tests = f"in {_count(advice.num_tests, 'comparison')} nothing is certainly faster"
-        if not advice.num_tests:
+        if any(pick.reason.startswith(_UNCONFIRMED) for pick in advice.picks):
+            tests = "gains are unconfirmed"
+        elif not advice.num_tests:
             tests = "nothing can be recommended because how repeats differ is not known"
         lines.append(f"keep {keep}: {tests}")
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
@@ -225,13 +310,16 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     if advice.single:
         wins = [pick for pick in won if pick.winner == advice.single]
         lines.append(
-            f"recommended: faster on {len(wins)} of {_count(len(advice.picks), 'line')} "
-            f"({_gains(wins)}), seen more than {advice.min_gain:.1%} slower on none"
+            f"recommended: faster on {len(wins)} of {_count(len(advice.picks), 'line')}: "
+            f"{_gains(wins)}, confirmed by {_rounds(advice.fresh)}; seen more than "
+            f"{advice.min_gain:.1%} slower on none"
         )
         lines += [f"  {line}" for line in exports[advice.single].splitlines()]
     if not advice.single or len({pick.winner for pick in won}) > 1:
         lines.append(
-            "by size, what is certainly faster:" if not advice.single else "best by size:"
+            f"by size, what is certainly faster, confirmed by {_rounds(advice.fresh)}:"
+            if not advice.single
+            else "best by size:"
         )
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
     return lines
@@ -243,7 +331,7 @@ def _range_text(entry: Range, keep: str) -> str:
         span = f" {format_bytes(entry.first_bytes)} to {format_bytes(entry.last_bytes)}"
     head = f"{entry.label}{span}: "
     if entry.winner:
-        return f"{head}{entry.winner} ({_gains(entry.picks)})"
+        return f"{head}{entry.winner} {_gains(entry.picks)}"
     best = entry.best
     if best.ratio is None:
         return f"{head}keep {keep} ({best.reason})"
@@ -254,10 +342,15 @@ def _range_text(entry: Range, keep: str) -> str:
 
 
 def _gains(picks: Sequence[Pick]) -> str:
-    speeds = [pick.ratio.speed for pick in picks if pick.ratio]
-    low, high = min(speeds), max(speeds)
-    text = f"{low - 1:+.1%}"
-    return text if low == high else f"{text} to {high - 1:+.1%}"
+    """Return e.g. "+4.1% (3.2 to 5.0%)"; of several lines the range, and all intervals."""
+    ratios = [pick.ratio for pick in picks if pick.ratio]
+    speeds = [ratio.speed for ratio in ratios]
+    text = f"{min(speeds) - 1:+.1%}"
+    text += f" to {max(speeds) - 1:+.1%}" if len(speeds) > 1 else ""
+    bounds = [bound for ratio in ratios for bound in (ratio.low, ratio.high) if bound]
+    if not bounds:
+        return text
+    return f"{text} ({100 * (min(bounds) - 1):.1f} to {max(bounds) - 1:.1%})"
 
 
 def _count(number: int, noun: str) -> str:
@@ -274,8 +367,14 @@ def rows(advice: Advice) -> list[dict[str, object]]:
             "setting": entry.winner or advice.baseline,
             "is_change": entry.winner is not None,
             "best": entry.best.best,
-            "best_speed": entry.best.ratio.speed if entry.best.ratio else None,
+            **_best(entry.best.ratio),
+            "fresh_rounds": advice.fresh if entry.winner else 0,
             "reason": entry.best.reason,
         }
         for entry in advice.ranges
     ]
+
+
+def _best(ratio: Ratio | None) -> dict[str, object]:
+    values = (ratio.speed, ratio.low, ratio.high) if ratio else (None, None, None)
+    return dict(zip(("best_speed", "best_low", "best_high"), values, strict=True))

@@ -28,7 +28,7 @@ from stepmark.core.ratio import (
 )
 from stepmark.core.units import KIB, MIB
 from stepmark.core.verdicts import judge, judge_mean
-from stepmark.store.series import NAMING, STRICT, join
+from stepmark.store.series import NAMING, STRICT, Joined, join
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
@@ -68,7 +68,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     for other in others:
         joined = join(base, other, options.allowed)
         notes += joined.notes
-        both = [(base_series, other_series) for _, base_series, other_series in joined.pairs]
+        both = _pairs(base, other, joined)
         ratios = _judge(base, other, both, options)
         for (place, base_series, other_series), judged in zip(
             joined.pairs, ratios, strict=True
@@ -89,6 +89,32 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
         too_slow=_too_slow(lines, options),
         fail_if_slower=options.fail_if_slower,
     )
+
+
+def rows_by_line(base: Side, other: Side) -> dict[int, Row]:
+    """Return what is judged, by the line's place in the baseline, whatever else differs."""
+    joined, options = join(base, other, STRICT), Options()
+    places = [place for place, *_ in joined.pairs]
+    return {
+        place: _row(base, other, *pair, options)
+        for place, pair in zip(places, _pairs(base, other, joined), strict=True)
+        if all(series.launches for series in pair)
+    }
+
+
+def _pairs(base: Side, other: Side, joined: Joined) -> list[tuple[Series, Series]]:
+    """Return the pairs of two sides; of sides by round, only with rounds that both have."""
+    if not (base.by_round and other.by_round):
+        return [(first, second) for _, first, second in joined.pairs]
+    return [
+        (_only_rounds(first, second), _only_rounds(second, first))
+        for _, first, second in joined.pairs
+    ]
+
+
+def _only_rounds(series: Series, other: Series) -> Series:
+    common = {name: v for name, v in series.launches.items() if name in other.launches}
+    return replace(series, launches=common)
 
 
 def _context_notes(sides: Sequence[Side]) -> list[str]:

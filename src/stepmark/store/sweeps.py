@@ -79,12 +79,17 @@ def _wrong(sweep: Sweep) -> str:
     """Return what is impossible although its type is right; "" if there is nothing."""
     names = [setting.name for setting in sweep.settings]
     runs = [attempt.run for attempt in sweep.tries if not _is_below(attempt.run)]
+    selected = sweep.selection.settings if sweep.selection else ()
+    unknown = [name for name in (*sweep.dropped, *selected) if name not in names]
+    selection = (sweep.selection.rounds, sweep.selection.fresh) if sweep.selection else ()
     problems = {
-        f"schema {sweep.schema}, known is {SCHEMA}": sweep.schema != SCHEMA,
+        f"schema {sweep.schema}, known is 1 to {SCHEMA}": not 1 <= sweep.schema <= SCHEMA,
         "no command": not sweep.command,
         "no settings": not names,
         "two settings of one name": len(set(names)) < len(names),
         f"baseline {sweep.baseline!r} is no setting": sweep.baseline not in names,
+        f"dropped {unknown[:1]} is no setting": bool(unknown),
+        "a selection without rounds": bool(selection and min(selection) < 0),
         f"repeats {sweep.repeats}, at least 1": sweep.repeats < 1,
         f"timeout_s {sweep.timeout_s}, above 0": not sweep.timeout_s > 0,
         f"run {runs[:1]} is no folder below runs": bool(runs),
