@@ -1,6 +1,6 @@
 """Count wrong and missing verdicts of comparisons on simulated launches whose truth is known.
 
-    python recipes/verdicts.py                 # all experiments, fixed seeds: about 10 minutes
+    python recipes/verdicts.py                 # all experiments, fixed seeds: about 25 minutes
     python recipes/verdicts.py --only tables --scale 0.1
 
 It calls the function that judges the rows of `stepmark compare`. docs/definitions.md has the
@@ -300,7 +300,7 @@ def sweeps(scale: float) -> Iterator[Sequence[str]]:
         "bimodal": (bimodal, 0.0),
         "half common to a launch": (normal, 0.5),
     }
-    count = int(1000 * scale)
+    count = int(400 * scale)
     for noise, (shape, common) in noises.items():
         for name, gains in scenarios.items():
             launch = partial(_launch, random.Random(6), shape, common)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,9 +20,11 @@ from tests.core.comm_samples import SAMPLES
 from tests.parsing import parse as typed
 from tests.report.tuner_file import parse
 
+from stepmark import __version__
 from stepmark.app import sweep as app
 from stepmark.app import sweep_race, sweep_results, sweep_run
 from stepmark.app import tuner as tuning
+from stepmark.app.interpreters import check_interpreters, parse_interpreters
 from stepmark.app.sweep import refuse_ranks, settings
 from stepmark.app.sweep_run import Means, make, order_of
 from stepmark.core.comm_options import CommOptions
@@ -276,8 +279,10 @@ def test_resume_goes_on_in_the_fresh_rounds(tmp_path: Path) -> None:
         whole = journal.sweep
         # As after a kill between the last try of the selection and its decision.
         assert whole.selection is not None
-        tries = tuple(t for t in whole.tries if t.round <= whole.selection.rounds)
-        journal.change(tries=tries, selection=None, dropped={})
+        rounds = whole.selection.rounds
+        tries = tuple(t for t in whole.tries if t.round <= rounds)
+        before = {name: number for name, number in whole.dropped.items() if number < rounds}
+        journal.change(tries=tries, selection=None, dropped=before)
     with Journal.go_on(journal.path) as journal:
         assert not journal.sweep.is_complete
         make(journal, means(tmp_path), [])
@@ -510,6 +515,96 @@ def test_the_page_says_what_failed_and_what_is_recommended(tmp_path: Path) -> No
     assert "recommended: faster on 3 of 3 lines" in text
 
 
+def interpreter(folder: Path, script: str = "") -> Path:
+    """A virtual environment in form: its bin/python sets variables, then is this one."""
+    file = folder / "bin" / "python"
+    file.parent.mkdir(parents=True)
+    file.write_text(f'#!/bin/sh\n{script}\nexec {sys.executable} "$@"\n')
+    file.chmod(0o755)
+    return file
+
+
+def test_an_environment_stands_for_its_interpreter(tmp_path: Path) -> None:
+    file = interpreter(tmp_path / "venv")
+    assert parse_interpreters(f"{tmp_path}/venv,") == [
+        (f"{tmp_path}/venv", str(file)),
+        ("", ""),
+    ]
+    link = tmp_path / "python-link"
+    link.symlink_to(file)
+    # The link stays: an interpreter finds its environment by the name it is started with.
+    assert parse_interpreters(f"{link},{file}")[0] == (str(link), str(link))
+
+
+def test_interpreters_are_settings_in_every_combination(tmp_path: Path) -> None:
+    for name in "ab":
+        interpreter(tmp_path / name)
+    both = f"{tmp_path}/a,{tmp_path}/b"
+    a, b = f"python {tmp_path}/a", f"python {tmp_path}/b"
+
+    def combined(*env: str, text: str = both) -> list[str]:
+        found = settings(env, [], text, default=True, force=False)
+        assert app.find_baseline(None, found) == found[0].name
+        return [one.name for one in found]
+
+    assert combined() == [a, b]
+    assert combined("A=1,2") == [a, f"{a} A=1", f"{a} A=2", f"{b} A=1", f"{b} A=2"]
+    assert combined(text=f",{tmp_path}/b") == ["default", b]
+
+
+def test_another_interpreter_is_measured_in_rounds_and_confirmed(tmp_path: Path) -> None:
+    interpreter(tmp_path / "old")
+    interpreter(tmp_path / "new", "export KIND=fast")
+    found = settings([], [], f"{tmp_path}/old,{tmp_path}/new", default=True, force=False)
+    old, new = (setting.name for setting in found)
+    sweep = dataclasses.replace(sweep_of("x", repeats=5), settings=tuple(found), baseline=old)
+    check_interpreters(found, means(tmp_path).base)
+    with Journal.create(tmp_path, sweep) as journal:
+        make(journal, means(tmp_path), [])
+    assert Counter(started(tmp_path))["fast"] == journal.sweep.last_round
+    result = sweep_race.compare_settings(journal.path, sweeps.read(journal.path))
+    assert result is not None
+    assert result.advice.single == new
+    assert sweep_results.export_lines(found[1], found[0]) == f"with {tmp_path}/new/bin/python"
+
+
+@pytest.mark.parametrize(
+    ("script", "told"),
+    [
+        ("echo 0.0.1; exit 0", f"with stepmark {__version__}, not 0.0.1"),
+        ("exec false", f"imports stepmark {__version__} (exit code 1)"),
+        (
+            'export PYTHONPATH=/nowhere\nset -- -S -I "$@"',
+            f"imports stepmark {__version__} (ModuleNotFoundError: No module named 'stepmark')",
+        ),
+    ],
+)
+def test_an_interpreter_without_this_stepmark_is_refused(
+    script: str, told: str, tmp_path: Path
+) -> None:
+    interpreter(tmp_path / "venv", script)
+    found = settings([], [], f",{tmp_path}/venv", default=True, force=False)
+    with pytest.raises(ConfigError) as caught:
+        check_interpreters(found, means(tmp_path).base)
+    assert told in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_upgrade_is_no_change_of_the_environment(tmp_path: Path) -> None:
+    """Versions are compared with the first try of the same interpreter."""
+    interpreter(tmp_path / "new")
+    found = settings([], [], f",{tmp_path}/new", default=True, force=False)
+    sweep = dataclasses.replace(sweep_of("x", repeats=1), settings=tuple(found), order="fixed")
+    with Journal.create(tmp_path, sweep) as journal:
+        make(journal, means(tmp_path), [])
+        run = journal.path / "runs" / journal.sweep.tries[0].run / "run.json"
+        run.write_text(run.read_text().replace('"2.28.9"', '"2.27.3"'))
+        journal.change(repeats=2, selection=None)
+        make(journal, means(tmp_path), [])
+        told = {one.setting: one.differs for one in journal.sweep.tries if one.round == 2}
+    assert told == {"default": ("nccl: 2.27.3 -> 2.28.9",), found[1].name: ()}
+
+
 def test_notes_say_what_else_decides() -> None:
     found = settings(["NCCL_ALGO=Ring"], [], default=True, force=False)
     base = {"NCCL_ALGO": "Tree", "NCCL_DEBUG": "WARN", "HOME": "/nowhere"}
@@ -536,6 +631,68 @@ def test_under_a_launcher_it_refuses(variables: dict[str, str]) -> None:
     refuse_ranks({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"})
 
 
+RESUMED = {
+    "baseline": (["--baseline", "KIND=slow"], "dropped or selected"),
+    "gain": (["--min-gain", "5%"], "dropped or selected"),
+    "repeats": (["--repeats", "9"], "dropped or selected"),
+    "interpreter": (["--python", f",{sys.executable}"], "the sweep began with"),
+}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    with Journal.create(folder, sweep_of("fast", "slow", repeats=5)) as journal:
+        make(journal, means(folder), [])
+    return folder
+
+
+@pytest.mark.parametrize(("words", "told"), RESUMED.values(), ids=list(RESUMED))
+def test_what_was_decided_by_other_options_is_refused(
+    words: list[str], told: str, finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from stepmark.cli.main import status
+
+    assert status(["sweep", "--out", str(finished), "--resume", "latest", *words]) == 2
+    err = capfd.readouterr().err
+    assert told in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_finished_sweep_shows_the_confirmed_gain(
+    finished: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from stepmark.cli.main import status
+
+    file = finished / "s.json"
+    words = ["--out", str(finished), "--resume", "latest", "--json", str(file)]
+    assert status(["sweep", *words]) == 0
+    out = capfd.readouterr().out
+    assert "fresh rounds, which had no part in the selection:" in out
+    assert re.search(
+        r"recommended: faster on 3 of 3 lines: .* \(.* to .*%\), confirmed by 3 fresh", out
+    )
+    document = json.loads(file.read_text())
+    assert document["recommended"] == "KIND=fast"
+    assert document["selection"]["fresh"] == 3
+    assert document["dropped"].keys() == {"KIND=slow"}
+    assert len(document["fresh_lines"]) == 3
+    assert [row["fresh_rounds"] for row in document["ranges"]] == [3]
+
+
+def test_more_rounds_go_on_where_nothing_was_selected(tmp_path: Path) -> None:
+    with Journal.create(tmp_path, sweep_of("equal", repeats=2)) as journal:
+        make(journal, means(tmp_path), [])
+    sweep = journal.sweep
+    assert sweep.selection == Selection(rounds=2)
+    options = SweepOptions(out=tmp_path, repeats=3)
+    more = app._resumed(journal.path, options)
+    assert (more.selection, more.last_round, more.is_complete) == (None, 3, False)
+    fewer = SweepOptions(out=tmp_path, repeats=1)
+    with pytest.raises(ConfigError, match="at least 2"):
+        app._resumed(journal.path, fewer)
+
+
 TARGET = ["--device", "cpu"]
 ONE, COMM = ["sweep", "--env", "A=1"], ["--", "comm", "all_reduce"]
 TUNE = ["sweep", "--env", "NCCL_ALGO=Ring", "--emit-tuner"]
@@ -556,6 +713,12 @@ BAD = {
     "baseline": [*ONE, "--baseline", "A=3", *OP],
     "own out": [*ONE, *COMM, "--out", "x"],
     "flag twice": ["sweep", "--set", "mode=graph", *COMM, "--mode", "queued"],
+    "no interpreter": ["sweep", "--python", "nowhere,", *OP],
+    "no environment": ["sweep", "--python", ".,", *OP],
+    "one interpreter twice": ["sweep", "--python", f"{sys.executable},{sys.executable}", *OP],
+    "one interpreter": ["sweep", "--python", sys.executable, *OP],
+    "an interpreter that is none": ["sweep", "--python", "there,", *OP, "--m", "64"],
+    "tuner with interpreters": [*TUNE, "t", "--python", f"{sys.executable},", *COMM],
     "resume": ["sweep", "--resume", "latest"],
     "flags of the command": [*ONE, "--", "comm", "oops", *TARGET],
     "swept flag": ["sweep", "--set", "nproc=2,x", *COMM, *TARGET],
