@@ -124,7 +124,8 @@ def export_lines(setting: Setting, base: Setting) -> str:
     lines = [f"export {' '.join(values)}"] if values else []
     lines += [f"unset {' '.join(unset)}"] if unset else []
     lines += [f"and in the command: {shlex.join(flags)}"] if flags else []
-    lines += [f"with {shlex.quote(setting.executable)}"] if setting.python else []
+    if setting.executable != base.executable:
+        lines.append(f"with {shlex.quote(setting.executable or sys.executable)}")
     return "\n".join(lines)
 
 

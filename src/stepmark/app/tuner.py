@@ -18,7 +18,7 @@ from stepmark.core.log_facts import Choice
 from stepmark.core.options import argv, build
 from stepmark.core.options import options as options_in
 from stepmark.core.record import RunInfo
-from stepmark.core.sweep import DEFAULT, Setting, Sweep, TunerChoice, cut
+from stepmark.core.sweep import DEFAULT, Selection, Setting, Sweep, TunerChoice, cut
 from stepmark.core.units import GIB, KIB
 from stepmark.launch import child
 from stepmark.report import tuner
@@ -209,6 +209,7 @@ def _facts(sweep: Sweep, measured_on: _Environment) -> list[str]:
     devices = ", ".join(f"{count} x {name}" for name, count in names.items())
     settings = "; ".join(setting.name for setting in sweep.settings)
     versions = environment.versions
+    rounds = sweep.selection or Selection(rounds=sweep.repeats)
     nccl = versions.get("nccl") or versions.get("rccl") or "unknown"
     return [
         f"Written by stepmark {sweep.stepmark}, {datetime.now(UTC):%Y-%m-%d}, "
@@ -216,7 +217,7 @@ def _facts(sweep: Sweep, measured_on: _Environment) -> list[str]:
         f"Measured with NCCL {nccl} on {devices}: {measured_on.num_ranks} ranks, "
         f"{measured_on.num_nodes} node{'s' if measured_on.num_nodes > 1 else ''}.",
         f"Command: stepmark {' '.join(sweep.command)}",
-        f"Settings: {settings}. Rounds: {sweep.repeats}.",
+        f"Settings: {settings}. Rounds: {rounds.rounds}, and {rounds.fresh} fresh ones.",
     ]
 
 

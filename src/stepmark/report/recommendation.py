@@ -290,6 +290,7 @@ def _size(pick: Pick) -> int:
 def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     """Return confirmed advice as text. `exports` has the shell lines of each setting."""
     lines = [f"not considered: {name}: {why}" for name, why in advice.left_out.items()]
+    lines += _unconfirmed(advice.picks)
     keep = "the default" if advice.baseline == "default" else advice.baseline
     won = [pick for pick in advice.picks if pick.winner]
     assert advice.fresh or not won, "a selection is no recommendation"
@@ -323,6 +324,18 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
         )
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
     return lines
+
+
+def _unconfirmed(picks: Sequence[Pick]) -> list[str]:
+    by_name: dict[str, list[Pick]] = {}
+    for pick in picks:
+        if pick.best and pick.reason.startswith(_UNCONFIRMED):
+            by_name.setdefault(pick.best, []).append(pick)
+    return [
+        f"unconfirmed, not recommended: {name} on {len(lines)} of "
+        f"{_count(len(picks), 'line')}, {_gains(lines)}"
+        for name, lines in by_name.items()
+    ]
 
 
 def _range_text(entry: Range, keep: str) -> str:
