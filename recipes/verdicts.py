@@ -12,71 +12,26 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+
+from simulated_launches import (
+    SD,
+    bimodal,
+    blocks,
+    heavy,
+    lognormal,
+    normal,
+    percent,
+    rounds,
+    row,
+)
+from simulated_sweeps import sweeps
 
 from stepmark.core.acceptance import accept, baseline_needed, launches_needed
-from stepmark.core.comparison import Cell, Comparison, Line
-from stepmark.core.launches import Row, Sample
-from stepmark.core.racing import fresh_rounds, standing
+from stepmark.core.launches import Row
 from stepmark.core.ratio import Ratio, Verdict
-from stepmark.core.sweep import MIN_GAIN
 from stepmark.core.verdicts import judge
-from stepmark.report.recommendation import Advice, advise, confirm
 
-SD = 0.01  # of a launch, unless said otherwise
 ROWS = 68
-Draw = Callable[[random.Random, float], float]
-
-
-def normal(draw: random.Random, sd: float) -> float:
-    """Return the logarithm of a time that is normally distributed."""
-    return math.log(max(0.5, 1 + draw.gauss(0, sd)))
-
-
-def lognormal(draw: random.Random, sd: float) -> float:
-    return draw.gauss(0, sd)
-
-
-def bimodal(draw: random.Random, sd: float) -> float:
-    """One launch in five is 4 % slower."""
-    return draw.gauss(0, sd) + (0.04 if draw.random() < 0.2 else 0.0)
-
-
-def heavy(draw: random.Random, sd: float) -> float:
-    """Student's t with three degrees of freedom, of this standard deviation."""
-    chi_square = sum(draw.gauss(0, 1) ** 2 for _ in range(3)) / 3
-    return sd * draw.gauss(0, 1) / math.sqrt(chi_square * 3)
-
-
-def row(a: Sequence[float], b: Sequence[float], past: Sequence[Sequence[float]] = ()) -> Row:
-    """Return a row of launches in no order."""
-    runs = tuple({str(n): log for n, log in enumerate(run)} for run in past)
-    return Row(
-        kind="",
-        base=Sample(logs={f"a{n}": log for n, log in enumerate(a)}, past=runs),
-        other=Sample(logs={f"b{n}": log for n, log in enumerate(b)}, past=runs),
-    )
-
-
-def blocks(a: Sequence[float], b: Sequence[float]) -> Row:
-    """Return a row whose first side was measured before the second."""
-    logs = [{f"{s}{n}": log for n, log in enumerate(v)} for s, v in (("a", a), ("b", b))]
-    starts = [{name: float(n + i * len(a)) for n, name in enumerate(logs[i])} for i in (0, 1)]
-    return Row(
-        kind="",
-        base=Sample(logs=logs[0], starts=starts[0]),
-        other=Sample(logs=logs[1], starts=starts[1]),
-    )
-
-
-def rounds(a: Sequence[float], b: Sequence[float]) -> Row:
-    return Row(
-        kind="",
-        base=Sample(logs={str(n): log for n, log in enumerate(a)}),
-        other=Sample(logs={str(n): log for n, log in enumerate(b)}),
-        by_round=True,
-    )
 
 
 def is_verdict(ratio: Ratio) -> bool:
@@ -87,10 +42,6 @@ def half_width(ratio: Ratio) -> float:
     assert ratio.high is not None
     assert ratio.low is not None
     return math.log(ratio.high / ratio.low) / 2
-
-
-def percent(share: float, digits: int = 2) -> str:
-    return f"{100 * share:.{digits}f} %"
 
 
 def single_rows(scale: float) -> Iterator[Sequence[str]]:
@@ -255,149 +206,6 @@ def wild(scale: float) -> Iterator[Sequence[str]]:
             needed.append(ratio.launches or math.inf)
         middle = sorted(needed)[len(needed) // 2]
         yield (f"{n}", percent(wrong / len(needed)), f"{middle:g}")
-
-
-SETTINGS, SIZES, REPEATS = 8, 20, 5
-Log = dict[str, list[list[float]]]  # of a setting: its rounds by size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Swept:
-    """A simulated sweep: what it selects and confirms, and its launches."""
-
-    selection: Advice
-    confirmed: Advice
-    dropped: set[str]
-    race: int
-    fresh: int
-
-
-def sweeps(scale: float) -> Iterator[Sequence[str]]:
-    """Eight settings beside the default, 20 sizes, five rounds, sd 1 %: raced and confirmed."""
-    yield (
-        "noise",
-        "settings",
-        "a faster one recommended",
-        "one that is not faster recommended",
-        "faster ones dropped",
-        "confirmed gains: coverage in fresh rounds",
-        "in the rounds that selected",
-        "launches that select",
-        "without a race",
-        "fresh launches",
-    )
-    others = range(1, SETTINGS)
-    scenarios = {
-        "all equal": {},
-        "one +5 %": {0: 0.05},
-        "one +3 %": {0: 0.03},
-        "all +3 %": dict.fromkeys(range(SETTINGS), 0.03),
-        "one +5 %, others -5 %": {0: 0.05, **dict.fromkeys(others, -0.05)},
-        "all -5 %": dict.fromkeys(range(SETTINGS), -0.05),
-    }
-    noises = {
-        "normal": (normal, 0.0),
-        "bimodal": (bimodal, 0.0),
-        "half common to a launch": (normal, 0.5),
-    }
-    count = int(400 * scale)
-    for noise, (shape, common) in noises.items():
-        for name, gains in scenarios.items():
-            launch = partial(_launch, random.Random(6), shape, common)
-            yield (noise, name, *_shares([_sweep(launch, gains) for _ in range(count)], gains))
-
-
-def _shares(sweeps: Sequence[Swept], gains: Mapping[int, float]) -> Iterator[str]:
-    """Yield shares of sweeps, shares of confirmed gains that the interval holds, launches."""
-    count = len(sweeps)
-    faster = {str(setting) for setting, gain in gains.items() if gain > 0}
-    right = sum(sweep.confirmed.single in faster for sweep in sweeps)
-    yield percent(right / count, 1) if faster else "-"
-    yield percent(sum(bool(set(s.confirmed.selected) - faster) for s in sweeps) / count)
-    yield percent(sum(faster <= sweep.dropped for sweep in sweeps) / count) if faster else "-"
-    fresh, selecting = [], []
-    for sweep in sweeps:
-        for first, pick in zip(sweep.selection.picks, sweep.confirmed.picks, strict=True):
-            if pick.winner and pick.ratio and first.ratio:
-                true = 1 + gains.get(int(pick.winner), 0.0)
-                fresh.append(_covers(pick.ratio, true))
-                selecting.append(_covers(first.ratio, true))
-    for covers in (fresh, selecting):
-        yield percent(sum(covers) / len(covers), 1) if covers else "-"
-    yield f"{sum(sweep.race for sweep in sweeps) / count:.1f}"
-    yield f"{(SETTINGS + 1) * REPEATS}"
-    yield f"{sum(sweep.fresh for sweep in sweeps) / count:.1f}"
-
-
-def _covers(ratio: Ratio, true: float) -> bool:
-    return (ratio.low or 0.0) <= true <= (ratio.high or math.inf)
-
-
-def _launch(draw: random.Random, shape: Draw, common: float) -> list[float]:
-    """Return the logarithms of one launch's times by size. common: share of the variance."""
-    level = math.sqrt(common) * shape(draw, SD)
-    return [level + math.sqrt(1 - common) * shape(draw, SD) for _ in range(SIZES)]
-
-
-def _sweep(launch: Callable[[], list[float]], gains: Mapping[int, float]) -> Swept:
-    """Race and confirm as the product does; settings are 0 to 7."""
-    names = ["default", *map(str, range(SETTINGS))]
-    logs: Log = {name: [[] for _ in range(SIZES)] for name in names}
-    dropped: set[str] = set()
-    race = number = 0
-    is_decided = False
-    while number < REPEATS and not is_decided:
-        number += 1
-        race += _measure(launch, gains, {n: logs[n] for n in names if n not in dropped})
-        left = {n: _rows(logs, n) for n in names[1:] if n not in dropped}
-        state = standing(left, rounds=number, num_settings=SETTINGS, gain=MIN_GAIN)
-        dropped |= state.dropped
-        is_decided = state.is_decided
-    selection = advise(_comparison(logs), min_gain=MIN_GAIN, dropped=dropped)
-    fresh: Log = {n: [[] for _ in range(SIZES)] for n in ("default", *selection.selected)}
-    chosen = [pick.ratio for pick in selection.picks if pick.winner and pick.ratio]
-    count = fresh_rounds(chosen, rounds=number, most=REPEATS) if chosen else 0
-    launches = sum(_measure(launch, gains, fresh) for _ in range(count))
-    comparison = _comparison(fresh) if count else None
-    return Swept(
-        selection=selection,
-        confirmed=confirm(selection, comparison, count),
-        dropped=dropped,
-        race=race,
-        fresh=launches,
-    )
-
-
-def _measure(launch: Callable[[], list[float]], gains: Mapping[int, float], logs: Log) -> int:
-    """Add a round to these settings. Returns its launches."""
-    for name, sizes in logs.items():
-        gain = 0.0 if name == "default" else math.log1p(gains.get(int(name), 0.0))
-        for values, log in zip(sizes, launch(), strict=True):
-            values.append(log - gain)
-    return len(logs)
-
-
-def _rows(logs: Log, name: str) -> dict[int, Row]:
-    pairs = zip(logs["default"], logs[name], strict=True)
-    return {size: rounds(a[: len(b)], b) for size, (a, b) in enumerate(pairs)}
-
-
-def _comparison(logs: Log) -> Comparison:
-    cells: list[dict[str, Cell]] = [{"default": cell(None)} for _ in range(SIZES)]
-    for name in logs:
-        if name != "default":
-            ratios = judge(list(_rows(logs, name).values()))
-            for row, ratio in zip(cells, ratios, strict=True):
-                row[name] = cell(ratio)
-    lines = [
-        Line(fields={}, size_bytes=2**place, unit="s", cells=row)
-        for place, row in enumerate(cells)
-    ]
-    return Comparison(names=tuple(logs), lines=tuple(lines))
-
-
-def cell(ratio: Ratio | None) -> Cell:
-    return Cell(fields={}, size_bytes=None, busbw_factor=None, value=1.0, ratio=ratio)
 
 
 def acceptance(scale: float) -> Iterator[Sequence[str]]:

@@ -1,9 +1,9 @@
 """A command for the tests of sweep: writes a run of made-up times, or goes wrong.
 
 python -m tests.cli.sweep_program comm all_reduce ... --out DIR, with KIND in the environment:
-fast, slow, fading (fast until it is selected), other (measures otherwise), or a fault. A hang
-leaves a grandchild in a session of its own. With a debug file asked for, it logs what a made-up
-NCCL chooses; NCCL_ALGO=Tree is fast.
+fast, fast2, slow, fading (fast until it is selected), other (measures otherwise), or a fault.
+A hang leaves a grandchild in a session of its own. With a debug file asked for, it logs what a
+made-up NCCL chooses; NCCL_ALGO=Tree is fast.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ NCCL_NAMES = {
     "broadcast": "Broadcast",
     "reduce": "Reduce",
 }
-SPEED = {"fast": 1.25, "slow": 0.8, "fading": 1.25}
+SPEED = {"fast": 1.25, "fast2": 1.25, "slow": 0.8, "fading": 1.25}
 GRANDCHILD = (
     "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
 )

@@ -379,6 +379,37 @@ def test_a_budget_ends_after_whole_rounds(tmp_path: Path) -> None:
     assert said[-1] == "budget: 1 of 50 rounds"
 
 
+def test_a_budget_leaves_room_for_fresh_rounds(tmp_path: Path) -> None:
+    """Two settings: a round takes two launches, three fresh rounds take six."""
+    said: list[str] = []
+    with Journal.create(tmp_path, sweep_of("equal", repeats=3)) as journal:
+        make(journal, means(tmp_path, said, budget_s=1e-9), [])
+        long = [dataclasses.replace(one, seconds=30.0) for one in journal.sweep.tries]
+        journal.change(tries=tuple(long))
+        make(journal, means(tmp_path, said, budget_s=235.0), [])  # room for 7 launches
+        assert len(journal.sweep.tries) == 2
+        assert said[-1] == "budget: 1 of 3 rounds"
+        assert journal.sweep.selection is None, "more rounds may follow"
+        make(journal, means(tmp_path, said, budget_s=245.0), [])
+        assert len(journal.sweep.tries) >= 4
+
+
+def test_a_budget_that_ends_the_race_selects_what_is_certain(tmp_path: Path) -> None:
+    wanted = sweep_of("fast", "fast2", repeats=3)  # as fast as each other: not decided
+    with Journal.create(tmp_path, wanted) as journal:
+        make(journal, means(tmp_path), [])
+        tries = tuple(t for t in journal.sweep.tries if t.round <= 3)
+        journal.change(tries=tries, selection=None, repeats=50)
+        assert sweep_race.launches_of_round(journal.sweep, 4) == 3 + 6
+        assert sweep_race.decide(journal, 3, launches=9) == []
+        (remark,) = sweep_race.decide(journal, 3, launches=8)
+    assert remark.startswith("selected: KIND=fast")
+    selection = journal.sweep.selection
+    assert selection is not None
+    assert (selection.rounds, selection.fresh) == (3, 3)
+    assert sweep_race.launches_of_round(journal.sweep, 4) == 1 + len(selection.settings)
+
+
 def test_a_resumed_sweep_knows_how_long_its_rounds_were(tmp_path: Path) -> None:
     said: list[str] = []
     with Journal.create(tmp_path, sweep_of("fast", schema=1)) as journal:

@@ -104,15 +104,13 @@ def rows_by_line(base: Side, other: Side) -> dict[int, Row]:
 
 def _pairs(base: Side, other: Side, joined: Joined) -> list[tuple[Series, Series]]:
     """Return the pairs of two sides; of sides by round, only with rounds that both have."""
-    if not (base.by_round and other.by_round):
-        return [(first, second) for _, first, second in joined.pairs]
+    by_round = base.by_round and other.by_round
     return [
-        (_only_rounds(first, second), _only_rounds(second, first))
-        for _, first, second in joined.pairs
+        (_of_rounds(a, b), _of_rounds(b, a)) if by_round else (a, b) for _, a, b in joined.pairs
     ]
 
 
-def _only_rounds(series: Series, other: Series) -> Series:
+def _of_rounds(series: Series, other: Series) -> Series:
     common = {name: v for name, v in series.launches.items() if name in other.launches}
     return replace(series, launches=common)
 
