@@ -180,9 +180,9 @@ def test_a_run_that_another_process_writes_meanwhile_is_not_taken(tmp_path: Path
 
 
 def test_losers_are_dropped_and_the_winner_is_confirmed(tmp_path: Path) -> None:
-    said: list[str] = []
+    remarks: list[str] = []
     with Journal.create(tmp_path, sweep_of("fast", "slow", "equal", repeats=5)) as journal:
-        assert make(journal, means(tmp_path, said), []) is None
+        assert make(journal, means(tmp_path, remarks), []) is None
         sweep = journal.sweep
     assert sweeps.read(journal.path) == sweep
     assert sweep.is_complete
@@ -193,17 +193,18 @@ def test_losers_are_dropped_and_the_winner_is_confirmed(tmp_path: Path) -> None:
     assert set(sweep.dropped.values()) <= {2, 3}
     assert (selection.rounds, selection.fresh) in ((2, 3), (3, 3))
     for number in range(1, sweep.last_round + 1):
-        measured = {one.setting for one in sweep.tries if one.round == number}
+        measured = {attempt.setting for attempt in sweep.tries if attempt.round == number}
         assert measured == sweep.members(number)
         assert measured >= {"default", "KIND=fast"}
-    assert len(sweep.tries) == len({one.run for one in sweep.tries}) <= 3 * 4 + 3 * 2
-    assert {one.outcome for one in sweep.tries} == {Outcome.DONE}
-    assert all((journal.path / "runs" / one.run / "run.json").exists() for one in sweep.tries)
+    assert len(sweep.tries) == len({attempt.run for attempt in sweep.tries}) <= 3 * 4 + 3 * 2
+    assert {attempt.outcome for attempt in sweep.tries} == {Outcome.DONE}
+    folders = [journal.path / "runs" / attempt.run for attempt in sweep.tries]
+    assert all((folder / "run.json").exists() for folder in folders)
     # KIND is swept: that it differs is no surprise.
-    assert {one.differs for one in sweep.tries} == {()}
-    assert "selected: KIND=fast; 3 fresh rounds follow" in said
+    assert {attempt.differs for attempt in sweep.tries} == {()}
+    assert "selected: KIND=fast; 3 fresh rounds follow" in remarks
     last = f"fresh round {sweep.last_round}, "
-    assert said[-1].startswith(f"[{len(sweep.tries)}/{len(sweep.tries)}] {last}")
+    assert remarks[-1].startswith(f"[{len(sweep.tries)}/{len(sweep.tries)}] {last}")
 
     result = sweep_race.compare_settings(journal.path, sweep)
     assert result is not None
@@ -381,16 +382,16 @@ def test_a_budget_ends_after_whole_rounds(tmp_path: Path) -> None:
 
 def test_a_budget_leaves_room_for_fresh_rounds(tmp_path: Path) -> None:
     """Two settings: a round takes two launches, three fresh rounds take six."""
-    said: list[str] = []
+    remarks: list[str] = []
     with Journal.create(tmp_path, sweep_of("equal", repeats=3)) as journal:
-        make(journal, means(tmp_path, said, budget_s=1e-9), [])
+        make(journal, means(tmp_path, remarks, budget_s=1e-9), [])
         long = [dataclasses.replace(one, seconds=30.0) for one in journal.sweep.tries]
         journal.change(tries=tuple(long))
-        make(journal, means(tmp_path, said, budget_s=235.0), [])  # room for 7 launches
+        make(journal, means(tmp_path, remarks, budget_s=235.0), [])  # room for 7 launches
         assert len(journal.sweep.tries) == 2
-        assert said[-1] == "budget: 1 of 3 rounds"
+        assert remarks[-1] == "budget: 1 of 3 rounds"
         assert journal.sweep.selection is None, "more rounds may follow"
-        make(journal, means(tmp_path, said, budget_s=245.0), [])
+        make(journal, means(tmp_path, remarks, budget_s=245.0), [])
         assert len(journal.sweep.tries) >= 4
 
 
@@ -574,9 +575,9 @@ def test_interpreters_are_settings_in_every_combination(tmp_path: Path) -> None:
     a, b = f"python {tmp_path}/a", f"python {tmp_path}/b"
 
     def combined(*env: str, text: str = both) -> list[str]:
-        found = settings(env, [], text, default=True, force=False)
-        assert app.find_baseline(None, found) == found[0].name
-        return [one.name for one in found]
+        swept = settings(env, [], text, default=True, force=False)
+        assert app.find_baseline(None, swept) == swept[0].name
+        return [one.name for one in swept]
 
     assert combined() == [a, b]
     assert combined("A=1,2") == [a, f"{a} A=1", f"{a} A=2", f"{b} A=1", f"{b} A=2"]
@@ -586,21 +587,21 @@ def test_interpreters_are_settings_in_every_combination(tmp_path: Path) -> None:
 def test_another_interpreter_is_measured_in_rounds_and_confirmed(tmp_path: Path) -> None:
     interpreter(tmp_path / "old")
     interpreter(tmp_path / "new", "export KIND=fast")
-    found = settings([], [], f"{tmp_path}/old,{tmp_path}/new", default=True, force=False)
-    old, new = (setting.name for setting in found)
-    sweep = dataclasses.replace(sweep_of("x", repeats=5), settings=tuple(found), baseline=old)
-    check_interpreters(found, means(tmp_path).base)
+    swept = settings([], [], f"{tmp_path}/old,{tmp_path}/new", default=True, force=False)
+    old, new = (setting.name for setting in swept)
+    sweep = dataclasses.replace(sweep_of("x", repeats=5), settings=tuple(swept), baseline=old)
+    check_interpreters(swept, means(tmp_path).base)
     with Journal.create(tmp_path, sweep) as journal:
         make(journal, means(tmp_path), [])
     assert Counter(started(tmp_path))["fast"] == journal.sweep.last_round
     result = sweep_race.compare_settings(journal.path, sweeps.read(journal.path))
     assert result is not None
     assert result.advice.single == new
-    assert sweep_results.export_lines(found[1], found[0]) == f"with {tmp_path}/new/bin/python"
+    assert sweep_results.export_lines(swept[1], swept[0]) == f"with {tmp_path}/new/bin/python"
 
 
 @pytest.mark.parametrize(
-    ("script", "told"),
+    ("script", "message"),
     [
         ("echo 0.0.1; exit 0", f"with stepmark {__version__}, not 0.0.1"),
         ("exec false", f"imports stepmark {__version__} (exit code 1)"),
@@ -611,29 +612,31 @@ def test_another_interpreter_is_measured_in_rounds_and_confirmed(tmp_path: Path)
     ],
 )
 def test_an_interpreter_without_this_stepmark_is_refused(
-    script: str, told: str, tmp_path: Path
+    script: str, message: str, tmp_path: Path
 ) -> None:
     interpreter(tmp_path / "venv", script)
-    found = settings([], [], f",{tmp_path}/venv", default=True, force=False)
+    swept = settings([], [], f",{tmp_path}/venv", default=True, force=False)
     with pytest.raises(ConfigError) as caught:
-        check_interpreters(found, means(tmp_path).base)
-    assert told in str(caught.value)
+        check_interpreters(swept, means(tmp_path).base)
+    assert message in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
 def test_an_upgrade_is_no_change_of_the_environment(tmp_path: Path) -> None:
     """Versions are compared with the first try of the same interpreter."""
     interpreter(tmp_path / "new")
-    found = settings([], [], f",{tmp_path}/new", default=True, force=False)
-    sweep = dataclasses.replace(sweep_of("x", repeats=1), settings=tuple(found), order="fixed")
+    swept = settings([], [], f",{tmp_path}/new", default=True, force=False)
+    sweep = dataclasses.replace(sweep_of("x", repeats=1), settings=tuple(swept), order="fixed")
     with Journal.create(tmp_path, sweep) as journal:
         make(journal, means(tmp_path), [])
         run = journal.path / "runs" / journal.sweep.tries[0].run / "run.json"
         run.write_text(run.read_text().replace('"2.28.9"', '"2.27.3"'))
         journal.change(repeats=2, selection=None)
         make(journal, means(tmp_path), [])
-        told = {one.setting: one.differs for one in journal.sweep.tries if one.round == 2}
-    assert told == {"default": ("nccl: 2.27.3 -> 2.28.9",), found[1].name: ()}
+        differences = {
+            one.setting: one.differs for one in journal.sweep.tries if one.round == 2
+        }
+    assert differences == {"default": ("nccl: 2.27.3 -> 2.28.9",), swept[1].name: ()}
 
 
 def test_notes_say_what_else_decides() -> None:
@@ -678,15 +681,15 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("words", "told"), RESUMED.values(), ids=list(RESUMED))
+@pytest.mark.parametrize(("words", "message"), RESUMED.values(), ids=list(RESUMED))
 def test_what_was_decided_by_other_options_is_refused(
-    words: list[str], told: str, finished: Path, capfd: pytest.CaptureFixture[str]
+    words: list[str], message: str, finished: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from stepmark.cli.main import status
 
     assert status(["sweep", "--out", str(finished), "--resume", "latest", *words]) == 2
     err = capfd.readouterr().err
-    assert told in err
+    assert message in err
     assert len(err.splitlines()) == 1
 
 
