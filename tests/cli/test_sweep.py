@@ -495,7 +495,7 @@ def test_another_method_is_shown_and_not_recommended(tmp_path: Path) -> None:
     for one in sweep.tries:
         if one.setting == "KIND=fast":
             file = journal.path / "runs" / one.run / "records.jsonl"
-            file.write_text(file.read_text().replace("comm-queued/1", "comm-graph/1"))
+            file.write_text(file.read_text().replace("comm-queued-ahead/1", "comm-graph/1"))
     found = sweep_race.compare_settings(journal.path, sweep)
     assert found is not None
     assert found.advice.single is None

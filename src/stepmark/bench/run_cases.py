@@ -4,7 +4,7 @@ import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from stepmark.bench.context import MeasureContext, is_broken, quick_release, release
@@ -81,6 +81,23 @@ def make_benches(plan: Plan, context: MeasureContext) -> dict[str, Bench]:
         make = getattr(importlib.import_module(module), name)
         benches[kind] = make(context, how, budget_s=budget_s)
     return benches
+
+
+@dataclass(slots=True)
+class SetUpTime:
+    """Mean wall time of a case without its soak and samples, which a budget includes."""
+
+    _seconds: float = 0.0
+    _count: int = 0
+
+    def rest_of(self, share_s: float) -> float:
+        """Return the seconds of a share that soak and samples may take, a quarter at least."""
+        mean_s = self._seconds / self._count if self._count else share_s / 2
+        return max(share_s - mean_s, share_s / 4)
+
+    def add(self, seconds: float) -> None:
+        self._seconds += seconds
+        self._count += 1
 
 
 class _Budget:

@@ -17,9 +17,9 @@ from stepmark.bench.collectives.case_on_rank import (
 )
 from stepmark.bench.collectives.communicators import Communicators
 from stepmark.bench.collectives.timing import Batch, Timer
-from stepmark.bench.context import MeasureContext, own_stream
+from stepmark.bench.context import MeasureContext, no_collection, own_stream
 from stepmark.bench.ranks import Ranks, agreed
-from stepmark.bench.run_cases import Bench
+from stepmark.bench.run_cases import Bench, SetUpTime
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.plan import CommHow, Entry
@@ -45,6 +45,7 @@ class CollectiveBench(Bench):
     budget_s: float | None = None
     effort: Effort = DEFAULT
     _communicators: Communicators = field(init=False)
+    _set_up: SetUpTime = field(default_factory=SetUpTime)
 
     def __post_init__(self) -> None:
         self._communicators = Communicators(self.context.ranks)
@@ -66,11 +67,19 @@ class CollectiveBench(Bench):
         return None
 
     def measure(self, entry: Entry, share_s: float | None) -> Measured:
-        case = cast("CommCase", entry.case)
-        with own_stream(self.context):
-            communicator = self._communicators.get(case)
-            part = CaseOnRank(case, self.context, communicator, self.how)
-            return _measure(part, case, self.context, self._effort(share_s), self.how)
+        case, ranks = cast("CommCase", entry.case), self.context.ranks
+        begin, timed_s = time.monotonic(), 0.0
+        if share_s is not None:
+            share_s = max(ranks.gather(self._set_up.rest_of(share_s)))
+        try:
+            with own_stream(self.context):
+                communicator = self._communicators.get(case)
+                part = CaseOnRank(case, self.context, communicator, self.how)
+                record = _measure(part, case, self.context, self._effort(share_s), self.how)
+            timed_s = record.samples.wall_s
+            return record
+        finally:
+            self._set_up.add(time.monotonic() - begin - timed_s)
 
     def failed(self, entry: Entry, record: Failed) -> Failed:
         """Forget the case's communicator, which may be broken, unless memory was short."""
@@ -114,7 +123,7 @@ def _measure(
     alone_s = agreed(ranks, lambda: compute.alone() if compute else [])
     threads = torch.get_num_threads() if compute else 0
     sampler, begin = Sampler(context.device_index, more_threads=threads), time.monotonic()
-    with sampler:
+    with no_collection(), sampler:
         samples = collect(ranks, timer, compute, estimate_s * k, effort, *part.samples(k))
     seconds_per_operation = [value / part.operations_per_call for value in samples.seconds]
     issue_s = summarize(samples.issue_s).median if samples.issue_s else 0.0

@@ -16,7 +16,7 @@ from stepmark.bench.context import MeasureContext, no_collection, own_stream, re
 from stepmark.bench.operators import IMPLS
 from stepmark.bench.operators.call import Call, Impl
 from stepmark.bench.ranks import Ranks, agreed, measured_by
-from stepmark.bench.run_cases import Bench
+from stepmark.bench.run_cases import Bench, SetUpTime
 from stepmark.bench.telemetry import Sampler
 from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.plan import Entry, OpHow
@@ -61,8 +61,7 @@ class OperatorBench(Bench):
     effort: Effort = field(init=False)
     _members: dict[int, Ranks | None] = field(default_factory=dict)
     _load: Load = field(default_factory=Load)
-    _overhead_s: float = 0.0  # spent on allocation, checks and compilation so far
-    _num_measured: int = 0
+    _set_up: SetUpTime = field(default_factory=SetUpTime)
 
     def __post_init__(self) -> None:
         how = self.how
@@ -110,11 +109,7 @@ class OperatorBench(Bench):
         begin, timed_s = time.monotonic(), 0.0
         effort = self.effort
         if share_s is not None:
-            overhead_s = (
-                self._overhead_s / self._num_measured if self._num_measured else share_s / 2
-            )
-            usable_s = max(share_s - overhead_s, share_s / 4)
-            effort = effort.shortened(max(ranks.gather(usable_s)))
+            effort = effort.shortened(max(ranks.gather(self._set_up.rest_of(share_s))))
         context = replace(self.context, ranks=ranks, free_bytes=lambda: self._free_bytes(case))
         try:
             with own_stream(context):
@@ -125,8 +120,7 @@ class OperatorBench(Bench):
             timed_s = record.samples.wall_s
             return record
         finally:
-            self._overhead_s += time.monotonic() - begin - timed_s
-            self._num_measured += 1
+            self._set_up.add(time.monotonic() - begin - timed_s)
 
 
 @contextlib.contextmanager
