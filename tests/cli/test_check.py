@@ -95,3 +95,26 @@ def test_a_check_is_one_run_that_resume_continues_and_decides(folder: Path) -> N
     assert len((path / "records.jsonl").read_text().splitlines()) == 6
     assert len(json.loads(again.stdout)) == len(json.loads(done.stdout)) == 3
     assert f"of 3 cases slower than {run.name}" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("comm", "all_reduce", "--nproc", "2", "-b", "64K", "-e", "64K"),
+        ("train", "gpt2-125m", "--scale", "tiny", "--steps", "5"),
+    ],
+)
+def test_collectives_and_training_are_checked(words: tuple[str, ...], tmp_path: Path) -> None:
+    """Against a baseline that was a million times as fast."""
+    assert stepmark(*words, "--device", "cpu", cwd=tmp_path).returncode == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    record = json.loads((run / "records.jsonl").read_text())
+    samples = record["samples"]
+    samples["seconds"] = [[s * 1e-6 for s in rank] for rank in samples["seconds"]]
+    (run / "records.jsonl").write_text(json.dumps(record) + "\n")
+    done = check(tmp_path, run, 3)
+    assert done.returncode == 1, done.stderr
+    assert "1 of 1 cases slower" in done.stderr
+    (again,) = (tmp_path / "runs" / "checks").iterdir()
+    lines = (again / "records.jsonl").read_text().splitlines()
+    assert [json.loads(line)["case"] for line in lines] == [record["case"]] * 3

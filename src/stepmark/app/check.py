@@ -5,6 +5,7 @@ continues.
 """
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 
-from stepmark.app import op
 from stepmark.app.compare import side_of_runs
 from stepmark.app.delivery import finish, write_files
 from stepmark.app.machine import machine
@@ -27,23 +27,25 @@ from stepmark.core.acceptance import (
     launches_needed,
 )
 from stepmark.core.case import OpCase
+from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Comparison
 from stepmark.core.errors import ConfigError, worst
 from stepmark.core.launches import squares_within
-from stepmark.core.op_options import ConfigOptions
 from stepmark.core.options import build, plain
-from stepmark.core.plan import OpHow, Plan
+from stepmark.core.plan import How, Plan, entries
 from stepmark.core.ratio import Ratio
-from stepmark.core.record import Measured
+from stepmark.core.record import AnyCase, Measured
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.units import format_duration
 from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
 from stepmark.report.comparison import printed
+from stepmark.store import plans
 from stepmark.store.compare import Options, compare
 from stepmark.store.reader import find_run, is_run, read, read_info
 
 Reference = Mapping[str, Sequence[Measured]]  # launches by case_id
+BASELINE_KINDS = ("op", "comm", "train")
 
 
 def run(options: CheckOptions) -> int:
@@ -57,17 +59,40 @@ def plan(options: CheckOptions) -> Plan:
     """Plan every case of the baseline in every launch. Raises ConfigError."""
     before = _runs_named(options)
     reference = _reference(before)
-    cases = [launches[0].operator for launches in reference.values()]
-    machine(cases[0].device)  # refuses a device that is not here
+    cases = [launches[0].case for launches in reference.values()]
+    world_size = _num_ranks(reference)
+    machine(cases[0].device).num_ranks(str(world_size))  # refuses a device that is not here
     _check_baseline(before[0], reference, options)
-    how = OpHow(budget_s=options.budget)
-    planned = op.plan(cases, ConfigOptions(launches=options.launches), how=how)
     names = ",".join(str(path.absolute()) for path in before)
-    return replace(
-        planned,
+    return Plan(
         command="check",
+        argv=tuple(sys.argv[1:]),
         options=plain(replace(options, baseline=names)),
+        device=cases[0].device,
+        world_size=world_size,
+        how=_how(before[0], cases, options.budget),
+        entries=entries(cases, options.launches),
         settings={"check_of": _name(before)},
+    )
+
+
+def _num_ranks(reference: Reference) -> int:
+    """Return the ranks that measured the baseline."""
+    cases = (launches[0].case for launches in reference.values())
+    return max(
+        case.world_size if isinstance(case, CommCase) else case.num_ranks for case in cases
+    )
+
+
+def _how(first: Path, cases: Sequence[AnyCase], budget_s: float) -> How:
+    """Return how the baseline was measured, without traces, in this time."""
+    how = plans.read(first).how if plans.has_plan(first) else How()
+    counts = Counter(case.kind for case in cases)
+    share_s = {kind: budget_s * counts[kind] / len(cases) or None for kind in BASELINE_KINDS}
+    return How(
+        op=replace(how.op, budget_s=share_s["op"], steps=None, warmups=None),
+        comm=replace(how.comm, budget_s=share_s["comm"]),
+        train=replace(how.train, budget_s=share_s["train"], profile=False, messages=False),
     )
 
 
@@ -148,8 +173,9 @@ def _check_baseline(first: Path, reference: Reference, options: CheckOptions) ->
         )
         raise ConfigError("floor", f"{options.floor:g}", allowed)
     if launches < needed:
-        command = read_info(first).command
-        command = command if command.startswith("stepmark op ") else "stepmark op ..."
+        command = re.sub(r" --launches[ =]\d+", "", read_info(first).command)
+        verbs = tuple(f"stepmark {kind} " for kind in BASELINE_KINDS)
+        command = command if command.startswith(verbs) else "stepmark op ..."
         raise ConfigError(
             "baseline",
             options.baseline,
@@ -220,26 +246,27 @@ def _launches_text(
     text = f"use --launches {count} --budget {budget}s"
     text += f", which takes about {format_duration(count * launch_s)}" if launch_s else ""
     if both:
-        text += f", and a baseline of {count} launches (stepmark op ... --launches {count})"
+        text += f", and a baseline of {count} launches"
     return text
 
 
 def _reference(paths: Sequence[Path]) -> Reference:
-    """Return the launches of the measured operators of runs of one rank. Raises ConfigError."""
+    """Return the launches of what runs measured. Raises ConfigError."""
     reference: dict[str, list[Measured]] = {}
     for path in paths:
         measured = [
             record
             for record in read(path).latest
             if isinstance(record, Measured)
-            and isinstance(record.case, OpCase)
+            and record.case.kind in BASELINE_KINDS
             and any(record.samples.seconds)
             and not record.num_wrong
         ]
         if not measured:
-            raise ConfigError("baseline", path, "a run that measured operators (stepmark op)")
-        if any(record.operator.num_ranks > 1 for record in measured):
-            raise ConfigError("baseline", path, "a run of one rank")
+            allowed = "a run that measured operators, collectives or training steps"
+            raise ConfigError("baseline", path, allowed)
+        if any(isinstance(r.case, OpCase) and r.case.num_ranks > 1 for r in measured):
+            raise ConfigError("baseline", path, "a run of operators on one rank")
         for record in measured:
             reference.setdefault(record.case.case_id, []).append(record)
     return reference
