@@ -1,12 +1,15 @@
 """Ranks that die, hang, are interrupted or deliver wrong data: what is kept and said."""
 
+import json
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from .comm_process import Running, outcomes
+from .process import stepmark_process
 
 pytestmark = pytest.mark.ranks
 
@@ -69,3 +72,27 @@ def test_wrong_data_is_counted_and_fails(tmp_path: Path) -> None:
     assert [int(row.split()[-1]) for row in rows] == [1, 1]
     assert running.out().count("# Out of bounds values : 1 FAILED") == 2
     assert running.err().count("WRONG") == 2
+
+
+# Python imports it in every process: each second the clock jumps by two hours.
+JUMPING_CLOCK = """
+import time
+real, begin_s = time.time, time.monotonic()
+time.time = lambda: real() + (3600 if int(time.monotonic() - begin_s) % 2 else -3600)
+"""
+
+
+def test_a_clock_that_jumps_changes_no_limit_and_no_duration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(JUMPING_CLOCK)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    words = (*SWEEP, "-e", "4K", "--nproc", "2", "--timeout", "20s")
+    done = stepmark_process(*words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = (tmp_path / "runs").iterdir()
+    records = [json.loads(line) for line in (run / "records.jsonl").read_text().splitlines()]
+    assert outcomes(records) == ["measured"] * 3
+    assert all(0 < record["samples"]["wall_s"] < 20 for record in records)
+    now = time.time()
+    assert all(abs(record["started_at"] - now) > 1800 for record in records), "it did jump"
