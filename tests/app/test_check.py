@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.report.records import COPY, measured, run_info
@@ -124,7 +125,8 @@ def refusal(baseline: Path, **options: float) -> str:
 
 @pytest.fixture
 def _with_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "machine", lambda device: None)
+    here = SimpleNamespace(num_ranks=int)
+    monkeypatch.setattr(check, "machine", lambda device: here)
 
 
 @pytest.mark.usefixtures("_with_device")

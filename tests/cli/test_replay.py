@@ -1,5 +1,6 @@
 """stepmark replay: on real ranks, its files, and what it refuses before any rank starts."""
 
+import contextlib
 import csv
 import json
 import math
@@ -239,20 +240,31 @@ def test_python_gets_the_log(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         sm.replay("w.json", iters=0)
 
 
+def ranks_of(pid: int) -> list[psutil.Process]:
+    ranks = []
+    for child in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
+            if "stepmark.app.rank" in child.cmdline():
+                ranks.append(child)
+    return ranks
+
+
 @pytest.mark.ranks
 def test_a_lost_rank_ends_the_others_and_is_named(folder: Path) -> None:
     words = "replay w.json --nproc 4 --iters 100000 --compute-from fixed:1ms --out lost"
     command = [sys.executable, "-m", "stepmark", *shlex.split(words)]
     with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 60
-        ranks: list[psutil.Process] = []
-        while len(ranks) < 4 or not list(folder.glob("lost/*/run.json")):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-            children = psutil.Process(process.pid).children(recursive=True)
-            ranks = [each for each in children if "stepmark.app.rank" in each.cmdline()]
-        ranks[-1].kill()
-        _, err = process.communicate(timeout=60)
+        try:
+            deadline = time.monotonic() + 60
+            ranks: list[psutil.Process] = []
+            while len(ranks) < 4 or not list(folder.glob("lost/*/run.json")):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+                ranks = ranks_of(process.pid)
+            ranks[-1].kill()
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 3
     assert re.search(r"rank \d \(pid \d+\) was killed by signal 9", err)
     assert not any(each.is_running() for each in ranks)

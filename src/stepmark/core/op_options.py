@@ -61,7 +61,7 @@ class Timing:
     )
     steps: Annotated[int, between(1, 10**6)] | None = flag(
         "samples; one is the mean of k calls, about 1 ms (event-flush: of one call) "
-        "[until the median is within 0.3 %, at most 3 s]"
+        "[until the median is within 1 %, at most 3 s]"
     )
     warmups: Annotated[int, between(1, 10**6)] | None = flag(
         "calls before the first sample [a soak of 2 s]"
