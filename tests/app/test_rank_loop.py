@@ -141,7 +141,7 @@ def test_a_hang_a_stop_and_a_death_cost_one_case_each(
     assert all("\n" not in failure.message for failure in (hang, stop, kill))
     assert len(told(tmp_path, 1, "aborted")) == 1, "only where it could run"
     err = capfd.readouterr().err
-    assert "[2/7] all_reduce 2 KiB bf16 sum queued: failed (timeout): not done" in err
+    assert "[2/7] all_reduce 2 KiB bf16 sum queued-ahead: failed (timeout): not done" in err
     assert "Traceback" not in err
 
 
