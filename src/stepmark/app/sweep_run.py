@@ -161,9 +161,9 @@ def _last_lines(file: Path) -> tuple[str, ...]:
 
 
 def _differs(journal: Journal, setting: Setting, run: str) -> tuple[str, ...]:
-    """Return how the environment differs from that interpreter's first try.
+    """Return how the environment differs from the interpreter's first try.
 
-    Swept variables aside.
+    Swept variables do not count.
     """
     runs, sweep = journal.path / "runs", journal.sweep
     same = {each.name for each in sweep.settings if each.executable == setting.executable}

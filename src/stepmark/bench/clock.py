@@ -314,10 +314,7 @@ def is_enough(
         return False
     medians = [summarize(batch).median for batch in batches]
     if len(batches) < effort.min_batches:
-        is_flat = _spread(medians) < FLAT_SHARE * effort.target_ci_rel
+        most = FLAT_SHARE * effort.target_ci_rel * min(medians)
+        is_flat = max(medians) - min(medians) < most
         return len(batches) >= FLAT_BATCHES and is_flat
     return summarize(medians).ci_rel < effort.target_ci_rel
-
-
-def _spread(values: list[float]) -> float:
-    return (max(values) - min(values)) / min(values)

@@ -72,6 +72,8 @@ def test_the_delay_of_a_rank_is_counted_from_the_first_rank() -> None:
 class LateTwice(OneSecond):
     """A host that enqueues calls too late, until it has four times as long."""
 
+    method = "queued-ahead/1"
+
     def __init__(self) -> None:
         self.leads_s: list[float] = []
 

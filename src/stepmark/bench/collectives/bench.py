@@ -21,6 +21,7 @@ from stepmark.bench.context import MeasureContext, no_collection, own_stream
 from stepmark.bench.ranks import Ranks, agreed
 from stepmark.bench.run_cases import Bench, SetUpTime
 from stepmark.bench.telemetry import Sampler
+from stepmark.core.collectives import Mode
 from stepmark.core.comm_case import CommCase, unsupported
 from stepmark.core.plan import CommHow, Entry
 from stepmark.core.record import Arrivals, Beside, Failed, Measured, Samples
@@ -213,6 +214,7 @@ def collect(
     most = max(1, min(most, int(length_s / max(sample_s, 1e-9))))
     stretch, tries, begin = 1.5, 0, time.monotonic()
     issue_s, margin = _ISSUE_S, 1.5
+    is_ahead = timer.method.startswith(Mode.AHEAD)
 
     def enough() -> bool:
         if num_samples is not None:
@@ -222,7 +224,7 @@ def collect(
     while True:  # rank 0 ends it, for all
         count = most if num_samples is None else min(most, num_samples - sum(map(len, batches)))
         lead_s = margin * issue_s * (count * timer.calls_per_sample + 2)
-        timer.lead_s = min(lead_s, _LONGEST_LEAD_S)
+        timer.lead_s = min(lead_s, _LONGEST_LEAD_S) if is_ahead else 0.0
         cover_s = stretch * count * sample_s + _START_S + timer.lead_s
         batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
         by_rank = ranks.gather(
