@@ -20,7 +20,7 @@ from stepmark.bench.ranks import Ranks
 from stepmark.core.case import OpCase, Rate
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import EmbeddingBag, Gemm, Norm, Op
-from stepmark.core.plan import OpHow
+from stepmark.core.plan import Entry, OpHow
 from stepmark.core.record import Check, Failed, Measured, Record, Skipped
 from stepmark.core.stats import summarize
 
@@ -496,3 +496,21 @@ def test_two_ranks_agree() -> None:
     """On a skip, on a failure of one, on wrong data; uneven ranks take as many samples."""
     with Pool(2) as pool:
         pool.run(measure_and_check, timeout_s=120)
+
+
+def test_the_start_of_processes_counts_in_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares: list[float | None] = []
+    install(monkeypatch, {"good": impl()}, steady)
+    bench = OperatorBench(context(), OpHow(), budget_s=10.0)
+    plain = bench.measure
+
+    def noted(entry: Entry, share_s: float | None) -> Measured:
+        shares.append(share_s)
+        return plain(entry, 0.01)
+
+    monkeypatch.setattr(bench, "measure", noted)
+    cases = entries([gemm(size=16), gemm(size=32)])
+    benches = {"op": bench}
+    run_cases.run(cases, context(), benches, NoGuard(), lambda record: None, start_s=14.0)
+    assert shares[0] == pytest.approx(3.0)  # of 2 x 10 s, 6 s are left for two cases
+    assert 5 < (shares[1] or 0) <= 6

@@ -20,6 +20,7 @@ from tests.report.comm_records import comm_case, comm_measured, comm_run
 from tests.report.tuner_file import parse
 from tests.store.writers import new_run
 
+from stepmark.core.plan import ROUND
 from stepmark.report.tuner import first_match
 from stepmark.store.runs import new_run_id
 from stepmark.store.sweeps import FILE
@@ -49,7 +50,7 @@ def hang() -> None:
 def written(folder: Path, speed: float) -> None:
     """Two launches in one run, with a noise of 0.3 %."""
     now = datetime.now(UTC)
-    info = comm_run(2, KIND=os.environ.get("KIND", ""))
+    info = comm_run(2, KIND=os.environ.get("KIND", ""), **{ROUND: os.environ.get(ROUND, "")})
     info = dataclasses.replace(info, run_id=new_run_id(now))
     noise = random.Random(os.getpid())
     with new_run(folder, info) as writer:
@@ -58,7 +59,8 @@ def written(folder: Path, speed: float) -> None:
                 time_s = 1e-5 * (1 + size / 2**20) / speed * noise.gauss(1, 0.003)
                 more = {"skew_s": 1e-3} if os.environ.get("KIND") == "other" else {}
                 case = comm_case(size=size, num_ranks=2, **more)
-                writer.append(comm_measured(case, [[time_s] * 5] * 2, launch=launch))
+                record = comm_measured(case, [[time_s] * 5] * 2, launch=launch)
+                writer.append(dataclasses.replace(record, run_id=info.run_id))
 
 
 def chosen(name: str, size: int) -> tuple[str, str, int]:

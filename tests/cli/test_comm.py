@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import platform
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,12 @@ def test_launches_are_new_processes_pooled_in_one_row(tmp_path: Path) -> None:
     )
     records = lines(only_run(tmp_path / "runs"))
     assert [record["launch"] for record in records] == [1, 1, 2, 2]
+    levels = [record["levels"] for record in records]
+    assert len({level["process"] for level in levels}) == 2
+    assert {(level["communicator"], level["round"]) for level in levels} == {(1, None)}
+    assert {level["machine"] for level in levels} == {platform.node()}
+    for record in records:
+        assert sum(record["samples"]["batches"]) == len(record["samples"]["seconds"][0])
     found = csv_rows(tmp_path / "rows.csv")
     assert [row["beside"] for row in found] == ["", "gemm:16"]
     assert [row["launches"] for row in found] == ["2", "2"]

@@ -53,6 +53,20 @@ def test_under_torchrun_a_death_and_a_hang_end_it_and_resume_goes_on(tmp_path: P
     assert running.err().count("terminated; finished cases are kept") == 1
 
 
+def test_launches_under_torchrun_share_their_process(tmp_path: Path) -> None:
+    words = ["comm", "all_reduce", "-b", "1K", "-e", "1K", "-n", "20", "--device", "cpu"]
+    running = Running(*words, "--launches", "2", cwd=tmp_path, torchrun=2)
+    assert running.end() == 0, running.err()
+    levels = [record["levels"] for record in running.records()]
+    assert [level["communicator"] for level in levels] == [1, 2]
+    assert len({level["process"] for level in levels}) == 1
+
+    words = ["check", "--baseline", str(running.run())]
+    running = Running(*words, cwd=tmp_path, torchrun=2)
+    assert running.end() != 0
+    assert "launches of one process count as one" in running.err()
+
+
 def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
     running = Running(
         "comm", "all_reduce", "--device", "cpu", "-f", "inf", cwd=tmp_path, torchrun=2

@@ -31,6 +31,7 @@ from stepmark.core.comm_options import CommOptions
 from stepmark.core.commands import command_of
 from stepmark.core.comparison import Series, Side
 from stepmark.core.errors import ConfigError
+from stepmark.core.plan import ROUND
 from stepmark.core.record import Measured
 from stepmark.core.sweep import (
     Outcome,
@@ -46,7 +47,7 @@ from stepmark.launch import processes
 from stepmark.report.recommendation import Advice
 from stepmark.report.tuner import COLLECTIVES, first_match
 from stepmark.store import sweeps
-from stepmark.store.reader import read_records
+from stepmark.store.reader import read_info, read_records
 from stepmark.store.sweeps import Journal
 
 from .process import ROOT, command, environment, stepmark
@@ -200,6 +201,8 @@ def test_losers_are_dropped_and_the_winner_is_confirmed(tmp_path: Path) -> None:
     assert {attempt.outcome for attempt in sweep.tries} == {Outcome.DONE}
     folders = [journal.path / "runs" / attempt.run for attempt in sweep.tries]
     assert all((folder / "run.json").exists() for folder in folders)
+    for folder, attempt in zip(folders, sweep.tries, strict=True):
+        assert read_info(folder).environment.variables[ROUND] == str(attempt.round)
     # KIND is swept: that it differs is no surprise.
     assert {attempt.differs for attempt in sweep.tries} == {()}
     assert "selected: KIND=fast; 3 fresh rounds follow" in remarks

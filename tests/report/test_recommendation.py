@@ -1,6 +1,7 @@
 """Nothing is recommended that chance explains; what is real and repeated is."""
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Sequence
 from random import Random
@@ -10,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.core.comparison import Comparison, Series, Side
-from stepmark.core.ratio import ratio
+from stepmark.core.launches import Row, Sample
+from stepmark.core.ratio import Ratio
+from stepmark.core.verdicts import judge
 from stepmark.report.recommendation import (
     Advice,
     Range,
@@ -366,6 +369,14 @@ def test_a_label_says_what_tells_lines_apart_and_no_more() -> None:
         "reduce root 1",
         "broadcast root 0",
     ]
+
+
+def ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+    base, other = (
+        Sample(logs={f"{side}/{n}": math.log(time) for n, time in enumerate(times)})
+        for side, times in (("a", a), ("b", b))
+    )
+    return judge([Row(kind="", base=base, other=other)])[0]
 
 
 @pytest.mark.parametrize(

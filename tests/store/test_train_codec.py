@@ -354,8 +354,7 @@ def test_columns_of_training(tmp_path: Path) -> None:
 
 
 def side(name: str, *records: Record) -> Side:
-    info = dataclasses.replace(INFO, run_id=name)
-    series, notes = series_of_records(info, records)
+    series, notes = series_of_records(dataclasses.replace(r, run_id=name) for r in records)
     return Side(name=name, series=tuple(series), notes=notes)
 
 

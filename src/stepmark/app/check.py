@@ -43,6 +43,7 @@ from stepmark.report.comparison import printed
 from stepmark.store import plans
 from stepmark.store.compare import Options, compare
 from stepmark.store.reader import find_run, is_run, read, read_info
+from stepmark.store.series import by_process
 
 Reference = Mapping[str, Sequence[Measured]]  # launches by case_id
 BASELINE_KINDS = ("op", "comm", "train")
@@ -157,10 +158,11 @@ def _ratios(comparison: Comparison) -> list[Ratio | None]:
 
 def _check_baseline(first: Path, reference: Reference, options: CheckOptions) -> None:
     """Raise ConfigError for a baseline of too few launches to accept an equal machine."""
-    launches = min(map(len, reference.values()))
+    processes = [by_process(records) for records in reference.values()]
+    launches = min(map(len, processes))
     squares, df = squares_within(
-        {f"{r.run_id}/{r.launch}": math.log(fmean(_slowest_s(r))) for r in records}
-        for records in reference.values()
+        {name: math.log(fmean(map(_mean_s, own))) for name, own in by_name.items()}
+        for by_name in processes
     )
     # A noisy baseline is not refused: what decides is how the launches of today vary.
     launch_sd = min(LAUNCH_SD, math.sqrt(squares / df)) if df else LAUNCH_SD
@@ -186,8 +188,8 @@ def _check_baseline(first: Path, reference: Reference, options: CheckOptions) ->
         )
 
 
-def _slowest_s(record: Measured) -> list[float]:
-    return slowest_per_sample(record.samples.seconds)
+def _mean_s(record: Measured) -> float:
+    return fmean(slowest_per_sample(record.samples.seconds))
 
 
 def _launch_s(records: Sequence[Measured]) -> float | None:

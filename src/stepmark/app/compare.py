@@ -133,7 +133,7 @@ def _read(text: str, runs: Path) -> _Source:
 
 def _run_source(path: Path) -> _Source:
     run = read(path)
-    series, notes = series_of_records(run.info, run.latest)
+    series, notes = series_of_records(run.latest)
     return _Source(
         name=path.name,
         columns={"": lambda _: series},
@@ -221,11 +221,13 @@ def _merged(name: str, first: Series, second: Series) -> Series:
     if not first.launches or not second.launches:
         below = max(first.below or 0.0, second.below or 0.0) or None
         return dataclasses.replace(first, launches={}, below=below)
+    soaks = first.soak_s, second.soak_s
     return dataclasses.replace(
         first,
         launches={**first.launches, **second.launches},
         starts={**first.starts, **second.starts},
         rounding=max(first.rounding, second.rounding),
+        soak_s=None if None in soaks else min(filter(None, soaks), default=0.0),
     )
 
 

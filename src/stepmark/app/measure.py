@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,6 +37,7 @@ SHOW = {
 Show = Callable[[Path, Mapping[str, Any], int], int]
 
 RANK_MODULE = "stepmark.app.rank"
+_OVER_BUDGET = 1.2
 _UNDER_LAUNCHER = f"{RANK_MODULE}:measure_under_launcher"
 
 
@@ -139,11 +141,12 @@ def show_run(run: Path, code: int) -> int:
 
 
 def _check_processes(plan: Plan) -> None:
-    """Raise ConfigError for launches of operators that would share a launcher's processes."""
-    operators = (entry.launch for entry in plan.entries if entry.case.kind == "op")
-    launches = max(operators, default=1)
+    """Raise ConfigError for launches that would share a launcher's processes but must not."""
+    own = (e.launch for e in plan.entries if e.case.kind == "op" or plan.command == "check")
+    launches = max(own, default=1)
     if launches > 1 and outer_launcher.is_rank():
-        allowed = "1 under torchrun, srun or mpirun: a launch of operators is a new process"
+        name = "check" if plan.command == "check" else "operators"
+        allowed = f"1 under torchrun, srun or mpirun: a launch of {name} is a new process"
         raise ConfigError("launches", launches, allowed)
 
 
@@ -201,6 +204,7 @@ def _carry_out(
         code, shared_run = load(_UNDER_LAUNCHER)(machine(device).device, prepare, force=force)
         return code if shared_run is None else show_run(shared_run, code)
     plan, run = prepare()
+    begin = time.monotonic()
     if has_own_plan:
         code = _supervise(plan, run, run / plans.FILE, force=force)
     else:
@@ -209,7 +213,20 @@ def _carry_out(
             file = Path(folder) / plans.FILE
             plans.write(file.parent, plan)
             code = _supervise(plan, run, file, force=force)
+    _say_budget(plan, time.monotonic() - begin)
     return show_run(run, code)
+
+
+def _say_budget(plan: Plan, wall_s: float) -> None:
+    """Say that a budget was too short: what it cannot shorten are starts, set-up and checks."""
+    budget_s = plan.options.get("budget")
+    if isinstance(budget_s, int | float) and budget_s and wall_s > _OVER_BUDGET * budget_s:
+        launches = len({entry.launch for entry in plan.entries})
+        sys.stderr.write(
+            f"# took {wall_s:.0f} s, not --budget {budget_s:g}s, to start {launches} "
+            f"launch{'es' * (launches > 1)} and set up {len(plan.entries)} cases: samples may "
+            "be few, and soaks short\n"
+        )
 
 
 def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:

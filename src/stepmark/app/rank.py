@@ -5,6 +5,7 @@ It reads the plan, joins the other ranks, opens the run and measures what is lef
 
 import dataclasses
 import importlib
+import itertools
 import os
 import signal
 import socket
@@ -181,19 +182,25 @@ class Rank:
         return code
 
     def _run_cases(self, todo: Sequence[Entry], context: "MeasureContext") -> None:
-        from stepmark.bench import ranks, run_cases  # noqa: PLC0415
+        from stepmark.bench import environment, ranks, run_cases  # noqa: PLC0415
 
         if not todo:
             return
+        first = environment.levels(context.ranks)
         benches = run_cases.make_benches(self._plan, context)
+        # A launcher's processes go on, and rank 0 has planned in them.
+        start_s = environment.process_age_s() if self._heartbeat else 0.0
         if self._heartbeat is not None:
             self._heartbeat.on_abort(ranks.dump_flight_recorder, lambda: _abort(benches))
         sink = self._progress or (lambda record: None)
-        while todo:
+        for communicator in itertools.count(1):
+            levels = dataclasses.replace(first, communicator=communicator)
+            context = dataclasses.replace(context, levels=levels)
             if self._plan.is_predicted(todo[0]) and context.ranks.rank == 0:
                 self._guard.idle(_SETUP_S)
                 load("stepmark.app.step_report:commit")(self._run, self._plan)
-            position = run_cases.run(todo, context, benches, self, sink)
+            position = run_cases.run(todo, context, benches, self, sink, start_s=start_s)
+            start_s = 0.0
             if position is None:
                 return
             if self._guard.restart_at(position):

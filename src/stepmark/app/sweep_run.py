@@ -12,6 +12,7 @@ from pathlib import Path
 
 from stepmark.app import sweep_race
 from stepmark.core.errors import ConfigError
+from stepmark.core.plan import ROUND
 from stepmark.core.record import Environment
 from stepmark.core.sweep import Outcome, Setting, Sweep, Try
 from stepmark.launch import child
@@ -117,7 +118,7 @@ def _try(
     started_at = time.time()
     ended = child.run(
         [*setting.program(means.program), *setting.command(sweep.command), "--out", str(runs)],
-        environment(setting, means.base),
+        {**environment(setting, means.base), ROUND: str(number)},
         out=stem.with_suffix(".out"),
         err=stem.with_suffix(".err"),
         limit_s=sweep.timeout_s,

@@ -12,7 +12,7 @@ import torch
 from stepmark.bench.environment import capabilities
 from stepmark.bench.ranks import Ranks, join
 from stepmark.core.ops.backends import Capabilities
-from stepmark.core.record import Failed
+from stepmark.core.record import Failed, Levels
 from stepmark.core.train_case import TrainCase
 from stepmark.core.workload import Workload
 
@@ -28,6 +28,7 @@ class MeasureContext:
     where it can record the failure.
     largest_mbs(case, device_bytes): estimate of the micro-batch that fits; None: no estimate.
     workload: that is replayed.
+    levels: of what is measured now.
     """
 
     ranks: Ranks
@@ -41,6 +42,7 @@ class MeasureContext:
     on_blocked: Callable[[Failed, int], None] = lambda _record, _position: None
     largest_mbs: Callable[[TrainCase, int], int] | None = None
     workload: Workload | None = None
+    levels: Levels | None = None
 
 
 def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContext:

@@ -8,7 +8,9 @@ import platform
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 import psutil
@@ -16,9 +18,11 @@ import torch
 
 from stepmark import __version__
 from stepmark.bench.nvidia import pci_bus_id, torch_device_info
+from stepmark.bench.ranks import Ranks
 from stepmark.bench.telemetry import open_gpu
 from stepmark.core.ops.backends import MODULES, Capabilities
-from stepmark.core.record import DeviceInfo, Environment
+from stepmark.core.plan import ROUND
+from stepmark.core.record import DeviceInfo, Environment, Levels
 
 PREFIXES = (
     *("NCCL_", "RCCL_", "CUDA_", "HIP_", "ROCR_", "HSA_", "TORCH_", "PYTORCH_"),
@@ -30,6 +34,24 @@ REDACTED = "<redacted>"
 URL_LOGIN = re.compile(r"://[^/\s]*@")
 
 PACKAGES = ("triton", "pytorch-triton-rocm", "flash_attn", "transformer_engine", "torchao")
+
+
+def levels(ranks: Ranks) -> Levels:
+    """Return the levels of what these processes measure first; all ranks call it."""
+    hosts = ranks.gather(platform.node())
+    began_at = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    sweep_round = os.environ.get(ROUND)
+    return Levels(
+        machine=", ".join(dict.fromkeys(hosts)),
+        process=f"{os.getpid()} {began_at.isoformat(timespec='milliseconds')}",
+        communicator=1,
+        round=int(sweep_round) if sweep_round else None,
+    )
+
+
+def process_age_s() -> float:
+    began_at: float = psutil.Process().create_time()
+    return time.time() - began_at
 
 
 def capture(devices: Sequence[DeviceInfo]) -> Environment:

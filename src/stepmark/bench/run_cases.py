@@ -103,8 +103,8 @@ class SetUpTime:
 class _Budget:
     """The wall time of the cases of one kind; the unused time of one goes to the others."""
 
-    def __init__(self, mean_s: float | None, num_cases: int) -> None:
-        self._left_s = None if mean_s is None else mean_s * num_cases
+    def __init__(self, mean_s: float | None, num_cases: int, *, start_s: float) -> None:
+        self._left_s = None if mean_s is None else mean_s * num_cases - start_s
         self._num_left = num_cases
 
     def share_s(self) -> float | None:
@@ -127,8 +127,12 @@ def run(
     benches: Mapping[str, Bench],
     guard: Guard,
     sink: Callable[[Record], None],
+    *,
+    start_s: float = 0.0,
 ) -> int | None:
     """Measure the entries of one launch; rank 0 passes each record to the sink.
+
+    start_s: wall time that these processes took to start, which budgets include.
 
     Returns the position at which new ranks should continue: after the launch, or after a
     failure that leaves processes in no known state. None: all is done. Where there are no new
@@ -141,7 +145,11 @@ def run(
     launch = entries[0].launch
     current = [entry for entry in entries if entry.launch == launch]
     counts = Counter(entry.case.kind for entry in current)
-    budgets = {kind: _Budget(benches[kind].budget_s, count) for kind, count in counts.items()}
+    start_s /= len(current)
+    budgets = {
+        kind: _Budget(benches[kind].budget_s, count, start_s=count * start_s)
+        for kind, count in counts.items()
+    }
     with quick_release():
         for done, entry in enumerate(current, start=1):
             bench, budget = benches[entry.case.kind], budgets[entry.case.kind]
@@ -153,7 +161,10 @@ def run(
             release(context)  # before the guard is idle: a crash here is one of the case
             if context.ranks.rank == 0:
                 guard.begin(entry.position, _STORE_S)
-                sink(replace(record, launch=launch))
+                record = replace(record, launch=launch)
+                if isinstance(record, Measured):
+                    record = replace(record, levels=context.levels)
+                sink(record)
             guard.idle(bench.limit_s(None) + _STORE_S)
             if isinstance(record, Measured) and record.training and record.training.interrupted:
                 raise KeyboardInterrupt

@@ -19,7 +19,8 @@ class Series:
     Values are times in seconds (unit "s") or as printed (TIME), or rates.
     `busbw_factor` is that of a collective: size / time x factor is the bus bandwidth. `below`
     bounds a rate that was printed as 0; then there are no values. `starts`: Unix time at which
-    launches began, where known.
+    launches began, where known. `soak_s`: the shortest soak or load before its samples; None
+    where there is none.
     """
 
     fields: Fields
@@ -30,6 +31,7 @@ class Series:
     below: float | None = None
     rounding: float = 0.0  # unit of the last printed digit, relative; 0 where not rounded
     starts: Mapping[str, float] = field(default_factory=dict)
+    soak_s: float | None = None
 
     @property
     def is_time(self) -> bool:

@@ -40,13 +40,23 @@ class Sample:
 class Row:
     """Two sides of a measurement. Rows of one kind vary alike.
 
-    by_round: a launch is a round, and its name the same on both sides.
+    by_round: a launch is a round, and its name the same on both sides. by_step: a launch is a
+    step of the same processes. noise: relative standard deviation of a launch, as stated; it
+    counts where a side has a single one.
     """
 
     kind: Hashable
     base: Sample
     other: Sample
     by_round: bool = False
+    by_step: bool = False
+    noise: float | None = None
+
+    @property
+    def stated(self) -> float | None:
+        """Return the stated noise where it counts."""
+        is_single = min(len(self.base.logs), len(self.other.logs)) == 1
+        return self.noise if is_single else None
 
     @property
     def order(self) -> Order:

@@ -1,10 +1,7 @@
-"""Ratio of two speeds with its confidence interval; the launch is the statistical unit.
+"""Ratio of two speeds with its confidence interval, and the distributions behind it.
 
-Samples of one launch are not independent: buffers, clocks, placement and neighbours are drawn
-once per launch. So each launch gives one number, its centre, and the interval is Student's t on
-the logarithms of the centres, with Welch's degrees of freedom (Biometrika 34, 1947), rounded
-down. Percentiles of a bootstrap over a handful of launches are too narrow
-(docs/adr/0008-students-t-over-launches.md).
+The launch is the statistical unit (docs/adr/0008-students-t-over-launches.md); core/verdicts.py
+estimates the interval.
 """
 
 import math
@@ -12,12 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from statistics import NormalDist, fmean, variance
+from statistics import NormalDist
 
 CONFIDENCE = 0.99  # of intervals
 EFFECT_FLOOR = 0.01  # a smaller change is not reported, however certain
-# An interval that only just leaves 1 out does so by chance in one of a hundred comparisons.
-_MARGIN = 0.1  # of the floor, by which it must clear 1
 _NORMAL = 1000  # degrees of freedom from which t is the normal distribution to four digits
 
 
@@ -73,77 +68,6 @@ def interval(log_speed: float, half: float) -> tuple[float, float, float]:
 def is_negligible(low: float, high: float, floor: float) -> bool:
     """Return whether the whole interval lies within the floor."""
     return 1 / (1 + floor) <= low and high <= 1 + floor
-
-
-def ratio(
-    times_a: Sequence[float],
-    times_b: Sequence[float],
-    *,
-    noise: float | None = None,
-    floor: float = EFFECT_FLOOR,
-) -> Ratio:
-    """Compare centres of launches, in seconds (or, for a rate, its reciprocal); all above 0.
-
-    With two launches a side or more their own variance decides. With one on a side, `noise`
-    does, the standard deviation of a launch; without it there is a ratio and no verdict.
-    """
-    logs_a, logs_b = ([math.log(value) for value in times] for times in (times_a, times_b))
-    log_speed = fmean(logs_a) - fmean(logs_b)
-    error = _error(logs_a, logs_b, noise)
-    if error is None or error[0] == 0:
-        return Ratio(
-            speed=math.exp(log_speed),
-            low=None,
-            high=None,
-            verdict=Verdict.CANNOT_TELL,
-            reason="one launch" if error is None else "identical values",
-        )
-    se_log, df, basis = error
-    low, speed, high = interval(log_speed, t_quantile(0.5 + CONFIDENCE / 2, df) * se_log)
-    verdict = _verdict(speed, low, high, floor)
-    return Ratio(
-        speed=speed,
-        low=low,
-        high=high,
-        verdict=verdict,
-        reason="within noise" if verdict is Verdict.CANNOT_TELL else basis,
-        se_log=se_log,
-        df=df,
-    )
-
-
-def _error(
-    logs_a: Sequence[float], logs_b: Sequence[float], noise: float | None
-) -> tuple[float, int | None, str] | None:
-    """Return the standard error of the difference, degrees of freedom, and their source."""
-    n_a, n_b = len(logs_a), len(logs_b)
-    if min(n_a, n_b) > 1:
-        part_a, part_b = variance(logs_a) / n_a, variance(logs_b) / n_b
-        df = _welch(part_a, n_a, part_b, n_b)
-        return math.sqrt(part_a + part_b), df, f"{n_a} and {n_b} launches"
-    if noise is None:
-        return None
-    return noise * math.sqrt(1 / n_a + 1 / n_b), None, f"noise {noise:.2%} as stated"
-
-
-def _welch(part_a: float, n_a: int, part_b: float, n_b: int) -> int:
-    """Return Welch's degrees of freedom, rounded down but not below the smaller side's own."""
-    total = part_a + part_b
-    if total == 0:
-        return min(n_a, n_b) - 1
-    return max(
-        min(n_a, n_b) - 1,
-        math.floor(total**2 / (part_a**2 / (n_a - 1) + part_b**2 / (n_b - 1))),
-    )
-
-
-def _verdict(speed: float, low: float, high: float, floor: float) -> Verdict:
-    margin = 1 + _MARGIN * floor
-    if low > margin and speed >= 1 + floor:
-        return Verdict.FASTER
-    if high < 1 / margin and speed <= 1 / (1 + floor):
-        return Verdict.SLOWER
-    return Verdict.SAME if is_negligible(low, high, floor) else Verdict.CANNOT_TELL
 
 
 def holm(p_values: Sequence[float], alpha: float) -> list[bool]:

@@ -30,6 +30,8 @@ class Samples:
     soak_s: float = 0.0  # duration of the soak, or of warm-up calls, before the first sample
     warmup_calls: int = 0  # a fixed number of calls in place of the soak; 0: none
     wall_s: float = 0.0  # wall time of soak and samples together
+    # Repeats: samples of each batch, in order. () in older records, and where there are none.
+    batches: tuple[int, ...] = ()
     # Set if the samples are in a .npy file next to the records.
     file: str = ""
 
@@ -114,6 +116,19 @@ class Beside:
     backend_run: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """What a measurement has in common with others, from the outermost level to the innermost.
+
+    Below these are the batches of its samples, and the samples.
+    """
+
+    machine: str  # names of its hosts
+    process: str  # of rank 0: pid, and when it began
+    communicator: int  # number from 1 of the communicators that the process made in turn
+    round: int | None = None  # of a sweep
+
+
 class _OfCase:
     """Typed access to the case of a record."""
 
@@ -161,6 +176,7 @@ class Measured(_OfCase):
     peak_memory_bytes: int | None
     started_at: float  # Unix time
     launch: int = 1  # number of the launch, which has new communicators (and processes)
+    levels: Levels | None = None  # None in records of older releases
     arrivals: Arrivals | None = None  # collectives only
     beside: Beside | None = None
     training: Training | None = None  # training steps only

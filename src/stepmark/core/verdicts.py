@@ -35,10 +35,11 @@ FALSE_SHARE = 0.008
 # If the whole table has moved, few rows have not (Storey, JRSS B 64, 2002). Never fewer
 # than this share: rows of a launch move together.
 _LEAST_UNMOVED = 0.25
+_KNOWN_DF = 1e9  # of a variance that is known
 # Two blocks, one measured after the other, differ by this much although nothing was changed
 # (1 sd). Runs of one machine differ by 0.2 to 1.5 % where the device bounds them
 # (collectives in graphs or from 1 MiB on, products; runs of results/, docs/LOG.md).
-_DRIFT = Variance(0.01**2, 1e9)
+_DRIFT = Variance(0.01**2, _KNOWN_DF)
 _MIN_RUNS = 3  # of history, from which it is known how blocks differ
 _MIN_SPREAD = 8  # rows of one launch a side, whose ratios show how much launches differ
 # Variance of a single launch over that of history: it may be an outlier.
@@ -81,13 +82,22 @@ def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
 def _differences(rows: Sequence[Row]) -> list[_Difference]:
     """Return the differences of rows whose error is known, kind by kind."""
     by_kind: dict[tuple[Hashable, bool], list[Row]] = {}
-    for row in rows:
+    for row in (row for row in rows if row.stated is None):
         by_kind.setdefault((row.kind, row.order is Order.PAIRED), []).append(row)
-    return [
-        difference
-        for (_, is_paired), group in by_kind.items()
-        for difference in (_paired(group) if is_paired else _unpaired(group))
-    ]
+    differences = [_by_stated_noise(row, row.stated) for row in rows if row.stated is not None]
+    for (_, is_paired), group in by_kind.items():
+        differences += _paired(group) if is_paired else _unpaired(group)
+    return differences
+
+
+def _by_stated_noise(row: Row, noise: float) -> _Difference:
+    launch = Variance(noise**2, _KNOWN_DF)
+    return _Difference(
+        row=row,
+        log_speed=row.base.mean - row.other.mean,
+        launch=launch,
+        error=launch.scaled(1 / len(row.base.logs) + 1 / len(row.other.logs)),
+    )
 
 
 def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
@@ -147,7 +157,9 @@ def _unpaired_row(row: Row, pool: Pool) -> _Difference | None:
         return None  # equal values prove nothing
     factor = 1.0 if min(len(row.base.logs), len(row.other.logs)) > 1 else _SINGLE
     error = Variance(error.value * factor, min(error.df, pool.most_df))
-    launch = error.scaled(1 / counts).widened(_P_ROW)
+    launch = error.scaled(1 / counts)
+    # States that a process takes for all of its life do not lie between its steps.
+    launch = launch if row.by_step else launch.widened(_P_ROW)
     return _Difference(
         row=row,
         log_speed=row.base.mean - row.other.mean,
@@ -309,6 +321,7 @@ def _judged(row: Row, difference: _Difference | None, is_certain: bool, floor: f
         verdict = Verdict.SAME
     launches = None
     reason = f"{len(row.base.logs)} and {len(row.other.logs)} launches"
+    reason = reason if row.stated is None else f"noise {row.stated:.2%} as stated"
     if verdict is Verdict.CANNOT_TELL:
         launches = _launches_that_tell(difference, floor)
         reason = "within drift" if difference.drift else "within noise"

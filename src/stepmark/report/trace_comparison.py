@@ -7,7 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from stepmark.core.columns import Row, aligned, digits
-from stepmark.core.ratio import Verdict, ratio
+from stepmark.core.launches import Row as Judged
+from stepmark.core.launches import Sample
+from stepmark.core.ratio import Ratio, Verdict
+from stepmark.core.verdicts import FALSE_SHARE, judge
 from stepmark.report import trace_breakdown
 from stepmark.report.trace_breakdown import Ranks as Times
 from stepmark.report.trace_kernels import (
@@ -29,6 +32,8 @@ _SIZES = re.compile(
 )
 _FIELDS = ("a_ns", "b_ns", "difference_ns")
 Sums = dict[Label, Sum]
+# Sums of both sides, and the number of ranks by step.
+Pair = tuple[tuple[Sum, Sum], tuple[Counter[int], Counter[int]]]
 
 
 def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
@@ -40,10 +45,11 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
     first, second, counts = _sums(a), _sums(b), (_counts(a), _counts(b))
     if by == "name":
         first, second = _joined(first, second)
+    labels = list(dict.fromkeys((*first, *second)))
+    pairs = [(first.get(label, Sum()), second.get(label, Sum())) for label in labels]
     table = [
-        dict(zip(COLUMNS[by], label, strict=True))
-        | _compared((first.get(label, Sum()), second.get(label, Sum())), counts)
-        for label in dict.fromkeys((*first, *second))
+        dict(zip(COLUMNS[by], label, strict=True)) | row
+        for label, row in zip(labels, _compared([(p, counts) for p in pairs]), strict=True)
     ]
     return sorted(table, key=lambda row: -abs(number(row, "difference_ns")))
 
@@ -52,28 +58,43 @@ def step_rows(a: Times, b: Times) -> list[Row]:
     """Return a row for each part of a step, as in a breakdown, in nanoseconds per step."""
     sides = [trace_breakdown.tables(times)["steps"] for times in (a, b)]
     steps = [[int(str(row["step"] or 0)) for row in rows] for rows in sides]
-    table: list[Row] = []
+    pairs: dict[str, tuple[Sum, Sum]] = {}
     for title, column in trace_breakdown.PARTS.items():
         if any(row[column] is None for rows in sides for row in rows):
             continue
-        sums = [Sum(kernels=1), Sum(kernels=1)]
+        sums = (Sum(kernels=1), Sum(kernels=1))
         for own, rows, numbers in zip(sums, sides, steps, strict=True):
             for step, row in zip(numbers, rows, strict=True):
                 own.by_step_ns[step] += int(number(row, column))
             own.time_ns = own.by_step_ns.total()
         if sums[0].time_ns or sums[1].time_ns:
-            table.append({"part": title} | _compared(sums, [Counter(each) for each in steps]))
-    return table
+            pairs[title] = sums
+    counts = (Counter(steps[0]), Counter(steps[1]))
+    rows = _compared([(pair, counts) for pair in pairs.values()])
+    return [{"part": title} | row for title, row in zip(pairs, rows, strict=True)]
 
 
-def _compared(sums: Sequence[Sum], ranks: Sequence[Counter[int]]) -> Row:
-    """Return the figures of a row. ranks: number of them by step, of each side."""
+def _compared(pairs: Sequence[Pair]) -> list[Row]:
+    """Return the figures of rows, whose verdicts are those of one table."""
+    samples = [_samples(pair) for pair in pairs]
+    judged = iter(
+        judge(
+            [Judged(kind="", base=own[0], other=own[1], by_step=True) for own in samples if own]
+        )
+    )
+    return [
+        _figures(pair) | (_verdict(next(judged)) if own else _unjudged(pair))
+        for pair, own in zip(pairs, samples, strict=True)
+    ]
+
+
+def _figures(pair: Pair) -> Row:
+    sums, ranks = pair
     counts = [own.total() or 1 for own in ranks]
     a, b = (Fraction(own.time_ns, n) for own, n in zip(sums, counts, strict=True))
     row: Row = dict(zip(_FIELDS, map(float, (a, b, b - a)), strict=True))
     return row | {
         "time_ratio": float(b / a) if a and b else None,
-        **(_verdict(sums, ranks) if a and b else _judged()),
         "only_in": "" if all(own.kernels for own in sums) else "a" if sums[0].kernels else "b",
         "a_calls": sums[0].calls / counts[0],
         "b_calls": sums[1].calls / counts[1],
@@ -104,27 +125,39 @@ def plain_name(name: str) -> str:
     return _SIZES.sub("*", name.removeprefix("void "))
 
 
-def _verdict(sums: Sequence[Sum], ranks: Sequence[Counter[int]]) -> Row:
-    """Return the verdict over steps: of each the mean of its ranks."""
-    samples = [
-        [own.by_step_ns[step] / counts[step] for step in sorted(counts)]
-        for own, counts in zip(sums, ranks, strict=True)
+def _samples(pair: Pair) -> tuple[Sample, Sample] | None:
+    """Return logarithms by step, of each the mean of its ranks; None unless all have time."""
+    sides = [
+        {step: own.by_step_ns[step] / counts[step] for step in sorted(counts)}
+        for own, counts in zip(*pair, strict=True)
     ]
-    if not all(map(all, samples)):
-        return _judged(Verdict.CANNOT_TELL.value, "not in every step")
-    if min(map(len, samples)) < 2:
-        return _judged(Verdict.CANNOT_TELL.value, "a single step")
-    speed = ratio(*samples)
-    reason = speed.reason.replace("launches", "steps")
-    return _judged(speed.verdict.value, reason, speed.high, speed.low)
+    if min(map(len, sides)) < 2 or not all(all(times.values()) for times in sides):
+        return None
+    first, second = (
+        Sample(logs={f"{side}/{step}": math.log(time) for step, time in times.items()})
+        for side, times in zip("ab", sides, strict=True)
+    )
+    return first, second
 
 
-def _judged(
-    verdict: str = "", reason: str = "", high: float | None = None, low: float | None = None
-) -> Row:
-    """Return the columns of a verdict. high and low: of the speed, which is 1 / time."""
-    ends = {"low": 1 / high if high else None, "high": 1 / low if low else None}
-    return {**ends, "verdict": verdict, "reason": reason}
+def _verdict(speed: Ratio) -> Row:
+    """Return the columns of a verdict. The bounds are of times, which are 1 / speed."""
+    return {
+        "low": 1 / speed.high if speed.high else None,
+        "high": 1 / speed.low if speed.low else None,
+        "verdict": speed.verdict.value,
+        "reason": speed.reason.replace("launches", "steps"),
+    }
+
+
+def _unjudged(pair: Pair) -> Row:
+    """Return the columns of a row of which a side has no time, in a step or in all."""
+    row: Row = {"low": None, "high": None, "verdict": "", "reason": ""}
+    if not all(own.time_ns for own in pair[0]):
+        return row
+    is_single = min(map(len, pair[1])) < 2
+    reason = "a single step" if is_single else "not in every step"
+    return row | {"verdict": Verdict.CANNOT_TELL.value, "reason": reason}
 
 
 def _counts(ranks: Ranks) -> Counter[int]:
@@ -136,7 +169,7 @@ def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
     a_sum, b_sum = (whole_of(_sums(ranks).values()) for ranks in (a, b))
     assert sum(number(row, "a_total_ns") for row in table) == a_sum.time_ns
     assert sum(number(row, "b_total_ns") for row in table) == b_sum.time_ns
-    return _compared((a_sum, b_sum), (_counts(a), _counts(b)))
+    return _compared([((a_sum, b_sum), (_counts(a), _counts(b)))])[0]
 
 
 def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str]:
@@ -173,14 +206,11 @@ def _numbers(row: Mapping[str, object]) -> list[str]:
 
 def remarks(a: Ranks, b: Ranks, table: Sequence[Row]) -> Iterator[str]:
     """Yield what limits the comparison."""
-    judged = sum(row["low"] is not None for row in table)
-    if judged:
+    if any(row["low"] is not None for row in table):
         yield (
             "verdicts rest on the steps of one trace a side, which share clocks and placement: "
-            "another launch can differ by more"
+            f"another launch can differ by more; of faster and slower, {FALSE_SHARE:.1%} are "
+            "wrong on average"
         )
-    if judged > 20:
-        count = math.ceil(judged / 100)
-        yield f"of {judged} intervals, expect up to {count} to miss the true ratio by chance"
     if [rank for rank, _ in a] != [rank for rank, _ in b]:
         yield "the two sides have different ranks"

@@ -24,7 +24,6 @@ from stepmark.core.ratio import (
     Ratio,
     Verdict,
     holm,
-    ratio,
 )
 from stepmark.core.units import KIB, MIB
 from stepmark.core.verdicts import judge, judge_mean
@@ -32,6 +31,7 @@ from stepmark.store.series import NAMING, STRICT, Joined, join
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
+_SHORT_SOAK_S = 1.0  # shorter ones leave clocks above those of sustained load
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
 
 
@@ -79,6 +79,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             means.append(mean)
         notes += _basis_notes(base.name, other.name, both)
         notes += _order_notes(base.name, other.name, both)
+        notes += _soak_notes(base.name, other.name, both)
     lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
     notes += _unused(lines, options)
     return Comparison(
@@ -179,6 +180,23 @@ def _order_notes(
             )
 
 
+def _soak_notes(base: str, other: str, pairs: Sequence[tuple[Series, Series]]) -> Iterator[str]:
+    """Yield where one side was loaded for less time than the other before its samples."""
+    soaks = [
+        (first.soak_s, second.soak_s)
+        for first, second in pairs
+        if first.soak_s is not None and second.soak_s is not None
+    ]
+    uneven = [own for own in soaks if min(own) < _SHORT_SOAK_S and max(own) > 1.5 * min(own)]
+    if uneven:
+        first_s, second_s = uneven[0]
+        yield (
+            f"{len(uneven)} of {len(soaks)} operators had different soaks, such as "
+            f"{first_s:.2g} s in {base} and {second_s:.2g} s in {other}: after a short one "
+            "clocks are higher; give both sides the same, longer --budget"
+        )
+
+
 def _centres(series: Series, statistic: str) -> dict[str, float]:
     return {launch: STATISTICS[statistic](values) for launch, values in series.launches.items()}
 
@@ -211,25 +229,10 @@ def _judge(
     rows = {
         place: _row(base, other, *pair, options)
         for place, pair in enumerate(pairs)
-        if all(series.launches for series in pair) and not _is_stated(pair, options)
+        if all(series.launches for series in pair)
     }
     judged = dict(zip(rows, judge(list(rows.values()), floor=options.floor), strict=True))
-    return [
-        _checked(pair, judged.get(place) or _by_stated_noise(pair, options))
-        for place, pair in enumerate(pairs)
-    ]
-
-
-def _is_stated(pair: tuple[Series, Series], options: Options) -> bool:
-    """Whether --noise says how the only launch of a side varies."""
-    return options.noise is not None and min(len(series.launches) for series in pair) == 1
-
-
-def _by_stated_noise(pair: tuple[Series, Series], options: Options) -> Ratio | None:
-    if options.noise is None or not all(series.launches for series in pair):
-        return None
-    times = [list(_times(series, options.statistic).values()) for series in pair]
-    return ratio(*times, noise=options.noise, floor=options.floor)
+    return [_checked(pair, judged.get(place)) for place, pair in enumerate(pairs)]
 
 
 def _checked(pair: tuple[Series, Series], judged: Ratio | None) -> Ratio | None:
@@ -251,6 +254,7 @@ def _row(base: Side, other: Side, first: Series, second: Series, options: Option
         base=_sample(base, first, options),
         other=_sample(other, second, options),
         by_round=base.by_round and other.by_round,
+        noise=options.noise,
     )
 
 
@@ -330,10 +334,6 @@ def _overall(
         return None
     rows = [_row(base, other, *pair, options) for pair in pairs]
     mean = judge_mean(rows, floor=options.floor)
-    if options.noise is not None and all(_is_stated(pair, options) for pair in pairs):
-        # Lines of one launch may move together.
-        means = [[math.exp(fmean(s.mean for s in side))] for side in _sides_of(rows)]
-        mean = ratio(*means, noise=options.noise, floor=options.floor)
     if mean is None:
         speeds = [math.exp(fmean(row.base.mean - row.other.mean for row in rows))]
         values = max(len(v) for pair in pairs for s in pair for v in s.launches.values())
@@ -353,10 +353,6 @@ def _overall(
         smallest_bytes=min(sizes, default=None),
         largest_bytes=max(sizes, default=None),
     )
-
-
-def _sides_of(rows: Sequence[Row]) -> tuple[list[Sample], list[Sample]]:
-    return [row.base for row in rows], [row.other for row in rows]
 
 
 def _unused(lines: Sequence[Line], options: Options) -> list[str]:

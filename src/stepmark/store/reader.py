@@ -201,11 +201,10 @@ def _impossible(path: Path, record: Record) -> str:
     is_sound = _is_sound(seconds)
     if record.samples.file:
         try:
-            matrix = _matrix(path, record)
+            seconds = _matrix(path, record)
         except ConfigError as error:
             return error.allowed
-        is_sound &= _is_sound(matrix) and len(matrix[0]) == len(seconds[0])
-        seconds = matrix
+        is_sound &= _is_sound(seconds) and len(seconds[0]) == len(record.samples.seconds[0])
     if not is_sound:
         return "as many finite times above 0 from every rank"
     by_rank = (arrivals.late_s, arrivals.issue_s) if arrivals else ()
@@ -213,7 +212,9 @@ def _impossible(path: Path, record: Record) -> str:
         return f"a value of each of {len(seconds)} ranks"
     if record.training and record.training.cycle < 1:
         return "an optimizer step in 1 or more samples"
-    return ""
+    batches = record.samples.batches
+    is_whole = not batches or sum(batches) == len(seconds[0] if seconds else ())
+    return "" if is_whole else f"the {sum(batches)} samples of its batches"
 
 
 def _is_sound(seconds: Sequence[Sequence[float]]) -> bool:

@@ -6,11 +6,12 @@ what is compared, or a reason to refuse.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from stepmark.core.case import OpCase
+from stepmark.core.case import OpCase, Rate
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series, Side
 from stepmark.core.errors import ConfigError
@@ -47,10 +48,8 @@ def context(info: RunInfo) -> dict[str, str]:
     return {**where, "torch": environment.torch, **libraries, **variables}
 
 
-def series_of_records(
-    info: RunInfo, records: Iterable[Record]
-) -> tuple[list[Series], tuple[str, ...]]:
-    """Return the correct results of a run, and notes on what is left out."""
+def series_of_records(records: Iterable[Record]) -> tuple[list[Series], tuple[str, ...]]:
+    """Return the correct results of a run, and notes on what does not count."""
     by_case: dict[tuple[str, str], list[Measured]] = {}
     wrong = 0
     for record in records:
@@ -62,27 +61,44 @@ def series_of_records(
             case = record.train if isinstance(record.case, TrainCase) else record.case
             key = (case.case_id, record.samples.method)
             by_case.setdefault(key, []).append(record)
-    notes = (f"{wrong} wrong results are left out",) if wrong else ()
-    return [_of_records(info, launches) for launches in by_case.values()], notes
+    notes = [f"{wrong} wrong results are left out"] if wrong else []
+    if any(len(by_process(launches)) < len(launches) for launches in by_case.values()):
+        notes.append(
+            "launches of one process count as one: other processes can differ by more; start "
+            "the job several times, or without torchrun, srun and mpirun"
+        )
+    return list(map(_of_records, by_case.values())), tuple(notes)
 
 
-def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
+def by_process(records: Iterable[Measured]) -> dict[str, list[Measured]]:
+    """Return records of a case by process, under the name of the first launch in it.
+
+    New communicators in the same processes are no new launch: what varies between processes
+    does not vary between them. Records of older releases do not say, and stand alone.
+    """
+    names: dict[object, str] = {}
+    processes: dict[str, list[Measured]] = {}
+    for record in records:
+        name = f"{record.run_id}/{record.launch}"
+        levels = record.levels
+        process = (record.run_id, levels.machine, levels.process) if levels else name
+        processes.setdefault(names.setdefault(process, name), []).append(record)
+    return processes
+
+
+def _of_records(records: Sequence[Measured]) -> Series:
     """Return seconds of the slowest rank by launch: of each sample, or cycle of training."""
     case = records[0].case
     method = records[0].samples.method
-    names = [f"{info.run_id}/{record.launch}" for record in records]
-    starts = {name: record.started_at for name, record in zip(names, records, strict=True)}
-    all_seconds = [record.samples.seconds for record in records]
+    processes = by_process(records)
+    starts = {name: min(r.started_at for r in own) for name, own in processes.items()}
+    launches = {
+        name: tuple(itertools.chain.from_iterable(map(_slowest, own)))
+        for name, own in processes.items()
+    }
     if isinstance(case, TrainCase):
-        # A median of single samples would leave out an optimizer that only some of them have.
-        cycles = [mean_of_cycles(seconds, case.cycle) for seconds in all_seconds]
-        return Series(
-            fields=_train_fields(records[0].train, method),
-            launches=dict(zip(names, cycles, strict=True)),
-            starts=starts,
-        )
-    slowest = [tuple(slowest_per_sample(seconds)) for seconds in all_seconds]
-    launches = dict(zip(names, slowest, strict=True))
+        fields = _train_fields(records[0].train, method)
+        return Series(fields=fields, launches=launches, starts=starts)
     if isinstance(case, CommCase):
         return Series(
             fields=_comm_fields(case, method),
@@ -96,7 +112,21 @@ def _of_records(info: RunInfo, records: Sequence[Measured]) -> Series:
         fields = {name: getattr(case, name) for name in kept}
         more = {"method": method, "device_type": case.device}
         return Series(fields={**fields, **more}, launches=launches, starts=starts)
-    return Series(fields=_op_fields(case, method), launches=launches, starts=starts)
+    soaks = [record.samples.soak_s for record in records if not record.samples.warmup_calls]
+    return Series(
+        fields=_op_fields(case, method),
+        launches=launches,
+        starts=starts,
+        soak_s=min(soaks, default=None) if case.rate is Rate.SUSTAINED else None,
+    )
+
+
+def _slowest(record: Measured) -> tuple[float, ...]:
+    seconds = record.samples.seconds
+    if isinstance(record.case, TrainCase):
+        # A median of single samples would leave out an optimizer that only some of them have.
+        return mean_of_cycles(seconds, record.case.cycle)
+    return tuple(slowest_per_sample(seconds))
 
 
 def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[float, ...]:

@@ -145,6 +145,7 @@ def _measure(
             calls_per_sample=k,
             num_sets=num_sets,
             wall_s=time.monotonic() - begin,
+            batches=tuple(samples.counts),
         ),
         checks=checks if how.checks else (),
         telemetry=telemetry,
@@ -186,9 +187,10 @@ _START_S = 5e-3
 
 @dataclass(slots=True, kw_only=True)
 class CallSamples:
-    """Samples of this rank. late_s: arrival delays of all ranks, by batch."""
+    """Samples of this rank; of each batch their count, and the arrival delays of all ranks."""
 
     seconds: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     late_s: list[list[float]] = field(default_factory=list)
     issue_s: list[float] = field(default_factory=list)
     together_s: list[float] = field(default_factory=list)
@@ -250,6 +252,7 @@ def collect(
         samples.together_s += together or []
         samples.late_s.append([max(0.0, began_s - first_s) for _, began_s, *_ in by_rank])
         batches.append(slowest_per_sample([seconds for seconds, *_ in by_rank if seconds]))
+        samples.counts.append(len(batches[-1]))
         if ranks.decide(enough):
             return samples
 

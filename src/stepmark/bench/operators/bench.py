@@ -170,7 +170,7 @@ def _measure(
             own_s = min(effort.soak_s, max(_OWN_SOAK_S, effort.soak_s - loaded_s))
             soak_s = loaded_s + agreed(context.ranks, lambda: _soak(timer, estimate_s, own_s))
         with sampler:
-            seconds = _collect(case, context, timer, estimate_s, effort)
+            seconds, batches = _collect(case, context, timer, estimate_s, effort)
     load.ended(begin, loaded_s, is_full=is_full)
     by_rank = context.ranks.gather((seconds, check, sampler.telemetry()))
     all_seconds, checks, telemetry = zip(*by_rank, strict=True)
@@ -185,6 +185,7 @@ def _measure(
             soak_s=soak_s,
             warmup_calls=warmups or 0,
             wall_s=time.monotonic() - begin,
+            batches=batches,
         ),
         checks=checks,
         telemetry=telemetry,
@@ -291,10 +292,10 @@ def _collect(
     timer: clocks.Timer,
     estimate_s: float,
     effort: Effort,
-) -> list[float]:
+) -> tuple[list[float], tuple[int, ...]]:
     """Sample in batches until rank 0 decides from all ranks' maxima that they suffice.
 
-    A fixed number of samples is kept exactly.
+    Returns the samples, and how many each batch has. A fixed number of samples is kept exactly.
     """
     length = min(_BATCH_S[case.rate], effort.sample_s / 4)
     count = _batch(timer, estimate_s, length)
@@ -319,4 +320,4 @@ def _collect(
         seconds += batch
         batches.append(slowest_per_sample(context.ranks.gather(batch)))
         if context.ranks.decide(enough):
-            return seconds
+            return seconds, tuple(map(len, batches))

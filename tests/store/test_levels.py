@@ -1,0 +1,117 @@
+"""Levels of a measurement: which launches are of one process, and so count as one."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from tests.store.test_runs import INFO, measured, write
+
+from stepmark.app.compare import side_of_runs
+from stepmark.core.comparison import Series, Side
+from stepmark.core.record import Levels, Measured
+from stepmark.store import codec, reader
+from stepmark.store.compare import Options, compare
+from stepmark.store.series import by_process, series_of_records
+
+ONE = Levels(machine="n1, n2", process="17 2026-11-26", communicator=1)
+
+
+def launch(number: int, levels: Levels | None, first_s: float = 1e-3) -> Measured:
+    record = measured(ranks=1)
+    seconds = tuple(first_s + 1e-6 * number + 1e-7 * n for n in range(4))
+    samples = dataclasses.replace(record.samples, seconds=(seconds,))
+    return dataclasses.replace(
+        record, samples=samples, launch=number, started_at=100.0 - number, levels=levels
+    )
+
+
+def communicators(*processes: str) -> list[Measured]:
+    """One launch after the other, by the process that it ran in."""
+    return [
+        launch(n, dataclasses.replace(ONE, process=process, communicator=n))
+        for n, process in enumerate(processes, 1)
+    ]
+
+
+def names(records: Sequence[Measured]) -> list[int]:
+    return [len(own) for own in by_process(records).values()]
+
+
+def test_a_record_keeps_its_levels() -> None:
+    record = launch(1, dataclasses.replace(ONE, round=3))
+    assert codec.decode(codec.encode(record)) == record
+
+
+def test_launches_of_one_process_are_one_and_older_records_stand_alone() -> None:
+    assert names(communicators("a", "a", "b")) == [2, 1]
+    assert names([launch(n, None) for n in (1, 2, 3)]) == [1, 1, 1]
+    elsewhere = dataclasses.replace(ONE, machine="n3")
+    assert names([launch(1, ONE), launch(2, elsewhere)]) == [1, 1]
+
+
+def test_samples_of_one_process_are_pooled_and_none_is_lost() -> None:
+    records = communicators("a", "a", "b")
+    ((series,), notes) = series_of_records(records)
+    first, second = series.launches.values()
+    assert first == (*records[0].samples.seconds[0], *records[1].samples.seconds[0])
+    assert second == records[2].samples.seconds[0]
+    assert list(series.starts.values()) == [98.0, 97.0]
+    assert any("count as one" in note for note in notes)
+    assert series_of_records(communicators("a", "b"))[1] == ()
+
+
+def test_many_communicators_of_one_process_give_no_verdict(tmp_path: Path) -> None:
+    """Under torchrun five launches show nothing of how processes differ."""
+
+    def run(name: str, factor: float, *processes: str) -> Path:
+        folder = tmp_path / name
+        records = [
+            dataclasses.replace(launch(r.launch, r.levels, factor * 1e-3), run_id=INFO.run_id)
+            for r in communicators(*processes)
+        ]
+        return write(folder, *records)
+
+    def verdict(*processes: str) -> tuple[str, str]:
+        sides = [
+            side_of_runs(name, [run(name + processes[-1], factor, *processes)])
+            for name, factor in (("a", 1.0), ("b", 1.2))
+        ]
+        ratio = compare(sides, Options()).lines[0].cells["b"].ratio
+        assert ratio is not None
+        return ratio.verdict, ratio.reason
+
+    assert verdict("p", "p", "p", "p") == ("cannot tell", "one launch")
+    assert verdict("p", "q", "r", "s")[0] == "slower"
+
+
+@pytest.mark.parametrize(("batches", "is_kept"), [((), True), ((2, 1), True), ((2, 2), False)])
+def test_batches_have_all_samples(
+    batches: tuple[int, ...], is_kept: bool, tmp_path: Path
+) -> None:
+    record = measured()
+    samples = dataclasses.replace(record.samples, batches=batches)
+    path = write(tmp_path, dataclasses.replace(record, samples=samples))
+    run = reader.read(path)
+    assert len(run.latest) == is_kept
+    if not is_kept:
+        assert "the 4 samples of its batches" in "; ".join(run.notes)
+
+
+def soaked(name: str, soak_s: float) -> Series:
+    record = launch(1, None)
+    samples = dataclasses.replace(record.samples, soak_s=soak_s)
+    ((series,), _) = series_of_records([dataclasses.replace(record, samples=samples)])
+    return series
+
+
+@pytest.mark.parametrize(
+    ("one_s", "other_s", "is_noted"), [(0.2, 0.4, True), (0.4, 0.4, False), (2.0, 4.0, False)]
+)
+def test_soaks_that_differ_are_noted(one_s: float, other_s: float, is_noted: bool) -> None:
+    sides = [
+        Side(name=name, series=(soaked(name, soak_s),))
+        for name, soak_s in (("a", one_s), ("b", other_s))
+    ]
+    notes = " ".join(compare(sides, Options()).notes)
+    assert ("had different soaks" in notes) == is_noted
