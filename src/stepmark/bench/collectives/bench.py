@@ -153,9 +153,7 @@ def _measure(
         peak_memory_bytes=None if None in peaks else max(peaks),
         started_at=started_at,
         arrivals=Arrivals(
-            late_s=tuple(
-                tuple(batch[rank] for batch in samples.late_s) for rank in case.members
-            ),
+            late_s=tuple(tuple(own[rank] for own in samples.late_s) for rank in case.members),
             error_s=max(ranks.gather(ranks.offset_error_s)),
             issue_s=issues,
             warmup_calls=how.warmups,
