@@ -1,11 +1,12 @@
 """Compare what was measured."""
 
 import os
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 
-from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.keywords import read, spells_keywords, text
 from stepmark.api.run import Run
-from stepmark.api.table import Table
+from stepmark.api.table import Table, columns_named
 from stepmark.app.compare import compared
 from stepmark.app.view import console
 from stepmark.core import comparison as core
@@ -13,7 +14,11 @@ from stepmark.core.verb_options import CompareOptions
 from stepmark.report import comparison as report
 
 Source = str | os.PathLike[str] | Run
-_SHOWN = ("verdict", "ratio", "ratio_low", "ratio_high", "baseline_time_s", "time_s")
+Launches = Source | Sequence[Source]
+_SHOWN = (
+    *("size_bytes", "side", "baseline_time_s", "time_s", "baseline_busbw_gb_s", "busbw_gb_s"),
+    *("baseline_rate", "rate", "speed", "low", "high", "verdict", "reason"),
+)
 
 
 class Comparison(Table):
@@ -24,11 +29,16 @@ class Comparison(Table):
 
     def __init__(self, comparison: core.Comparison) -> None:
         """Keep a comparison."""
-        super().__init__(report.rows(comparison))
+        _, varying = report.split_fields(comparison.lines)
+        super().__init__(report.rows(comparison), columns_named((*varying, *_SHOWN)))
         self.names = comparison.names
         self.notes = comparison.notes
         self.overall = Table(report.overall_rows(comparison))
         self.comparison = comparison
+
+    def __repr__(self) -> str:
+        count = ", ".join(f"{number} {name}" for name, number in Counter(self.verdicts).items())
+        return f"<Comparison of {' and '.join(self.names)}: {count}>"
 
     @property
     def verdicts(self) -> list[str]:
@@ -41,11 +51,18 @@ class Comparison(Table):
 
 
 @spells_keywords
-def compare(*sources: Source | Sequence[Source], **options: object) -> Comparison:
+def compare(*sources: Launches | Mapping[str, Launches], **options: object) -> Comparison:
     """Compare two or more sides; the first is the baseline.
 
-    sources: each a run, its id or path, or a file of figures such as nccl-tests prints. A list
-    is one side with several launches; "name=PATH" names a side. options: those of `stepmark
-    compare`, e.g. noise_from, fail_if_slower; `options("compare")` lists them.
+    sources: each a run, its id or path, or a file of figures such as nccl-tests prints; a list
+    is one side with several launches. Or one dict of these by the names of the sides. options:
+    those of `stepmark compare`, e.g. noise_from, fail_if_slower; `options("compare")` lists
+    them.
     """
-    return Comparison(compared(read(CompareOptions, sources, options)))
+    words: list[object] = []
+    for source in sources:
+        if isinstance(source, Mapping):
+            words += [f"{name}={text(launches)}" for name, launches in source.items()]
+        else:
+            words.append(source)
+    return Comparison(compared(read(CompareOptions, words, options)))

@@ -39,7 +39,7 @@ def read(
     for name, value in keywords.items():
         option = names.get(name)
         if option is None:
-            raise ConfigError(name, value, _hint(name, names))
+            raise ConfigError(name, "given" if value is None else value, _hint(name, names))
         if option.name in values:
             raise ConfigError(name, value, f"it is given twice: it is {option.name}")
         values[option.name] = _as_typed(option, name, value)
@@ -47,8 +47,9 @@ def read(
         place = next((option for option in declared(cls) if option.argument), None)
         most = 0 if place is None else len(words) if place.is_list else 1
         if place is None or len(words) > most:
-            raise ConfigError("arguments", " ".join(map(_text, words)), f"at most {most}")
-        values[place.name] = _as_typed(place, place.name, words if most > 1 else words[0])
+            allowed = f"at most {most} without a keyword"
+            raise ConfigError("arguments", " ".join(map(text, words)), allowed)
+        values[place.name] = _as_typed(place, place.name, words if place.is_list else words[0])
     return build(cls, {**(base or {}), **values})
 
 
@@ -65,8 +66,7 @@ def describe(cls: type) -> list[Row]:
             else option.reader.show(option.default),
             "help": option.help,
         }
-        for option in declared(cls)
-        if option.name not in _ONLY_PRINTED
+        for option in _usable(cls)
     ]
 
 
@@ -88,7 +88,7 @@ def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 def names_of(cls: type) -> dict[str, Option]:
     """Return the options by keyword: the field's name first, then its other spellings."""
-    usable = [option for option in declared(cls) if option.name not in _ONLY_PRINTED]
+    usable = _usable(cls)
     names = {option.name: option for option in usable}
     for option in usable:
         for spelling in option.spellings:
@@ -98,13 +98,22 @@ def names_of(cls: type) -> dict[str, Option]:
     return names
 
 
+def _usable(cls: type) -> list[Option]:
+    """Return the options that are keywords: positional arguments are so in Python, too."""
+    return [
+        option
+        for option in declared(cls)
+        if not option.argument and option.name not in _ONLY_PRINTED
+    ]
+
+
 def _hint(name: str, names: Mapping[str, Option]) -> str:
     if name in _ONLY_PRINTED:
-        return "left out: the object that is returned has the rows, show() and its own files"
+        return "it is for the command line; the object that is returned has rows() and show()"
     near = difflib.get_close_matches(name, names, 3, 0.6)
     if near:
-        return f"a known keyword; did you mean {' or '.join(near)}?"
-    return "a known keyword; stepmark.options() lists them"
+        return f"it is no keyword here; did you mean {' or '.join(near)}?"
+    return "it is no keyword here; stepmark.options() lists those of each verb"
 
 
 def _as_typed(option: Option, name: str, value: object) -> object:
@@ -118,12 +127,12 @@ def _as_typed(option: Option, name: str, value: object) -> object:
     if isinstance(value, bool):
         raise ConfigError(dashed(name), repr(value), f"a value ({option.metavar}), no switch")
     items = value if isinstance(value, list | tuple | range) else [value]
-    texts = [_text(item) for item in items]
+    texts = [text(item) for item in items]
     return texts if option.is_list else ",".join(texts)
 
 
-def _text(value: object) -> str:
+def text(value: object) -> str:
     """Return the text of a value; that of launches of one side, or of ranges, has commas."""
     if isinstance(value, list | tuple):
-        return ",".join(map(_text, value))
+        return ",".join(map(text, value))
     return os.fspath(value) if isinstance(value, os.PathLike) else str(value)

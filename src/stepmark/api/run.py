@@ -1,5 +1,6 @@
 """Runs: measure and get one, or read one that was measured earlier."""
 
+import difflib
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -187,7 +188,10 @@ def class_of(verb: str, words: Sequence[object] = ()) -> type[MeasureOptions]:
         return cls
     family = str(words[0]) if words else None
     if family is not None and family not in (*FAMILIES, LAYER):
-        raise ConfigError("family", family, f"one of {', '.join(FAMILIES)}, or {LAYER}")
+        near = difflib.get_close_matches(family, (*FAMILIES, LAYER), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        allowed = f"one of {', '.join(FAMILIES)}, or {LAYER}{hint}"
+        raise ConfigError("family", family, allowed)
     return options_class(family)
 
 

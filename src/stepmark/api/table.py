@@ -1,16 +1,20 @@
 """Rows with named columns, for whichever library of data frames is installed."""
 
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from stepmark.core import columns
 from stepmark.core.columns import Column, Row, Unit
 from stepmark.core.errors import StepmarkError
 
 _MOST_SHOWN = 40  # rows of a table in a notebook
-_SUFFIXES = {"_s": Unit.SECONDS, "_bytes": Unit.BYTES, "flops": Unit.FLOPS}
+_UNITS = {
+    "_s": Unit.SECONDS,
+    "bytes": Unit.BYTES,
+    "flops": Unit.FLOPS,
+    "_pct": Unit.PERCENT,
+}
 
 
 class Table:
@@ -59,7 +63,7 @@ class Table:
     def _repr_html_(self) -> str:
         rows = self.rows()
         names = dict.fromkeys(name for row in rows for name in row)
-        shown = self._shown or [Column(name, _nothing, _unit_of(name)) for name in names]
+        shown = self._shown or columns_named(names)
         shown = [c for c in shown if any(row.get(c.name) not in (None, "") for row in rows)]
         heads = "".join(f"<th>{escape(column.title)}</th>" for column in shown)
         lines = "".join(f"<tr>{_cells(row, shown)}</tr>" for row in rows[:_MOST_SHOWN])
@@ -68,20 +72,31 @@ class Table:
         return f"<table><thead><tr>{heads}</tr></thead><tbody>{lines}</tbody></table>{rest}"
 
 
+def columns_named(names: Iterable[str]) -> list[Column[Any]]:
+    """Return columns of rows that are there already, with the unit that each name ends in."""
+    return [Column(name, _nothing, _unit_of(name)) for name in names]
+
+
 def _cells(row: Row, shown: Sequence[Column[Any]]) -> str:
     return "".join(
         f'<td style="text-align:{"right" if column.unit.is_numeric else "left"}">'
-        f"{escape(column.unit.show(row.get(column.name)))}</td>"
+        f"{escape(_shown(column, row.get(column.name)))}</td>"
         for column in shown
     )
 
 
+def _shown(column: Column[Any], value: object) -> str:
+    if column.name.endswith("_ns") and isinstance(value, int):
+        return Unit.SECONDS.show(value * 1e-9)
+    return column.unit.show(value)
+
+
 def _nothing(_row: object) -> None:
-    """Stand in for the source of a column whose rows are there already."""
+    """Return no value: the rows have it."""
 
 
 def _unit_of(name: str) -> Unit:
-    return next((unit for end, unit in _SUFFIXES.items() if name.endswith(end)), columns.NUMBER)
+    return next((unit for end, unit in _UNITS.items() if name.endswith(end)), Unit.NUMBER)
 
 
 def _of_one_type(values: list[object]) -> list[object]:

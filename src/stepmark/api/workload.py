@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from html import escape
@@ -129,7 +130,10 @@ def in_files(words: Sequence[object]) -> Iterator[list[object]]:
         named: list[object] = []
         for place, word in enumerate(words):
             if isinstance(word, Workload):
-                path = Path(folder, f"workload{place or ''}.json")
+                # Runs and predictions show the name.
+                path = Path(
+                    folder, f"{place or ''}{re.sub(r'[^-.A-Za-z0-9]', '_', word.name)}.json"
+                )
                 path.write_bytes(native.encode(word.program))
                 named.append(path)
             else:
