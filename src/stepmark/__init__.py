@@ -15,12 +15,11 @@ if TYPE_CHECKING:
     from stepmark.api.model import Model
     from stepmark.api.options import options
     from stepmark.api.prediction import Prediction, predict
-    from stepmark.api.run import Run, measure, read_run, replay
+    from stepmark.api.run import Replay, Run, measure, read_run, replay
     from stepmark.api.table import Table
     from stepmark.api.trace import Trace, read_trace
     from stepmark.api.workload import Workload, read_workload, workload
     from stepmark.core.errors import ConfigError, NothingToMeasureError, StepmarkError
-    from stepmark.report.replay_log import ReplayLog
 
 __version__ = "0.1.0"
 __all__ = [
@@ -29,7 +28,7 @@ __all__ = [
     "Model",
     "NothingToMeasureError",
     "Prediction",
-    "ReplayLog",
+    "Replay",
     "Run",
     "StepmarkError",
     "Table",
@@ -53,12 +52,11 @@ _MODULES = {
     "stepmark.api.model": ("Model",),
     "stepmark.api.options": ("options",),
     "stepmark.api.prediction": ("Prediction", "predict"),
-    "stepmark.api.run": ("Run", "measure", "read_run", "replay"),
+    "stepmark.api.run": ("Replay", "Run", "measure", "read_run", "replay"),
     "stepmark.api.table": ("Table",),
     "stepmark.api.trace": ("Trace", "read_trace"),
     "stepmark.api.workload": ("Workload", "read_workload", "workload"),
     "stepmark.core.errors": ("ConfigError", "NothingToMeasureError", "StepmarkError"),
-    "stepmark.report.replay_log": ("ReplayLog",),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -25,6 +25,7 @@ class Comparison(Table):
     """Sides against a baseline: a row per measurement and side, with a ratio and a verdict.
 
     names: the sides, the baseline first. overall: the geometric mean of each side's ratios.
+    notes: what differs besides, what has no pair, why there is no verdict.
     """
 
     def __init__(self, comparison: core.Comparison) -> None:

@@ -11,8 +11,9 @@ from stepmark.core.model import ModelConfig
 class Model:
     """A decoder-only transformer, unsharded: a built-in one, or one of a file.
 
-    Counts are of parameters. `num_active_params` are those that one token uses. `config` has
-    the rest: normalization, biases, experts (`config.moe`), latent attention (`config.mla`).
+    name, num_layers, hidden_size, ffn_hidden_size, num_heads, num_kv_heads, head_dim,
+    vocab_size, seq_len, num_experts (0: dense), num_params, num_active_params (those that one
+    token uses). config: the rest, such as normalization, biases, latent attention.
     """
 
     @spells_keywords

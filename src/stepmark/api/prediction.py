@@ -16,9 +16,10 @@ from stepmark.report import prediction as report
 class Prediction(Table):
     """A predicted step. Its rows are the lines of the ledger of each pipeline stage.
 
-    step_s: seconds of an optimizer step. memory: of a rank, with a verdict whether it fits;
-    None where it is unknown. document: everything, as `stepmark predict --json` writes it.
-    prediction: with the timeline, and the sources of the costs.
+    step_s: seconds of an optimizer step; is_lower_bound: at least as many. memory: of a rank,
+    with a verdict whether it fits; None where it is unknown. notes: how far it is to be
+    trusted. document: everything, as `stepmark predict --json` writes it. prediction: with the
+    timeline, and the sources of the costs.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Prediction(Table):
         """Keep a prediction. facts: of the step. notes: how far it is to be trusted."""
         super().__init__(report.rows(prediction))
         self.step_s = prediction.step_s
+        self.is_lower_bound = prediction.is_lower_bound
         self.memory: StepMemory | None = facts.memory
         self.notes = notes
         self.document = report.document(facts, prediction, notes)

@@ -4,9 +4,10 @@ import difflib
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from html import escape
 from pathlib import Path
+from statistics import median
 
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.table import Table
@@ -18,6 +19,7 @@ from stepmark.app.replay import curves_of
 from stepmark.app.replay_log import of_run
 from stepmark.app.runs import print_run
 from stepmark.core.collectives import Collective, collective_named
+from stepmark.core.columns import Row
 from stepmark.core.columns import View as Place
 from stepmark.core.commands import options_of
 from stepmark.core.errors import ConfigError, StepmarkError
@@ -42,7 +44,10 @@ VERBS = {
 
 
 class Run(Table):
-    """What was measured: a row per case, and per rank where a case has figures of ranks."""
+    """What was measured: a row per case, and per rank where a case has figures of ranks.
+
+    path: the folder of the run, which other functions take in place of the run.
+    """
 
     def __init__(self, path: Path) -> None:
         """Read a run folder. Raises ConfigError where it is none."""
@@ -103,6 +108,28 @@ def _reason(record: Skipped | Failed) -> str:
     return record.reason if isinstance(record, Skipped) else record.message
 
 
+class Replay(ReplayLog, Table):
+    """The log of a replay; a row per message of a step, by its median over the passes.
+
+    Times are in seconds, not a number where nothing was timed. seconds: [rank][iteration].
+    spans: [rank][pass][operation][start, duration], of passes of their own.
+    """
+
+    _shown = ()
+
+    def rows(self) -> list[Row]:
+        """Return the messages of a step: `comm_logs`."""
+        return self.comm_logs
+
+    def show(self) -> None:
+        """Print what `stepmark replay` prints."""
+        print("\n".join(self.lines()))  # noqa: T201
+
+    def __repr__(self) -> str:
+        seconds = float(median(self.epoch_times))
+        return f"<Replay of {self.workload.name}: {seconds * 1e3:.2f} ms per iteration>"
+
+
 @spells_keywords
 def read_run(
     run: str | os.PathLike[str] = "latest", *, runs: str | os.PathLike[str] = "runs"
@@ -137,7 +164,7 @@ def measure(what: str | AnyCase | Workload, *words: object, **options: object) -
 
 
 @spells_keywords
-def replay(workload: str | os.PathLike[str] | Workload, **options: object) -> ReplayLog:
+def replay(workload: str | os.PathLike[str] | Workload, **options: object) -> Replay:
     """Replay a workload on processes of this machine, and return its log of every message.
 
     options: those of `stepmark replay`, e.g. nproc=4, iters=5, compute="sleep". The run lies in
@@ -148,7 +175,7 @@ def replay(workload: str | os.PathLike[str] | Workload, **options: object) -> Re
         given = read(ReplayOptions, named, options)
         run = _carry_out("replay", given)
     for _, log in of_run(run.path, run.records, curves_of(given)):
-        return log
+        return Replay(**{field.name: getattr(log, field.name) for field in fields(log)})
     raise StepmarkError("; ".join(run._unmeasured()) or f"run {run.path}: no replay")
 
 

@@ -21,7 +21,11 @@ from stepmark.workload.rules import find_rule
 
 
 class Workload(Table):
-    """One training step of all ranks. Its rows are the operations of every pipeline stage."""
+    """One training step of all ranks. Its rows are the operations of every pipeline stage.
+
+    name, world_size, num_stages: of the job. notes: on defaults that were chosen. program: the
+    step with its repeated blocks and groups of ranks.
+    """
 
     def __init__(self, program: core.Workload) -> None:
         """Keep the program, which has repeated blocks; `ops` writes them out."""
