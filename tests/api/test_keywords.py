@@ -51,7 +51,7 @@ def test_launches_of_a_side_have_commas_between_them() -> None:
     ("options", "message"),
     [
         ({"budgt": 1}, r"budgt 1 is invalid: it is no keyword here; did you mean budget\?"),
-        ({"qqq": 1}, r"qqq 1 is invalid: .*; stepmark.options\(\) lists those"),
+        ({"qqq": 1}, r"qqq 1 is invalid: .*; options\(VERB\) lists those"),
         ({"csv": "x"}, "csv x is invalid: it is for the command line"),
         ({"family": "bmm"}, "family bmm is invalid: it is no keyword"),
         ({"find_max": 1}, "find-max 1 is invalid: it must be True or False"),

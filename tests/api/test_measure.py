@@ -142,6 +142,11 @@ def test_a_search_is_refused() -> None:
         sm.measure("op", "gemm", find_max=True, device="cpu")
 
 
+def test_only_verbs_workloads_and_cases_are_measured() -> None:
+    with pytest.raises(sm.ConfigError, match="measure 42 is invalid: it must be a verb"):
+        sm.measure(42)  # type: ignore[arg-type]
+
+
 def test_ranks_of_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)

@@ -71,6 +71,14 @@ def test_operations_are_those_of_the_csv(tmp_path: Path) -> None:
     )
 
 
+def test_a_stage_that_is_not_there_is_refused() -> None:
+    own = sm.workload(MODEL, framework="megatron", pp=2, world_size=2, scale="tiny")
+    assert "2 ranks, 2 pipeline stages" in repr(own)
+    for call in (own.ops, own.tables):
+        with pytest.raises(sm.ConfigError, match="stage 2 is invalid: it must be from 0 to 1"):
+            call(2)
+
+
 def test_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"predict {MODEL} --device h200 --nproc 8 --strategy fsdp --mbs 2 --what-if link=2x"
     own = sm.predict(

@@ -50,7 +50,7 @@ def test_what_is_installed_makes_a_frame(package: str) -> None:
 
 def test_html_has_units_and_escapes_text() -> None:
     html = sm.Table(ROWS)._repr_html_()
-    for words in ("<th>name</th>", "&lt;gemm&gt;", "1.5 ms", "2 KiB"):
+    for words in ("<th>name</th>", "<th>time</th>", "&lt;gemm&gt;", "1.5 ms", "2 KiB"):
         assert words in html
     assert "<gemm>" not in html
 

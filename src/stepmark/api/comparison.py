@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from html import escape
 
 from stepmark.api.keywords import read, spells_keywords, text
 from stepmark.api.run import Run
@@ -40,6 +41,10 @@ class Comparison(Table):
     def __repr__(self) -> str:
         count = ", ".join(f"{number} {name}" for name, number in Counter(self.verdicts).items())
         return f"<Comparison of {' and '.join(self.names)}: {count}>"
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"{super()._repr_html_()}{notes}"
 
     @property
     def verdicts(self) -> list[str]:

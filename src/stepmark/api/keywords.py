@@ -113,7 +113,7 @@ def _hint(name: str, names: Mapping[str, Option]) -> str:
     near = difflib.get_close_matches(name, names, 3, 0.6)
     if near:
         return f"it is no keyword here; did you mean {' or '.join(near)}?"
-    return "it is no keyword here; stepmark.options() lists those of each verb"
+    return "it is no keyword here; options(VERB) lists those that are"
 
 
 def _as_typed(option: Option, name: str, value: object) -> object:

@@ -18,9 +18,11 @@ from stepmark.app.measure import measured
 from stepmark.app.replay import curves_of
 from stepmark.app.replay_log import of_run
 from stepmark.app.runs import print_run
+from stepmark.core.case import OpCase
 from stepmark.core.collectives import Collective, collective_named
 from stepmark.core.columns import Row
 from stepmark.core.columns import View as Place
+from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import options_of
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.op_options import LAYER, options_class
@@ -29,7 +31,9 @@ from stepmark.core.option_groups import MeasureOptions
 from stepmark.core.options import argv, load, plain
 from stepmark.core.plan import Plan
 from stepmark.core.record import AnyCase, Failed, Record, RunInfo, Skipped
+from stepmark.core.replay_case import ReplayCase
 from stepmark.core.replay_options import ReplayOptions
+from stepmark.core.train_case import TrainCase
 from stepmark.launch import outer_launcher
 from stepmark.report.replay_log import ReplayLog
 from stepmark.store.reader import find_run
@@ -157,6 +161,8 @@ def measure(what: str | AnyCase | Workload, *words: object, **options: object) -
         return _measured(what, words, options)
     if isinstance(what, Workload):
         return _measured("replay", (what, *words), options)
+    if not isinstance(what, OpCase | CommCase | TrainCase | ReplayCase):
+        raise ConfigError("measure", what, "a verb such as 'op', a workload or a case")
     if words:
         raise ConfigError("arguments", words[0], "left out: a case says what is measured")
     own = options_of(what)

@@ -1,6 +1,7 @@
 """Rows with named columns, for whichever library of data frames is installed."""
 
 import importlib
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
@@ -73,8 +74,14 @@ class Table:
 
 
 def columns_named(names: Iterable[str]) -> list[Column[Any]]:
-    """Return columns of rows that are there already, with the unit that each name ends in."""
-    return [Column(name, _nothing, _unit_of(name)) for name in names]
+    """Return columns of rows that are there already, with the unit that each name ends in.
+
+    Values of time and size are shown with their unit, which the heading then leaves out.
+    """
+    return [
+        Column(name, _nothing, _unit_of(name), re.sub("_(s|ns|bytes)$", "", name))
+        for name in names
+    ]
 
 
 def _cells(row: Row, shown: Sequence[Column[Any]]) -> str:

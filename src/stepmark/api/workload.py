@@ -15,6 +15,7 @@ from stepmark.app import workload_files, workload_flags, workload_show
 from stepmark.app.workload import generate, with_times
 from stepmark.core import workload as core
 from stepmark.core.columns import Row
+from stepmark.core.errors import ConfigError
 from stepmark.core.workload_options import Rows
 from stepmark.workload.formats import native, op_csv
 from stepmark.workload.rules import find_rule
@@ -38,7 +39,8 @@ class Workload(Table):
 
     def ops(self, stage: int | None = None) -> Iterator[Row]:
         """Yield a row per operation of a rank's step, in issue order; stage None: of all."""
-        return op_csv.rows(self.program, range(self.num_stages) if stage is None else [stage])
+        stages = range(self.num_stages) if stage is None else [self._checked(stage)]
+        return op_csv.rows(self.program, stages)
 
     def rows(self) -> list[Row]:
         """Return `ops()` as a list; a step of many micro-batches has millions."""
@@ -49,7 +51,7 @@ class Workload(Table):
 
     def tables(self, stage: int = 0) -> dict[str, Table]:
         """Return the tables of `stepmark workload show` by name, as its --json has them."""
-        by_name = workload_show.rows_by_table(self.program, stage)
+        by_name = workload_show.rows_by_table(self.program, self._checked(stage))
         return {name: Table(rows) for name, rows in by_name.items()}
 
     def show(self) -> None:
@@ -84,10 +86,16 @@ class Workload(Table):
                 parts.append(f"<p><b>{name}</b> of a rank</p>{table._repr_html_()}")
         return "".join(parts)
 
+    def _checked(self, stage: int) -> int:
+        if not 0 <= stage < self.num_stages:
+            raise ConfigError("stage", stage, f"from 0 to {self.num_stages - 1}")
+        return stage
+
     def _summary(self) -> str:
         stages = f", {self.num_stages} pipeline stages" if self.num_stages > 1 else ""
-        ranks = f"{self.name}: {self.world_size:,} ranks{stages}"
-        return f"{ranks}, {self.program.num_operations():,} operations per rank and step"
+        ranks = f"{self.world_size:,} rank{'s' * (self.world_size > 1)}{stages}"
+        count = f"{self.program.num_operations():,} operations per rank and step"
+        return f"{self.name}: {ranks}, {count}"
 
 
 _IN_HTML = ("communication", "computation")
