@@ -65,6 +65,14 @@ def test_what_is_refused(options: dict[str, object], message: str) -> None:
         keywords.read(options_class("gemm"), ["gemm"], options)
 
 
+@pytest.mark.parametrize("name", ["out", "format", "rank", "json"])
+def test_what_only_write_does_is_no_keyword_of_workload(name: str) -> None:
+    given: dict[str, object] = {name: 0}
+    with pytest.raises(ConfigError, match=f"^{name} 0 is invalid"):
+        sm.workload("gpt2-124m", **given)
+    assert name not in [row["keyword"] for row in sm.options("workload")]
+
+
 def test_two_spellings_of_one_option_are_refused() -> None:
     with pytest.raises(
         ConfigError, match="batch_size 3 is invalid: it is given twice: it is mbs"

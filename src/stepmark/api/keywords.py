@@ -9,6 +9,7 @@ from typing import ParamSpec, TypeVar
 
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import MeasureOptions
 from stepmark.core.options import REQUIRED, Option, build, dashed
 from stepmark.core.options import options as declared
 
@@ -19,7 +20,8 @@ T = TypeVar("T")
 # Options of files and printed tables: objects have methods for both.
 _ONLY_PRINTED = {
     *("json", "csv", "html", "timeline", "aicb_log", "output_file", "dry_run", "distinct"),
-    *("wide", "style", "print_as", "list_all", "details", "to"),
+    *("wide", "style", "print_as", "list_all", "details", "to", "rank", "pp_rank"),
+    "pipeline_stage",
 }
 
 
@@ -39,7 +41,8 @@ def read(
     for name, value in keywords.items():
         option = names.get(name)
         if option is None:
-            raise ConfigError(name, "given" if value is None else value, _hint(name, names))
+            known = _hint(name, names, is_printed=_is_printed(cls, name))
+            raise ConfigError(name, "given" if value is None else value, known)
         if option.name in values:
             raise ConfigError(name, value, f"it is given twice: it is {option.name}")
         values[option.name] = _as_typed(option, name, value)
@@ -103,12 +106,17 @@ def _usable(cls: type) -> list[Option]:
     return [
         option
         for option in declared(cls)
-        if not option.argument and option.name not in _ONLY_PRINTED
+        if not (option.argument or _is_printed(cls, option.name))
     ]
 
 
-def _hint(name: str, names: Mapping[str, Option]) -> str:
-    if name in _ONLY_PRINTED:
+def _is_printed(cls: type, name: str) -> bool:
+    """Return whether an option only says what is printed or written; `out` may be of runs."""
+    return name in _ONLY_PRINTED or (name == "out" and not issubclass(cls, MeasureOptions))
+
+
+def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
+    if is_printed:
         return "it is for the command line; the object that is returned has rows() and show()"
     near = difflib.get_close_matches(name, names, 3, 0.6)
     if near:

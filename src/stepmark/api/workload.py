@@ -142,10 +142,8 @@ def in_files(words: Sequence[object]) -> Iterator[list[object]]:
         named: list[object] = []
         for place, word in enumerate(words):
             if isinstance(word, Workload):
-                # Runs and predictions show the name.
-                path = Path(
-                    folder, f"{place or ''}{re.sub(r'[^-.A-Za-z0-9]', '_', word.name)}.json"
-                )
+                name = re.sub("[^-.A-Za-z0-9]", "_", word.name)  # runs and predictions show it
+                path = Path(folder, f"{place or ''}{name}.json")
                 path.write_bytes(native.encode(word.program))
                 named.append(path)
             else:
