@@ -1,21 +1,85 @@
 """stepmark: how fast should this model train on this cluster, and how fast does it?
 
-From Python: `replay(file, **options)` replays a workload and returns its log.
+From Python: `import stepmark as sm`, then `sm.workload`, `sm.measure`, `sm.predict`,
+`sm.compare`, `sm.read_trace` do what the verbs of the command line do, and return objects with
+rows, `to_pandas()` and `show()`. docs/python.md has an example of each.
 """
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
-__all__ = ["__version__", "replay"]
-
 if TYPE_CHECKING:
-    from stepmark.app.replay import replay
+    from stepmark.api.comparison import Comparison, compare
+    from stepmark.api.model import Model
+    from stepmark.api.options import options
+    from stepmark.api.prediction import Prediction, predict
+    from stepmark.api.run import Replay, Run, measure, read_run, replay
+    from stepmark.api.table import Table
+    from stepmark.api.trace import Trace, read_trace
+    from stepmark.api.workload import Workload, read_workload, workload
+    from stepmark.core.errors import ConfigError, NothingToMeasureError, StepmarkError
 
-_FUNCTIONS = {"replay": "stepmark.app.replay"}  # imported when they are used
+__version__ = "0.1.0"
+__all__ = [
+    "Comparison",
+    "ConfigError",
+    "Model",
+    "NothingToMeasureError",
+    "Prediction",
+    "Replay",
+    "Run",
+    "StepmarkError",
+    "Table",
+    "Trace",
+    "Workload",
+    "__version__",
+    "compare",
+    "measure",
+    "options",
+    "predict",
+    "read_run",
+    "read_trace",
+    "read_workload",
+    "replay",
+    "workload",
+]
+
+# Modules of the names above, imported when a name is used.
+_MODULES = {
+    "stepmark.api.comparison": ("Comparison", "compare"),
+    "stepmark.api.model": ("Model",),
+    "stepmark.api.options": ("options",),
+    "stepmark.api.prediction": ("Prediction", "predict"),
+    "stepmark.api.run": ("Replay", "Run", "measure", "read_run", "replay"),
+    "stepmark.api.table": ("Table",),
+    "stepmark.api.trace": ("Trace", "read_trace"),
+    "stepmark.api.workload": ("Workload", "read_workload", "workload"),
+    "stepmark.core.errors": ("ConfigError", "NothingToMeasureError", "StepmarkError"),
+}
+_HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
-    if name in _FUNCTIONS:
-        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+class _Package(ModuleType):
+    """This package. `workload` and `predict` are its functions, not the packages of rooms.
+
+    The import of a room binds its name here: a function of the same name would be lost.
+    """
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOMES and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

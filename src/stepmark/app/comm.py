@@ -28,9 +28,8 @@ def run(options: CommOptions) -> int:
     if options.list_all:
         sys.stdout.write(table())
         return 0
-    if not options.names and not options.from_workload:
-        raise ConfigError("collective", "missing", "a name; `stepmark comm --list` shows them")
     if options.print_as:
+        _check_names(options)
         load("stepmark.app.comm_workload:print_commands")(options)
         return 0
     return measure_or_list(
@@ -40,6 +39,7 @@ def run(options: CommOptions) -> int:
 
 def plan(options: CommOptions, machine: Machine) -> Plan:
     """Plan every case of the options. Raises ConfigError."""
+    _check_names(options)
     device = machine.device
     world_size = machine.num_ranks(options.nproc, "all" if device == "cuda" else "2")
     of_workload = "stepmark.app.comm_workload:plan"
@@ -55,6 +55,11 @@ def plan(options: CommOptions, machine: Machine) -> Plan:
         entries=entries(cases, options.launches),
         notes=(*notes, *file_notes(options.model)),
     )
+
+
+def _check_names(options: CommOptions) -> None:
+    if not options.names and not options.from_workload:
+        raise ConfigError("collective", "missing", "a name; `stepmark comm --list` shows them")
 
 
 def _how(options: CommOptions) -> CommHow:

@@ -253,6 +253,17 @@ def run(options: CompareOptions) -> int:
     Return 1 if something is too slow, 3 if a limit was given and a line could not be tested.
     """
     options.check_stdout()
+    comparison = compared(options)
+    _deliver(comparison, options)
+    if comparison.too_slow is None:
+        return 0
+    others = (line.cells.get(n) for line in comparison.lines for n in comparison.names[1:])
+    is_untested = any(c and (c.ratio is None or c.ratio.se_log is None) for c in others)
+    return 1 if comparison.too_slow else 3 if is_untested else 0
+
+
+def compared(options: CompareOptions) -> Comparison:
+    """Compare the sources of the options. Raises ConfigError."""
     defaults = InputDefaults(
         collective=_collective(options.collective),
         num_ranks=options.ranks,
@@ -261,7 +272,7 @@ def run(options: CompareOptions) -> int:
     )
     smallest, largest = _sizes(options.size_range)
     ordered = _baseline_first(sides(options.sources, options.runs, defaults), options.baseline)
-    comparison = compare_sides(
+    return compare_sides(
         ordered,
         Options(
             noise=options.noise,
@@ -274,12 +285,6 @@ def run(options: CompareOptions) -> int:
             history=history(ordered, options.runs),
         ),
     )
-    _deliver(comparison, options)
-    if comparison.too_slow is None:
-        return 0
-    others = (line.cells.get(n) for line in comparison.lines for n in comparison.names[1:])
-    is_untested = any(c and (c.ratio is None or c.ratio.se_log is None) for c in others)
-    return 1 if comparison.too_slow else 3 if is_untested else 0
 
 
 def _collective(text: str | None) -> str | None:

@@ -49,9 +49,22 @@ def measure(
     resume: str | None = None,
     force: bool = False,
 ) -> int:
+    """Measure a plan and show the run as its verb does. Returns the exit code."""
+    return _shown(*measured(make_plan, device, out, resume=resume, force=force))
+
+
+def measured(
+    make_plan: Callable[[], Plan],
+    device: str | None,
+    out: str | None,
+    *,
+    resume: str | None = None,
+    force: bool = False,
+) -> tuple[int, Path | None]:
     """Measure a plan on ranks of this host, or as one rank of an outer launcher's job.
 
-    Returns the exit code. resume: the run to continue, as --resume names it.
+    Returns the exit code, and the run where this process is to show it: of an outer launcher's
+    ranks on the first. resume: the run to continue, as --resume names it.
     """
     root = Path(out or "runs")
 
@@ -125,7 +138,11 @@ def resume(options: ResumeOptions) -> int:
             raise ConfigError("run", name, allowed)
         return plan, run
 
-    return _carry_out(prepare, None, force=options.force, has_own_plan=True)
+    return _shown(*_carry_out(prepare, None, force=options.force, has_own_plan=True))
+
+
+def _shown(code: int, run: Path | None) -> int:
+    return code if run is None else show_run(run, code)
 
 
 def show_run(run: Path, code: int) -> int:
@@ -195,14 +212,16 @@ def _carry_out(
     *,
     force: bool,
     has_own_plan: bool,
-) -> int:
-    """Prepare a plan and its run, measure it and show the run. Returns the exit code.
+) -> tuple[int, Path | None]:
+    """Prepare a plan and its run, and measure it. Returns what `measured` does.
 
     has_own_plan: the plan is the one that lies in the run.
     """
     if outer_launcher.is_rank():
-        code, shared_run = load(_UNDER_LAUNCHER)(machine(device).device, prepare, force=force)
-        return code if shared_run is None else show_run(shared_run, code)
+        result: tuple[int, Path | None] = load(_UNDER_LAUNCHER)(
+            machine(device).device, prepare, force=force
+        )
+        return result
     plan, run = prepare()
     begin = time.monotonic()
     if has_own_plan:
@@ -214,7 +233,7 @@ def _carry_out(
             plans.write(file.parent, plan)
             code = _supervise(plan, run, file, force=force)
     _say_budget(plan, time.monotonic() - begin)
-    return show_run(run, code)
+    return code, run
 
 
 def _say_budget(plan: Plan, wall_s: float) -> None:

@@ -35,13 +35,25 @@ Plans = Callable[[Machine], list[OpCase]]
 
 def run(options: OpOptions) -> int:
     """Plan, then measure or list. Returns the exit code."""
-    if isinstance(options, LayerOptions):
-        return execute(lambda machine: layer_cases(options, machine), options)
-    if not isinstance(options, FamilyOptions):
-        return execute(_config_cases(options), options)
-    if options.field("find_max"):
+    if isinstance(options, FamilyOptions) and options.field("find_max"):
         return find_max(options)
-    return execute(lambda machine: family_cases(options, machine), options)
+    return execute(_cases_of(options), options)
+
+
+def plan_of(options: OpOptions, machine: Machine) -> Plan:
+    """Plan every operator of the options. Raises ConfigError."""
+    check(options)
+    if options.field("find_max"):
+        raise ConfigError("find-max", "given", "it is a search in several runs, not one plan")
+    return plan(_cases_of(options)(machine), options)
+
+
+def _cases_of(options: OpOptions) -> Plans:
+    if isinstance(options, LayerOptions):
+        return lambda machine: layer_cases(options, machine)
+    if isinstance(options, FamilyOptions):
+        return lambda machine: family_cases(options, machine)
+    return _config_cases(options)
 
 
 def execute(make_cases: Plans, options: OpOptions) -> int:

@@ -48,6 +48,22 @@ _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 def run(options: PredictOptions) -> int:
     """Predict, print, write files. Returns the exit code."""
     options.check_stdout()
+    about, prediction, notes = predicted(options)
+    document = report.document(about, prediction, notes)
+    write_files(options, "prediction", document, report.rows(prediction))
+    if options.timeline:
+        spans = prediction.timeline.spans()
+        write_json(step_timeline.perfetto(spans), options.timeline, "timeline")
+    if options.html:
+        html: str = load("stepmark.report.prediction_page:page")(document, prediction)
+        write_text(options.html, html, "html")
+    if not options.to_stdout:
+        sys.stdout.write("\n".join(report.lines(document, prediction)) + "\n")
+    return 0
+
+
+def predicted(options: PredictOptions) -> tuple[report.Facts, StepPrediction, list[str]]:
+    """Return what is predicted, the prediction, and notes on it. Raises ConfigError."""
     target, notes = target_of(options)
     changes = dict(options.what_if or ())
     about = facts(target)
@@ -60,17 +76,7 @@ def run(options: PredictOptions) -> int:
         )
     prediction, more = predict(target, changes)
     notes += [*more, *calibration_notes(target), *_effects(target, changes, prediction)]
-    document = report.document(about, prediction, notes)
-    write_files(options, "prediction", document, report.rows(prediction))
-    if options.timeline:
-        spans = prediction.timeline.spans()
-        write_json(step_timeline.perfetto(spans), options.timeline, "timeline")
-    if options.html:
-        html: str = load("stepmark.report.prediction_page:page")(document, prediction)
-        write_text(options.html, html, "html")
-    if not options.to_stdout:
-        sys.stdout.write("\n".join(report.lines(document, prediction)) + "\n")
-    return 0
+    return about, prediction, notes
 
 
 def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, list[str]]:

@@ -14,20 +14,18 @@ from stepmark.app import (
     replay_log,
     workload_files,
 )
-from stepmark.app.machine import Machine, machine
-from stepmark.app.measure import measure_or_list, measure_quietly
+from stepmark.app.machine import Machine
+from stepmark.app.measure import measure_or_list
 from stepmark.app.measured_curves import read_curves
 from stepmark.app.view import console, view
 from stepmark.core.collectives import FACTS
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comm_curve import Curve
 from stepmark.core.comm_options import CommOptions
-from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.core.options import argv, build, load, plain
-from stepmark.core.options import options as declared
+from stepmark.core.errors import ConfigError
+from stepmark.core.options import build, load, plain
 from stepmark.core.plan import CommHow, How, Plan, ReplayHow, entries
 from stepmark.core.rank_program import check_ends, communicators
-from stepmark.core.record import Measured
 from stepmark.core.replay_case import Compute, Pace, ReplayCase
 from stepmark.core.replay_options import ReplayOptions
 from stepmark.core.stand_in import stand_ins
@@ -49,28 +47,6 @@ def run(options: ReplayOptions) -> int:
     return measure_or_list(lambda machine: plan(options, machine), options)
 
 
-def replay(file: str | Path, **options: object) -> ReplayLog:
-    """Replay a workload file on ranks of this host, and return its log.
-
-    options: those of `stepmark replay`, e.g. nproc=4, iters=5, compute="sleep". The run lies in
-    `out` (runs). Raises ConfigError for bad options, StepmarkError where a rank failed or the
-    ranks' memory is too small.
-    """
-    unknown = options.keys() - {option.name for option in declared(ReplayOptions)}
-    if unknown:
-        raise ConfigError(min(unknown), options[min(unknown)], "an option of stepmark replay")
-    texts = {n: v if isinstance(v, bool | None) else str(v) for n, v in options.items()}
-    given = build(ReplayOptions, {"file": str(file), **texts})
-    made = replace(plan(given, machine(given.device)), argv=("replay", *argv(given)))
-    _, run = measure_quietly(made, given.out)
-    for record in view(run).records:
-        if isinstance(record.case, ReplayCase):
-            if isinstance(record, Measured):
-                return replay_log.of_record(run, record, _curves(given))
-            raise StepmarkError(getattr(record, "message", getattr(record, "reason", "")))
-    raise StepmarkError(f"run {run}: nothing was measured")
-
-
 def plan(options: ReplayOptions, machine: Machine) -> Plan:
     """Plan the replay. Raises ConfigError for a workload that cannot run on the ranks."""
     if options.budget and not options.alone:
@@ -80,7 +56,7 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         raise ConfigError("curve", options.curve, "not with --alone, which measures them")
     if options.comm_only and options.compute is Compute.REAL:
         raise ConfigError("comm-only", "given", "not with --compute real")
-    _curves(options)  # refused now, not after the measurement
+    curves_of(options)  # refused now, not after the measurement
     compute = Compute.NONE if options.comm_only else options.compute
     notes: list[str] = []
     original = workload_files.read(
@@ -143,7 +119,7 @@ def case_of(
     return case, text.decode()
 
 
-def _curves(options: ReplayOptions) -> Sequence[Curve]:
+def curves_of(options: ReplayOptions) -> Sequence[Curve]:
     """Return the times of collectives alone of --curve. Raises ConfigError."""
     return read_curves(options.curve, Path(options.out or "runs")) if options.curve else ()
 
@@ -233,7 +209,7 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     """Show a replay, write its files. Returns the exit code."""
     options = build(ReplayOptions, values)
     measured = view(path)
-    for file, log in replay_log.of_run(path, measured.records, _curves(options)):
+    for file, log in replay_log.of_run(path, measured.records, curves_of(options)):
         _show(log, file, options)
     return delivery.finish(measured, path, code)
 

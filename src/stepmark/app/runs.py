@@ -42,11 +42,15 @@ def show(options: ShowOptions) -> None:
     """Print the rows of one run, and its predicted steps. Raises ConfigError if changed."""
     path = find_run(options.runs, options.run)
     run = view(path)
-    rows, info = _rows(run), run.run
+    rows, info = run.all_rows, run.run
     write_files(options, info.run_id, {"run": to_plain(info), "rows": rows}, rows)
-    if options.to_stdout:
-        return
-    _print_header(info)
+    if not options.to_stdout:
+        print_run(path, run)
+
+
+def print_run(path: Path, run: View) -> None:
+    """Print a run: where it was measured, its rows, its predicted steps."""
+    _print_header(run.run)
     show_rows(run)
     report: StepReport | None = load("stepmark.app.step_report:step_report")(path, run)
     if report is not None:
@@ -56,7 +60,7 @@ def show(options: ShowOptions) -> None:
 def export_run(options: ExportOptions) -> None:
     """Write a run's rows for another tool."""
     run = view(find_run(options.runs, options.run))
-    rows, info = _rows(run), run.run
+    rows, info = run.all_rows, run.run
     export(rows, info, Path(options.path), options.to, sql_types())
     if options.path != "-":
         message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"
@@ -69,10 +73,6 @@ def run_query(options: SqlOptions) -> None:
     columns, values = query.sql(runs, options.query)
     rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in values]
     _deliver(rows, options, "query")
-
-
-def _rows(run: View) -> list[Row]:
-    return run.rows + run.comm_rows + run.train_rows + run.replay_rows
 
 
 def _print_header(info: RunInfo) -> None:

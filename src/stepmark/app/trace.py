@@ -2,11 +2,13 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from stepmark.app.profiler_tables import looks_like_profiler_table, run_table
 from stepmark.app.trace_files import damage_notes, map_traces
+from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
 from stepmark.core.trace_breakdown import RankTimes
@@ -32,34 +34,69 @@ def breakdown(options: BreakdownOptions) -> int:
             if getattr(options, name) is not None:
                 raise ConfigError(name, "given", "it has no effect on a table as text")
         return run_table(Path(options.files[0]), options.json, options.csv)
-    traces = map_traces(options, partial(_reduce, options))
-    if traces is None:
+    times = step_times(options)
+    if times is None:
         return 0
-    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
-    ranks, messages, notes = waiting_times(by_rank, options)
-    notes = [*traces.notes, *notes]
-    tables = report.tables(ranks)
+    tables = times.tables
     if options.json:
-        header = {"world_size": traces.world_size, "missing_ranks": traces.missing}
-        document = header | {"notes": notes, "definitions": report.DEFINITIONS}
+        header = {"world_size": times.world_size, "missing_ranks": times.missing_ranks}
+        document = header | {"notes": times.notes, "definitions": report.DEFINITIONS}
         write_json(document | tables, options.json, "breakdown")
     if options.csv:
         filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or {"steps": []}, options.csv, "csv")
-    noted = [f"note: {note}" for note in notes]
     if options.html:
         page: str = load("stepmark.report.trace_page:page")(  # with plotly
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
-            {r.info.rank or 0: r.value[1] for r in traces.results if r.value[1]},
-            histogram.rows(messages.histogram, num_ranks_seen=len(ranks)),
-            [*report.lines(ranks, details=True), *noted],
+            times.timelines,
+            histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
+            list(times.lines(details=True)),
         )
         write_text(options.html, page, "html")
     if not options.to_stdout:
-        lines = (*report.lines(ranks, details=options.details), *noted)
+        lines = times.lines(details=options.details)
         sys.stdout.writelines(f"{line}\n" for line in lines)
     return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the time of each step went, on each rank whose trace was read."""
+
+    world_size: int | None
+    missing_ranks: tuple[int, ...]
+    ranks: list[tuple[int, RankTimes]]
+    messages: Messages
+    timelines: dict[int, Timeline]  # by rank; none unless there is a page
+    notes: list[str]
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """Return the rows that --json writes, by table."""
+        return report.tables(self.ranks)
+
+    def lines(self, *, details: bool) -> Iterator[str]:
+        """Yield the report as text. details: also launch calls and copies."""
+        yield from report.lines(self.ranks, details=details)
+        yield from (f"note: {note}" for note in self.notes)
+
+
+def step_times(options: BreakdownOptions) -> StepTimes | None:
+    """Read the traces. None on ranks of an outer launcher but the first."""
+    traces = map_traces(options, partial(_reduce, options))
+    if traces is None:
+        return None
+    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
+    ranks, messages, notes = waiting_times(by_rank, options)
+    return StepTimes(
+        world_size=traces.world_size,
+        missing_ranks=traces.missing,
+        ranks=ranks,
+        messages=messages,
+        timelines={r.info.rank or 0: r.value[1] for r in traces.results if r.value[1]},
+        notes=[*traces.notes, *notes],
+    )
 
 
 def waiting_times(

@@ -1,13 +1,14 @@
 """A run with all that its rows need: peaks of its device, and shipped reference runs."""
 
 import sys
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepmark.core.case import OpCase
+from stepmark.core.columns import Column
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.ops import Op
 from stepmark.core.options import load
@@ -45,6 +46,17 @@ class View:
     train_rows: list[dict[str, object]]
     replay_rows: list[dict[str, object]]
     device: DeviceSpec | None
+
+    @property
+    def all_rows(self) -> list[dict[str, object]]:
+        """Return the rows of all kinds of cases."""
+        return self.rows + self.comm_rows + self.train_rows + self.replay_rows
+
+
+def columns(kind: str) -> Sequence[Column[Any]]:
+    """Return the declared columns of the rows of a kind of case."""
+    declared: Sequence[Column[Any]] = load(f"{_COLUMNS[kind]}:{kind.upper()}_COLUMNS")
+    return declared
 
 
 def view(path: Path, kinds: Collection[str] = tuple(_COLUMNS)) -> View:
@@ -140,24 +152,20 @@ def operator_samples(runs: Path, name: str) -> tuple[Run, dict[Op, list[float]]]
 
 def sql_types() -> dict[str, str]:
     """Return the SQL type of every declared column."""
-    return {
-        column.name: column.unit.sql_type
-        for kind, module in _COLUMNS.items()
-        for column in load(f"{module}:{kind.upper()}_COLUMNS")
-    }
+    return {column.name: column.unit.sql_type for kind in _COLUMNS for column in columns(kind)}
 
 
 def show_rows(run: View) -> None:
     """Print a table for each kind of case that the run has."""
     print_rows = load("stepmark.report.row_tables:print_rows")
     if run.rows or not (run.comm_rows or run.train_rows or run.replay_rows):
-        print_rows(run.rows, console(), load(f"{_COLUMNS['op']}:OP_COLUMNS"))
+        print_rows(run.rows, console(), columns("op"))
     if run.comm_rows:
-        print_rows(run.comm_rows, console(), load(f"{_COLUMNS['comm']}:COMM_COLUMNS"))
+        print_rows(run.comm_rows, console(), columns("comm"))
     if run.train_rows:
         load("stepmark.report.training_printing:print_training")(run.train_rows, console())
     if run.replay_rows:
-        print_rows(run.replay_rows, console(), load(f"{_COLUMNS['replay']}:REPLAY_COLUMNS"))
+        print_rows(run.replay_rows, console(), columns("replay"))
 
 
 def console() -> "Console":

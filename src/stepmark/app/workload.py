@@ -42,11 +42,7 @@ def run_generate(options: GenerateOptions) -> None:
         sys.stderr.write(f"# AICB's parameters without effect here: {', '.join(names)}\n")
     workload = generate(options)
     notes = workload.notes
-    if options.comp_filepath and not options.compute_from:
-        timed = load("stepmark.app.workload_times:timed_as_aicb")
-        workload = timed(workload, options.comp_filepath)
-    else:
-        workload = workload_files.timed(workload, options.compute_from)
+    workload = with_times(workload, options)
     stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
     if not (options.out or options.to):
         load(_SHOW)(workload, options, stage)
@@ -59,6 +55,15 @@ def run_generate(options: GenerateOptions) -> None:
     workload_files.deliver(workload, target)
     if options.distinct or options.json or options.csv:
         load(_SHOW)(workload, options, stage, text=options.distinct)
+
+
+def with_times(workload: Workload, options: GenerateOptions) -> Workload:
+    """Add the times of computation that the options name, if they do. Raises ConfigError."""
+    if options.comp_filepath and not options.compute_from:
+        timed = load("stepmark.app.workload_times:timed_as_aicb")
+        result: Workload = timed(workload, options.comp_filepath)
+        return result
+    return workload_files.timed(workload, options.compute_from)
 
 
 def show(options: ShowOptions) -> None:

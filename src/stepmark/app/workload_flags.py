@@ -44,8 +44,11 @@ _LARGE = 10**6  # elements, not layers
 
 
 @functools.cache
-def options_class(framework: str) -> type[GenerateOptions]:
-    """GenerateOptions with the settings of a framework, and AICB's names without effect."""
+def options_class(framework: str, *, has_ignored: bool = True) -> type[GenerateOptions]:
+    """GenerateOptions with the settings of a framework.
+
+    has_ignored: with AICB's parameters that have no effect, for AICB's command lines.
+    """
     fields = RULES[framework].fields()
     names = _names(GenerateOptions)
     own = [_setting(name, field) for name, field in fields.items() if name not in names]
@@ -55,7 +58,7 @@ def options_class(framework: str) -> type[GenerateOptions]:
     settings = _class(f"Settings of {framework}.", own)
     names |= _names(settings)
     ignored: list[tuple[str, Any, Any]] = []
-    for name in NO_EFFECT:
+    for name in NO_EFFECT if has_ignored else ():
         if name not in names:
             kind, default = (bool, False) if name in _SWITCHES else (str | None, None)
             ignored.append((name, kind, flag("AICB's; no effect", default=default)))

@@ -61,7 +61,7 @@ def show(
     if options.distinct:
         tables = {"collectives": message_rows(workload), "operators": operator_rows(workload)}
     else:
-        tables = _tables(workload, number)
+        tables = rows_by_table(workload, number)
     if options.json:
         export.write_tables(tables, options.json, "json")
     if options.csv:
@@ -90,7 +90,8 @@ def _defaults(rules: str) -> dict[str, Any]:
     return dict.fromkeys(_AXES, 1) | defaults
 
 
-def _tables(workload: Workload, stage: int) -> dict[str, list[Row]]:
+def rows_by_table(workload: Workload, stage: int) -> dict[str, list[Row]]:
+    """Return the rows that --json writes, by table."""
     return {
         "stages": workload_tables.stage_rows(workload),
         "communication": workload_tables.collective_rows(workload, stage),

@@ -1,6 +1,7 @@
 """The shell command that measures a case alone, which rows, records and plans show."""
 
 import shlex
+from typing import Any
 
 from stepmark.core.options import argv, load
 from stepmark.core.record import AnyCase
@@ -14,6 +15,11 @@ _OPTIONS = {
 }
 
 
+def options_of(case: AnyCase) -> Any:
+    """Return the options, of the class of its verb, that measure this case alone."""
+    return load(_OPTIONS[case.kind])(case)
+
+
 def command_of(case: AnyCase) -> str:
     """Return the command, quoted for a shell."""
-    return shlex.join(["stepmark", case.kind, *argv(load(_OPTIONS[case.kind])(case))])
+    return shlex.join(["stepmark", case.kind, *argv(options_of(case))])

@@ -30,8 +30,14 @@ def _record(number: int, _frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def catching() -> Iterator[list[int]]:
-    """Yield a list to which SIGINT and SIGTERM are appended. Main thread only."""
+    """Yield a list to which SIGINT and SIGTERM are appended.
+
+    Only the main thread gets signals: in other threads the list stays empty.
+    """
     signals: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield signals
+        return
 
     def note(number: int, _frame: FrameType | None) -> None:
         signals.append(number)

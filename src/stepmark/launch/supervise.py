@@ -180,7 +180,7 @@ def supervise(
     When on_failure is called no rank is alive; rank 0 may have recorded the case itself in its
     last seconds. It returns whether anything was lost, which makes the exit code 3. After
     SIGINT every rank gets one SIGINT and 10 s, after SIGTERM only once the present case has had
-    15 s to end; a second signal kills. Call from the main thread.
+    15 s to end; a second signal kills.
     """
     first, in_row, codes = 0, 0, [0]
     with catching() as signals:

@@ -5,16 +5,16 @@ import io
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 
+from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
-from stepmark.core.workload import CommOp, Kernel, Operation, Workload
+from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload
 from stepmark.workload.durations import family, shape
 from stepmark.workload.formats.loss import Kept, communication, present
 from stepmark.workload.formats.walk import walk
 
-COLUMNS = (
-    *("index", "stage", "phase", "layer", "microbatch", "module", "kind", "operation"),
-    *("shape", "dtype", "bytes", "group", "group_size", "stream", "name", "after", "time_us"),
-)
+_PLACE = ("index", "stage", "phase", "layer", "microbatch", "module", "kind", "operation")
+_WHAT = ("shape", "dtype", "bytes", "group", "group_size", "stream", "name", "after")
+COLUMNS = (*_PLACE, *_WHAT, "time_us")
 
 
 def write(workload: Workload, stages: Sequence[int] | None = None) -> Iterator[str]:
@@ -48,6 +48,32 @@ def kept(workload: Workload, stage: int) -> Kept:
     return result
 
 
+def rows(workload: Workload, stages: Iterable[int]) -> Iterator[Row]:
+    """Yield a row per operation, as the file has it, with FLOPs and with time_s in seconds."""
+    for stage in stages:
+        index = 0
+        for operations, layer, microbatch in walk(workload, stage, partial(_row, workload)):
+            for row, own_layer, own_microbatch in operations:
+                yield row | {
+                    "index": index,
+                    "stage": stage,
+                    "layer": None if own_layer is None else own_layer + layer,
+                    "microbatch": None
+                    if own_microbatch is None
+                    else own_microbatch + microbatch,
+                }
+                index += 1
+
+
+def _row(workload: Workload, op: Operation) -> Row:
+    cells = (str(op.phase), op.module, *_cells(workload, op))
+    row: Row = dict.fromkeys(_PLACE) | dict(
+        zip(("phase", *_PLACE[5:], *_WHAT), cells, strict=True)
+    )
+    flops = op.op.flops if isinstance(op, ComputeOp) else None
+    return row | {"flops": flops, "time_s": op.time_s}
+
+
 def _lines(workload: Workload, stages: Sequence[int]) -> Iterator[str]:
     yield _csv(COLUMNS) + "\n"
     for stage in stages:
@@ -63,19 +89,23 @@ def _lines(workload: Workload, stages: Sequence[int]) -> Iterator[str]:
 
 
 def _ends(workload: Workload, op: Operation) -> tuple[str, str]:
-    """Return the constant parts of an operation's row, before and after its place."""
+    """Return the constant parts of an operation's line, before and after its place."""
+    time_us = None if op.time_s is None else f"{op.time_s * 1e6:.9g}"
+    return _csv([op.phase]), _csv([op.module, *_cells(workload, op), time_us])
+
+
+def _cells(workload: Workload, op: Operation) -> list[object]:
+    """Return the cells from the kind of an operation to those after which it starts."""
     if isinstance(op, CommOp):
         group = workload.groups[op.group]
         size = op.message_bytes(group)
-        what: list[object] = ["communication", op.collective, op.count, op.dtype, size]
-        what += [op.group, group.size]
+        what: list[object] = ["communication", op.collective, str(op.count), str(op.dtype)]
+        what += [size, op.group, group.size]
     else:
-        dtype = None if isinstance(op.op, Kernel) else op.op.dtype
+        dtype = None if isinstance(op.op, Kernel) else str(op.op.dtype)
         what = ["computation", family(op.op), shape(op.op, dtype=False), dtype]
         what += [op.op.bytes_moved, None, None]
-    time_us = None if op.time_s is None else f"{op.time_s * 1e6:.9g}"
-    when = [op.stream, op.name, " ".join(op.after), time_us]
-    return _csv([op.phase]), _csv([op.module, *what, *when])
+    return [*what, op.stream, op.name, " ".join(op.after)]
 
 
 def _csv(cells: Sequence[object]) -> str:

@@ -1,0 +1,74 @@
+"""Compare what was measured."""
+
+import os
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from stepmark.api.keywords import read, spells_keywords, text
+from stepmark.api.run import Run
+from stepmark.api.table import Table, columns_named
+from stepmark.app.compare import compared
+from stepmark.app.view import console
+from stepmark.core import comparison as core
+from stepmark.core.verb_options import CompareOptions
+from stepmark.report import comparison as report
+
+Source = str | os.PathLike[str] | Run
+Launches = Source | Sequence[Source]
+_SHOWN = (
+    *("size_bytes", "side", "baseline_time_s", "time_s", "baseline_busbw_gb_s", "busbw_gb_s"),
+    *("baseline_rate", "rate", "speed", "low", "high", "verdict", "reason"),
+)
+
+
+class Comparison(Table):
+    """Sides against a baseline: a row per measurement and side, with a ratio and a verdict.
+
+    names: the sides, the baseline first. overall: the geometric mean of each side's ratios.
+    notes: what differs besides, what has no pair, why there is no verdict.
+    """
+
+    def __init__(self, comparison: core.Comparison) -> None:
+        """Keep a comparison."""
+        _, varying = report.split_fields(comparison.lines)
+        super().__init__(report.rows(comparison), columns_named((*varying, *_SHOWN)))
+        self.names = comparison.names
+        self.notes = comparison.notes
+        self.overall = Table(report.overall_rows(comparison))
+        self.comparison = comparison
+
+    def __repr__(self) -> str:
+        count = ", ".join(f"{number} {name}" for name, number in Counter(self.verdicts).items())
+        return f"<Comparison of {' and '.join(self.names)}: {count}>"
+
+    def _repr_html_(self) -> str:
+        notes = "".join(f"<p>{escape(note)}</p>" for note in self.notes)
+        return f"{super()._repr_html_()}{notes}"
+
+    @property
+    def verdicts(self) -> list[str]:
+        """Return the verdict of each row: faster, slower, same or cannot tell."""
+        return [str(row["verdict"]) for row in self.rows()]
+
+    def show(self) -> None:
+        """Print what `stepmark compare` prints."""
+        report.printed(self.comparison, console())
+
+
+@spells_keywords
+def compare(*sources: Launches | Mapping[str, Launches], **options: object) -> Comparison:
+    """Compare two or more sides; the first is the baseline.
+
+    sources: each a run, its id or path, or a file of figures such as nccl-tests prints; a list
+    is one side with several launches. Or one dict of these by the names of the sides. options:
+    those of `stepmark compare`, e.g. noise_from, fail_if_slower; `options("compare")` lists
+    them.
+    """
+    words: list[object] = []
+    for source in sources:
+        if isinstance(source, Mapping):
+            words += [f"{name}={text(launches)}" for name, launches in source.items()]
+        else:
+            words.append(source)
+    return Comparison(compared(read(CompareOptions, words, options)))

@@ -1,0 +1,146 @@
+"""From keyword arguments to the options of a verb: the same names, checks and messages."""
+
+import difflib
+import functools
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
+
+from stepmark.core.columns import Row
+from stepmark.core.errors import ConfigError
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import REQUIRED, Option, build, dashed
+from stepmark.core.options import options as declared
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+# Options of files and printed tables: objects have methods for both.
+_ONLY_PRINTED = {
+    *("json", "csv", "html", "timeline", "aicb_log", "output_file", "dry_run", "distinct"),
+    *("wide", "style", "print_as", "list_all", "details", "to", "rank", "pp_rank"),
+    "pipeline_stage",
+}
+
+
+def read(
+    cls: type[T],
+    words: Sequence[object],
+    keywords: Mapping[str, object],
+    base: Mapping[str, object] | None = None,
+) -> T:
+    """Return the options of arguments. Raises ConfigError for unknown ones and bad values.
+
+    words: the positional arguments of the command line. Of a field's several spellings each is
+    a keyword, with _ for -. base: values, as `plain` returns them, of what is not given.
+    """
+    names = names_of(cls)
+    values: dict[str, object] = {}
+    for name, value in keywords.items():
+        option = names.get(name)
+        if option is None:
+            known = _hint(name, names, is_printed=_is_printed(cls, name))
+            raise ConfigError(name, "given" if value is None else value, known)
+        if option.name in values:
+            raise ConfigError(name, value, f"it is given twice: it is {option.name}")
+        values[option.name] = _as_typed(option, name, value)
+    if words:
+        place = next((option for option in declared(cls) if option.argument), None)
+        most = 0 if place is None else len(words) if place.is_list else 1
+        if place is None or len(words) > most:
+            allowed = f"at most {most} without a keyword"
+            raise ConfigError("arguments", " ".join(map(text, words)), allowed)
+        values[place.name] = _as_typed(place, place.name, words if place.is_list else words[0])
+    return build(cls, {**(base or {}), **values})
+
+
+def describe(cls: type) -> list[Row]:
+    """Return a row per keyword: its name, the form of its value, its default, its meaning."""
+    return [
+        {
+            "keyword": option.name,
+            "value": "True or False" if option.is_switch else option.metavar,
+            "default": None
+            if option.default in (None, (), REQUIRED)
+            else option.default
+            if option.is_switch
+            else option.reader.show(option.default),
+            "help": option.help,
+        }
+        for option in _usable(cls)
+    ]
+
+
+def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
+    """Make a function name the field of a ConfigError as a keyword: world_size."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except ConfigError as error:
+            if not re.fullmatch("-{0,2}[a-z][a-z0-9-]*", error.field):
+                raise
+            field = error.field.lstrip("-").replace("-", "_")
+            raise ConfigError(field, error.value, error.allowed) from error.__cause__
+
+    return call
+
+
+def names_of(cls: type) -> dict[str, Option]:
+    """Return the options by keyword: the field's name first, then its other spellings."""
+    usable = _usable(cls)
+    names = {option.name: option for option in usable}
+    for option in usable:
+        for spelling in option.spellings:
+            word = spelling.partition("/")[0]
+            if word.startswith("--"):
+                names.setdefault(word.removeprefix("--").replace("-", "_"), option)
+    return names
+
+
+def _usable(cls: type) -> list[Option]:
+    """Return the options that are keywords: positional arguments are so in Python, too."""
+    return [
+        option
+        for option in declared(cls)
+        if not (option.argument or _is_printed(cls, option.name))
+    ]
+
+
+def _is_printed(cls: type, name: str) -> bool:
+    """Return whether an option only says what is printed or written; `out` may be of runs."""
+    return name in _ONLY_PRINTED or (name == "out" and not issubclass(cls, MeasureOptions))
+
+
+def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
+    if is_printed:
+        return "it is for the command line; the object that is returned has rows() and show()"
+    near = difflib.get_close_matches(name, names, 3, 0.6)
+    if near:
+        return f"it is no keyword here; did you mean {' or '.join(near)}?"
+    return "it is no keyword here; options(VERB) lists those that are"
+
+
+def _as_typed(option: Option, name: str, value: object) -> object:
+    """Return a value as the command line has it: a switch, text, or a list of texts."""
+    if value is None:
+        return None
+    if option.is_switch:
+        if not isinstance(value, bool):
+            raise ConfigError(dashed(name), repr(value), "True or False")
+        return value
+    if isinstance(value, bool):
+        raise ConfigError(dashed(name), repr(value), f"a value ({option.metavar}), no switch")
+    items = value if isinstance(value, list | tuple | range) else [value]
+    texts = [text(item) for item in items]
+    return texts if option.is_list else ",".join(texts)
+
+
+def text(value: object) -> str:
+    """Return the text of a value; that of launches of one side, or of ranges, has commas."""
+    if isinstance(value, list | tuple):
+        return ",".join(map(text, value))
+    return os.fspath(value) if isinstance(value, os.PathLike) else str(value)

@@ -1,0 +1,34 @@
+"""What can be given to the other functions."""
+
+from stepmark.api.keywords import describe, spells_keywords
+from stepmark.api.run import VERBS, class_of
+from stepmark.api.table import Table
+from stepmark.app import workload_flags
+from stepmark.core.errors import ConfigError
+from stepmark.core.options import load
+from stepmark.workload.rules import find_rule
+
+_CLASSES = {
+    "predict": "stepmark.core.predict_options:PredictOptions",
+    "compare": "stepmark.core.verb_options:CompareOptions",
+    "trace": "stepmark.core.trace_options:BreakdownOptions",
+}
+
+
+@spells_keywords
+def options(verb: str, which: str = "") -> Table:
+    """Return the keywords of a verb: their values, defaults and meanings.
+
+    verb: op, comm, train, replay, predict, compare, trace or workload. which: of "op" a family
+    such as gemm, of "workload" a framework. Raises ConfigError.
+    """
+    cls: type
+    if verb == "workload":
+        cls = workload_flags.options_class(find_rule(which or "megatron"), has_ignored=False)
+    elif verb in _CLASSES:
+        cls = load(_CLASSES[verb])
+    elif verb in VERBS:
+        cls = class_of(verb, [which] if which else [])
+    else:
+        raise ConfigError("verb", verb, f"one of {', '.join((*VERBS, *_CLASSES))}, workload")
+    return Table(describe(cls))

@@ -1,0 +1,239 @@
+"""Runs: measure and get one, or read one that was measured earlier."""
+
+import difflib
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from html import escape
+from pathlib import Path
+from statistics import median
+
+from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.table import Table
+from stepmark.api.workload import Workload, in_files
+from stepmark.app import view
+from stepmark.app.machine import machine
+from stepmark.app.measure import measured
+from stepmark.app.replay import curves_of
+from stepmark.app.replay_log import of_run
+from stepmark.app.runs import print_run
+from stepmark.core.case import OpCase
+from stepmark.core.collectives import Collective, collective_named
+from stepmark.core.columns import Row
+from stepmark.core.columns import View as Place
+from stepmark.core.comm_case import CommCase
+from stepmark.core.commands import options_of
+from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.op_options import LAYER, options_class
+from stepmark.core.ops import FAMILIES
+from stepmark.core.option_groups import MeasureOptions
+from stepmark.core.options import argv, load, plain
+from stepmark.core.plan import Plan
+from stepmark.core.record import AnyCase, Failed, Record, RunInfo, Skipped
+from stepmark.core.replay_case import ReplayCase
+from stepmark.core.replay_options import ReplayOptions
+from stepmark.core.train_case import TrainCase
+from stepmark.launch import outer_launcher
+from stepmark.report.replay_log import ReplayLog
+from stepmark.store.reader import find_run
+
+# By verb: options, None: those of a family, and the function that plans the cases of options.
+VERBS = {
+    "op": (None, "stepmark.app.op:plan_of"),
+    "comm": ("stepmark.core.comm_options:CommOptions", "stepmark.app.comm:plan"),
+    "train": ("stepmark.core.train_options:TrainOptions", "stepmark.app.train:plan"),
+    "replay": ("stepmark.core.replay_options:ReplayOptions", "stepmark.app.replay:plan"),
+}
+
+
+class Run(Table):
+    """What was measured: a row per case, and per rank where a case has figures of ranks.
+
+    path: the folder of the run, which other functions take in place of the run.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read a run folder. Raises ConfigError where it is none."""
+        self.path = path
+        self._view = view.view(path)
+        super().__init__(self._view.all_rows)
+
+    @property
+    def info(self) -> RunInfo:
+        """Return the command, the machine and the software of the run."""
+        return self._view.run
+
+    @property
+    def records(self) -> list[Record]:
+        """Return the outcome of each case, with the seconds of every rank and sample."""
+        return self._view.records
+
+    @property
+    def cases(self) -> list[AnyCase]:
+        """Return the cases, each of which `measure` accepts."""
+        return list(dict.fromkeys(record.case for record in self.records))
+
+    def show(self) -> None:
+        """Print what `stepmark runs show` prints."""
+        print_run(self.path, self._view)
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"<Run {self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        run, parts = self._view, [f"<p>{escape(self._summary())}</p>"]
+        for kind in view.KINDS:
+            rows = run.rows if kind == "op" else getattr(run, f"{kind}_rows")
+            ran = [row for row in rows if row["status"] in ("measured", "wrong")]
+            shown = [c for c in view.columns(kind) if Place.CONSOLE in c.views]
+            parts += [Table(ran, shown)._repr_html_()] * bool(ran)
+        parts += [f"<p>{escape(line)}</p>" for line in self._unmeasured()]
+        return "".join(parts)
+
+    def _summary(self) -> str:
+        devices = Counter(device.name for device in self.info.environment.devices)
+        names = ", ".join(f"{count} x {name}" for name, count in devices.items())
+        return f"{self.path}: {self.info.command} on {names or 'an unknown device'}"
+
+    def _unmeasured(self) -> list[str]:
+        """Return a line per case that was skipped or has failed."""
+        return [
+            f"{record.kind}: {record.case.family}: {_reason(record)}"
+            for record in self.records
+            if isinstance(record, Skipped | Failed)
+        ]
+
+
+def _reason(record: Skipped | Failed) -> str:
+    return record.reason if isinstance(record, Skipped) else record.message
+
+
+class Replay(ReplayLog, Table):
+    """The log of a replay; a row per message of a step, by its median over the passes.
+
+    Times are in seconds, not a number where nothing was timed. seconds: [rank][iteration].
+    spans: [rank][pass][operation][start, duration], of passes of their own.
+    """
+
+    _shown = ()
+
+    def rows(self) -> list[Row]:
+        """Return the messages of a step: `comm_logs`."""
+        return self.comm_logs
+
+    def show(self) -> None:
+        """Print what `stepmark replay` prints."""
+        print("\n".join(self.lines()))  # noqa: T201
+
+    def __repr__(self) -> str:
+        seconds = float(median(self.epoch_times))
+        return f"<Replay of {self.workload.name}: {seconds * 1e3:.2f} ms per iteration>"
+
+
+@spells_keywords
+def read_run(
+    run: str | os.PathLike[str] = "latest", *, runs: str | os.PathLike[str] = "runs"
+) -> Run:
+    """Read a run by its path, its id, the beginning of one, or "latest".
+
+    runs: the folder that holds them. Raises ConfigError where there is none.
+    """
+    return Run(find_run(Path(runs), os.fspath(run)))
+
+
+@spells_keywords
+def measure(what: str | AnyCase | Workload, *words: object, **options: object) -> Run:
+    """Measure on processes of this machine, as the command line does, and return the run.
+
+    what: a verb, "op", "comm", "train" or "replay", followed by the positional arguments of its
+    command: `measure("op", "gemm", m=512, n=512, k=512, dtype="bf16")`; or a workload, to
+    replay; or a case of an earlier run, to measure again. options: those of the verb, which
+    `options("op", "gemm")`, `options("comm")` and so on list; `out` is the folder of runs.
+
+    A case that fails is a row with status "failed", not an exception. Raises ConfigError for
+    bad options, StepmarkError where nothing was measured.
+    """
+    if isinstance(what, str):
+        return _measured(what, words, options)
+    if isinstance(what, Workload):
+        return _measured("replay", (what, *words), options)
+    if not isinstance(what, OpCase | CommCase | TrainCase | ReplayCase):
+        raise ConfigError("measure", what, "a verb such as 'op', a workload or a case")
+    if words:
+        raise ConfigError("arguments", words[0], "left out: a case says what is measured")
+    own = options_of(what)
+    return _carry_out(what.kind, read(type(own), (), options, base=plain(own)))
+
+
+@spells_keywords
+def replay(workload: str | os.PathLike[str] | Workload, **options: object) -> Replay:
+    """Replay a workload on processes of this machine, and return its log of every message.
+
+    options: those of `stepmark replay`, e.g. nproc=4, iters=5, compute="sleep". The run lies in
+    `out` (runs). Raises ConfigError for bad options, StepmarkError where a rank failed or the
+    ranks' memory is too small.
+    """
+    with in_files((workload,)) as named:
+        given = read(ReplayOptions, named, options)
+        run = _carry_out("replay", given)
+    for _, log in of_run(run.path, run.records, curves_of(given)):
+        return Replay(**{field.name: getattr(log, field.name) for field in fields(log)})
+    raise StepmarkError("; ".join(run._unmeasured()) or f"run {run.path}: no replay")
+
+
+def _measured(verb: str, words: Sequence[object], options: dict[str, object]) -> Run:
+    with in_files(words) as named:
+        return _carry_out(verb, read(class_of(verb, named), named, options))
+
+
+def _carry_out(verb: str, options: MeasureOptions) -> Run:
+    """Measure as the verb does and return the run. Raises KeyboardInterrupt after Ctrl-C."""
+    if outer_launcher.is_rank():
+        text = "measure starts its own processes; under torchrun, srun or mpirun use"
+        raise StepmarkError(f"{text} stepmark {verb}.")
+    _, make_plan = VERBS[verb]
+
+    def planned() -> Plan:
+        plan: Plan = load(make_plan)(options, machine(options.device))
+        return replace(plan, argv=(verb, *argv(options)))
+
+    code, path = measured(
+        planned, options.device, options.out, resume=options.resume, force=options.force
+    )
+    if code in (130, 143):
+        raise KeyboardInterrupt
+    if path is None or code == 2 or not (path / "run.json").is_file():
+        raise StepmarkError(f"run {path}: nothing was measured.")
+    return Run(path)
+
+
+def class_of(verb: str, words: Sequence[object] = ()) -> type[MeasureOptions]:
+    """Return the options of a verb that measures. Raises ConfigError."""
+    if verb not in VERBS:
+        raise ConfigError("measure", verb, _allowed(verb))
+    options, _ = VERBS[verb]
+    if options is not None:
+        cls: type[MeasureOptions] = load(options)
+        return cls
+    family = str(words[0]) if words else None
+    if family is not None and family not in (*FAMILIES, LAYER):
+        near = difflib.get_close_matches(family, (*FAMILIES, LAYER), 1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        allowed = f"one of {', '.join(FAMILIES)}, or {LAYER}{hint}"
+        raise ConfigError("family", family, allowed)
+    return options_class(family)
+
+
+def _allowed(verb: str) -> str:
+    """Return what a verb must be, for somebody who names an operator or a collective."""
+    name = verb.lower().replace("-", "_")
+    families = {family.replace("-", "_"): family for family in FAMILIES}
+    if name in families:
+        return f'a verb; did you mean measure("op", "{families[name]}", ...)?'
+    if (name := collective_named(verb)) in list(Collective):
+        return f'a verb; did you mean measure("comm", "{name}", ...)?'
+    return f"one of {', '.join(VERBS)}, a workload or a case"

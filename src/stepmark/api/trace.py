@@ -1,0 +1,46 @@
+"""Read profiler traces."""
+
+import os
+
+from stepmark.api.keywords import read, spells_keywords
+from stepmark.api.run import Run
+from stepmark.api.table import Table
+from stepmark.app.trace import StepTimes, step_times
+from stepmark.core.errors import StepmarkError
+from stepmark.core.trace_options import BreakdownOptions
+from stepmark.report.trace_breakdown import STEP_COLUMNS
+
+
+class Trace(Table):
+    """Where the time of each step went: a row per rank and step, in nanoseconds.
+
+    tables: all tables of `stepmark trace breakdown --json`, by name. missing_ranks: those of
+    whose traces none was read.
+    """
+
+    def __init__(self, times: StepTimes) -> None:
+        """Keep what was read."""
+        by_name = times.tables
+        super().__init__(by_name["steps"], [c for c in STEP_COLUMNS if c.views])
+        self.tables = {name: Table(rows) for name, rows in by_name.items()}
+        self.world_size = times.world_size
+        self.missing_ranks = times.missing_ranks
+        self.notes = times.notes
+        self._times = times
+
+    def show(self, *, details: bool = False) -> None:
+        """Print what `stepmark trace breakdown` prints. details: launch calls and copies."""
+        print("\n".join(self._times.lines(details=details)))  # noqa: T201
+
+
+@spells_keywords
+def read_trace(*files: str | os.PathLike[str] | Run, **options: object) -> Trace:
+    """Read the traces of one job: files, folders, patterns, or a run that profiled a step.
+
+    options: those of `stepmark trace breakdown`, e.g. ranks="0,1", steps="5-7";
+    `options("trace")` lists them. Raises ConfigError for files that are no traces.
+    """
+    times = step_times(read(BreakdownOptions, files, options))
+    if times is None:
+        raise StepmarkError("read_trace works on the first rank of a launcher only.")
+    return Trace(times)

@@ -1,0 +1,151 @@
+"""What one training step computes and sends: generated, or read from a file."""
+
+import contextlib
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from stepmark.api.keywords import names_of, read, spells_keywords
+from stepmark.api.model import Model
+from stepmark.api.table import Table
+from stepmark.app import workload_files, workload_flags, workload_show
+from stepmark.app.workload import generate, with_times
+from stepmark.core import workload as core
+from stepmark.core.columns import Row
+from stepmark.core.errors import ConfigError
+from stepmark.core.workload_options import Rows
+from stepmark.workload.formats import native, op_csv
+from stepmark.workload.rules import find_rule
+
+
+class Workload(Table):
+    """One training step of all ranks. Its rows are the operations of every pipeline stage.
+
+    name, world_size, num_stages: of the job. notes: on defaults that were chosen. program: the
+    step with its repeated blocks and groups of ranks.
+    """
+
+    def __init__(self, program: core.Workload) -> None:
+        """Keep the program, which has repeated blocks; `ops` writes them out."""
+        super().__init__([])
+        self.program = program
+        self.name = program.name
+        self.world_size = program.world_size
+        self.num_stages = len(program.stages)
+        self.notes = program.notes
+
+    def ops(self, stage: int | None = None) -> Iterator[Row]:
+        """Yield a row per operation of a rank's step, in issue order; stage None: of all."""
+        stages = range(self.num_stages) if stage is None else [self._checked(stage)]
+        return op_csv.rows(self.program, stages)
+
+    def rows(self) -> list[Row]:
+        """Return `ops()` as a list; a step of many micro-batches has millions."""
+        return list(self.ops())
+
+    def __len__(self) -> int:
+        return sum(map(self.program.num_operations, range(self.num_stages)))
+
+    def tables(self, stage: int = 0) -> dict[str, Table]:
+        """Return the tables of `stepmark workload show` by name, as its --json has them."""
+        by_name = workload_show.rows_by_table(self.program, self._checked(stage))
+        return {name: Table(rows) for name, rows in by_name.items()}
+
+    def show(self) -> None:
+        """Print what `stepmark workload show` prints."""
+        workload_show.show(self.program, Rows())
+
+    def write(
+        self,
+        path: str | os.PathLike[str],
+        format: str = "native",
+        *,
+        rank: int | None = None,
+        stage: int | None = None,
+    ) -> None:
+        """Write a file that stepmark or another tool reads; a folder/ gets those of all ranks.
+
+        format: native, simai, aicb, param, chakra, aiob, csv. rank, stage: the one to write in
+        a format that holds only one. Raises ConfigError for what the format cannot express.
+        """
+        target = workload_files.Target(
+            to=format, out=os.fspath(path), rank=rank, stage=workload_files.stage_flag(stage)
+        )
+        spells_keywords(workload_files.deliver)(self.program, target)
+
+    def __repr__(self) -> str:
+        return f"<Workload {self._summary()}>"
+
+    def _repr_html_(self) -> str:
+        parts = [f"<p>{escape(self._summary())}</p>"]
+        for name, table in self.tables().items():
+            if name in _IN_HTML:
+                parts.append(f"<p><b>{name}</b> of a rank</p>{table._repr_html_()}")
+        return "".join(parts)
+
+    def _checked(self, stage: int) -> int:
+        if not 0 <= stage < self.num_stages:
+            raise ConfigError("stage", stage, f"from 0 to {self.num_stages - 1}")
+        return stage
+
+    def _summary(self) -> str:
+        stages = f", {self.num_stages} pipeline stages" if self.num_stages > 1 else ""
+        ranks = f"{self.world_size:,} rank{'s' * (self.world_size > 1)}{stages}"
+        count = f"{self.program.num_operations():,} operations per rank and step"
+        return f"{self.name}: {ranks}, {count}"
+
+
+_IN_HTML = ("communication", "computation")
+
+
+@spells_keywords
+def workload(
+    model: str | os.PathLike[str] | Model | None = None,
+    *,
+    framework: str = "megatron",
+    **options: object,
+) -> Workload:
+    """Generate what one training step computes and sends.
+
+    model: a name, a config.json, or FILE.py:function; without one, its widths. framework:
+    megatron, deepspeed, fsdp, ddp, tp, pp or dlrm. options: those of `stepmark workload
+    generate`, e.g. world_size=8, tp=2, mbs=1; `options("workload", framework)` lists them.
+    """
+    cls = workload_flags.options_class(find_rule(framework), has_ignored=False)
+    for name in options.keys() - names_of(cls).keys():
+        workload_flags.refuse_other_framework(name)
+    given = read(cls, (), {"model": model, "framework": framework, **options})
+    return Workload(with_times(generate(given), given))
+
+
+@spells_keywords
+def read_workload(
+    file: str | os.PathLike[str],
+    *,
+    group_sizes: str | None = None,
+    world_size: int | None = None,
+) -> Workload:
+    """Read a workload in any format: stepmark's, AICB's, SimAI's, PARAM's, Chakra's.
+
+    group_sizes, world_size: facts that files of AICB and of SimAI lack.
+    """
+    return Workload(workload_files.read(os.fspath(file), group_sizes, world_size))
+
+
+@contextlib.contextmanager
+def in_files(words: Sequence[object]) -> Iterator[list[object]]:
+    """Yield the words with each workload written to a temporary file."""
+    with tempfile.TemporaryDirectory(prefix="stepmark-") as folder:
+        named: list[object] = []
+        for place, word in enumerate(words):
+            if isinstance(word, Workload):
+                name = re.sub("[^-.A-Za-z0-9]", "_", word.name)  # runs and predictions show it
+                path = Path(folder, f"{place or ''}{name}.json")
+                path.write_bytes(native.encode(word.program))
+                named.append(path)
+            else:
+                named.append(word)
+        yield named

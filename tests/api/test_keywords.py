@@ -1,0 +1,117 @@
+"""Keyword arguments are the options of the command line."""
+
+from pathlib import Path
+
+import pytest
+
+import stepmark as sm
+from stepmark.api import keywords
+from stepmark.core.comm_options import CommOptions
+from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError
+from stepmark.core.op_options import options_class
+from stepmark.core.options import options as declared
+from stepmark.core.verb_options import CompareOptions
+
+VERBS = [("op", "gemm"), ("op", "all"), ("op", ""), ("comm", ""), ("train", "")]
+VERBS += [("replay", ""), ("predict", ""), ("compare", ""), ("trace", ""), ("workload", "ddp")]
+
+
+def test_values_may_be_python_s_own_or_the_command_line_s_text() -> None:
+    own = keywords.read(
+        CommOptions,
+        ["all_reduce", "all_gather"],
+        {"begin": 1024, "end": "1M", "dtype": [DType.BF16, "fp32"], "budget": 2.5, "root": None}
+        | {"max_ctas": range(1, 3), "bidirectional": True},
+    )
+    text = keywords.read(
+        CommOptions,
+        [],
+        {"begin": "1K", "end": "1048576", "dtype": "bf16,fp32", "budget": "2500ms"}
+        | {"max_ctas": "1,2", "bidirectional": True},
+    )
+    assert own.names == ("all_reduce", "all_gather")
+    names = [option.name for option in declared(CommOptions) if not option.argument]
+    assert [getattr(own, name) for name in names] == [getattr(text, name) for name in names]
+
+
+def test_every_spelling_is_a_keyword() -> None:
+    for name in ("mbs", "micro_batch_size", "batch_size"):
+        assert (
+            sm.workload("gpt2-124m", framework="ddp", **{name: 3}).program.settings["mbs"] == 3
+        )
+
+
+def test_launches_of_a_side_have_commas_between_them() -> None:
+    read = keywords.read(CompareOptions, [["a", Path("b/c")], "d"], {})
+    assert read.sources == ("a,b/c", "d")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"budgt": 1}, r"budgt 1 is invalid: it is no keyword here; did you mean budget\?"),
+        ({"qqq": 1}, r"qqq 1 is invalid: .*; options\(VERB\) lists those"),
+        ({"csv": "x"}, "csv x is invalid: it is for the command line"),
+        ({"family": "bmm"}, "family bmm is invalid: it is no keyword"),
+        ({"find_max": 1}, "find-max 1 is invalid: it must be True or False"),
+        ({"m": True}, "m is invalid: it must be a value"),
+        ({"seq_len": 3, "seq_length": 3}, "seq_length 3 is invalid"),
+        ({"launches": 0}, "launches 0 is invalid: it must be from 1 to 100"),
+    ],
+)
+def test_what_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        keywords.read(options_class("gemm"), ["gemm"], options)
+
+
+@pytest.mark.parametrize("name", ["out", "format", "rank", "json"])
+def test_what_only_write_does_is_no_keyword_of_workload(name: str) -> None:
+    given: dict[str, object] = {name: 0}
+    with pytest.raises(ConfigError, match=f"^{name} 0 is invalid"):
+        sm.workload("gpt2-124m", **given)
+    assert name not in [row["keyword"] for row in sm.options("workload")]
+
+
+def test_two_spellings_of_one_option_are_refused() -> None:
+    with pytest.raises(
+        ConfigError, match="batch_size 3 is invalid: it is given twice: it is mbs"
+    ):
+        sm.workload("gpt2-124m", mbs=2, batch_size=3)
+
+
+def test_too_many_words_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"'gemm bmm' is invalid: .*at most 1"):
+        sm.measure("op", "gemm", "bmm", m=1, n=1, k=1)
+
+
+def test_messages_name_the_keyword_also_where_a_verb_refuses_a_value() -> None:
+    with pytest.raises(ConfigError, match=r"^world_size 7 is invalid: .*multiple of tp 2"):
+        sm.workload("gpt2-124m", framework="fsdp", world_size=7, tp=2)
+    with pytest.raises(ConfigError, match=r"with --framework megatron"):
+        sm.workload("gpt2-124m", framework="fsdp", use_distributed_optimizer=True)
+    with pytest.raises(ConfigError, match=r"did you mean llama-3\.1-8b"):
+        sm.Model("llama-3.1-9b")
+
+
+@pytest.mark.parametrize(("verb", "which"), VERBS)
+def test_options_lists_every_keyword(verb: str, which: str) -> None:
+    rows = sm.options(verb, which).rows()
+    assert len(rows) > 3
+    for row in rows:
+        assert row["keyword"]
+        assert row["help"]
+
+
+def test_what_options_lists_is_accepted() -> None:
+    """Each default, given as a keyword, changes nothing."""
+    plain = keywords.read(CommOptions, ["all_reduce"], {})
+    given = {str(row["keyword"]): row["default"] for row in sm.options("comm")}
+    assert keywords.read(CommOptions, ["all_reduce"], given) == plain
+
+
+def test_unknown_verbs_are_refused_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="one of op, comm, train, replay, predict"):
+        sm.options("gem")
+    with pytest.raises(ConfigError, match="did you mean gemm"):
+        sm.options("op", "gem")
