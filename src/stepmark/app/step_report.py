@@ -26,7 +26,7 @@ from stepmark.report import ledger as report_ledger
 from stepmark.report import prediction as report
 from stepmark.report.predicted_steps import Step, StepReport
 from stepmark.report.training_words import shape_text
-from stepmark.store import predictions
+from stepmark.store import ledgers, predictions
 from stepmark.workload.rules.pytorch.case import of_case
 
 VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
@@ -203,7 +203,7 @@ def step_report(path: Path, run: View) -> StepReport | None:
     created_at = datetime.fromisoformat(committed.created_at).timestamp()
     steps: list[Step] = []
     notes: list[str] = []
-    is_before = True
+    is_before, kept = True, ledgers.read(path)
     for own in committed.steps:
         if own.problem:
             notes.append(f"no prediction: {own.problem}")
@@ -214,7 +214,7 @@ def step_report(path: Path, run: View) -> StepReport | None:
                 notes.append("the step was measured before its prediction was committed")
             if record.training and record.training.traces:
                 try:
-                    measured = measured_ledger(path, record)
+                    measured = kept.get(own.case_id) or measured_ledger(path, record)
                 except ConfigError as error:
                     notes.append(f"no ledger: {error}")
                     continue

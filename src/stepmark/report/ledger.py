@@ -230,10 +230,12 @@ def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
 
 def source_line(measured: MeasuredLedger) -> str:
     """Return which step was measured, and what became of the profiler's cost."""
+    if measured.profiled is None:
+        return f"measured: the lines of rank {measured.rank}; its trace is not kept in the run"
     which = f"step {measured.step}, the median of {measured.num_steps}, of rank {measured.rank}"
     if measured.num_ranks > 1:
         which += f", which works the longest of {measured.num_ranks}"
-    cost_ns = measured.profiling_ns
+    cost_ns = measured.profiled.window_ns - measured.ledger.window_ns
     than = f"{_ms(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
     text = f"{which}: {_ms(measured.profiled.window_ns)} ms with the profiler, {than}"
     rest_ns = measured.ledger.lines.get(_UNEXPLAINED, 0)
