@@ -20,6 +20,7 @@ from stepmark.core.verb_options import (
     ShowOptions,
     SqlOptions,
 )
+from stepmark.report import summary
 from stepmark.report.predicted_steps import StepReport
 from stepmark.store import query
 from stepmark.store.codec import to_plain
@@ -50,7 +51,15 @@ def show(options: ShowOptions) -> None:
     show_rows(run)
     report: StepReport | None = load("stepmark.app.step_report:step_report")(path, run)
     if report is not None:
-        sys.stdout.writelines(f"{line}\n" for line in report.lines())
+        lines = (*_summary(run), *report.lines())
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def _summary(run: View) -> list[str]:
+    """Return one finding per line."""
+    operators = summary.summary_lines(run.run, run.rows) if run.rows else []
+    others = summary.comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
+    return ["", *operators, *others]
 
 
 def export_run(options: ExportOptions) -> None:

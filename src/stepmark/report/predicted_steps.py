@@ -8,6 +8,15 @@ from stepmark.report.ledger import difference_lines, power_lines, source_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """Something worth doing. gain_ns: of the step, at most; None: not known."""
+
+    text: str
+    command: str
+    gain_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step that was predicted, then measured and profiled."""
 
@@ -18,6 +27,7 @@ class Step:
     power: tuple[StepPower, StepPower]  # predicted, measured
     sentence: str
     replayed: tuple[str, ...] = ()  # what its operators and messages take by themselves
+    suggestions: tuple[Suggestion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +48,13 @@ class StepReport:
         when = "before" if self.is_before else "after the start of"
         text = f"prediction committed {when} the measurement, {self.committed_at}"
         return f"{text}, and not changed since: sha256 {self.digest}"
+
+    @property
+    def short_commitment(self) -> str:
+        when = "before" if self.is_before else "after the start of"
+        return (
+            f"predicted {when} the measurement: {self.committed_at}, sha256 {self.digest[:12]}"
+        )
 
     def lines(self) -> Iterator[str]:
         """Yield the report as text; it ends with a sentence per step."""
