@@ -4,14 +4,13 @@ import io
 import re
 
 import pytest
-from plotly.offline import get_plotlyjs
 from rich.console import Console
 
 from stepmark.core.columns import Row, digits, number
 from stepmark.core.record import Measured
 from stepmark.core.training import Training
 from stepmark.report.op_columns import rows as operator_rows
-from stepmark.report.page import html
+from stepmark.report.page import html, plotly_js
 from stepmark.report.summary import train_lines
 from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_figures import MAX_CASES, drawn, losses, phase_bars, samples
@@ -187,7 +186,7 @@ def page(with_operators: bool) -> str:
         device,
         (),
         rows([*held, *records], run, device),
-    ).replace(get_plotlyjs(), "")
+    ).replace(plotly_js(), "")
 
 
 def test_page_of_training_alone(table: list[Row]) -> None:

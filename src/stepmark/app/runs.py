@@ -165,11 +165,14 @@ def write_run_page(
     """Write the page of a run. report: of the steps that it predicted, if any."""
     target = target or path / "report.html"
     html = load("stepmark.report.page:html")  # with plotly
-    sections = load("stepmark.report.ledger_page:sections")(report) if report else ""
+    sections: dict[str, str] = {}
+    if report:
+        names = ("headline", "answer", "evidence")
+        sections = {n: load(f"stepmark.report.ledger_page:{n}")(report) for n in names}
     if run.replay_rows:
         logs = load("stepmark.app.replay_log:of_run")(path, run.records)
         replays = load("stepmark.report.replay_page:sections")
-        sections += "\n".join(replays(*each) for each in logs)
+        sections["replays"] = "\n".join(replays(*each) for each in logs)
     rows = run.rows, run.device, run.comm_rows, run.train_rows
-    write_text(target, html(run.run, run.records, *rows, sections), "out")
+    write_text(target, html(run.run, run.records, *rows, **sections), "out")
     return target

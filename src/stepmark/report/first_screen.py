@@ -27,7 +27,8 @@ def lines(
     page: Path,
 ) -> Iterator[str]:
     """Yield at most 40 lines of WIDTH columns. rows: of operators."""
-    yield from machine_lines(run, rows, comm_rows)
+    for name, value in machine_facts(run, rows, comm_rows):
+        yield from _entry(name, value)
     yield from _entry("problems", problems([*unique_cases(rows), *comm_rows, *train_rows]))
     steps = report.steps if report else ()
     if report is None or not steps:
@@ -57,18 +58,22 @@ def suggestion_lines(place: int, suggestion: Suggestion) -> Iterator[str]:
     yield "     " + " \\\n       ".join(command)
 
 
-def machine_lines(run: RunInfo, rows: Sequence[Row], comm_rows: Sequence[Row]) -> Iterator[str]:
-    """Yield what the run was measured on, and the best rates that it measured."""
+def machine_facts(
+    run: RunInfo, rows: Sequence[Row], comm_rows: Sequence[Row]
+) -> list[tuple[str, str]]:
+    """Return what the run was measured on, and the best rates that it measured, by name."""
     environment = run.environment
-    yield from _entry("machine", _devices(run))
     versions = [
         f"{n} {environment.versions[n]}" for n in _VERSIONS if n in environment.versions
     ]
     commit = f" ({environment.git_commit[:8]})" if environment.git_commit else ""
     software = [f"torch {environment.torch}", *versions, f"Python {environment.python}"]
     software.append(f"stepmark {environment.stepmark}{commit}")
-    yield from _entry("software", ", ".join(software))
-    yield from _entry("measured", ", ".join(_rates(rows, comm_rows)))
+    return [
+        ("machine", _devices(run)),
+        ("software", ", ".join(software)),
+        ("measured", ", ".join(_rates(rows, comm_rows))),
+    ]
 
 
 def _devices(run: RunInfo) -> str:

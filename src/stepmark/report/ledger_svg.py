@@ -53,23 +53,24 @@ def svg(
     title: str,
     theme: Theme = PAGE,
     is_narrow: bool = False,
-    has_title: bool = False,
+    is_file: bool = False,
 ) -> str:
     """Return the picture of one ledger, or of two beside each other.
 
-    has_title: draw the title, too, for a picture that stands alone.
+    is_file: draw the title, too, since the picture stands alone.
     """
     drawing = _Drawing(
         table=ledger_table(ledgers),
         names=tuple(names),
         theme=theme,
         is_narrow=is_narrow,
-        top=34 if has_title else 0,
+        top=34 if is_file else 0,
     )
-    heading = [drawing.text(8, 22, title, size=15, weight=600)] if has_title else []
+    heading = [drawing.text(8, 22, title, size=15, weight=600)] if is_file else []
     width, height = drawing.width, drawing.height
+    namespace = 'xmlns="http://www.w3.org/2000/svg" ' if is_file else ""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        f'<svg {namespace}viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" '
         'font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif">'
         f"<title>{escape(title)}</title>"
@@ -170,7 +171,7 @@ class _Drawing:
                     self._cell(place), y, name, anchor="end", is_quiet=True, size=12
                 )
         elif len(self.names) == 2:
-            words = f"{_ARROW.join(self.names)} (difference)"
+            words = _ARROW.join(self.names)
             yield self.text(self.width - 8, y, words, anchor="end", is_quiet=True, size=12)
 
     def _cell(self, place: int) -> float:
@@ -187,7 +188,7 @@ class _Drawing:
         )
         yield self.text(8, y + 19, self._name(row), weight=weight)
         if self.is_narrow:
-            numbers = _ARROW.join(shown) + "".join(f" ({a})" for a in apart)
+            numbers = _ARROW.join(shown)
             yield self.text(
                 self.width - 8, y + 19, numbers, anchor="end", weight=weight, size=12
             )
