@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 PROGRAM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -23,8 +23,8 @@ _FLAGS = (
 class Tab:
     """A page that is open. problems: errors and warnings of its console."""
 
-    def __init__(self, commands: int, replies: int) -> None:
-        self._commands, self._replies = commands, os.fdopen(replies, "rb")
+    def __init__(self, commands: int, replies: BinaryIO) -> None:
+        self._commands, self._replies = commands, replies
         self._number, self._session = 0, ""
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -114,10 +114,9 @@ def tab() -> Iterator[Tab]:
     to_browser, from_browser = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory() as profile:
         # The browser reads its descriptor 3 and writes 4.
-        command = [PROGRAM, *_FLAGS, f"--user-data-dir={profile}"]
-        words = " ".join(f"'{word}'" for word in command)
+        redirect = f'exec "$@" 3<&{to_browser[0]} 4>&{from_browser[1]}'
         process = subprocess.Popen(
-            ["sh", "-c", f"exec {words} 3<&{to_browser[0]} 4>&{from_browser[1]}"],
+            ["bash", "-c", redirect, "bash", PROGRAM, *_FLAGS, f"--user-data-dir={profile}"],
             pass_fds=(to_browser[0], from_browser[1]),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -125,7 +124,8 @@ def tab() -> Iterator[Tab]:
         os.close(to_browser[0])
         os.close(from_browser[1])
         try:
-            yield Tab(to_browser[1], from_browser[0])
+            with os.fdopen(from_browser[0], "rb") as replies:
+                yield Tab(to_browser[1], replies)
         finally:
             os.close(to_browser[1])
             process.kill()

@@ -66,13 +66,17 @@ def test_noise_of_a_matrix_does_not_fill_its_colours(table: list[Row]) -> None:
 def page(with_operators: bool) -> str:
     records, run, device = full_comm_run(), comm_run(), comm_device()
     held = full_run() if with_operators else []
-    return html(
-        run,
-        [*held, *records],
-        operator_rows(held, run, device=device),
-        device,
-        rows(records, run, device),
-    ).replace(plotly_js(), "")
+    return (
+        html(
+            run,
+            [*held, *records],
+            operator_rows(held, run, device=device),
+            device,
+            rows(records, run, device),
+        )
+        .replace(plotly_js(), "")
+        .replace('href="#', "")
+    )
 
 
 def test_page_of_collectives_alone(table: list[Row]) -> None:

@@ -1,7 +1,6 @@
 """The HTML report: alone in its file, and safe with whatever a name contains."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ def page() -> str:
 
 def test_nothing_is_loaded_from_the_network(page: str) -> None:
     assert page.count(plotly_js()) == 1
-    own = page.replace(plotly_js(), "")
+    own = page.replace(plotly_js(), "").replace('href="#', "")
     loads = (
         r"""(src|href|action)\s*=|url\(|@import|https?://|fetch\(|<(link|img|iframe|object)"""
     )
@@ -69,7 +68,6 @@ def test_summary_says_what_a_reader_asks_first() -> None:
 
 def test_summary_without_a_known_device_claims_no_peak() -> None:
     run = run_info()
-    text = "\n".join(summary_lines(run, rows(full_run(), run), report=Path("r.html")))
+    text = "\n".join(summary_lines(run, rows(full_run(), run)))
     assert "peak n/a" in text
     assert "dense peak" not in text
-    assert text.endswith("report     r.html")

@@ -132,7 +132,8 @@ def test_every_sample_is_drawn_with_the_warm_up_shaded() -> None:
     assert all(len(trace.y) == 2 + 8 for trace in figure.data)
     assert figure.data[0].y[0] == pytest.approx(2500)
     assert figure.data[0].y[2] == pytest.approx(500)
-    (shade,) = figure.layout.shapes
+    shade, median = figure.layout.shapes
+    assert median.y0 == median.y1 == pytest.approx(500)
     assert (shade.x0, shade.x1) == (-0.5, 1.5)
     # Five times as long, and so above the edge: or it would flatten what is measured.
     assert tuple(figure.layout.yaxis.range) == (0, pytest.approx(625))
@@ -179,14 +180,18 @@ def test_figures_of_what_was_measured() -> None:
 def page(with_operators: bool) -> str:
     records, run, device = full_train_run(), train_run(), train_device()
     held = full_run() if with_operators else []
-    return html(
-        run,
-        [*held, *records],
-        operator_rows(held, run, device=device),
-        device,
-        (),
-        rows([*held, *records], run, device),
-    ).replace(plotly_js(), "")
+    return (
+        html(
+            run,
+            [*held, *records],
+            operator_rows(held, run, device=device),
+            device,
+            (),
+            rows([*held, *records], run, device),
+        )
+        .replace(plotly_js(), "")
+        .replace('href="#', "")
+    )
 
 
 def test_page_of_training_alone(table: list[Row]) -> None:

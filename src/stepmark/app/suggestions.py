@@ -21,6 +21,14 @@ MOST = 3
 _NOTABLE = 0.01  # of the step
 _FREE = 0.6  # of the memory: a larger batch may fit below it
 _FP8_CAPABILITY = (8, 9)
+# The table of a trace that shows what a line consists of.
+_TRACE_OF = {
+    Group.COMPUTE: "kernels",
+    Group.OVERLAPPED: "kernels",
+    Group.COMM: "messages",
+    Group.COPIES: "kernels",
+    Group.IDLE: "breakdown",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +48,10 @@ class Measurement:
 
 
 def suggestions(step: Measurement) -> tuple[Suggestion, ...]:
-    """Return at most three: a doubt, the largest difference, then the largest gains."""
+    """Return at most three: a doubt, the largest difference, then the largest gains.
+
+    Each text is one line of a terminal.
+    """
     gains = sorted(_gains(step), key=lambda each: -(each.gain_ns or 0))
     notable = [each for each in gains if (each.gain_ns or 0) >= _share(step, _NOTABLE)]
     return tuple([*_doubt(step), *_difference(step), *notable, *_batch(step)][:MOST])
@@ -67,19 +78,13 @@ def _difference(step: Measurement) -> Iterator[Suggestion]:
     if abs(largest.ns) < _share(step, _NOTABLE):
         return
     group, name = largest.line
-    verb, what = {
-        Group.COMPUTE: ("kernels", "which operations these are"),
-        Group.OVERLAPPED: ("kernels", "which operations these are"),
-        Group.COMM: ("messages", "which messages these are"),
-        Group.COPIES: ("kernels", "which copies these are"),
-        Group.IDLE: ("breakdown", "how the profiled steps differ"),
-    }[group]
+    verb = _TRACE_OF[group]
     if name in (Idle.HOST, Idle.LAUNCH_GAP, Idle.RANK) and step.case.device == "cuda":
-        verb, what = "critical-path", "what the GPU waits for"
+        verb = "critical-path"
     side = "longer" if largest.ns > 0 else "shorter"
     yield Suggestion(
         text=f"The largest difference is {words_of(largest.line)}, {_ms(abs(largest.ns))} "
-        f"{side} than predicted: see {what}",
+        f"{side} than predicted",
         command=join(["stepmark", "trace", verb, step.run]),
         gain_ns=largest.ns if largest.ns > 0 else None,
     )
@@ -131,7 +136,7 @@ def _idle(step: Measurement) -> Iterator[Suggestion]:
     if case.compile is CompileScope.NONE:
         changed, how = replace(case, compile=CompileScope.BLOCK), "compile the model"
     else:
-        changed, how = replace(case, cuda_graph=True), "capture the step as one CUDA graph"
+        changed, how = replace(case, cuda_graph=True), "capture the step as a graph"
     if not case.cuda_graph:
         yield from _changed(step, changed, what + how, host_ns)
 
@@ -157,12 +162,11 @@ def _products(step: Measurement) -> Iterator[Suggestion]:
     if step.case.fp8 is not Fp8.NONE:
         return
     if step.case.device == "cuda" and has_fp8:
-        what = "Products have twice the peak in FP8, at most {} to gain: measure it"
+        what = "Matrix products have twice the peak in FP8, at most {} to gain: measure it"
         yield from _changed(step, replace(step.case, fp8=Fp8.TENSORWISE), what, gain_ns)
         return
     yield Suggestion(
-        text=f"Products are most of the computation: with twice the FLOP/s they save at most "
-        f"{_gain(step, gain_ns)}",
+        text=f"Matrix products at twice the FLOP/s save at most {_gain(step, gain_ns)}",
         command=join(["stepmark", "predict", "--from-run", step.run, "--what-if", "flops=2x"]),
         gain_ns=gain_ns,
     )

@@ -30,7 +30,7 @@ def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[
     for group in _grouped([row for row in right if not row["pair"]], ("collective", "dtype")):
         if len({row["size_bytes"] for row in group}) < 2:
             continue
-        note = "Median of the slowest rank; left: bus bandwidth, right: time."
+        note = "Median of the slowest rank: bus bandwidth, and time."
         title = f"{text(group[0], 'collective')} {text(group[0], 'dtype')}"
         figures.append((title, note, over_size(group, run, device)))
     if any(row["slowdown"] or row["slowdown_beside"] for row in right):

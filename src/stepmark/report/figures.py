@@ -108,7 +108,7 @@ def time_breakdown(rows: Sequence[Row], run: RunInfo, *, is_layer: bool = True) 
         figure.add_bar(
             orientation="h",
             y=[
-                escape(f"{setting} {name}" if several else name)
+                folded(f"{setting} {name}" if several else name)
                 for (setting, *_), name in zip(timed, names, strict=True)
             ],
             x=[time_s * (number(row, "count") or 1) * 1e3 for time_s, row in timed.values()],

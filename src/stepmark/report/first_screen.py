@@ -39,8 +39,6 @@ def lines(
     for step in steps:
         yield from ("", *wrap(step.sentence, WIDTH), "")
         yield from short_lines(step.predicted, step.measured.ledger)
-        if report is not None and step.predicted is not None:
-            yield report.short_commitment
         yield ""
         for place, suggestion in enumerate(step.suggestions, 1):
             yield from suggestion_lines(place, suggestion)
@@ -53,7 +51,7 @@ def suggestion_lines(place: int, suggestion: Suggestion) -> Iterator[str]:
     """Yield a suggestion and its command, which a shell takes as it is printed."""
     yield from wrap(f"{place}. {suggestion.text}:", WIDTH, subsequent_indent="   ")
     command = wrap(
-        suggestion.command, WIDTH - 7, break_long_words=False, break_on_hyphens=False
+        suggestion.command, WIDTH - 9, break_long_words=False, break_on_hyphens=False
     )
     yield "     " + " \\\n       ".join(command)
 
@@ -67,7 +65,7 @@ def machine_facts(
         f"{n} {environment.versions[n]}" for n in _VERSIONS if n in environment.versions
     ]
     commit = f" ({environment.git_commit[:8]})" if environment.git_commit else ""
-    software = [f"torch {environment.torch}", *versions, f"Python {environment.python}"]
+    software = [f"torch {environment.torch}", *versions]
     software.append(f"stepmark {environment.stepmark}{commit}")
     return [
         ("machine", _devices(run)),

@@ -52,7 +52,7 @@ def headline(report: StepReport | ConfigError) -> str:
     """Return the answer about the first step in a few words, "" without one."""
     if isinstance(report, ConfigError) or not report.steps:
         return ""
-    return _clauses(report.steps[0].sentence)[0]
+    return clauses(report.steps[0].sentence)[0]
 
 
 def answer(report: StepReport | ConfigError) -> str:
@@ -61,7 +61,7 @@ def answer(report: StepReport | ConfigError) -> str:
         return f'<p class="warning">{escape(str(report))}</p>'
     parts = []
     for index, step in enumerate(report.steps):
-        first, rest = _clauses(step.sentence)
+        first, rest = clauses(step.sentence)
         parts += [f"<h2>{escape(first)}</h2>"] if index else []
         parts.append(_paragraphs([rest]))
         ledgers = [step.measured.ledger]
@@ -75,7 +75,7 @@ def answer(report: StepReport | ConfigError) -> str:
     return "\n".join(parts)
 
 
-def _clauses(sentence: str) -> tuple[str, str]:
+def clauses(sentence: str) -> tuple[str, str]:
     """Return the first clause of a sentence, and the others."""
     first, *others = re.split(r"; (?![^(]*\))", sentence, maxsplit=1)
     rest = "".join(others)

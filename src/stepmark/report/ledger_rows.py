@@ -14,7 +14,7 @@ _PLACES = ((100e6, 1), (10e6, 2), (0.0, 3))  # of ms, by the length of the step 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
-    """A line of one or several ledgers in ms. group: None for what is left of several."""
+    """A line of one or several ledgers in ms. group: None for the other lines together."""
 
     words: str
     group: Group | None
@@ -58,7 +58,7 @@ def ledger_table(ledgers: Sequence[Ledger]) -> LedgerTable:
         columns.append(_rounded(times_ns, places))
     words = [(words_of(line), line[0]) for line in kept]
     names: list[tuple[str, Group | None]] = [*words]
-    names += [(f"{len(rest)} shorter lines", None)] if rest else []
+    names += [(f"{len(rest)} other lines", None)] if rest else []
     return LedgerTable(
         rows=tuple(
             LedgerRow(words=name, group=group, times_ms=times)

@@ -18,7 +18,8 @@ _COLOURS: Mapping[Group | None, str] = {
     None: "#b9a3cc",
 }
 _WIDE, _NARROW = 920, 350  # of a screen, and of a phone
-_LABELS, _CELL = 290, 78  # of a wide picture: lines' names, and each column of numbers
+_CELL = 78  # of a wide picture: a column of numbers
+_LETTER = 7.2  # at most, on average: browsers have different fonts
 _ROW, _BAR, _TEXT = 30, 9, 13
 _HEAD, _AXIS, _LEGEND = 30, 34, 20
 _ARROW = " \N{RIGHTWARDS ARROW} "
@@ -110,7 +111,8 @@ class _Drawing:
         """Return the left and right edge of the bars."""
         if self.is_narrow:
             return 8, self.width - 14
-        return _LABELS, self.width - 16 - _CELL * len(self._columns) - 8
+        longest = max(len(row.words) for row in self.table.rows)
+        return 24 + _LETTER * max(longest, 16), self.width - 16 - _CELL * len(self._columns) - 8
 
     @property
     def _columns(self) -> tuple[str, ...]:

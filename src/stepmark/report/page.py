@@ -79,43 +79,51 @@ def document(title: str, lead: str, body: str, *, headline: str = "", opening: s
         f"<title>{escape(title)}</title>\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<style>{STYLE}</style>\n<script>{plotly_js()}</script></head>\n"
+        f"<style>{_data('page.css')}</style>\n<script>{plotly_js()}</script></head>\n"
         f"<body><main>{above}<h1>{escape(headline or title)}</h1>\n"
-        f'<p class="quiet">{lead}</p>\n{opening}\n{_contents(body)}\n{body}\n</main>\n'
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f'<p class="quiet">{lead}</p>\n{opening}\n{_with_contents(body)}\n</main>\n'
+        f"<script>{_data('page.js')}</script></body></html>\n"
     )
+
+
+def plotly_js() -> str:
+    """Return plotly.js with lines and bars alone: a quarter of the whole library."""
+    return _data("plotly-basic.min.js")
 
 
 @cache
-def plotly_js() -> str:
-    """Return plotly.js with lines and bars alone: a quarter of the whole library."""
-    file = files("stepmark").joinpath("data", "plotly-basic.min.js")
-    return file.read_text(encoding="utf-8")
+def _data(name: str) -> str:
+    return files("stepmark").joinpath("data", name).read_text(encoding="utf-8")
 
 
-def _contents(body: str) -> str:
-    """Return the table of contents of a page with several sections."""
-    heads = re.findall(r'id="([^"]*)"><h2( class="part")?>(.*?)</h2>', body)
-    if len(heads) < _FEW_SECTIONS:
-        return ""
-    links = "".join(
-        f'<li{kind}><a href="#{name}">{title}</a></li>' for name, kind, title in heads
-    )
-    return f"<nav><h3>Contents</h3><ul>{links}</ul></nav>"
+def _with_contents(body: str) -> str:
+    """Return the sections, which get names, below a table of contents if there are several."""
+    links: dict[str, str] = {}
 
+    def named(match: re.Match[str]) -> str:
+        kind, title = match.groups()
+        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        if name in links:
+            name += f"-{len(links)}"
+        links[name] = f'<li{kind}><a href="#{name}">{title}</a></li>'
+        return f'<section id="{name}"><h2{kind}>{title}</h2>'
 
-def _part(title: str, content: Iterable[str]) -> str:
-    """Return sections under a heading of their own; nothing without content."""
-    inside = "\n".join(filter(None, content))
-    return f'<div id="{title.lower()}"><h2 class="part">{title}</h2></div>{inside}' * bool(
-        inside
-    )
+    body = re.sub(r'<section><h2( class="part"|)>(.*?)</h2>', named, body)
+    if len(links) < _FEW_SECTIONS:
+        return body
+    return f"<nav><h3>Contents</h3><ul>{''.join(links.values())}</ul></nav>\n{body}"
 
 
 def section(title: str, content: str) -> str:
     """Return a section, or nothing without content. The title is HTML."""
-    name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
-    return f'<section id="{name}"><h2>{title}</h2>\n{content}</section>' if content else ""
+    return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
+
+
+def _part(title: str, sections: Iterable[str]) -> str:
+    """Return sections under a heading of their own; nothing without any."""
+    inside = "\n".join(filter(None, sections))
+    heading = f'<section><h2 class="part">{title}</h2></section>'
+    return f"{heading}\n{inside}" if inside else ""
 
 
 def _summary(
@@ -252,140 +260,3 @@ def _device(device: DeviceInfo) -> str:
     if device.ecc is not None:
         words.append("ECC on" if device.ecc else "ECC off")
     return ", ".join(word for word in [*words, f"power {_power(device)}"] if word)
-
-
-STYLE = """
-:root { --ink: #1b1f24; --quiet: #5a6470; --paper: #fff; --line: #d9dee4; --mark: #fff4d6;
-  --each: #f6f8fa; --bad: #b42318; --link: #0060a8;
-  --shade: rgba(0, 0, 0, .28) }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --quiet: #9aa5b1;
-  --paper: #14171b; --line: #30363d; --mark: #3a3217; --each: #1b1f25; --bad: #ff8a7a;
-  --link: #6cb6ff; --shade: rgba(255, 255, 255, .28) } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 64px }
-h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere }
-h2 { font-size: 17px; margin: 36px 0 8px; padding-top: 12px; border-top: 1px solid var(--line);
-  overflow-wrap: anywhere }
-h2.part { font-size: 20px; border: 0; margin-bottom: -20px } li.part { font-weight: 600 }
-h3 { font-size: 15px; margin: 22px 0 6px }
-a { color: var(--link) }
-nav { margin: 28px 0 0; padding: 10px 0; border-top: 1px solid var(--line); font-size: 14px }
-nav ul { columns: 2 340px; margin: 0; padding-left: 18px }
-ol { padding-left: 20px } li pre { margin: 4px 0 10px }
-svg { max-width: 100%; height: auto; display: block } .narrow { display: none }
-.quiet { color: var(--quiet); margin: 2px 0 10px; overflow-wrap: anywhere }
-code, pre { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--each);
-  border: 1px solid var(--line); border-radius: 4px; padding: 8px 10px; margin: 8px 0 }
-pre.table { white-space: pre; overflow-x: auto }
-dl { display: grid; grid-template-columns: minmax(90px, max-content) minmax(0, 1fr);
-  gap: 3px 18px; margin: 0 }
-dt { color: var(--quiet); overflow-wrap: anywhere } dd { margin: 0; overflow-wrap: anywhere }
-.warning { background: var(--mark); padding: 6px 10px; border-radius: 4px; margin: 10px 0 0 }
-.box { overflow: auto; max-height: 75vh; border: 1px solid var(--line); border-radius: 4px }
-.box, pre.table { background: linear-gradient(to left, var(--under) 40%, transparent) right /
-    48px 100% no-repeat local, linear-gradient(to left, var(--shade), transparent) right /
-    18px 100% no-repeat scroll, var(--under) }
-.box { --under: var(--paper) } pre.table { --under: var(--each) }
-.box, pre.table, .plot { scrollbar-width: thin; scrollbar-color: var(--quiet) transparent }
-.box::-webkit-scrollbar, pre.table::-webkit-scrollbar, .plot::-webkit-scrollbar {
-  height: 8px; width: 8px }
-.box::-webkit-scrollbar-thumb, pre.table::-webkit-scrollbar-thumb,
-.plot::-webkit-scrollbar-thumb { background: var(--quiet); border-radius: 4px }
-.plot { overflow-x: auto }
-table { border-collapse: collapse; font-size: 13px; white-space: nowrap; width: 100% }
-th, td { padding: 4px 10px; text-align: left; border-bottom: 1px solid var(--line) }
-th { position: sticky; top: 0; background: var(--paper); padding: 0 }
-th button { all: unset; cursor: pointer; display: block; padding: 6px 10px; font-weight: 600 }
-th button:focus-visible { outline: 2px solid var(--link); outline-offset: -2px }
-th[aria-sort=ascending] button::after { content: " \\2191" }
-th[aria-sort=descending] button::after { content: " \\2193" }
-.num { text-align: right; font-variant-numeric: tabular-nums }
-tbody tr { cursor: pointer } tbody tr:hover, tr.picked { background: var(--mark) }
-tr.each { background: var(--each); color: var(--quiet) } tr.bad td { color: var(--bad) }
-input { font: inherit; color: inherit; background: var(--paper); padding: 5px 9px;
-  border: 1px solid var(--line); border-radius: 4px; width: 260px; max-width: 100% }
-details { border-bottom: 1px solid var(--line); padding: 5px 0 }
-summary { cursor: pointer; overflow-wrap: anywhere }
-.tools { margin: 8px 0 }
-@media (max-width: 640px) {
-  main { padding: 14px 12px 40px } h1 { font-size: 19px }
-  .wide { display: none } .narrow { display: block }
-  dl { grid-template-columns: minmax(56px, 88px) minmax(0, 1fr); gap: 3px 10px }
-}
-@media print {
-  :root { --ink: #000; --quiet: #444; --paper: #fff; --line: #bbb; --mark: #fff; --each: #fff;
-    --bad: #900; --link: #000 }
-  main { max-width: none; padding: 0 } nav, .tools, .command { display: none }
-  .wide { display: block } .narrow { display: none }
-  .box { overflow: visible; max-height: none; border: 0 } th { position: static }
-  table { font-size: 6px; white-space: normal } th button { padding: 1px 2px }
-  td { padding: 1px 2px; overflow-wrap: anywhere }
-  pre, pre.table { white-space: pre-wrap; font-size: 9px } .plot { overflow: visible }
-  h2, h3 { break-after: avoid } svg, .plot, pre { break-inside: avoid }
-}
-"""
-
-SCRIPT = """
-(function () {
-  document.querySelectorAll("table.rows").forEach(function (table) {
-    var body = table.tBodies[0], section = table.closest("section");
-    var find = function (name) { return section.querySelector("." + name); };
-    var lines = Array.from(body.rows), box = find("filter");
-    var shown = find("shown"), out = find("command");
-    var texts = new Map(lines.map(function (r) { return [r, r.textContent.toLowerCase()]; }));
-    var heads = table.querySelectorAll("th");
-    var apply = function () {
-      var words = box.value.toLowerCase().split(/\\s+/), n = 0;
-      lines.forEach(function (r) {
-        r.hidden = !words.every(function (w) { return texts.get(r).includes(w); });
-        n += !r.hidden;
-      });
-      shown.textContent = n + " of " + lines.length + " rows";
-    };
-    box.addEventListener("input", apply); apply();
-    heads.forEach(function (th, i) {
-      th.addEventListener("click", function () {
-        var up = th.getAttribute("aria-sort") !== "ascending";
-        heads.forEach(function (o) { o.setAttribute("aria-sort", "none"); });
-        th.setAttribute("aria-sort", up ? "ascending" : "descending");
-        lines.sort(function (a, b) {
-          var x = a.cells[i], y = b.cells[i], p = x.textContent, q = y.textContent;
-          if (!p || !q) return (p ? 0 : 1) - (q ? 0 : 1);
-          var d = x.dataset.v && y.dataset.v ? x.dataset.v - y.dataset.v : p.localeCompare(q);
-          return up ? d : -d;
-        });
-        body.append.apply(body, lines);
-      });
-    });
-    body.addEventListener("click", function (e) {
-      var line = e.target.closest("tr");
-      lines.forEach(function (r) { r.classList.toggle("picked", r === line); });
-      if (line) out.textContent = line.dataset.command;
-    });
-  });
-  var plots = Array.from(document.querySelectorAll(".js-plotly-plot"));
-  var ink = function () {
-    var css = getComputedStyle(document.documentElement);
-    plots.forEach(function (plot) {
-      Plotly.relayout(plot, { "font.color": css.getPropertyValue("--ink").trim() });
-    });
-  };
-  var besides = plots.filter(function (plot) {
-    var x = plot.layout.xaxis2 && plot.layout.xaxis.domain;
-    return x && x[1] < 0.5;
-  });
-  if (matchMedia("(max-width: 640px)").matches) besides.forEach(function (plot) {
-    var height = 1.7 * plot.layout.height, whole = [0, 1];
-    plot.style.height = plot.parentNode.style.height = height + "px";
-    Plotly.relayout(plot, { height: height, "xaxis.domain": whole, "xaxis2.domain": whole,
-      "yaxis.domain": [0.6, 1], "yaxis2.domain": [0, 0.4] });
-  });
-  ink();
-  ["(prefers-color-scheme: dark)", "print"].forEach(function (media) {
-    matchMedia(media).addEventListener("change", ink);
-  });
-})();
-"""

@@ -49,13 +49,6 @@ class StepReport:
         text = f"prediction committed {when} the measurement, {self.committed_at}"
         return f"{text}, and not changed since: sha256 {self.digest}"
 
-    @property
-    def short_commitment(self) -> str:
-        when = "before" if self.is_before else "after the start of"
-        return (
-            f"predicted {when} the measurement: {self.committed_at}, sha256 {self.digest[:12]}"
-        )
-
     def lines(self) -> Iterator[str]:
         """Yield the report as text; it ends with a sentence per step."""
         for step in self.steps:
