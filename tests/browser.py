@@ -1,10 +1,14 @@
-"""Chromium on a page, driven over its DevTools protocol through a pipe."""
+"""Chromium on a page, driven over its DevTools protocol through a pipe.
+
+python -m tests.browser PAGE FOLDER     write the pictures of docs/images/page*.png
+"""
 
 import base64
 import json
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +21,11 @@ PROGRAM = next(
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run"),
     *("--disable-background-networking", "--remote-debugging-pipe"),
+)
+# Of pictures for the documents: name, width and height in pixels, scheme.
+_SCREENS = (
+    *(("page", 1280, 960, scheme) for scheme in ("light", "dark")),
+    *(("page-phone", 390, 844, scheme) for scheme in ("light", "dark")),
 )
 
 
@@ -130,3 +139,16 @@ def tab() -> Iterator[Tab]:
             os.close(to_browser[1])
             process.kill()
             process.wait()
+
+
+def main() -> None:
+    """Write the top of a page as PNG files: python -m tests.browser PAGE FOLDER."""
+    page, folder = map(Path, sys.argv[1:])
+    with tab() as opened:
+        for name, width, height, scheme in _SCREENS:
+            opened.open(page, width=width, scheme=scheme)
+            (folder / f"{name}-{scheme}.png").write_bytes(opened.picture(height=height))
+
+
+if __name__ == "__main__":
+    main()

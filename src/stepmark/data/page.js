@@ -46,12 +46,18 @@
     var x = plot.layout.xaxis2 && plot.layout.xaxis.domain;
     return x && x[1] < 0.5;
   });
-  if (matchMedia("(max-width: 640px)").matches) besides.forEach(function (plot) {
-    var height = 1.7 * plot.layout.height, whole = [0, 1];
-    plot.style.height = plot.parentNode.style.height = height + "px";
-    Plotly.relayout(plot, { height: height, "xaxis.domain": whole, "xaxis2.domain": whole,
-      "yaxis.domain": [0.6, 1], "yaxis2.domain": [0, 0.4] });
-  });
+  if (matchMedia("(max-width: 640px)").matches) {
+    besides.forEach(function (plot) {
+      var height = 1.7 * plot.layout.height, whole = [0, 1];
+      plot.style.height = plot.parentNode.style.height = height + "px";
+      Plotly.relayout(plot, { height: height, "xaxis.domain": whole, "xaxis2.domain": whole,
+        "yaxis.domain": [0.6, 1], "yaxis2.domain": [0, 0.4] });
+    });
+    plots.forEach(function (plot) {
+      var width = plot.closest(".plot").clientWidth;
+      if (plot.layout.width > width) Plotly.relayout(plot, { width: width });
+    });
+  }
   ink();
   ["(prefers-color-scheme: dark)", "print"].forEach(function (media) {
     matchMedia(media).addEventListener("change", ink);
