@@ -20,9 +20,10 @@ _NOTE = (
 def page(facts: Mapping[str, Any], prediction: StepPrediction) -> str:
     """Return the document. facts: report.prediction.document."""
     ledgers = prediction.timeline.ledgers
-    ledger = picture(ledgers, ("predicted",), "the step")
     if len(ledgers) > 1:
         ledger = figure_section(*stages(ledgers))
+    else:
+        ledger = picture(ledgers, ("predicted",), "the step")
     timelines = timelines_of([*prediction.timeline.spans()], prediction.step_s)
     results = dict(text.headline(facts, prediction.step_s))
     lines, warning = "\n".join(text.ledger_lines(prediction)), ""
