@@ -90,6 +90,10 @@ STEPS = {
         ledger({PRODUCTS: 60, (Group.IDLE, Idle.HOST): 40}), predicted=ledger({PRODUCTS: 60})
     ),
     "unexplained": step(
+        ledger({PRODUCTS: 95, (Group.IDLE, Idle.UNEXPLAINED): 5}),
+        predicted=ledger({PRODUCTS: 95}),
+    ),
+    "unknown": step(
         ledger({PRODUCTS: 60, (Group.IDLE, Idle.UNEXPLAINED): 40}),
         predicted=ledger({PRODUCTS: 60}),
     ),
@@ -120,7 +124,8 @@ def test_every_command_runs(name: str) -> None:
         ("difference", "30 ms longer", "trace messages", 30),
         ("products", "30 ms shorter", "trace kernels", None),
         ("idle", "40 ms longer", "critical-path", 40),
-        ("unexplained", "40 ms longer", "trace breakdown", 40),
+        ("unexplained", "5 ms longer", "trace breakdown", 5),
+        ("unknown", "unexplained", "--profile", None),
         ("doubtful", "busy host", "--launches 3", None),
         ("memory", "20 of 140 GiB", "--find-batch", None),
     ],
@@ -138,6 +143,7 @@ def test_what_the_data_do_not_show_is_not_suggested() -> None:
     assert suggestions(norms) == ()
     other = replace(STEPS["waiting"], has_trace=False)
     assert not any("trace" in each.command for each in suggestions(other))
+    assert len(suggestions(STEPS["unknown"])) == 1  # its lines are not known, nor their gains
     on_cpu = replace(STEPS["eager"], case=single(device="cpu"))
     assert not any("--compile" in each.command for each in suggestions(on_cpu))
 

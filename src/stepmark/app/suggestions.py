@@ -14,7 +14,7 @@ from stepmark.core.record import Environment
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import options_of
 from stepmark.core.training import CompileScope, Fp8
-from stepmark.report.ledger import differences, lines_of, words_of
+from stepmark.report.ledger import differences, doubt, lines_of, words_of
 from stepmark.report.predicted_steps import Suggestion
 
 MOST = 3
@@ -54,7 +54,8 @@ def suggestions(step: Measurement) -> tuple[Suggestion, ...]:
     """
     gains = sorted(_gains(step), key=lambda each: -(each.gain_ns or 0))
     notable = [each for each in gains if (each.gain_ns or 0) >= _share(step, _NOTABLE)]
-    return tuple([*_doubt(step), *_difference(step), *notable, *_batch(step)][:MOST])
+    of_lines = () if doubt(step.measured) else (*_difference(step), *notable)
+    return tuple([*_doubt(step), *of_lines, *_batch(step)][:MOST])
 
 
 def _share(step: Measurement, share: float) -> float:
@@ -62,11 +63,16 @@ def _share(step: Measurement, share: float) -> float:
 
 
 def _doubt(step: Measurement) -> Iterator[Suggestion]:
-    """Yield the repetition of a measurement that something speaks against."""
+    """Yield the repetition of a measurement, or of a profile, that something speaks against."""
     if validity := text(step.row, "validity"):
         command = f"{command_of(step.case)} --launches 3"
         yield Suggestion(
             text=f"The step is doubtful ({validity}): measure it again", command=command
+        )
+    if doubt(step.measured):
+        command = f"{command_of(step.case)} --profile"
+        yield Suggestion(
+            text="The profile leaves the step unexplained: profile it again", command=command
         )
 
 

@@ -259,19 +259,19 @@ def sentence(
     parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
     if validity:
         parts[0] += f" (doubtful: {validity})"
-    doubt = _doubt(measured)
+    unknown = doubt(measured)
     if predicted is not None:
         facts = "; ".join(filter(None, (_error(predicted, measured), interval)))
         parts[0] += f", predicted {_short(predicted.window_ns)} ms ({facts})"
         largest = max(differences(predicted, measured), key=lambda each: abs(each.ns))
-        if largest.ns and not doubt:
+        if largest.ns and not unknown:
             total = f"line differences add up to {_short(absolute_ns(predicted, measured))} ms"
             than = f"{'longer' if largest.ns > 0 else 'shorter'} than predicted"
             where = f"{words_of(largest.line)}, {_short(abs(largest.ns))} ms {than}"
             parts.append(f"{total}, the largest is {where}")
     if mfu_pct is not None:
         parts.append(f"{mfu_pct:.0f} % MFU")
-    return "; ".join([*parts, doubt or to_gain(measured)])
+    return "; ".join([*parts, unknown or to_gain(measured)])
 
 
 def _error(predicted: Ledger, measured: Ledger) -> str:
@@ -281,7 +281,7 @@ def _error(predicted: Ledger, measured: Ledger) -> str:
     return f"{abs(error):.1f} % too {side}" if abs(error) >= 0.05 else "within 0.05 %"
 
 
-def _doubt(measured: Ledger) -> str:
+def doubt(measured: Ledger) -> str:
     """Return why the lines are not known; "" where the profile explains the step."""
     rest_ns = measured.lines.get(_UNEXPLAINED, 0)
     share = _percent(rest_ns, measured.window_ns)
