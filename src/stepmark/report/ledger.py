@@ -34,7 +34,7 @@ NAMES = ("predicted", "measured")
 _NOTABLE_PCT = 1.0
 _MOST_UNEXPLAINED_PCT = 10.0  # of a step whose profile tells where its time goes
 _AVOIDABLE = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA, Idle.RANK)
-_UNEXPLAINED: Line = Group.IDLE, str(Idle.UNEXPLAINED)
+UNEXPLAINED: Line = Group.IDLE, str(Idle.UNEXPLAINED)
 _MS = 1e6
 
 
@@ -109,9 +109,9 @@ def _table(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int]]]:
     Unexplained time is none of a group: it may be negative, which idle time is not.
     """
     yield "step", [own.window_ns for own in ledgers]
-    rest = [own.lines.get(_UNEXPLAINED, 0) for own in ledgers]
+    rest = [own.lines.get(UNEXPLAINED, 0) for own in ledgers]
     for group in Group:
-        if lines := [line for line in lines_of(ledgers, group) if line != _UNEXPLAINED]:
+        if lines := [line for line in lines_of(ledgers, group) if line != UNEXPLAINED]:
             totals = [own.total(group) for own in ledgers]
             if group is Group.IDLE:
                 totals = [total - ns for total, ns in zip(totals, rest, strict=True)]
@@ -238,7 +238,7 @@ def source_line(measured: MeasuredLedger) -> str:
     cost_ns = measured.profiled.window_ns - measured.ledger.window_ns
     than = f"{_ms(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
     text = f"{which}: {_ms(measured.profiled.window_ns)} ms with the profiler, {than}"
-    rest_ns = measured.ledger.lines.get(_UNEXPLAINED, 0)
+    rest_ns = measured.ledger.lines.get(UNEXPLAINED, 0)
     return f"measured: {text}" + f"; {_ms(rest_ns)} ms are unexplained" * bool(rest_ns)
 
 
@@ -283,7 +283,7 @@ def _error(predicted: Ledger, measured: Ledger) -> str:
 
 def doubt(measured: Ledger) -> str:
     """Return why the lines are not known; "" where the profile explains the step."""
-    rest_ns = measured.lines.get(_UNEXPLAINED, 0)
+    rest_ns = measured.lines.get(UNEXPLAINED, 0)
     share = _percent(rest_ns, measured.window_ns)
     if abs(share) < _MOST_UNEXPLAINED_PCT:
         return ""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stepmark.core.columns import aligned
 from stepmark.core.ledger import Group, Ledger
-from stepmark.report.ledger import lines_of, words_of
+from stepmark.report.ledger import UNEXPLAINED, lines_of, words_of
 
 _SMALLEST_SHARE = 0.01  # of the step: shorter lines are one
 _MOST_ROWS = 10
@@ -14,7 +14,10 @@ _PLACES = ((100e6, 1), (10e6, 2), (0.0, 3))  # of ms, by the length of the step 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerRow:
-    """A line of one or several ledgers in ms. group: None for the other lines together."""
+    """A line of one or several ledgers in ms.
+
+    group: None for unexplained time, and for the other lines together.
+    """
 
     words: str
     group: Group | None
@@ -56,8 +59,9 @@ def ledger_table(ledgers: Sequence[Ledger]) -> LedgerTable:
         times_ns = [own.lines.get(line, 0) for line in kept]
         times_ns += [sum(own.lines.get(line, 0) for line in rest)] if rest else []
         columns.append(_rounded(times_ns, places))
-    words = [(words_of(line), line[0]) for line in kept]
-    names: list[tuple[str, Group | None]] = [*words]
+    names: list[tuple[str, Group | None]] = [
+        (words_of(line), None if line == UNEXPLAINED else line[0]) for line in kept
+    ]
     names += [(f"{len(rest)} other lines", None)] if rest else []
     return LedgerTable(
         rows=tuple(
