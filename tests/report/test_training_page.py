@@ -2,10 +2,12 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
+from stepmark.core.case import Label
 from stepmark.core.columns import Row, digits, number
 from stepmark.core.record import Measured
 from stepmark.core.training import Training
@@ -175,6 +177,17 @@ def test_figures_of_what_was_measured() -> None:
     found = drawn(many)
     assert sum(title.startswith("Samples: ") for title, *_ in found) == MAX_CASES
     assert "2 more cases are not drawn" in found[0][1]
+
+
+def test_phases_and_losses_are_those_of_steps_not_of_their_calibration() -> None:
+    part = replace(single(), mbs=1, labels=(Label(role="kernels"),))
+    figures = drawn([flat(part, 0.1), flat(single(), 0.5)])
+    titles = [title for title, *_ in figures]
+    assert titles[0].endswith("mbs 2 seq 4096: amp")  # the step comes first
+    assert titles[1].endswith("(calibration: kernels)")
+    phases, loss = (figure for *_, figure in figures[2:])
+    assert [len(trace.y) for trace in phases.data] == [1] * 4
+    assert len(loss.data) == 1
 
 
 def page(with_operators: bool) -> str:

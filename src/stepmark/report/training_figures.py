@@ -46,14 +46,20 @@ def drawn(records: Sequence[Record]) -> list[Drawn]:
     for record in ran[:MAX_CASES]:
         note = f"Shaded: warm-up, left out of all rates; it may exceed the upper edge.{more}"
         figures.append((f"Samples: {name_of(record.train)}", note, samples(record)))
-    if any(mean_phases(record, 0) for record in ran):
+    # A case that calibrates is part of a model: its phases and loss are those of no step.
+    steps = [record for record in ran if not record.train.labels] or ran
+    if any(mean_phases(record, 0) for record in steps):
         note = (
             "Mean sample of the slowest rank over whole cycles, so that the optimizer counts."
         )
-        figures.append(("Phases of a sample", note, phase_bars(ran)))
-    if any(record.training and record.training.loss for record in ran):
-        note = "Loss of each sample from the very first one, mean over ranks."
-        figures.append(("Loss", note, losses(ran)))
+        figures.append(("Phases of a sample", note, phase_bars(steps)))
+    with_loss = [record for record in steps if record.training and record.training.loss]
+    if with_loss:
+        few = with_loss[:MAX_CASES]
+        left_out = len(with_loss) - len(few)
+        more = f" {left_out} more cases are not drawn." if left_out else ""
+        note = f"Loss of each sample from the very first one, mean over ranks.{more}"
+        figures.append(("Loss", note, losses(few)))
     return figures
 
 
