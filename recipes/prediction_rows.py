@@ -22,11 +22,9 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from stepmark.app import run as main_job
 from stepmark.app import step_report, view
@@ -34,7 +32,6 @@ from stepmark.app.machine import machine
 from stepmark.app.measure import measure_quietly, resume
 from stepmark.core.errors import StepmarkError
 from stepmark.core.flops import per_token
-from stepmark.core.ledger import Group, Ledger
 from stepmark.core.option_groups import ResumeOptions
 from stepmark.core.options import WholeNumbers, build, flag
 from stepmark.core.plan import STEP_LAUNCH
@@ -42,7 +39,8 @@ from stepmark.core.record import Measured
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.report.ledger import absolute_ns, differences
-from stepmark.store import plans, predictions
+from stepmark.report.predicted_steps import Step
+from stepmark.store import ledgers, plans, predictions
 from stepmark.store.reader import list_runs
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -139,22 +137,7 @@ class _Numbers:
     only: WholeNumbers = flag("numbers of rows", default=())
 
 
-_RECORDS, _LEDGERS = "records.jsonl", "ledgers.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _MeasuredStep:
-    """The ledger of a measured step. lines: group, name and ns."""
-
-    rank: int
-    clock_hz: float | None
-    energy_j: float | None
-    lines: list[tuple[str, str, int]]
-
-    @property
-    def ledger(self) -> Ledger:
-        lines = {(Group(group), name): time_ns for group, name, time_ns in self.lines}
-        return Ledger(window_ns=sum(lines.values()), lines=lines)
+_RECORDS = "records.jsonl"
 
 
 _MORE_ERRORS = (
@@ -245,28 +228,16 @@ def _again(arguments: argparse.Namespace) -> int:
 def _pack(arguments: argparse.Namespace) -> int:
     for path in list_runs(Path(arguments.runs)):
         packed = Path(arguments.results) / path.name
-        steps = {n: asdict(step) for n, step in _measured_steps(path, view.view(path)).items()}
+        steps = _measured_steps(path, view.view(path))
         shutil.copytree(path, packed, ignore=shutil.ignore_patterns("*-launch*", "*.html"))
-        (packed / _LEDGERS).write_text(json.dumps(steps, indent=1) + "\n", encoding="utf-8")
+        ledgers.write(packed, {case_id: step.measured for case_id, step in steps.items()})
     return 0
 
 
-def _measured_steps(path: Path, run: view.View) -> dict[str, _MeasuredStep]:
+def _measured_steps(path: Path, run: view.View) -> dict[str, Step]:
     """Return the measured steps of a run that have a ledger, by case."""
-    if (path / _LEDGERS).is_file():
-        return msgspec.json.decode(
-            (path / _LEDGERS).read_bytes(), type=dict[str, _MeasuredStep]
-        )
     report = step_report.step_report(path, run)
-    return {
-        step.case_id: _MeasuredStep(
-            rank=step.measured.rank,
-            clock_hz=step.power[1].clock_hz,
-            energy_j=step.power[1].energy_j,
-            lines=[(*map(str, line), ns) for line, ns in step.measured.ledger.lines.items()],
-        )
-        for step in (report.steps if report else ())
-    }
+    return {step.case_id: step for step in (report.steps if report else ())}
 
 
 def _print(rows: list[dict[str, Any]], runs: str) -> int:
@@ -315,7 +286,7 @@ def _row(
     committed: step_report.Commitment,
     own: step_report.Committed,
     records: list[Measured],
-    step: _MeasuredStep | None,
+    step: Step | None,
 ) -> dict[str, Any]:
     case = records[0].train
     facts = records[0].training
@@ -358,11 +329,12 @@ def _row(
     if step is None or not own.ledgers:
         return row
     for name, first, second in (
-        ("clock_error_pct", own.power.clock_hz, step.clock_hz),
-        ("energy_error_pct", own.power.energy_j, step.energy_j),
+        ("clock_error_pct", own.power.clock_hz, step.power[1].clock_hz),
+        ("energy_error_pct", own.power.energy_j, step.power[1].energy_j),
     ):
         row[name] = 100 * (first / second - 1) if first and second else None
-    ledger, predicted = step.ledger, own.ledgers[of_case(case).stage_of(step.rank)]
+    ledger = step.measured.ledger
+    predicted = own.ledgers[of_case(case).stage_of(step.measured.rank)]
     row["lines_error_pct"] = 100 * absolute_ns(predicted, ledger) / ledger.window_ns
     large = [
         100 * abs(each.ns) / each.second_ns

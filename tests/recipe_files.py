@@ -216,8 +216,8 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             file="report/page.py",
-            before='            section("Environment"',
-            text='            section("Cases by family", families.table(records)),\n',
+            before='        section("Environment"',
+            text='        section("Cases by family", families.table(records)),\n',
         ),
     ),
 }

@@ -59,8 +59,8 @@ def test_the_profilers_cost_is_taken_off(tmp_path: Path) -> None:
     """Of the median step, of the rank that works the longest; lines add up to the real step."""
     own = measured_ledger(tmp_path, traced(tmp_path, [1.08e-3] * 3))
     assert (own.rank, own.num_ranks, own.step, own.num_steps) == (1, 2, 2, 3)
+    assert own.profiled is not None
     assert (own.profiled.window_ns, own.ledger.window_ns) == (1_100_000, 1_080_000)
-    assert own.profiling_ns == 20_000
     assert own.profiled.lines[Group.IDLE, "host"] == 51_000
     assert own.ledger.lines == {**own.profiled.lines, (Group.IDLE, "host"): 31_000}
     assert own.ledger.within == {"transfer": 540_000}
@@ -252,12 +252,13 @@ def test_the_page_of_a_predicted_step(
     capsys.readouterr()
     html = (path / "report.html").read_text()
     titles = re.findall("<h2>(.*?)</h2>", html)
-    assert titles[0] == "Predicted and measured"
-    assert titles[1].startswith("Ledger of ")
-    assert titles[1].endswith(", predicted and measured")
-    assert titles[2].startswith("Lines of ")
-    assert titles[3] == "Summary"
-    assert "measured 1.08 ms, predicted 1 ms (7.4 % too low; no interval); " in html
+    assert titles[0].startswith("Lines of ")
+    assert titles[1] == "Prediction"
+    assert titles[2].startswith("Samples: ")
+    (headline,) = re.findall("<h1>(.*?)</h1>", html)
+    assert headline.endswith("measured 1.08 ms, predicted 1 ms (7.4 % too low)")
+    assert html.index(headline) < html.index("<title>Ledger of ") < html.index("<nav>")
+    assert "note: prediction: no interval" in html
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
     assert re.search(r"\n    matmul +0\.600 +0\.\d+ ", html)
@@ -265,7 +266,7 @@ def test_the_page_of_a_predicted_step(
     assert "sum of absolute differences" in html
     assert status(["runs", "show", str(path)]) == 0
     sentence = capsys.readouterr().out.splitlines()[-1]
-    assert "measured 1.08 ms, predicted 1 ms (7.4 % too low; no interval); " in sentence
+    assert "measured 1.08 ms, predicted 1 ms (7.4 % too low); " in sentence
     (path / "traces" / "rank1.json").unlink()
     assert status(["report", str(path)]) == 0
     html = (path / "report.html").read_text()
@@ -285,6 +286,7 @@ def test_the_page_of_a_prediction_that_was_changed(
     assert "it was changed since" in capsys.readouterr().err
     html = (path / "report.html").read_text()
     titles = re.findall("<h2>(.*?)</h2>", html)
-    assert titles[:3] == ["Predicted and measured", "Summary", "Training"]
+    assert not any(title.startswith(("Lines of", "Prediction")) for title in titles)
+    assert html.index('class="warning"') < html.index("<nav>")
     assert f"committed (sha256 {digest[:16]}): it was changed since" in html
     assert "predicted 1" not in html

@@ -2,16 +2,17 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
-from plotly.offline import get_plotlyjs
 from rich.console import Console
 
+from stepmark.core.case import Label
 from stepmark.core.columns import Row, digits, number
 from stepmark.core.record import Measured
 from stepmark.core.training import Training
 from stepmark.report.op_columns import rows as operator_rows
-from stepmark.report.page import html
+from stepmark.report.page import html, plotly_js
 from stepmark.report.summary import train_lines
 from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_figures import MAX_CASES, drawn, losses, phase_bars, samples
@@ -133,7 +134,8 @@ def test_every_sample_is_drawn_with_the_warm_up_shaded() -> None:
     assert all(len(trace.y) == 2 + 8 for trace in figure.data)
     assert figure.data[0].y[0] == pytest.approx(2500)
     assert figure.data[0].y[2] == pytest.approx(500)
-    (shade,) = figure.layout.shapes
+    shade, median = figure.layout.shapes
+    assert median.y0 == median.y1 == pytest.approx(500)
     assert (shade.x0, shade.x1) == (-0.5, 1.5)
     # Five times as long, and so above the edge: or it would flatten what is measured.
     assert tuple(figure.layout.yaxis.range) == (0, pytest.approx(625))
@@ -177,17 +179,32 @@ def test_figures_of_what_was_measured() -> None:
     assert "2 more cases are not drawn" in found[0][1]
 
 
+def test_phases_and_losses_are_those_of_steps_not_of_their_calibration() -> None:
+    part = replace(single(), mbs=1, labels=(Label(role="kernels"),))
+    figures = drawn([flat(part, 0.1), flat(single(), 0.5)])
+    titles = [title for title, *_ in figures]
+    assert titles[0].endswith("mbs 2 seq 4096: amp")  # the step comes first
+    assert titles[1].endswith("(calibration: kernels)")
+    phases, loss = (figure for *_, figure in figures[2:])
+    assert [len(trace.y) for trace in phases.data] == [1] * 4
+    assert len(loss.data) == 1
+
+
 def page(with_operators: bool) -> str:
     records, run, device = full_train_run(), train_run(), train_device()
     held = full_run() if with_operators else []
-    return html(
-        run,
-        [*held, *records],
-        operator_rows(held, run, device=device),
-        device,
-        (),
-        rows([*held, *records], run, device),
-    ).replace(get_plotlyjs(), "")
+    return (
+        html(
+            run,
+            [*held, *records],
+            operator_rows(held, run, device=device),
+            device,
+            (),
+            rows([*held, *records], run, device),
+        )
+        .replace(plotly_js(), "")
+        .replace('href="#', "")
+    )
 
 
 def test_page_of_training_alone(table: list[Row]) -> None:

@@ -5,7 +5,6 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from plotly.offline import get_plotlyjs
 
 from stepmark.core.columns import Row
 from stepmark.core.model import find_model
@@ -14,6 +13,7 @@ from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import CommOp, ComputeOp, Workload, pass_of
 from stepmark.report import workload_tables as tables
 from stepmark.report import workload_text
+from stepmark.report.page import plotly_js
 from stepmark.report.workload_page import layers, page, sizes
 from stepmark.workload.job import Job
 from stepmark.workload.rules.megatron import rule as megatron
@@ -117,7 +117,7 @@ def test_only_settings_that_are_no_defaults_are_said(workload: Workload) -> None
 
 
 def test_the_page_holds_all_and_needs_no_network(workload: Workload) -> None:
-    text = page(workload, 1).replace(get_plotlyjs(), "")
+    text = page(workload, 1).replace(plotly_js(), "")
     titles = re.findall(r"<h2>(.*?)</h2>", text)
     assert titles == [
         *("Workload", "Pipeline", "Computation by stage"),

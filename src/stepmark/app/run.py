@@ -15,7 +15,7 @@ from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
 from stepmark.app.runs import write_run_page
 from stepmark.app.step_report import reported
-from stepmark.app.view import console, view
+from stepmark.app.view import view
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -38,7 +38,7 @@ from stepmark.core.run_options import RunOptions
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import TrainOptions, given_options
 from stepmark.core.units import GIB, KIB, MIB
-from stepmark.report import summary
+from stepmark.report import first_screen
 from stepmark.workload.rules.pytorch.case import of_case
 
 _NAMES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -243,16 +243,14 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
 
 
 def show(path: Path, values: Mapping[str, object], code: int) -> int:
-    """Write the page; show a summary, the ledger and the sentence. Returns the exit code."""
+    """Write the page; show the machine, the answer and the ledger. Returns the exit code."""
     run = view(path)
     report = reported(path, run)
     page = write_run_page(path, run, report)
-    lines = summary.comm_lines(run.comm_rows)
-    for line in (*lines, *summary.train_lines(run.train_rows)):
-        console().print(line, markup=False, highlight=False, soft_wrap=True)
-    summary.terminal_summary(run.run, run.rows, console(), report=page)
     if isinstance(report, ConfigError):
         delivery.finish(run, path, code)
         raise report
-    sys.stdout.write("".join(f"{line}\n" for line in (report.lines() if report else ())))
+    rows = run.rows, run.comm_rows, run.train_rows
+    lines = first_screen.lines(run.run, *rows, report, page)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
     return delivery.finish(run, path, code)

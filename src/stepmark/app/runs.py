@@ -20,6 +20,7 @@ from stepmark.core.verb_options import (
     ShowOptions,
     SqlOptions,
 )
+from stepmark.report import summary
 from stepmark.report.predicted_steps import StepReport
 from stepmark.store import query
 from stepmark.store.codec import to_plain
@@ -54,7 +55,15 @@ def print_run(path: Path, run: View) -> None:
     show_rows(run)
     report: StepReport | None = load("stepmark.app.step_report:step_report")(path, run)
     if report is not None:
-        sys.stdout.writelines(f"{line}\n" for line in report.lines())
+        lines = (*_summary(run), *report.lines())
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+
+
+def _summary(run: View) -> list[str]:
+    """Return one finding per line."""
+    operators = summary.summary_lines(run.run, run.rows) if run.rows else []
+    others = summary.comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
+    return ["", *operators, *others]
 
 
 def export_run(options: ExportOptions) -> None:
@@ -156,11 +165,14 @@ def write_run_page(
     """Write the page of a run. report: of the steps that it predicted, if any."""
     target = target or path / "report.html"
     html = load("stepmark.report.page:html")  # with plotly
-    sections = load("stepmark.report.ledger_page:sections")(report) if report else ""
+    sections: dict[str, str] = {}
+    if report:
+        names = ("headline", "answer", "evidence")
+        sections = {n: load(f"stepmark.report.ledger_page:{n}")(report) for n in names}
     if run.replay_rows:
         logs = load("stepmark.app.replay_log:of_run")(path, run.records)
         replays = load("stepmark.report.replay_page:sections")
-        sections += "\n".join(replays(*each) for each in logs)
+        sections["replays"] = "\n".join(replays(*each) for each in logs)
     rows = run.rows, run.device, run.comm_rows, run.train_rows
-    write_text(target, html(run.run, run.records, *rows, sections), "out")
+    write_text(target, html(run.run, run.records, *rows, **sections), "out")
     return target

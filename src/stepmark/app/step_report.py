@@ -13,8 +13,9 @@ from stepmark.app import predict, replay_log
 from stepmark.app.parts import read_parts
 from stepmark.app.predict_target import Target
 from stepmark.app.step_ledger import measured_ledger
+from stepmark.app.suggestions import Measurement, suggestions
 from stepmark.app.view import View, median_s
-from stepmark.core.columns import Row, text
+from stepmark.core.columns import Row, number, text
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
 from stepmark.core.plan import STEP_LAUNCH, Plan
@@ -26,7 +27,7 @@ from stepmark.report import ledger as report_ledger
 from stepmark.report import prediction as report
 from stepmark.report.predicted_steps import Step, StepReport
 from stepmark.report.training_words import shape_text
-from stepmark.store import predictions
+from stepmark.store import ledgers, predictions
 from stepmark.workload.rules.pytorch.case import of_case
 
 VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
@@ -135,6 +136,7 @@ class Committed:
     bound: str = ""
     device: str = ""
     interval: str = ""
+    has_interval: bool = False
     power: StepPower = StepPower()
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -175,6 +177,7 @@ def commitment(path: Path) -> Commitment | None:
             own = replace(
                 own,
                 **{name: known[name] for name in ("step_s", "bound", "device", "interval")},
+                has_interval=None not in known.get("interval_s", (None,)),
                 allocated_bytes=sizes.get("allocated_bytes"),
                 reserved_bytes=sizes.get("reserved_bytes"),
                 power=StepPower(**{n: known[n] for n in ("clock_hz", "power_w", "energy_j")}),
@@ -203,10 +206,12 @@ def step_report(path: Path, run: View) -> StepReport | None:
     created_at = datetime.fromisoformat(committed.created_at).timestamp()
     steps: list[Step] = []
     notes: list[str] = []
-    is_before = True
+    is_before, kept = True, ledgers.read(path)
     for own in committed.steps:
         if own.problem:
             notes.append(f"no prediction: {own.problem}")
+        elif not own.has_interval:
+            notes.append(f"prediction: {own.interval}")
         records = records_of(run, own.case_id)
         for record in records:
             if record.started_at < created_at - _CLOCK_STEP_S:
@@ -214,12 +219,11 @@ def step_report(path: Path, run: View) -> StepReport | None:
                 notes.append("the step was measured before its prediction was committed")
             if record.training and record.training.traces:
                 try:
-                    measured = measured_ledger(path, record)
+                    measured = kept.get(own.case_id) or measured_ledger(path, record)
                 except ConfigError as error:
                     notes.append(f"no ledger: {error}")
                     continue
-                step = _step(own, record, measured, run)
-                steps.append(replace(step, replayed=_replayed(path, run, measured)))
+                steps.append(_step(own, record, measured, path, run))
                 notes += measured.notes
         if own.ledgers and records and own.case_id not in {step.case_id for step in steps}:
             notes.append(_totals(own, records))
@@ -271,13 +275,15 @@ def _totals(own: Committed, records: Sequence[Measured]) -> str:
     return f"{name}: {measured}, predicted {1e3 * own.step_s:.1f} ms ({own.interval})"
 
 
-def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View) -> Step:
+def _step(
+    own: Committed, record: Measured, measured: MeasuredLedger, path: Path, run: View
+) -> Step:
     case = record.train
     devices = ", ".join(sorted({device.name for device in run.run.environment.devices}))
     name = f"{case.model.name} {case.strategy} on {case.num_ranks} x {devices}"
     place = case.case_id, record.launch
     rows = [r for r in run.train_rows if (r.get("case_id"), r.get("launch")) == place]
-    mfu = next((row["mfu_pct"] for row in rows if row.get("mfu_pct") is not None), None)
+    row = next((row for row in rows if row["rank"] is None), {})
     ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
     return Step(
         case_id=case.case_id,
@@ -289,9 +295,21 @@ def _step(own: Committed, record: Measured, measured: MeasuredLedger, run: View)
             name,
             measured.ledger,
             ledger,
-            interval=own.interval,
-            mfu_pct=mfu if isinstance(mfu, float) else None,
-            validity=next((text(row, "validity") for row in rows if row["validity"]), ""),
+            interval=own.interval if own.has_interval else "",
+            mfu_pct=number(row, "mfu_pct"),
+            validity=text(row, "validity"),
+        ),
+        replayed=_replayed(path, run, measured),
+        suggestions=suggestions(
+            Measurement(
+                case=case,
+                predicted=ledger,
+                measured=measured.ledger,
+                run=str(path),
+                has_trace=measured.profiled is not None,
+                row=row,
+                environment=run.run.environment,
+            )
         ),
     )
 

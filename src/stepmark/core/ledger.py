@@ -150,21 +150,16 @@ class MeasuredLedger:
     """Ledger of a training step, from its profile.
 
     ledger: of the step without the profiler; profiled: of the profiled step of the rank that
-    works the longest, thus the one that others wait for.
+    works the longest, thus the one that others wait for. None: the trace is not kept.
     """
 
     ledger: Ledger
-    profiled: Ledger
     rank: int
-    num_ranks: int  # with a trace
-    step: int
-    num_steps: int  # profiled, of which `step` is the median by its time
+    profiled: Ledger | None = None
+    num_ranks: int = 1  # with a trace
+    step: int | None = None
+    num_steps: int = 0  # profiled, of which `step` is the median by its time
     notes: tuple[str, ...] = ()
-
-    @property
-    def profiling_ns(self) -> int:
-        """Return what the profiled step takes longer."""
-        return self.profiled.window_ns - self.ledger.window_ns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

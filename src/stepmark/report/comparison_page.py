@@ -47,7 +47,9 @@ def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
 def drawn(comparison: Comparison) -> list[Drawn]:
     """Return a figure of each group of lines."""
     base = comparison.names[0]
-    note = f"Right: speed over {base}, with 99 % intervals; the band is +-{EFFECT_FLOOR:.0%}."
+    note = (
+        f"The second: speed over {base}, with 99 % intervals; the band is +-{EFFECT_FLOOR:.0%}."
+    )
     sized: dict[tuple[str | int | float | None, ...], list[Line]] = {}
     for line in comparison.lines:
         if line.size_bytes:

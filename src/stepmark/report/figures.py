@@ -4,9 +4,11 @@ Colours are Okabe and Ito's, which colour-blind readers distinguish, on transpar
 page sets the ink by the reader's light or dark scheme.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from itertools import cycle
+from math import ceil, floor, log10
+from textwrap import wrap
 
 import plotly.graph_objects as go
 from plotly.graph_objects import Figure
@@ -25,6 +27,7 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 INK = "#777777"
 GRID = "rgba(128,128,128,0.25)"
 Drawn = tuple[str, str, Figure]  # title, note, figure
+_FEW_POWERS = 3  # of ten, on a logarithmic axis
 
 
 def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
@@ -49,9 +52,10 @@ def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Fi
             text=[_hover(row, run) for row in own],
             hovertemplate="%{text}<extra></extra>",
         )
-    ticks = {"dtick": 1, "exponentformat": "power"}
-    figure.update_xaxes(type="log", title="FLOP per byte of compulsory traffic", **ticks)
-    figure.update_yaxes(type="log", title="TFLOP/s", **ticks)
+    reached = [y for trace in figure.data for y in trace.y if y]
+    title = "FLOP per byte of compulsory traffic"
+    figure.update_xaxes(type="log", title=title, **log_ticks([low, high]))
+    figure.update_yaxes(type="log", title="TFLOP/s", **log_ticks(reached))
     return styled(figure, height=520)
 
 
@@ -84,27 +88,33 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
     return styled(figure, height=170 + 26 * len(bars))
 
 
-def time_breakdown(rows: Sequence[Row], run: RunInfo) -> Figure:
-    """Draw time x count of each role in one layer by pass, of the fastest backend."""
+def time_breakdown(rows: Sequence[Row], run: RunInfo, *, is_layer: bool = True) -> Figure:
+    """Draw time x count of each role by pass, of the fastest backend.
+
+    Of one layer, or of what is no part of a layer: head, loss and optimizer.
+    """
     best: dict[tuple[str, str, str], tuple[float, Row]] = {}
     for row in _jobs(rows):
-        if row["model"] and row["role"] and (time_s := number(row, "time_s")):
+        own = _is_of_layer(text(row, "role")) is is_layer
+        if own and row["model"] and row["role"] and (time_s := number(row, "time_s")):
             key = (_setting(row), text(row, "role"), text(row, "pass"))
             if key not in best or time_s < best[key][0]:
                 best[key] = (time_s, row)
     several = len({setting for setting, *_ in best}) > 1
     figure = go.Figure()
     for index, phase in enumerate(dict.fromkeys(phase for *_, phase in best)):
-        own = {key: timed for key, timed in best.items() if key[2] == phase}
+        timed = {key: each for key, each in best.items() if key[2] == phase}
+        names = [_ALTERNATIVES.get(role, role) for _, role, _ in timed]
         figure.add_bar(
             orientation="h",
-            y=[escape(f"{key[0]} {key[1]}" if several else key[1]) for key in own],
-            x=[time_s * (number(row, "count") or 1) * 1e3 for time_s, row in own.values()],
+            y=[
+                folded(f"{setting} {name}" if several else name)
+                for (setting, *_), name in zip(timed, names, strict=True)
+            ],
+            x=[time_s * (number(row, "count") or 1) * 1e3 for time_s, row in timed.values()],
             name=phase or "pass not given",
             marker_color=COLOURS[index % len(COLOURS)],
-            hovertext=[
-                f"{_hover(row, run)}<br>x {row['count']} per layer" for _, row in own.values()
-            ],
+            hovertext=[f"{_hover(row, run)}<br>x {row['count']}" for _, row in timed.values()],
             hoverinfo="text",
         )
     only = next(iter(best), ("",))[0]
@@ -113,6 +123,19 @@ def time_breakdown(rows: Sequence[Row], run: RunInfo) -> Figure:
     figure.update_yaxes(automargin=True, autorange="reversed")
     figure.update_layout(barmode="stack")
     return styled(figure, height=170 + 26 * len({key[:2] for key in best}))
+
+
+_ALTERNATIVES = {
+    "loss_chunked": "loss_chunked (instead of loss)",
+    "optimizer_layer": "optimizer_layer (of each layer)",
+    "optimizer_moe_layer": "optimizer_moe_layer (of each MoE layer)",
+    "optimizer_ends": "optimizer_ends (embedding, head)",
+}
+
+
+def _is_of_layer(role: str) -> bool:
+    """Return whether a layer has the role. The others are once per step, or alternatives."""
+    return role not in ("head", "loss", *_ALTERNATIVES)
 
 
 def _setting(row: Row) -> str:
@@ -163,13 +186,19 @@ def _jobs(rows: Sequence[Row]) -> list[Row]:
 
 def _names(bars: Sequence[Row]) -> list[str]:
     """Name bars; equal names get their shape, then a number."""
-    keys = ("model", "role", "pass", "backend")
+    has_models = len({row["model"] for row in bars if row["role"]}) > 1
+    keys = (*["model"] * has_models, "role", "pass", "backend")
     short = [_joined(row, keys if row["role"] else ("family", "shape", *keys)) for row in bars]
     long = [
         name if short.count(name) == 1 else f"{name} {escape(text(row, 'shape'))}"
         for name, row in zip(short, bars, strict=True)
     ]
     return unique(long)
+
+
+def folded(name: str) -> str:
+    """Return a name as HTML in lines that leave room for the figure, also on a phone."""
+    return "<br>".join(map(escape, wrap(name, 28, break_on_hyphens=False)))
 
 
 def unique(names: Sequence[str]) -> list[str]:
@@ -206,6 +235,31 @@ def curve_style(index: int, *, width: float = 2, size: int = 7) -> dict[str, obj
         "line": {"color": COLOURS[index % len(COLOURS)], "width": width, "dash": dash},
         "marker": _marker(index, size=size),
     }
+
+
+def log_ticks(
+    values: Sequence[float], words: Callable[[float], str] = "{:g}".format
+) -> dict[str, object]:
+    """Return ticks for a logarithmic axis: 1, 2, 5 of each power of ten, or of many powers 1.
+
+    words: of a tick.
+    """
+    if not values:
+        return {}
+    low, high = floor(log10(min(values))), ceil(log10(max(values)))
+    steps = (1, 2, 5) if high - low <= _FEW_POWERS else (1,)
+    ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
+    return {"tickvals": ticks, "ticktext": [words(tick) for tick in ticks]}
+
+
+def reference_line(figure: Figure, y: float, name: str) -> None:
+    """Draw a dashed line across the figure, named at its right end."""
+    figure.add_hline(
+        y=y,
+        line={"color": INK, "dash": "dash", "width": 1},
+        annotation={"text": name, "font": {"size": 11}},
+        annotation_position="bottom right",
+    )
 
 
 def styled(figure: Figure, height: int) -> Figure:

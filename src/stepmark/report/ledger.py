@@ -34,7 +34,7 @@ NAMES = ("predicted", "measured")
 _NOTABLE_PCT = 1.0
 _MOST_UNEXPLAINED_PCT = 10.0  # of a step whose profile tells where its time goes
 _AVOIDABLE = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA, Idle.RANK)
-_UNEXPLAINED: Line = Group.IDLE, str(Idle.UNEXPLAINED)
+UNEXPLAINED: Line = Group.IDLE, str(Idle.UNEXPLAINED)
 _MS = 1e6
 
 
@@ -109,9 +109,9 @@ def _table(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int]]]:
     Unexplained time is none of a group: it may be negative, which idle time is not.
     """
     yield "step", [own.window_ns for own in ledgers]
-    rest = [own.lines.get(_UNEXPLAINED, 0) for own in ledgers]
+    rest = [own.lines.get(UNEXPLAINED, 0) for own in ledgers]
     for group in Group:
-        if lines := [line for line in lines_of(ledgers, group) if line != _UNEXPLAINED]:
+        if lines := [line for line in lines_of(ledgers, group) if line != UNEXPLAINED]:
             totals = [own.total(group) for own in ledgers]
             if group is Group.IDLE:
                 totals = [total - ns for total, ns in zip(totals, rest, strict=True)]
@@ -230,13 +230,15 @@ def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
 
 def source_line(measured: MeasuredLedger) -> str:
     """Return which step was measured, and what became of the profiler's cost."""
+    if measured.profiled is None:
+        return f"measured: the lines of rank {measured.rank}; its trace is not kept in the run"
     which = f"step {measured.step}, the median of {measured.num_steps}, of rank {measured.rank}"
     if measured.num_ranks > 1:
         which += f", which works the longest of {measured.num_ranks}"
-    cost_ns = measured.profiling_ns
+    cost_ns = measured.profiled.window_ns - measured.ledger.window_ns
     than = f"{_ms(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
     text = f"{which}: {_ms(measured.profiled.window_ns)} ms with the profiler, {than}"
-    rest_ns = measured.ledger.lines.get(_UNEXPLAINED, 0)
+    rest_ns = measured.ledger.lines.get(UNEXPLAINED, 0)
     return f"measured: {text}" + f"; {_ms(rest_ns)} ms are unexplained" * bool(rest_ns)
 
 
@@ -257,19 +259,19 @@ def sentence(
     parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
     if validity:
         parts[0] += f" (doubtful: {validity})"
-    doubt = _doubt(measured)
+    unknown = doubt(measured)
     if predicted is not None:
         facts = "; ".join(filter(None, (_error(predicted, measured), interval)))
         parts[0] += f", predicted {_short(predicted.window_ns)} ms ({facts})"
         largest = max(differences(predicted, measured), key=lambda each: abs(each.ns))
-        if largest.ns and not doubt:
+        if largest.ns and not unknown:
             total = f"line differences add up to {_short(absolute_ns(predicted, measured))} ms"
             than = f"{'longer' if largest.ns > 0 else 'shorter'} than predicted"
             where = f"{words_of(largest.line)}, {_short(abs(largest.ns))} ms {than}"
             parts.append(f"{total}, the largest is {where}")
     if mfu_pct is not None:
         parts.append(f"{mfu_pct:.0f} % MFU")
-    return "; ".join([*parts, doubt or to_gain(measured)])
+    return "; ".join([*parts, unknown or to_gain(measured)])
 
 
 def _error(predicted: Ledger, measured: Ledger) -> str:
@@ -279,9 +281,9 @@ def _error(predicted: Ledger, measured: Ledger) -> str:
     return f"{abs(error):.1f} % too {side}" if abs(error) >= 0.05 else "within 0.05 %"
 
 
-def _doubt(measured: Ledger) -> str:
+def doubt(measured: Ledger) -> str:
     """Return why the lines are not known; "" where the profile explains the step."""
-    rest_ns = measured.lines.get(_UNEXPLAINED, 0)
+    rest_ns = measured.lines.get(UNEXPLAINED, 0)
     share = _percent(rest_ns, measured.window_ns)
     if abs(share) < _MOST_UNEXPLAINED_PCT:
         return ""

@@ -1,5 +1,6 @@
 """Two ledgers beside each other on a page: predicted and measured, or two runs."""
 
+import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
@@ -9,7 +10,8 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.kernel_groups import COMMUNICATION
 from stepmark.core.ledger import WAITING, Group, Ledger, Line
 from stepmark.core.prediction import LEFT_OUT
-from stepmark.report.figures import COLOURS, INK, Drawn, styled
+from stepmark.report import ledger_svg
+from stepmark.report.figures import Drawn, styled
 from stepmark.report.ledger import (
     NAMES,
     difference_lines,
@@ -18,7 +20,7 @@ from stepmark.report.ledger import (
     source_line,
     words_of,
 )
-from stepmark.report.page import figure_section, section
+from stepmark.report.page import section
 from stepmark.report.predicted_steps import StepReport
 from stepmark.report.trace_page import COLOURS_OF
 
@@ -30,32 +32,71 @@ def html(
     *,
     step: str = "the step",
     text: Sequence[str] = (),
-    more: Sequence[str] = (),
 ) -> str:
-    """Return the sections: the waterfalls, and the lines. more: tables after them."""
-    lines = [*difference_lines(first, second, names), *more]
-    return figure_section(*waterfalls((first, second), names, step)) + section(
+    """Return the sections: the picture, and the lines."""
+    lines = [*difference_lines(first, second, names)]
+    return picture((first, second), names, step) + section(
         f"Lines of {escape(step)}", _paragraphs(text) + _table(lines)
     )
 
 
-def sections(report: StepReport | ConfigError) -> str:
-    """Return what a run says of its predicted steps, or why the prediction is refused."""
-    title = "Predicted and measured"
+def picture(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> str:
+    """Return the section with the picture of one ledger, or of two."""
+    note = "Each line begins where the one above ends, so the lines add up to the step."
+    title = f"Ledger of {step}, {' and '.join(names)}"
+    drawn = ledger_svg.html(ledgers, names, title)
+    return section(escape(title), _paragraphs([note], "quiet") + drawn)
+
+
+def headline(report: StepReport | ConfigError) -> str:
+    """Return the answer about the first step in a few words, "" without one."""
+    if isinstance(report, ConfigError) or not report.steps:
+        return ""
+    return clauses(report.steps[0].sentence)[0]
+
+
+def answer(report: StepReport | ConfigError) -> str:
+    """Return what a reader sees first: of each step the ledger, and what is worth doing."""
     if isinstance(report, ConfigError):
-        return section(title, f'<p class="warning">{escape(str(report))}</p>')
-    sentences = _paragraphs(step.sentence for step in report.steps)
-    notes = [*(f"note: {note}" for note in report.notes), report.commitment]
-    parts = [section(title, sentences + _paragraphs(notes, "quiet"))]
+        return f'<p class="warning">{escape(str(report))}</p>'
+    parts = []
+    for index, step in enumerate(report.steps):
+        first, rest = clauses(step.sentence)
+        parts += [f"<h2>{escape(first)}</h2>"] if index else []
+        parts.append(_paragraphs([rest]))
+        ledgers = [step.measured.ledger]
+        ledgers[:0] = [step.predicted] if step.predicted is not None else []
+        parts.append(ledger_svg.html(ledgers, NAMES[-len(ledgers) :], f"Ledger of {step.name}"))
+        items = "".join(
+            f"<li>{escape(each.text)}:<pre>{escape(each.command)}</pre></li>"
+            for each in step.suggestions
+        )
+        parts.append(f"<h3>Worth doing</h3><ol>{items}</ol>" if items else "")
+    return "\n".join(parts)
+
+
+def clauses(sentence: str) -> tuple[str, str]:
+    """Return the first clause of a sentence, and the others."""
+    first, *others = re.split(r"; (?![^(]*\))", sentence, maxsplit=1)
+    rest = "".join(others)
+    return first, rest[:1].upper() + rest[1:]
+
+
+def evidence(report: StepReport | ConfigError) -> str:
+    """Return the sections with every line of the ledgers and where they are from."""
+    if isinstance(report, ConfigError):
+        return ""
+    parts = []
     for step in report.steps:
         text = [source_line(step.measured), *step.replayed]
-        measured = step.measured.ledger
-        if step.predicted is None:
-            parts.append(figure_section(*waterfalls([measured], NAMES[1:], step.name)))
-            parts.append(section(f"Source of {escape(step.name)}", _paragraphs(text)))
-            continue
-        more = ["", *power_lines(*step.power)]
-        parts.append(html(step.predicted, measured, step=step.name, text=text, more=more))
+        lines = []
+        if step.predicted is not None:
+            lines = [*difference_lines(step.predicted, step.measured.ledger), ""]
+            lines += power_lines(*step.power)
+        table = _table(lines) if lines else ""
+        parts.append(section(f"Lines of {escape(step.name)}", table + _paragraphs(text)))
+    notes = [*(f"note: {note}" for note in report.notes), report.commitment]
+    parts.append(section("Prediction", _paragraphs(notes, "quiet")))
     return "\n".join(parts)
 
 
@@ -65,48 +106,6 @@ def _paragraphs(texts: Iterable[str], kind: str = "") -> str:
 
 def _table(lines: Sequence[str]) -> str:
     return f'<pre class="table">{escape(chr(10).join(lines).strip())}</pre>'
-
-
-def waterfalls(
-    ledgers: Sequence[Ledger], names: Sequence[str], step: str = "the step"
-) -> Drawn:
-    """Return the lines of each ledger, one after the other up to the step's time."""
-    lines = [line for group in Group for line in lines_of(ledgers, group)]
-    words = [escape(words_of(line)).replace(" under ", "<br>under ") for line in lines]
-    figure = go.Figure()
-    for own, name, colour in zip(ledgers, names, COLOURS, strict=False):
-        marker = {"marker": {"color": colour}}
-        figure.add_waterfall(
-            orientation="h",
-            y=[*words, "step"],
-            x=[*(own.lines.get(line, 0) / 1e6 for line in lines), own.window_ns / 1e6],
-            measure=[*["relative"] * len(lines), "total"],
-            text=[_label(own.lines.get(line, 0)) for line in lines] + [_label(own.window_ns)],
-            textposition="outside",
-            textfont={"size": 11},
-            cliponaxis=False,
-            name=escape(name),
-            increasing=marker,
-            decreasing=marker,
-            totals=marker,
-            connector={"line": {"color": INK, "width": 0.5}},
-            hovertemplate="%{y}: %{delta:.3f} ms<extra>" + escape(name) + "</extra>",
-        )
-    figure.update_xaxes(title="ms")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    note = (
-        "Each line begins where the one above ends, so the lines add up to the step. "
-        "Compute that overlaps communication has lines of its own."
-    )
-    return (
-        f"Ledger of {step}, {' and '.join(names)}",
-        note,
-        styled(figure, height=150 + 32 * (len(lines) + 1)).update_layout(margin_r=48),
-    )
-
-
-def _label(time_ns: int) -> str:
-    return f"{time_ns / 1e6:,.1f}" if time_ns else ""
 
 
 def stages(ledgers: Sequence[Ledger]) -> Drawn:

@@ -1,10 +1,12 @@
 """A run as one HTML file that needs no network, to mail, to archive, to open offline."""
 
+import re
 from collections.abc import Iterable, Sequence
+from functools import cache
 from html import escape
+from importlib.resources import files
 
 from plotly.graph_objects import Figure
-from plotly.offline import get_plotlyjs
 
 from stepmark.core.columns import Row, text
 from stepmark.core.device import DeviceSpec
@@ -13,10 +15,14 @@ from stepmark.core.units import format_bytes
 from stepmark.report import comm_figures, figures, training_figures
 from stepmark.report.comm_columns import COMM_COLUMNS
 from stepmark.report.figures import Drawn
+from stepmark.report.first_screen import machine_facts
 from stepmark.report.op_columns import OP_COLUMNS
 from stepmark.report.row_tables import describe, table
 from stepmark.report.summary import LEAD, comm_lines, summary_lines, train_lines
 from stepmark.report.train_columns import TRAIN_COLUMNS
+
+_FEW_SECTIONS = 3
+_LAYER_NOTE = "Fastest backend and dtype of each role of a layer (of each kind), once."
 
 
 def html(
@@ -26,48 +32,98 @@ def html(
     device: DeviceSpec | None,
     comm_rows: Sequence[Row] = (),
     train_rows: Sequence[Row] = (),
-    predicted: str = "",
+    *,
+    headline: str = "",
+    answer: str = "",
+    evidence: str = "",
+    replays: str = "",
 ) -> str:
-    """Return the document of operators (rows), collectives and training.
+    """Return the document: the answer, the evidence, then the details.
 
-    predicted: sections about the steps that the run predicted.
+    headline (text) and answer: about the steps that the run predicted; evidence: their lines.
     """
     other_rows = [*comm_rows, *train_rows]
-    body = "\n".join(
-        (
-            predicted,
-            section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
-            *([section("Training", table(train_rows, TRAIN_COLUMNS))] if train_rows else []),
-            *_figures(training_figures.drawn(records) if train_rows else ()),
-            *_figures(_operator_figures(run, rows, device)),
-            *_figures(comm_figures.drawn(comm_rows, run, device)),
-            section("Measurements", table(rows, OP_COLUMNS) if rows or not other_rows else ""),
-            section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
-            section("Skipped and failed", _unmeasured(records, [*rows, *other_rows])),
-            section("Environment", _environment(run)),
-        )
+    shown = (
+        evidence,
+        *_figures(training_figures.drawn(records) if train_rows else ()),
+        section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
+        *_figures(_operator_figures(run, rows, device)),
+        *_figures(comm_figures.drawn(comm_rows, run, device)),
+        replays,
     )
+    details = (
+        section("Training", table(train_rows, TRAIN_COLUMNS) if train_rows else ""),
+        section("Measurements", table(rows, OP_COLUMNS) if rows or not other_rows else ""),
+        section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
+        section("Skipped and failed", _unmeasured(records, [*rows, *other_rows])),
+        section("Environment", _environment(run)),
+    )
+    body = f"{_part('Evidence', shown)}\n{_part('Details', details)}"
     lead = f"{escape(run.created_at)} &middot; <code>{escape(run.command)}</code>"
-    return document(f"stepmark {run.run_id}", lead, body)
+    if answer:
+        facts = definitions(machine_facts(run, rows, comm_rows))
+        answer = f'<div class="answer">{answer}<h3>Machine</h3>{facts}</div>'
+    title = f"stepmark {run.run_id}"
+    return document(title, lead, body, headline=headline, opening=answer)
 
 
-def document(title: str, lead: str, body: str) -> str:
-    """Return a page that needs nothing else. `title` is text; `lead` and `body` are HTML."""
-    heading = escape(title)
+def document(title: str, lead: str, body: str, *, headline: str = "", opening: str = "") -> str:
+    """Return a page that needs nothing else.
+
+    `title` and `headline`, which stands in for it on the page, are text; the others are HTML.
+    opening: what stands above the table of contents.
+    """
+    above = f'<p class="quiet">{escape(title)}</p>' if headline else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{heading}</title>\n"
+        f"<title>{escape(title)}</title>\n"
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<style>{STYLE}</style>\n<script>{get_plotlyjs()}</script></head>\n"
-        f'<body><main><h1>{heading}</h1>\n<p class="quiet">{lead}</p>\n{body}\n</main>\n'
-        f"<script>{SCRIPT}</script></body></html>\n"
+        f"<style>{_data('page.css')}</style>\n<script>{plotly_js()}</script></head>\n"
+        f"<body><main>{above}<h1>{escape(headline or title)}</h1>\n"
+        f'<p class="quiet">{lead}</p>\n{opening}\n{_with_contents(body)}\n</main>\n'
+        f"<script>{_data('page.js')}</script></body></html>\n"
     )
+
+
+def plotly_js() -> str:
+    """Return plotly.js with lines and bars alone: a quarter of the whole library."""
+    return _data("plotly-basic.min.js")
+
+
+@cache
+def _data(name: str) -> str:
+    return files("stepmark").joinpath("data", name).read_text(encoding="utf-8")
+
+
+def _with_contents(body: str) -> str:
+    """Return the sections, which get names, below a table of contents if there are several."""
+    links: dict[str, str] = {}
+
+    def named(match: re.Match[str]) -> str:
+        kind, title = match.groups()
+        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+        if name in links:
+            name += f"-{len(links)}"
+        links[name] = f'<li{kind}><a href="#{name}">{title}</a></li>'
+        return f'<section id="{name}"><h2{kind}>{title}</h2>'
+
+    body = re.sub(r'<section><h2( class="part"|)>(.*?)</h2>', named, body)
+    if len(links) < _FEW_SECTIONS:
+        return body
+    return f"<nav><h3>Contents</h3><ul>{''.join(links.values())}</ul></nav>\n{body}"
 
 
 def section(title: str, content: str) -> str:
     """Return a section, or nothing without content. The title is HTML."""
     return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
+
+
+def _part(title: str, sections: Iterable[str]) -> str:
+    """Return sections under a heading of their own; nothing without any."""
+    inside = "\n".join(filter(None, sections))
+    heading = f'<section><h2 class="part">{title}</h2></section>'
+    return f"{heading}\n{inside}" if inside else ""
 
 
 def _summary(
@@ -132,10 +188,11 @@ def _operator_figures(
             "Operators without matrix products: compulsory bytes over time.",
             figures.bandwidth(rows, run, device),
         ),
+        ("One layer", _LAYER_NOTE, figures.time_breakdown(rows, run)),
         (
-            "One layer",
-            "Fastest backend and dtype of a role; head, loss, optimizer: once per model.",
-            figures.time_breakdown(rows, run),
+            "Head, loss and optimizer",
+            "No part of a layer. Of loss and loss_chunked a step has one: they do not add up.",
+            figures.time_breakdown(rows, run, is_layer=False),
         ),
     )
     return [
@@ -156,7 +213,9 @@ def figure_section(title: str, note: str, figure: Figure) -> str:
         include_plotlyjs=False,
         config={"displaylogo": False, "responsive": True, "displayModeBar": False},
     )
-    return section(escape(title), f'<p class="quiet">{escape(note)}</p>{plot}')
+    return section(
+        escape(title), f'<p class="quiet">{escape(note)}</p><div class="plot">{plot}</div>'
+    )
 
 
 def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> str:
@@ -201,92 +260,3 @@ def _device(device: DeviceInfo) -> str:
     if device.ecc is not None:
         words.append("ECC on" if device.ecc else "ECC off")
     return ", ".join(word for word in [*words, f"power {_power(device)}"] if word)
-
-
-STYLE = """
-:root { --ink: #1b1f24; --quiet: #5a6470; --paper: #fff; --line: #d9dee4; --mark: #fff4d6;
-  --each: #f6f8fa; --bad: #b42318; --link: #0060a8 }
-@media (prefers-color-scheme: dark) { :root { --ink: #e4e7eb; --quiet: #9aa5b1;
-  --paper: #14171b; --line: #30363d; --mark: #3a3217; --each: #1b1f25; --bad: #ff8a7a;
-  --link: #6cb6ff } }
-* { box-sizing: border-box }
-body { margin: 0; background: var(--paper); color: var(--ink);
-  font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif }
-main { max-width: 1200px; margin: 0 auto; padding: 24px 20px 64px }
-h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere }
-h2 { font-size: 17px; margin: 36px 0 8px; padding-top: 12px; border-top: 1px solid var(--line) }
-.quiet { color: var(--quiet); margin: 2px 0 10px; overflow-wrap: anywhere }
-code, pre { font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; background: var(--each);
-  border: 1px solid var(--line); border-radius: 4px; padding: 8px 10px; margin: 8px 0 }
-pre.table { white-space: pre; overflow-x: auto }
-dl { display: grid; grid-template-columns: minmax(90px, max-content) minmax(0, 1fr);
-  gap: 3px 18px; margin: 0 }
-dt { color: var(--quiet); overflow-wrap: anywhere } dd { margin: 0; overflow-wrap: anywhere }
-.warning { background: var(--mark); padding: 6px 10px; border-radius: 4px; margin: 10px 0 0 }
-.box { overflow: auto; max-height: 75vh; border: 1px solid var(--line); border-radius: 4px }
-table { border-collapse: collapse; font-size: 13px; white-space: nowrap; width: 100% }
-th, td { padding: 4px 10px; text-align: left; border-bottom: 1px solid var(--line) }
-th { position: sticky; top: 0; background: var(--paper); padding: 0 }
-th button { all: unset; cursor: pointer; display: block; padding: 6px 10px; font-weight: 600 }
-th button:focus-visible { outline: 2px solid var(--link); outline-offset: -2px }
-th[aria-sort=ascending] button::after { content: " \\2191" }
-th[aria-sort=descending] button::after { content: " \\2193" }
-.num { text-align: right; font-variant-numeric: tabular-nums }
-tbody tr { cursor: pointer } tbody tr:hover, tr.picked { background: var(--mark) }
-tr.each { background: var(--each); color: var(--quiet) } tr.bad td { color: var(--bad) }
-input { font: inherit; color: inherit; background: var(--paper); padding: 5px 9px;
-  border: 1px solid var(--line); border-radius: 4px; width: 260px; max-width: 100% }
-details { border-bottom: 1px solid var(--line); padding: 5px 0 }
-summary { cursor: pointer; overflow-wrap: anywhere }
-.tools { margin: 8px 0 }
-"""
-
-SCRIPT = """
-(function () {
-  document.querySelectorAll("table.rows").forEach(function (table) {
-    var body = table.tBodies[0], section = table.closest("section");
-    var find = function (name) { return section.querySelector("." + name); };
-    var lines = Array.from(body.rows), box = find("filter");
-    var shown = find("shown"), out = find("command");
-    var texts = new Map(lines.map(function (r) { return [r, r.textContent.toLowerCase()]; }));
-    var heads = table.querySelectorAll("th");
-    var apply = function () {
-      var words = box.value.toLowerCase().split(/\\s+/), n = 0;
-      lines.forEach(function (r) {
-        r.hidden = !words.every(function (w) { return texts.get(r).includes(w); });
-        n += !r.hidden;
-      });
-      shown.textContent = n + " of " + lines.length + " rows";
-    };
-    box.addEventListener("input", apply); apply();
-    heads.forEach(function (th, i) {
-      th.addEventListener("click", function () {
-        var up = th.getAttribute("aria-sort") !== "ascending";
-        heads.forEach(function (o) { o.setAttribute("aria-sort", "none"); });
-        th.setAttribute("aria-sort", up ? "ascending" : "descending");
-        lines.sort(function (a, b) {
-          var x = a.cells[i], y = b.cells[i], p = x.textContent, q = y.textContent;
-          if (!p || !q) return (p ? 0 : 1) - (q ? 0 : 1);
-          var d = x.dataset.v && y.dataset.v ? x.dataset.v - y.dataset.v : p.localeCompare(q);
-          return up ? d : -d;
-        });
-        body.append.apply(body, lines);
-      });
-    });
-    body.addEventListener("click", function (e) {
-      var line = e.target.closest("tr");
-      lines.forEach(function (r) { r.classList.toggle("picked", r === line); });
-      if (line) out.textContent = line.dataset.command;
-    });
-  });
-  var ink = function () {
-    var css = getComputedStyle(document.documentElement);
-    document.querySelectorAll(".js-plotly-plot").forEach(function (plot) {
-      Plotly.relayout(plot, { "font.color": css.getPropertyValue("--ink").trim() });
-    });
-  };
-  ink();
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", ink);
-})();
-"""

@@ -8,6 +8,15 @@ from stepmark.report.ledger import difference_lines, power_lines, source_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Suggestion:
+    """Something worth doing. gain_ns: of the step, at most; None: not known."""
+
+    text: str
+    command: str
+    gain_ns: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
     """A step that was predicted, then measured and profiled."""
 
@@ -18,6 +27,7 @@ class Step:
     power: tuple[StepPower, StepPower]  # predicted, measured
     sentence: str
     replayed: tuple[str, ...] = ()  # what its operators and messages take by themselves
+    suggestions: tuple[Suggestion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

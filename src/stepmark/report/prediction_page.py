@@ -6,7 +6,7 @@ from typing import Any
 
 from stepmark.core.prediction import StepPrediction
 from stepmark.report import prediction as text
-from stepmark.report.ledger_page import stages, waterfalls
+from stepmark.report.ledger_page import picture, stages
 from stepmark.report.page import definitions, document, figure_section, section
 from stepmark.report.step_timeline import timelines_of
 from stepmark.report.trace_page import streams
@@ -20,7 +20,10 @@ _NOTE = (
 def page(facts: Mapping[str, Any], prediction: StepPrediction) -> str:
     """Return the document. facts: report.prediction.document."""
     ledgers = prediction.timeline.ledgers
-    ledger = stages(ledgers) if len(ledgers) > 1 else waterfalls(ledgers, ("predicted",))
+    if len(ledgers) > 1:
+        ledger = figure_section(*stages(ledgers))
+    else:
+        ledger = picture(ledgers, ("predicted",), "the step")
     timelines = timelines_of([*prediction.timeline.spans()], prediction.step_s)
     results = dict(text.headline(facts, prediction.step_s))
     lines, warning = "\n".join(text.ledger_lines(prediction)), ""
@@ -28,7 +31,7 @@ def page(facts: Mapping[str, Any], prediction: StepPrediction) -> str:
         warning = f'<p class="warning">memory: {escape(results.pop("memory"))}</p>'
     parts = [
         section("Prediction", definitions(results.items()) + warning),
-        figure_section(*ledger),
+        ledger,
         *(figure_section(*each) for each in streams(timelines, _NOTE, "stage")),
         section("Sources and notes", _sources(facts)),
         section("Lines", f'<pre class="table">{escape(lines)}</pre>'),

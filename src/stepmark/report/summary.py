@@ -5,8 +5,6 @@ Each line starts with its subject, LEAD columns wide.
 
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from stepmark.core.collectives import Collective
 from stepmark.core.columns import Row, digits, number, text
@@ -15,11 +13,8 @@ from stepmark.core.record import RunInfo
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
 from stepmark.report.outcomes import MATMULS
-from stepmark.report.row_tables import describe, grouped, print_lines, validity_counts
+from stepmark.report.row_tables import describe, grouped, validity_counts
 from stepmark.report.training_words import remarks, title
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 # A compute-bound matmul or attention this far under its peak is worth a line.
 OUTLIER_PCT = 50.0
@@ -29,16 +24,7 @@ SLOW_RANK = 1.03
 LEAD = 11
 
 
-def terminal_summary(
-    run: RunInfo, rows: Sequence[Row], console: "Console", *, report: Path | None = None
-) -> None:
-    """Print the summary of a run."""
-    print_lines(summary_lines(run, rows, report=report), console)
-
-
-def summary_lines(
-    run: RunInfo, rows: Sequence[Row], *, report: Path | None = None
-) -> list[str]:
+def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
     """Return one finding per line; what was not measured has no line."""
     names = Counter(device.name for device in run.environment.devices)
     device = ", ".join(f"{count} x {name}" for name, count in names.items())
@@ -55,7 +41,7 @@ def summary_lines(
         lines.append(f"doubtful   {counted}")
     lines += [f"wrong      {describe(row)}" for row in jobs if row["status"] == "wrong"]
     lines += [f"impossible {describe(row)}: above limit" for row in jobs if row["over_limit"]]
-    return lines + ([f"report     {report}"] if report else [])
+    return lines
 
 
 def _statuses(rows: Sequence[Row]) -> str:

@@ -1,17 +1,27 @@
 """Plotly figures of training: samples, phases, loss."""
 
 from collections.abc import Sequence
-from html import escape
+from math import log
 
 import plotly.graph_objects as go
 from plotly.graph_objects import Figure
 
+from stepmark.core.columns import digits
 from stepmark.core.record import Measured, Record
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Schedule
 from stepmark.core.units import format_time
-from stepmark.report.figures import COLOURS, INK, Drawn, curve_style, styled, unique
+from stepmark.report.figures import (
+    COLOURS,
+    INK,
+    Drawn,
+    curve_style,
+    folded,
+    reference_line,
+    styled,
+    unique,
+)
 from stepmark.report.training_rates import PHASES, mean_phases
 from stepmark.report.training_words import name_of
 
@@ -30,19 +40,26 @@ def drawn(records: Sequence[Record]) -> list[Drawn]:
         for record in measured
         if isinstance(record.case, TrainCase) and any(record.samples.seconds[:1])
     ]
+    ran.sort(key=lambda record: bool(record.train.labels))  # calibrations of parts are last
     more = f" {len(ran) - MAX_CASES} more cases are not drawn." if len(ran) > MAX_CASES else ""
     figures: list[Drawn] = []
     for record in ran[:MAX_CASES]:
         note = f"Shaded: warm-up, left out of all rates; it may exceed the upper edge.{more}"
         figures.append((f"Samples: {name_of(record.train)}", note, samples(record)))
-    if any(mean_phases(record, 0) for record in ran):
+    # A case that calibrates is part of a model: its phases and loss are those of no step.
+    steps = [record for record in ran if not record.train.labels] or ran
+    if any(mean_phases(record, 0) for record in steps):
         note = (
             "Mean sample of the slowest rank over whole cycles, so that the optimizer counts."
         )
-        figures.append(("Phases of a sample", note, phase_bars(ran)))
-    if any(record.training and record.training.loss for record in ran):
-        note = "Loss of each sample from the very first one, mean over ranks."
-        figures.append(("Loss", note, losses(ran)))
+        figures.append(("Phases of a sample", note, phase_bars(steps)))
+    with_loss = [record for record in steps if record.training and record.training.loss]
+    if with_loss:
+        few = with_loss[:MAX_CASES]
+        left_out = len(with_loss) - len(few)
+        more = f" {left_out} more cases are not drawn." if left_out else ""
+        note = f"Loss of each sample from the very first one, mean over ranks.{more}"
+        figures.append(("Loss", note, losses(few)))
     return figures
 
 
@@ -54,15 +71,16 @@ def samples(record: Measured) -> Figure:
     for index, (name, values) in enumerate(_by_rank(record)):
         figure.add_scatter(
             x=list(range(len(values))),
-            y=[value * 1e3 for value in values],
+            y=[round(value * 1e3, 4) for value in values],
             name=name,
             **curve_style(index, width=1.5, size=5),
-            text=[f"{name}, sample {i}: {format_time(v)}" for i, v in enumerate(values)],
-            hovertemplate="%{text}<extra></extra>",
+            hovertemplate="sample %{x}: %{y:.4g} ms",
         )
     if dropped:
         edges = {"x0": -0.5, "x1": dropped - 0.5}
         figure.add_vrect(**edges, fillcolor=INK, opacity=0.2, line_width=0)
+    median_ms = 1e3 * summarize(slowest_per_sample(record.samples.seconds)).median
+    reference_line(figure, median_ms, f"median {digits(median_ms)} ms")
     is_micro = record.train.schedule is Schedule.MICRO
     figure.update_xaxes(title="micro-step" if is_micro else "step")
     # A first sample that compiles takes as long as a hundred others and would flatten them.
@@ -96,7 +114,7 @@ def phase_bars(ran: Sequence[Measured]) -> Figure:
     for index, phase in enumerate(PHASES):
         figure.add_bar(
             orientation="h",
-            y=[escape(name) for name in names],
+            y=list(map(folded, names)),
             x=[means[phase] * 1e3 for _, means in bars],
             name=_NAMES[phase],
             marker_color=COLOURS[index],
@@ -106,7 +124,7 @@ def phase_bars(ran: Sequence[Measured]) -> Figure:
     figure.update_layout(barmode="stack")
     figure.update_xaxes(title="ms")
     figure.update_yaxes(automargin=True, autorange="reversed")
-    return styled(figure, height=170 + 26 * len(bars))
+    return styled(figure, height=170 + 52 * len(bars))
 
 
 def losses(ran: Sequence[Measured]) -> Figure:
@@ -117,11 +135,13 @@ def losses(ran: Sequence[Measured]) -> Figure:
     for index, ((_, loss), name) in enumerate(zip(curves, names, strict=True)):
         figure.add_scatter(
             x=list(range(len(loss))),
-            y=list(loss),
-            name=escape(name),
+            y=[round(value, 5) for value in loss],
+            name=folded(name),
             **curve_style(index, width=1.5, size=5),
             hovertemplate="%{x}: %{y:.4f}<extra></extra>",
         )
+    for size in {record.train.model.vocab_size for record, _ in curves}:
+        reference_line(figure, log(size), f"every token as likely: {log(size):.2f}")
     figure.update_xaxes(title="sample")
     figure.update_yaxes(title="loss")
     return styled(figure, height=340 + 20 * len(curves))

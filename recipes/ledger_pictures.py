@@ -1,0 +1,49 @@
+"""The ledger of a step of a run as two pictures, for a light and a dark page.
+
+    python recipes/ledger_pictures.py results/h200-predictions-2 docs/images --step 5
+
+--step: number of the step, of a run with several. docs/images has those of the command above.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from stepmark.app.step_report import step_report
+from stepmark.app.view import view
+from stepmark.core.errors import StepmarkError
+from stepmark.report import ledger_page, ledger_svg
+from stepmark.report.ledger import NAMES
+
+THEMES = {"light": ledger_svg.LIGHT, "dark": ledger_svg.DARK}
+
+
+def main() -> int:
+    """Write the pictures. Returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("run", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--step", type=int, default=1)
+    arguments = parser.parse_args()
+    try:
+        report = step_report(arguments.run, view(arguments.run))
+    except StepmarkError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    steps = report.steps if report else ()
+    if not 1 <= arguments.step <= len(steps):
+        sys.stderr.write(f"--step {arguments.step}: {arguments.run} has {len(steps)} steps\n")
+        return 2
+    step = steps[arguments.step - 1]
+    ledgers = [own for own in (step.predicted, step.measured.ledger) if own is not None]
+    for name, theme in THEMES.items():
+        path = arguments.folder / f"ledger-{name}.svg"
+        title = ledger_page.clauses(step.sentence)[0]
+        names = NAMES[-len(ledgers) :]
+        picture = ledger_svg.svg(ledgers, names, title=title, theme=theme, is_file=True)
+        path.write_text(f"{picture}\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
