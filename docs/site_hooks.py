@@ -1,0 +1,148 @@
+"""What the documents gain when they become a site: tables of flags, and outputs of commands.
+
+    <!-- flags comm -->     the flags of a verb, from its options class
+    ```sh run               commands that the build executes; their output follows
+    ```sh run head=12       the same, and only the first lines of the output
+    ```sh run quiet         commands that later ones on the page need; no output
+
+Commands run one after the other, each page in an empty folder beside examples, results and tests.
+"""
+
+import os
+import posixpath
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+
+from stepmark.cli import main
+from stepmark.core.op_options import options_class
+from stepmark.core.options import REQUIRED, Option, options
+
+ROOT = Path(__file__).parents[1]
+FENCE = re.compile(r"^```sh run(?: head=(\d+)| (quiet))?\n(.*?)^```$", re.M | re.S)
+LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
+NOT_YET = "python.md"  # written beside this site
+
+
+def on_config(config: Any) -> None:
+    """Leave a page out of the navigation while it is not written."""
+    if (ROOT / "docs" / NOT_YET).exists():
+        return
+    for section in config.nav:
+        for pages in section.values():
+            pages[:] = [page for page in pages if NOT_YET not in str(page)]
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Return a page with tables and outputs in place of what asks for them."""
+    source = page.file.src_uri
+    text = re.sub(r"^<!-- flags (.+) -->$", lambda m: flag_tables(m[1]), markdown, flags=re.M)
+    with tempfile.TemporaryDirectory() as folder:
+        for name in ("examples", "results", "tests"):
+            (Path(folder) / name).symlink_to(ROOT / name)
+        text = FENCE.sub(lambda match: _executed(match, Path(folder), source), text)
+    text = re.sub(r"^```(\w+) [^\n]+$", r"```\1", text, flags=re.M)
+    return LINK.sub(lambda match: _outside(match, source), text)
+
+
+def _executed(match: "re.Match[str]", folder: Path, source: str) -> str:
+    head, quiet, block = match.groups()
+    lines: list[str] = []
+    for command in block.replace("\\\n", " ").splitlines():
+        lines += _output(command, folder, source)
+    if head and len(lines) > int(head):
+        lines = [*lines[: int(head)], "..."]
+    commands = f"```sh\n{block}```"
+    return commands if quiet else f"{commands}\n\n```text\n" + "\n".join(lines) + "\n```"
+
+
+def _output(command: str, folder: Path, source: str) -> list[str]:
+    """Return what a command prints; the build fails where the command does."""
+    program, *words = shlex.split(command, comments=True)
+    assert program == "stepmark", command
+    environment = os.environ | {"COLUMNS": "110", "NO_COLOR": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", "stepmark", *words],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    if done.returncode:
+        raise PluginError(f"{source}: {command}: exit code {done.returncode}\n{done.stdout}")
+    return done.stdout.rstrip().splitlines()
+
+
+def _outside(match: "re.Match[str]", source: str) -> str:
+    """Return a link to a file of the checkout, which is no page; site/ lies beside docs/."""
+    text, target, anchor = match.groups()
+    path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(source), target))
+    if path.startswith("docs/"):
+        return match[0]
+    if not (ROOT / path).exists():
+        raise PluginError(f"{source}: {target} is not in the checkout")
+    return f'<a href="{target}{anchor or ""}">{escape(text.replace("`", ""))}</a>'
+
+
+def flag_tables(words: str) -> str:
+    """Return a table per group of flags of a command, such as "comm" or "trace ledger"."""
+    cls = _options_class(*words.split())
+    groups: dict[str, list[Option]] = {}
+    for option in options(cls):
+        groups.setdefault("Arguments" if option.argument else option.group, []).append(option)
+    return "\n".join(line for name in groups for line in _table(name, groups[name]))
+
+
+def _options_class(verb: str, *words: str) -> type:
+    if verb == "op":
+        return options_class(words[0] if words else None)
+    command = main.command(verb, list(words))
+    builders = getattr(getattr(command, "info", None), "cls", None)
+    if builders is not None:
+        command = builders.builders[words[0]](list(words[1:]))
+    cls: type = command.options_class
+    return cls
+
+
+def _table(group: str, members: list[Option]) -> Iterator[str]:
+    yield f"\n**{group}**\n"
+    yield "| flag | meaning | default |"
+    yield "|---|---|---|"
+    for option in members:
+        names = ", ".join(f"`{word}`" for word in _spellings(option))
+        text, default = _default(option)
+        yield f"| {names} | {_cell(text)} | {_cell(default)} |"
+
+
+def _spellings(option: Option) -> tuple[str, ...]:
+    if option.argument:
+        return (option.metavar if option.metavar.isupper() else option.name.upper(),)
+    metavar = "" if option.is_switch else f" {option.metavar}"
+    return (*option.spellings[:-1], option.spellings[-1] + metavar)
+
+
+def _default(option: Option) -> tuple[str, str]:
+    """Return the help without the default that it states, and the default."""
+    stated = re.fullmatch(r"(.*?) \[(.*)\]", option.help, re.S)
+    if stated:
+        return stated[1], stated[2]
+    if option.default is REQUIRED:
+        return option.help, "required"
+    if isinstance(option.default, bool) or option.default in (None, (), ""):
+        return option.help, ""
+    return option.help, option.reader.show(option.default)
+
+
+def _cell(text: str) -> str:
+    return escape(text, quote=False).replace("|", "\\|").replace("*", "\\*").replace("_", "\\_")
