@@ -1,11 +1,10 @@
 """What the documents gain when they become a site: tables of flags, and outputs of commands.
 
-    <!-- flags comm -->     the flags of a verb, from its options class
-    ```sh run               commands that the build executes; their output follows
-    ```sh run head=12       the same, and only the first lines of the output
-    ```sh run quiet         commands that later ones on the page need; no output
+    <!-- flags comm -->      the flags of a verb, from its options class
+    ```sh run                commands that the build executes; their output follows
+    ```sh run head=9 tail=3  the same, and only these lines of the output
 
-Commands run one after the other, each page in an empty folder beside examples, results and tests.
+Commands run one after the other, each page in a folder of its own beside examples and results.
 """
 
 import os
@@ -27,7 +26,7 @@ from stepmark.core.op_options import options_class
 from stepmark.core.options import REQUIRED, Option, options
 
 ROOT = Path(__file__).parents[1]
-FENCE = re.compile(r"^```sh run(?: head=(\d+)| (quiet))?\n(.*?)^```$", re.M | re.S)
+FENCE = re.compile(r"^```sh run(?: head=(\d+))?(?: tail=(\d+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
 NOT_YET = "python.md"  # written beside this site
 
@@ -54,14 +53,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _executed(match: "re.Match[str]", folder: Path, source: str) -> str:
-    head, quiet, block = match.groups()
+    first, last, block = int(match[1] or 0), int(match[2] or 0), match[3]
     lines: list[str] = []
     for command in block.replace("\\\n", " ").splitlines():
         lines += _output(command, folder, source)
-    if head and len(lines) > int(head):
-        lines = [*lines[: int(head)], "..."]
-    commands = f"```sh\n{block}```"
-    return commands if quiet else f"{commands}\n\n```text\n" + "\n".join(lines) + "\n```"
+    if first and len(lines) > first + last:
+        lines = [*lines[:first], "...", *lines[len(lines) - last :]]
+    return f"```sh\n{block}```\n\n```text\n" + "\n".join(lines) + "\n```"
 
 
 def _output(command: str, folder: Path, source: str) -> list[str]:
