@@ -1,4 +1,4 @@
-"""docs/howto/rccl-tests.md and ofi-plugin.md: figures and findings are those that are printed."""
+"""docs/howto/rccl-tests.md and ofi-plugin.md show figures and findings that are printed."""
 
 import re
 import shlex
