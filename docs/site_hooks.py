@@ -94,12 +94,13 @@ def _outside(match: "re.Match[str]", source: str) -> str:
 
 
 def flag_tables(words: str) -> str:
-    """Return a table per group of flags of a command, such as "comm" or "trace ledger"."""
+    """Return the flags of a command, such as "comm" or "trace ledger", by group."""
     cls = _options_class(*words.split())
     groups: dict[str, list[Option]] = {}
     for option in options(cls):
         groups.setdefault("Arguments" if option.argument else option.group, []).append(option)
-    return "\n".join(line for name in groups for line in _table(name, groups[name]))
+    head = ["", "| flag | meaning | default |", "|---|---|---|"]
+    return "\n".join([*head, *(row for name in groups for row in _rows(name, groups[name]))])
 
 
 def _options_class(verb: str, *words: str) -> type:
@@ -113,10 +114,8 @@ def _options_class(verb: str, *words: str) -> type:
     return cls
 
 
-def _table(group: str, members: list[Option]) -> Iterator[str]:
-    yield f"\n**{group}**\n"
-    yield "| flag | meaning | default |"
-    yield "|---|---|---|"
+def _rows(group: str, members: list[Option]) -> Iterator[str]:
+    yield f"| **{group}** | | |"
     for option in members:
         names = ", ".join(f"`{word}`" for word in _spellings(option))
         text, default = _default(option)
