@@ -36,7 +36,7 @@ PLAINER = {
     r"an? own": "its own",
     r"so do(es)?|so is it|so are they": "also",
 }
-FIRST_WORDS = r"So many|So long|So much|Of (?:an?|one|several|many|all)|Nor|Were"
+FIRST_WORDS = r"So many|So long|So much|Of (?:an?|one|several)|Nor|Were"
 OPENINGS = rf"(?:^|(?<=[.:;] )|(?<=\| ))({FIRST_WORDS}) "
 
 
