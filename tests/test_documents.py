@@ -17,6 +17,8 @@ import pytest
 
 from stepmark.cli import main
 from stepmark.core import options
+from stepmark.core.op_options import LAYER
+from stepmark.core.ops import FAMILIES
 
 ROOT = Path(__file__).parents[1]
 DIARY = ROOT / "docs" / "LOG.md"
@@ -45,6 +47,7 @@ STAND_INS = {
 }
 # What `latest` is for a verb that does not read the run of a calibration, which is the latest.
 LATEST = {"trace": "tests/data/gloo-traces", "logs": "results/h200-x4-comm-queued-1"}
+SELF_EXPLANATORY = {"completion"}  # verbs that need no page
 CALIBRATION = ROOT / "results" / "h200-predictions-2"
 
 
@@ -150,6 +153,13 @@ def test_small_commands_measure(page: Path, capfd: pytest.CaptureFixture[str]) -
         kinds = re.findall(r'"kind":\s*"(\w+)"', (run / "records.jsonl").read_text())
         assert "measured" in kinds
         assert "failed" not in kinds
+
+
+def test_every_verb_and_family_is_described() -> None:
+    verbs = {page.stem for page in ROOT.glob("docs/verbs/*.md")} - {"index"}
+    assert verbs | SELF_EXPLANATORY == main.VERBS.keys() | SELF_EXPLANATORY
+    families = (ROOT / "docs/verbs/op.md").read_text().split("## Families")[1].split("## ")[0]
+    assert set(re.findall(r"`([\w-]+)`", families)) == {*FAMILIES, LAYER}
 
 
 def anchors(page: Path) -> set[str]:
