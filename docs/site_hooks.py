@@ -7,12 +7,12 @@
 Commands run one after the other, each page in a folder of its own beside examples and results.
 """
 
+import contextlib
+import io
 import os
 import posixpath
 import re
 import shlex
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from html import escape
@@ -32,7 +32,8 @@ NOT_YET = "python.md"  # written beside this site
 
 
 def on_config(config: Any) -> None:
-    """Leave a page out of the navigation while it is not written."""
+    """Set the width of outputs; leave a page out of the navigation while it is not written."""
+    os.environ |= {"COLUMNS": "110", "NO_COLOR": "1"}
     if (ROOT / "docs" / NOT_YET).exists():
         return
     for section in config.nav:
@@ -47,39 +48,32 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     with tempfile.TemporaryDirectory() as folder:
         for name in ("examples", "results", "tests"):
             (Path(folder) / name).symlink_to(ROOT / name)
-        text = FENCE.sub(lambda match: _executed(match, Path(folder), source), text)
+        with contextlib.chdir(folder):
+            text = FENCE.sub(lambda match: _executed(match, source), text)
     text = re.sub(r"^```(\w+) [^\n]+$", r"```\1", text, flags=re.M)
     return LINK.sub(lambda match: _outside(match, source), text)
 
 
-def _executed(match: "re.Match[str]", folder: Path, source: str) -> str:
+def _executed(match: "re.Match[str]", source: str) -> str:
     first, last, block = int(match[1] or 0), int(match[2] or 0), match[3]
     lines: list[str] = []
     for command in block.replace("\\\n", " ").splitlines():
-        lines += _output(command, folder, source)
+        lines += _output(command, source)
     if first and len(lines) > first + last:
         lines = [*lines[:first], "...", *lines[len(lines) - last :]]
     return f"```sh\n{block}```\n\n```text\n" + "\n".join(lines) + "\n```"
 
 
-def _output(command: str, folder: Path, source: str) -> list[str]:
+def _output(command: str, source: str) -> list[str]:
     """Return what a command prints; the build fails where the command does."""
     program, *words = shlex.split(command, comments=True)
     assert program == "stepmark", command
-    environment = os.environ | {"COLUMNS": "110", "NO_COLOR": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "stepmark", *words],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    if done.returncode:
-        raise PluginError(f"{source}: {command}: exit code {done.returncode}\n{done.stdout}")
-    return done.stdout.rstrip().splitlines()
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        status = main.status(words)
+    if status:
+        raise PluginError(f"{source}: {command}: exit code {status}\n{shown.getvalue()}")
+    return shown.getvalue().rstrip().splitlines()
 
 
 def _outside(match: "re.Match[str]", source: str) -> str:
