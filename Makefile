@@ -12,7 +12,7 @@ CAN_MAKE_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11
 HAS_TORCH := import sys, torch; \
   sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
 
-.PHONY: run setup test test-cluster mutations soak size check lint format types imports clean
+.PHONY: run setup test test-cluster mutations soak size docs check lint format types imports clean
 
 run: $(VENV)/.installed
 	$(BIN)/stepmark run $(ARGS)
@@ -61,6 +61,10 @@ soak: $(VENV)/.installed-dev
 size: $(VENV)/.installed-dev
 	$(BIN)/python tests/size.py $(ARGS)
 
+# Builds the documents into site/, which is read from disk. Commands of its pages are executed.
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
+
 # Every step, also after one that failed; the tests last.
 check: $(VENV)/.installed-dev
 	@status=0; \
@@ -82,7 +86,7 @@ imports: $(VENV)/.installed-dev
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A torch that the interpreter already has (a container's, a module system's) is kept.
@@ -108,4 +112,8 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 	$(PIP) -r requirements-dev.lock
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed requirements-docs.lock
+	$(PIP) -r requirements-docs.lock
 	@touch $@

@@ -1,0 +1,88 @@
+"""Words and openings of sentences that documents, help and messages do not use.
+
+A word of this list is not always wrong, but a reader of English meets a plainer one more often.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from stepmark.cli import main
+from stepmark.core.options import load, options
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "stepmark"
+# The diary is dated: its entries are left as they are.
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in ROOT.glob("docs/**/*.md") if page.name != "LOG.md"),
+]
+PLAINER = {
+    r"(not )?to be had": "not available",
+    r"at hand": "available",
+    r"for ever": "forever, or: it would deadlock",
+    r"thus|thereby|whence|lest": "so, so that",
+    r"nobody": "no rank, no process",
+    r"goes on": "continues",
+    r"l(ies?|ay) (in|on|at|within|there|end)": "is in",
+    r"stands (there|beside|above)": "is there, is printed with",
+    r"mend(s|ed)?": "correct",
+    r"(was|were|is) (asked|told) (?!apart)": "the subject and what it did",
+    r"crew|stillborn|siblings?|guests?|company|alarms|bells?|aside": "the field's term: STYLE",
+    r"(rank|host|file|process|GPU|page)s? (knows?|wants?|likes?)": "has, is given",
+    r"an? own": "its own",
+    r"so do(es)?|so is it|so are they": "also",
+}
+FIRST_WORDS = r"So many|So long|So much|Of (?:an?|one|several)|Nor|Were"
+OPENINGS = rf"(?:^|(?<=[.:;] )|(?<=\| ))({FIRST_WORDS}) "
+
+
+def suspicious(text: str) -> list[str]:
+    """Return the words and openings of a text that are on the list, with what is plainer."""
+    text = re.sub(r"`[^`]*`", "", re.sub(r"^```.*?^```", "", text, flags=re.M | re.S))
+    hits = [
+        f"{match[0]!r} -> {plainer}"
+        for words, plainer in PLAINER.items()
+        for match in re.finditer(rf"\b(?:{words})\b", text, re.I)
+    ]
+    return hits + [f"opens with {match[1]!r}" for match in re.finditer(OPENINGS, text, re.M)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_pages(page: Path) -> None:
+    assert suspicious(page.read_text()) == []
+
+
+def help_texts() -> Iterator[str]:
+    for entry in main.VERBS.values():
+        yield from (entry.help, entry.doc)
+        for option in options(load(entry.options)) if entry.options else ():
+            yield option.help
+
+
+def messages() -> Iterator[str]:
+    """Yield the literal parts of the rules that errors of users state."""
+    for file in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ConfigError":
+                for part in ast.walk(node):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        yield part.value
+
+
+@pytest.mark.parametrize("texts", [help_texts, messages], ids=["help", "messages"])
+def test_texts_of_the_program(texts: "type[Iterator[str]]") -> None:
+    every = list(texts())
+    assert len(every) > 100
+    assert [hit for text in every for hit in suspicious(text)] == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Four GPUs were not to be had.", "Of one layer.", "The job goes on.", "So many bytes."],
+)
+def test_what_is_suspicious(text: str) -> None:
+    assert len(suspicious(text)) == 1
