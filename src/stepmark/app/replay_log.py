@@ -1,5 +1,6 @@
 """The log of a replay: of a record of a run, or of a replay that is started from Python."""
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 from stepmark.app import file_times
 from stepmark.app.measured_curves import run_curves
 from stepmark.core.comm_curve import Curve
+from stepmark.core.errors import ConfigError
 from stepmark.core.record import Measured, Record
 from stepmark.core.replay_case import Compute, ReplayCase
 from stepmark.report.replay_log import ReplayLog
@@ -19,14 +21,25 @@ from stepmark.workload.formats import native
 def of_run(
     path: Path, records: Iterable[Record], curves: Sequence[Curve] = ()
 ) -> Iterator[tuple[str, ReplayLog]]:
-    """Yield the file and the log of each replay that a run measured."""
+    """Yield the file and the log of each replay that a run measured.
+
+    A replay whose file of times is lost is left out, and stderr says so.
+    """
     for record in records:
         if isinstance(record, Measured) and isinstance(record.case, ReplayCase):
-            yield record.case.file, of_record(path, record, curves)
+            try:
+                log = of_record(path, record, curves)
+            except ConfigError as error:
+                sys.stderr.write(f"# {error}\n")
+                continue
+            yield record.case.file, log
 
 
 def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> ReplayLog:
-    """Return the log of a measured replay of a run. curves: of other runs."""
+    """Return the log of a measured replay of a run. curves: of other runs.
+
+    Raises ConfigError where its file of times cannot be read.
+    """
     case, replayed = record.case, record.replay
     assert isinstance(case, ReplayCase)
     assert replayed is not None
@@ -38,7 +51,7 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
     return ReplayLog(
         workload=workload,
         seconds=np.array(record.samples.seconds),
-        spans=np.load(path / TRACES / replayed.spans, allow_pickle=False),
+        spans=_spans(path / TRACES / replayed.spans),
         blocked_s=replayed.blocked_s,
         event_s=replayed.event_s,
         num_warmups=plan.how.replay.warmups,
@@ -48,3 +61,12 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
         curves=curves or run_curves(path),
         step_of_trace_s=step_s if is_whole and isinstance(step_s, float) else None,
     )
+
+
+def _spans(file: Path) -> np.ndarray:
+    try:
+        spans: np.ndarray = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("replay", file, f"a file of times ({reason})") from None
+    return spans
