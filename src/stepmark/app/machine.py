@@ -11,7 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepmark.core.device import find_device_by_alias, load_devices
+from stepmark.core.device import find_device_by_alias, unknown_device
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import job, outer_launcher
 
@@ -85,12 +85,12 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
     if device in (None, "cuda", "cpu"):
         cards = [] if device == "cpu" else _cards()
         if device == "cuda" and not cards:
-            raise ConfigError("device", "cuda", "cpu, since torch finds no accelerator here")
+            allowed = "cpu, since torch finds no accelerator here (or h200, ... with --dry-run)"
+            raise ConfigError("device", "cuda", allowed)
         return _machine_of(cards)
     spec = find_device_by_alias(str(device))
     if spec is None:
-        names = ", ".join(load_devices())
-        raise ConfigError("device", device, f"cuda or cpu, or for --dry-run one of {names}")
+        raise unknown_device(device, "cuda", "cpu", note="; all but these two need --dry-run")
     cards = _cards()
     if cards and cards[0].name in spec.names:
         return _machine_of(cards)

@@ -26,7 +26,12 @@ class _Command(Command):
 def command(arguments: Sequence[str]) -> Any:
     """Return the verb."""
     doc = "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster."
-    return verb(LaunchOptions, "stepmark.app.launch:run", doc, _Command)
+    examples = (
+        "launch --slurm --nodes 4 --gpus-per-node 8 -- comm all_reduce -b 1K -e 1G",
+        "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
+        "launch --follow 123456",
+    )
+    return verb(LaunchOptions, "stepmark.app.launch:run", doc, *examples, command=_Command)
 
 
 def check(words: Sequence[str]) -> None:

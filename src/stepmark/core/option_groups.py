@@ -44,29 +44,29 @@ class RunFolder:
 class Output(RunFolder, Files):
     """Run."""
 
-    resume: str | None = flag("go on with this run: skip measured cases, retry failed")
-    force: bool = flag("resume although the environment differs", default=False)
+    resume: str | None = flag(
+        "go on with this run: skip measured cases, retry failed", rare=True
+    )
+    force: bool = flag("resume although the environment differs", default=False, rare=True)
 
 
 @group
 class Device:
-    """Device."""
+    """Run."""
 
-    device: str | None = flag(
-        "cuda or cpu, or for --dry-run the name of any device [cuda where there is one]"
-    )
+    device: str | None = flag("cuda or cpu; with --dry-run any, e.g. h200 [cuda if any]")
 
 
 @group
 class Budget:
-    """Time limits."""
+    """Run."""
 
     budget: Duration | None = flag("time for all cases together, e.g. 60s")
 
 
 @group
 class TimeLimits(Budget):
-    """Time limits."""
+    """Run."""
 
     timeout: Duration | None = flag(
         "a case that takes longer has failed [600s; comm 60s]", "--timeout", "-T"
@@ -124,4 +124,5 @@ class Axes:
         "copies, each over the other ranks (HSDP)",
         "--dp-replicate",
         "--num-distributed-optimizer-instances",
+        rare=True,
     )

@@ -51,25 +51,25 @@ class Basis:
     """Prediction."""
 
     from_run: str | None = flag(
-        "predict the step of this run, with its calibration; other options change it"
+        "predict this run's step with its calibration; options change it"
     )
     calibration: str | None = flag(
-        "run of `stepmark calibrate` or `run` whose parts are used [the latest of this device]"
+        "run of `calibrate` or `run` with the parts [the latest of this device]"
     )
-    device: str | None = flag(
-        "predict for this device, e.g. h200, by its data sheet and published efficiencies"
-    )
+    device: str | None = flag("predict for this device, e.g. h200, from its data sheet")
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
     gbs: int | None = flag(
-        "sequences per optimizer step over all ranks [mbs x data ranks x grad-accum]",
+        "sequences per optimizer step [mbs x data ranks x grad-accum]",
         "--gbs",
         "--global-batch",
     )
     what_if: Changes | None = flag(
-        "predict another device: bandwidth of links and of memory (hbm) and FLOP/s by a "
-        "factor; power=WATTS, its limit, with a calibration of power"
+        "change the device: bandwidth of links or memory (hbm), FLOP/s (flops) by a factor; "
+        "power=1000W limits it"
     )
-    force: bool = flag("use a calibration of another device or version", default=False)
+    force: bool = flag(
+        "use a calibration of another device or version", default=False, rare=True
+    )
 
 
 @group
@@ -94,7 +94,7 @@ class PredictOptions(Basis, CaseOptions, PredictionFiles):
     """stepmark predict."""
 
     models: tuple[str, ...] = flag(
-        "a model's name or config.json; or a workload file of any format",
+        "a model's name, a config.json, or a workload file of any format",
         default=(),
         argument=True,
         metavar="MODEL|WORKLOAD",
