@@ -20,6 +20,7 @@ from stepmark.core.options import Option
 T = TypeVar("T")
 Builder = Callable[[list[str]], Any]  # makes a command from its arguments
 _WORDS = "stepmark.words"  # of the command line, for messages
+_NAMES_OF = "stepmark.cli.completion:names_of"  # read only by a shell that completes
 _ALL = "stepmark.all"  # whether help shows all options
 
 
@@ -60,6 +61,11 @@ class Group(_WithoutPydantic, typer.core.TyperGroup):
     builders: Mapping[str, Builder] = {}
     topics: Mapping[str, Sequence[str]] = {}  # names of commands by heading
 
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            args = ["--help"]
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not args[0].startswith("-") and args[0] not in self.builders:
             raise not_one_of("command", args[0], self.builders)
@@ -72,9 +78,11 @@ class Group(_WithoutPydantic, typer.core.TyperGroup):
         width = max(map(len, self.builders)) + 2
         for title, names in (self.topics or {"Commands": [*self.builders]}).items():
             with formatter.section(title):
-                formatter.write_dl(
-                    [(name.ljust(width), self.commands[name].help) for name in names]
-                )
+                rows = [(name.ljust(width), self.commands[name].help) for name in names]
+                formatter.write_dl(rows)
+        formatter.write_paragraph()
+        note = f"{ctx.command_path} COMMAND --help: the options of a command, with examples."
+        formatter.write_text(note)
 
 
 class Command(_WithoutPydantic, typer.core.TyperCommand):
@@ -84,11 +92,10 @@ class Command(_WithoutPydantic, typer.core.TyperCommand):
         ctx.meta[_WORDS] = list(args)
         rest = super().parse_args(ctx, args)
         if rest and not ctx.resilient_parsing:
-            takes = (
-                "fewer arguments" if len(help_page.usage(self._options)) > 1 else "no arguments"
-            )
+            most = len(help_page.usage(self._options)) - 1
+            takes = f"at most {most} of them" if most else "none"
             rule = f"it must be left out, since {ctx.command_path} takes {takes}"
-            raise ConfigError("argument", " ".join(rest), rule)
+            raise ConfigError("argument", rest[0], rule)
         return rest
 
     @property
@@ -250,7 +257,7 @@ def _completion(option: Option) -> Callable[..., list[str]] | None:
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         folder = Path(ctx.params.get("runs") or ctx.params.get("out") or "runs")
-        names = option.reader.choices or options.load(option.names)(folder)
+        names = option.reader.choices or options.load(_NAMES_OF)(option.names, folder)
         before, comma, word = incomplete.rpartition(",")
         return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
 

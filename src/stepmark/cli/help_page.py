@@ -35,7 +35,7 @@ def write(
     for title in sorted(shown, key=lambda title: title != _ARGUMENTS):
         with formatter.section(title):
             rows = [(words.ljust(width), text) for words, text in shown[title]]
-            formatter.write_dl(rows, col_max=_WIDEST)
+            formatter.write_dl(rows, col_max=width)
     if examples:
         with formatter.section("Examples"):
             for example in examples:

@@ -14,10 +14,11 @@ import typer
 
 from stepmark import __version__
 from stepmark.cli.flags import group, verb
-from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.errors import ConfigError, StepmarkError, nearest
 from stepmark.core.options import load
 from stepmark.launch import outer_launcher, signals
 
+COMPLETE = "_STEPMARK_COMPLETE"  # set by the scripts of shells, see completion.py
 _SIGNAL_S = 0.5  # in which a launcher signals all ranks
 
 
@@ -198,7 +199,45 @@ VERBS = {
             "logs job-folder --histogram --bins pow2",
         ),
     ),
+    "completion": Verb(
+        "Print a script that completes commands in bash, zsh or fish.",
+        "stepmark.cli.completion:run",
+        f"{_MEASURE_NOTHING}:CompletionOptions",
+        "Print a script that completes verbs, flags, choices, models and runs in a shell.",
+        (
+            "completion bash > ~/.local/share/bash-completion/completions/stepmark",
+            "completion zsh > ~/.zfunc/_stepmark    # a folder of $fpath",
+            "completion fish > ~/.config/fish/completions/stepmark.fish",
+        ),
+    ),
 }
+
+
+TOPICS = {
+    "Start": ("run", "doctor"),
+    "Measure": ("op", "comm", "train", "calibrate", "replay", "sweep", "resume"),
+    "Predict": ("predict", "workload"),
+    "Diagnose a job": ("trace", "logs", "watch"),
+    "Compare and report": ("compare", "check", "report", "runs"),
+    "Clusters and shells": ("launch", "completion"),
+}
+_DOC = "How fast should this model train, how fast does it, and where does the time go?"
+_FIRST_SCREEN = f"""\
+stepmark {__version__}: {_DOC[0].lower()}{_DOC[1:]}
+
+Start with:
+  stepmark run                              predict a training step, measure it, explain it
+  stepmark doctor                           what this machine is, and what would run on it
+  stepmark comm all_reduce                  a collective by message size, as nccl-tests does
+  stepmark op gemm --model llama-3.1-8b     the matrix products of a model, one by one
+  stepmark predict llama-3.1-70b --nproc 1024 --tp 8 --device h200
+                                            step time and memory without any GPU
+
+Read more:
+  stepmark --help                           all verbs, by topic
+  stepmark VERB --help                      the options of a verb, with examples
+  stepmark completion bash                  completion for bash, zsh or fish
+"""
 
 
 def command(name: str, arguments: list[str]) -> Any:
@@ -212,10 +251,8 @@ def command(name: str, arguments: list[str]) -> Any:
 
 def app() -> Any:
     """Return the program with all its verbs."""
-    program = group(
-        "How fast should this model train, how fast does it, and where does the time go?",
-        {name: (entry.help, partial(command, name)) for name, entry in VERBS.items()},
-    )
+    verbs = {name: (entry.help, partial(command, name)) for name, entry in VERBS.items()}
+    program = group(_DOC, verbs, TOPICS)
     program.callback()(_options)
     return program
 
@@ -325,6 +362,12 @@ def status(arguments: list[str]) -> int:
 
 def _code(arguments: list[str]) -> int:
     try:
+        if COMPLETE in os.environ:
+            code: int = load("stepmark.cli.completion:answer")()
+            return code
+        if not arguments:
+            sys.stdout.write(_FIRST_SCREEN)
+            return 0
         result: Any = app()(arguments, standalone_mode=False)
     except typer.Exit as stop:
         code = int(stop.exit_code)
@@ -334,9 +377,18 @@ def _code(arguments: list[str]) -> int:
 
 
 def _usage(error: Any) -> int:
-    context = getattr(error, "ctx", None)
-    where = f" (see {context.command_path} --help)" if context is not None else ""
-    return _complain(error.format_message().replace("\n", " ") + where, 2)
+    """Complain about an option that does not exist, or that lacks its value or has too much."""
+    option, context = error.option_name, error.ctx
+    if not hasattr(error, "possibilities"):  # the option exists
+        values = "without" if "does not take" in error.message else "with"
+        return _complain(str(ConfigError(option, "given", f"given {values} a value")), 2)
+    parameters = context.command.params
+    words = [word for each in parameters for word in (*each.opts, *each.secondary_opts)]
+    near = nearest(option, words)
+    rule = f"did you mean {near[0]}?" if near else "one of the options of this command"
+    page = "--help-all" if "--help-all" in words else "--help"
+    text = f"{ConfigError(option, 'given', rule)} See {context.command_path} {page}."
+    return _complain(text, 2)
 
 
 def _complain(text: str, code: int) -> int:

@@ -104,7 +104,7 @@ class Sweep:
 class ModelMessages:
     """Sizes of a model or workload, instead of a sweep."""
 
-    model: str | None = flag("message sizes of training these models")
+    model: str | None = flag("message sizes of training these models", names="model")
     mbs: WholeNumbers | None = flag("sequences per micro-batch [1]", "--mbs", "--bsz")
     seq_len: Annotated[int, between(1, 2**30)] | None = flag(
         "sequence length instead of the model's", rare=True

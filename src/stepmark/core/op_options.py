@@ -23,7 +23,7 @@ _ZIPF = {"skew": ("--zipf", "--skew"), "alpha": ("--zipf", "--alpha")}
 class ModelShapes:
     """Shapes of a model."""
 
-    model: str | None = flag("model name(s), config.json or model_configs.json")
+    model: str | None = flag("model name(s), config.json or model_configs.json", names="model")
     run_as: str = flag(
         "whose products --model stands for: train, megatron, fsdp",
         "--as",
@@ -77,7 +77,7 @@ class Timing:
 class OpOptions(Selection, Devices, Timing, MeasureOptions):
     """Operators."""
 
-    family: str | None = flag(
+    family: Annotated[str, text_of(*FAMILIES, LAYER)] | None = flag(
         f"one of those above, or {LAYER}", argument=True, metavar="FAMILY"
     )
     style: str | None = flag("primus or param: that tool's columns", rare=True)

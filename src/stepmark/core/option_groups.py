@@ -45,7 +45,7 @@ class Output(RunFolder, Files):
     """Run."""
 
     resume: str | None = flag(
-        "go on with this run: skip measured cases, retry failed", rare=True
+        "go on with this run: skip measured cases, retry failed", rare=True, names="run"
     )
     force: bool = flag("resume although the environment differs", default=False, rare=True)
 
@@ -54,7 +54,9 @@ class Output(RunFolder, Files):
 class Device:
     """Run."""
 
-    device: str | None = flag("cuda or cpu; with --dry-run any, e.g. h200 [cuda if any]")
+    device: str | None = flag(
+        "cuda or cpu; with --dry-run any, e.g. h200 [cuda if any]", names="device"
+    )
 
 
 @group
@@ -82,7 +84,7 @@ class MeasureOptions(Output, TimeLimits, Device):
 class ResumeOptions:
     """Run."""
 
-    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID", names="run")
     out: Path = flag("folder of runs", "--out", "--runs", default=Path("runs"), metavar="DIR")
     force: bool = flag("resume although the environment differs", default=False)
 
@@ -91,7 +93,7 @@ class ResumeOptions:
 class ModelChoice:
     """Model."""
 
-    model: str | None = flag("model name, or a file such as config.json")
+    model: str | None = flag("model name, or a file such as config.json", names="model")
     scale: str | None = flag("1/64: scaled-down widths; tiny: a tiny model")
     seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
 

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.units import GIB, KIB, MIB, parse_bytes, parse_duration, parse_share
 
 T = TypeVar("T")
+Names = Literal["", "model", "device", "framework", "format", "run"]
 _MAX_CHOICES = 40  # characters of a placeholder
 
 
@@ -40,9 +41,8 @@ class Reader:
 class Flag:
     """Declaration of an option. help: one line; spellings: the first one is printed.
 
-    help: "" leaves it out of every list. rare: only --help-all lists it. names:
-    "module:function" that returns names of an open set, given the folder of runs, for
-    completion in a shell.
+    help: "" leaves it out of every list. rare: only --help-all lists it. names: of what a
+    shell completes, where other values are valid, too.
     """
 
     help: str
@@ -50,7 +50,7 @@ class Flag:
     argument: bool = False
     metavar: str = ""
     rare: bool = False
-    names: str = ""
+    names: Names = ""
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -72,7 +72,7 @@ def flag(
     argument: bool = False,
     metavar: str = "",
     rare: bool = False,
-    names: str = "",
+    names: Names = "",
 ) -> Any:
     """Declare a dataclass field as an option or a positional argument, see Flag.
 
@@ -97,7 +97,7 @@ class Option:
     is_list: bool  # given several times, or several words
     metavar: str
     rare: bool
-    names: str
+    names: Names
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -319,7 +319,9 @@ def build(cls: type[T], arguments: Mapping[str, object]) -> T:
         value = arguments.get(option.name)
         if value is None or (option.is_list and not value):
             if option.default is REQUIRED:
-                raise ConfigError(dashed(option.name), "missing", option.help)
+                choices = option.reader.choices
+                rule = f"one of {', '.join(choices)}" if choices else option.help
+                raise ConfigError(dashed(option.name), "missing", rule)
             continue
         if isinstance(value, list | tuple):
             values[option.name] = tuple(_read(option, item) for item in value)

@@ -51,12 +51,14 @@ class Basis:
     """Prediction."""
 
     from_run: str | None = flag(
-        "predict this run's step with its calibration; options change it"
+        "predict this run's step with its calibration; options change it", names="run"
     )
     calibration: str | None = flag(
-        "run of `calibrate` or `run` with the parts [the latest of this device]"
+        "run of `calibrate` or `run` with the parts [the latest of this device]", names="run"
     )
-    device: str | None = flag("predict for this device, e.g. h200, from its data sheet")
+    device: str | None = flag(
+        "predict for this device, e.g. h200, from its data sheet", names="device"
+    )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
     gbs: int | None = flag(
         "sequences per optimizer step [mbs x data ranks x grad-accum]",
@@ -98,4 +100,5 @@ class PredictOptions(Basis, CaseOptions, PredictionFiles):
         default=(),
         argument=True,
         metavar="MODEL|WORKLOAD",
+        names="model",
     )

@@ -45,6 +45,7 @@ class TraceInputs:
         default=REQUIRED,
         argument=True,
         metavar="DIR...",
+        names="run",
     )
     ranks: Ranks | None = flag("only these ranks, e.g. 0,1 [all]")
     steps: StepNumbers | None = flag("only these steps, as ProfilerStep# counts them [all]")
@@ -126,6 +127,7 @@ class CompareTracesOptions(KernelsOptions):
         default=REQUIRED,
         argument=True,
         metavar="A B",
+        names="run",
     )
     by: Annotated[str, words_of(*BY)] = flag(
         "role, layer, module, op, group or name", default="op"

@@ -97,8 +97,11 @@ class Model(ModelChoice):
         default=(),
         argument=True,
         metavar="MODEL...",
+        names="model",
     )
-    model: str | None = flag("the same as MODEL: one name, or several with commas", rare=True)
+    model: str | None = flag(
+        "the same as MODEL: one name, or several with commas", rare=True, names="model"
+    )
     num_layers: Count | None = flag(
         "layers instead of the model's", "--num-layers", "--layers", rare=True
     )

@@ -28,7 +28,7 @@ class RunsFolder:
 class RunName(RunsFolder):
     """Runs."""
 
-    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID", names="run")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class ShowOptions(Files, RunName):
 class ExportOptions(RunsFolder):
     """Export."""
 
-    run: str = flag(RUN_NAME, default=REQUIRED, argument=True, metavar="ID")
+    run: str = flag(RUN_NAME, default=REQUIRED, argument=True, metavar="ID", names="run")
     path: str = flag(
         "file, or folder of a tracker", default=REQUIRED, argument=True, metavar="PATH"
     )
@@ -67,9 +67,12 @@ class SqlOptions(Files, RunsFolder):
 class ReportOptions(RunsFolder):
     """Page."""
 
-    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID", names="run")
     other: str | None = flag(
-        "a second run: the ledgers of both side by side", argument=True, metavar="ID2"
+        "a second run: the ledgers of both side by side",
+        argument=True,
+        metavar="ID2",
+        names="run",
     )
     out: Path | None = flag("file to write [RUN/report.html, of two RUN/report-ID2.html]")
 
@@ -114,7 +117,9 @@ class CheckOptions(Files, RunsFolder):
     """Check."""
 
     baseline: str = flag(
-        "run id or path of the reference; commas join its launches", default=REQUIRED
+        "run id or path of the reference; commas join its launches",
+        default=REQUIRED,
+        names="run",
     )
     budget: Duration = flag("time in all", default=600.0)
     launches: Annotated[int, between(2, 100)] = flag("times each case is measured", default=5)
@@ -263,6 +268,7 @@ class CompareOptions(SourceFacts, Statistics, Files, RunsFolder):
         default=REQUIRED,
         argument=True,
         metavar="[NAME=]A[,A2,...] B [C ...]",
+        names="run",
     )
     baseline: str | None = flag("name of the side to compare with [first]")
     placement: Annotated[str, words_of("in", "out", "both")] = flag(
@@ -273,6 +279,15 @@ class CompareOptions(SourceFacts, Statistics, Files, RunsFolder):
     )
     force: bool = flag("pair whatever differs", default=False, rare=True)
     html: Path | None = flag("a page with the curves and ratios")
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """Completion."""
+
+    shell: Annotated[str, words_of("bash", "zsh", "fish")] = flag(
+        "shell of the script", default=REQUIRED, argument=True, metavar="bash|zsh|fish"
+    )
 
 
 @group

@@ -22,7 +22,9 @@ from stepmark.core.options import REQUIRED, Duration, Words, between, comma_list
 class Model(ModelChoice):
     """Model."""
 
-    model: str | None = flag("model name, config.json (Hugging Face's) or FILE.py:function")
+    model: str | None = flag(
+        "model name, config.json (Hugging Face's) or FILE.py:function", names="model"
+    )
     model_size: str | None = flag(
         "AICB's preset: 7, 13, 22, 30, 65, 175, 405, moe, deepseek16, 236, 671",
         "-m",
@@ -133,6 +135,7 @@ class FrameworkChoice:
         "--framework",
         "--frame",
         "--comm-frame",
+        names="framework",
     )
 
 
@@ -159,7 +162,7 @@ class Rows(Files):
 class GenerateOptions(FrameworkChoice, Model, Experts, Layout, Rows):
     """Output."""
 
-    to: str | None = flag("of the file [native]", "--format", "--to")
+    to: str | None = flag("of the file [native]", "--format", "--to", names="format")
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
         "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
@@ -191,7 +194,7 @@ class NewFile(MissingFacts):
     file: str = flag(
         "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
     )
-    to: str | None = flag("of the new file [native]", "--to", "--format")
+    to: str | None = flag("of the new file [native]", "--to", "--format", names="format")
     stage: int | None = flag("pipeline stage, for formats of one stage [0]", rare=True)
     rank: int | None = flag("rank, for formats of one rank [the stage's first]", rare=True)
 
