@@ -9,6 +9,7 @@ from rich.console import Console
 
 from stepmark.app.log_sources import LOG, TABLES, Inputs, Rows, Source, collect, read_sources
 from stepmark.app.measured_curves import read_curves
+from stepmark.app.view import print_text
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
 from stepmark.core.options import load
@@ -168,7 +169,7 @@ def run(options: LogsOptions) -> int:
         sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
     report = read_report(inputs, options)
     if not options.to_stdout:
-        sys.stdout.writelines(f"{line}\n" for line in report.text())
+        print_text(report.text())
     report.write()
     return report.exit_code
 

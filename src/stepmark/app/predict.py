@@ -1,6 +1,5 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,6 +7,7 @@ from functools import cache
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
+from stepmark.app.view import print_text
 from stepmark.core.collectives import Collective
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec
@@ -69,7 +69,7 @@ def run(options: PredictOptions) -> int:
         html: str = load("stepmark.report.prediction_page:page")(document, prediction)
         write_text(options.html, html, "html")
     if not options.to_stdout:
-        sys.stdout.write("\n".join(report.lines(document, prediction)) + "\n")
+        print_text(report.lines(document, prediction))
     return 0
 
 

@@ -15,7 +15,7 @@ from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
 from stepmark.app.runs import write_run_page
 from stepmark.app.step_report import reported
-from stepmark.app.view import console, view
+from stepmark.app.view import console, print_text, view
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -254,5 +254,5 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     if isinstance(report, ConfigError):
         delivery.finish(run, path, code)
         raise report
-    sys.stdout.write("".join(f"{line}\n" for line in (report.lines() if report else ())))
+    print_text(report.lines() if report else ())
     return delivery.finish(run, path, code)

@@ -2,13 +2,20 @@
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from stepmark.app.delivery import write_files
-from stepmark.app.view import View, console, read_aloud, say, show_rows, sql_types, view
+from stepmark.app.view import (
+    View,
+    print_text,
+    read_aloud,
+    say,
+    show_rows,
+    sql_types,
+    view,
+)
+from stepmark.core.columns import aligned
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files
 from stepmark.core.options import load
@@ -35,7 +42,11 @@ def print_list(options: ListOptions) -> None:
     rows = [_run_row(read(path)) for path in list_runs(options.runs)]
     if not rows:
         sys.stderr.write(f"no runs in {options.runs}\n")
-    _deliver(rows, options, "runs")
+    if sys.stdout.isatty() and not options.to_stdout:  # a table is too wide for most
+        write_files(options, "runs", rows, rows)
+        print_text(line for row in rows for line in _run_lines(row))
+    else:
+        _deliver(rows, options, "runs")
 
 
 def show(options: ShowOptions) -> None:
@@ -50,7 +61,7 @@ def show(options: ShowOptions) -> None:
     show_rows(run)
     report: StepReport | None = load("stepmark.app.step_report:step_report")(path, run)
     if report is not None:
-        sys.stdout.writelines(f"{line}\n" for line in report.lines())
+        print_text(report.lines())
 
 
 def export_run(options: ExportOptions) -> None:
@@ -109,15 +120,23 @@ def _run_row(run: Run) -> Row:
     }
 
 
+def _run_lines(row: Row) -> Iterator[str]:
+    """Yield a run in two lines, and a third with what cannot be read."""
+    counts = [f"{row[kind]} {kind}" for kind in ("measured", "skipped", "failed") if row[kind]]
+    facts = f"{row['ranks']} x {row['device']}, torch {row['torch']}"
+    yield f"{row['run']}  {facts}: {', '.join(counts) or 'nothing measured'}"
+    yield f"    {row['command']}"
+    if "unreadable" in row:
+        yield f"    {row['unreadable']}"
+
+
 def _deliver(rows: list[Row], files: Files, name: str) -> None:
     """Write the files, and print a table unless stdout is one of them."""
     write_files(files, name, rows, rows)
     if rows and not files.to_stdout:
         columns = columns_of(rows)
-        table = Table(*columns, box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*[Text(_cell(row.get(column))) for column in columns])
-        console().print(table)
+        cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+        print_text(aligned(cells, [False] * len(columns)))
 
 
 def _cell(value: object) -> str:

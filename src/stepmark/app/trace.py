@@ -1,12 +1,12 @@
 """stepmark trace breakdown: where the time of each step went."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from stepmark.app.profiler_tables import looks_like_profiler_table, run_table
 from stepmark.app.trace_files import damage_notes, map_traces
+from stepmark.app.view import print_text
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
 from stepmark.core.trace_breakdown import RankTimes
@@ -58,7 +58,7 @@ def breakdown(options: BreakdownOptions) -> int:
         write_text(options.html, page, "html")
     if not options.to_stdout:
         lines = (*report.lines(ranks, details=options.details), *noted)
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_text(lines)
     return 0
 
 

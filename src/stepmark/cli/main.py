@@ -330,10 +330,13 @@ def checked_stdout() -> None:
     stream: TextIO | None = sys.stdout
     if stream is None:  # closed by the caller; no other file may get its number
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
+    encoding = stream.encoding if stream else None
+    is_utf8 = (encoding or "").lower().replace("-", "") == "utf8"
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Stdout(1, "w", closefd=False)),
-        encoding=stream.encoding if stream else None,
-        errors=stream.errors if stream else None,
+        encoding=encoding,
+        # A terminal without a character shows ?, and the table stays in line.
+        errors=stream.errors if stream and is_utf8 else "replace",
         line_buffering=bool(stream and stream.line_buffering),
     )
 
