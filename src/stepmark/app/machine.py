@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from stepmark.app.waiting import Waiting
 from stepmark.core.device import find_device_by_alias, unknown_device
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import job, outer_launcher
@@ -204,9 +205,10 @@ def _asked_of_torch() -> list[_Card]:
     """List the devices of torch in another process, because importing it takes seconds."""
     command = [sys.executable, "-c", _ASK_TORCH]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False
-        )
+        with Waiting("asking torch for the devices of this machine"):
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False
+            )
     except subprocess.TimeoutExpired:
         raise StepmarkError(
             f"torch did not list the devices of this machine within {_TORCH_LIMIT_S:.0f} s: "

@@ -8,6 +8,7 @@ from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
 from stepmark.app.view import print_text
+from stepmark.app.waiting import Waiting
 from stepmark.core.collectives import Collective
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec
@@ -48,7 +49,8 @@ _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 def run(options: PredictOptions) -> int:
     """Predict, print, write files. Returns the exit code."""
     options.check_stdout()
-    target, notes = target_of(options)
+    with Waiting("reading the parts of the step"):
+        target, notes = target_of(options)
     changes = dict(options.what_if or ())
     about = facts(target)
     if options.what_if:
@@ -58,7 +60,8 @@ def run(options: PredictOptions) -> int:
             device=f"{about.device} with {show_what_if(options.what_if)}",
             peak_flops_per_s=peak and peak * changes.get("flops", 1.0),
         )
-    prediction, more = predict(target, changes)
+    with Waiting(f"predicting a step of {target.name}"):
+        prediction, more = predict(target, changes)
     notes += [*more, *calibration_notes(target), *_effects(target, changes, prediction)]
     document = report.document(about, prediction, notes)
     write_files(options, "prediction", document, report.rows(prediction))
