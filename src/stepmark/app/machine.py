@@ -16,6 +16,7 @@ from stepmark.core.device import find_device_by_alias, unknown_device
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import job, outer_launcher
 
+_USUAL_HOST = 8  # accelerators
 _MAX_CPU_RANKS = 1024
 _TORCH_LIMIT_S = 120.0  # importing torch from a slow disk, and waking all drivers
 _ASK_TORCH = """
@@ -37,6 +38,7 @@ class Machine:
     capability: tuple[int, int] = (0, 0)
     is_rocm: bool = False
     is_here: bool = True
+    assumes_host: bool = False  # without --nproc, plan for a usual host of the named device
 
     def num_ranks(self, nproc: str | None, default: str = "1") -> int:
         """Return --nproc, the ranks of all hosts; under an outer launcher its world.
@@ -51,7 +53,10 @@ class Machine:
             return num_hosts * self._count(here.nproc, 1)
         if self.num_accelerators is None and (nproc or default) == "all":
             allowed = f"the number of ranks, because no {self.name} is on this machine"
-            raise ConfigError("nproc", nproc, allowed)
+            if nproc or not self.assumes_host:
+                raise ConfigError("nproc", nproc, allowed)
+            sys.stderr.write(f"# {_USUAL_HOST} ranks are assumed: give --nproc for others\n")
+            return _USUAL_HOST
         count = self._count(nproc or default, num_hosts)
         if count > 1 and count % num_hosts:
             raise ConfigError("nproc", count, f"a multiple of the {num_hosts} hosts")
@@ -107,6 +112,7 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
         capability=spec.capability,
         is_rocm=spec.vendor == "amd",
         is_here=False,
+        assumes_host=dry_run,
     )
 
 

@@ -172,7 +172,7 @@ def _machine(options: PredictOptions, base: Path | None) -> Machine:
         return machine(options.device)
     if options.device:
         spec = _spec(options.device)
-        return machine(spec.key, dry_run=True)
+        return replace(machine(spec.key, dry_run=True), assumes_host=False)
     if base is None and options.calibration:
         base = find_run(options.runs, options.calibration)
     if base is None:

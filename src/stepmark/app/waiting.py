@@ -3,7 +3,6 @@
 import os
 import sys
 import threading
-from types import TracebackType
 
 from stepmark.launch import outer_launcher
 
@@ -28,12 +27,7 @@ class Waiting:
     def __enter__(self) -> "Waiting":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

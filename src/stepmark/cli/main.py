@@ -101,7 +101,7 @@ VERBS = {
         (
             "comm all_reduce -b 1K -e 1G",
             "comm all_gather reduce_scatter -d bf16 --nproc 8 --csv -",
-            "comm --model llama-3.1-70b --mbs 1",
+            "comm all_reduce --model llama-3.1-70b --mbs 1",
         ),
     ),
     "train": Verb(
