@@ -314,7 +314,7 @@ def _mode(options: CommOptions, device: str, backend: str) -> tuple[Mode, bool]:
     flags += [f"-G {graph}"] if graph else []
     flags += [f"--mode {options.mode}"] if options.mode else []
     if len(flags) > 1:
-        raise ConfigError("mode", " ".join(flags), "one of --mode, -z and -G")
+        raise ConfigError("mode", " ".join(flags), "given by only one of --mode, -z and -G")
     default = default_mode(device, backend, Collective.ALL_REDUCE)
     mode = options.mode or (Mode.BLOCKING if blocking else default)
     mode = Mode.GRAPH if graph else mode

@@ -276,7 +276,7 @@ def check_command(command: Sequence[str]) -> None:
     if not command:
         raise ConfigError("command", "missing", f"give -- and a measuring verb: {verbs}")
     if command[0] not in MEASURING:
-        raise ConfigError("command", command[0], f"a verb that measures: {verbs}")
+        raise not_one_of("command", command[0], MEASURING, ", a verb that measures")
     for word in command:
         if word.partition("=")[0] in _RESERVED:
             raise ConfigError("command", word, "left out: the sweep sets it itself")

@@ -121,7 +121,7 @@ def refuse_other_framework(option: str) -> None:
     name = option.lstrip("-").removeprefix("no-").replace("-", "_")
     owners = [framework for framework, rule in RULES.items() if name in rule.fields()]
     if owners:
-        raise ConfigError(name, "given", f"only with --framework {' or '.join(owners)}")
+        raise ConfigError(option, "given", f"only with --framework {' or '.join(owners)}")
 
 
 def refuse_bare_recompute(name: str) -> None:

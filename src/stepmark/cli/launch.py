@@ -5,7 +5,7 @@ from typing import Any
 
 from stepmark.cli import main
 from stepmark.cli.flags import Command, as_typed, click_command, verb
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.launch_options import RESUME, LaunchOptions
 from stepmark.core.options import build
 
@@ -41,8 +41,7 @@ def check(words: Sequence[str]) -> None:
     """
     name, *arguments = words
     if name not in (*MEASURING, RESUME):
-        allowed = f"a verb that measures: {', '.join((*MEASURING, RESUME))}"
-        raise ConfigError("command", name, allowed)
+        raise not_one_of("command", name, (*MEASURING, RESUME), ", a verb that measures")
     target = click_command(name, main.command(name, arguments))
     context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
     try:

@@ -286,7 +286,7 @@ def _ranges(text: str, field: str) -> tuple[int, ...]:
             raise ConfigError(field, text, "whole numbers such as 1, 1,2 or 1-8")
         last = int(high) if dash else int(low)
         if not 1 <= int(low) <= last <= 2**20 or last - int(low) > 4096:
-            raise ConfigError(field, text, "a rising range from 1")
+            raise ConfigError(field, text, "whole numbers from 1, in rising order in a range")
         numbers += range(int(low), last + 1)
     return tuple(numbers)
 
@@ -321,7 +321,9 @@ def build(cls: type[T], arguments: Mapping[str, object]) -> T:
             if option.default is REQUIRED:
                 choices = option.reader.choices
                 rule = f"one of {', '.join(choices)}" if choices else option.help
-                raise ConfigError(dashed(option.name), "missing", rule)
+                name = dashed(option.name)
+                name = name.removesuffix("s") if option.is_list else name
+                raise ConfigError(name, "missing", rule)
             continue
         if isinstance(value, list | tuple):
             values[option.name] = tuple(_read(option, item) for item in value)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stepmark.core.dtypes import DType, parse_dtype
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.option_groups import MICRO_BATCH, Axes, MeasureOptions, ModelChoice, Ranks
 from stepmark.core.options import (
     Reader,
@@ -37,13 +37,16 @@ Blocks = tuple[Recompute, tuple[int, int]]  # with BLOCKS: q of every p blocks
 def _read_blocks(text: str, field: str) -> Blocks:
     if text in ("none", "full", "ops", "selective"):
         return Recompute(text), (1, 1)
-    some, every = _fraction(text, field, "none, full, selective, or ")
+    if "/" not in text:
+        words = ("none", "full", "selective")
+        raise not_one_of(field, text, words, ", or q/p with 1 <= q <= p, such as 1/4")
+    some, every = _fraction(text, field)
     return (Recompute.FULL, (1, 1)) if some == every else (Recompute.BLOCKS, (some, every))
 
 
 def _read_frequency(text: str, field: str) -> Blocks:
     """Read as llm-train-bench does, where 1/1 means off."""
-    if _fraction(text, field, "") == (1, 1):
+    if _fraction(text, field) == (1, 1):
         return Recompute.NONE, (1, 1)
     return _read_blocks(text, field)
 
@@ -52,11 +55,11 @@ def _show_frequency(value: Blocks) -> str:
     return "1/1" if value[0] is Recompute.NONE else show_blocks(value)
 
 
-def _fraction(text: str, field: str, others: str) -> tuple[int, int]:
+def _fraction(text: str, field: str) -> tuple[int, int]:
     some, slash, every = text.partition("/")
     numbers = [part for part in (some, every) if part.isdecimal() and len(part) < 10]
     if not slash or len(numbers) < 2 or not 1 <= int(some) <= int(every):
-        raise ConfigError(field, text, f"{others}q/p with 1 <= q <= p, such as 1/4")
+        raise ConfigError(field, text, "q/p with 1 <= q <= p, such as 1/4")
     return int(some), int(every)
 
 

@@ -13,6 +13,7 @@ from stepmark.core.options import (
     between,
     flag,
     group,
+    text_of,
     words_of,
 )
 
@@ -49,8 +50,8 @@ class ExportOptions(RunsFolder):
     path: str = flag(
         "file, or folder of a tracker", default=REQUIRED, argument=True, metavar="PATH"
     )
-    to: str = flag(
-        "csv json parquet tensorboard wandb mlflow", default=REQUIRED, metavar="KIND"
+    to: Annotated[str, text_of("csv", "json", "parquet", "tensorboard", "wandb", "mlflow")] = (
+        flag("kind of the file or tracker", default=REQUIRED, metavar="KIND")
     )
 
 
