@@ -13,21 +13,21 @@ from stepmark.core.options import options
 _DOC = "Measure operators: one family, or all of a model's layer."
 _LAYER = "Every operator of one layer of a model, its head, loss and optimizer."
 _MODEL = "--model llama-3.1-8b --mbs 1,2"
+_OF_MODEL = ("gemm", "attention", "norm", "activation", "rope", "cross-entropy", "optimizer")
 _EXAMPLES: dict[str, tuple[str, ...]] = {
-    LAYER: (
-        f"op all {_MODEL} --device h200 --dry-run",
-        "op gemm --m 8192 --n 4096 --k 4096",
-        "op --config configs.json",
-    ),
+    LAYER: (f"op all {_MODEL} --device h200 --dry-run", "op --config configs.json"),
+    **{family: (f"op {family} {_MODEL}",) for family in _OF_MODEL},
     "gemm": (
         "op gemm --m 8192 --n 4096,8192 --k 4096",
         f"op gemm {_MODEL} --tp 8 --csv -",
         "op gemm --find-max",
     ),
-    "attention": (
-        "op attention --seq-q 4096 --heads 32 --kv-heads 8 --head-dim-qk 128",
-        f"op attention {_MODEL} --csv -",
-    ),
+    "grouped-gemm": ("op grouped-gemm --model deepseek-v3 --ep 8",),
+    "bmm": ("op bmm --batch 64 --m 1024 --n 1024 --k 128",),
+    "mlp": ("op mlp --dataset A --pass step",),
+    "embedding-bag": ("op embedding-bag --dataset A --pass fwd",),
+    "copy": ("op copy --num-bytes 268435456,1073741824",),
+    "host-copy": ("op host-copy --num-bytes 268435456 --direction d2h",),
 }
 
 
@@ -90,6 +90,6 @@ def command(arguments: Sequence[str]) -> Any:
     """Return the verb with the options of the requested family. Raises ConfigError."""
     family = _family(arguments)
     doc = _DOC if family is None else _about(family)
-    examples = _EXAMPLES.get(family or LAYER, (f"op {family} {_MODEL}",))
+    examples = _EXAMPLES[family or LAYER]
     kind = type("_Command", (_Command,), {"family": family})
     return verb(options_class(family), "stepmark.app.op:run", doc, *examples, command=kind)

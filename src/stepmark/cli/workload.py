@@ -30,7 +30,10 @@ def _flags() -> Any:
 def _generate(args: list[str]) -> Any:
     """Return the command with the options of the framework that the arguments name."""
     flags = _flags()
-    framework = flags.find_rule(framework_of(args) or "megatron")
+    try:
+        framework = flags.find_rule(framework_of(args) or "megatron")
+    except ConfigError as error:
+        raise ConfigError("--framework", error.value, error.allowed) from None
     frameworks = "; ".join(f"{name} ({rule.help})" for name, rule in flags.RULES.items())
     doc = (
         "Generate what one training step computes and communicates. Flags may be written with "

@@ -12,7 +12,16 @@ from stepmark.core.case import ClockName, OpCase, Rate
 from stepmark.core.dtypes import OPERATOR_DTYPES, DType
 from stepmark.core.ops import FAMILIES, FAMILY_OF, Op
 from stepmark.core.option_groups import Device, MeasureOptions
-from stepmark.core.options import WholeNumbers, Words, between, dashed, flag, group, text_of
+from stepmark.core.options import (
+    WholeNumbers,
+    Words,
+    between,
+    dashed,
+    exact,
+    flag,
+    group,
+    text_of,
+)
 
 LAYER = "all"  # in place of a family: all operators of a model's layer
 _SKEW = "Zipf exponent of tokens per expert; 0 = balanced"
@@ -167,14 +176,16 @@ def _described(field: "dataclasses.Field[Any]") -> tuple[str, Any]:
     if not choices and isinstance(kind, type) and issubclass(kind, StrEnum):
         choices = OPERATOR_DTYPES if kind is DType else tuple(kind)
     reader = text_of(*map(str, choices))
+    default = field.default
     if "low" in field.metadata:
-        reader = dataclasses.replace(reader, metavar="<int>,...")
-    elif choices and "|" not in reader.metavar and not text.endswith("]"):
+        number = "<float>" if isinstance(default, float) else "<int>"
+        reader = dataclasses.replace(reader, metavar=f"{number},...")
+    elif choices and reader.metavar == "<str>" and not text.endswith("]"):
         text += f": {', '.join(choices)}"
-    if isinstance(field.default, bool):
-        return f"{text} [{'yes' if field.default else 'no'}]", bool | None
-    if field.default not in (None, (), dataclasses.MISSING):
-        text += f" [{field.default}]"
+    if isinstance(default, bool):
+        return f"{text} [{'yes' if default else 'no'}]", bool | None
+    if default not in (None, (), dataclasses.MISSING):
+        text += f" [{exact(default) if isinstance(default, float) else default}]"
     return text, Annotated[str, reader] | None
 
 

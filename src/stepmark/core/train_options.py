@@ -40,13 +40,13 @@ def _read_blocks(text: str, field: str) -> Blocks:
     if "/" not in text:
         words = ("none", "full", "selective")
         raise not_one_of(field, text, words, ", or q/p with 1 <= q <= p, such as 1/4")
-    some, every = _fraction(text, field)
+    some, every = _fraction(text, field, "none, full, selective, or ")
     return (Recompute.FULL, (1, 1)) if some == every else (Recompute.BLOCKS, (some, every))
 
 
 def _read_frequency(text: str, field: str) -> Blocks:
     """Read as llm-train-bench does, where 1/1 means off."""
-    if _fraction(text, field) == (1, 1):
+    if _fraction(text, field, "") == (1, 1):
         return Recompute.NONE, (1, 1)
     return _read_blocks(text, field)
 
@@ -55,11 +55,11 @@ def _show_frequency(value: Blocks) -> str:
     return "1/1" if value[0] is Recompute.NONE else show_blocks(value)
 
 
-def _fraction(text: str, field: str) -> tuple[int, int]:
+def _fraction(text: str, field: str, others: str) -> tuple[int, int]:
     some, slash, every = text.partition("/")
     numbers = [part for part in (some, every) if part.isdecimal() and len(part) < 10]
     if not slash or len(numbers) < 2 or not 1 <= int(some) <= int(every):
-        raise ConfigError(field, text, "q/p with 1 <= q <= p, such as 1/4")
+        raise ConfigError(field, text, f"{others}q/p with 1 <= q <= p, such as 1/4")
     return int(some), int(every)
 
 

@@ -153,9 +153,7 @@ class MissingFacts:
 class Rows(Files):
     """Tables."""
 
-    distinct: bool = flag(
-        "distinct collectives and shapes as stepmark comm and op commands", default=False
-    )
+    distinct: bool = flag("distinct collectives and shapes, as commands", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
