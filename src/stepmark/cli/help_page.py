@@ -9,6 +9,15 @@ from stepmark.core.options import Option
 WIDTH = 100  # columns, on a terminal that has them
 _WIDEST = 34  # of the options; the help of a longer one begins on a line of its own
 _ARGUMENTS = "Arguments"
+# Small groups of options that stand under one heading.
+_HEADINGS = {
+    "Data": "Data and optimizer",
+    "Optimizer step": "Data and optimizer",
+    "Precision": "Precision and techniques",
+    "Techniques": "Precision and techniques",
+    "Device": "Run",
+    "Time limits": "Run",
+}
 Row = tuple[str, str]
 
 
@@ -53,7 +62,8 @@ def _sections(cls: type, *, everything: bool) -> tuple[dict[str, list[Row]], int
     sections: dict[str, list[Row]] = {}
     for option in declared:
         if everything or not option.rare:
-            title = _ARGUMENTS if option.argument else option.group
+            title = _HEADINGS.get(option.group, option.group)
+            title = _ARGUMENTS if option.argument else title
             sections.setdefault(title, []).append(_row(option, everything=everything))
     return sections, sum(option.rare for option in declared) * (not everything)
 

@@ -59,7 +59,7 @@ class Selection:
 
 @group
 class Devices(Device):
-    """Run."""
+    """Device."""
 
     nproc: str | None = flag("devices measured at once: a number or all [1]")
 

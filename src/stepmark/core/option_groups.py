@@ -52,7 +52,7 @@ class Output(RunFolder, Files):
 
 @group
 class Device:
-    """Run."""
+    """Device."""
 
     device: str | None = flag(
         "cuda or cpu; with --dry-run any, e.g. h200 [cuda if any]", names="device"
@@ -61,14 +61,14 @@ class Device:
 
 @group
 class Budget:
-    """Run."""
+    """Time limits."""
 
     budget: Duration | None = flag("time for all cases together, e.g. 60s")
 
 
 @group
 class TimeLimits(Budget):
-    """Run."""
+    """Time limits."""
 
     timeout: Duration | None = flag(
         "a case that takes longer has failed [600s; comm 60s]", "--timeout", "-T"

@@ -124,7 +124,7 @@ class Parallelism:
 
 @group
 class Batch:
-    """Data and optimizer."""
+    """Data."""
 
     mbs: WholeNumbers | None = flag("sequences per micro-batch and data rank [1]", *MICRO_BATCH)
     text: bool = flag(
@@ -146,7 +146,7 @@ class Batch:
 
 @group
 class OptimizerStep:
-    """Data and optimizer."""
+    """Optimizer step."""
 
     schedule: Schedules | None = flag(
         "one sample: with optimizer, or micro: it runs every Nth [step]"
@@ -168,7 +168,7 @@ class OptimizerStep:
 
 @group
 class Numbers:
-    """Precision and techniques."""
+    """Precision."""
 
     precision: Precision | None = flag(
         "amp: fp32 weights, autocast to bf16; master: bf16 weights, whose fp32 copies the "
@@ -195,7 +195,7 @@ class Numbers:
 
 @group
 class Techniques:
-    """Precision and techniques."""
+    """Techniques."""
 
     ac: Checkpointing | None = flag(
         "activation checkpointing; selective keeps attention, collectives and half of the "
