@@ -17,6 +17,7 @@ from pathlib import Path
 from stepmark.app.delivery import write_files
 from stepmark.app.table_series import InputDefaults, series_of_tables, table_list
 from stepmark.app.view import console
+from stepmark.app.waiting import Waiting
 from stepmark.core.collectives import Collective, collective_named
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.errors import ConfigError, StepmarkError, not_one_of
@@ -258,7 +259,9 @@ def run(options: CompareOptions) -> int:
         unit=options.unit,
     )
     smallest, largest = _sizes(options.size_range)
-    ordered = _baseline_first(sides(options.sources, options.runs, defaults), options.baseline)
+    with Waiting("reading what is compared"):
+        compared = sides(options.sources, options.runs, defaults)
+    ordered = _baseline_first(compared, options.baseline)
     comparison = compare_sides(
         ordered,
         Options(

@@ -15,6 +15,7 @@ from stepmark.app.view import (
     sql_types,
     view,
 )
+from stepmark.app.waiting import Waiting
 from stepmark.core.columns import aligned
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files
@@ -148,12 +149,14 @@ def _cell(value: object) -> str:
 def run_report(options: ReportOptions) -> None:
     """Write the page of a run, or of two side by side, and print where it is."""
     path = find_run(options.runs, options.run)
-    if options.other is None:
-        target = write_page(path, options.out)
-    else:
-        other = find_run(options.runs, options.other)
-        target = options.out or path / f"report-{other.name}.html"
-        write_text(target, load("stepmark.app.step_ledger:comparison_page")(path, other), "out")
+    with Waiting(f"writing the page of {path.name}"):
+        if options.other is None:
+            target = write_page(path, options.out)
+        else:
+            other = find_run(options.runs, options.other)
+            target = options.out or path / f"report-{other.name}.html"
+            page = load("stepmark.app.step_ledger:comparison_page")(path, other)
+            write_text(target, page, "out")
     sys.stdout.write(f"{target}\n")
 
 
