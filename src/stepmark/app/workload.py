@@ -65,13 +65,15 @@ def run_generate(options: GenerateOptions) -> None:
 
 def show(options: ShowOptions) -> None:
     """Print the workload of a file."""
-    workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    with Waiting(f"reading {options.file}"):
+        workload = workload_files.read(options.file, options.group_sizes, options.world_size)
     load(_SHOW)(workload, options, stage_flag(options.stage), options.html)
 
 
 def convert(options: ConvertOptions) -> None:
     """Write a file in another format."""
-    workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    with Waiting(f"reading {options.file}"):
+        workload = workload_files.read(options.file, options.group_sizes, options.world_size)
     for note in workload_files.read_notes(workload):
         sys.stderr.write(f"# {note}\n")
     stage = stage_flag(options.stage)

@@ -50,11 +50,9 @@ Changes = Annotated[
 class Basis:
     """Prediction."""
 
-    from_run: str | None = flag(
-        "predict this run's step with its calibration; options change it", names="run"
-    )
+    from_run: str | None = flag("predict the step of this run; options change it", names="run")
     calibration: str | None = flag(
-        "run of `calibrate` or `run` with the parts [the latest of this device]", names="run"
+        "run with measured parts [the latest of this device]", names="run"
     )
     device: str | None = flag(
         "predict for this device, e.g. h200, from its data sheet", names="device"
@@ -96,7 +94,7 @@ class PredictOptions(Basis, CaseOptions, PredictionFiles):
     """stepmark predict."""
 
     models: tuple[str, ...] = flag(
-        "a model's name, a config.json, or a workload file of any format",
+        "model name, config.json, or a workload of any format",
         default=(),
         argument=True,
         metavar="MODEL|WORKLOAD",
