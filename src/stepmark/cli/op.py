@@ -90,6 +90,6 @@ def command(arguments: Sequence[str]) -> Any:
     """Return the verb with the options of the requested family. Raises ConfigError."""
     family = _family(arguments)
     doc = _DOC if family is None else _about(family)
-    examples = _EXAMPLES[family or LAYER]
+    examples = _EXAMPLES.get(family or LAYER, ())
     kind = type("_Command", (_Command,), {"family": family})
     return verb(options_class(family), "stepmark.app.op:run", doc, *examples, command=kind)
