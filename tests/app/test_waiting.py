@@ -3,11 +3,14 @@
 import io
 import threading
 import time
+from typing import cast
 
 import pytest
 
-from stepmark.app import waiting
+from stepmark.app import progress, waiting
+from stepmark.app.progress import Progress
 from stepmark.app.waiting import Waiting
+from stepmark.core.record import AnyCase
 
 
 class Stream(io.StringIO):
@@ -69,3 +72,16 @@ def test_other_ranks_of_a_launcher_are_silent(monkeypatch: pytest.MonkeyPatch) -
     with Waiting("reading"):
         time.sleep(0.2)
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    ("quiet", "text"), [(False, "# [1/2] measuring gemm ...\n"), (True, "")]
+)
+def test_a_long_case_is_named(monkeypatch: pytest.MonkeyPatch, quiet: bool, text: str) -> None:
+    stream = stream_of(monkeypatch, is_terminal=False)
+    monkeypatch.setattr(progress, "case_text", lambda case: "gemm")
+    sink = Progress(2, None, quiet=quiet)
+    sink.begin(cast(AnyCase, object()))
+    stream.written.wait(0.5)
+    sink.close()
+    assert stream.getvalue() == text
