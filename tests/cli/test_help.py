@@ -94,8 +94,8 @@ def test_every_verb_has_a_topic() -> None:
 
 def _examples() -> list[str]:
     pages = (page for page in PAGES if page[0] not in ("trace", "runs", "workload") or page[1:])
-    found = (command(page)[0].callback.examples for page in pages)
-    return sorted({example for examples in found for example in examples})
+    pages_examples = (command(page)[0].callback.examples for page in pages)
+    return sorted({example for examples in pages_examples for example in examples})
 
 
 @pytest.mark.parametrize("example", _examples())
