@@ -112,7 +112,8 @@ def test_what_is_imported_by_its_name_is_there() -> None:
     missing = []
     for file in FILES:
         for module, name in re.findall(r'"stepmark\.([a-z_.]+):(\w+)"', file.read_text()):
-            target = SOURCE / f"{module.replace('.', '/')}.py"
+            path = SOURCE / module.replace(".", "/")
+            target = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
             text = target.read_text() if target.is_file() else ""
             if not re.search(rf"^(?:def |class )?{name}\b", text, re.MULTILINE):
                 missing.append(f"{name_of(file)}: {module}:{name}")

@@ -61,13 +61,13 @@ def test_version() -> None:
     assert called(["--version"]) == (0, f"stepmark {__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], [], *([verb, "--help"] for verb in VERBS)])
+@pytest.mark.parametrize("arguments", [["--help"], *([verb, "--help"] for verb in VERBS)])
 def test_help(arguments: list[str]) -> None:
     code, out, err = called(arguments)
-    assert code in (0, 2)
-    assert "Usage" in out + err
-    for verb in VERBS if not arguments or arguments == ["--help"] else []:
-        assert verb in out + err
+    assert (code, err) == (0, "")
+    assert out.startswith("Usage")
+    for verb in VERBS if arguments == ["--help"] else []:
+        assert f"  {verb} " in out
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "all"])
@@ -77,12 +77,6 @@ def test_help_of_a_family(family: str) -> None:
     for flag in ("--model", "--dtype", "--budget", "--csv", "--nproc"):
         if flag != "--dtype" or family not in ("copy", "host-copy"):
             assert flag in out
-
-
-def test_a_command_line_without_words_is_help(tmp_path: Path) -> None:
-    done = stepmark_process(cwd=tmp_path)
-    assert "Usage" in done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
 
 
 BAD: list[tuple[list[str], str]] = [

@@ -269,8 +269,8 @@ def test_a_value_is_not_taken_for_the_family(
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["gemm", "--dry-ru"], "op gemm --help)"),
-        (["grouped_gemm"], "or all (near: grouped-gemm)."),
+        (["gemm", "--dry-ru"], "did you mean --dry-run? See"),
+        (["grouped_gemm"], "did you mean grouped-gemm? It must be one of gemm, "),
         (["--config", "PARAM", "--scale", "1/64"], "--scale 1/64 is invalid"),
         (["--config", "PARAM", "--nproc", "x"], "--nproc x is invalid"),
     ],

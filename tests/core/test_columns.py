@@ -6,7 +6,7 @@ import duckdb
 import pytest
 
 from stepmark.app.view import sql_types, view
-from stepmark.core.columns import EVERYWHERE, Column, Unit, View, rows
+from stepmark.core.columns import EVERYWHERE, Column, Unit, View, aligned, fitted, rows
 from stepmark.report.comm_columns import COMM_COLUMNS
 from stepmark.report.op_columns import OP_COLUMNS
 from stepmark.report.train_columns import TRAIN_COLUMNS
@@ -72,4 +72,41 @@ def test_a_row_has_every_column_in_order() -> None:
     assert [list(row.items()) for row in rows(columns, [1, 2])] == [
         [("b", 1), ("a", None)],
         [("b", 2), ("a", None)],
+    ]
+
+
+CELLS = [
+    ["pass", "collective", "dtype", "calls", "bytes", "on the bus"],
+    ["forward", "all_gather", "bf16", "32", "13 GiB", "11.38 GiB"],
+    ["backward", "all_gather", "bf16", "32", "13 GiB", "11.38 GiB"],
+    ["backward", "reduce_scatter", "fp32", "33", "26 GiB", "22.75 GiB"],
+]
+IS_RIGHT = [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize("width", range(24, 80))
+def test_a_table_in_parts_fits_and_has_every_cell(width: int) -> None:
+    lines = [*fitted(["Title", *aligned(CELLS, IS_RIGHT), "", "note"], width)]
+    assert lines[0] == "Title"
+    assert lines[-2:] == ["", "note"]
+    assert max(map(len, lines)) <= width
+    for place in range(len(CELLS[0])):
+        assert any(CELLS[0][place] in line and CELLS[0][0] in line for line in lines), place
+    for row in CELLS[1:]:
+        shown = [line for line in lines if line.startswith(row[0])]
+        assert all(any(cell in line for line in shown) for cell in row)
+
+
+def test_parts_repeat_the_columns_that_tell_rows_apart() -> None:
+    lines = [*fitted(aligned(CELLS, IS_RIGHT), 52)]
+    heads = [line.split() for line in lines if line.startswith("pass")]
+    assert len(heads) == 2
+    assert all(words[:2] == ["pass", "collective"] for words in heads)
+
+
+def test_lines_that_fit_stay_as_they_are() -> None:
+    table = aligned(CELLS, IS_RIGHT)
+    assert [*fitted(table, 100)] == table
+    assert [*fitted(["a line of text that no width changes"], 5)] == [
+        "a line of text that no width changes"
     ]

@@ -162,7 +162,7 @@ class TestSources:
 
     def test_an_unknown_device_lists_known_ones(self) -> None:
         with pytest.raises(
-            ConfigError, match=r"roofline:h1000.*known devices: h100-sxm"
+            ConfigError, match=r"h1000.*did you mean h100\? It must be one of h100-sxm"
         ) as caught:
             parse_source("roofline:h1000")
         assert caught.value.field == "compute-from"

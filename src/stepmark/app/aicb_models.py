@@ -7,7 +7,7 @@ github.com/aliyun/aicb.
 from dataclasses import dataclass
 from typing import Literal
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 
 Kind = Literal["gpt", "llama"]
 GPT_VOCAB_SIZE, LLAMA_VOCAB_SIZE = 50257, 32000  # from the scripts; from get_params
@@ -102,5 +102,5 @@ def preset(size: str, framework: str) -> Preset:
         allowed = "a size with a shape: AICB names 270 without one; give --num-layers, "
         raise ConfigError("model-size", size, allowed + "--hidden-size, --num-attention-heads")
     if key not in presets:
-        raise ConfigError("model-size", size, f"one of {', '.join(presets)} for {framework}")
+        raise not_one_of("model-size", size, presets, f" for {framework}")
     return presets[key]

@@ -28,7 +28,7 @@ from stepmark.core.collectives import (
 from stepmark.core.comm_case import CommCase, default_mode, unsupported
 from stepmark.core.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
-from stepmark.core.errors import ConfigError, NothingToMeasureError
+from stepmark.core.errors import ConfigError, NothingToMeasureError, not_one_of
 from stepmark.core.ops import from_shorthand
 from stepmark.core.options import dashed, plain
 from stepmark.core.units import GIB, KIB, MIB, format_bytes
@@ -255,7 +255,7 @@ def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, 
     roles = options.message or ()
     for role in roles:
         if role not in ROLES:
-            raise ConfigError("message", role, f"one of {', '.join(ROLES)}")
+            raise not_one_of("message", role, ROLES)
     labelled: dict[tuple[Label | None, int], None] = {}
     for model, mbs in itertools.product(read_models(options.model), options.mbs or (1,)):
         sent = messages(
@@ -314,7 +314,7 @@ def _mode(options: CommOptions, device: str, backend: str) -> tuple[Mode, bool]:
     flags += [f"-G {graph}"] if graph else []
     flags += [f"--mode {options.mode}"] if options.mode else []
     if len(flags) > 1:
-        raise ConfigError("mode", " ".join(flags), "one of --mode, -z and -G")
+        raise ConfigError("mode", " ".join(flags), "given by only one of --mode, -z and -G")
     default = default_mode(device, backend, Collective.ALL_REDUCE)
     mode = options.mode or (Mode.BLOCKING if blocking else default)
     mode = Mode.GRAPH if graph else mode

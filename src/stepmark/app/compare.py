@@ -17,9 +17,10 @@ from pathlib import Path
 from stepmark.app.delivery import write_files
 from stepmark.app.table_series import InputDefaults, series_of_tables, table_list
 from stepmark.app.view import console
+from stepmark.app.waiting import Waiting
 from stepmark.core.collectives import Collective, collective_named
 from stepmark.core.comparison import Comparison, Series, Side
-from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.core.options import load
 from stepmark.core.units import parse_bytes
 from stepmark.core.verb_options import CompareOptions
@@ -271,7 +272,9 @@ def compared(options: CompareOptions) -> Comparison:
         unit=options.unit,
     )
     smallest, largest = _sizes(options.size_range)
-    ordered = _baseline_first(sides(options.sources, options.runs, defaults), options.baseline)
+    with Waiting("reading what is compared"):
+        compared = sides(options.sources, options.runs, defaults)
+    ordered = _baseline_first(compared, options.baseline)
     return compare_sides(
         ordered,
         Options(
@@ -292,14 +295,14 @@ def _collective(text: str | None) -> str | None:
         return None
     name = collective_named(text)
     if name not in list(Collective):
-        raise ConfigError("collective", text, f"one of {', '.join(Collective)}")
+        raise not_one_of("collective", text, Collective)
     return name
 
 
 def _allowed(names: Sequence[str], force: bool) -> tuple[str, ...]:
     for name in names:
         if name not in STRICT:
-            raise ConfigError("allow", name, f"one of {', '.join(STRICT)}")
+            raise not_one_of("allow", name, STRICT)
     return STRICT if force else tuple(names)
 
 
@@ -308,7 +311,7 @@ def _baseline_first(sides: list[Side], name: str | None) -> list[Side]:
         return sides
     names = [side.name for side in sides]
     if name not in names:
-        raise ConfigError("baseline", name, f"one of {', '.join(names)}")
+        raise not_one_of("baseline", name, names)
     return sorted(sides, key=lambda side: side.name != name)
 
 

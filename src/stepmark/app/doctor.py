@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepmark.app.delivery import write_files
+from stepmark.app.waiting import Waiting
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import dashed, load, plain
 from stepmark.core.units import GB, TFLOP, format_bytes
@@ -46,7 +47,8 @@ def run(options: DoctorOptions) -> int:
     for name, value in plain(options).items():
         if name not in ("json", "csv"):
             raise ConfigError(dashed(name), value, "only with --nodes")
-    findings: Findings = load("stepmark.bench.doctor:examine")()
+    with Waiting("importing torch and examining the devices"):
+        findings: Findings = load("stepmark.bench.doctor:examine")()
     report = list(lines(findings))
     draw(report, to_stderr=options.to_stdout)
     rows = [asdict(line) for line in report]

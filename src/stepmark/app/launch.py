@@ -8,7 +8,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from stepmark.app.follow import follow
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.fabrics import Setting, load_fabrics
 from stepmark.core.launch_options import TARGETS, LaunchOptions, SlurmJob
 from stepmark.core.options import dashed, plain
@@ -99,7 +99,7 @@ def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
     fabrics = load_fabrics()
     for name in options.fabric or ():
         if name not in fabrics:
-            raise ConfigError("fabric", name, f"one of {', '.join(fabrics)}, or {_LIST}")
+            raise not_one_of("fabric", name, fabrics, f", or {_LIST}")
         settings |= {setting.name: setting for setting in fabrics[name].settings}
     for text in options.export:
         for pair in re.split(r",(?=[A-Za-z_]\w*=)", text):  # values may have commas

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from stepmark.app.log_sources import LOG, TABLES, Inputs, Rows, Source, collect, read_sources
 from stepmark.app.measured_curves import read_curves
+from stepmark.app.view import print_text
+from stepmark.app.waiting import Waiting
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
 from stepmark.core.options import load
@@ -163,12 +165,14 @@ TableFindings = tuple[Table, tuple[Finding, ...]]
 def run(options: LogsOptions) -> int:
     """Print and write what the files contain. Return 1 where a job fails or hangs."""
     options.check_stdout()
-    inputs = collect(options.files, only_tables=options.tables)
+    with Waiting("finding the kinds of the files"):
+        inputs = collect(options.files, only_tables=options.tables)
     for path, reason in inputs.unknown:
         sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
-    report = read_report(inputs, options)
+    with Waiting("reading the logs"):
+        report = read_report(inputs, options)
     if not options.to_stdout:
-        sys.stdout.writelines(f"{line}\n" for line in report.text())
+        print_text(report.text())
     report.write()
     return report.exit_code
 

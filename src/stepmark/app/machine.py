@@ -11,10 +11,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from stepmark.core.device import find_device_by_alias, load_devices
+from stepmark.app.waiting import Waiting
+from stepmark.core.device import find_device_by_alias, unknown_device
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.launch import job, outer_launcher
 
+_USUAL_HOST = 8  # accelerators
 _MAX_CPU_RANKS = 1024
 _TORCH_LIMIT_S = 120.0  # importing torch from a slow disk, and waking all drivers
 _ASK_TORCH = """
@@ -36,6 +38,7 @@ class Machine:
     capability: tuple[int, int] = (0, 0)
     is_rocm: bool = False
     is_here: bool = True
+    assumes_host: bool = False  # without --nproc, plan for a usual host of the named device
 
     def num_ranks(self, nproc: str | None, default: str = "1") -> int:
         """Return --nproc, the ranks of all hosts; under an outer launcher its world.
@@ -50,7 +53,10 @@ class Machine:
             return num_hosts * self._count(here.nproc, 1)
         if self.num_accelerators is None and (nproc or default) == "all":
             allowed = f"the number of ranks, because no {self.name} is on this machine"
-            raise ConfigError("nproc", nproc, allowed)
+            if nproc or not self.assumes_host:
+                raise ConfigError("nproc", nproc, allowed)
+            sys.stderr.write(f"# {_USUAL_HOST} ranks are assumed: give --nproc for others\n")
+            return _USUAL_HOST
         count = self._count(nproc or default, num_hosts)
         if count > 1 and count % num_hosts:
             raise ConfigError("nproc", count, f"a multiple of the {num_hosts} hosts")
@@ -85,12 +91,12 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
     if device in (None, "cuda", "cpu"):
         cards = [] if device == "cpu" else _cards()
         if device == "cuda" and not cards:
-            raise ConfigError("device", "cuda", "cpu, since torch finds no accelerator here")
+            allowed = "cpu, since torch finds no accelerator here (or h200, ... with --dry-run)"
+            raise ConfigError("device", "cuda", allowed)
         return _machine_of(cards)
     spec = find_device_by_alias(str(device))
     if spec is None:
-        names = ", ".join(load_devices())
-        raise ConfigError("device", device, f"cuda or cpu, or for --dry-run one of {names}")
+        raise unknown_device(device, "cuda", "cpu", note="; all but these two need --dry-run")
     cards = _cards()
     if cards and cards[0].name in spec.names:
         return _machine_of(cards)
@@ -106,6 +112,7 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
         capability=spec.capability,
         is_rocm=spec.vendor == "amd",
         is_here=False,
+        assumes_host=dry_run,
     )
 
 
@@ -204,9 +211,10 @@ def _asked_of_torch() -> list[_Card]:
     """List the devices of torch in another process, because importing it takes seconds."""
     command = [sys.executable, "-c", _ASK_TORCH]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False
-        )
+        with Waiting("asking torch for the devices of this machine"):
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=_TORCH_LIMIT_S, check=False
+            )
     except subprocess.TimeoutExpired:
         raise StepmarkError(
             f"torch did not list the devices of this machine within {_TORCH_LIMIT_S:.0f} s: "

@@ -14,7 +14,7 @@ from stepmark.app.op_plan import Placed, family_cases, layer_cases
 from stepmark.app.view import median_s, show_rows, view
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError, worst
+from stepmark.core.errors import ConfigError, not_one_of, worst
 from stepmark.core.op_options import (
     FamilyOptions,
     LayerOptions,
@@ -87,14 +87,14 @@ def check(options: OpOptions) -> None:
             allowed = f"it cannot be combined with --{name}, which fixes how long a case takes"
             raise ConfigError("budget", f"{options.budget:g}s", allowed)
     if options.style and not options.dry_run and options.style not in styles.STYLES:
-        raise ConfigError("style", options.style, f"one of {', '.join(styles.STYLES)}")
+        raise not_one_of("style", options.style, styles.STYLES)
 
 
 def _config_cases(options: OpOptions) -> Plans:
     """Return the plans of PARAM's operator config; operators that we lack are named."""
     path = options.field("config")
     if path is None:
-        raise ConfigError("family", "missing", f"one of {', '.join(FAMILIES)}, or all")
+        raise not_one_of("family", "missing", FAMILIES, ", or all")
     if options.scale:
         raise ConfigError("scale", options.scale, "it cannot be combined with --config")
     config = read_config(path)

@@ -13,7 +13,7 @@ from stepmark.app.machine import Machine
 from stepmark.app.models import factor, read_models
 from stepmark.core.case import ClockName, Label, OpCase, Rate
 from stepmark.core.dtypes import DType, parse_dtype
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.op_options import FamilyOptions, LayerOptions, OpOptions
 from stepmark.core.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, Scaling
 from stepmark.core.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
@@ -82,7 +82,7 @@ def cases(
     backends = BACKENDS[family]
     for name in options.backend:
         if name not in backends:
-            raise ConfigError("backend", name, f"one of {', '.join(backends)} for {family}")
+            raise not_one_of("backend", name, backends, f" for {family}")
     num_ranks, limits = machine.num_ranks(options.nproc), capabilities(machine)
     labels: dict[Op, dict[Label, None]] = {}
     for label, op in placed:
@@ -272,8 +272,7 @@ def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phas
         allowed = fields["phase"].metadata["allowed"]
         matched = [phase for phase in phases if phase in allowed]
         if phases and not matched:
-            rule = f"one of {', '.join(allowed)} for {family}"
-            raise ConfigError("pass", options.field("phase"), rule)
+            raise not_one_of("pass", options.field("phase"), allowed, f" for {family}")
         for name in matched or allowed:
             yield Phase(name), item | {"phase": name}
         return
@@ -316,7 +315,7 @@ def _member(kind: Any, text: str | None, field: str) -> Any:
     try:
         return kind(text or "none")
     except ValueError:
-        raise ConfigError(field, text, f"one of {', '.join(kind)}") from None
+        raise not_one_of(field, text, kind) from None
 
 
 def _read(field: str, text: Any) -> Any:

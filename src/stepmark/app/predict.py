@@ -1,6 +1,5 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
@@ -8,6 +7,8 @@ from functools import cache
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
+from stepmark.app.view import print_text
+from stepmark.app.waiting import Waiting
 from stepmark.core.collectives import Collective
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec
@@ -58,13 +59,14 @@ def run(options: PredictOptions) -> int:
         html: str = load("stepmark.report.prediction_page:page")(document, prediction)
         write_text(options.html, html, "html")
     if not options.to_stdout:
-        sys.stdout.write("\n".join(report.lines(document, prediction)) + "\n")
+        print_text(report.lines(document, prediction))
     return 0
 
 
 def predicted(options: PredictOptions) -> tuple[report.Facts, StepPrediction, list[str]]:
     """Return what is predicted, the prediction, and notes on it. Raises ConfigError."""
-    target, notes = target_of(options)
+    with Waiting("reading the parts of the step"):
+        target, notes = target_of(options)
     changes = dict(options.what_if or ())
     about = facts(target)
     if options.what_if:
@@ -74,7 +76,8 @@ def predicted(options: PredictOptions) -> tuple[report.Facts, StepPrediction, li
             device=f"{about.device} with {show_what_if(options.what_if)}",
             peak_flops_per_s=peak and peak * changes.get("flops", 1.0),
         )
-    prediction, more = predict(target, changes)
+    with Waiting(f"predicting a step of {target.name}"):
+        prediction, more = predict(target, changes)
     notes += [*more, *calibration_notes(target), *_effects(target, changes, prediction)]
     return about, prediction, notes
 

@@ -15,7 +15,7 @@ from stepmark.app.likeness import is_like
 from stepmark.app.machine import Machine, machine
 from stepmark.app.models import read_models
 from stepmark.app.parts import Parts, read_parts
-from stepmark.core.device import DeviceSpec, find_device, find_device_by_alias, load_devices
+from stepmark.core.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.core.errors import ConfigError
 from stepmark.core.predict_options import PredictOptions
 from stepmark.core.record import Measured, RunInfo
@@ -162,7 +162,7 @@ def _file_target(options: PredictOptions, file: str) -> tuple[Target, list[str]]
 def _spec(name: str) -> DeviceSpec:
     spec = find_device_by_alias(name)
     if spec is None:
-        raise ConfigError("device", name, f"one of {', '.join(load_devices())}")
+        raise unknown_device(name)
     return spec
 
 
@@ -172,7 +172,7 @@ def _machine(options: PredictOptions, base: Path | None) -> Machine:
         return machine(options.device)
     if options.device:
         spec = _spec(options.device)
-        return machine(spec.key, dry_run=True)
+        return replace(machine(spec.key, dry_run=True), assumes_host=False)
     if base is None and options.calibration:
         base = find_run(options.runs, options.calibration)
     if base is None:

@@ -1,10 +1,10 @@
 """Tables of a profiler in a text file, for `stepmark trace breakdown FILE`."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from stepmark.app.view import print_text
 from stepmark.core.errors import ConfigError
 from stepmark.core.profiler_table import ProfilerTable
 from stepmark.report import profiler_tables
@@ -21,7 +21,7 @@ def run_table(path: Path, json: str | Path | None = None, csv: str | Path | None
     tables = read_tables(path)
     if "-" not in (str(json), str(csv)):
         for table in tables:
-            sys.stdout.writelines(f"{line}\n" for line in (*profiler_tables.text(table), ""))
+            print_text((*profiler_tables.text(table), ""))
     if json:
         write_json(profiler_tables.plain_rows(tables), json, "profiler-tables")
     if csv:

@@ -4,12 +4,14 @@ import sys
 from typing import TYPE_CHECKING
 
 from stepmark.app.view import median_s
+from stepmark.app.waiting import Waiting
 from stepmark.core.case import OpCase
 from stepmark.core.collectives import RedOp
 from stepmark.core.comm_case import CommCase
 from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
 from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
+from stepmark.core.training import CompileScope
 from stepmark.core.units import format_bytes, format_time
 from stepmark.report import training_words
 
@@ -28,15 +30,33 @@ class Progress:
         self._total, self._writer, self._quiet = total, writer, quiet
         self._count = first
         self._bar = _bar(total, first) if not quiet and sys.stderr.isatty() else None
+        self._waiting: Waiting | None = None
+
+    def begin(self, case: AnyCase) -> None:
+        """Name the case that is measured now."""
+        compiles = isinstance(case, TrainCase) and case.compile is not CompileScope.NONE
+        text = f"{'compiling and ' * compiles}measuring {case_text(case)}"
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], description=text)
+        elif not self._quiet:
+            self._stop_waiting()
+            self._waiting = Waiting(f"[{self._count + 1}/{self._total}] {text}")
 
     def __call__(self, record: Record) -> None:
         if self._writer is not None:
             self._writer.append(record)
+        self._stop_waiting()
         self._count += 1
         if not self._quiet:
             self._show(record)
 
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.close()
+            self._waiting = None
+
     def close(self) -> None:
+        self._stop_waiting()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from stepmark.app.delivery import resume_hint
 from stepmark.app.measure import show_run
 from stepmark.app.progress import Progress
+from stepmark.app.waiting import Waiting
 from stepmark.core.commands import command_of
 from stepmark.core.errors import StepmarkError
 from stepmark.core.options import load
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str]) -> int:
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         rank = Rank(plan, run, heartbeat, force=FORCE in arguments)
         for_meshes = any(entry.case.kind == "train" for entry in plan.entries)
-        code = rank.measure(_context(plan.device, for_meshes=for_meshes))
+        code = rank.measure(_context(plan.device, plan.world_size, for_meshes=for_meshes))
     except StepmarkError as error:
         if type(error).__name__ == "LostPeersError":
             # Do not report an exit code, which would mean that every case is recorded.
@@ -94,7 +95,7 @@ def measure_under_launcher(
 
     watchdog = Watchdog(lambda position: None)
     watchdog.idle(_JOIN_S)
-    context = _context(device, for_meshes=True)
+    context = _context(device, outer_launcher.num_ranks(), for_meshes=True)
     ranks = context.ranks
     text, run, problem = ranks.decide(lambda: _try_plan(make_plan))
     watchdog.close(0)
@@ -121,10 +122,12 @@ def _try_plan(
     return plans.encode(plan), run, None
 
 
-def _context(device: str, *, for_meshes: bool) -> "MeasureContext":
-    from stepmark.bench.context import make_context  # noqa: PLC0415
+def _context(device: str, num_ranks: int, *, for_meshes: bool) -> "MeasureContext":
+    ranks = f"{num_ranks} rank{'s' * (num_ranks > 1)}"
+    with Waiting(f"starting {ranks}: importing torch, joining"):
+        from stepmark.bench.context import make_context  # noqa: PLC0415
 
-    return make_context(device, for_meshes=for_meshes)
+        return make_context(device, for_meshes=for_meshes)
 
 
 class Rank:
@@ -270,6 +273,8 @@ class Rank:
     # The guard of a case: stores the position and passes it on.
 
     def begin(self, position: int, limit_s: float) -> None:
+        if self._progress and position != self._position:
+            self._progress.begin(self._plan.entries[position].case)
         self._position = position
         self._guard.begin(position, limit_s)
 

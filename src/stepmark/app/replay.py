@@ -53,9 +53,10 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         allowed = "only with --alone: --iters, --warmup, --passes say how long a replay is"
         raise ConfigError("budget", f"{options.budget:g}s", allowed)
     if options.alone and options.curve:
-        raise ConfigError("curve", options.curve, "not with --alone, which measures them")
+        rule = "it cannot be combined with --alone, which measures them"
+        raise ConfigError("curve", options.curve, rule)
     if options.comm_only and options.compute is Compute.REAL:
-        raise ConfigError("comm-only", "given", "not with --compute real")
+        raise ConfigError("comm-only", "given", "it cannot be combined with --compute real")
     curves_of(options)  # refused now, not after the measurement
     compute = Compute.NONE if options.comm_only else options.compute
     notes: list[str] = []
@@ -160,7 +161,8 @@ def _with_times(
     """Return the workload with the times of computation that it needs. Raises ConfigError."""
     if compute is Compute.NONE:
         if options.compute_from:
-            raise ConfigError("compute-from", options.compute_from, "not with --compute none")
+            rule = "it cannot be combined with --compute none"
+            raise ConfigError("compute-from", options.compute_from, rule)
         return workload
     if options.compute_from:
         return workload_files.timed(workload, options.compute_from)

@@ -15,7 +15,7 @@ from stepmark.app.machine import Machine, machine
 from stepmark.app.measure import measure
 from stepmark.app.runs import write_run_page
 from stepmark.app.step_report import reported
-from stepmark.app.view import view
+from stepmark.app.view import print_text, view
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
@@ -251,6 +251,5 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
         delivery.finish(run, path, code)
         raise report
     rows = run.rows, run.comm_rows, run.train_rows
-    lines = first_screen.lines(run.run, *rows, report, page)
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    print_text(first_screen.lines(run.run, *rows, report, page))
     return delivery.finish(run, path, code)

@@ -2,13 +2,21 @@
 
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from rich.table import Table
-from rich.text import Text
-
 from stepmark.app.delivery import write_files
-from stepmark.app.view import View, console, read_aloud, say, show_rows, sql_types, view
+from stepmark.app.view import (
+    View,
+    print_text,
+    read_aloud,
+    say,
+    show_rows,
+    sql_types,
+    view,
+)
+from stepmark.app.waiting import Waiting
+from stepmark.core.columns import aligned
 from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files
 from stepmark.core.options import load
@@ -36,7 +44,11 @@ def print_list(options: ListOptions) -> None:
     rows = [_run_row(read(path)) for path in list_runs(options.runs)]
     if not rows:
         sys.stderr.write(f"no runs in {options.runs}\n")
-    _deliver(rows, options, "runs")
+    if sys.stdout.isatty() and not options.to_stdout:  # a table is too wide for most
+        write_files(options, "runs", rows, rows)
+        print_text(line for row in rows for line in _run_lines(row))
+    else:
+        _deliver(rows, options, "runs")
 
 
 def show(options: ShowOptions) -> None:
@@ -55,8 +67,7 @@ def print_run(path: Path, run: View) -> None:
     show_rows(run)
     report: StepReport | None = load("stepmark.app.step_report:step_report")(path, run)
     if report is not None:
-        lines = (*_summary(run), *report.lines())
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_text((*_summary(run), *report.lines()))
 
 
 def _summary(run: View) -> list[str]:
@@ -118,15 +129,23 @@ def _run_row(run: Run) -> Row:
     }
 
 
+def _run_lines(row: Row) -> Iterator[str]:
+    """Yield a run in two lines, and a third with what cannot be read."""
+    counts = [f"{row[kind]} {kind}" for kind in ("measured", "skipped", "failed") if row[kind]]
+    facts = f"{row['ranks']} x {row['device']}, torch {row['torch']}"
+    yield f"{row['run']}  {facts}: {', '.join(counts) or 'nothing measured'}"
+    yield f"    {row['command']}"
+    if "unreadable" in row:
+        yield f"    {row['unreadable']}"
+
+
 def _deliver(rows: list[Row], files: Files, name: str) -> None:
     """Write the files, and print a table unless stdout is one of them."""
     write_files(files, name, rows, rows)
     if rows and not files.to_stdout:
         columns = columns_of(rows)
-        table = Table(*columns, box=None, pad_edge=False)
-        for row in rows:
-            table.add_row(*[Text(_cell(row.get(column))) for column in columns])
-        console().print(table)
+        cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+        print_text(aligned(cells, [False] * len(columns)))
 
 
 def _cell(value: object) -> str:
@@ -138,12 +157,14 @@ def _cell(value: object) -> str:
 def run_report(options: ReportOptions) -> None:
     """Write the page of a run, or of two side by side, and print where it is."""
     path = find_run(options.runs, options.run)
-    if options.other is None:
-        target = write_page(path, options.out)
-    else:
-        other = find_run(options.runs, options.other)
-        target = options.out or path / f"report-{other.name}.html"
-        write_text(target, load("stepmark.app.step_ledger:comparison_page")(path, other), "out")
+    with Waiting(f"writing the page of {path.name}"):
+        if options.other is None:
+            target = write_page(path, options.out)
+        else:
+            other = find_run(options.runs, options.other)
+            target = options.out or path / f"report-{other.name}.html"
+            page = load("stepmark.app.step_ledger:comparison_page")(path, other)
+            write_text(target, page, "out")
     sys.stdout.write(f"{target}\n")
 
 

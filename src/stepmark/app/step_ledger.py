@@ -1,6 +1,5 @@
 """Ledgers of measured steps: of traces (stepmark trace ledger), training cases, two runs."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 
 from stepmark.app.trace import waiting_times
 from stepmark.app.trace_files import map_traces, recorded_traces
-from stepmark.app.view import view
+from stepmark.app.view import print_text, view
 from stepmark.core.columns import Row, number
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import (
@@ -54,7 +53,7 @@ def ledger(options: LedgerOptions) -> int:
         write_csv(rows, options.csv, "ledger")
     if not options.to_stdout:
         lines = (*report.step_lines(steps), *(f"note: {note}" for note in notes))
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_text(lines)
     return 0
 
 

@@ -17,7 +17,7 @@ from stepmark.app import sweep_results, tuner
 from stepmark.app.delivery import check_outputs
 from stepmark.app.interpreters import check_interpreters, parse_interpreters
 from stepmark.app.sweep_run import ORDERS, PROGRAM, order_of
-from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.core.sweep import DEFAULT, MIN_GAIN, Setting, Sweep, flag_of, split_values
 from stepmark.core.verb_options import SweepOptions
 from stepmark.store import sweeps
@@ -266,8 +266,7 @@ def find_baseline(name: str | None, settings: Sequence[Setting]) -> str:
     if name is None:
         return by_words.get(frozenset([DEFAULT]), settings[0].name)
     if (baseline := by_words.get(frozenset(name.split()))) is None:
-        names = ", ".join(setting.name for setting in settings[:8])
-        raise ConfigError("baseline", name, f"one of {names}")
+        raise not_one_of("baseline", name, (setting.name for setting in settings[:8]))
     return baseline
 
 
@@ -277,7 +276,7 @@ def check_command(command: Sequence[str]) -> None:
     if not command:
         raise ConfigError("command", "missing", f"give -- and a measuring verb: {verbs}")
     if command[0] not in MEASURING:
-        raise ConfigError("command", command[0], f"a verb that measures: {verbs}")
+        raise not_one_of("command", command[0], MEASURING, ", a verb that measures")
     for word in command:
         if word.partition("=")[0] in _RESERVED:
             raise ConfigError("command", word, "left out: the sweep sets it itself")

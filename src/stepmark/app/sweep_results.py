@@ -10,7 +10,7 @@ from stepmark.app.delivery import write_files
 from stepmark.app.sweep_race import Result, compare_settings
 from stepmark.app.sweep_run import Means
 from stepmark.app.tuner import ProbeError
-from stepmark.app.view import console
+from stepmark.app.view import console, print_text
 from stepmark.core.errors import worst
 from stepmark.core.options import load
 from stepmark.core.sweep import Setting, Sweep
@@ -85,7 +85,7 @@ def _show(
         if result.fresh:
             sys.stdout.write("\nfresh rounds, which had no part in the selection:\n")
             printed(result.fresh, console())
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
+        print_text(lines)
         sys.stdout.flush()
     else:
         for line in lines:

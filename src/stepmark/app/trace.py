@@ -1,6 +1,5 @@
 """stepmark trace breakdown: where the time of each step went."""
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -8,6 +7,7 @@ from pathlib import Path
 
 from stepmark.app.profiler_tables import looks_like_profiler_table, run_table
 from stepmark.app.trace_files import damage_notes, map_traces
+from stepmark.app.view import print_text
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import load
@@ -55,8 +55,7 @@ def breakdown(options: BreakdownOptions) -> int:
         )
         write_text(options.html, page, "html")
     if not options.to_stdout:
-        lines = times.lines(details=options.details)
-        sys.stdout.writelines(f"{line}\n" for line in lines)
+        print_text(times.lines(details=options.details))
     return 0
 
 

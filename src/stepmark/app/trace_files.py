@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from stepmark.app.waiting import Waiting
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.log_facts import MAX_RANKS
 from stepmark.core.options import load
@@ -182,12 +183,16 @@ def _in_processes(
 ) -> list[RankResult[R]]:
     """Return results in the order of the paths."""
     workers = min(jobs or _cores(), len(paths))
+    what = f"reading {len(paths)} trace{'s' * (len(paths) > 1)}"
     if workers <= 1:
-        return list(map(work, paths))
+        with Waiting(what):
+            return list(map(work, paths))
     context = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(workers, mp_context=context) as pool:
         try:
-            return list(pool.map(work, paths))
+            results = pool.map(work, paths)
+            with Waiting(what):  # after the fork: a thread of ours would be lost in it
+                return list(results)
         except BrokenProcessPool:
             allowed = "read by processes that have enough memory; --jobs 1 needs the least"
             raise ConfigError("trace", f"{len(paths)} files", allowed) from None

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.app.trace_files import TraceSet, damage_notes, map_traces, trace_files
+from stepmark.app.view import print_text
 from stepmark.app.workload_files import read as read_workload
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
@@ -282,5 +283,5 @@ def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]
 
 
 def _print(lines: Sequence[str], notes: Sequence[str]) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    print_text(lines)
     sys.stdout.writelines(f"note: {note}\n" for note in notes)

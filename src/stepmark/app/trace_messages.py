@@ -1,6 +1,5 @@
 """stepmark trace messages: how often each message was sent, how fast, and what that costs."""
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +8,7 @@ from stepmark.app.log_sources import Source, read_sources
 from stepmark.app.measured_curves import read_curves
 from stepmark.app.trace_files import TraceSet, damage_notes, map_traces
 from stepmark.app.trace_sources import recorded, split_sources
+from stepmark.app.view import print_text
 from stepmark.core.columns import Row
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND, Histogram, MessageKind
@@ -45,7 +45,7 @@ def messages(options: MessagesOptions) -> int:
     view = _View(options, traces, sources)
     view.write()
     if not options.to_stdout:
-        sys.stdout.writelines(f"{line}\n" for line in view.text())
+        print_text(view.text())
     return 0
 
 

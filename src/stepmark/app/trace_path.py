@@ -4,6 +4,7 @@ import sys
 from functools import partial
 
 from stepmark.app.trace_files import map_traces
+from stepmark.app.view import print_text
 from stepmark.core.errors import ConfigError
 from stepmark.core.trace_options import CriticalPathOptions
 from stepmark.report import trace_path as report
@@ -37,6 +38,6 @@ def run(options: CriticalPathOptions) -> int:
     if options.csv:
         write_tables(tables, options.csv, "csv")
     if not options.to_stdout:
-        sys.stdout.writelines(f"{line}\n" for line in report.lines(paths))
+        print_text(report.lines(paths))
         sys.stdout.writelines(f"note: {note}\n" for note in traces.notes)
     return 0

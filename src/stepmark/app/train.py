@@ -9,7 +9,7 @@ from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
 from stepmark.app.models import file_notes
 from stepmark.app.progress import case_text
-from stepmark.app.view import View, console, view
+from stepmark.app.view import View, console, print_text, view
 from stepmark.core.options import build, load, plain
 from stepmark.core.plan import How, Plan, TrainHow, entries
 from stepmark.core.record import Failed, Measured, Record
@@ -89,7 +89,7 @@ def _show(run: View, path: Path) -> None:
             sys.stdout.write(f"\n{case_text(record.case)}\n")
         if facts.messages:
             lines = training_printing.message_lines(facts, record.case.num_ranks)
-            sys.stdout.write("\n".join(lines) + "\n")
+            print_text(lines)
         if facts.traces:
             lines = load("stepmark.app.trace_kernels:profile_lines")(path / TRACES, record)
-            sys.stdout.write("\n".join(lines) + "\n")
+            print_text(lines)

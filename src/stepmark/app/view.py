@@ -1,5 +1,6 @@
 """A run with all that its rows need: peaks of its device, and shipped reference runs."""
 
+import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from stepmark.core.case import OpCase
-from stepmark.core.columns import Column
+from stepmark.core.columns import Column, fitted
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.ops import Op
 from stepmark.core.options import load
@@ -166,6 +167,13 @@ def show_rows(run: View) -> None:
         load("stepmark.report.training_printing:print_training")(run.train_rows, console())
     if run.replay_rows:
         print_rows(run.replay_rows, console(), columns("replay"))
+
+
+def print_text(lines: Iterable[str]) -> None:
+    """Print lines; a terminal gets tables that fit, a pipe gets whole rows."""
+    if sys.stdout.isatty():
+        lines = fitted(lines, shutil.get_terminal_size().columns)
+    sys.stdout.writelines(f"{line}\n" for line in lines)
 
 
 def console() -> "Console":

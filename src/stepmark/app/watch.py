@@ -21,6 +21,7 @@ import msgspec
 import stepmark
 from stepmark.app import log_sources, logs, trace, trace_messages
 from stepmark.app.delivery import make_folder, write_files
+from stepmark.app.view import print_text
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.trace_options import BreakdownOptions, MessagesOptions
 from stepmark.core.units import ranks_text
@@ -186,7 +187,7 @@ def read_ranks(folder: Path) -> tuple[list[WatchedRank], list[str]]:
 
 
 def _print(lines: Iterable[str]) -> None:
-    sys.stdout.writelines(f"{line}\n" for line in lines)
+    print_text(lines)
 
 
 def _of_traces(folder: Path, files: Sequence[str]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from stepmark.app import workload_files, workload_flags, workload_model
+from stepmark.app.waiting import Waiting
 from stepmark.app.workload_files import Target, stage_flag
 from stepmark.bench.capture.watch import Watch
 from stepmark.core.dtypes import DType, parse_dtype
@@ -40,7 +41,8 @@ def run_generate(options: GenerateOptions) -> None:
     """Write a file, or print what `show` prints."""
     if names := list(without_effect(options)):
         sys.stderr.write(f"# AICB's parameters without effect here: {', '.join(names)}\n")
-    workload = generate(options)
+    with Waiting(f"generating the workload of {options.model or 'a model'}"):
+        workload = generate(options)
     notes = workload.notes
     workload = with_times(workload, options)
     stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
@@ -68,13 +70,15 @@ def with_times(workload: Workload, options: GenerateOptions) -> Workload:
 
 def show(options: ShowOptions) -> None:
     """Print the workload of a file."""
-    workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    with Waiting(f"reading {options.file}"):
+        workload = workload_files.read(options.file, options.group_sizes, options.world_size)
     load(_SHOW)(workload, options, stage_flag(options.stage), options.html)
 
 
 def convert(options: ConvertOptions) -> None:
     """Write a file in another format."""
-    workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    with Waiting(f"reading {options.file}"):
+        workload = workload_files.read(options.file, options.group_sizes, options.world_size)
     for note in workload_files.read_notes(workload):
         sys.stderr.write(f"# {note}\n")
     stage = stage_flag(options.stage)
@@ -96,7 +100,8 @@ def capture(options: CaptureOptions) -> None:
         options.timeout, lambda text: sys.stderr.write(f"{text}\n"), ends_process=True
     )
     counts = options.tokens_per_expert
-    with contextlib.redirect_stdout(sys.stderr):  # the user's file may print
+    # The user's file may print.
+    with contextlib.redirect_stdout(sys.stderr), Waiting(f"capturing rank {rank} of {file}"):
         workload = capture_file(
             options.file, world_size, rank, tokens_per_expert=counts, watch=watch
         )

@@ -12,7 +12,7 @@ from stepmark.app.op_plan import Placed
 from stepmark.app.view import view
 from stepmark.app.workload_files import Target, stage_flag
 from stepmark.core.case import Label, OpCase
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.op_options import ConfigOptions
 from stepmark.core.ops import FAMILY_OF, Op
 from stepmark.core.ops.backends import BACKENDS
@@ -94,7 +94,7 @@ def _cases(workload: Workload, options: FillOptions, machine: Machine) -> list[O
     known = {name for names in BACKENDS.values() for name in names}
     for name in options.backend:
         if name not in known:
-            raise ConfigError("backend", name, f"one of {', '.join(sorted(known))}")
+            raise not_one_of("backend", name, sorted(known))
     here = op_plan.capabilities(machine)
     placed: dict[str, list[Placed]] = {}
     for item in computations(workload):

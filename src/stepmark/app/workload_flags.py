@@ -5,9 +5,10 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Annotated, Any
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.options import Reader, dashed, flag, options
 from stepmark.core.workload_options import GenerateOptions
 from stepmark.workload.rules import RULES, find_rule
@@ -54,14 +55,14 @@ def options_class(framework: str, *, has_ignored: bool = True) -> type[GenerateO
     own = [_setting(name, field) for name, field in fields.items() if name not in names]
     if "stage" not in fields:
         text = "pipeline stage, as --pp-rank; of DeepSpeed it is ZeRO's"
-        own.append(("pipeline_stage", int | None, flag(text, "--stage")))
+        own.append(("pipeline_stage", int | None, flag(text, "--stage", rare=True)))
     settings = _class(f"Settings of {framework}.", own)
     names |= _names(settings)
     ignored: list[tuple[str, Any, Any]] = []
     for name in NO_EFFECT if has_ignored else ():
         if name not in names:
             kind, default = (bool, False) if name in _SWITCHES else (str | None, None)
-            ignored.append((name, kind, flag("AICB's; no effect", default=default)))
+            ignored.append((name, kind, flag("AICB's; no effect", default=default, rare=True)))
     without_effect = _class("AICB's parameters without effect.", ignored)
     bases = (GenerateOptions, settings, without_effect)
     cls: type[GenerateOptions] = _class(framework, [], *bases)
@@ -93,18 +94,21 @@ def _names(cls: type) -> set[str]:
 def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]:
     kind = kind_of(field)
     spellings = (f"--{dashed(name)}", *_SPELLINGS.get(name, ()))
-    text = str(field.metadata.get("help", name))
+    text, rare = str(field.metadata.get("help", name)), not field.metadata.get("common")
     if kind is bool:
         text += f" [{'yes' if field.default else 'no'}]"
         switches = (f"{word}/--no-{word.removeprefix('--')}" for word in spellings)
-        return name, bool | None, flag(text, *switches)
+        return name, bool | None, flag(text, *switches, rare=rare)
     if field.default not in (None, ""):
         text += f" [{field.default}]"
+    metavars = {int: "<int>", float: "<float>", str: "<str>"}
+    choices = tuple(kind) if issubclass(kind, StrEnum) else ()
     reader = Reader(
         read=functools.partial(_read, kind, field.default),
-        metavar={int: "<int>", float: "<float>"}.get(kind, "<str>"),
+        metavar=metavars.get(kind) or "|".join(choices),
+        choices=choices,
     )
-    return name, Annotated[kind, reader] | None, flag(text, *spellings)
+    return name, Annotated[kind, reader] | None, flag(text, *spellings, rare=rare)
 
 
 def kind_of(field: "dataclasses.Field[Any]") -> Any:
@@ -120,7 +124,7 @@ def refuse_other_framework(option: str) -> None:
     name = option.lstrip("-").removeprefix("no-").replace("-", "_")
     owners = [framework for framework, rule in RULES.items() if name in rule.fields()]
     if owners:
-        raise ConfigError(name, "given", f"only with --framework {' or '.join(owners)}")
+        raise ConfigError(option, "given", f"only with --framework {' or '.join(owners)}")
 
 
 def refuse_bare_recompute(name: str) -> None:
@@ -150,10 +154,11 @@ def _read(kind: Any, default: object, text: str, field: str) -> Any:
             return int(text) if text.lstrip("+-").isdecimal() else int(number)
         return kind(text.lower() if issubclass(kind, str) else text)
     except (ValueError, OverflowError):
-        raise ConfigError(field, text, _allowed(kind, default)) from None
-
-
-def _allowed(kind: Any, default: object) -> str:
-    is_large = isinstance(default, int) and default >= _LARGE
-    words = {int: "a whole number" + " such as 500000000 or 5e8" * is_large, float: "a number"}
-    return words[kind] if kind in words else f"one of {', '.join(kind)}"
+        is_large = isinstance(default, int) and default >= _LARGE
+        words = {
+            int: "a whole number" + " such as 500000000 or 5e8" * is_large,
+            float: "a number",
+        }
+        if kind in words:
+            raise ConfigError(field, text, words[kind]) from None
+        raise not_one_of(field, text, kind) from None

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from stepmark.app.view import print_text
 from stepmark.app.workload_files import StageFlag, stage_of
 from stepmark.core.case import Label
 from stepmark.core.collectives import (
@@ -78,7 +79,7 @@ def show(
         lines = _distinct_lines(workload, tables)
     else:
         lines = workload_text.lines(workload, number, _defaults(workload.rules))
-    sys.stdout.write("\n".join(lines) + "\n")
+    print_text(lines)
 
 
 def _defaults(rules: str) -> dict[str, Any]:

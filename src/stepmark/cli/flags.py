@@ -5,19 +5,23 @@ A handler is named as text and imported when it is called, so --help reads no ot
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 import typer.core
 import typer.main
 
+from stepmark.cli import help_page
 from stepmark.core import options
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.options import Option
 
 T = TypeVar("T")
 Builder = Callable[[list[str]], Any]  # makes a command from its arguments
 _WORDS = "stepmark.words"  # of the command line, for messages
+_NAMES_OF = "stepmark.cli.completion:names_of"  # read only by a shell that completes
+_ALL = "stepmark.all"  # whether help shows all options
 
 
 class _Text:
@@ -55,12 +59,30 @@ class Group(_WithoutPydantic, typer.core.TyperGroup):
     """A verb with commands of its own."""
 
     builders: Mapping[str, Builder] = {}
+    topics: Mapping[str, Sequence[str]] = {}  # names of commands by heading
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            args = ["--help"]
+        return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not args[0].startswith("-") and args[0] not in self.builders:
+            raise not_one_of("command", args[0], self.builders)
         name, command, rest = super().resolve_command(ctx, args)
         if name is not None and name in self.builders:
             command = click_command(name, self.builders[name](rest))
         return name, command, rest
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        width = max(map(len, self.builders)) + 2
+        for title, names in (self.topics or {"Commands": [*self.builders]}).items():
+            with formatter.section(title):
+                rows = [(name.ljust(width), self.commands[name].help) for name in names]
+                formatter.write_dl(rows)
+        formatter.write_paragraph()
+        note = f"{ctx.command_path} COMMAND --help: the options of a command, with examples."
+        formatter.write_text(note)
 
 
 class Command(_WithoutPydantic, typer.core.TyperCommand):
@@ -68,7 +90,19 @@ class Command(_WithoutPydantic, typer.core.TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[_WORDS] = list(args)
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if rest and not ctx.resilient_parsing:
+            most = len(help_page.usage(self._options)) - 1
+            takes = f"at most {most} of them" if most else "none"
+            rule = f"it must be left out, since {ctx.command_path} takes {takes}"
+            raise ConfigError("argument", rest[0], rule)
+        return rest
+
+    @property
+    def _options(self) -> type:
+        callback: Any = self.callback
+        cls: type = callback.options_class
+        return cls
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -77,60 +111,87 @@ class Command(_WithoutPydantic, typer.core.TyperCommand):
             raise as_typed(error, self.params, ctx.meta[_WORDS]) from error.__cause__
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        cls = getattr(self.callback, "options_class", None)
-        titles = {
-            option.name: "Arguments" if option.argument else option.group
-            for option in (options.options(cls) if cls else ())
-        }
-        sections: dict[str, list[tuple[str, str]]] = {}
-        for parameter in self.get_params(ctx):
-            record = parameter.get_help_record(ctx)
-            if record is not None:
-                if parameter.param_type_name == "argument":  # typer adds <str> to the name
-                    record = record[0].rpartition(" <")[0], record[1]
-                title = titles.get(parameter.name or "", "Options")
-                sections.setdefault(title, []).append(record)
-        for title, records in sorted(
-            sections.items(), key=lambda section: section[0] != "Arguments"
-        ):
-            with formatter.section(title):
-                formatter.write_dl(records)
+        callback: Any = self.callback
+        name, everything = ctx.command_path, _ALL in ctx.meta
+        help_page.write(
+            formatter, name, self._options, callback.examples, everything=everything
+        )
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return help_page.usage(self._options)
 
 
-def verb(cls: type[Any], handler: str, doc: str, command: type[Any] = Command) -> Any:
-    """Return a command for typer that passes its options to "module:function"."""
+def _show_all(ctx: typer.Context, is_given: bool) -> None:
+    if is_given:
+        ctx.meta[_ALL] = True
+        typer.echo(ctx.get_help())
+        raise typer.Exit(0)
+
+
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option(
+            "--help-all", is_eager=True, callback=_show_all, help="show all options and exit"
+        ),
+    ],
+)
+
+
+def verb(
+    cls: type[Any],
+    handler: str,
+    doc: str,
+    *examples: str,
+    command: type[Any] = Command,
+) -> Any:
+    """Return a command for typer that passes its options to "module:function".
+
+    examples: command lines without the program's name.
+    """
 
     def call(**values: Any) -> int:
         code: int | None = options.load(handler)(options.build(cls, values))
         return code or 0
 
-    parameters = [_parameter(option) for option in options.options(cls)]
+    parameters = [*(_parameter(option) for option in options.options(cls)), _HELP_ALL]
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {each.name: each.annotation for each in parameters}
     call.__doc__ = doc
-    call.options_class, call.command_class = cls, command  # type: ignore[attr-defined]
+    call.options_class, call.examples = cls, examples  # type: ignore[attr-defined]
+    call.command_class = command  # type: ignore[attr-defined]
     return call
 
 
-def builder(cls: type[Any], handler: str, doc: str, command: type[Any] = Command) -> Builder:
+def builder(
+    cls: type[Any], handler: str, doc: str, *examples: str, command: type[Any] = Command
+) -> Builder:
     """Return a function that makes the command of `verb`, for `group`."""
-    return lambda arguments: verb(cls, handler, doc, command)
+    return lambda arguments: verb(cls, handler, doc, *examples, command=command)
 
 
-def group(doc: str, commands: Mapping[str, tuple[str, Builder]]) -> Any:
+def group(
+    doc: str,
+    commands: Mapping[str, tuple[str, Builder]],
+    topics: Mapping[str, Sequence[str]] | None = None,
+) -> Any:
     """Return a typer application of commands.
 
     commands: by name a line of help, and a function that returns the command from its
-    arguments. Only the command that is called is built: --help reads none of them.
+    arguments. Only the command that is called is built: --help reads none of them. topics:
+    names of commands by heading.
     """
     builders = {name: build for name, (_, build) in commands.items()}
     app = typer.Typer(
-        cls=type("Group", (Group,), {"builders": builders}),
+        cls=type("Group", (Group,), {"builders": builders, "topics": topics or {}}),
         rich_markup_mode=None,
         add_completion=False,
         pretty_exceptions_enable=False,
-        no_args_is_help=True,
         help=doc,
+        context_settings={"max_content_width": help_page.WIDTH},
     )
     for name, (line, _) in commands.items():
         app.command(name, help=line)(_placeholder)
@@ -146,7 +207,8 @@ def click_command(name: str, command: Any) -> Any:
     if isinstance(command, typer.Typer):
         return typer.main.get_command(command)
     app = typer.Typer(rich_markup_mode=None, add_completion=False)
-    app.command(name, cls=command.command_class)(command)
+    settings = {"allow_extra_args": True}  # refused by Command
+    app.command(name, cls=command.command_class, context_settings=settings)(command)
     return typer.main.get_command(app)
 
 
@@ -170,15 +232,11 @@ def as_typed(
 
 def _parameter(option: Option) -> inspect.Parameter:
     metavar = option.metavar or None
-    text = _with_default(option)
+    complete = _completion(option)
     declared = (
-        typer.Argument(help=text, metavar=None if metavar == "<str>" else metavar)
+        typer.Argument(metavar=metavar, autocompletion=complete)
         if option.argument
-        else typer.Option(
-            *option.spellings,
-            help=text,
-            metavar=None if option.is_switch else metavar,
-        )
+        else typer.Option(*option.spellings, help=option.help, autocompletion=complete)
     )
     # `build` knows the defaults of all but switches.
     kind = bool if option.is_switch else str
@@ -192,13 +250,15 @@ def _parameter(option: Option) -> inspect.Parameter:
     )
 
 
-def _with_default(option: Option) -> str:
-    """Return the help, with the default unless the help states one itself."""
-    default = option.default
-    if (
-        default in (None, (), "", options.REQUIRED)
-        or isinstance(default, bool)
-        or option.help.endswith("]")
-    ):
-        return option.help
-    return f"{option.help} [{option.reader.show(default)}]"
+def _completion(option: Option) -> Callable[..., list[str]] | None:
+    """Return the function that completes a value in a shell; after commas another one."""
+    if not (option.reader.choices or option.names):
+        return None
+
+    def complete(ctx: typer.Context, incomplete: str) -> list[str]:
+        folder = Path(ctx.params.get("runs") or ctx.params.get("out") or "runs")
+        names = option.reader.choices or options.load(_NAMES_OF)(option.names, folder)
+        before, comma, word = incomplete.rpartition(",")
+        return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
+
+    return complete

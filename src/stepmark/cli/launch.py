@@ -5,7 +5,7 @@ from typing import Any
 
 from stepmark.cli import main
 from stepmark.cli.flags import Command, as_typed, click_command, verb
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.launch_options import RESUME, LaunchOptions
 from stepmark.core.options import build
 
@@ -26,7 +26,12 @@ class _Command(Command):
 def command(arguments: Sequence[str]) -> Any:
     """Return the verb."""
     doc = "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster."
-    return verb(LaunchOptions, "stepmark.app.launch:run", doc, _Command)
+    examples = (
+        "launch --slurm --nodes 4 --gpus-per-node 8 -- comm all_reduce -b 1K -e 1G",
+        "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
+        "launch --follow 123456",
+    )
+    return verb(LaunchOptions, "stepmark.app.launch:run", doc, *examples, command=_Command)
 
 
 def check(words: Sequence[str]) -> None:
@@ -36,8 +41,7 @@ def check(words: Sequence[str]) -> None:
     """
     name, *arguments = words
     if name not in (*MEASURING, RESUME):
-        allowed = f"a verb that measures: {', '.join((*MEASURING, RESUME))}"
-        raise ConfigError("command", name, allowed)
+        raise not_one_of("command", name, (*MEASURING, RESUME), ", a verb that measures")
     target = click_command(name, main.command(name, arguments))
     context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
     try:

@@ -6,7 +6,6 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
@@ -14,144 +13,47 @@ import typer
 
 from stepmark import __version__
 from stepmark.cli.flags import group, verb
-from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.cli.verbs import TOPICS, VERBS
+from stepmark.core.errors import ConfigError, StepmarkError, nearest
 from stepmark.core.options import load
 from stepmark.launch import outer_launcher, signals
 
+COMPLETE = "_STEPMARK_COMPLETE"  # set by the scripts of shells, see completion.py
 _SIGNAL_S = 0.5  # in which a launcher signals all ranks
 
 
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A verb. help: its line in `stepmark --help`; doc: the first line of its own --help.
+_DOC = "How fast should this model train, how fast does it, and where does the time go?"
+_FIRST_SCREEN = f"""\
+stepmark {__version__}: {_DOC[0].lower()}{_DOC[1:]}
 
-    options and handler: "module:name". Without options, the handler is a group of commands, or
-    makes the command from the arguments.
-    """
+Start with:
+  stepmark run                              predict a training step, measure it, explain it
+  stepmark doctor                           what this machine is, and what would run on it
+  stepmark comm all_reduce                  a collective by message size, as nccl-tests does
+  stepmark op gemm --model llama-3.1-8b     the matrix products of a model, one by one
+  stepmark predict llama-3.1-70b --nproc 1024 --tp 8 --device h200
+                                            step time and memory without any GPU
 
-    help: str
-    handler: str
-    options: str = ""
-    doc: str = ""
-
-
-_SHARED, _MEASURE_NOTHING = "stepmark.core.option_groups", "stepmark.core.verb_options"
-VERBS = {
-    "run": Verb(
-        "The main job: predict a training step, measure it, explain it.",
-        "stepmark.app.run:run",
-        "stepmark.core.run_options:RunOptions",
-        "Calibrate, predict a training step, train it, and say where the difference goes.",
-    ),
-    "doctor": Verb(
-        "Show devices, peaks, health and what would run.",
-        "stepmark.app.doctor:run",
-        f"{_MEASURE_NOTHING}:DoctorOptions",
-        "What this machine is; what would be measured, what not, and why.",
-    ),
-    "check": Verb(
-        "Measure a reference run's cases again; is any slower?",
-        "stepmark.app.check:run",
-        f"{_MEASURE_NOTHING}:CheckOptions",
-        "Measure a reference run's cases again; exit 1 if any is slower beyond noise.",
-    ),
-    "compare": Verb(
-        "Runs, nccl-tests files, CSVs: ratios and verdicts.",
-        "stepmark.app.compare:run",
-        f"{_MEASURE_NOTHING}:CompareOptions",
-        "Ratio of speeds per size or shape, its 99 % interval over launches, and a verdict.",
-    ),
-    "report": Verb(
-        "Write report.html of a run.",
-        "stepmark.app.runs:run_report",
-        f"{_MEASURE_NOTHING}:ReportOptions",
-        "Write report.html of a run: roofline, tables, curves, commands, environment. Of two "
-        "runs: the ledgers of their profiled training steps.",
-    ),
-    "comm": Verb(
-        "Measure collectives: nccl-tests' flags, no MPI.",
-        "stepmark.app.comm:run",
-        "stepmark.core.comm_options:CommOptions",
-        "Measure collectives: nccl-tests' flags, table and figures; no MPI.",
-    ),
-    "train": Verb(
-        "Measure training steps: single, DDP, FSDP, TP, PP.",
-        "stepmark.app.train:run",
-        "stepmark.core.train_options:TrainOptions",
-        "Train for real: steps of single, DDP, FSDP, TP, PP by phase, MFU by convention.",
-    ),
-    "calibrate": Verb(
-        "Measure the parts from which a step is predicted.",
-        "stepmark.app.calibrate:run",
-        "stepmark.core.train_options:CalibrateOptions",
-        "Measure the parts of one training step: kernels, host, collectives, power.",
-    ),
-    "predict": Verb(
-        "Step time, memory, power of a configuration.",
-        "stepmark.app.predict:run",
-        "stepmark.core.predict_options:PredictOptions",
-        "Predict a training step from measured parts, or from a device's data sheet.",
-    ),
-    "replay": Verb(
-        "Run the messages of a workload file on real ranks.",
-        "stepmark.app.replay:run",
-        "stepmark.core.replay_options:ReplayOptions",
-        "Run a workload's messages, and the time of its computation, on real ranks.",
-    ),
-    "resume": Verb(
-        "Measure what is left of a run that was cut short.",
-        "stepmark.app.measure:resume",
-        f"{_SHARED}:ResumeOptions",
-        "Measure what is left of a run that was cut short; measured cases are skipped.",
-    ),
-    "op": Verb(
-        "Measure operators: one family, or all of a model's layer.", "stepmark.cli.op:command"
-    ),
-    "workload": Verb(
-        "What a step does: generate, show, convert, fill, capture.", "stepmark.cli.workload:app"
-    ),
-    "trace": Verb("Profiler traces: where did the step go?", "stepmark.cli.trace:app"),
-    "runs": Verb("List, show, export and query earlier runs.", "stepmark.cli.runs:app"),
-    "sweep": Verb(
-        "The same command under several settings, compared.",
-        "stepmark.app.sweep:run",
-        f"{_MEASURE_NOTHING}:SweepOptions",
-        "Measure the same command under several settings, in interleaved rounds, and compare.",
-    ),
-    "watch": Verb(
-        "Your own job, unmodified: its steps, messages, slow rank.",
-        "stepmark.app.watch:run",
-        f"{_MEASURE_NOTHING}:WatchOptions",
-        "Run a job as it is, with NCCL's log and a profile of a few steps; print what it does.",
-    ),
-    "launch": Verb(
-        "Print or submit a job of several hosts: Slurm, torchrun, mpirun, pssh.",
-        "stepmark.cli.launch:command",
-    ),
-    "logs": Verb(
-        "Read NCCL logs, flight-recorder dumps, tables of results.",
-        "stepmark.app.logs:run",
-        f"{_MEASURE_NOTHING}:LogsOptions",
-        "Read a job's logs: transports, mistakes, hangs, and how often each message is sent.",
-    ),
-}
+Read more:
+  stepmark --help                           all verbs, by topic
+  stepmark VERB --help                      the options of a verb, with examples
+  stepmark completion bash                  completion for bash, zsh or fish
+"""
 
 
 def command(name: str, arguments: list[str]) -> Any:
     """Return the command of a verb, or its group of commands."""
     entry = VERBS[name]
     if entry.options:
-        return verb(load(entry.options), entry.handler, entry.doc)
+        return verb(load(entry.options), entry.handler, entry.doc, *entry.examples)
     handler = load(entry.handler)
     return handler if isinstance(handler, typer.Typer) else handler(arguments)
 
 
 def app() -> Any:
     """Return the program with all its verbs."""
-    program = group(
-        "How fast should this model train, how fast does it, and where does the time go?",
-        {name: (entry.help, partial(command, name)) for name, entry in VERBS.items()},
-    )
+    verbs = {name: (entry.help, partial(command, name)) for name, entry in VERBS.items()}
+    program = group(_DOC, verbs, TOPICS)
     program.callback()(_options)
     return program
 
@@ -229,10 +131,13 @@ def checked_stdout() -> None:
     stream: TextIO | None = sys.stdout
     if stream is None:  # closed by the caller; no other file may get its number
         os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
+    encoding = stream.encoding if stream else None
+    is_utf8 = (encoding or "").lower().replace("-", "") == "utf8"
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Stdout(1, "w", closefd=False)),
-        encoding=stream.encoding if stream else None,
-        errors=stream.errors if stream else None,
+        encoding=encoding,
+        # A terminal without a character shows ?, and the table stays in line.
+        errors=stream.errors if stream and is_utf8 else "replace",
         line_buffering=bool(stream and stream.line_buffering),
     )
 
@@ -261,6 +166,12 @@ def status(arguments: list[str]) -> int:
 
 def _code(arguments: list[str]) -> int:
     try:
+        if COMPLETE in os.environ:
+            code: int = load("stepmark.cli.completion:answer")()
+            return code
+        if not arguments:
+            sys.stdout.write(_FIRST_SCREEN)
+            return 0
         result: Any = app()(arguments, standalone_mode=False)
     except typer.Exit as stop:
         code = int(stop.exit_code)
@@ -270,9 +181,18 @@ def _code(arguments: list[str]) -> int:
 
 
 def _usage(error: Any) -> int:
-    context = getattr(error, "ctx", None)
-    where = f" (see {context.command_path} --help)" if context is not None else ""
-    return _complain(error.format_message().replace("\n", " ") + where, 2)
+    """Complain about an option that does not exist, or that lacks its value or has too much."""
+    option, context = error.option_name, error.ctx
+    if not hasattr(error, "possibilities"):  # the option exists
+        values = "without" if "does not take" in error.message else "with"
+        return _complain(str(ConfigError(option, "given", f"given {values} a value")), 2)
+    parameters = context.command.params
+    words = [word for each in parameters for word in (*each.opts, *each.secondary_opts)]
+    near = nearest(option, words)
+    rule = f"did you mean {near[0]}?" if near else "one of the options of this command"
+    page = "--help-all" if "--help-all" in words else "--help"
+    text = f"{ConfigError(option, 'given', rule)} See {context.command_path} {page}."
+    return _complain(text, 2)
 
 
 def _complain(text: str, code: int) -> int:

@@ -1,18 +1,34 @@
 """stepmark op FAMILY: one operator family, or every operator of a model's layer."""
 
 import dataclasses
-import difflib
 from collections.abc import Sequence
 from typing import Any
 
 from stepmark.cli.flags import Command, verb
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import not_one_of
 from stepmark.core.op_options import LAYER, options_class
 from stepmark.core.ops import FAMILIES
 from stepmark.core.options import options
 
 _DOC = "Measure operators: one family, or all of a model's layer."
 _LAYER = "Every operator of one layer of a model, its head, loss and optimizer."
+_MODEL = "--model llama-3.1-8b --mbs 1,2"
+_OF_MODEL = ("gemm", "attention", "norm", "activation", "rope", "cross-entropy", "optimizer")
+_EXAMPLES: dict[str, tuple[str, ...]] = {
+    LAYER: (f"op all {_MODEL} --device h200 --dry-run", "op --config configs.json"),
+    **{family: (f"op {family} {_MODEL}",) for family in _OF_MODEL},
+    "gemm": (
+        "op gemm --m 8192 --n 4096,8192 --k 4096",
+        f"op gemm {_MODEL} --tp 8 --csv -",
+        "op gemm --find-max",
+    ),
+    "grouped-gemm": ("op grouped-gemm --model deepseek-v3 --ep 8",),
+    "bmm": ("op bmm --batch 64 --m 1024 --n 1024 --k 128",),
+    "mlp": ("op mlp --dataset A --pass step",),
+    "embedding-bag": ("op embedding-bag --dataset A --pass fwd",),
+    "copy": ("op copy --num-bytes 268435456,1073741824",),
+    "host-copy": ("op host-copy --num-bytes 268435456 --direction d2h",),
+}
 
 
 class _Command(Command):
@@ -26,13 +42,9 @@ class _Command(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if self.family is not None:
             ctx.info_name = f"{ctx.info_name} {self.family}"
-            argument: Any = next(each for each in self.params if each.name == "family")
-            argument.hidden = True  # it is part of the command's name
-        return super().parse_args(ctx, args or ["--help"])
-
-    def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        pieces: list[str] = super().collect_usage_pieces(ctx)
-        return pieces if self.family is None else pieces[:1]
+        if not args and not ctx.resilient_parsing:
+            args = ["--help"]
+        return super().parse_args(ctx, args)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         if self.family is None:
@@ -70,9 +82,7 @@ def _family(words: Sequence[str]) -> str | None:
         elif word in (*FAMILIES, LAYER):
             return word
         else:
-            near = difflib.get_close_matches(word, (*FAMILIES, LAYER), 1)
-            hint = f" (near: {near[0]})" if near else ""
-            raise ConfigError("family", word, f"one of {', '.join(FAMILIES)}, or {LAYER}{hint}")
+            raise not_one_of("family", word, (*FAMILIES, LAYER))
     return None
 
 
@@ -80,5 +90,6 @@ def command(arguments: Sequence[str]) -> Any:
     """Return the verb with the options of the requested family. Raises ConfigError."""
     family = _family(arguments)
     doc = _DOC if family is None else _about(family)
+    examples = _EXAMPLES.get(family or LAYER, ())
     kind = type("_Command", (_Command,), {"family": family})
-    return verb(options_class(family), "stepmark.app.op:run", doc, kind)
+    return verb(options_class(family), "stepmark.app.op:run", doc, *examples, command=kind)

@@ -6,13 +6,38 @@ from stepmark.core.verb_options import ExportOptions, ListOptions, ShowOptions, 
 _HANDLERS = "stepmark.app.runs"
 _LIST, _SHOW = "One row per run, oldest first.", "The rows of one run."
 _EXPORT = "Write a run's rows for another tool."
-_SQL = 'Query all runs: "SELECT family, min(median_s) FROM records GROUP BY family".'
+_SQL = "Query all runs."
 app = group(
     "List, show, export and query earlier runs.",
     {
-        "list": (_LIST, builder(ListOptions, f"{_HANDLERS}:print_list", _LIST)),
-        "show": (_SHOW, builder(ShowOptions, f"{_HANDLERS}:show", _SHOW)),
-        "export": (_EXPORT, builder(ExportOptions, f"{_HANDLERS}:export_run", _EXPORT)),
-        "sql": (_SQL, builder(SqlOptions, f"{_HANDLERS}:run_query", _SQL)),
+        "list": (_LIST, builder(ListOptions, f"{_HANDLERS}:print_list", _LIST, "runs list")),
+        "show": (
+            _SHOW,
+            builder(
+                ShowOptions,
+                f"{_HANDLERS}:show",
+                _SHOW,
+                "runs show",
+                "runs show 20260101 --csv -",
+            ),
+        ),
+        "export": (
+            _EXPORT,
+            builder(
+                ExportOptions,
+                f"{_HANDLERS}:export_run",
+                _EXPORT,
+                "runs export latest rows.parquet --to parquet",
+            ),
+        ),
+        "sql": (
+            _SQL,
+            builder(
+                SqlOptions,
+                f"{_HANDLERS}:run_query",
+                _SQL,
+                "runs sql 'SELECT family, min(median_s) FROM records GROUP BY family'",
+            ),
+        ),
     },
 )

@@ -12,6 +12,8 @@ app = group(
                 trace_options.BreakdownOptions,
                 "stepmark.app.trace:breakdown",
                 "Show where the time of each step went on each rank.",
+                "trace breakdown latest",
+                "trace breakdown traces/ --steps 5-7 --html page.html",
             ),
         ),
         "ledger": (
@@ -21,6 +23,7 @@ app = group(
                 "stepmark.app.step_ledger:ledger",
                 "Show the lines that a step's time adds up from: compute by kind of work, "
                 "exposed communication by collective, copies, idle time by cause.",
+                "trace ledger latest",
             ),
         ),
         "messages": (
@@ -29,6 +32,8 @@ app = group(
                 trace_options.MessagesOptions,
                 "stepmark.app.trace_messages:messages",
                 "Count the messages of each collective and size, and time them.",
+                "trace messages traces/",
+                "trace messages traces/ --curve latest --network-speedup 4",
             ),
         ),
         "kernels": (
@@ -37,6 +42,7 @@ app = group(
                 trace_options.KernelsOptions,
                 "stepmark.app.trace_kernels:kernels",
                 "Show which operations of the step the time of the GPU went to.",
+                "trace kernels latest --by module",
             ),
         ),
         "compare": (
@@ -45,6 +51,7 @@ app = group(
                 trace_options.CompareTracesOptions,
                 "stepmark.app.trace_kernels:compare",
                 "Compare the time per step of two traces by operation or kernel.",
+                "trace compare eager/ compiled/ --by op",
             ),
         ),
         "convert": (
@@ -53,6 +60,7 @@ app = group(
                 trace_options.ConvertOptions,
                 "stepmark.app.trace_convert:convert",
                 "Write traces for other tools: tables, Chakra, or fewer steps and ranks.",
+                "trace convert traces/ --to chakra --out chakra/",
             ),
         ),
         "critical-path": (
@@ -61,6 +69,7 @@ app = group(
                 trace_options.CriticalPathOptions,
                 "stepmark.app.trace_path:run",
                 "Show the critical path of a step (the middle one, or --steps) over all ranks.",
+                "trace critical-path traces/ --steps 5",
             ),
         ),
         "to-workload": (
@@ -70,6 +79,7 @@ app = group(
                 "stepmark.app.trace_workload:to_workload",
                 "Write a step (the median one, or --steps N) as a workload: messages and "
                 "computations of all ranks, with measured times.",
+                "trace to-workload traces/ --out w.json",
             ),
         ),
     },

@@ -30,14 +30,23 @@ def _flags() -> Any:
 def _generate(args: list[str]) -> Any:
     """Return the command with the options of the framework that the arguments name."""
     flags = _flags()
-    framework = flags.find_rule(framework_of(args) or "megatron")
+    try:
+        framework = flags.find_rule(framework_of(args) or "megatron")
+    except ConfigError as error:
+        raise ConfigError("--framework", error.value, error.allowed) from None
     frameworks = "; ".join(f"{name} ({rule.help})" for name, rule in flags.RULES.items())
     doc = (
         "Generate what one training step computes and communicates. Flags may be written with "
         f"- or with _. Frameworks: {frameworks}. --framework NAME --help shows a framework's "
         f"settings; these are {framework}'s."
     )
-    return verb(flags.options_class(framework), f"{_HANDLERS}:run_generate", doc, _Command)
+    examples = (
+        "workload generate --model llama-3.1-70b --framework fsdp --world-size 64 -o w.json",
+        "workload generate --model llama-3.1-70b --world-size 512 --tp 8 --pp 4 -o w.json",
+        "workload generate --model deepseek-v3 --world-size 2048 --ep 64 --pp 16 --distinct",
+    )
+    cls, handler = flags.options_class(framework), f"{_HANDLERS}:run_generate"
+    return verb(cls, handler, doc, *examples, command=_Command)
 
 
 class _Command(Command):
@@ -130,12 +139,22 @@ app = group(
         ),
         "show": (
             "What is in a workload: messages, shapes, layers, pipeline.",
-            _builder(ShowOptions, f"{_HANDLERS}:show", "Show what is in a workload file."),
+            _builder(
+                ShowOptions,
+                f"{_HANDLERS}:show",
+                "Show what is in a workload file.",
+                "workload show w.json",
+                "workload show w.json --distinct --csv -",
+            ),
         ),
         "convert": (
             "Between stepmark's, AICB's, SimAI's and others' files.",
             _builder(
-                ConvertOptions, f"{_HANDLERS}:convert", "Write a workload in another format."
+                ConvertOptions,
+                f"{_HANDLERS}:convert",
+                "Write a workload in another format.",
+                "workload convert w.json --to simai -o w.txt",
+                "workload convert w.csv --to chakra -o folder/",
             ),
         ),
         "fill": (
@@ -145,6 +164,8 @@ app = group(
                 "stepmark.app.workload_fill:run",
                 "Write a workload with times of its computation: measured on this device "
                 "(--measure), else of --compute-from, else those that it has.",
+                "workload fill w.json --measure -o timed.json",
+                "workload fill w.json --compute-from roofline:h200 -o timed.json",
             ),
         ),
         "capture": (
@@ -153,6 +174,7 @@ app = group(
                 CaptureOptions,
                 f"{_HANDLERS}:capture",
                 "Record what PyTorch code does: fake tensors, fake ranks.",
+                "workload capture job.py:build --world-size 8 -o w.json",
             ),
         ),
     },

@@ -3,7 +3,8 @@
 A row is a dict of plain values by column name, in the order of the declaration.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -103,16 +104,61 @@ def rows(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
     return [{column.name: column.of(outcome) for column in columns} for outcome in outcomes]
 
 
+class TableLine(str):
+    """A line of a table that knows its cells, so that a narrow terminal shows it in parts."""
+
+    cells: Sequence[str]
+    is_right: Sequence[bool]
+
+
 def aligned(cells: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
     """Return the lines of a table as wide as needed; the first line of cells is the heading."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if right else cell.ljust(width)
-            for cell, width, right in zip(line, widths, is_right, strict=True)
-        ).rstrip()
-        for line in cells
-    ]
+    lines: list[str] = []
+    for words in cells:
+        padded = (
+            word.rjust(width) if right else word.ljust(width)
+            for word, width, right in zip(words, widths, is_right, strict=True)
+        )
+        line = TableLine("  ".join(padded).rstrip())
+        line.cells, line.is_right = words, is_right
+        lines.append(line)
+    return lines
+
+
+def fitted(lines: Iterable[str], width: int) -> Iterator[str]:
+    """Yield lines, but a table that is wider in parts below each other.
+
+    Each part has the first columns again, as many as tell the rows apart.
+    """
+    for _, group in itertools.groupby(lines, lambda line: id(getattr(line, "is_right", None))):
+        block = list(group)
+        table = [line for line in block if isinstance(line, TableLine)]
+        if not table or max(map(len, table)) <= width:
+            yield from block
+            continue
+        for number, places in enumerate(_parts([line.cells for line in table], width)):
+            cells = [[line.cells[place] for place in places] for line in table]
+            yield from [""] * (number > 0)
+            yield from aligned(cells, [table[0].is_right[place] for place in places])
+
+
+def _parts(cells: Sequence[Sequence[str]], width: int) -> Iterator[list[int]]:
+    """Yield the places of the columns of each part."""
+    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
+    num_keys = 1
+    while num_keys < len(widths) and len({tuple(row[:num_keys]) for row in cells}) < len(cells):
+        num_keys += 1
+    while num_keys > 1 and sum(widths[:num_keys]) > width / 2:
+        num_keys -= 1
+    keys = list(range(num_keys))
+    part = keys
+    for place in range(num_keys, len(widths)):
+        if part != keys and sum(widths[each] for each in (*part, place)) - 2 > width:
+            yield part
+            part = keys
+        part = [*part, place]
+    yield part
 
 
 def digits(value: float | None, places: int = 4) -> str:

@@ -13,7 +13,7 @@ from stepmark.core.collectives import (
     num_parts,
 )
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType, parse_dtype
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.option_groups import MeasureOptions, Ranks
 from stepmark.core.options import (
     Reader,
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 MATRIX_OF_PAIRS = "p2p_matrix"
 _MAX_SKEW_S = 1.0
+COLLECTIVES = (*Collective, "p2p-matrix")
 REDOPS = tuple(redop for redop in RedOp if redop is not RedOp.NONE)
 
 
@@ -40,14 +41,13 @@ def collective_name(text: str, _field: str = "") -> str:
     """Return our name of a collective as nccl-tests, PARAM or torch spells it."""
     name = collective_named(text).replace("-", "_").removesuffix("_base")  # all_gather_base
     if name not in set(Collective) and name != MATRIX_OF_PAIRS:
-        allowed = f"one of {', '.join((*Collective, 'p2p-matrix'))}"
-        raise ConfigError("collective", text, allowed)
+        raise not_one_of("collective", text, COLLECTIVES)
     return name
 
 
 def _redop(text: str, field: str) -> RedOp:
     if text.lower() not in REDOPS:
-        raise ConfigError(field, text, f"all or one of {', '.join(REDOPS)}")
+        raise not_one_of(field, text, REDOPS, " or all")
     return RedOp(text.lower())
 
 
@@ -74,9 +74,11 @@ def _skew(text: str, field: str) -> float:
     return skew_s
 
 
-_Dtype = Reader(read=lambda text, field: parse_dtype(text, field, MESSAGE_DTYPES))
+_Dtype = Reader(
+    read=lambda text, field: parse_dtype(text, field, MESSAGE_DTYPES), choices=MESSAGE_DTYPES
+)
 Dtypes = Annotated[tuple[DType, ...], comma_list(_Dtype, MESSAGE_DTYPES)]
-RedOps = Annotated[tuple[RedOp, ...], comma_list(Reader(read=_redop), REDOPS)]
+RedOps = Annotated[tuple[RedOp, ...], comma_list(Reader(read=_redop, choices=REDOPS), REDOPS)]
 Ctas = Annotated[tuple[int, ...], comma_list(between(1, 64))]
 Root = Annotated[int, Reader(read=_root, metavar="RANK")]
 Pair = Annotated[
@@ -85,7 +87,7 @@ Pair = Annotated[
 ]
 # All digits: the delay is a part of the case's identity.
 Skew = Annotated[float, Reader(read=_skew, show=lambda s: f"{s!r}s", metavar="DURATION")]
-Name = Annotated[str, Reader(read=collective_name)]
+Name = Annotated[str, Reader(read=collective_name, choices=COLLECTIVES)]
 
 
 @group
@@ -94,7 +96,7 @@ class Sweep:
 
     begin: Size | None = flag("smallest size [1K]", "-b", "--begin")
     end: Size | None = flag("largest size [1G on accelerators, 4M on a CPU]", "-e", "--end")
-    step: Size | None = flag("add this many bytes per size", "-i", "--step")
+    step: Size | None = flag("add this many bytes per size", "-i", "--step", rare=True)
     factor: float | None = flag("multiply the size by [4]", "-f", "--factor")
 
 
@@ -102,13 +104,13 @@ class Sweep:
 class ModelMessages:
     """Sizes of a model or workload, instead of a sweep."""
 
-    model: str | None = flag("message sizes of training these models")
-    mbs: WholeNumbers | None = flag("micro-batch: 1, 1,2 or 1-8 [1]", "--mbs", "--bsz")
+    model: str | None = flag("message sizes of training these models", names="model")
+    mbs: WholeNumbers | None = flag("sequences per micro-batch [1]", "--mbs", "--bsz")
     seq_len: Annotated[int, between(1, 2**30)] | None = flag(
-        "sequence length instead of the model's"
+        "sequence length instead of the model's", rare=True
     )
     message: Words | None = flag(
-        "only these of a model: activation, layer, moe_layer, dispatch"
+        "only these of a model: activation, layer, moe_layer, dispatch", rare=True
     )
     from_workload: str | None = flag("the distinct collectives of a workload file")
 
@@ -120,22 +122,22 @@ class Operation:
     dtype: Dtypes | None = flag(
         f"type(s), or all: {', '.join(MESSAGE_DTYPES)} [fp32]", "--dtype", "-d"
     )
-    redop: RedOps | None = flag(
-        "sum, prod, min, max, avg, mulsum or all [sum]", "--redop", "-o"
-    )
-    root: Root | None = flag("root rank; -1 = each in turn [0]", "--root", "-r")
+    redop: RedOps | None = flag("reduction(s), or all [sum]", "--redop", "-o")
+    root: Root | None = flag("root rank; -1 = each in turn [0]", "--root", "-r", rare=True)
     placement: Annotated[str, words_of("both", "in", "out")] = flag(
-        "both, in or out (of place)", default="both"
+        "in place, out of place, or both", default="both"
     )
-    pair: Pair | None = flag("p2p, ping_pong: source and destination [0,1]")
+    pair: Pair | None = flag("p2p, ping_pong: source and destination [0,1]", rare=True)
     partners: Annotated[int, between(1, 2**20)] | None = flag(
-        "p2p-matrix: each rank sends to this many others [all]"
+        "p2p-matrix: each rank sends to this many others [all]", rare=True
     )
-    bidirectional: bool = flag("p2p: both directions at once", default=False)
+    bidirectional: bool = flag("p2p: both directions at once", default=False, rare=True)
     imbalance: Annotated[float, between(0.0, 1.0)] | None = flag(
-        "all_to_all_v: 0 = even, 1 = by distance [1]", "--imbalance", "--spread"
+        "all_to_all_v: 0 = even, 1 = by distance [1]", "--imbalance", "--spread", rare=True
     )
-    matrix: str | None = flag("all_to_all_v: file of bytes from row to column", metavar="PATH")
+    matrix: str | None = flag(
+        "all_to_all_v: file of bytes from row to column", metavar="PATH", rare=True
+    )
 
 
 @group
@@ -143,46 +145,48 @@ class Communicators:
     """Ranks."""
 
     nproc: str | None = flag("ranks [all accelerators; 2 on a CPU]", "--nproc", "-g")
-    ranks: Ranks | None = flag("communicators over the first 2,4,8 ranks")
+    ranks: Ranks | None = flag("communicators over the first 2,4,8 ranks", rare=True)
     group_split: str | None = flag(
-        "communicators side by side: mod 4, div 8, and 0x7 (NCCL_TESTS_SPLIT)"
+        "communicators side by side: mod 4, div 8, and 0x7 (NCCL_TESTS_SPLIT)", rare=True
     )
-    api: Api = flag("torch (torch.distributed) or nccl (libnccl)", default=Api.TORCH)
-    backend: str | None = flag("of torch.distributed [nccl; gloo on a CPU]")
-    max_ctas: Ctas | None = flag("thread blocks per communicator, e.g. 1,4,16")
+    api: Api = flag("torch.distributed, or libnccl itself", default=Api.TORCH)
+    backend: str | None = flag("of torch.distributed [nccl; gloo on a CPU]", rare=True)
+    max_ctas: Ctas | None = flag("thread blocks per communicator, e.g. 1,4,16", rare=True)
 
 
 @group
 class Calls:
     """Calls."""
 
-    mode: Mode | None = flag(
-        "queued-ahead, queued, graph or blocking [queued-ahead; queued on a CPU]"
-    )
+    mode: Mode | None = flag("how calls follow each other [queued-ahead; queued on a CPU]")
     cudagraph: Annotated[int, between(0, 10**6)] = flag(
-        "above 0: as --mode graph", "-G", "--cudagraph", default=0
+        "above 0: as --mode graph", "-G", "--cudagraph", default=0, rare=True
     )
     blocking: Annotated[int, between(0, 3)] = flag(
-        "1 and 3: as --mode blocking; 2: without a common start", "-z", "--blocking", default=0
+        "1 and 3: as --mode blocking; 2: without a common start",
+        "-z",
+        "--blocking",
+        default=0,
+        rare=True,
     )
-    no_align: bool = flag("blocking: no common start of each call", default=False)
+    no_align: bool = flag("blocking: no common start of each call", default=False, rare=True)
     iters: Annotated[int, between(1, 10**6)] | None = flag(
         "timed calls [until the median is within 0.5 %, at most 1 s]", "-n", "--iters"
     )
     warmup_iters: Annotated[int, between(0, 10**4)] | None = flag(
-        "calls before [5]", "-w", "--warmup-iters"
+        "calls before [5]", "-w", "--warmup-iters", rare=True
     )
     check: Annotated[int, between(0, 1000)] | None = flag(
         "checked calls; 0 = none [1]", "-c", "--check"
     )
     agg_iters: Annotated[int, between(1, 1024)] = flag(
-        "operations issued as one", "-m", "--agg-iters", default=1
+        "operations issued as one", "-m", "--agg-iters", default=1, rare=True
     )
     launches: Annotated[int, between(1, 100)] = flag(
-        "times that communicators are made anew", default=1
+        "times that all is measured, with new communicators", default=1
     )
     arrival_skew: Skew | None = flag(
-        "the last rank arrives this late, e.g. 50us", "--arrival-skew", "--skew"
+        "the last rank arrives this late, e.g. 50us", "--arrival-skew", "--skew", rare=True
     )
     overlap_with: Words | None = flag(
         "concurrent compute: gemm:8192, copy:256M, attention:BxSxHxD",
@@ -197,11 +201,13 @@ class Tables:
 
     wide: bool = flag("p50, p99, min, max, spread, slowest rank, % of link", default=False)
     output_file: str | None = flag(
-        "nccl-tests' JSON; never overwrites", "-J", "--output-file", metavar="PATH"
+        "nccl-tests' JSON; never overwrites", "-J", "--output-file", metavar="PATH", rare=True
     )
-    style: Annotated[str, words_of("param")] | None = flag("param: that tool's columns")
+    style: Annotated[str, words_of("param")] | None = flag("that tool's columns", rare=True)
     print_as: Annotated[str, words_of("nccl-tests", "rccl-tests")] | None = flag(
-        "nccl-tests or rccl-tests: their commands for the same, run nothing", "--print"
+        "their commands for the same, run nothing",
+        "--print",
+        rare=True,
     )
     list_all: bool = flag("what there is to measure", "--list", default=False)
 
@@ -213,7 +219,7 @@ class CommOptions(
     """stepmark comm."""
 
     names: tuple[Name, ...] = flag(
-        f"{', '.join(Collective)}, p2p-matrix", default=(), argument=True, metavar="NAME"
+        ", ".join(COLLECTIVES), default=(), argument=True, metavar="NAME"
     )
 
 

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from stepmark.core.dtypes import DType
+from stepmark.core.errors import ConfigError, not_one_of
 
 _PEAK = "peak_flops_per_s"
 _CLOCK_OF = "rated_clock_hz_of"
@@ -104,6 +105,15 @@ def find_device_by_alias(text: str) -> DeviceSpec | None:
         if alias in (device.key, *device.aliases, *(name.lower() for name in device.names)):
             return device
     return None
+
+
+def unknown_device(
+    name: str, *others: str, note: str = "", field: str = "device"
+) -> ConfigError:
+    """Return the error of a device that nobody knows. others: more names that are valid."""
+    devices = load_devices()
+    aliases = (alias for device in devices.values() for alias in device.aliases)
+    return not_one_of(field, name, (*others, *devices), note, aliases)
 
 
 def parse_devices(text: str) -> dict[str, DeviceSpec]:

@@ -2,7 +2,7 @@
 
 from enum import StrEnum
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 
 
 class DType(StrEnum):
@@ -88,7 +88,7 @@ def parse_dtype(
     dtype = DTYPE_ALIASES.get(name, name)
     if dtype not in allowed:
         alias = " or fp8" if DType.FP8_E4M3 in allowed else ""
-        raise ConfigError(field, text, f"one of {', '.join(allowed)}{alias}")
+        raise not_one_of(field, text, allowed, alias)
     return DType(dtype)
 
 

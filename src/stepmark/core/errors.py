@@ -6,6 +6,7 @@ StepmarkError
 """
 
 from collections.abc import Iterable
+from difflib import get_close_matches
 
 
 class StepmarkError(Exception):
@@ -33,6 +34,35 @@ class ConfigError(StepmarkError):
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str, str]]:
         """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
         return ConfigError, (self.field, self.value, self.allowed)
+
+
+def nearest(word: str, words: Iterable[str], most: int = 1) -> list[str]:
+    """Return the words that are spelled most like this one; case, - and _ do not matter."""
+    by_key = {_key(each): each for each in reversed(list(words))}
+    return [by_key[key] for key in get_close_matches(_key(word), by_key, n=most)]
+
+
+def _key(word: str) -> str:
+    return word.lower().replace("_", "-").lstrip("-")
+
+
+def not_one_of(
+    field: str,
+    value: object,
+    words: Iterable[str],
+    condition: str = "",
+    aliases: Iterable[str] = (),
+) -> ConfigError:
+    """Return the error of a value outside a closed set, with the nearest one that is inside.
+
+    condition: what follows the list of words, such as " for gemm". aliases: other spellings
+    that are inside, which the list leaves out.
+    """
+    choices = [str(word) for word in words]
+    rule = f"one of {', '.join(choices)}{condition}"
+    if value is not None and (near := nearest(str(value), [*choices, *aliases])):
+        rule = f"did you mean {near[0]}? It must be {rule}"
+    return ConfigError(field, value, rule)
 
 
 class NothingToMeasureError(StepmarkError):

@@ -65,9 +65,9 @@ class RankLayout:
         "hosts of the other targets: a,b or n[1-4], or a file with one per line"
     )
     gpus_per_node: Ranks | None = flag("GPUs of each host, and ranks: one per GPU")
-    nproc_per_node: Ranks | None = flag("ranks of each host, where it has no GPUs")
+    nproc_per_node: Ranks | None = flag("ranks of each host, where it has no GPUs", rare=True)
     port: Annotated[int, between(1024, 65535)] | None = flag(
-        "port of the first host [29500; Slurm: from the job id]"
+        "port of the first host [29500; Slurm: from the job id]", rare=True
     )
 
 
@@ -77,26 +77,30 @@ class SlurmJob:
 
     partition: Line | None = flag("partition", "--partition", "-p")
     account: Line | None = flag("account", "--account", "-A")
-    qos: Line | None = flag("quality of service", "--qos", "-q")
+    qos: Line | None = flag("quality of service", "--qos", "-q", rare=True)
     time: Annotated[str, Reader(read=_time_limit, metavar="DURATION")] | None = flag(
         "time limit: 30m, 2h, or HH:MM:SS", "--time", "-t"
     )
-    nodelist: Line | None = flag("hosts that it must have", "--nodelist", "-w")
-    exclude: Line | None = flag("hosts that it must not have", "--exclude", "-x")
+    nodelist: Line | None = flag("hosts that it must have", "--nodelist", "-w", rare=True)
+    exclude: Line | None = flag("hosts that it must not have", "--exclude", "-x", rare=True)
     job_name: Annotated[str, Reader(read=_job_name)] | None = flag(
         "name [stepmark-VERB]", "--job-name", "-J"
     )
-    requeue: bool = flag("restart it when a host fails; it then resumes its run", default=False)
-    modules: Words | None = flag("environment modules to load")
+    requeue: bool = flag(
+        "restart it when a host fails; it then resumes its run", default=False, rare=True
+    )
+    modules: Words | None = flag("environment modules to load", rare=True)
     container: Line | None = flag(
         "image for Pyxis, e.g. nvcr.io#nvidia/pytorch:25.10-py3", metavar="IMAGE"
     )
-    container_mounts: Line | None = flag("more mounts: SRC:DST,...", metavar="MOUNTS")
+    container_mounts: Line | None = flag(
+        "more mounts: SRC:DST,...", metavar="MOUNTS", rare=True
+    )
     submit: bool = flag(
         "submit the script and follow the job [print]", "--submit/--print", default=False
     )
     on_interrupt: Annotated[str, words_of("leave", "cancel")] = flag(
-        "Ctrl-C while following: leave or cancel the job", default="leave"
+        "Ctrl-C while following: leave or cancel the job", default="leave", rare=True
     )
 
 

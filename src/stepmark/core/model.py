@@ -8,13 +8,12 @@ import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, nearest, not_one_of
 
 Activation = Literal["swiglu", "gelu"]
 Norm = Literal["rmsnorm", "layernorm"]
@@ -164,7 +163,7 @@ class ModelConfig:
         for name, kind in (("activation", Activation), ("norm", Norm)):
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
-                raise ConfigError(name, value, f"one of {', '.join(allowed)}")
+                raise not_one_of(name, value, allowed)
 
     def _check_mla(self, mla: MlaConfig) -> None:
         if self.num_kv_heads != self.num_heads:
@@ -446,10 +445,9 @@ def find_model(name: str) -> ModelConfig:
         if key in map(_key, model.aliases):
             return model
     names = {_key(n): m.name for m in load_models().values() for n in (m.name, *m.aliases)}
-    close = dict.fromkeys(names[k] for k in get_close_matches(key, names, n=8, cutoff=0.5))
-    if close:
+    if close := dict.fromkeys(names[key] for key in nearest(key, names, most=8)):
         raise ConfigError("model", name, f"did you mean {' or '.join(list(close)[:3])}?")
-    raise ConfigError("model", name, f"one of {', '.join(load_models())}")
+    raise not_one_of("model", name, load_models())
 
 
 @cache

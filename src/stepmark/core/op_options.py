@@ -2,15 +2,26 @@
 
 import dataclasses
 import functools
+import types
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 from stepmark.core.case import ClockName, OpCase, Rate
-from stepmark.core.dtypes import OPERATOR_DTYPES
+from stepmark.core.dtypes import OPERATOR_DTYPES, DType
 from stepmark.core.ops import FAMILIES, FAMILY_OF, Op
 from stepmark.core.option_groups import Device, MeasureOptions
-from stepmark.core.options import WholeNumbers, Words, between, dashed, flag, group
+from stepmark.core.options import (
+    WholeNumbers,
+    Words,
+    between,
+    dashed,
+    exact,
+    flag,
+    group,
+    text_of,
+)
 
 LAYER = "all"  # in place of a family: all operators of a model's layer
 _SKEW = "Zipf exponent of tokens per expert; 0 = balanced"
@@ -21,18 +32,21 @@ _ZIPF = {"skew": ("--zipf", "--skew"), "alpha": ("--zipf", "--alpha")}
 class ModelShapes:
     """Shapes of a model."""
 
-    model: str | None = flag("model name(s), config.json or model_configs.json")
+    model: str | None = flag("model name(s), config.json or model_configs.json", names="model")
     run_as: str = flag(
-        "whose products --model stands for: train, megatron, fsdp", "--as", default="train"
+        "whose products --model stands for: train, megatron, fsdp",
+        "--as",
+        default="train",
+        rare=True,
     )
-    mbs: WholeNumbers = flag("micro-batch: 1, 1,2 or 1-8", "--mbs", "--bsz", default=(1,))
+    mbs: WholeNumbers = flag("sequences per micro-batch", "--mbs", "--bsz", default=(1,))
     seq_len: Annotated[int, between(1, 2**30)] | None = flag(
         "sequence length instead of the model's"
     )
     tp: int = flag("tensor-parallel degree", default=1)
-    ep: int = flag("expert-parallel degree", default=1)
-    dp_shard: int = flag("FSDP shards", default=1)
-    etp: int | None = flag("tensor-parallel degree of experts [tp]")
+    ep: int = flag("expert-parallel degree", default=1, rare=True)
+    dp_shard: int = flag("FSDP shards", default=1, rare=True)
+    etp: int | None = flag("tensor-parallel degree of experts [tp]", rare=True)
 
 
 @group
@@ -55,16 +69,16 @@ class Timing:
     """Timing."""
 
     clock: ClockName = flag(f"timing method: {', '.join(ClockName)}", default=ClockName.AUTO)
-    rate: Rate | None = flag("sustained, burst, or half: 10 ms of work, 10 ms idle [sustained]")
+    rate: Rate | None = flag("half: 10 ms of work, 10 ms idle [sustained]")
     launches: Annotated[int, between(1, 100)] = flag(
         "times that every case is measured, each time in new processes", default=1
     )
     steps: Annotated[int, between(1, 10**6)] | None = flag(
-        "samples; one is the mean of k calls, about 1 ms (event-flush: of one call) "
+        "samples, each the mean of calls for about 1 ms "
         "[until the median is within 1 %, at most 3 s]"
     )
     warmups: Annotated[int, between(1, 10**6)] | None = flag(
-        "calls before the first sample [a soak of 2 s]"
+        "calls before the first sample [a soak of 2 s]", rare=True
     )
 
 
@@ -72,10 +86,10 @@ class Timing:
 class OpOptions(Selection, Devices, Timing, MeasureOptions):
     """Operators."""
 
-    family: str | None = flag(
+    family: Annotated[str, text_of(*FAMILIES, LAYER)] | None = flag(
         f"one of those above, or {LAYER}", argument=True, metavar="FAMILY"
     )
-    style: str | None = flag("primus or param: that tool's columns")
+    style: str | None = flag("primus or param: that tool's columns", rare=True)
 
     def field(self, name: str) -> Any:
         """Return the text of an operator's field; None if it is not given or no field."""
@@ -104,8 +118,10 @@ class FamilyOptions(ModelShapes, OpOptions):
     Fields of the operator are text, so that 128,256 sweeps and a+b packs a list.
     """
 
-    family: str = flag("family of operators", default="", argument=True, metavar="FAMILY")
-    shapes: str | None = flag("JSON list of shapes (or Primus' attention_shapes.json)")
+    family: str = flag("", default="", argument=True, metavar="FAMILY")
+    shapes: str | None = flag(
+        "JSON list of shapes (or Primus' attention_shapes.json)", rare=True
+    )
 
 
 @functools.cache
@@ -115,24 +131,27 @@ def options_class(family: str | None) -> type[OpOptions]:
         return LayerOptions if family == LAYER else ConfigOptions
     fields: dict[str, tuple[str, Any, Any]] = {}
     for field in dataclasses.fields(FAMILIES[family]):
-        text = field.metadata["help"]
-        if allowed := field.metadata.get("allowed"):
-            text += f": {', '.join(allowed)}"
-        kind: Any = str | None
+        text, kind = _described(field)
         name = dashed(field.name)
         spelling = f"--{name}"
         if isinstance(field.default, bool):
-            kind, spelling = bool | None, f"--{name}/--no-{name}"
+            spelling = f"--{name}/--no-{name}"
         elif field.name == "phase":
             spelling = "--pass"
         spellings = _ZIPF.get(field.name, (spelling,))
         fields[field.name] = (field.name, kind, flag(text, *spellings))
     if family in ("gemm", "bmm"):  # it permutes the dimensions, so it is no field
-        text = "pass of a linear layer: fwd, dgrad, wgrad"
-        fields["phase"] = ("phase", str | None, flag(text, "--pass"))
+        fields["phase"] = (
+            "phase",
+            str | None,
+            flag("pass of a linear layer", "--pass", metavar="fwd|dgrad|wgrad"),
+        )
     if family in ("gemm", "mlp", "embedding-bag"):
-        text = "PARAM's built-in shapes: A, B or C"
-        fields["dataset"] = ("dataset", str | None, flag(text))
+        fields["dataset"] = (
+            "dataset",
+            str | None,
+            flag("PARAM's built-in shapes", metavar="A|B|C"),
+        )
     if family == "gemm":
         text = "sweep for the highest matmul rate; burst and sustained"
         fields["find_max"] = ("find_max", bool, flag(text, default=False))
@@ -147,6 +166,27 @@ def options_class(family: str | None) -> type[OpOptions]:
         eq=False,
     )
     return cls
+
+
+def _described(field: "dataclasses.Field[Any]") -> tuple[str, Any]:
+    """Return the help of an operator's field, with its default, and the type of its option."""
+    text = str(field.metadata["help"])
+    kind = field.type.__args__[0] if isinstance(field.type, types.UnionType) else field.type
+    choices = field.metadata.get("allowed") or ()
+    if not choices and isinstance(kind, type) and issubclass(kind, StrEnum):
+        choices = OPERATOR_DTYPES if kind is DType else tuple(kind)
+    reader = text_of(*map(str, choices))
+    default = field.default
+    if "low" in field.metadata:
+        number = "<float>" if isinstance(default, float) else "<int>"
+        reader = dataclasses.replace(reader, metavar=f"{number},...")
+    elif choices and reader.metavar == "<str>" and not text.endswith("]"):
+        text += f": {', '.join(choices)}"
+    if isinstance(default, bool):
+        return f"{text} [{'yes' if default else 'no'}]", bool | None
+    if default not in (None, (), dataclasses.MISSING):
+        text += f" [{exact(default) if isinstance(default, float) else default}]"
+    return text, Annotated[str, reader] | None
 
 
 def shape_options(op: Op) -> OpOptions:

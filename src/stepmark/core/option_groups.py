@@ -44,8 +44,10 @@ class RunFolder:
 class Output(RunFolder, Files):
     """Run."""
 
-    resume: str | None = flag("go on with this run: skip measured cases, retry failed")
-    force: bool = flag("resume although the environment differs", default=False)
+    resume: str | None = flag(
+        "go on with this run: skip measured cases, retry failed", rare=True, names="run"
+    )
+    force: bool = flag("resume although the environment differs", default=False, rare=True)
 
 
 @group
@@ -53,7 +55,7 @@ class Device:
     """Device."""
 
     device: str | None = flag(
-        "cuda or cpu, or for --dry-run the name of any device [cuda where there is one]"
+        "cuda or cpu; with --dry-run any, e.g. h200 [cuda if any]", names="device"
     )
 
 
@@ -82,7 +84,7 @@ class MeasureOptions(Output, TimeLimits, Device):
 class ResumeOptions:
     """Run."""
 
-    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID")
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID", names="run")
     out: Path = flag("folder of runs", "--out", "--runs", default=Path("runs"), metavar="DIR")
     force: bool = flag("resume although the environment differs", default=False)
 
@@ -91,7 +93,7 @@ class ResumeOptions:
 class ModelChoice:
     """Model."""
 
-    model: str | None = flag("model name, or a file such as config.json")
+    model: str | None = flag("model name, or a file such as config.json", names="model")
     scale: str | None = flag("1/64: scaled-down widths; tiny: a tiny model")
     seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
 
@@ -124,4 +126,5 @@ class Axes:
         "copies, each over the other ranks (HSDP)",
         "--dp-replicate",
         "--num-distributed-optimizer-instances",
+        rare=True,
     )

@@ -14,34 +14,43 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.units import GIB, KIB, MIB, parse_bytes, parse_duration, parse_share
 
 T = TypeVar("T")
+Names = Literal["", "model", "device", "framework", "format", "run"]
+_MAX_CHOICES = 40  # characters of a placeholder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reader:
     """Conversion of a value from text, and back to text that reads as the same value.
 
-    read: text and field to value, raises ConfigError.
+    read: text and field to value, raises ConfigError. choices: of a closed set, else empty.
     """
 
     read: Callable[[str, str], Any]
     show: Callable[[Any], str] = str
     metavar: str = "<str>"
+    choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """Declaration of an option. help: one line; spellings: the first one is printed."""
+    """Declaration of an option. help: one line; spellings: the first one is printed.
+
+    help: "" leaves it out of every list. rare: only --help-all lists it. names: of what a
+    shell completes, where other values are valid, too.
+    """
 
     help: str
     spellings: tuple[str, ...] = ()
     argument: bool = False
     metavar: str = ""
+    rare: bool = False
+    names: Names = ""
 
 
 @typing.dataclass_transform(kw_only_default=True, frozen_default=True)
@@ -57,13 +66,19 @@ REQUIRED: Any = dataclasses.MISSING
 
 
 def flag(
-    help: str, *spellings: str, default: Any = None, argument: bool = False, metavar: str = ""
+    help: str,
+    *spellings: str,
+    default: Any = None,
+    argument: bool = False,
+    metavar: str = "",
+    rare: bool = False,
+    names: Names = "",
 ) -> Any:
-    """Declare a dataclass field as an option or a positional argument.
+    """Declare a dataclass field as an option or a positional argument, see Flag.
 
     default=REQUIRED: it must be given.
     """
-    declaration = Flag(help, spellings, argument, metavar)
+    declaration = Flag(help, spellings, argument, metavar, rare, names)
     return dataclasses.field(default=default, metadata={"flag": declaration})
 
 
@@ -81,6 +96,8 @@ class Option:
     is_switch: bool
     is_list: bool  # given several times, or several words
     metavar: str
+    rare: bool
+    names: Names
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -114,6 +131,8 @@ def options(cls: type) -> tuple[Option, ...]:
                 is_switch=kind is bool,
                 is_list=is_list,
                 metavar=declaration.metavar or reader.metavar,
+                rare=declaration.rare,
+                names=declaration.names,
             )
         )
     order = list(dict.fromkeys(groups.values()))
@@ -193,9 +212,9 @@ def one_of(kind: type[StrEnum]) -> Reader:
         try:
             return kind(text.lower())
         except ValueError:
-            raise ConfigError(field, text, f"one of {', '.join(kind)}") from None
+            raise not_one_of(field, text, kind) from None
 
-    return Reader(read=read)
+    return Reader(read=read, metavar=_choices(tuple(kind)), choices=tuple(kind))
 
 
 def words_of(*allowed: str) -> Reader:
@@ -203,10 +222,21 @@ def words_of(*allowed: str) -> Reader:
 
     def read(text: str, field: str) -> str:
         if text not in allowed:
-            raise ConfigError(field, text, f"one of {', '.join(allowed)}")
+            raise not_one_of(field, text, allowed)
         return text
 
-    return Reader(read=read)
+    return Reader(read=read, metavar=_choices(allowed), choices=allowed)
+
+
+def text_of(*choices: str) -> Reader:
+    """Return a reader of text that is checked later, because commas may separate choices."""
+    return Reader(read=_READERS[str].read, metavar=_choices(choices), choices=choices)
+
+
+def _choices(words: tuple[str, ...]) -> str:
+    """Return the choices as a placeholder; many are better in a sentence of the help."""
+    text = "|".join(words)
+    return text if words and len(text) <= _MAX_CHOICES else "<str>"
 
 
 def between(low: float, high: float) -> Reader:
@@ -244,7 +274,7 @@ def comma_list(of: Reader, everything: tuple[Any, ...] = ()) -> Reader:
     def show(values: tuple[Any, ...]) -> str:
         return "all" if values and values == everything else ",".join(map(of.show, values))
 
-    return Reader(read=read, show=show, metavar=f"{of.metavar},...")
+    return Reader(read=read, show=show, metavar=f"{of.metavar},...", choices=of.choices)
 
 
 def _ranges(text: str, field: str) -> tuple[int, ...]:
@@ -256,7 +286,7 @@ def _ranges(text: str, field: str) -> tuple[int, ...]:
             raise ConfigError(field, text, "whole numbers such as 1, 1,2 or 1-8")
         last = int(high) if dash else int(low)
         if not 1 <= int(low) <= last <= 2**20 or last - int(low) > 4096:
-            raise ConfigError(field, text, "a rising range from 1")
+            raise ConfigError(field, text, "whole numbers from 1, in rising order in a range")
         numbers += range(int(low), last + 1)
     return tuple(numbers)
 
@@ -289,7 +319,11 @@ def build(cls: type[T], arguments: Mapping[str, object]) -> T:
         value = arguments.get(option.name)
         if value is None or (option.is_list and not value):
             if option.default is REQUIRED:
-                raise ConfigError(dashed(option.name), "missing", option.help)
+                choices = option.reader.choices
+                rule = f"one of {', '.join(choices)}" if choices else option.help
+                name = dashed(option.name)
+                name = name.removesuffix("s") if option.is_list else name
+                raise ConfigError(name, "missing", rule)
             continue
         if isinstance(value, list | tuple):
             values[option.name] = tuple(_read(option, item) for item in value)

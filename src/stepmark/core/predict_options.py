@@ -50,26 +50,26 @@ Changes = Annotated[
 class Basis:
     """Prediction."""
 
-    from_run: str | None = flag(
-        "predict the step of this run, with its calibration; other options change it"
-    )
+    from_run: str | None = flag("predict the step of this run; options change it", names="run")
     calibration: str | None = flag(
-        "run of `stepmark calibrate` or `run` whose parts are used [the latest of this device]"
+        "run with measured parts [the latest of this device]", names="run"
     )
     device: str | None = flag(
-        "predict for this device, e.g. h200, by its data sheet and published efficiencies"
+        "predict for this device, e.g. h200, from its data sheet", names="device"
     )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
     gbs: int | None = flag(
-        "sequences per optimizer step over all ranks [mbs x data ranks x grad-accum]",
+        "sequences per optimizer step [mbs x data ranks x grad-accum]",
         "--gbs",
         "--global-batch",
     )
     what_if: Changes | None = flag(
-        "predict another device: bandwidth of links and of memory (hbm) and FLOP/s by a "
-        "factor; power=WATTS, its limit, with a calibration of power"
+        "change the device: bandwidth of links or memory (hbm), FLOP/s (flops) by a factor; "
+        "power=1000W limits it"
     )
-    force: bool = flag("use a calibration of another device or version", default=False)
+    force: bool = flag(
+        "use a calibration of another device or version", default=False, rare=True
+    )
 
 
 @group
@@ -94,8 +94,9 @@ class PredictOptions(Basis, CaseOptions, PredictionFiles):
     """stepmark predict."""
 
     models: tuple[str, ...] = flag(
-        "a model's name or config.json; or a workload file of any format",
+        "model name, config.json, or a workload of any format",
         default=(),
         argument=True,
         metavar="MODEL|WORKLOAD",
+        names="model",
     )

@@ -21,8 +21,8 @@ class WorkloadFile:
         argument=True,
         metavar="FILE",
     )
-    group_sizes: str | None = flag("sizes that an AICB file lacks: ep=16,...")
-    world_size: Count | None = flag("number of ranks that a SimAI file lacks")
+    group_sizes: str | None = flag("sizes that an AICB file lacks: ep=16,...", rare=True)
+    world_size: Count | None = flag("number of ranks that a SimAI file lacks", rare=True)
     nproc: str | None = flag("ranks [as many as the file has]", "--nproc", "-g")
     shrink: bool = flag("run on fewer ranks than the file has: smaller groups", default=False)
 
@@ -32,18 +32,22 @@ class Execution:
     """Execution."""
 
     compute: Compute = flag(
-        "where the workload computes: none, sleep for its time, or real operators",
+        "where the workload computes: sleep for its time, or run operators",
         default=Compute.SLEEP,
     )
-    comm_only: bool = flag("the same as --compute none", default=False)
+    comm_only: bool = flag("the same as --compute none", default=False, rare=True)
     compute_from: str | None = flag(
         "times of computation: fixed:1ms, roofline:h200, a run, an AIOB profile [the file's]"
     )
-    pace: Pace = flag("original: no operation before its start in the trace", default=Pace.FREE)
+    pace: Pace = flag(
+        "original: no operation before its start in the trace", default=Pace.FREE, rare=True
+    )
     blocking: bool = flag("wait for each operation, as AICB does: no overlap", default=False)
     iters: Count = flag("iterations", default=10)
-    warmup: Annotated[int, between(0, 100_000)] = flag("iterations before them", default=1)
-    passes: Count = flag("iterations after them that time each operation", default=3)
+    warmup: Annotated[int, between(0, 100_000)] = flag(
+        "iterations before them", default=1, rare=True
+    )
+    passes: Count = flag("iterations after them that time each operation", default=3, rare=True)
     check: bool = flag("verify what every message brings, before them", default=False)
     alone: bool = flag("measure its collectives alone first, to compare", default=False)
     curve: str | None = flag(
@@ -57,7 +61,9 @@ class ReplayFiles:
 
     timeline: str | None = flag("the last pass of all ranks for Perfetto", metavar="PATH")
     html: str | None = flag("the same as a page, with the tables", metavar="PATH")
-    aicb_log: str | None = flag("rank 0's operations in AICB's columns", metavar="PATH")
+    aicb_log: str | None = flag(
+        "rank 0's operations in AICB's columns", metavar="PATH", rare=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ class RunOptions(CaseOptions, RunFolder, Budget, Device):
         default=(),
         argument=True,
         metavar="MODEL",
+        names="model",
     )
     compile: bool | None = flag(  # type: ignore[assignment]
         "torch.compile [on accelerators]", "--compile/--no-compile"

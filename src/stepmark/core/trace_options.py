@@ -45,10 +45,13 @@ class TraceInputs:
         default=REQUIRED,
         argument=True,
         metavar="DIR...",
+        names="run",
     )
     ranks: Ranks | None = flag("only these ranks, e.g. 0,1 [all]")
     steps: StepNumbers | None = flag("only these steps, as ProfilerStep# counts them [all]")
-    jobs: Annotated[int, between(1, 1024)] | None = flag("processes that read [cores]")
+    jobs: Annotated[int, between(1, 1024)] | None = flag(
+        "processes that read [cores]", rare=True
+    )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
 
     def has_step(self, number: int) -> bool:
@@ -96,7 +99,7 @@ class MessagesOptions(Files, TraceInputs):
     network_speedup: Annotated[float, between(1.0, 1000.0)] = flag(
         "times as fast: what such a network gains", default=2.0
     )
-    force: bool = flag("accept a curve of another number of ranks", default=False)
+    force: bool = flag("accept a curve of another number of ranks", default=False, rare=True)
     html: str | None = flag("figures of the histogram as one page", metavar="PATH")
 
 
@@ -124,6 +127,7 @@ class CompareTracesOptions(KernelsOptions):
         default=REQUIRED,
         argument=True,
         metavar="A B",
+        names="run",
     )
     by: Annotated[str, words_of(*BY)] = flag(
         "role, layer, module, op, group or name", default="op"

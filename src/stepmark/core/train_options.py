@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from stepmark.core.dtypes import DType, parse_dtype
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.option_groups import MICRO_BATCH, Axes, MeasureOptions, ModelChoice, Ranks
 from stepmark.core.options import (
     Reader,
@@ -37,6 +37,9 @@ Blocks = tuple[Recompute, tuple[int, int]]  # with BLOCKS: q of every p blocks
 def _read_blocks(text: str, field: str) -> Blocks:
     if text in ("none", "full", "ops", "selective"):
         return Recompute(text), (1, 1)
+    if "/" not in text:
+        words = ("none", "full", "selective")
+        raise not_one_of(field, text, words, ", or q/p with 1 <= q <= p, such as 1/4")
     some, every = _fraction(text, field, "none, full, selective, or ")
     return (Recompute.FULL, (1, 1)) if some == every else (Recompute.BLOCKS, (some, every))
 
@@ -93,13 +96,18 @@ class Model(ModelChoice):
     """Model."""
 
     models: tuple[str, ...] = flag(
-        "model name(s), a config.json of Hugging Face or of llm-train-bench",
+        "model name(s), or config.json",
         default=(),
         argument=True,
         metavar="MODEL...",
+        names="model",
     )
-    model: str | None = flag("the same as MODEL: one name, or several with commas")
-    num_layers: Count | None = flag("layers instead of the model's", "--num-layers", "--layers")
+    model: str | None = flag(
+        "the same as MODEL: one name, or several with commas", rare=True, names="model"
+    )
+    num_layers: Count | None = flag(
+        "layers instead of the model's", "--num-layers", "--layers", rare=True
+    )
 
 
 @group
@@ -107,10 +115,10 @@ class Parallelism:
     """Layout."""
 
     strategy: Strategies | None = flag(
-        f"{', '.join(STRATEGIES)}, or several [single for one rank, else fsdp]"
+        "how ranks share the work [single for one rank, else fsdp]"
     )
     nproc: str | None = flag(
-        "ranks [all accelerators; on a CPU 1, or as few as the strategy needs]", "--nproc", "-g"
+        "ranks [all accelerators; on a CPU as few as possible]", "--nproc", "-g"
     )
 
 
@@ -118,21 +126,22 @@ class Parallelism:
 class Batch:
     """Data."""
 
-    mbs: WholeNumbers | None = flag(
-        "sequences per micro-batch and data rank: 1, 1,2 or 1-8 [1]", *MICRO_BATCH
-    )
+    mbs: WholeNumbers | None = flag("sequences per micro-batch and data rank [1]", *MICRO_BATCH)
     text: bool = flag(
-        "real text by bytes, so that the loss must fall, instead of random tokens",
+        "real text, so that the loss must fall [random tokens]",
         default=False,
     )
-    text_file: str | None = flag("text to train on", metavar="PATH")
+    text_file: str | None = flag("text to train on", metavar="PATH", rare=True)
     workers: Annotated[int, between(0, 256)] | None = flag(
         "processes of the data loader [2 on accelerators, 0 on a CPU]",
         "--workers",
         "--n-workers",
         "--n_workers",
+        rare=True,
     )
-    seed: Annotated[int, between(0, 2**31 - 1)] | None = flag("seed of weights and data [0]")
+    seed: Annotated[int, between(0, 2**31 - 1)] | None = flag(
+        "seed of weights and data [0]", rare=True
+    )
 
 
 @group
@@ -140,7 +149,7 @@ class OptimizerStep:
     """Optimizer step."""
 
     schedule: Schedules | None = flag(
-        "what one sample is: step (with optimizer), micro (optimizer every Nth), or both [step]"
+        "one sample: with optimizer, or micro: it runs every Nth [step]"
     )
     grad_accum: Count | None = flag(
         "micro-steps per optimizer step [1; 8 with --schedule micro]",
@@ -148,10 +157,12 @@ class OptimizerStep:
         "--grad-acc-steps",
         "--grad_acc_steps",
     )
-    grad_sync: GradSync | None = flag("reduce gradients: every micro-step, or last [every]")
-    lr: Annotated[float, between(1e-12, 1e12)] | None = flag("learning rate of AdamW [0.0003]")
+    grad_sync: GradSync | None = flag("micro-steps that reduce gradients [every]", rare=True)
+    lr: Annotated[float, between(1e-12, 1e12)] | None = flag(
+        "learning rate of AdamW [0.0003]", rare=True
+    )
     clip: Annotated[float, between(0.0, 1e6)] | None = flag(
-        "gradient norm to clip to; 0 = no clipping [1]"
+        "gradient norm to clip to; 0 = no clipping [1]", rare=True
     )
 
 
@@ -160,21 +171,25 @@ class Numbers:
     """Precision."""
 
     precision: Precision | None = flag(
-        "amp (fp32 weights, autocast to bf16), master (bf16 weights with fp32 copies that the "
-        "optimizer updates), bf16, fp32 [amp; fp32 on a CPU]"
+        "amp: fp32 weights, autocast to bf16; master: bf16 weights, whose fp32 copies the "
+        "optimizer updates [amp; fp32 on a CPU]"
     )
     reduce_dtype: ReduceDType | None = flag(
         "type in which data ranks reduce gradients [bf16 for fsdp with amp and for bf16 "
-        "weights, else fp32]"
+        "weights, else fp32]",
+        rare=True,
     )
     fp8: bool = flag("linear layers in FP8", "--fp8", "--use-fp8", "--use_fp8", default=False)
     fp8_recipe: Annotated[str, words_of("tensorwise", "rowwise", "te")] | None = flag(
-        "tensorwise, rowwise (torchao), te (TransformerEngine) [tensorwise]"
+        "of torchao, or te: TransformerEngine's [tensorwise]", rare=True
     )
-    fp8_head: bool | None = flag("the output head, too [no]", "--fp8-head/--no-fp8-head")
+    fp8_head: bool | None = flag(
+        "the output head, too [no]", "--fp8-head/--no-fp8-head", rare=True
+    )
     fp8_all_gather: bool | None = flag(
         "fsdp gathers weights in FP8 [yes for tensorwise]",
         "--fp8-all-gather/--no-fp8-all-gather",
+        rare=True,
     )
 
 
@@ -183,51 +198,58 @@ class Techniques:
     """Techniques."""
 
     ac: Checkpointing | None = flag(
-        "activation checkpointing: none, full, selective (recomputes all but attention, "
-        "collectives and every second product), or Q of every P blocks [none]",
+        "activation checkpointing; selective keeps attention, collectives and half of the "
+        "products; Q/P: Q of every P blocks [none]",
         "--ac",
         "--sac",
     )
     sac_freq: Frequency | None = flag(
-        "llm-train-bench's --ac, where 1/1 is none", "--sac-freq", "--sac_freq"
+        "llm-train-bench's --ac, where 1/1 is none", "--sac-freq", "--sac_freq", rare=True
     )
     compile: bool = flag(
         "torch.compile", "--compile", "--pt-compile", "--pt_compile", default=False
     )
     compile_scope: Annotated[str, words_of("block", "model")] | None = flag(
-        "one graph per block, or model [block]"
+        "what one graph is of [block]", rare=True
     )
     compile_mode: CompileMode | None = flag(
         "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs [default]",
         "--compile-mode",
         "--compile_mode",
+        rare=True,
     )
-    compile_fallback: bool = flag("run eagerly where compiling fails", default=False)
-    attention: AttentionBackend | None = flag(
-        "backend: auto, cudnn, flash, efficient or math [auto]"
+    compile_fallback: bool = flag("run eagerly where compiling fails", default=False, rare=True)
+    attention: AttentionBackend | None = flag("backend of attention [auto]", rare=True)
+    loss_chunks: Count | None = flag(
+        "head and loss in this many parts of the tokens [1]", rare=True
     )
-    loss_chunks: Count | None = flag("head and loss in this many parts of the tokens [1]")
-    cuda_graph: bool = flag("single: the whole step as one CUDA graph", default=False)
+    cuda_graph: bool = flag(
+        "single: the whole step as one CUDA graph", default=False, rare=True
+    )
 
 
 @group
 class Sharding:
     """Settings of one strategy."""
 
-    reshard: str | None = flag("fsdp, after forward: yes, no, or a number of ranks [yes]")
-    prefetch: Groups | None = flag("fsdp: groups gathered ahead [1]")
-    blocks_per_group: Groups | None = flag("fsdp: blocks gathered together [1]")
+    reshard: str | None = flag(
+        "fsdp, after forward: yes, no, or a number of ranks [yes]", rare=True
+    )
+    prefetch: Groups | None = flag("fsdp: groups gathered ahead [1]", rare=True)
+    blocks_per_group: Groups | None = flag("fsdp: blocks gathered together [1]", rare=True)
     bucket_mb: Annotated[int, between(1, 2**20)] | None = flag(
-        "ddp: MB of gradients per bucket [25]"
+        "ddp: MB of gradients per bucket [25]", rare=True
     )
     async_tp: bool = flag(
-        "tp with --compile: overlap parts of a product with their communication", default=False
+        "tp with --compile: overlap parts of a product with their communication",
+        default=False,
+        rare=True,
     )
     pp_schedule: Annotated[str, words_of("1f1b", "interleaved")] | None = flag(
-        "1f1b or interleaved [1f1b]"
+        "schedule of the pipeline [1f1b]", rare=True
     )
     pp_microbatches: Annotated[int, between(0, 65536)] | None = flag(
-        "parts of a micro-batch [the number of stages]"
+        "parts of a micro-batch [the number of stages]", rare=True
     )
 
 
@@ -236,7 +258,7 @@ class Sampling:
     """Measurement."""
 
     steps: Times | None = flag(
-        "minimum of steady samples [30; with --schedule micro 10 optimizer steps' worth]",
+        "steady samples at least [30; with micro 10 x --grad-accum]",
         "--steps",
         "--n-steps",
         "--n_steps",
@@ -244,8 +266,10 @@ class Sampling:
     launches: Times = flag("times that all is measured in new processes", default=1)
     find_batch: bool = flag("search the fastest micro-batch that fits", default=False)
     profile: bool = flag("Kineto traces of a few more steps, and their table", default=False)
-    profile_ranks: Ranks | None = flag("ranks that write a trace, e.g. 0,1 [0]")
-    messages: bool = flag("every collective of one more step, as a histogram", default=False)
+    profile_ranks: Ranks | None = flag("ranks that write a trace, e.g. 0,1 [0]", rare=True)
+    messages: bool = flag(
+        "every collective of one more step, as a histogram", default=False, rare=True
+    )
 
 
 @group

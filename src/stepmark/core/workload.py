@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from stepmark.core.collectives import Collective, RedOp, busbw_factor, num_parts
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.message import RECV, SEND
 from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Op, Phase
@@ -126,11 +126,9 @@ class CommOp:
 
     def __post_init__(self) -> None:
         if self.collective not in COMMUNICATIONS:
-            raise ConfigError(
-                "collective", self.collective, f"one of {', '.join(COMMUNICATIONS)}"
-            )
+            raise not_one_of("collective", self.collective, COMMUNICATIONS)
         if self.dtype not in MESSAGE_DTYPES:
-            raise ConfigError("dtype", self.dtype, f"one of {', '.join(MESSAGE_DTYPES)}")
+            raise not_one_of("dtype", self.dtype, MESSAGE_DTYPES)
         if not 0 <= self.count < 2**63:
             raise ConfigError("count", self.count, "from 0 to 2**63 - 1 elements")
         if (self.collective in (SEND, RECV)) is (self.peer is None):

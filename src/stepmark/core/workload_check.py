@@ -5,7 +5,7 @@ Programs are not expanded, so the time does not depend on the number of repeats.
 
 from dataclasses import dataclass, field
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.workload import CommOp, Group, Operation, Run, Workload, parse_after
 
 # Operations of an expanded program. 2,048 micro-batches of 1,024 layers with 1,000 operations
@@ -100,7 +100,7 @@ class _Blocks:
         self._checked.add(id(op))
         groups = self.workload.groups
         if op.group not in groups:
-            raise ConfigError("group", op.group, f"one of {', '.join(groups)}")
+            raise not_one_of("group", op.group, groups)
         group = groups[op.group]
         if op.root is not None and not 0 <= op.root < group.size:
             allowed = f"a rank of the group, from 0 to {group.size - 1}"

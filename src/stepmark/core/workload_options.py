@@ -22,42 +22,51 @@ from stepmark.core.options import REQUIRED, Duration, Words, between, comma_list
 class Model(ModelChoice):
     """Model."""
 
-    model: str | None = flag("model name, config.json (Hugging Face's) or FILE.py:function")
+    model: str | None = flag(
+        "model name, config.json (Hugging Face's) or FILE.py:function", names="model"
+    )
     model_size: str | None = flag(
         "AICB's preset: 7, 13, 22, 30, 65, 175, 405, moe, deepseek16, 236, 671",
         "-m",
         "--model-size",
+        rare=True,
     )
-    model_name: str | None = flag("what the workload is called")
+    model_name: str | None = flag("what the workload is called", rare=True)
     num_layers: int | None = flag("transformer layers")
-    hidden_size: int | None = flag("width of the residual stream")
-    ffn_hidden_size: int | None = flag("width of the MLP [4 x hidden; swiglu 8/3 x]")
-    num_heads: int | None = flag("attention heads", "--num-heads", "--num-attention-heads")
+    hidden_size: int | None = flag("width of the residual stream", rare=True)
+    ffn_hidden_size: int | None = flag("width of the MLP [4 x hidden; swiglu 8/3 x]", rare=True)
+    num_heads: int | None = flag(
+        "attention heads", "--num-heads", "--num-attention-heads", rare=True
+    )
     num_kv_heads: int | None = flag(
         "key and value heads [as attention heads]",
         "--num-kv-heads",
         "--num-key-value-heads",
         "--num-query-groups",
+        rare=True,
     )
-    vocab_size: int | None = flag("tokens before padding")
+    vocab_size: int | None = flag("tokens before padding", rare=True)
     make_vocab_size_divisible_by: int | None = flag(
-        "megatron pads the vocabulary to a multiple of this x tp [128]"
+        "megatron pads the vocabulary to a multiple of this x tp [128]", rare=True
     )
     max_positions: int | None = flag(
         "rows of a learned position table; 0: none",
         "--max-positions",
         "--max-position-embeddings",
+        rare=True,
     )
-    swiglu: bool | None = flag("gated MLP with SiLU", "--swiglu/--no-swiglu")
+    swiglu: bool | None = flag("gated MLP with SiLU", "--swiglu/--no-swiglu", rare=True)
     linear_bias: bool | None = flag(
         "biases of linear layers",
         "--linear-bias/--no-linear-bias",
         "--add-bias-linear/--no-add-bias-linear",
+        rare=True,
     )
     untied: bool | None = flag(
         "head with weights of its own",
         "--untied/--tied",
         "--untie-embeddings-and-output-weights/--no-untie-embeddings-and-output-weights",
+        rare=True,
     )
 
 
@@ -66,35 +75,39 @@ class Experts:
     """Experts and MLA."""
 
     num_experts: int | None = flag(
-        "routed experts per layer", "--num-experts", "--num-moe-experts", "--experts"
+        "routed experts per layer", "--num-experts", "--num-moe-experts", "--experts", rare=True
     )
     top_k: int | None = flag(
-        "routed experts per token [2]", "--top-k", "--moe-router-topk", "--topk"
+        "routed experts per token [2]", "--top-k", "--moe-router-topk", "--topk", rare=True
     )
-    moe_ffn_hidden_size: int | None = flag("width of a routed expert [ffn-hidden-size]")
+    moe_ffn_hidden_size: int | None = flag(
+        "width of a routed expert [ffn-hidden-size]", rare=True
+    )
     dense_layers: int | None = flag(
         "leading layers without experts",
         "--dense-layers",
         "--n-dense-layers",
         "--n-dense-layer",
+        rare=True,
     )
     shared_experts: int | None = flag(
-        "experts that see every token", "--shared-experts", "--n-shared-expert"
+        "experts that see every token", "--shared-experts", "--n-shared-expert", rare=True
     )
     moe_enable: bool | None = flag(
         "AICB: the model has experts",
         "--moe-enable/--no-moe-enable",
         "--moe-enabled/--no-moe-enabled",
+        rare=True,
     )
-    q_lora_rank: int | None = flag("MLA: width queries are compressed to; 0: none")
-    kv_lora_rank: int | None = flag("MLA: width keys and values are compressed to")
+    q_lora_rank: int | None = flag("MLA: width queries are compressed to; 0: none", rare=True)
+    kv_lora_rank: int | None = flag("MLA: width keys and values are compressed to", rare=True)
     qk_rope_head_dim: int | None = flag(
-        "MLA: rotated part of a head", "--qk-rope-head-dim", "--qk-rope-dim"
+        "MLA: rotated part of a head", "--qk-rope-head-dim", "--qk-rope-dim", rare=True
     )
     qk_nope_head_dim: int | None = flag(
-        "MLA: unrotated part of a head", "--qk-nope-head-dim", "--qk-nope-dim"
+        "MLA: unrotated part of a head", "--qk-nope-head-dim", "--qk-nope-dim", rare=True
     )
-    v_head_dim: int | None = flag("MLA: width of a value head")
+    v_head_dim: int | None = flag("MLA: width of a value head", rare=True)
 
 
 @group
@@ -122,6 +135,7 @@ class FrameworkChoice:
         "--framework",
         "--frame",
         "--comm-frame",
+        names="framework",
     )
 
 
@@ -130,36 +144,34 @@ class MissingFacts:
     """What a file leaves out."""
 
     group_sizes: str | None = flag(
-        "ranks of groups that an AICB file does not tell, e.g. ep=16"
+        "ranks of groups that an AICB file does not tell, e.g. ep=16", rare=True
     )
-    world_size: int | None = flag("ranks in all, where a SimAI file does not tell")
+    world_size: int | None = flag("ranks in all, where a SimAI file does not tell", rare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rows(Files):
     """Tables."""
 
-    distinct: bool = flag(
-        "distinct collectives and shapes as stepmark comm and op commands", default=False
-    )
+    distinct: bool = flag("distinct collectives and shapes, as commands", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(FrameworkChoice, Model, Experts, Layout, Rows):
     """Output."""
 
-    to: str | None = flag("of the file [native]", "--format", "--to")
+    to: str | None = flag("of the file [native]", "--format", "--to", names="format")
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
         "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
     comp_filepath: str | None = flag(
-        "AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler"
+        "AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler", rare=True
     )
     pp_rank: int | None = flag(
-        "pipeline stage for formats of one stage, and for tables; -1: the first [-1]"
+        "pipeline stage for formats of one stage, and for tables; -1: the first [-1]", rare=True
     )
-    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
+    rank: int | None = flag("rank, for formats of one rank [the stage's first]", rare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +192,9 @@ class NewFile(MissingFacts):
     file: str = flag(
         "workload, in any format; - = stdin", default=REQUIRED, argument=True, metavar="FILE"
     )
-    to: str | None = flag("of the new file [native]", "--to", "--format")
-    stage: int | None = flag("pipeline stage, for formats of one stage [0]")
-    rank: int | None = flag("rank, for formats of one rank [the stage's first]")
+    to: str | None = flag("of the new file [native]", "--to", "--format", names="format")
+    stage: int | None = flag("pipeline stage, for formats of one stage [0]", rare=True)
+    rank: int | None = flag("rank, for formats of one rank [the stage's first]", rare=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,7 +221,7 @@ class FillMeasuring(TimeLimits, Device):
     runs: str | None = flag("folder for run directories [runs]", metavar="DIR")
     dry_run: bool = flag("list the operators, measure none", default=False)
     resume: str | None = flag("go on with this run: skip measured operators, retry failed")
-    force: bool = flag("resume although the environment differs", default=False)
+    force: bool = flag("resume although the environment differs", default=False, rare=True)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal
 
-from stepmark.core.columns import Column, Row, View, aligned, number, text
+from stepmark.core.columns import Column, Row, View, aligned, fitted, number, text
 from stepmark.report.outcomes import CACHE_NOT_DEFEATED
 
 if TYPE_CHECKING:
@@ -55,11 +55,26 @@ def print_lines(lines: Iterable[str], console: "Console") -> None:
 def _print_fitted(
     ran: Sequence[Row], console: "Console", columns: Sequence[Column[Any]]
 ) -> None:
-    """Print a table of the columns that fit; words fold when even those are too wide."""
+    """Print a table of the columns that fit, and name the others.
+
+    Words that are the same in all rows stand above the table.
+    """
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    columns = _fitting(ran, console.width, columns)
+    every = _fitting(ran, None, columns)
+    same = _same(ran, every) if sum(_width(ran, c) for c in every) > console.width else []
+    columns = _fitting(ran, console.width, [column for column in every if column not in same])
+    hidden = [column.title for column in every if column not in (*columns, *same)]
+    if same:
+        facts = ", ".join(f"{column.title} {_printed(ran[0], column)}" for column in same)
+        print_lines([f"all rows: {facts}"], console)
+    if hidden:
+        note = f"too wide for {console.width} columns: {', '.join(hidden)}; --csv FILE has them"
+        print_lines([note], console)
+    if sum(_width(ran, column) for column in columns) > console.width:
+        print_lines(fitted(_plain_lines(ran, columns), console.width), console)
+        return
     drawn = Table(box=None, pad_edge=False, header_style="bold")
     for column in columns:
         right = column.unit.is_numeric
@@ -69,6 +84,12 @@ def _print_fitted(
         style = "red" if row["status"] == "wrong" or row["over_limit"] else ""
         drawn.add_row(*(Text(_printed(row, column)) for column in columns), style=style)
     console.print(drawn)
+
+
+def _same(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> list[Column[Any]]:
+    """Return the columns of words that have the same word in each of several rows."""
+    words = [column for column in columns if not column.unit.is_numeric]
+    return [c for c in words if len(ran) > 1 and len({_printed(row, c) for row in ran}) == 1]
 
 
 def _plain_lines(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:

@@ -18,7 +18,7 @@ import msgspec
 from stepmark.core.case import OpCase
 from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import command_of
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.ops import FAMILIES
 from stepmark.core.record import (
     SCHEMA,
@@ -65,7 +65,7 @@ def decode(line: bytes) -> Record:
     _check_schema(plain, "record")
     cls = KINDS.get(str(plain.get("kind")))
     if cls is None:
-        raise ConfigError("kind", plain.get("kind"), f"one of {', '.join(KINDS)}")
+        raise not_one_of("kind", plain.get("kind"), KINDS)
     return build(cls, plain, {"case": case_from_plain(plain.get("case"))})
 
 
@@ -92,7 +92,7 @@ def case_from_plain(plain: Any) -> AnyCase:
         raise ConfigError("case", plain, "an object with an op, a collective or a model")
     family = FAMILIES.get(str(op.get("family")))
     if family is None:
-        raise ConfigError("family", op.get("family"), f"one of {', '.join(FAMILIES)}")
+        raise not_one_of("family", op.get("family"), FAMILIES)
     return build(OpCase, fields, {"op": build(family, op)})
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Literal, get_args
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.record import RunInfo
 from stepmark.store import codec
 from stepmark.store.files import config_errors, write_text, written
@@ -39,7 +39,7 @@ def export(
     `types` are declared SQL types, which parquet columns without values take.
     """
     if kind not in get_args(Kind):
-        raise ConfigError("to", kind, f"one of {', '.join(get_args(Kind))}")
+        raise not_one_of("to", kind, get_args(Kind))
     with config_errors(target):
         if kind == "parquet":
             _to_parquet(rows, target, types or {})

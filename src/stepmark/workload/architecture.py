@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.model import ModelConfig
 from stepmark.core.module import Module, Param, between, both, in_registered_order, work_of
 from stepmark.core.ops import Activation, Attention, CrossEntropy, Norm, Phase, Rope
@@ -172,7 +172,7 @@ class Architecture:
         check_names("parameter", names)
         for name in self.uses:
             if name not in names:
-                raise ConfigError("tied", name, f"one of {', '.join(names)}")
+                raise not_one_of("tied", name, names)
 
     @property
     def num_params(self) -> int:

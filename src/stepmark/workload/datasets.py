@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from itertools import product
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Mlp, Op, Phase
 
 _BATCHES = (128, 256, 512, 1024)
@@ -82,5 +82,5 @@ def dataset(family: str, name: str, dtype: DType) -> list[Op]:
         raise ConfigError("dataset", name, f"only for {', '.join(_FAMILIES)}")
     names, build = _FAMILIES[family]
     if name.upper() not in names:
-        raise ConfigError("dataset", name, f"one of {', '.join(names)} for {family}")
+        raise not_one_of("dataset", name, names, f" for {family}")
     return build(name.upper(), dtype)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.core.device import DeviceSpec, find_device, load_devices
+from stepmark.core.device import DeviceSpec, find_device_by_alias, unknown_device
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import FAMILY_OF, Op, Phase
 from stepmark.core.roofline import roofline_time
@@ -210,11 +210,9 @@ def _seconds(value: str, text: str) -> float:
 
 
 def _device(name: str, text: str) -> DeviceSpec:
-    devices = load_devices()
-    device = devices.get(name.lower()) or find_device(name)
+    device = find_device_by_alias(name)
     if device is None:
-        examples = ", ".join(list(devices)[:6])
-        raise ConfigError(FIELD, text, f"one of {len(devices)} known devices: {examples}, ...")
+        raise unknown_device(name, field=FIELD)
     return device
 
 

@@ -24,9 +24,12 @@ DUAL = {
 }
 
 
-def setting(default: Any, meaning: str) -> Any:
-    """Return a field of a framework's settings with its help."""
-    return field(default=default, metadata={"help": meaning})
+def setting(default: Any, meaning: str, *, common: bool = False) -> Any:
+    """Return a field of a framework's settings with its help.
+
+    common: the first page of help lists it, and not only --help-all.
+    """
+    return field(default=default, metadata={"help": meaning, "common": common})
 
 
 def plain_settings(settings: Any) -> dict[str, str | int | float | bool | None]:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.model import ModelConfig
 from stepmark.core.module import Module, between
 from stepmark.core.ops import Cast, Copy, Gemm, Layout, Op, Phase, Scaling
@@ -62,7 +62,7 @@ def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -
     """Return how `op --as` shards a model. Raises ConfigError for an unknown framework."""
     frameworks = ("train", "megatron", "fsdp")
     if framework not in frameworks:
-        raise ConfigError("as", framework, f"one of {', '.join(frameworks)}")
+        raise not_one_of("as", framework, frameworks)
     if etp is not None and etp < 1:
         raise ConfigError("etp", etp, "1 or more")
     gathers = framework == "train"

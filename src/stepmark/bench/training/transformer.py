@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from stepmark.bench.training.attention import KERNELS, Attention, LatentAttention, rope_tables
 from stepmark.bench.training.layers import Experts, FeedForward, Norm
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.model import ModelConfig
 
 # Selects a table's rows for this rank's tokens: context parallelism gives each rank its own.
@@ -196,7 +196,7 @@ def _check(model: ModelConfig, layers: range, attention: str, loss_chunks: int) 
     if not inside or layers.step != 1:
         raise ConfigError("layers", layers, f"a part of the {model.num_layers} layers")
     if attention not in KERNELS:
-        raise ConfigError("attention", attention, f"one of {', '.join(KERNELS)}")
+        raise not_one_of("attention", attention, KERNELS)
     if loss_chunks < 1:
         raise ConfigError("loss_chunks", loss_chunks, "an integer from 1")
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from stepmark.core.dtypes import OPERATOR_DTYPES, DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 
 # Larger than any tensor dimension that fits a device; it catches typing errors.
 MAX_DIM = 2**40
@@ -80,10 +80,10 @@ def validate(op: Any) -> None:
                 if not meta["low"] <= item <= meta["high"]:  # NaN is outside every range
                     raise ConfigError(name, item, f"from {meta['low']} to {meta['high']}")
         if isinstance(value, DType) and value.is_integer:
-            raise ConfigError(name, value, f"one of {', '.join(OPERATOR_DTYPES)}")
+            raise not_one_of(name, value, OPERATOR_DTYPES)
         allowed = meta.get("allowed")
         if allowed and value not in allowed:
-            raise ConfigError(name, value, f"one of {', '.join(allowed)}")
+            raise not_one_of(name, value, allowed)
 
 
 def _typed(name: str, hint: Any, value: Any) -> Any:
@@ -100,7 +100,7 @@ def _typed(name: str, hint: Any, value: Any) -> Any:
         try:
             return hint(value)
         except ValueError:
-            raise ConfigError(name, value, f"one of {', '.join(hint)}") from None
+            raise not_one_of(name, value, hint) from None
     if hint is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value) if abs(value) <= MAX_DIM else value
     if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):

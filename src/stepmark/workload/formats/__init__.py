@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.workload.formats.source_file import read_head
 
 _HEAD_BYTES = 4096
@@ -151,7 +151,7 @@ def find_format(name: str, *, to: bool) -> str:
     key = name.strip().lower()
     names = [key for key, form in FORMATS.items() if (form.writes if to else form.reads)]
     if key not in names:
-        raise ConfigError("format", name, f"one of {', '.join(names)}")
+        raise not_one_of("format", name, names)
     return key
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.ops import Gemm
 from stepmark.core.workload import (
     COMPUTE,
@@ -155,7 +155,7 @@ class Reader:
         """Return groups in AICB's order of ranks: tensor, data (with experts), pipeline."""
         for name in sizes:
             if name not in GROUPS.values():
-                raise ConfigError("group-sizes", name, f"one of {', '.join(GROUPS.values())}")
+                raise not_one_of("group-sizes", name, GROUPS.values())
         others: set[tuple[str, int]] = set()
         for line in self._parsed:
             if line.group and line.group_size:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import Gemm, Layout, Phase
 from stepmark.core.workload import (
@@ -205,7 +205,7 @@ def text_of(op: Operation, stage: str, group: str, size: int) -> str:
         shapes = _shapes(op)
         return f"CommType.computation,None,None,{shapes},{stage},None,None,,None,None,None,1\n"
     if op.collective not in _TYPE_OF and op.collective != Collective.ALL_TO_ALL_V:
-        raise ConfigError("collective", op.collective, f"one of {', '.join(_TYPE_OF)}")
+        raise not_one_of("collective", op.collective, _TYPE_OF)
     kind = _TYPE_OF.get(op.collective, "all_to_all")
     additional = ""
     dst, src = (op.root, None) if op.collective == Collective.REDUCE else (None, op.root)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.model import ModelConfig
 from stepmark.workload.formats.huggingface import Count, Size, deepseek_layers, in_words_of_file
 from stepmark.workload.formats.source_file import convert, one_line, read_json
@@ -178,8 +178,7 @@ def _architecture(raw: dict[str, object], where: str) -> str:
     if name is None:
         return "llama" if any(field in raw for field in _ONLY_LLAMA) else "gpt"
     if name not in _ARCHITECTURES:
-        allowed = f"one of {', '.join(_ARCHITECTURES)}"
-        raise ConfigError(f"{where}arch_name", one_line(name), allowed)
+        raise not_one_of(f"{where}arch_name", one_line(name), _ARCHITECTURES)
     return str(name)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
 from stepmark.workload.formats.huggingface_keys import unmodelled
 from stepmark.workload.formats.source_file import convert, one_line, read_json
@@ -116,8 +116,7 @@ def read_config(path: Path) -> ModelConfig:
     raw = read_json(path)
     family = convert(raw, _Family, where).model_type
     if family not in _FAMILIES:
-        allowed = f"one of {', '.join(_FAMILIES)}"
-        raise ConfigError(f"{where}model_type", one_line(family), allowed)
+        raise not_one_of(f"{where}model_type", one_line(family), _FAMILIES)
     assert isinstance(raw, dict)
     name = path.parent.name if path.name == "config.json" else path.stem
     facts = {"name": name or family, "source": str(path)}

@@ -12,7 +12,7 @@ import msgspec
 
 from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
 from stepmark.core.ops import FAMILIES, FAMILY_OF, Op, Phase
 from stepmark.core.workload import (
@@ -113,9 +113,7 @@ def _compute(plain: dict[str, Any]) -> Op | Kernel:
         return _dataclass(Kernel, {"name": fields.pop("kernel"), **fields})
     family = fields.pop("family", None)
     if not isinstance(family, str) or family not in FAMILIES:
-        raise ConfigError(
-            "family", one_line(family), f"one of {', '.join(FAMILIES)}, or kernel"
-        )
+        raise not_one_of("family", one_line(family), FAMILIES, ", or kernel")
     kind = FAMILIES[family]
     _check_names(kind, fields)
     try:
@@ -151,9 +149,7 @@ def _check_names(kind: type[Any], plain: Mapping[str, Any]) -> None:
     names = [field.name for field in dataclasses.fields(kind)]
     for key in plain:
         if key not in names:
-            raise ConfigError(
-                ascii(key[:80])[1:-1], one_line(plain[key]), f"one of {', '.join(names)}"
-            )
+            raise not_one_of(ascii(key[:80])[1:-1], one_line(plain[key]), names)
 
 
 SCHEMA = 1

@@ -9,7 +9,7 @@ import msgspec
 
 from stepmark.core.collectives import FACTS, Collective, RedOp
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType, parse_dtype
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
@@ -291,7 +291,7 @@ class Reader:
     def _communication(self, entry: Entry, index: int, where: str) -> CommOp | None:
         name = letters_only(entry.comms or "")
         if name not in NAMES:
-            raise ConfigError(f"{where}: comms", entry.comms, f"one of {', '.join(NAMES)}")
+            raise not_one_of(f"{where}: comms", entry.comms, NAMES)
         collective, counted = NAMES[name]
         members = self._ranks.get(entry.pg_id)
         if members is not None and self._rank is not None and self._rank not in members:

@@ -8,7 +8,6 @@ that we do not have are named, not dropped.
 """
 
 import dataclasses
-import difflib
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ import msgspec
 
 from stepmark.core.case import Label
 from stepmark.core.dtypes import parse_dtype
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.ops import FAMILIES, Bmm, Gemm, Layout, Op
 from stepmark.workload.formats.source_file import decoded
 
@@ -40,9 +39,7 @@ def read_shapes(path: Path, family: str, defaults: dict[str, object]) -> list[tu
         where = f"{path.name}[{index}]"
         for key in item:
             if key not in fields and key not in _LABELS:
-                close = difflib.get_close_matches(key, [*fields, *_LABELS], n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"one of {', '.join(fields)}"
-                raise ConfigError(f"{where}: unknown field", key, hint)
+                raise not_one_of(f"{where}: unknown field", key, [*fields, *_LABELS])
         values = {name: defaults[name] for name in fields if name in defaults}
         values |= {key: value for key, value in item.items() if key in fields}
         missing = [

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.workload import Block, CommOp, Group, Run, Stage, Workload
 from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
@@ -125,7 +125,7 @@ def kept(workload: Workload, stage: int) -> Kept:
 def _header(line: str, world_size: int | None) -> dict[str, int]:
     policy, *words = line.split() or [""]
     if policy not in _POLICIES:
-        raise ConfigError("line 1", policy, f"one of {', '.join(_POLICIES)}")
+        raise not_one_of("line 1", policy, _POLICIES)
     if len(words) % 2 or not (words or policy == _MICRO):
         raise ConfigError("line 1", line, "a policy word, then names and numbers in pairs")
     values: dict[str, int] = {"model_parallel_NPU_group": 1} if policy == _MICRO else {}

@@ -10,7 +10,7 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import not_one_of
 from stepmark.core.workload import Workload
 
 
@@ -120,5 +120,5 @@ def find_rule(name: str) -> str:
     rule = _ALIASES.get(key, key)
     if rule not in RULES:
         more = "; stepmark comm NAME measures a collective" if key == "collectivetest" else ""
-        raise ConfigError("framework", name, f"one of {', '.join(RULES)}{more}")
+        raise not_one_of("framework", name, RULES, more)
     return rule

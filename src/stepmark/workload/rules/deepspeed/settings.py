@@ -24,8 +24,12 @@ class Switch(StrEnum):
 class DeepSpeed:
     """Settings under DeepSpeed's names, with its defaults. Sizes are elements."""
 
-    stage: int = setting(3, "shards: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights")
-    reduce_bucket_size: int = setting(500_000_000, "elements per gradient bucket (stages 1-3)")
+    stage: int = setting(
+        3, "shards: 0 nothing, 1 optimizer, 2 + gradients, 3 + weights", common=True
+    )
+    reduce_bucket_size: int = setting(
+        500_000_000, "elements per gradient bucket (stages 1-3)", common=True
+    )
     allgather_bucket_size: int = setting(
         500_000_000, "no effect: stages 1 and 2 gather all weights in one call"
     )
@@ -44,7 +48,9 @@ class DeepSpeed:
     grad_accum_dtype: str = setting("", "dtype of accumulated gradients [that of weights]")
     communication_data_type: str = setting("", "dtype of reduced gradients [that of weights]")
     sub_group_size: int = setting(1_000_000_000, "stage 3: elements per rank and norm")
-    stage3_prefetch_bucket_size: int = setting(50_000_000, "elements gathered ahead of use")
+    stage3_prefetch_bucket_size: int = setting(
+        50_000_000, "elements gathered ahead of use", common=True
+    )
     stage3_param_persistence_threshold: int = setting(
         100_000, "parameters of at most this many elements are not sharded"
     )

@@ -9,7 +9,7 @@ from enum import StrEnum
 from functools import partial
 
 from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
+from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.model import ModelConfig
 from stepmark.core.workload import CommOp, Group
 from stepmark.workload.job import (
@@ -80,9 +80,15 @@ _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pip
 class Megatron:
     """Parameters of Megatron-LM except the model, the mesh and the batches."""
 
-    sequence_parallel: bool = setting(False, "norms and residuals on 1/tp of each sequence")
-    use_distributed_optimizer: bool = setting(False, "shard optimizer states over data ranks")
-    overlap_grad_reduce: bool = setting(False, "reduce gradients during the backward pass")
+    sequence_parallel: bool = setting(
+        False, "norms and residuals on 1/tp of each sequence", common=True
+    )
+    use_distributed_optimizer: bool = setting(
+        False, "shard optimizer states over data ranks", common=True
+    )
+    overlap_grad_reduce: bool = setting(
+        False, "reduce gradients during the backward pass", common=True
+    )
     overlap_param_gather: bool = setting(False, "gather parameters during the forward pass")
     align_grad_reduce: bool = setting(True, "stages reduce a chunk's gradients together")
     align_param_gather: bool = setting(True, "interleaved stages gather parameters together")
@@ -92,7 +98,9 @@ class Megatron:
     ddp_pad_buckets_for_high_nccl_busbw: bool = setting(False, "pad buckets to 65536 elements")
     ddp_average_in_collective: bool = setting(False, "average gradients in the collective")
     grad_reduce_in_bf16: bool = setting(False, "reduce gradients in bf16 instead of fp32")
-    virtual_pipeline_model_parallel_size: int = setting(1, "model chunks per pipeline stage")
+    virtual_pipeline_model_parallel_size: int = setting(
+        1, "model chunks per pipeline stage", common=True
+    )
     overlap_p2p_comm: bool = setting(True, "interleaved stages overlap transfers with compute")
     decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage")
     decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage")
@@ -114,7 +122,9 @@ class Megatron:
     moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
     moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
     moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
-    recompute_granularity: Granularity = setting(Granularity.NONE, "none, selective or full")
+    recompute_granularity: Granularity = setting(
+        Granularity.NONE, "activation checkpointing", common=True
+    )
     recompute_modules: str = setting(
         "core_attn", f"with selective, several by comma: {', '.join(RECOMPUTE_MODULES)}"
     )
@@ -165,9 +175,7 @@ class Megatron:
             )
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
-                raise ConfigError(
-                    "recompute_modules", word, f"one of {', '.join(RECOMPUTE_MODULES)}"
-                )
+                raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
         uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:

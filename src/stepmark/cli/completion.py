@@ -1,0 +1,57 @@
+"""stepmark completion: the script with which a shell asks this program for completions.
+
+The script sets a variable to what typer is to do. Choices and names come from the declarations
+of the options, see flags.py.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from typer import completion
+from typer.main import get_command
+
+from stepmark.cli.main import COMPLETE, app
+from stepmark.core.errors import StepmarkError
+from stepmark.core.options import Names, load
+from stepmark.core.verb_options import CompletionOptions
+
+_PROGRAM = "stepmark"
+
+
+def run(options: CompletionOptions) -> int:
+    """Print the script. Returns the exit code."""
+    script = completion.get_completion_script(  # type: ignore[attr-defined]
+        prog_name=_PROGRAM, complete_var=COMPLETE, shell=options.shell
+    )
+    sys.stdout.write(f"{script}\n")
+    return 0
+
+
+def names_of(kind: Names, runs: Path) -> list[str]:
+    """Return the names that a shell completes. runs: the folder of runs."""
+    match kind:
+        case "":
+            return []
+        case "model":
+            return [*load("stepmark.core.model:load_models")()]
+        case "device":
+            return ["cuda", "cpu", *load("stepmark.core.device:load_devices")()]
+        case "framework":
+            return [*load("stepmark.workload.rules:RULES")]
+        case "format":
+            return [*load("stepmark.workload.formats:FORMATS")]
+        case "run":
+            folders = load("stepmark.store.reader:list_runs")(runs)
+            return ["latest", *(folder.name for folder in folders)]
+
+
+def answer() -> int:
+    """Print the completions of the words that a shell has put into variables."""
+    completion.completion_init()  # type: ignore[attr-defined]
+    try:
+        return completion.shell_complete(
+            get_command(app()), {}, _PROGRAM, COMPLETE, os.environ[COMPLETE]
+        )
+    except StepmarkError:  # words before the last are wrong; that is said when they are run
+        return 0

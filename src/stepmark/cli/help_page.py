@@ -1,0 +1,98 @@
+"""The help page of a command: options by topic, examples; --help-all adds what is rare."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from stepmark.core import options
+from stepmark.core.options import Option
+
+WIDTH = 100  # columns, on a terminal that has them
+_WIDEST = 34  # of the options; the help of a longer one begins on a line of its own
+_ARGUMENTS = "Arguments"
+# Small groups of options that stand under one heading.
+_HEADINGS = {
+    "Data": "Data and optimizer",
+    "Optimizer step": "Data and optimizer",
+    "Precision": "Precision and techniques",
+    "Techniques": "Precision and techniques",
+    "Device": "Run",
+    "Time limits": "Run",
+}
+Row = tuple[str, str]
+
+
+def usage(cls: type) -> list[str]:
+    """Return the pieces of the usage line."""
+    pieces = ["[OPTIONS]"]
+    for option in options.options(cls):
+        if option.argument and option.help:
+            word = option.metavar + "..." * (option.is_list and "..." not in option.metavar)
+            pieces.append(word if option.default is options.REQUIRED else f"[{word}]")
+    return pieces
+
+
+def write(
+    formatter: Any, name: str, cls: type, examples: Sequence[str], *, everything: bool
+) -> None:
+    """Write the sections of a page below its usage and summary.
+
+    name: how the command is called. everything: also rare options and all spellings.
+    """
+    shown, num_left_out = _sections(cls, everything=everything)
+    widths = [len(words) for rows in shown.values() for words, _ in rows]
+    width = max((each for each in widths if each <= _WIDEST), default=0)
+    for title in sorted(shown, key=lambda title: title != _ARGUMENTS):
+        with formatter.section(title):
+            rows = [(words.ljust(width), text) for words, text in shown[title]]
+            formatter.write_dl(rows, col_max=width)
+    if examples:
+        with formatter.section("Examples"):
+            for example in examples:
+                formatter.write(f"{'':{formatter.current_indent}}stepmark {example}\n")
+    note = "[...] is a default."
+    if num_left_out:
+        note += f" {name} --help-all: {num_left_out} more options, and all spellings."
+    formatter.write_paragraph()
+    formatter.write_text(note)
+
+
+def _sections(cls: type, *, everything: bool) -> tuple[dict[str, list[Row]], int]:
+    """Return the rows of each section, and how many options are left out."""
+    declared = [option for option in options.options(cls) if option.help]
+    sections: dict[str, list[Row]] = {}
+    for option in declared:
+        if everything or not option.rare:
+            title = _HEADINGS.get(option.group, option.group)
+            title = _ARGUMENTS if option.argument else title
+            sections.setdefault(title, []).append(_row(option, everything=everything))
+    return sections, sum(option.rare for option in declared) * (not everything)
+
+
+def _row(option: Option, *, everything: bool) -> Row:
+    if option.argument:
+        return option.metavar, with_default(option)
+    short = [word for word in option.spellings if not word.startswith("--")]
+    long = [word for word in option.spellings if word.startswith("--")]
+    words = [*short, *long] if everything else [*short[:1], *long[:1]]
+    names = ", ".join(_both(words))
+    return names if option.is_switch else f"{names} {option.metavar}", with_default(option)
+
+
+def _both(words: Iterable[str]) -> Iterable[str]:
+    """Yield --fp8/--no-fp8 as --[no-]fp8, and other spellings as they are."""
+    for word in words:
+        on, _, off = word.partition("/")
+        name = on.removeprefix("--")
+        yield f"--[no-]{name}" if off == f"--no-{name}" else word
+
+
+def with_default(option: Option) -> str:
+    """Return the help, with the default unless the help states one itself."""
+    default = option.default
+    if (
+        default in (None, (), "", options.REQUIRED)
+        or isinstance(default, bool)
+        or option.help.endswith("]")
+    ):
+        return option.help
+    return f"{option.help} [{option.reader.show(default)}]"

@@ -1,0 +1,204 @@
+"""The verbs: what each is for, where it lives, examples, and topics of `stepmark --help`."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb. help: its line in `stepmark --help`; doc: the first line of its own --help.
+
+    options and handler: "module:name". Without options, the handler is a group of commands, or
+    makes the command from the arguments. examples: command lines after `stepmark`.
+    """
+
+    help: str
+    handler: str
+    options: str = ""
+    doc: str = ""
+    examples: tuple[str, ...] = ()
+
+
+_SHARED, _MEASURE_NOTHING = "stepmark.core.option_groups", "stepmark.core.verb_options"
+VERBS = {
+    "run": Verb(
+        "The main job: predict a training step, measure it, explain it.",
+        "stepmark.app.run:run",
+        "stepmark.core.run_options:RunOptions",
+        "Calibrate, predict a training step, train it, and say where the difference goes.",
+        (
+            "run",
+            "run llama-3.1-8b --nproc 8 --budget 10m",
+            "run llama-3.1-8b --scale tiny --device cpu --nproc 2",
+        ),
+    ),
+    "doctor": Verb(
+        "Show devices, peaks, health and what would run.",
+        "stepmark.app.doctor:run",
+        f"{_MEASURE_NOTHING}:DoctorOptions",
+        "What this machine is; what would be measured, what not, and why.",
+        (
+            "doctor",
+            "doctor --nodes --out /shared/checks   # on each host, before a big job",
+            "doctor --nodes --from /shared/checks  # the verdict on all of them",
+        ),
+    ),
+    "check": Verb(
+        "Measure a reference run's cases again; is any slower?",
+        "stepmark.app.check:run",
+        f"{_MEASURE_NOTHING}:CheckOptions",
+        "Measure a reference run's cases again; exit 1 if any is slower beyond noise.",
+        (
+            "check --baseline latest",
+            "check --baseline runs/20260101-120000-abcd --budget 5m",
+        ),
+    ),
+    "compare": Verb(
+        "Runs, nccl-tests files, CSVs: ratios and verdicts.",
+        "stepmark.app.compare:run",
+        f"{_MEASURE_NOTHING}:CompareOptions",
+        "Ratio of speeds per size or shape, its 99 % interval over launches, and a verdict.",
+        (
+            "compare before=RUN1 after=RUN2",
+            "compare all_reduce_a.txt all_reduce_b.txt --range 1M-1G",
+            "compare RUN1,RUN2,RUN3 RUN4,RUN5,RUN6 --fail-if-slower 5%",
+        ),
+    ),
+    "report": Verb(
+        "Write report.html of a run.",
+        "stepmark.app.runs:run_report",
+        f"{_MEASURE_NOTHING}:ReportOptions",
+        "Write report.html of a run: roofline, tables, curves, commands, environment. Of two "
+        "runs: the ledgers of their profiled training steps.",
+        (
+            "report",
+            "report RUN1 RUN2",
+        ),
+    ),
+    "comm": Verb(
+        "Measure collectives: nccl-tests' flags, no MPI.",
+        "stepmark.app.comm:run",
+        "stepmark.core.comm_options:CommOptions",
+        "Measure collectives: nccl-tests' flags, table and figures; no MPI.",
+        (
+            "comm all_reduce -b 1K -e 1G",
+            "comm all_gather reduce_scatter -d bf16 --nproc 8 --csv -",
+            "comm all_reduce --model llama-3.1-70b --mbs 1",
+        ),
+    ),
+    "train": Verb(
+        "Measure training steps: single, DDP, FSDP, TP, PP.",
+        "stepmark.app.train:run",
+        "stepmark.core.train_options:TrainOptions",
+        "Train for real: steps of single, DDP, FSDP, TP, PP by phase, MFU by convention.",
+        (
+            "train llama-3.1-8b --strategy fsdp --mbs 1,2 --compile",
+            "train llama-3.1-8b --scale tiny --device cpu --nproc 2",
+            "train llama-3.1-70b --nproc 64 --tp 8 --device h200 --dry-run",
+        ),
+    ),
+    "calibrate": Verb(
+        "Measure the parts from which a step is predicted.",
+        "stepmark.app.calibrate:run",
+        "stepmark.core.train_options:CalibrateOptions",
+        "Measure the parts of one training step: kernels, host, collectives, power.",
+        (
+            "calibrate llama-3.1-8b --nproc 8",
+            "calibrate llama-3.1-8b --device h200 --dry-run",
+        ),
+    ),
+    "predict": Verb(
+        "Step time, memory, power of a configuration.",
+        "stepmark.app.predict:run",
+        "stepmark.core.predict_options:PredictOptions",
+        "Predict a training step from measured parts, or from a device's data sheet.",
+        (
+            "predict llama-3.1-70b --nproc 1024 --tp 8 --device h200",
+            "predict --from-run latest --what-if link=2x",
+            "predict workload.json --device h100-sxm",
+        ),
+    ),
+    "replay": Verb(
+        "Run the messages of a workload file on real ranks.",
+        "stepmark.app.replay:run",
+        "stepmark.core.replay_options:ReplayOptions",
+        "Run a workload's messages, and the time of its computation, on real ranks.",
+        (
+            "replay workload.json --nproc 8",
+            "replay workload.json --shrink --nproc 2 --device cpu --comm-only",
+        ),
+    ),
+    "resume": Verb(
+        "Measure what is left of a run that was cut short.",
+        "stepmark.app.measure:resume",
+        f"{_SHARED}:ResumeOptions",
+        "Measure what is left of a run that was cut short; measured cases are skipped.",
+        (
+            "resume",
+            "resume 20260101-120000-abcd",
+        ),
+    ),
+    "op": Verb(
+        "Measure operators: one family, or all of a model's layer.", "stepmark.cli.op:command"
+    ),
+    "workload": Verb(
+        "What a step does: generate, show, convert, fill, capture.", "stepmark.cli.workload:app"
+    ),
+    "trace": Verb("Profiler traces: where did the step go?", "stepmark.cli.trace:app"),
+    "runs": Verb("List, show, export and query earlier runs.", "stepmark.cli.runs:app"),
+    "sweep": Verb(
+        "The same command under several settings, compared.",
+        "stepmark.app.sweep:run",
+        f"{_MEASURE_NOTHING}:SweepOptions",
+        "Measure the same command under several settings, in interleaved rounds, and compare.",
+        (
+            "sweep --env NCCL_ALGO=Ring,Tree -- comm all_reduce -b 1M -e 1G",
+            "sweep --set ac=none,full -- train llama-3.1-8b",
+            "sweep --python .venv-a,.venv-b -- op gemm --model llama-3.1-8b",
+        ),
+    ),
+    "watch": Verb(
+        "Your own job, unmodified: its steps, messages, slow rank.",
+        "stepmark.app.watch:run",
+        f"{_MEASURE_NOTHING}:WatchOptions",
+        "Run a job as it is, with NCCL's log and a profile of a few steps; print what it does.",
+        (
+            "watch -- torchrun --nproc-per-node 8 train.py",
+            "watch --warmup 20 --steps 5 -- python train.py",
+        ),
+    ),
+    "launch": Verb(
+        "Print or submit a job of several hosts: Slurm, torchrun, mpirun, pssh.",
+        "stepmark.cli.launch:command",
+    ),
+    "logs": Verb(
+        "Read NCCL logs, flight-recorder dumps, tables of results.",
+        "stepmark.app.logs:run",
+        f"{_MEASURE_NOTHING}:LogsOptions",
+        "Read a job's logs: transports, mistakes, hangs, and how often each message is sent.",
+        (
+            "logs nccl-*.log",
+            "logs job-folder --histogram --bins pow2",
+        ),
+    ),
+    "completion": Verb(
+        "Print a script that completes commands in bash, zsh or fish.",
+        "stepmark.cli.completion:run",
+        f"{_MEASURE_NOTHING}:CompletionOptions",
+        "Print a script that completes verbs, flags, choices, models and runs in a shell.",
+        (
+            "completion bash > ~/.local/share/bash-completion/completions/stepmark",
+            "completion zsh > ~/.zfunc/_stepmark    # a folder of $fpath",
+            "completion fish > ~/.config/fish/completions/stepmark.fish",
+        ),
+    ),
+}
+
+
+TOPICS = {
+    "Start": ("run", "doctor"),
+    "Measure": ("op", "comm", "train", "calibrate", "replay", "sweep", "resume"),
+    "Predict": ("predict", "workload"),
+    "Diagnose a job": ("trace", "logs", "watch"),
+    "Compare and report": ("compare", "check", "report", "runs"),
+    "Clusters and shells": ("launch", "completion"),
+}

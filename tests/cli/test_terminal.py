@@ -1,0 +1,104 @@
+"""Output on terminals of some widths, in pipes, and where only ASCII can be written."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import termios
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from .process import ROOT, command, environment
+
+pytestmark = pytest.mark.ranks
+RESULTS, TRACES = ROOT / "results", ROOT / "tests" / "data" / "traces" / "dlrm8"
+GENERATE = "workload generate --model llama-3.1-8b --framework fsdp --world-size 8"
+TABLES = [
+    f"runs show {RESULTS}/h200-op-all-llama-3.1-70b",
+    f"runs show {RESULTS}/h100-x4-comm-ahead-1",
+    f"trace breakdown {TRACES}",
+    f"trace kernels {TRACES}",
+    GENERATE,
+]
+COMMANDS = [*TABLES, "--help", "", "comm --list", "train --help-all", "runs list --runs ."]
+
+
+def on_terminal(line: str, columns: int, cwd: Path) -> str:
+    """Return what a command writes to stdout, a terminal of so many columns."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    variables = environment() | {"TERM": "xterm"}
+    variables.pop("COLUMNS", None)
+    process = subprocess.Popen(
+        command(*line.split()), cwd=cwd, env=variables, stdout=its, stderr=subprocess.DEVNULL
+    )
+    os.close(its)
+    output = b""
+    with suppress(OSError):  # the program has closed the terminal
+        while chunk := os.read(ours, 65536):
+            output += chunk
+    os.close(ours)
+    assert process.wait(60) == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", output.decode()).replace("\r\n", "\n")
+
+
+def piped(line: str, cwd: Path, **variables: str) -> "subprocess.CompletedProcess[bytes]":
+    return subprocess.run(
+        command(*line.split()),
+        cwd=cwd,
+        env=environment() | variables,
+        capture_output=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize("line", TABLES)
+def test_tables_fit_and_nothing_is_cut(line: str, columns: int, tmp_path: Path) -> None:
+    text = on_terminal(line, columns, tmp_path)
+    assert "…" not in text
+    # Columns are two spaces apart; sentences may be longer, and the terminal folds them.
+    rows = [row.rstrip() for row in text.split("\n") if len(re.split(r" {2,}", row)) > 3]
+    assert rows
+    assert [row for row in rows if len(row) > columns] == []
+
+
+def test_columns_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    text = on_terminal(TABLES[1], 80, tmp_path)
+    (note,) = re.findall(r"too wide for 80 columns: (.+); --csv FILE has them", text)
+    assert "placement" in note.split(", ")
+    assert "all rows: dtype bf16" in text
+
+
+def test_runs_are_a_list_on_a_terminal_and_rows_in_a_pipe(tmp_path: Path) -> None:
+    line = f"runs list --runs {RESULTS}/h200-x4-sweep-tuned"
+    text = on_terminal(line, 80, tmp_path)
+    rows = piped(line, tmp_path).stdout.decode().splitlines()
+    runs = [row.split()[0] for row in rows[1:]]
+    assert rows[0].split()[0] == "run"
+    assert len(runs) > 5
+    assert all(f"{run}  4 x NVIDIA H200" in text for run in runs)
+    assert text.count("    stepmark comm") == len(runs)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_pipe_gets_plain_text_whatever_the_locale(line: str, tmp_path: Path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
+    done = piped(line, tmp_path, COLUMNS="80", **ascii_only)
+    assert done.returncode == 0, done.stderr
+    assert b"Error" not in done.stderr
+    assert b"\x1b" not in done.stdout
+    assert done.stdout.isascii()
+
+
+def test_characters_that_cannot_be_written_are_replaced(tmp_path: Path) -> None:
+    name = "caf\N{LATIN SMALL LETTER E WITH ACUTE}"
+    generate = piped(f"{GENERATE} --model-name {name} -o w.json", tmp_path)
+    assert generate.returncode == 0, generate.stderr
+    done = piped("workload show w.json", tmp_path, PYTHONIOENCODING="ascii")
+    assert done.returncode == 0, done.stderr
+    assert b"workload caf?" in done.stdout
