@@ -89,9 +89,11 @@ clean:
 	rm -rf $(VENV) dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A torch that the interpreter already has (a container's, a module system's) is kept.
+# A torch that the interpreter already has (a container's, a module system's) is kept. An active
+# $(VENV) is no such interpreter.
 $(VENV)/.installed: pyproject.toml requirements.lock
 	@set -eu; \
+	PATH="$${PATH#$(CURDIR)/$(BIN):}"; \
 	for python in $(if $(PYTHON),"$(PYTHON)",python3.13 python3.12 python3.11 python3); do \
 	  if "$$python" -c '$(CAN_MAKE_VENV)' >/dev/null 2>&1; then found="$$python"; break; fi; \
 	done; \

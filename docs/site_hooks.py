@@ -28,17 +28,11 @@ from stepmark.core.options import REQUIRED, Option, options
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```sh run(?: head=(\d+))?(?: tail=(\d+))?\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#\s]+)(#[^)\s]*)?\)")
-NOT_YET = "python.md"  # written beside this site
 
 
-def on_config(config: Any) -> None:
-    """Set the width of outputs; leave a page out of the navigation while it is not written."""
+def on_config(_config: Any) -> None:
+    """Set the width of outputs."""
     os.environ |= {"COLUMNS": "110", "NO_COLOR": "1"}
-    if (ROOT / "docs" / NOT_YET).exists():
-        return
-    for section in config.nav:
-        for pages in section.values():
-            pages[:] = [page for page in pages if NOT_YET not in str(page)]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:

@@ -1,6 +1,6 @@
 """The ledger of a step of a run as two pictures, for a light and a dark page.
 
-    python recipes/ledger_pictures.py results/h200-predictions-2 docs/images --step 5
+    python recipes/ledger_pictures.py results/h100-run docs/images
 
 --step: number of the step, of a run with several. docs/images has those of the command above.
 """

@@ -47,7 +47,6 @@ STAND_INS = {
 }
 # What `latest` is for a verb that does not read the run of a calibration, which is the latest.
 LATEST = {"trace": "tests/data/gloo-traces", "logs": "results/h200-x4-comm-queued-1"}
-SELF_EXPLANATORY = {"completion"}  # verbs that need no page
 CALIBRATION = ROOT / "results" / "h200-predictions-2"
 
 
@@ -157,7 +156,7 @@ def test_small_commands_measure(page: Path, capfd: pytest.CaptureFixture[str]) -
 
 def test_every_verb_and_family_is_described() -> None:
     verbs = {page.stem for page in ROOT.glob("docs/verbs/*.md")} - {"index"}
-    assert verbs | SELF_EXPLANATORY == main.VERBS.keys() | SELF_EXPLANATORY
+    assert verbs == main.VERBS.keys()
     families = (ROOT / "docs/verbs/op.md").read_text().split("## Families")[1].split("## ")[0]
     assert set(re.findall(r"`([\w-]+)`", families)) == {*FAMILIES, LAYER}
 

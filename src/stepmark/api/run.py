@@ -173,7 +173,7 @@ def measure(what: str | AnyCase | Workload, *words: object, **options: object) -
 def replay(workload: str | os.PathLike[str] | Workload, **options: object) -> Replay:
     """Replay a workload on processes of this machine, and return its log of every message.
 
-    options: those of `stepmark replay`, e.g. nproc=4, iters=5, compute="sleep". The run lies in
+    options: those of `stepmark replay`, e.g. nproc=4, iters=5, compute="sleep". The run is in
     `out` (runs). Raises ConfigError for bad options, StepmarkError where a rank failed or the
     ranks' memory is too small.
     """
