@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.train_records import fsdp, micro, train_measured, train_run
+from tests.report.train_records import fsdp, micro, single, train_measured, train_run
 from tests.trace.comm_traces import TraceWriter
 
+from stepmark.app import step_report
 from stepmark.app.step_ledger import measured_ledger
 from stepmark.cli.main import status
 from stepmark.core.case import Label
@@ -290,3 +291,13 @@ def test_the_page_of_a_prediction_that_was_changed(
     assert html.index('class="warning"') < html.index("<nav>")
     assert f"committed (sha256 {digest[:16]}): it was changed since" in html
     assert "predicted 1" not in html
+
+
+def test_past_predictions_of_gpus_say_nothing_of_a_cpu() -> None:
+    def num_past(case: TrainCase) -> int:
+        own = step_report.stratum(case, "device")
+        return sum(past.stratum == own for past in step_report.past_predictions())
+
+    on_gpu = single(device="cuda")
+    assert num_past(on_gpu) >= 9
+    assert num_past(replace(on_gpu, device="cpu")) == 0

@@ -98,12 +98,17 @@ def _prediction(run: Path, case: TrainCase) -> Row:
 
 
 def stratum(case: TrainCase, bound: str) -> tuple[str, str, str]:
-    """Return what past predictions must share with a case: bound, strategy, compiled or not."""
+    """Return what past predictions must share with a case.
+
+    These are the bound and the type of device, the strategy, and whether it is compiled.
+    """
     strategy = case.data_parallel.value if case.num_ranks > 1 else "single"
     if max(case.parallel.tp, case.parallel.pp) > 1:
         strategy = case.strategy
     is_compiled = case.compile is not CompileScope.NONE
-    return bound, strategy, "compiled" if is_compiled else "eager"
+    # Shipped predictions are of GPUs; they say nothing of a CPU, whose cores others may share.
+    where = bound if case.device == "cuda" else f"{bound}, {case.device}"
+    return where, strategy, "compiled" if is_compiled else "eager"
 
 
 def past_predictions() -> Sequence[PastPrediction]:
