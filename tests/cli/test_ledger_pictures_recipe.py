@@ -9,7 +9,7 @@ import pytest
 from .process import ROOT, environment
 
 RECIPE = ROOT / "recipes" / "ledger_pictures.py"
-RUN = ROOT / "results" / "h200-predictions-2"
+RUN, EIGHT = ROOT / "results" / "h100-run", ROOT / "results" / "h200-predictions-2"
 NAMES = ("ledger-dark.svg", "ledger-light.svg")
 
 
@@ -25,13 +25,13 @@ def recipe(*words: object) -> "subprocess.CompletedProcess[str]":
 
 
 def test_the_pictures_of_the_documents_are_those_of_the_run(tmp_path: Path) -> None:
-    done = recipe(RUN, tmp_path, "--step", 5)
+    done = recipe(RUN, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     for name in NAMES:
         text = (tmp_path / name).read_text()
         assert text == (ROOT / "docs" / "images" / name).read_text()
         assert "var(" not in text  # a picture alone has no colours of a page
-        for word in ("llama-3.1-8b", "step = sum", "411.1", "414.7"):
+        for word in ("gpt2-1.5b", "step = sum", "198.5", "199.4"):
             assert word in text
 
 
@@ -39,7 +39,7 @@ def test_the_pictures_of_the_documents_are_those_of_the_run(tmp_path: Path) -> N
 def test_a_step_that_is_not_there_is_refused(
     tmp_path: Path, words: tuple[int], reason: str
 ) -> None:
-    done = recipe(RUN, tmp_path, "--step", *words)
+    done = recipe(EIGHT, tmp_path, "--step", *words)
     assert done.returncode == 2
     assert reason in done.stderr
     assert list(tmp_path.iterdir()) == []
