@@ -19,6 +19,7 @@ from stepmark.core.plan import How, Plan, entries
 from stepmark.core.record import AnyCase, Record, Skipped
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_options import CalibrateOptions, TrainOptions
+from stepmark.core.verb_options import CheckOptions
 from stepmark.store import plans
 from stepmark.store.runs import RunWriter
 
@@ -125,7 +126,7 @@ def test_a_budget_that_was_too_short_is_said(
     plan = Plan(
         command="op",
         argv=(),
-        options={"budget": 10.0},
+        options=plain(CheckOptions(baseline="x", budget=10.0)),
         device="cpu",
         world_size=1,
         how=How(),

@@ -92,7 +92,10 @@ def test_a_table_of_a_large_fleet_leaves_out_what_is_healthy(tmp_path: Path) -> 
         ([*DOCTOR, "--from", "x", "--nproc", "2"], "--nproc 2 is invalid: it has no effect"),
         ([*DOCTOR, "--expect", "a,b"], "--expect a,b is invalid: it works only with --from."),
         ([*DOCTOR, "--floor", "2"], "--floor 2 is invalid: it must be a share"),
-        ([*DOCTOR, "--device", "tpu"], "--device tpu is invalid: did you mean cpu? It must be one of cuda, cpu."),
+        (
+            [*DOCTOR, "--device", "tpu"],
+            "--device tpu is invalid: did you mean cpu? It must be one of cuda, cpu.",
+        ),
         ([*DOCTOR, "--out", "/proc/x"], "--out /proc/x is invalid: it must be a folder that"),
     ],
 )

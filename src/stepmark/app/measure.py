@@ -17,6 +17,7 @@ from stepmark.core.option_groups import MeasureOptions, ResumeOptions
 from stepmark.core.options import build, load
 from stepmark.core.plan import FORCE, Plan
 from stepmark.core.record import Failed, Measured
+from stepmark.core.units import parse_duration
 from stepmark.launch import outer_launcher
 from stepmark.launch.supervise import RankFailure, supervise
 from stepmark.store import plans, predictions
@@ -238,11 +239,11 @@ def _carry_out(
 
 def _say_budget(plan: Plan, wall_s: float) -> None:
     """Say that a budget was too short: what it cannot shorten are starts, set-up and checks."""
-    budget_s = plan.options.get("budget")
-    if isinstance(budget_s, int | float) and budget_s and wall_s > _OVER_BUDGET * budget_s:
+    budget = str(plan.options.get("budget") or "")
+    if budget and wall_s > _OVER_BUDGET * parse_duration(budget, "budget"):
         launches = len({entry.launch for entry in plan.entries})
         sys.stderr.write(
-            f"# took {wall_s:.0f} s, not --budget {budget_s:g}s, to start {launches} "
+            f"# took {wall_s:.0f} s, not --budget {budget}, to start {launches} "
             f"launch{'es' * (launches > 1)} and set up {len(plan.entries)} cases: samples may "
             "be few, and soaks short\n"
         )
