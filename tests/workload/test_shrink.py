@@ -1,5 +1,7 @@
 """A workload on fewer ranks: messages keep their size, stages and programs stay."""
 
+import dataclasses
+
 import pytest
 
 from stepmark.core.errors import ConfigError
@@ -8,6 +10,8 @@ from stepmark.core.parallel import ParallelConfig
 from stepmark.core.rank_program import check_ends, communicators
 from stepmark.core.workload import CommOp, Workload
 from stepmark.workload.job import Job
+from stepmark.workload.rules.megatron.rule import Megatron
+from stepmark.workload.rules.megatron.rule import workload as megatron
 from stepmark.workload.rules.pytorch import fsdp
 from stepmark.workload.shrink import shrunk
 
@@ -67,3 +71,19 @@ def test_as_many_ranks_change_nothing() -> None:
 def test_ranks_that_do_not_fit(axes: dict[str, int], num_ranks: int, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         shrunk(made(**axes), num_ranks)
+
+
+def test_the_group_of_first_and_last_stage_stays() -> None:
+    """Megatron-LM sums the gradients of tied embeddings over the two ends of the pipeline."""
+
+    def job(dp_shard: int) -> Job:
+        parallel = ParallelConfig(dp_shard=dp_shard, tp=2, pp=4)
+        model = dataclasses.replace(find_model("gpt2-125m").tiny(), num_layers=4)
+        return Job(model=model, parallel=parallel, mbs=1, gbs=32)
+
+    before, small = (megatron(job(dp), Megatron()) for dp in (4, 2))
+    after = shrunk(before, 16)
+    check_ends(after)
+    assert communicators(before)["embd"][0] == (0, 24)
+    assert communicators(after)["embd"] == communicators(small)["embd"]
+    assert communicators(after)["pp"] == communicators(small)["pp"]

@@ -130,7 +130,8 @@ def _pipeline(case: TrainCase) -> Refused:
     if parts < stages:
         yield "pp-microbatches", parts, f"at least {stages}, the number of stages"
     if case.mbs % parts:
-        yield "mbs", case.mbs, f"a multiple of {parts} pipeline microbatches"
+        rule = f"a multiple of {parts}, because it counts all microbatches of a pipeline"
+        yield "mbs", case.mbs, rule
     if case.loss_chunks > 1:
         yield "loss-chunks", case.loss_chunks, "1 with a pipeline, which has microbatches"
 

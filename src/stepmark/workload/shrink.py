@@ -25,12 +25,15 @@ def shrunk(workload: Workload, num_ranks: int) -> Workload:
     new = {1: 1}
     for (low, high), length in zip(pairwise(bounds), lengths, strict=True):
         new[high] = new[low] * length
+    stage = world // len(workload.stages)
+
+    def digit(size: int, stride: int) -> tuple[int, int]:
+        if stride % stage == 0:  # over some stages, all of which stay
+            return size, stride // stage * new[stage]
+        return new[size * stride] // new[stride], new[stride]
+
     groups = {
-        name: Group(
-            digits=tuple(
-                (new[size * stride] // new[stride], new[stride]) for size, stride in g.digits
-            )
-        )
+        name: Group(digits=tuple(digit(*each) for each in g.digits))
         for name, g in workload.groups.items()
     }
 
@@ -83,12 +86,17 @@ def _lengths(workload: Workload, bounds: list[int], num_ranks: int) -> list[int]
 def _bounds(workload: Workload) -> list[int]:
     """Return the strides of the mesh and its size. Raises ConfigError if they do not nest."""
     world = workload.world_size
-    bounds = {1, world, world // len(workload.stages)}
+    stage = world // len(workload.stages)
+    bounds = {1, world, stage}
     for group in workload.groups.values():
-        bounds |= {b for size, stride in group.digits for b in (stride, size * stride)}
+        within = (digit for digit in group.digits if digit[1] % stage)
+        bounds |= {b for size, stride in within for b in (stride, size * stride)}
     ordered = sorted(b for b in bounds if b <= world)
     for low, high in pairwise(ordered):
         if high % low:
-            text = f"groups whose dimensions nest, not {low} and {high}"
-            raise ConfigError("shrink", workload.name, text)
+            text = (
+                f"used for a file whose groups are dimensions of one mesh: {workload.name} has "
+                f"groups of {low} and {high} ranks"
+            )
+            raise ConfigError("shrink", "given", text)
     return ordered

@@ -154,7 +154,8 @@ class Pipelined:
         ]
         count = case.pp_microbatches or num_stages
         if case.mbs % count:
-            raise ConfigError("mbs", case.mbs, f"a multiple of {count} pipeline microbatches")
+            rule = f"a multiple of {count}, because it counts all microbatches of a pipeline"
+            raise ConfigError("mbs", case.mbs, rule)
 
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
             flat = logits.flatten(0, 1).float()

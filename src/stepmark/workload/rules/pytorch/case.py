@@ -82,7 +82,8 @@ def job_of(case: TrainCase) -> Job:
     """Return the job of a case, whose micro-batches a pipeline divides further."""
     parts = _parts(case)
     if case.mbs % parts:
-        raise ConfigError("mbs", case.mbs, f"a multiple of {parts} pipeline microbatches")
+        rule = f"a multiple of {parts}, because it counts all microbatches of a pipeline"
+        raise ConfigError("mbs", case.mbs, rule)
     return Job(
         model=case.model,
         parallel=case.parallel,
