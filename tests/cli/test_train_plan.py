@@ -505,7 +505,7 @@ REFUSED = [
     (
         LLAMA,
         "--strategy pp --nproc 4 --mbs 6",
-        "mbs 6 is invalid: it must be a multiple of 4 pipeline micro",
+        "mbs 6 is invalid: it must be a multiple of 4, because",
     ),
     (
         LLAMA,

@@ -1,6 +1,7 @@
 """stepmark logs: NCCL logs, flight-recorder dumps, inspector lines and tables of results."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -54,6 +55,7 @@ def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
     """Yield a summary; with --histogram or --tuning only these and the problems."""
     source = view.source
     if not options.shows_histogram and not options.tuning:
+        yield _answer(source.findings)
         yield from source.lines
         yield from finding_text(source.findings)
         yield from _histogram_summary(source)
@@ -65,6 +67,17 @@ def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
         yield from _histogram_text(view, options)
     problems = [each for each in source.findings if each.severity is Severity.PROBLEM]
     yield from finding_text(problems)
+
+
+def _answer(findings: Sequence[Finding]) -> str:
+    """Return the worst finding in one line; without a problem, that there is none."""
+    counts = Counter(finding.severity for finding in findings)
+    others = [f"{counts[kind]} {kind}{'s' * (counts[kind] > 1)}" for kind in Severity]
+    found = ", ".join(reversed([text for text in others if not text.startswith("0 ")]))
+    for finding in findings:
+        if finding.severity is Severity.PROBLEM:
+            return f"answer     {finding.text} ({found})"
+    return f"answer     nothing states a failure or a hang ({found or 'no findings'})"
 
 
 def _histogram_summary(source: Source) -> Iterator[str]:

@@ -303,13 +303,17 @@ def what_fits(
     full = replace(case, recompute=Recompute.FULL)
     if case.recompute is Recompute.NONE and (most := largest_mbs(full, device_bytes)):
         return f"--ac full --mbs {most}"
-    count = case.num_ranks
-    while count < _MOST_RANKS:
-        count *= 2
+    # Copies of the shards need memory that more shards do not.
+    is_copied = case.parallel.dp_replicate > 1
+    is_sharded = case.data_parallel is DataParallel.FSDP
+    unshared = " --dp-replicate 1" if is_copied and is_sharded else ""
+    count = case.num_ranks if is_copied else 2 * case.num_ranks
+    while count <= _MOST_RANKS:
         shards = count // case.num_ranks * case.parallel.data_ranks
         axes = replace(case.parallel, dp_replicate=1, dp_shard=shards)
         wider = replace(full, mbs=1, parallel=axes, data_parallel=DataParallel.FSDP)
         sizes = memory.calibrated(wider, stage_of_case)
         if memory.verdict(wider, *sizes, device_bytes) == "fits":
-            return f"--strategy fsdp --nproc {count} --ac full --mbs 1"
+            return f"--strategy fsdp --nproc {count}{unshared} --ac full --mbs 1"
+        count *= 2
     return ""

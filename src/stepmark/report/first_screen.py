@@ -77,8 +77,10 @@ def machine_facts(
 def _devices(run: RunInfo) -> str:
     environment = run.environment
     counts = Counter(device.name for device in environment.devices)
-    words = [f"{count} x {name}" for name, count in counts.items()] or ["device unknown"]
     device = next(iter(environment.devices), None)
+    words = [f"{count} x {name}" for name, count in counts.items()] or ["device unknown"]
+    if device is not None and not device.num_sms and device.name == environment.cpu:
+        words = [f"{device.name} for {len(environment.devices)} ranks"]
     if device is not None and device.memory_bytes is not None and device.num_sms:
         words.append(f"{format_bytes(device.memory_bytes)} each")
     if device is not None and device.power_limit_w is not None:
@@ -100,6 +102,7 @@ def _rates(rows: Sequence[Row], comm_rows: Sequence[Row]) -> Iterator[str]:
         ("all_reduce", "busbw_gb_s", "pct_link", "GB/s busbw", "the link", collectives),
     ):
         known = [row for row in own if row.get("collective") in (None, name) and row[key]]
+        known = [row for row in known if not row.get("validity")] or known
         best = max(known, key=lambda row: number(row, key) or 0.0, default=None)
         if best is not None:
             of_peak = number(best, share)
@@ -110,6 +113,7 @@ def _rates(rows: Sequence[Row], comm_rows: Sequence[Row]) -> Iterator[str]:
 def problems(rows: Sequence[Row]) -> str:
     """Return how many cases failed, are wrong, impossible or doubtful; "" without any."""
     counts: Counter[str] = Counter()
+    reasons: Counter[str] = Counter()
     for row in rows:
         status = text(row, "status")
         if status != "measured":
@@ -118,7 +122,9 @@ def problems(rows: Sequence[Row]) -> str:
             counts["above a hard limit"] += 1
         elif row.get("validity"):
             counts["doubtful"] += 1
+            reasons[text(row, "validity")] += 1
     words = ", ".join(f"{count} {name}" for name, count in counts.items())
+    words += f", mostly {reasons.most_common(1)[0][0]}" if reasons else ""
     return f"{words} (of {len(rows)} cases)" if counts else ""
 
 

@@ -288,6 +288,9 @@ def doubt(measured: Ledger) -> str:
     if abs(share) < _MOST_UNEXPLAINED_PCT:
         return ""
     text = f"the profile leaves {_short(rest_ns)} ms ({share:.1f} %) of the step unexplained"
+    if rest_ns < 0:
+        more = f"{_short(-rest_ns)} ms ({-share:.1f} %)"
+        text = f"what was profiled takes {more} longer than the step without the profiler"
     return f"{text}: its lines, and what there is to gain, are not known"
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from stepmark.core.columns import aligned
 from stepmark.core.ledger import Group, Ledger
-from stepmark.report.ledger import UNEXPLAINED, lines_of, words_of
+from stepmark.report.ledger import UNEXPLAINED, doubt, lines_of, words_of
 
 _SMALLEST_SHARE = 0.01  # of the step: shorter lines are one
 _MOST_ROWS = 10
@@ -91,14 +91,16 @@ def short_lines(predicted: Ledger | None, measured: Ledger) -> Iterator[str]:
     """Yield the measured ledger beside the predicted one, in ms; the last line is the step."""
     table = ledger_table([measured] if predicted is None else [predicted, measured])
     names = ("measured",) if predicted is None else ("predicted", "measured", "difference")
-    cells = [["where the step goes, in ms", *names, "share"]]
+    # Lines of which a profile knows too little have no share.
+    has_share = not doubt(measured)
+    cells = [["where the step goes, in ms", *names, *(["share"] if has_share else [])]]
     total = LedgerRow(words="step: the sum of the lines", group=None, times_ms=table.steps_ms)
     for row in (*table.rows, total):
         times = [table.shown(time_ms) for time_ms in row.times_ms]
         if predicted is not None:
             times.append(table.signed(row.times_ms[1] - row.times_ms[0]))
         share = 100 * row.times_ms[-1] / table.steps_ms[-1] if table.steps_ms[-1] else 0.0
-        cells.append([row.words, *times, f"{share:.1f} %"])
+        cells.append([row.words, *times, *([f"{share:.1f} %"] if has_share else [])])
     lines = aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
     rule = "-" * max(map(len, lines))
     yield from (*lines[:-1], rule, lines[-1])

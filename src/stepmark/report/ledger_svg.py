@@ -240,6 +240,8 @@ class _Drawing:
         """Return the names and colours of the groups by line of the legend."""
         groups = [group for group in Group if any(r.group is group for r in self.table.rows)]
         entries = [(str(group), _COLOURS[group]) for group in groups]
+        if any(row.group is None for row in self.table.rows):
+            entries.append(("other", _COLOURS[None]))
         most = 2 if self.is_narrow else len(entries)
         return [entries[i : i + most] for i in range(0, len(entries), most)]
 
