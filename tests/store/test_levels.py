@@ -9,7 +9,7 @@ from tests.store.test_runs import INFO, measured, write
 
 from stepmark.app.compare import side_of_runs
 from stepmark.core.comparison import Series, Side
-from stepmark.core.record import Levels, Measured
+from stepmark.core.record import HostLoad, Levels, Measured, Telemetry
 from stepmark.store import codec, reader
 from stepmark.store.compare import Options, compare
 from stepmark.store.series import by_process, series_of_records
@@ -96,6 +96,31 @@ def test_batches_have_all_samples(
     assert len(run.latest) == is_kept
     if not is_kept:
         assert "the 4 samples of its batches" in "; ".join(run.notes)
+
+
+def test_a_busy_host_is_counted_and_a_cpu_has_no_verdict() -> None:
+    """Other work slows two threads on two cores more than one, in every round."""
+    busy = HostLoad(num_cores=2, own_threads=2, runnable=4.0)
+    quiet = dataclasses.replace(busy, runnable=2.0)
+
+    def side(name: str, factor: float, load: HostLoad, device: str) -> Side:
+        records = [launch(n, None, factor * 1e-3) for n in range(1, 6)]
+        case = dataclasses.replace(records[0].operator, device=device)
+        states = (Telemetry(host=load),)
+        changed = [dataclasses.replace(r, case=case, telemetry=states) for r in records]
+        return Side(name=name, series=tuple(series_of_records(changed)[0]))
+
+    def compared(device: str, load: HostLoad) -> tuple[str, bool]:
+        result = compare(
+            [side("a", 1.0, quiet, device), side("b", 1.3, load, device)], Options()
+        )
+        ratio = result.lines[0].cells["b"].ratio
+        assert ratio is not None
+        return ratio.verdict, "b: busy host in 5 of 5 launches" in result.notes
+
+    assert compared("cpu", busy) == ("cannot tell", True)
+    assert compared("cpu", quiet) == ("slower", False)
+    assert compared("cuda", busy) == ("slower", True)
 
 
 def soaked(name: str, soak_s: float) -> Series:

@@ -229,6 +229,7 @@ def _merged(name: str, first: Series, second: Series) -> Series:
         starts={**first.starts, **second.starts},
         rounding=max(first.rounding, second.rounding),
         soak_s=None if None in soaks else min(filter(None, soaks), default=0.0),
+        busy=first.busy | second.busy,
     )
 
 

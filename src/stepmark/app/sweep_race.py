@@ -166,7 +166,8 @@ def _by_round(series: Series, rounds: Mapping[str, int]) -> Series:
         number = str(rounds[launch.partition("/")[0]])
         pooled[number] = (*pooled.get(number, ()), *values)
         starts.setdefault(number, series.starts[launch])
-    return dataclasses.replace(series, launches=pooled, starts=starts)
+    busy = frozenset(str(rounds[launch.partition("/")[0]]) for launch in series.busy)
+    return dataclasses.replace(series, launches=pooled, starts=starts, busy=busy)
 
 
 def _differences(base: Side, side: Side) -> str:

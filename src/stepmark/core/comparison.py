@@ -20,7 +20,7 @@ class Series:
     `busbw_factor` is that of a collective: size / time x factor is the bus bandwidth. `below`
     bounds a rate that was printed as 0; then there are no values. `starts`: Unix time at which
     launches began, where known. `soak_s`: the shortest soak or load before its samples; None
-    where there is none.
+    where there is none. `busy`: launches in which other work ran on a host.
     """
 
     fields: Fields
@@ -32,6 +32,7 @@ class Series:
     rounding: float = 0.0  # unit of the last printed digit, relative; 0 where not rounded
     starts: Mapping[str, float] = field(default_factory=dict)
     soak_s: float | None = None
+    busy: frozenset[str] = frozenset()
 
     @property
     def is_time(self) -> bool:

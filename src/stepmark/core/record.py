@@ -1,5 +1,6 @@
 """Outcome of a case. Records hold samples in seconds; the report derives rates."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from stepmark.core.case import OpCase
@@ -91,6 +92,17 @@ class Telemetry:
         if self.energy_j is not None and self.span_s:
             return self.energy_j / self.span_s
         return self.power_w
+
+
+def is_busy(states: Sequence[Telemetry]) -> bool:
+    """Return whether more threads wanted to run than a host has cores, or its ranks use.
+
+    states: of all ranks, whose threads are the measurement's own.
+    """
+    loads = [state.host for state in states if state.host]
+    own = sum(load.own_threads for load in loads)
+    queues = ((load, load.runnable_before, load.runnable) for load in loads)
+    return any((q or 0) > max(load.num_cores, own) for load, *both in queues for q in both)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,8 @@ from statistics import median
 from typing import TypeVar
 
 from stepmark.core.dtypes import DType
-from stepmark.core.record import Measured, Record, Telemetry
+from stepmark.core.ratio import BUSY
+from stepmark.core.record import Measured, Record, Telemetry, is_busy
 from stepmark.core.stats import Summary, slowest_per_sample, summarize
 from stepmark.report.launches import OpLaunches, launch_spread_pct, pooled, rank_medians_s
 
@@ -176,17 +177,13 @@ def validity(
 
     launches: the states of all ranks, whose threads count as the measurement's own.
     """
-    hosts = [[state.host for state in states if state.host] for states in launches]
+    states = list(launches)
+    hosts = [[state.host for state in own if state.host] for own in states]
     reasons = {
         "above limit": above_limit,
         "above the measured ceiling": pct_ceiling and pct_ceiling > 100 * LIMIT_SLACK,
         CACHE_NOT_DEFEATED: in_cache,
-        "busy host": any(
-            (queue or 0) > max(load.num_cores, sum(each.own_threads for each in loads))
-            for loads in hosts
-            for load in loads
-            for queue in (load.runnable_before, load.runnable)
-        ),
+        BUSY: any(map(is_busy, states)),
         "CPU steal": any((load.steal or 0.0) > MAX_STEAL for loads in hosts for load in loads),
         f"spread above {MAX_SPREAD_PCT:.0f} %": any(
             spread is not None and spread > MAX_SPREAD_PCT for spread in spreads

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import compress, groupby, pairwise
 
 from stepmark.core.comparison import Comparison, Line
-from stepmark.core.ratio import CONFIDENCE, Ratio, Verdict, holm
+from stepmark.core.ratio import BUSY, CONFIDENCE, Ratio, Verdict, holm
 from stepmark.core.sweep import cut
 from stepmark.core.units import format_bytes
 from stepmark.report.comparison import ratio_of, ratio_text
@@ -169,7 +169,7 @@ def _rounds(number: int) -> str:
 
 def p_faster(ratio: Ratio) -> float | None:
     """Return the one-sided p of "not faster at all"; None where the spread is unknown."""
-    p_slower = ratio.p_slower(0.0)
+    p_slower = None if ratio.reason == BUSY else ratio.p_slower(0.0)
     return None if p_slower is None else 1 - p_slower
 
 
@@ -302,7 +302,9 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     if not won:
         tests = f"in {_count(advice.num_tests, 'comparison')} nothing is certainly faster"
         if any(pick.reason.startswith(_UNCONFIRMED) for pick in advice.picks):
-            tests = "gains are unconfirmed"
+            tests = "what was selected has no fresh rounds"
+            if advice.fresh:
+                tests = "fresh rounds do not confirm what was selected"
         elif not advice.num_tests:
             tests = "nothing can be recommended because how repeats differ is not known"
         lines.append(f"keep {keep}: {tests}")
@@ -332,7 +334,7 @@ def _unconfirmed(picks: Sequence[Pick]) -> list[str]:
         if pick.best and pick.reason.startswith(_UNCONFIRMED):
             by_name.setdefault(pick.best, []).append(pick)
     return [
-        f"unconfirmed, not recommended: {name} on {len(lines)} of "
+        f"selected, not confirmed: {name} on {len(lines)} of "
         f"{_count(len(picks), 'line')}, {_gains(lines)}"
         for name, lines in by_name.items()
     ]
@@ -351,7 +353,9 @@ def _range_text(entry: Range, keep: str) -> str:
     where = ""
     if best.line.size_bytes is not None and len(entry.picks) > 1:
         where = f" at {format_bytes(best.line.size_bytes)}"
-    return f"{head}keep {keep} (best: {best.best} {best.ratio.speed:.3f}{where}; {best.reason})"
+    role = "selected" if best.reason.startswith(_UNCONFIRMED) else "best"
+    speed = f"{best.ratio.speed:.3f}"
+    return f"{head}keep {keep} ({role}: {best.best} {speed}{where}; {best.reason})"
 
 
 def _gains(picks: Sequence[Pick]) -> str:

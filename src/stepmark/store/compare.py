@@ -2,7 +2,7 @@
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from statistics import fmean, median
@@ -17,8 +17,9 @@ from stepmark.core.comparison import (
     Side,
 )
 from stepmark.core.errors import ConfigError
-from stepmark.core.launches import Order, Row, Sample
+from stepmark.core.launches import Row, Sample
 from stepmark.core.ratio import (
+    BUSY,
     CONFIDENCE,
     EFFECT_FLOOR,
     Ratio,
@@ -27,11 +28,11 @@ from stepmark.core.ratio import (
 )
 from stepmark.core.units import KIB, MIB
 from stepmark.core.verdicts import judge, judge_mean
+from stepmark.store.compare_notes import context_notes, notes_on
 from stepmark.store.series import NAMING, STRICT, Joined, join
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
-_SHORT_SOAK_S = 1.0  # shorter ones leave clocks above those of sustained load
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
 
 
@@ -62,7 +63,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     cells: dict[int, dict[str, Cell]] = {}
     means: list[Overall] = []
     notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
-    notes += _context_notes(sides)
+    notes += context_notes(sides)
     if options.statistic != "median":
         notes.append(f"of the samples of a launch the {options.statistic} counts")
     for other in others:
@@ -77,9 +78,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             row[other.name] = _cell(_completed(other_series, base_series), judged, options)
         if mean := _overall(base, other, both, options):
             means.append(mean)
-        notes += _basis_notes(base.name, other.name, both)
-        notes += _order_notes(base.name, other.name, both)
-        notes += _soak_notes(base.name, other.name, both)
+        notes += notes_on(base.name, other.name, both)
     lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
     notes += _unused(lines, options)
     return Comparison(
@@ -116,18 +115,6 @@ def _of_rounds(series: Series, other: Series) -> Series:
     return replace(series, launches=common)
 
 
-def _context_notes(sides: Sequence[Side]) -> list[str]:
-    """Return variables and versions that differ; sides that are files state none."""
-    runs = [side for side in sides if side.context]
-    notes = []
-    for name in dict.fromkeys(name for run in runs for name in run.context):
-        values = [run.context.get(name, "unset") for run in runs]
-        if len(set(values)) > 1:
-            by_run = ", ".join(f"{r.name} {v}" for r, v in zip(runs, values, strict=True))
-            notes.append(f"{name} differs: {by_run}")
-    return notes
-
-
 def _line(series: Series, cells: Mapping[str, Cell]) -> Line:
     return Line(
         fields=series.fields,
@@ -142,59 +129,6 @@ def _completed(series: Series, base: Series) -> Series:
     if series.busbw_factor or series.fields.get("num_ranks") is not None:
         return series
     return replace(series, busbw_factor=base.busbw_factor)
-
-
-def _basis_notes(
-    base: str, other: str, pairs: Sequence[tuple[Series, Series]]
-) -> Iterator[str]:
-    """Yield what a ratio is of where the numbers of ranks differ."""
-    for left, right in pairs:
-        ranks = left.fields.get("num_ranks"), right.fields.get("num_ranks")
-        if None in ranks or ranks[0] == ranks[1]:
-            continue
-        if left.unit == "busbw":
-            yield (
-                "ratios are of the bus bandwidth as printed, not of time: its factor depends "
-                "on num_ranks, which differs"
-            )
-        elif left.busbw_factor and right.busbw_factor:
-            yield (
-                "ratios are of time at equal size; each side's bus bandwidth has its own "
-                f"factor: {base} {left.busbw_factor:g}, {other} {right.busbw_factor:g}"
-            )
-
-
-def _order_notes(
-    base: str, other: str, pairs: Sequence[tuple[Series, Series]]
-) -> Iterator[str]:
-    """Yield how to measure without drift, where one side was measured before the other."""
-    for pair in pairs:
-        first, second = (
-            Sample(logs=dict.fromkeys(series.launches, 0.0), starts=series.starts)
-            for series in pair
-        )
-        if Row(kind="", base=first, other=second).order is Order.BLOCKS:
-            yield (
-                f"{base} and {other} were measured one after the other, so intervals include "
-                "drift; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
-            )
-
-
-def _soak_notes(base: str, other: str, pairs: Sequence[tuple[Series, Series]]) -> Iterator[str]:
-    """Yield where one side was loaded for less time than the other before its samples."""
-    soaks = [
-        (first.soak_s, second.soak_s)
-        for first, second in pairs
-        if first.soak_s is not None and second.soak_s is not None
-    ]
-    uneven = [own for own in soaks if min(own) < _SHORT_SOAK_S and max(own) > 1.5 * min(own)]
-    if uneven:
-        first_s, second_s = uneven[0]
-        yield (
-            f"{len(uneven)} of {len(soaks)} operators had different soaks, such as "
-            f"{first_s:.2g} s in {base} and {second_s:.2g} s in {other}: after a short one "
-            "clocks are higher; give both sides the same, longer --budget"
-        )
 
 
 def _centres(series: Series, statistic: str) -> dict[str, float]:
@@ -241,6 +175,9 @@ def _checked(pair: tuple[Series, Series], judged: Ratio | None) -> Ratio | None:
         return None
     if pair[0].unit == UNKNOWN:
         return _ratio_only(judged, "--unit rate or time")
+    if any(s.busy and s.fields.get("device_type") == "cpu" for s in pair):
+        # Other work may slow one side more than the other, in every round.
+        return replace(judged, verdict=Verdict.CANNOT_TELL, reason=BUSY)
     values = max(sum(map(len, series.launches.values())) for series in pair)
     return _ratio_only(judged, "one value") if judged.low is None and values == 1 else judged
 

@@ -15,7 +15,7 @@ from stepmark.core.case import OpCase, Rate
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series, Side
 from stepmark.core.errors import ConfigError
-from stepmark.core.record import Measured, Record, RunInfo
+from stepmark.core.record import Measured, Record, RunInfo, is_busy
 from stepmark.core.replay_case import ReplayCase
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.train_case import TrainCase
@@ -96,9 +96,12 @@ def _of_records(records: Sequence[Measured]) -> Series:
         name: tuple(itertools.chain.from_iterable(map(_slowest, own)))
         for name, own in processes.items()
     }
+    busy = frozenset(
+        name for name, own in processes.items() if any(is_busy(r.telemetry) for r in own)
+    )
     if isinstance(case, TrainCase):
         fields = _train_fields(records[0].train, method)
-        return Series(fields=fields, launches=launches, starts=starts)
+        return Series(fields=fields, launches=launches, starts=starts, busy=busy)
     if isinstance(case, CommCase):
         return Series(
             fields=_comm_fields(case, method),
@@ -106,18 +109,20 @@ def _of_records(records: Sequence[Measured]) -> Series:
             launches=launches,
             busbw_factor=case.busbw_factor or None,
             starts=starts,
+            busy=busy,
         )
     if isinstance(case, ReplayCase):
         kept = ("family", "digest", "num_ranks", "compute", "blocking")
         fields = {name: getattr(case, name) for name in kept}
         more = {"method": method, "device_type": case.device}
-        return Series(fields={**fields, **more}, launches=launches, starts=starts)
+        return Series(fields={**fields, **more}, launches=launches, starts=starts, busy=busy)
     soaks = [record.samples.soak_s for record in records if not record.samples.warmup_calls]
     return Series(
         fields=_op_fields(case, method),
         launches=launches,
         starts=starts,
         soak_s=min(soaks, default=None) if case.rate is Rate.SUSTAINED else None,
+        busy=busy,
     )
 
 
