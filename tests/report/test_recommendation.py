@@ -134,8 +134,8 @@ def test_a_selection_is_no_recommendation() -> None:
     assert won(alone) == []
     assert alone.single is None
     lines = text_of(alone, {})
-    assert lines[0].startswith("unconfirmed, not recommended: C on 10 of 10 lines, +")
-    assert lines[1] == "keep the default: gains are unconfirmed"
+    assert lines[0].startswith("selected, not confirmed: C on 10 of 10 lines, +")
+    assert lines[1] == "keep the default: what was selected has no fresh rounds"
     assert all("unconfirmed: no fresh rounds" in line for line in lines[2:])
     with pytest.raises(AssertionError, match="selection"):
         text_of(advice, {"C": ""})
@@ -159,7 +159,7 @@ def test_a_gain_that_fresh_rounds_do_not_show_is_not_recommended() -> None:
     assert won(now) == []
     assert now.single is None
     assert all(pick.reason.startswith("unconfirmed: ") for pick in now.picks)
-    assert text_of(now, {})[1] == "keep the default: gains are unconfirmed"
+    assert text_of(now, {})[1] == "keep the default: fresh rounds do not confirm what was selected"
 
 
 def test_another_setting_is_selected_only_where_it_is_certainly_faster() -> None:
