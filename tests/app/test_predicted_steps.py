@@ -4,6 +4,7 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import shlex
 import shutil
 from collections import Counter
@@ -568,3 +569,16 @@ def test_copies_have_their_group_in_both_ledgers(run: Predict) -> None:
     _, document, _ = run(f"--from-run {GPT2}")
     groups = Counter(row["group"] for row in document["ledger"] if row["line"] == "copy")
     assert groups == {"copies": 1}
+
+
+def test_of_many_stages_few_are_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    csv = tmp_path / "rows.csv"
+    words = "predict llama-3.1-8b --pp 8 --nproc 8 --mbs 8 --device h200 --csv"
+    assert main.status([*words.split(), str(csv)]) == 0
+    shown = capsys.readouterr().out
+    assert re.search("[23] of 8 stages: the first, the last, and that which waits least", shown)
+    assert len(shown.splitlines()) < 60
+    stages = {line.split(",")[0] for line in csv.read_text().splitlines()[1:]}
+    assert stages == set(map(str, range(8)))

@@ -1,15 +1,16 @@
 """What a prediction says: text, rows, JSON."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepmark.core.columns import Row, aligned
-from stepmark.core.ledger import TRANSFER, Group
+from stepmark.core.ledger import TRANSFER, WAITING, Group, Ledger
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Source
 from stepmark.core.units import TFLOP, format_bytes
 
+_MOST_STAGES = 4  # that are all printed
 _ORDER = {group: index for index, group in enumerate(Group)}
 
 
@@ -149,9 +150,10 @@ def step_text(facts: Mapping[str, Any]) -> str:
 
 
 def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
-    """Yield the ledger of each stage as a table."""
+    """Yield the ledger of each stage as a table; of many stages those that differ most."""
     cells = [["ms", "%", "stage", "ledger", ""]]
-    has_stages = len(prediction.timeline.ledgers) > 1
+    ledgers = prediction.timeline.ledgers
+    has_stages, shown = len(ledgers) > 1, _stages_shown(ledgers)
     table: list[dict[str, Any]] = rows(prediction)
     step_ns = prediction.step_s * 1e9
     parts: list[dict[str, Any]] = part_rows(prediction)
@@ -161,6 +163,8 @@ def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
         share_pct = 100 * row["time_ns"] / step_ns
         table.append({**row, "group": "of which", "line": row["part"], "share_pct": share_pct})
     for row in sorted(table, key=lambda row: int(row["stage"])):
+        if row["stage"] not in shown:
+            continue
         share = "" if row["share_pct"] is None else f"{row['share_pct']:.1f}"
         stage = str(row["stage"]) if has_stages else ""
         cells.append(
@@ -169,6 +173,19 @@ def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
     if not has_stages:
         cells = [[cell for place, cell in enumerate(line) if place != 2] for line in cells]
     yield from aligned(cells, [True, True, *[False] * (len(cells[0]) - 2)])
+    if len(shown) < len(ledgers):
+        yield (
+            f"{len(shown)} of {len(ledgers)} stages: the first, the last, and that which waits "
+            "least; --csv and --json have all"
+        )
+
+
+def _stages_shown(ledgers: Sequence[Ledger]) -> list[int]:
+    last = len(ledgers) - 1
+    if last < _MOST_STAGES:
+        return list(range(len(ledgers)))
+    busiest = min(range(len(ledgers)), key=lambda stage: ledgers[stage].within.get(WAITING, 0))
+    return sorted({0, busiest, last})
 
 
 def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str]]:
