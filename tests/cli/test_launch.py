@@ -634,3 +634,20 @@ def test_without_slurm(
 
 def test_defaults_are_those_of_the_command_line() -> None:
     assert build(LaunchOptions, {"words": ["run"]}) == LaunchOptions(words=("run",))
+
+
+@pytest.mark.parametrize(
+    ("words", "is_refused"),
+    [
+        ("train lama-3.1-70b", True),
+        ("op gemm --model lama-3.1-70b", True),
+        ("train llama-3.1-70b", False),
+        ("train only-on-the-hosts.json", False),
+        ("run", False),
+    ],
+)
+def test_a_name_of_no_model_is_refused_before_the_job(words: str, is_refused: bool) -> None:
+    code, out, err = called(*SLURM, "--", *words.split())
+    assert code == (2 if is_refused else 0)
+    assert ("did you mean llama-3.1-70b" in err) == is_refused
+    assert out.startswith("#!/bin/bash") != is_refused

@@ -159,7 +159,8 @@ def test_a_gain_that_fresh_rounds_do_not_show_is_not_recommended() -> None:
     assert won(now) == []
     assert now.single is None
     assert all(pick.reason.startswith("unconfirmed: ") for pick in now.picks)
-    assert text_of(now, {})[1] == "keep the default: fresh rounds do not confirm what was selected"
+    verdict = "keep the default: fresh rounds do not confirm what was selected"
+    assert text_of(now, {})[1] == verdict
 
 
 def test_another_setting_is_selected_only_where_it_is_certainly_faster() -> None:

@@ -7,7 +7,7 @@ from stepmark.cli import main
 from stepmark.cli.flags import Command, as_typed, click_command, verb
 from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.launch_options import RESUME, LaunchOptions
-from stepmark.core.options import build
+from stepmark.core.options import build, load
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
 _RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the ranks"
@@ -45,10 +45,20 @@ def check(words: Sequence[str]) -> None:
     target = click_command(name, main.command(name, arguments))
     context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
     try:
-        build(target.callback.options_class, context.params)
+        _check_models(build(target.callback.options_class, context.params))
         for field, rule in _REFUSED.items() if name != RESUME else ():
             value = context.params.get(field)
             if value not in (None, False):
                 raise ConfigError(field, value, rule)
     except ConfigError as error:
         raise as_typed(error, target.params, arguments) from None
+
+
+def _check_models(options: Any) -> None:
+    """Raise ConfigError for a name of no model. Files may be on the hosts alone."""
+    fields = (getattr(options, name, None) or () for name in ("model", "models"))
+    for value in fields:
+        for name in (value,) if isinstance(value, str) else value:
+            if "/" in name or name.endswith(".json"):
+                continue
+            load("stepmark.app.models:read_models")(name)
