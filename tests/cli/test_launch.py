@@ -29,7 +29,7 @@ COMM = ("comm", "all_reduce", "-b", "1K", "-e", "4K")
 SLURM = ("--slurm", "-N", "2", "--gpus-per-node", "2")
 HOSTS = ("--hosts", "a,b", "--gpus-per-node", "2")
 # A shell would read each of these words as something else.
-NASTY = ("train", "--model", 'it\'s $(touch x) `touch x` "$HOME" ; # \\ & *')
+NASTY = ("train", "--model", 'it\'s $(touch x) `touch x` "$HOME" ; # \\ & *.json')
 
 
 @pytest.fixture(autouse=True)
