@@ -278,7 +278,10 @@ def test_times_from_sources_alone(run: Program) -> None:
         (f"w.json {CPU} --to word", ("--to word", "aiob")),
         (f"w.json {CPU} --to simai --stage 9", ("--stage 9", "from 0 to 0")),
         (f"w.json {CPU} --to param --rank 9", ("--rank 9", "from 0 to 1")),
-        (f"w.json {CPU} --compute-from none", ("run none", "latest")),
+        (
+            f"w.json {CPU} --compute-from none",
+            ("--compute-from none", "AIOB profile", "latest"),
+        ),
         (f"w.json {CPU} --compute-from fixed:0", ("fixed:0", "above 0")),
         (f"w.json {CPU} --group-sizes ep=2", ("--group-sizes ep=2", "native")),
         (f"w.json {CPU} -o folder/", ("-o folder/", "a file")),

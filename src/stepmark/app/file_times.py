@@ -1,10 +1,13 @@
-"""Times that a workload file has of its own operations, and of their host."""
+"""Times that a workload file has of its operations and of their host, and what it lacks."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from stepmark.core.workload import CommOp, ComputeOp, Operation, Workload, pass_of
+from stepmark.core.ledger import Work, work_of_op
+from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload, pass_of
+from stepmark.core.workload_stages import missing_pipeline
 from stepmark.predict.costs import known_time
+from stepmark.workload.formats.aicb_line import column_excess
 
 STEP = "step, s"  # setting: the step of the trace, from its first GPU event to its last
 _HOST = "host {}, s"  # setting: time of the host in a pass
@@ -51,7 +54,28 @@ def notes(workload: Workload) -> Iterator[str]:
         f"times of {' and '.join(texts)} are the workload file's own, with the clock and the "
         "contention that there were"
     )
-    yield from (f"of the file: {note}" for note in workload.notes)
+
+
+def gaps(workload: Workload) -> Iterator[str]:
+    """Yield what of a training step the file lacks, so that the step takes longer."""
+    ops = [op for op in _issued(workload) if isinstance(op, ComputeOp)]
+    if not ops:
+        yield "the file has no computation: the step is one of communication alone"
+    if stages := missing_pipeline(workload):
+        yield f"the file has {stages}: no pipeline is modelled, and its bubble is not known"
+    if ops and workload.rules == "aicb":  # its lines of computation are matrix products
+        works = {work_of_op(op) for op in ops if not isinstance(op.op, Kernel)}
+        if missing := [str(work) for work in _OF_A_STEP if work not in works]:
+            yield f"the file has no computation of these kinds: {', '.join(missing)}"
+
+
+def has_excess(workload: Workload) -> bool:
+    """Return whether the file's products are larger than the step's, as AICB's can be."""
+    tp = workload.groups["tp"].size if "tp" in workload.groups else 1
+    return workload.rules == "aicb" and column_excess(_issued(workload), tp) > 1
+
+
+_OF_A_STEP = (Work.ATTENTION, Work.ELEMENTWISE, Work.LOSS, Work.OPTIMIZER)
 
 
 def _issued(workload: Workload) -> Counter[Operation]:

@@ -1,14 +1,15 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 from stepmark.app import file_times, train_plan
 from stepmark.app.delivery import write_files
 from stepmark.app.predict_target import Target, target_of
 from stepmark.app.view import print_text
 from stepmark.app.waiting import Waiting
+from stepmark.app.workload_files import read_notes
 from stepmark.core.collectives import Collective
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec
@@ -27,6 +28,7 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Fp8, Precision
 from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel
+from stepmark.core.workload_stages import missing_pipeline
 from stepmark.predict import memory
 from stepmark.predict.comm import CommCosts, latency_s
 from stepmark.predict.costs import RooflineCosts, file_cost, first_of, known_time
@@ -43,6 +45,7 @@ from stepmark.workload.tree import stage_of_case
 # (docs/LOG.md). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
 _IN_HOST = 8  # GPUs
+_AT_LEAST = ", and the step takes at least as long"
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
@@ -78,24 +81,26 @@ def predicted(options: PredictOptions) -> tuple[report.Facts, StepPrediction, li
         )
     with Waiting(f"predicting a step of {target.name}"):
         prediction, more = predict(target, changes)
-    notes += [*more, *calibration_notes(target), *_effects(target, changes, prediction)]
+    notes = [*more, *notes, *calibration_notes(target), *_effects(target, changes, prediction)]
     return about, prediction, notes
 
 
 def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, list[str]]:
     """Return the prediction of a step and what to say about it. Raises ConfigError."""
-    notes: list[str] = list(target.parts.notes) if target.parts else []
-    costs, comm, unknown = _costs(target, changes)
     is_of_file = target.times_of_file
+    gaps = [] if target.case else list(file_times.gaps(target.workload))
+    of_file = target.workload.notes if is_of_file else read_notes(target.workload)
+    notes = [*gaps, *(f"of the file: {note}" for note in of_file)]
+    notes += target.parts.notes if target.parts else ()
+    costs, comm, unknown = _costs(target, changes)
     power = target.parts.power if target.parts and not is_of_file else None
     power = _changed_power(power, changes)
     prediction = predict_step(target.workload, costs, power)
     if unknown:
-        shown = ", ".join(list(unknown)[:5]) + (", ..." if len(unknown) > 5 else "")
         if not any(prediction.sources.values()):
-            allowed = f"one whose computation has known costs, which {shown} lack"
-            raise ConfigError("workload", target.name, f"{allowed} (convert --compute-from)")
-        notes.append(f"{len(unknown)} operations have no known cost and take no time: {shown}")
+            allowed = f"one whose computation has known costs, which {_first_few(unknown)} lack"
+            raise ConfigError("workload", target.name, f"{allowed} ({_remedy(target)})")
+        notes += _unknown_notes(unknown)
     if power and prediction.power_w and prediction.power_w > 1.001 * power.limit_w:
         allowed = f"above {prediction.power_w:.0f} W, which the step draws at the lowest clock"
         raise ConfigError("what-if", f"power={power.limit_w:g}W", allowed)
@@ -105,10 +110,11 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     else:
         notes += _contention_notes(target, costs, prediction)
     most, num_ranks = _link_domain(target), target.workload.world_size
+    has_excess = file_times.has_excess(target.workload)
     spans_hosts = bool(comm.of_one_host) or (not is_of_file and _spans_more(target, most))
     if spans_hosts:
         text = f"links between hosts are not modelled: {num_ranks} GPUs communicate as {most}"
-        notes.append(f"{text} of one host do, and the step takes at least as long")
+        notes.append(f"{text} of one host do{'' if has_excess else _AT_LEAST}")
     if Source.FILE not in prediction.sources and file_times.any_in(target.workload):
         notes.append("the workload file's own times are not used")
     measured_on = target.workload.settings.get("devices")
@@ -123,7 +129,34 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
     is_on_gpu = target.case is None or target.case.device == "cuda"
     if power is None and is_on_gpu and not is_of_file:
         notes.append("power was not calibrated: the clock counts as not limited by power")
-    return replace(prediction, is_lower_bound=bool(unknown) or spans_hosts), notes
+    is_lower_bound = bool(unknown or gaps or spans_hosts) and not has_excess
+    return replace(prediction, is_lower_bound=is_lower_bound), notes
+
+
+def _first_few(names: Collection[str]) -> str:
+    return ", ".join(list(names)[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def _remedy(target: Target) -> str:
+    """Return what gives the computation of the file a cost."""
+    if target.workload.rules != "simai":
+        return "workload convert --compute-from"
+    return (
+        "its rows have no shapes: predict the workload that the text is made from, or make the "
+        "text with times, as by workload generate --compute-from and an AIOB profile"
+    )
+
+
+def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:
+    """Yield the operations without a time, and those without one in some of their passes."""
+    untimed = [name for name, is_untimed in unknown.items() if is_untimed]
+    partly = [name for name, is_untimed in unknown.items() if not is_untimed]
+    if untimed:
+        names = _first_few(untimed)
+        yield f"{len(untimed)} operations have no known cost and take no time: {names}"
+    if partly:
+        names = _first_few(partly)
+        yield f"{len(partly)} operations have a known cost in some passes only: {names}"
 
 
 def calibration_notes(target: Target) -> Iterator[str]:
@@ -203,13 +236,18 @@ def _effects(
 
 def _costs(
     target: Target, changes: dict[str, float]
-) -> tuple[Costs, CommCosts, dict[str, None]]:
-    """Return all costs; the source of those of collectives; operations of unknown cost."""
-    parts, unknown, is_of_file = target.parts, dict[str, None](), target.times_of_file
-    sources = [*([file_cost] if is_of_file else ()), *(parts.compute if parts else ())]
+) -> tuple[Costs, CommCosts, dict[str, bool]]:
+    """Return all costs; the source of those of collectives; operations of unknown cost.
+
+    The latter by name, with whether the cost is unknown in all their passes.
+    """
+    parts, is_of_file = target.parts, target.times_of_file
+    unknown, timed = dict[str, bool](), set[str]()
+    of_file = partial(file_cost, has_rows=target.workload.rules == "simai")
+    sources = [*([of_file] if is_of_file else ()), *(parts.compute if parts else ())]
     if target.device is not None:
         sources.append(RooflineCosts(target.device))
-    sources.append(file_cost)
+    sources.append(of_file)
     host_s = parts.host_s if parts else lambda _op: 0.0
     if is_of_file:
         host_s = file_times.host_times(target.workload)
@@ -220,9 +258,13 @@ def _costs(
         cost = first(op)
         if cost is None and op.is_wait:
             return OpCost(time_s={}, num_kernels=0.0)
+        name = op.op.name if isinstance(op.op, Kernel) else op.module
         if cost is None:
-            unknown[op.op.name if isinstance(op.op, Kernel) else op.module] = None
+            unknown[name] = name not in timed
             return OpCost(time_s={}, num_kernels=0.0, source=Source.UNKNOWN)
+        timed.add(name)
+        if name in unknown:
+            unknown[name] = False
         times = {w: t / _factor(op, w, target.device, changes) for w, t in cost.time_s.items()}
         return replace(cost, time_s=times)
 
@@ -269,8 +311,13 @@ def _contention_notes(
 def _factor(
     op: ComputeOp, work: Work, device: DeviceSpec | None, changes: dict[str, float]
 ) -> float:
-    """Return how many times as fast the operation is: its roofline's ratio, where known."""
+    """Return how many times as fast the operation is: its roofline's ratio, where known.
+
+    Work of several kinds stays as fast as it is in the file.
+    """
     hbm, flops = changes.get("hbm", 1.0), changes.get("flops", 1.0)
+    if work is Work.FILE:
+        return 1.0
     if work not in (Work.MATMUL, Work.ATTENTION):
         return hbm
     if device is None or device.hbm_bytes_per_s is None:
@@ -305,6 +352,7 @@ def facts(target: Target) -> report.Facts:
             device=target.device_name,
             num_ranks=workload.world_size,
             host_is_known=_host_is_known(target),
+            pipeline_is_known=not missing_pipeline(workload),
         )
     each = per_token(case)
     base = DType.FP32 if case.precision is Precision.FP32 else DType.BF16

@@ -64,7 +64,7 @@ def choose(
 def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelConfig:
     """Return the model of the one source that is given. Raises ConfigError."""
     if options.model and options.model_size:
-        raise ConfigError("model", "model and model_size", "give one of the two")
+        raise ConfigError("model", options.model, "only without --model-size (-m)")
     if options.model:
         models = read_models(options.model)
         if len(models) != 1:

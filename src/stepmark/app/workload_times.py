@@ -8,11 +8,13 @@ from pathlib import Path
 
 from stepmark.app import view
 from stepmark.app.workload_files import AICB_FILLER
+from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Op
 from stepmark.core.stats import summarize
 from stepmark.core.workload import ComputeOp, Workload
 from stepmark.store.reader import find_run
 from stepmark.workload.durations import (
+    FIELD,
     Fixed,
     Measured,
     Named,
@@ -50,7 +52,7 @@ def resolved(text: str) -> str:
     for word in text.split(","):
         source = parse_source(word)
         if isinstance(source, Named) and not Path(source.text).is_file():
-            words.append(str(find_run(RUNS, source.text)))
+            words.append(str(_run_path(source.text)))
         else:
             words.append(word)
     return ",".join(words)
@@ -67,7 +69,7 @@ def timed_as_aicb(workload: Workload, profile: str) -> Workload:
     """Add times of an AIOB profile; other operations take AICB's filler and are printed."""
     filler = parse_source(AICB_FILLER)
     assert isinstance(filler, Fixed)
-    result = fill(workload, _opened(profile), filler)
+    result = fill(workload, _opened(profile, "comp-filepath"), filler)
     filled = {
         item.module: None
         for block in result.blocks.values()
@@ -81,14 +83,22 @@ def timed_as_aicb(workload: Workload, profile: str) -> Workload:
     return result
 
 
-def _opened(text: str) -> Measured | Profile:
-    """Open a profile of AIOB, or a run of stepmark."""
+def _opened(text: str, field: str = FIELD) -> Measured | Profile:
+    """Open a profile of AIOB, or a run of stepmark. Raises ConfigError with the field."""
     path = Path(text)
     if path.is_file():
         # AICB uses the mean over iterations, too.
         sections = {name: part.avg_s for name, part in aiob.read(path).parts.items()}
         return Profile(sections=sections, name=f"AIOB profile {path.name}")
-    return from_run(RUNS, text)[0]
+    return from_run(RUNS, str(_run_path(text, field)))[0]
+
+
+def _run_path(text: str, field: str = FIELD) -> Path:
+    try:
+        return find_run(RUNS, text)
+    except ConfigError as error:
+        allowed = f"a file with an AIOB profile, or a run: {error.allowed}"
+        raise ConfigError(field, text, allowed) from None
 
 
 def from_run(runs: Path, name: str) -> tuple[Measured, dict[Op, list[float]]]:

@@ -23,6 +23,7 @@ class Work(StrEnum):
     ELEMENTWISE = "norm and elementwise"
     LOSS = "loss"
     OPTIMIZER = "optimizer"
+    FILE = "computation of the file"  # whole layers, which the file does not divide by kind
     COPY = "copy"  # by a copy engine or a memset: Group.COPIES
 
 

@@ -32,6 +32,22 @@ def transfer_of(workload: Workload, stage: int, op: CommOp) -> Transfer | None:
     return Transfer(*pair, op.phase)
 
 
+def missing_pipeline(workload: Workload) -> str:
+    """Return "one of 8 stages" if the others are not in the workload, "" if it has all."""
+    if len(workload.stages) != 1:
+        return ""
+    size = workload.settings.get("pp")  # from line 1 of SimAI's text
+    sends = any(
+        isinstance(op, CommOp) and op.collective in (SEND, RECV) and op.group == "pp"
+        for op in workload.tally(0)
+    )
+    if sends:
+        size = workload.groups["pp"].size
+    if isinstance(size, int) and size > 1:
+        return f"one of {size} stages"
+    return "one of several stages" if sends else ""
+
+
 def _neighbour(group: Group, rank: int, distance: int) -> int:
     """Return the world rank so many group ranks after a rank, modulo the size."""
     index, scale = 0, 1

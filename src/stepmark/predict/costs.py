@@ -191,10 +191,29 @@ def known_time(op: Operation) -> float | None:
     return op.time_s if op.time_s is not None and op.time_s > _FILLER_S else None
 
 
-def file_cost(op: ComputeOp) -> OpCost | None:
-    """Return the cost by the time that a workload file has of the operation."""
+# Rows of SimAI's text. AICB gives attention_column and attention_row half of the attention
+# block each, with its norm and its core, so that such a row has no single kind of work.
+_ROW_WORKS = (
+    (("grad_param_compute", "optimizer"), Work.OPTIMIZER),
+    (("cross_entropy", "loss"), Work.LOSS),
+    (("embedding", "layernorm", "norm", "head_norm"), Work.ELEMENTWISE),
+)
+
+
+def _work_of_row(name: str) -> Work:
+    works = (work for starts, work in _ROW_WORKS if name.startswith(starts))
+    return next(works, Work.FILE)
+
+
+def file_cost(op: ComputeOp, *, has_rows: bool = False) -> OpCost | None:
+    """Return the cost by the time that a workload file has of the operation.
+
+    has_rows: operations are rows of SimAI's text.
+    """
     time_s, work = known_time(op), work_of_op(op)
-    if isinstance(op.op, Kernel):
+    if has_rows:
+        work = _work_of_row(op.module)
+    elif isinstance(op.op, Kernel):
         work = work_of(op.op.name, op.module, op.phase)  # by its name in a trace
     return None if time_s is None else OpCost(time_s={work: time_s}, source=Source.FILE)
 

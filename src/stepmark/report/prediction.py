@@ -29,6 +29,7 @@ class Facts:
     seq_len: int | None = None
     techniques: str = ""
     host_is_known: bool = True
+    pipeline_is_known: bool = True  # False: the file has one stage of several
     calibration: str = ""
     memory: StepMemory | None = None
 
@@ -50,7 +51,7 @@ def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
         if tokens_per_s and facts.flops_per_token
         else None,
         "bound": "host" if timeline.is_host_bound else "device",
-        "bubble_s": timeline.bubble_s,
+        "bubble_s": timeline.bubble_s if facts.pipeline_is_known else None,
         "comm_s": timeline.comm_s,
         "exposed_comm_s": timeline.exposed_s,
         "contention_s": timeline.contention_s,

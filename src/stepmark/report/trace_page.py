@@ -43,6 +43,7 @@ COLOURS_OF = {
     "indexing": "#b5835a",
     "reductions": "#7fc7af",
     OTHER: "#6b7280",
+    Work.FILE: "#6b7280",
     LEFT_OUT: "#cfd6dd",
 }
 _PARTS = {

@@ -272,3 +272,14 @@ def test_a_log_of_a_replay_is_read_as_one_of_aicb(path: Path, tmp_path: Path) ->
     row = next(row for row in rows if row["algbw"] not in ("None", "0"))
     seconds, size = float(row["_elapsed_time"]) * 1e-3, float(row["msg_size"])
     assert float(row["algbw"]) == pytest.approx(size / seconds / 2**30, rel=1e-3)
+
+
+def test_products_of_column_layers_with_too_many_rows_are_noted() -> None:
+    """AICB with sequence parallelism over 8 ranks; without it, rows are right."""
+    note = "products of MegatronColumnLinear are 8 times too large"
+    with_sp, without = (
+        aicb.read(next(DATA.glob(f"{job}/mocked_comp.csv.gz"))).notes
+        for job in ("gpt175b_tp8*", "tutorial_gpt13b*")
+    )
+    assert note in with_sp
+    assert not any("too large" in note for note in without)

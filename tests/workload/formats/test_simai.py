@@ -12,13 +12,14 @@ import pytest
 from stepmark.app.workload import generate
 from stepmark.app.workload_flags import options_class
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Phase
 from stepmark.core.workload import Block, CommOp, ComputeOp, Group, Workload
-from stepmark.workload.formats import native, simai
+from stepmark.workload.formats import aicb, native, simai, simai_rows
 from stepmark.workload.formats.loss import losses
 from stepmark.workload.formats.simai_row import TYPE_OF, Cell, Row, blocks_of, row_of
 
 from ..mutations import only_config_errors
-from .aicb_samples import SIMAI, broken, content, megatron, name_of
+from .aicb_samples import DATA, SIMAI, broken, content, megatron, name_of
 from .hand_made import not_held
 
 HEADER = (
@@ -321,3 +322,29 @@ def test_an_unknown_time_is_not_zero() -> None:
     workload = megatron(tp=2, gbs=1, time_s=None)
     with pytest.raises(ConfigError, match=r"attention\.core bwd"):
         text_of(workload)
+
+
+def test_a_csv_of_one_stage_is_refused() -> None:
+    """Line 1 would say pp 1 and count the ranks of all stages as data-parallel."""
+    stage = aicb.read(next(DATA.glob("gpt175b_tp8*/mocked_comp.csv.gz")))
+    with pytest.raises(ConfigError, match="one of 8 stages"):
+        simai.check(stage)
+    simai.check(aicb.read(next(DATA.glob("tutorial_gpt13b*/mocked.csv"))))
+
+
+def test_backward_messages_of_a_csv_stand_in_backward_columns() -> None:
+    """Its operations have no micro-batch, so that all are rows of the step."""
+    source = aicb.read(next(DATA.glob("tutorial_gpt13b*/mocked.csv")))
+    wanted = Counter(
+        "backward" if op.phase is Phase.BWD else "forward"
+        for op in source.expand(0)
+        if isinstance(op, CommOp) and op.group == "tp" and op.collective == "all_reduce"
+    )
+    _, _, rows = simai_rows.rows(source, 0)
+    columns: Counter[str] = Counter()
+    for row in rows:
+        columns["forward"] += row.fwd.comm == "ALLREDUCE"
+        columns["backward"] += row.dgrad.comm == "ALLREDUCE"
+    assert columns == wanted
+    assert columns["backward"] > 100
+    assert "the order of layers" in " ".join(simai.omissions(source))

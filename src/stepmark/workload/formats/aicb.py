@@ -40,6 +40,7 @@ from stepmark.workload.formats.aicb_line import (
     Line,
     Lines,
     aicb_group,
+    column_excess,
     group_names,
     group_of,
     no_setup,
@@ -103,6 +104,9 @@ class Reader:
             stages.append(stage)
             sections.append({"before": section.before, "epochs": epochs})
         self._notes += self._rounding(ops)
+        tp = self._groups["tp"].size if "tp" in self._groups else 1
+        if (excess := column_excess(filter(None, ops), tp)) > 1:
+            self._notes.append(f"products of MegatronColumnLinear are {excess} times too large")
         origin = {"end": end, "sections": sections, "lines": self._lines, "ends": self._ends}
         return Workload(
             name=name,

@@ -6,7 +6,7 @@ Sizes are bytes of the full tensor; of a computation, shapes of its two factors.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from stepmark.core.collectives import Collective, RedOp
@@ -176,6 +176,21 @@ def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
     num_bytes = math.ceil(number(line.size, f"{where}, msg_size"))
     parts = op.message_bytes(groups[group])
     return replace(op, count=-(-num_bytes // parts))
+
+
+def column_excess(ops: Iterable[Operation], tp: int) -> int:
+    """Return by what AICB multiplies the products of column-parallel layers; 1: they are right.
+
+    With sequence parallelism it gives them tp times the rows of row-parallel layers. Both
+    kinds have all tokens of a micro-batch.
+    """
+    rows = {"forward.MegatronColumnLinear": set[int](), "forward.MegatronRowLinear": set[int]()}
+    for op in ops:
+        layer = op.module.rpartition(".")[0]
+        if isinstance(op, ComputeOp) and isinstance(op.op, Gemm) and layer in rows:
+            rows[layer].add(op.op.m)
+    columns, others = rows.values()
+    return tp if columns and columns == {tp * num for num in others} else 1
 
 
 def _computation(line: Line, phase: Phase) -> ComputeOp:

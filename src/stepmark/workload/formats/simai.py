@@ -15,6 +15,7 @@ import msgspec
 
 from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.workload import Block, CommOp, Group, Run, Stage, Workload
+from stepmark.core.workload_stages import missing_pipeline
 from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
 from stepmark.workload.formats.loss import Kept, communication, rounding
@@ -75,6 +76,16 @@ def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
             FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
         },
     )
+
+
+def check(workload: Workload) -> None:
+    """Refuse one stage of a pipeline, for which line 1 would have pp 1 and no pp_comm."""
+    if FORMAT not in workload.origin and (stages := missing_pipeline(workload)):
+        allowed = (
+            f"it needs pp, vpp and pp_comm of all stages, and the file has {stages}; "
+            "convert the workload that the file is made from"
+        )
+        raise ConfigError("format", FORMAT, allowed)
 
 
 def write(workload: Workload, *, stage: int = 0) -> Iterator[str]:

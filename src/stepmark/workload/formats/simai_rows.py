@@ -6,7 +6,7 @@ backward pass. Gradient traffic of the whole step stands in rows of its own at t
 there; the pipeline is a number in the header.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepmark.core.collectives import Collective
@@ -79,6 +79,7 @@ class Messages:
         return TYPE_OF[op.collective] + suffix if is_supported and suffix is not None else None
 
 
+_NUMBERED = ("cross_entropy", "optimizer")
 _ROW_OUT = ("out", "down", "residual")  # roles behind the inner width: Megatron's row linears
 
 
@@ -131,7 +132,7 @@ def _rows(name: str, fwd: list[Slot], bwd: list[Slot]) -> Iterator[Row]:
     bwd = bwd[::-1] + [Slot()] * (number - len(bwd))
     for index, (there, back) in enumerate(zip(fwd, bwd, strict=True), start=1):
         yield Row(
-            name=f"{name}{index}" if name == "cross_entropy" else name,
+            name=f"{name}{index}" if name in _NUMBERED else name,
             fwd=there.cell(there.dgrad_s),
             dgrad=back.cell(back.dgrad_s),
             wgrad=Cell(compute_ns=nanoseconds(back.wgrad_s)),
@@ -200,8 +201,11 @@ def rows(workload: Workload, stage: int) -> tuple[list[Row], list[Row], list[Row
     """Return the rows before the micro-batches, of one micro-batch, and after them."""
     ops = list(first_microbatch(workload, stage))
     messages = Messages(workload)
-    inside = microbatch_rows(messages, [op for op in ops if op.microbatch is not None])
-    after = _step_rows(messages, [op for op in ops if op.microbatch is None])
+    numbered = [op for op in ops if op.microbatch is not None]
+    others = [op for op in ops if op.microbatch is None]
+    # Where none has a number, as in AICB's CSV, the passes are among the others.
+    backward = frozenset() if numbered else frozenset((Phase.DGRAD, Phase.WGRAD, Phase.BWD))
+    inside, after = microbatch_rows(messages, numbered), _step_rows(messages, others, backward)
     return list(_gradient_rows(workload, stage)), list(inside), list(after)
 
 
@@ -219,6 +223,7 @@ def omissions(workload: Workload) -> list[str]:
         (shapes, "operators: a row has a time per pass, not shapes"),
         (len(workload.stages) > 1, "the pipeline's order: it is pp, vpp, pp_comm in line 1"),
         (pipeline_bytes(workload) > _MOST_PP_COMM, "pp_comm: SimAI reads at most 2147483647"),
+        (workload.rules == "aicb", "the order of layers, which the file does not number"),
         (is_folded, "etp in line 1: SimAI ignores it and takes DP_EP as dp / ep ranks"),
     )
 
@@ -327,13 +332,18 @@ def _gradient_rows(workload: Workload, stage: int) -> Iterator[Row]:
         yield Row(name=name, wgrad=Cell(comm=comm, num_bytes=num_bytes))
 
 
-def _step_rows(messages: Messages, ops: Sequence[Operation]) -> Iterator[Row]:
-    """Yield rows of operations without a micro-batch, such as the optimizer, by module."""
+def _step_rows(
+    messages: Messages, ops: Sequence[Operation], backward: Collection[Phase]
+) -> Iterator[Row]:
+    """Yield rows of operations without a micro-batch, such as the optimizer, by module.
+
+    backward: phases of the backward pass; other operations stand in the forward columns.
+    """
     parts: dict[str, list[Operation]] = {}
     for op in ops:
         name = row_name(op.module, split=False, moe=False)
         parts.setdefault("optimizer" if op.phase is Phase.OPTIM else name, []).append(op)
     for name, part in parts.items():
-        for number, slot in enumerate(slots_of(messages, part), start=1):
-            cell = slot.cell(slot.dgrad_s + slot.wgrad_s)
-            yield Row(name=f"{name}{number}" if name == "optimizer" else name, fwd=cell)
+        fwd = [op for op in part if op.phase not in backward]
+        bwd = [op for op in part if op.phase in backward]
+        yield from _rows(name, slots_of(messages, fwd), slots_of(messages, bwd))
