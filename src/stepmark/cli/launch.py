@@ -1,6 +1,6 @@
 """stepmark launch: its own options, and those of the verb that the job runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stepmark.cli import main
@@ -39,14 +39,23 @@ def check(words: Sequence[str]) -> None:
 
     Raises ConfigError, or typer's error of usage.
     """
-    name, *arguments = words
+    name = words[0]
     if name not in (*MEASURING, RESUME):
         raise not_one_of("command", name, (*MEASURING, RESUME), ", a verb that measures")
+    check_arguments(words, {} if name == RESUME else _REFUSED)
+
+
+def check_arguments(words: Sequence[str], refused: Mapping[str, str]) -> None:
+    """Refuse arguments that a verb does not take; refused: rules of fields, by name.
+
+    Raises ConfigError, or typer's error of usage.
+    """
+    name, *arguments = words
     target = click_command(name, main.command(name, arguments))
     context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
     try:
         build(target.callback.options_class, context.params)
-        for field, rule in _REFUSED.items() if name != RESUME else ():
+        for field, rule in refused.items():
             value = context.params.get(field)
             if value not in (None, False):
                 raise ConfigError(field, value, rule)
