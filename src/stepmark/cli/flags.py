@@ -223,6 +223,8 @@ def as_typed(
         names = {parameter.name.replace("_", "-"), *(word.lstrip("-") for word in spellings)}
         if parameter.param_type_name == "argument" or name not in names:
             continue
+        if not typed & {*spellings} and str(error.value) in words:
+            break  # it is an argument
         long = [word for word in spellings if word.startswith("--")]
         field = next((word for word in spellings if word in typed), (long or spellings)[0])
         off = field in parameter.secondary_opts and error.value == "False"

@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import typer
+
 from stepmark.cli import main
 from stepmark.cli.flags import Command, as_typed, click_command, verb
 from stepmark.core.errors import ConfigError, not_one_of
@@ -16,7 +18,23 @@ _NEW = "it must be left out: a job measures a new run; -- resume RUN goes on wit
 _REFUSED = {"nproc": _RANKS, "out": _OUT, "resume": _NEW, "dry_run": _NEW}
 
 
-class _Command(Command):
+class Wrapper(Command):
+    """A command whose arguments, behind --, are a verb with its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter.__mro__[2]:  # type: ignore[misc]
+            # An unknown option: it may be the verb's.
+            name = next((word for word in words if word in MEASURING), None)
+            if name is None or "--" in words:
+                raise
+            rule = f"it must come behind --: stepmark {ctx.info_name} OPTIONS -- {name} ..."
+            raise ConfigError("command", name, rule) from None
+
+
+class _Command(Wrapper):
     def invoke(self, ctx: Any) -> Any:
         if ctx.params["words"]:
             check(ctx.params["words"])

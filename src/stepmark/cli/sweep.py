@@ -4,13 +4,13 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import Any
 
-from stepmark.cli.flags import Command, verb
-from stepmark.cli.launch import check_arguments
+from stepmark.cli.flags import verb
+from stepmark.cli.launch import Wrapper, check_arguments
 from stepmark.core.sweep import MEASURING, MOST, Setting, split_values
 from stepmark.core.verb_options import SweepOptions
 
 
-class _Command(Command):
+class _Command(Wrapper):
     def invoke(self, ctx: Any) -> Any:
         words = ctx.params["words"]
         if words and words[0] in MEASURING:
