@@ -37,8 +37,8 @@ _SAME_AS = {
 _DEFAULTS = {"batch": 1}
 _LAYOUT_OF = {"fwd": "nt", "dgrad": "nn", "wgrad": "tn"}
 _SCALED = ("batch", "seq_q", "seq_kv", "seq", "tokens", "m")  # fields that --scale multiplies
-# Of each source of shapes the options that change its cases. Those of OpOptions change all
-# cases, but for the ones named here; "fields" are the operator's own.
+# The options that change the cases of each source of shapes; shape_source adds the operator's
+# own fields. Options of OpOptions that are not named here change the cases of all sources.
 _ANY = ("dtype", "scale", "rate")
 _OF_MODEL = tuple(field.name for field in dataclasses.fields(ModelShapes))
 _USED = {
@@ -143,8 +143,14 @@ def dtypes(options: OpOptions, device: str) -> list[DType]:
 def placed_ops(options: FamilyOptions, device: str) -> list[Placed]:
     """Return the operators that the options name, labelled with their place in a model."""
     source = shape_source(options)
-    find = {"model": _from_model, "dataset": _from_dataset, "fields": _from_fields}
-    return list(find.get(source, _from_file)(options, device))
+    find = {
+        "model": _from_model,
+        "shapes": _from_file,
+        "attention_shapes": _from_primus,
+        "dataset": _from_dataset,
+        "fields": _from_fields,
+    }
+    return list(find[source](options, device))
 
 
 def shape_source(options: FamilyOptions) -> str:
@@ -202,7 +208,7 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
     if not any(dtype.is_fp8 for dtype in types):
         rules |= dict.fromkeys(("scaling", "cast"), "only with an fp8 --dtype")
     for name, rule in rules.items():
-        if value := options.field(name):
+        if (value := options.field(name)) not in (None, "none"):
             raise ConfigError(name, value, rule)
     return [
         ModelShape(
@@ -225,11 +231,7 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
 
 def _from_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
     path, family = Path(options.shapes or ""), options.family
-    is_primus = _is_primus(options)
     for dtype in dtypes(options, device):
-        if is_primus:
-            yield from _primus_attention(path, options, dtype)
-            continue
         for label, op in shapes.read_shapes(path, family, {"dtype": dtype}):
             yield label, _scaled(op, options)
 
@@ -241,11 +243,12 @@ def _is_primus(options: FamilyOptions) -> bool:
     return any("seqlen_q" in item for item in first)
 
 
-def _primus_attention(path: Path, options: FamilyOptions, dtype: DType) -> Iterator[Placed]:
+def _from_primus(options: FamilyOptions, device: str) -> Iterator[Placed]:
     both = [Phase.FWD, Phase.BWD]
     phases = [phase for phase in _phases(options) or both if phase in both]
-    rows = benchmark_models.read_attention_shapes(path)
-    for shape, mbs, phase in itertools.product(rows, options.mbs, phases):
+    rows = benchmark_models.read_attention_shapes(Path(options.shapes or ""))
+    types = dtypes(options, device)
+    for dtype, shape, mbs, phase in itertools.product(types, rows, options.mbs, phases):
         op = Attention(
             batch=mbs,
             seq_q=shape.seqlen_q,
