@@ -78,4 +78,4 @@ def check_arguments(words: Sequence[str], refused: Mapping[str, str]) -> None:
             if value not in (None, False):
                 raise ConfigError(field, value, rule)
     except ConfigError as error:
-        raise as_typed(error, target.params, arguments) from None
+        raise as_typed(error, context, arguments) from None
