@@ -42,6 +42,14 @@ def test_every_spelling_is_a_keyword() -> None:
         )
 
 
+def test_flags_that_are_words_of_python_end_in_an_underscore() -> None:
+    shapes = {"m": 8, "n": 8, "k": 8}
+    read = keywords.read(options_class("gemm"), ["gemm"], {"pass_": "wgrad", **shapes})
+    assert read.field("phase") == "wgrad"
+    read = keywords.read(options_class("gemm"), ["gemm"], {"as_": "fsdp", "model": "gpt2"})
+    assert read.field("run_as") == "fsdp"
+
+
 def test_launches_of_a_side_have_commas_between_them() -> None:
     read = keywords.read(CompareOptions, [["a", Path("b/c")], "d"], {})
     assert read.sources == ("a,b/c", "d")
@@ -53,6 +61,7 @@ def test_launches_of_a_side_have_commas_between_them() -> None:
         ({"budgt": 1}, r"budgt 1 is invalid: it is no keyword here; did you mean budget\?"),
         ({"qqq": 1}, r"qqq 1 is invalid: .*; options\(VERB\) lists those"),
         ({"csv": "x"}, "csv x is invalid: it is for the command line"),
+        ({"dry_run": True}, "it is for the command line: stepmark VERB --dry-run lists"),
         ({"family": "bmm"}, "family bmm is invalid: it is no keyword"),
         ({"find_max": 1}, "find-max 1 is invalid: it must be True or False"),
         ({"m": True}, "m is invalid: it must be a value"),

@@ -94,6 +94,7 @@ def test_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own.show()
     assert capsys.readouterr().out == printed(words, tmp_path)
     assert "predicted step" in own._repr_html_()
+    assert {type(value) for row in own for value in row.values()} == {int, float, str}
 
 
 def test_prediction_of_a_workload(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_a_search_in_which_all_is_skipped_ends_with_3(
         return 0, run
 
     monkeypatch.setattr(op, "measure_quietly", quietly)
-    assert op.find_max(options_class("gemm")(device="cpu", find_max=True)) == 3
+    assert op.find_max(options_class("gemm")(family="gemm", device="cpu", find_max=True)) == 3
 
 
 def test_a_plan_of_which_all_is_left_out_ends_with_3(

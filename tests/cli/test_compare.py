@@ -273,7 +273,7 @@ def test_csv_and_page(cut: list[Path], tmp_path: Path) -> None:
         (["nowhere.txt", "b.txt"], "nowhere"),
         ([f"{SLIDES}", f"{SLIDES}:3"], "one of its tables"),
         ([f"{SLIDES}:99", f"{SLIDES}:3"], "a table of this file"),
-        ([f"{SLIDES}:2"], "two or more"),
+        ([f"{SLIDES}:2"], "must be two sides or more"),
         ([f"{SLIDES}:2", f"{SLIDES}:7"], "something in common"),
         ([f"{SLIDES}:1", f"{SLIDES}:2"], "num_ranks"),
         ([f"{SLIDES}:2", f"{SLIDES}:3", "--baseline", "x"], "baseline"),
@@ -292,6 +292,16 @@ def test_bad_input_is_one_line(words: list[str], match: str) -> None:
     with pytest.raises(ConfigError, match=match) as error:
         call(*words)
     assert "\n" not in str(error.value)
+
+
+def test_folders_of_a_pattern_are_read(tmp_path: Path) -> None:
+    for name in ("a1", "a2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "out.txt").write_text(QUEUED.read_text())
+    with pytest.raises(ConfigError, match="two sides or more"):
+        call(str(tmp_path / "a*"))
+    side = f"both={tmp_path / 'a*'}"
+    assert {row["launches"] for row in document(QUEUED, side)["lines"]} == {2}
 
 
 def test_tables_of_one_file_are_launches_of_their_own(cut: list[Path]) -> None:

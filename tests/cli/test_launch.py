@@ -333,6 +333,8 @@ BAD = [
     ((*SLURM, "--job-name", "a/b"), COMM, "--job-name"),
     ((*SLURM, "--time", "30"), COMM, "30m"),
     ((*SLURM, "--time", "soon"), COMM, "--time"),
+    ((*SLURM, "--time", "99x"), COMM, "HH:MM:SS"),
+    (SLURM, (*COMM, "-t", "8"), "-t 8 is invalid: it must be 1, since each GPU has a process"),
     ((*SLURM, "--container-mounts", "/d:/d"), COMM, "--container"),
     ((*SLURM, "--port", "80"), COMM, "--port"),
     ((*SLURM, "-N", "0"), COMM, "-N 0"),
@@ -356,6 +358,12 @@ def test_bad_input_is_one_line(
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert named in err
+
+
+def test_a_verb_without_the_dashes_before_it() -> None:
+    code, out, err = called(*SLURM, *COMM, "-b", "8")
+    assert (code, out) == (2, "")
+    assert "command comm is invalid: it must come behind --: stepmark launch OPTIONS --" in err
 
 
 def test_a_job_goes_on_with_a_run(programs: Programs, tmp_path: Path) -> None:

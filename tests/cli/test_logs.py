@@ -155,6 +155,12 @@ def test_a_curve_of_a_run(
         ),
         (("--curve", COLL), "times of collectives"),
         (("--bins", "7,3"), "bins 7,3"),
+        (("--bins", "3Q"), "--bins 3Q is invalid: it must be craypat, pow2, exact, or"),
+        (
+            ("--tables", "--histogram"),
+            "--histogram is invalid: it cannot be combined with --ta",
+        ),
+        (("--tables", "--steps", "3"), "--steps 3 is invalid: it cannot be combined with"),
         (("--by", "rank"), "by rank"),
         (("--ranks", "0"), "from 1"),
         (("--steps", "0"), "--steps 0 is invalid: it must be from 1 to"),

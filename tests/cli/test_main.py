@@ -174,6 +174,12 @@ def test_bad_input_is_one_line_and_two(arguments: list[str], word: str, tmp_path
     assert len(err) < 600
 
 
+def test_a_bad_argument_is_not_called_a_flag() -> None:
+    _, _, err = called(["predict", "none.json", "--device", "h200"])
+    assert "model none.json is invalid: it must be a readable file" in err
+    assert "--model" not in err
+
+
 def test_bad_input_in_a_process(tmp_path: Path) -> None:
     done = stepmark_process(*GEMM, "--rate", "leisurely", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")

@@ -282,3 +282,53 @@ def test_bad_words_are_one_sentence(
     assert status(["op", *(file if word == "PARAM" else word for word in words)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert sentence in line
+
+
+BY_HAND = "--m 32 --n 32 --k 32"
+MODEL = "--model llama-3.1-8b"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (f"{MODEL} --layout xx", "--layout xx is invalid: it has no effect with --model, only"),
+        (f"{MODEL} --out-dtype foo", "only with --m, --n and --k."),
+        (f"{MODEL} --m 512", "--m 512 is invalid: it cannot be combined with --model"),
+        (f"{MODEL} --scaling rowwise", "it works only with an fp8 --dtype"),
+        (f"{MODEL} --etp 2", "it works only for a model with experts"),
+        (f"{BY_HAND} --layout xx", "--layout xx is invalid: it must be one of nn, nt, tn, tt"),
+        (
+            f"{BY_HAND} --tp 8",
+            "--tp 8 is invalid: it has no effect with --m, --n and --k, only",
+        ),
+        (f"{BY_HAND} --as fsdp", "--as fsdp is invalid: it has no effect"),
+        (f"--find-max {MODEL}", "--find-max is invalid: it cannot be combined with --model"),
+        ("--find-max --m 512", "--m 512 is invalid: it cannot be combined with --find-max"),
+        ("--find-max --dataset A", "it cannot be combined with --dataset"),
+        (
+            "--find-max --rate burst",
+            "--rate burst is invalid: it has no effect with --find-max.",
+        ),
+        ("--dataset A --pass dgrad", "it must be a pass that gemm has with these shapes"),
+        ("", "shape is missing: give --m, --n and --k, or --model or --shapes"),
+    ],
+)
+def test_flags_that_a_source_of_shapes_ignores_are_refused(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(["op", "gemm", *words.split(), "--device", "h200", "--dry-run"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_each_file_of_attention_shapes_takes_its_own_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dry = ["--mbs", "2", "--device", "h200", "--dry-run"]
+    of_primus = str(ROOT / "examples" / "attention_shapes.json")
+    assert status(["op", "attention", "--shapes", of_primus, *dry]) == 0
+    shape = {"batch": 1, "seq_q": 64, "seq_kv": 64, "heads": 2, "kv_heads": 2}
+    shape |= {"head_dim_qk": 64, "head_dim_v": 64}
+    own = tmp_path / "shapes.json"
+    own.write_text(json.dumps([shape]))
+    assert status(["op", "attention", "--shapes", str(own), *dry]) == 2
+    assert "--mbs 2 is invalid: it has no effect with --shapes" in capsys.readouterr().err

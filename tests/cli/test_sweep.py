@@ -808,6 +808,26 @@ def test_dry_run_lists_every_round(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--env A=1 -- op gemm --deviec cpu", "--deviec is invalid: did you mean --device?"),
+        ("--env A=1 -- op gemm --budget soon", "--budget soon is invalid"),
+        ("--set launches=2,many -- op gemm", "--launches many is invalid"),
+        ("--set layuot=nn -- op gemm", "--layuot is invalid: did you mean --layout?"),
+    ],
+)
+def test_dry_run_refuses_a_command_that_would_not_run(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from stepmark.cli.main import status
+
+    assert status(["sweep", "--dry-run", *words.split()]) == 2
+    out, err = capsys.readouterr()
+    assert (out, message in err) == ("", True)
+    assert "python -m" not in err
+
+
 GEMM = ["op", "gemm", "--m", "256", "--n", "256", "--k", "256", "--device", "cpu"]
 
 

@@ -380,7 +380,7 @@ REFUSED = [
     ),
     # models
     ([], "--device cpu", "model is missing: give a name, or a file"),
-    (["lama-3", "--device", "cpu"], "", "model lama-3 is invalid: did you mean"),
+    (["--model", "lama-3", "--device", "cpu"], "", "model lama-3 is invalid: did you mean"),
     (LLAMA, "--model gpt2-125m", "model gpt2-125m is invalid: it must be given once"),
     (LLAMA, "--seq-len 0", "seq-len 0 is invalid: it must be from 1 to 16777216"),
     (GPT, "--seq-len 2048", "seq-len 2048 is invalid: it must be from 1 to 1024 for gpt2-125m"),

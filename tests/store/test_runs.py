@@ -322,6 +322,14 @@ def test_find_run(tmp_path: Path) -> None:
         reader.find_run(tmp_path / "absent", "latest")
 
 
+def test_a_sweep_is_no_run(tmp_path: Path) -> None:
+    (tmp_path / "some-sweep").mkdir()
+    (tmp_path / "some-sweep" / "sweep.json").touch()
+    for name in ("some-sweep", str(tmp_path / "some-sweep")):
+        with pytest.raises(ConfigError, match="it is a sweep: stepmark sweep --resume"):
+            reader.find_run(tmp_path, name)
+
+
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     for read in (reader.read_info, reader.read):
         with pytest.raises(ConfigError):

@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import keyword
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -90,14 +91,18 @@ def spells_keywords(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def names_of(cls: type) -> dict[str, Option]:
-    """Return the options by keyword: the field's name first, then its other spellings."""
+    """Return the options by keyword: the field's name first, then its other spellings.
+
+    A word of Python has a _ at its end: --pass is pass_.
+    """
     usable = _usable(cls)
     names = {option.name: option for option in usable}
     for option in usable:
         for spelling in option.spellings:
             word = spelling.partition("/")[0]
             if word.startswith("--"):
-                names.setdefault(word.removeprefix("--").replace("-", "_"), option)
+                name = word.removeprefix("--").replace("-", "_")
+                names.setdefault(f"{name}_" if keyword.iskeyword(name) else name, option)
     return names
 
 
@@ -116,6 +121,10 @@ def _is_printed(cls: type, name: str) -> bool:
 
 
 def _hint(name: str, names: Mapping[str, Option], *, is_printed: bool) -> str:
+    if name == "dry_run":
+        return (
+            "it is for the command line: stepmark VERB --dry-run lists what would be measured"
+        )
     if is_printed:
         return "it is for the command line; the object that is returned has rows() and show()"
     near = difflib.get_close_matches(name, names, 3, 0.6)

@@ -31,6 +31,7 @@ from stepmark.store.compare import compare as compare_sides
 from stepmark.store.files import write_text
 from stepmark.store.reader import find_run, is_run, list_runs, read, read_info
 from stepmark.store.series import STRICT, context, series_of_records
+from stepmark.store.sweeps import is_sweep
 from stepmark.trace.tables import find, repeat_notes
 from stepmark.trace.tables.slide_tables import rate_units
 
@@ -106,7 +107,7 @@ def _expand(text: str) -> list[str]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError("compare", text, f"a name that can be read ({reason})") from None
-    if path.is_dir() and not is_run(path):
+    if path.is_dir() and not is_run(path) and not is_sweep(path):
         inside = (p for p in path.iterdir() if p.is_file() and not p.name.startswith("."))
         sources = sorted([*inside, *list_runs(path)])
         if not sources:
@@ -116,7 +117,7 @@ def _expand(text: str) -> list[str]:
         matches = sorted(glob.glob(text))
         if not matches:
             raise ConfigError("compare", text, "a pattern that matches files or runs")
-        return matches
+        return [source for match in matches for source in _expand(match)]
     return [text]
 
 
@@ -275,6 +276,11 @@ def compared(options: CompareOptions) -> Comparison:
     smallest, largest = _sizes(options.size_range)
     with Waiting("reading what is compared"):
         compared = sides(options.sources, options.runs, defaults)
+    if len(compared) < 2:
+        rule = (
+            "there must be two sides or more; a folder, a pattern or a list with commas is one"
+        )
+        raise ConfigError("compare", ", ".join(options.sources), rule)
     ordered = _baseline_first(compared, options.baseline)
     return compare_sides(
         ordered,

@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from io import StringIO
 
 from rich.console import Console
@@ -14,18 +14,19 @@ from stepmark.app.view import print_text
 from stepmark.app.waiting import Waiting
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
-from stepmark.core.options import load
+from stepmark.core.options import load, plain
 from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes, format_time
-from stepmark.core.verb_options import LogsOptions
+from stepmark.core.verb_options import LogsOptions, MessageView
 from stepmark.report import expected, histogram, log_summary
-from stepmark.report.histogram import calls_and_bytes, lines, summary, unknown_ranks
+from stepmark.report.histogram import calls_and_bytes, lines, parse_bins, summary, unknown_ranks
 from stepmark.report.log_summary import print_tables
 from stepmark.store.export import write_json, write_tables
 from stepmark.store.files import write_text
 from stepmark.trace import tables
 from stepmark.trace.tables.validate import validate
 
+_OF_MESSAGES = tuple(field.name for field in fields(MessageView))
 _MAX_FINDINGS = 200
 _MAX_EVIDENCE = 3
 _MAX_CONSEQUENCES = 8
@@ -177,7 +178,7 @@ TableFindings = tuple[Table, tuple[Finding, ...]]
 
 def run(options: LogsOptions) -> int:
     """Print and write what the files contain. Return 1 where a job fails or hangs."""
-    options.check_stdout()
+    _check(options)
     with Waiting("finding the kinds of the files"):
         inputs = collect(options.files, only_tables=options.tables)
     for path, reason in inputs.unknown:
@@ -188,6 +189,17 @@ def run(options: LogsOptions) -> int:
         print_text(report.text())
     report.write()
     return report.exit_code
+
+
+def _check(options: LogsOptions) -> None:
+    """Refuse options that contradict each other. Raises ConfigError."""
+    options.check_stdout()
+    if options.bins:
+        parse_bins(options.bins)  # before logs are read
+    for name, value in plain(options).items() if options.tables else ():
+        if name in _OF_MESSAGES:
+            rule = "it cannot be combined with --tables, which reads no messages"
+            raise ConfigError(name, value, rule)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -307,7 +319,7 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
 
 
 def _view(source: Source, options: LogsOptions) -> SourceView:
-    bins = histogram.parse_bins(options.bins) if options.bins else None
+    bins = parse_bins(options.bins) if options.bins else None
     by = histogram.BY if options.by is None else histogram.parse_by(options.by)
     num_ranks = source.num_ranks_seen
     durations, totals = None, None

@@ -129,6 +129,7 @@ def find_max(options: FamilyOptions) -> int:
     """
     delivery.check_outputs(options)
     check(options)
+    op_plan.shape_source(options)
     here = machine(options.device, dry_run=options.dry_run)
     ranks = here.num_ranks(options.nproc)
     if options.resume or ranks > 1 or outer_launcher.is_rank():

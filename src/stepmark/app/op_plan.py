@@ -14,10 +14,10 @@ from stepmark.app.models import factor, read_models
 from stepmark.core.case import ClockName, Label, OpCase, Rate
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError, not_one_of
-from stepmark.core.op_options import FamilyOptions, LayerOptions, OpOptions
+from stepmark.core.op_options import FamilyOptions, LayerOptions, ModelShapes, OpOptions
 from stepmark.core.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, Scaling
 from stepmark.core.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
-from stepmark.core.options import dashed
+from stepmark.core.options import dashed, plain
 from stepmark.core.parallel import ParallelConfig
 from stepmark.workload.datasets import dataset
 from stepmark.workload.formats import benchmark_models, shapes
@@ -37,6 +37,18 @@ _SAME_AS = {
 _DEFAULTS = {"batch": 1}
 _LAYOUT_OF = {"fwd": "nt", "dgrad": "nn", "wgrad": "tn"}
 _SCALED = ("batch", "seq_q", "seq_kv", "seq", "tokens", "m")  # fields that --scale multiplies
+# The options that change the cases of each source of shapes; shape_source adds the operator's
+# own fields. Options of OpOptions that are not named here change the cases of all sources.
+_ANY = ("dtype", "scale", "rate")
+_OF_MODEL = tuple(field.name for field in dataclasses.fields(ModelShapes))
+_USED = {
+    "model": (*_OF_MODEL, *_ANY, "phase", "skew", "scaling", "cast"),
+    "shapes": ("shapes", *_ANY),
+    "attention_shapes": ("shapes", *_ANY, "mbs", "phase"),
+    "dataset": ("dataset", *_ANY, "phase", "optimizer", "alpha"),
+    "find_max": ("find_max", "dtype"),
+}
+_EXPERTS = ("etp", "skew")  # options of layers with experts
 # Backends that a layer does not use by default.
 _NOT_IN_A_LAYER = ("math", "loop")
 
@@ -44,6 +56,8 @@ _NOT_IN_A_LAYER = ("math", "loop")
 def family_cases(options: FamilyOptions, machine: Machine) -> list[OpCase]:
     """Plan the cases of one family. Raises ConfigError."""
     placed = placed_ops(options, machine.device)
+    if not placed and (phases := options.field("phase")):
+        raise ConfigError("pass", phases, f"a pass that {options.family} has with these shapes")
     if not placed:
         raise ConfigError("model", options.model, f"a model with {options.family} operators")
     return cases(options.family, placed, options, machine)
@@ -128,18 +142,46 @@ def dtypes(options: OpOptions, device: str) -> list[DType]:
 
 def placed_ops(options: FamilyOptions, device: str) -> list[Placed]:
     """Return the operators that the options name, labelled with their place in a model."""
-    sources = [name for name in ("model", "shapes", "dataset") if options.field(name)]
+    source = shape_source(options)
+    find = {
+        "model": _from_model,
+        "shapes": _from_file,
+        "attention_shapes": _from_primus,
+        "dataset": _from_dataset,
+        "fields": _from_fields,
+    }
+    return list(find[source](options, device))
+
+
+def shape_source(options: FamilyOptions) -> str:
+    """Return the source of shapes, as in _USED. Raises ConfigError for what it ignores."""
     fields = dataclasses.fields(FAMILIES[options.family])
     required = [field.name for field in fields if field.default is dataclasses.MISSING]
-    flags = {name: f"--{dashed(name)}" for name in required}
-    sources += [flags[name] for name in required if options.field(name) is not None][:1]
-    if len(sources) > 1:
-        raise ConfigError("shape", " and ".join(sources), "one source of shapes at a time")
-    if not sources:
-        allowed = f"{' '.join(flags.values())}, or --model, --shapes or --dataset"
-        raise ConfigError("shape", "missing", allowed)
-    find = {"model": _from_model, "shapes": _from_file, "dataset": _from_dataset}
-    return list(find.get(sources[0], _from_fields)(options, device))
+    *most, last = (f"--{dashed(name)}" for name in required)
+    by_hand = f"{', '.join(most)} and {last}" if most else last
+    declared = {field.name for field in dataclasses.fields(options)}
+    flags = {name: f"--{dashed(name)}" for name in _USED if name in declared}
+    named = [name for name in flags if options.field(name)]
+    if not named and all(options.field(name) is None for name in required):
+        raise ConfigError("shape", "missing", f"{by_hand}, or {' or '.join(flags.values())}")
+    source = named[0] if named else "fields"
+    if source == "shapes" and _is_primus(options):
+        source = "attention_shapes"
+    used = _USED | {"fields": (*(field.name for field in fields), *_ANY, "phase")}
+    shared = {field.name for field in dataclasses.fields(OpOptions)} - set(_ANY)
+    title = (flags | {"attention_shapes": "--shapes", "fields": by_hand})[source]
+    for name, value in plain(options).items():
+        if name in shared or name in used[source]:
+            continue
+        if name in (*flags, *required):
+            rule = f"it cannot be combined with {title}: give one source of shapes"
+        else:
+            users = [flag for each, flag in flags.items() if name in used[each]]
+            users += [by_hand] * (name in used["fields"])
+            rule = f"it has no effect with {title}"
+            rule += f", only with {' or '.join(users)}" if len(users) < 3 else ""
+        raise ConfigError(dashed(name), value, rule)
+    return source
 
 
 def _from_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
@@ -160,6 +202,14 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
     models = read_models(options.model, options.scale, axes.tp)
     for model in models:
         layout.check(model)
+    types = dtypes(options, device)
+    unused = [] if any(model.moe for model in models) else [*_EXPERTS]
+    rules = dict.fromkeys(unused, "only for a model with experts")
+    if not any(dtype.is_fp8 for dtype in types):
+        rules |= dict.fromkeys(("scaling", "cast"), "only with an fp8 --dtype")
+    for name, rule in rules.items():
+        if (value := options.field(name)) not in (None, "none"):
+            raise ConfigError(name, value, rule)
     return [
         ModelShape(
             model=model,
@@ -175,26 +225,30 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
         )
         for model in models
         for mbs in options.mbs
-        for dtype in dtypes(options, device)
+        for dtype in types
     ]
 
 
 def _from_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
     path, family = Path(options.shapes or ""), options.family
     for dtype in dtypes(options, device):
-        first = shapes.read_objects(path)[:1] if family == "attention" else []
-        if any("seqlen_q" in item for item in first):
-            yield from _primus_attention(path, options, dtype)
-            continue
         for label, op in shapes.read_shapes(path, family, {"dtype": dtype}):
             yield label, _scaled(op, options)
 
 
-def _primus_attention(path: Path, options: FamilyOptions, dtype: DType) -> Iterator[Placed]:
+def _is_primus(options: FamilyOptions) -> bool:
+    """Return whether --shapes is Primus' attention_shapes.json."""
+    is_attention = options.family == "attention"
+    first = shapes.read_objects(Path(options.shapes or ""))[:1] if is_attention else []
+    return any("seqlen_q" in item for item in first)
+
+
+def _from_primus(options: FamilyOptions, device: str) -> Iterator[Placed]:
     both = [Phase.FWD, Phase.BWD]
     phases = [phase for phase in _phases(options) or both if phase in both]
-    rows = benchmark_models.read_attention_shapes(path)
-    for shape, mbs, phase in itertools.product(rows, options.mbs, phases):
+    rows = benchmark_models.read_attention_shapes(Path(options.shapes or ""))
+    types = dtypes(options, device)
+    for dtype, shape, mbs, phase in itertools.product(types, rows, options.mbs, phases):
         op = Attention(
             batch=mbs,
             seq_q=shape.seqlen_q,

@@ -18,14 +18,20 @@ from stepmark.app.delivery import check_outputs
 from stepmark.app.interpreters import check_interpreters, parse_interpreters
 from stepmark.app.sweep_run import ORDERS, PROGRAM, order_of
 from stepmark.core.errors import ConfigError, StepmarkError, not_one_of
-from stepmark.core.sweep import DEFAULT, MIN_GAIN, Setting, Sweep, flag_of, split_values
+from stepmark.core.sweep import (
+    DEFAULT,
+    MEASURING,
+    MIN_GAIN,
+    MOST,
+    Setting,
+    Sweep,
+    flag_of,
+    split_values,
+)
 from stepmark.core.verb_options import SweepOptions
 from stepmark.store import sweeps
 from stepmark.store.runs import new_run_id
 
-# Verbs whose runs can be compared, and that have --out and --dry-run.
-MEASURING = ("comm", "op", "train", "run")
-MOST = 64  # settings that are tried without --force
 Swept = list[tuple[str, list[str]]]  # names and their values
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _FLAG = re.compile(r"[A-Za-z][A-Za-z0-9_-]*")

@@ -4,7 +4,7 @@ A handler is named as text and imported when it is called, so --help reads no ot
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -108,7 +108,7 @@ class Command(_WithoutPydantic, typer.core.TyperCommand):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            raise as_typed(error, self.params, ctx.meta[_WORDS]) from error.__cause__
+            raise as_typed(error, ctx, ctx.meta[_WORDS]) from error.__cause__
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         callback: Any = self.callback
@@ -212,17 +212,22 @@ def click_command(name: str, command: Any) -> Any:
     return typer.main.get_command(app)
 
 
-def as_typed(
-    error: ConfigError, parameters: Iterable[Any], words: Sequence[str]
-) -> ConfigError:
+def as_typed(error: ConfigError, ctx: Any, words: Sequence[str]) -> ConfigError:
     """Return the error with its field spelled as the user typed it, else as in --help."""
     name = error.field.lstrip("-").replace("_", "-")
     typed = {word.partition("=")[0] for word in words}
-    for parameter in parameters:
+    arguments: list[str | None] = []
+    for parameter in ctx.command.params:
+        if parameter.param_type_name == "argument":
+            value = ctx.params[parameter.name]
+            arguments += value if isinstance(value, list) else [value]
+    for parameter in ctx.command.params:
         spellings = [*parameter.opts, *parameter.secondary_opts]
         names = {parameter.name.replace("_", "-"), *(word.lstrip("-") for word in spellings)}
         if parameter.param_type_name == "argument" or name not in names:
             continue
+        if not typed & {*spellings} and error.value in arguments:
+            break  # no flag was typed
         long = [word for word in spellings if word.startswith("--")]
         field = next((word for word in spellings if word in typed), (long or spellings)[0])
         off = field in parameter.secondary_opts and error.value == "False"

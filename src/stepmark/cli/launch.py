@@ -1,7 +1,9 @@
 """stepmark launch: its own options, and those of the verb that the job runs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import typer
 
 from stepmark.cli import main
 from stepmark.cli.flags import Command, as_typed, click_command, verb
@@ -16,7 +18,23 @@ _NEW = "it must be left out: a job measures a new run; -- resume RUN goes on wit
 _REFUSED = {"nproc": _RANKS, "out": _OUT, "resume": _NEW, "dry_run": _NEW}
 
 
-class _Command(Command):
+class Wrapper(Command):
+    """A command whose arguments, behind --, are a verb with its own."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        words = [*args]
+        try:
+            return super().parse_args(ctx, args)
+        except typer.BadParameter.__mro__[2]:  # type: ignore[misc]
+            # An unknown option: it may be the verb's.
+            name = next((word for word in words if word in MEASURING), None)
+            if name is None or "--" in words:
+                raise
+            rule = f"it must come behind --: stepmark {ctx.info_name} OPTIONS -- {name} ..."
+            raise ConfigError("command", name, rule) from None
+
+
+class _Command(Wrapper):
     def invoke(self, ctx: Any) -> Any:
         if ctx.params["words"]:
             check(ctx.params["words"])
@@ -39,19 +57,28 @@ def check(words: Sequence[str]) -> None:
 
     Raises ConfigError, or typer's error of usage.
     """
-    name, *arguments = words
+    name = words[0]
     if name not in (*MEASURING, RESUME):
         raise not_one_of("command", name, (*MEASURING, RESUME), ", a verb that measures")
+    check_arguments(words, {} if name == RESUME else _REFUSED)
+
+
+def check_arguments(words: Sequence[str], refused: Mapping[str, str]) -> None:
+    """Refuse arguments that a verb does not take; refused: rules of fields, by name.
+
+    Raises ConfigError, or typer's error of usage.
+    """
+    name, *arguments = words
     target = click_command(name, main.command(name, arguments))
     context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
     try:
         _check_models(build(target.callback.options_class, context.params))
-        for field, rule in _REFUSED.items() if name != RESUME else ():
+        for field, rule in refused.items():
             value = context.params.get(field)
             if value not in (None, False):
                 raise ConfigError(field, value, rule)
     except ConfigError as error:
-        raise as_typed(error, target.params, arguments) from None
+        raise as_typed(error, context, arguments) from None
 
 
 def _check_models(options: Any) -> None:

@@ -172,7 +172,7 @@ def _code(arguments: list[str]) -> int:
         if not arguments:
             sys.stdout.write(_FIRST_SCREEN)
             return 0
-        result: Any = app()(arguments, standalone_mode=False)
+        result: Any = app()(arguments, prog_name="stepmark", standalone_mode=False)
     except typer.Exit as stop:
         code = int(stop.exit_code)
         swallowed = isinstance(stop.__context__, KeyboardInterrupt)

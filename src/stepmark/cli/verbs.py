@@ -146,15 +146,7 @@ VERBS = {
     "trace": Verb("Profiler traces: where did the step go?", "stepmark.cli.trace:app"),
     "runs": Verb("List, show, export and query earlier runs.", "stepmark.cli.runs:app"),
     "sweep": Verb(
-        "The same command under several settings, compared.",
-        "stepmark.app.sweep:run",
-        f"{_MEASURE_NOTHING}:SweepOptions",
-        "Measure the same command under several settings, in interleaved rounds, and compare.",
-        (
-            "sweep --env NCCL_ALGO=Ring,Tree -- comm all_reduce -b 1M -e 1G",
-            "sweep --set ac=none,full -- train llama-3.1-8b",
-            "sweep --python .venv-a,.venv-b -- op gemm --model llama-3.1-8b",
-        ),
+        "The same command under several settings, compared.", "stepmark.cli.sweep:command"
     ),
     "watch": Verb(
         "Your own job, unmodified: its steps, messages, slow rank.",

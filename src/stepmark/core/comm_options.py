@@ -140,11 +140,25 @@ class Operation:
     )
 
 
+def _one_thread(text: str, field: str) -> int:
+    if text != "1":
+        rule = "it must be 1, since each GPU has a process; --nproc sets how many there are"
+        raise ConfigError(field, text, rule)
+    return 1
+
+
 @group
 class Communicators:
     """Ranks."""
 
     nproc: str | None = flag("ranks [all accelerators; 2 on a CPU]", "--nproc", "-g")
+    threads: Annotated[int, Reader(read=_one_thread, metavar="1")] = flag(
+        "threads per process: 1, since each GPU has a process",
+        "-t",
+        "--nthreads",
+        default=1,
+        rare=True,
+    )
     ranks: Ranks | None = flag("communicators over the first 2,4,8 ranks", rare=True)
     group_split: str | None = flag(
         "communicators side by side: mod 4, div 8, and 0x7 (NCCL_TESTS_SPLIT)", rare=True

@@ -24,9 +24,13 @@ def _time_limit(text: str, field: str) -> str:
     """Read 30m or 2h, or a time as Slurm writes it; return the latter."""
     if re.fullmatch(r"(\d+-\d+(:\d+){0,2}|\d+(:\d+){1,2})", text):
         return text
+    allowed = "a duration such as 30m or 2h, at most 168h, or Slurm's HH:MM:SS or D-HH:MM:SS"
     if text.isdecimal():  # minutes for Slurm, seconds for our other options
-        raise ConfigError(field, text, "a duration such as 30m or 2h, or Slurm's D-HH:MM:SS")
-    seconds = round(parse_duration(text, field))
+        raise ConfigError(field, text, allowed)
+    try:
+        seconds = round(parse_duration(text, field))
+    except ConfigError:
+        raise ConfigError(field, text, allowed) from None
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 DEFAULT = "default"
+# Verbs whose runs can be compared, and that have --out and --dry-run.
+MEASURING = ("comm", "op", "train", "run")
+MOST = 64  # settings that are tried without --force
 MIN_GAIN = 0.01  # share by which a setting must be faster to be recommended
 # Of sweep.json. Version 1 has no races: every round measures all settings, and there are no
 # fresh rounds.

@@ -80,7 +80,8 @@ def _devices(run: RunInfo) -> str:
     device = next(iter(environment.devices), None)
     words = [f"{count} x {name}" for name, count in counts.items()] or ["device unknown"]
     if device is not None and not device.num_sms and device.name == environment.cpu:
-        words = [f"{device.name} for {len(environment.devices)} ranks"]
+        num_ranks = len(environment.devices)
+        words = [f"{device.name} for {num_ranks} rank{'s' * (num_ranks > 1)}"]
     if device is not None and device.memory_bytes is not None and device.num_sms:
         words.append(f"{format_bytes(device.memory_bytes)} each")
     if device is not None and device.power_limit_w is not None:

@@ -54,9 +54,12 @@ def parse_bins(name: str) -> Bins:
     edges_by_name = {"craypat": CRAYPAT, "pow2": POW2, "exact": ()}
     if (key := name.strip().lower()) in edges_by_name:
         return Bins(name=key, edges=edges_by_name[key])
-    edges = tuple(parse_bytes(part, "bins") for part in name.split(",") if part.strip())
+    allowed = "craypat, pow2, exact, or ascending sizes above 0 such as 1K,64K,1M,16M"
+    try:
+        edges = tuple(parse_bytes(part, "bins") for part in name.split(",") if part.strip())
+    except ConfigError:
+        raise ConfigError("bins", name, allowed) from None
     if not edges or list(edges) != sorted(set(edges)) or not edges[0]:
-        allowed = "craypat, pow2, exact, or ascending sizes above 0 such as 1K,64K,1M,16M"
         raise ConfigError("bins", name, allowed)
     return Bins(name="edges", edges=edges)
 

@@ -81,7 +81,7 @@ def rows(prediction: StepPrediction) -> list[Row]:
         {
             "stage": stage,
             "group": str(group),
-            "line": name,
+            "line": str(name),
             "time_ns": time_ns,
             "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
         }

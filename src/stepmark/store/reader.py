@@ -16,6 +16,7 @@ from stepmark.core.commands import command_of
 from stepmark.core.errors import ConfigError
 from stepmark.core.record import Environment, Measured, Record, RunInfo
 from stepmark.store import codec, files
+from stepmark.store.sweeps import is_sweep
 
 RUN, RECORDS, PLAN = "run.json", "records.jsonl", "plan.jsonl"
 
@@ -114,6 +115,9 @@ def find_run(root: Path, name: str) -> Path:
     for path in (Path(name), root / name):
         if name and is_run(path):
             return path
+        if name and is_sweep(path):
+            rule = f"it is a sweep: stepmark sweep --resume {path} shows its result; "
+            raise ConfigError("run", name, f"{rule}its runs are in {path / 'runs'}")
     runs = list_runs(root)
     if name == "latest":
         matches = runs[-1:]

@@ -61,6 +61,10 @@ class Journal(files.Lock):
             stream.write(text)
 
 
+def is_sweep(path: Path) -> bool:
+    return os.path.isfile(path / FILE)  # False also for a name that is too long
+
+
 def read(path: Path) -> Sweep:
     """Read a sweep. Raises ConfigError for other JSON, and for impossible values."""
     file = path / FILE
@@ -107,7 +111,7 @@ def _is_below(run: str) -> bool:
 def find(root: Path, name: str) -> Path:
     """Find a sweep by its path, its id, the unique beginning of one, or "latest"."""
     for path in (Path(name), root / name):
-        if name and (path / FILE).is_file():
+        if name and is_sweep(path):
             return path
     paths = sorted(file.parent for file in root.glob(f"*/{FILE}"))
     matches = paths[-1:] if name == "latest" else [p for p in paths if p.name.startswith(name)]

@@ -1,0 +1,38 @@
+"""stepmark sweep: its own options, and those of the command that it repeats."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice, product
+from typing import Any
+
+from stepmark.cli.flags import verb
+from stepmark.cli.launch import Wrapper, check_arguments
+from stepmark.core.sweep import MEASURING, MOST, Setting, split_values
+from stepmark.core.verb_options import SweepOptions
+
+
+class _Command(Wrapper):
+    def invoke(self, ctx: Any) -> Any:
+        words = ctx.params["words"]
+        if words and words[0] in MEASURING:
+            for command in _commands(words, ctx.params["flags"]):
+                check_arguments(command, {})
+        return super().invoke(ctx)
+
+
+def _commands(words: Sequence[str], swept: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the command with the values of each setting's flags."""
+    flags = [text.partition("=") for text in swept]
+    values = [[(name, value) for value in split_values(text)] for name, _, text in flags]
+    for combination in islice(product(*values), MOST):
+        yield Setting(flags=combination).command(tuple(words))
+
+
+def command(arguments: Sequence[str]) -> Any:
+    """Return the verb."""
+    doc = "Measure the same command under several settings, in interleaved rounds, and compare."
+    examples = (
+        "sweep --env NCCL_ALGO=Ring,Tree -- comm all_reduce -b 1M -e 1G",
+        "sweep --set ac=none,full -- train llama-3.1-8b",
+        "sweep --python .venv-a,.venv-b -- op gemm --model llama-3.1-8b",
+    )
+    return verb(SweepOptions, "stepmark.app.sweep:run", doc, *examples, command=_Command)
