@@ -229,7 +229,9 @@ def _pack(arguments: argparse.Namespace) -> int:
     for path in list_runs(Path(arguments.runs)):
         packed = Path(arguments.results) / path.name
         steps = _measured_steps(path, view.view(path))
-        shutil.copytree(path, packed, ignore=shutil.ignore_patterns("*-launch*.json*", "*.html"))
+        shutil.copytree(
+            path, packed, ignore=shutil.ignore_patterns("*-launch*.json*", "*.html")
+        )
         ledgers.write(packed, {case_id: step.measured for case_id, step in steps.items()})
     return 0
 
