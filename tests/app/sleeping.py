@@ -20,7 +20,7 @@ from tests.report.comm_records import comm_case, comm_measured, comm_run
 
 from stepmark.core.errors import ConfigError, StepmarkError
 from stepmark.core.plan import CommHow, Entry, How, Plan, entries
-from stepmark.core.record import Failed
+from stepmark.core.record import Failed, Levels
 
 LIMIT_S = 3.0
 RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -85,6 +85,7 @@ class Context:
     on_blocked: Callable[[Failed, int], None] = print
     largest_mbs: Callable[..., int] | None = None
     workload: object = None
+    levels: Levels | None = None
 
 
 def make_context(device: str, **_: object) -> Context:
@@ -110,7 +111,13 @@ def told(position: int, fault: str) -> bool:
 
 
 def run(
-    todo: Sequence[Entry], context: Context, benches: object, guard: Any, sink: Any
+    todo: Sequence[Entry],
+    context: Context,
+    benches: object,
+    guard: Any,
+    sink: Any,
+    *,
+    start_s: float,
 ) -> int | None:
     for entry in todo:
         if entry.launch != todo[0].launch:
@@ -216,6 +223,8 @@ def install() -> None:
         "stepmark.bench.environment",
         local_device=lambda device, rank: devices[rank],
         capture=lambda found: environment,
+        levels=lambda ranks: Levels(machine="n1", process=f"{os.getpid()}", communicator=1),
+        process_age_s=lambda: 0.0,
     )
     fake("stepmark.bench.context", make_context=make_context)
     fake(
