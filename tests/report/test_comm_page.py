@@ -2,8 +2,10 @@
 
 import io
 import re
+from importlib.resources import files
 
 import pytest
+from plotly.offline import get_plotlyjs_version
 from rich.console import Console
 
 from stepmark.core.collectives import Collective
@@ -135,3 +137,9 @@ def test_impossible_rates_are_said() -> None:
     (row,) = rows([flat(case, case.message_bytes / (2 * LINK))], comm_run(), comm_device())
     assert row["over_limit"] is True
     assert "impossible all_to_all 64 MiB x8" in "\n".join(comm_lines([row]))
+
+
+def test_the_kept_plotly_is_of_the_release_that_makes_the_figures() -> None:
+    """Figures are made by the Python package and drawn by the file: formats must agree."""
+    kept = files("stepmark").joinpath("data", "plotly-basic.min.js").read_text("utf-8")[:200]
+    assert f"(basic - minified) v{get_plotlyjs_version().split('.')[0]}." in kept

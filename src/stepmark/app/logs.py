@@ -74,11 +74,11 @@ def _answer(findings: Sequence[Finding]) -> str:
     """Return the worst finding in one line; without a problem, that there is none."""
     counts = Counter(finding.severity for finding in findings)
     others = [f"{counts[kind]} {kind}{'s' * (counts[kind] > 1)}" for kind in Severity]
-    found = ", ".join(reversed([text for text in others if not text.startswith("0 ")]))
+    tally = ", ".join(reversed([text for text in others if not text.startswith("0 ")]))
     for finding in findings:
         if finding.severity is Severity.PROBLEM:
-            return f"answer     {finding.text} ({found})"
-    return f"answer     nothing states a failure or a hang ({found or 'no findings'})"
+            return f"answer     {finding.text} ({tally})"
+    return f"answer     nothing states a failure or a hang ({tally or 'no findings'})"
 
 
 def _histogram_summary(source: Source) -> Iterator[str]:

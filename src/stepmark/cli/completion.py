@@ -53,5 +53,5 @@ def answer() -> int:
         return completion.shell_complete(
             get_command(app()), {}, _PROGRAM, COMPLETE, os.environ[COMPLETE]
         )
-    except StepmarkError:  # words before the last are wrong; that is said when they are run
+    except StepmarkError:  # words before the last are wrong, which their run reports
         return 0

@@ -11,7 +11,7 @@ from stepmark.core.record import AnyCase
 PLAN_SCHEMA = 1
 STEP_LAUNCH = 2  # of `run`: its steps are predicted from what was measured before
 FORCE = "--force"  # tells ranks to continue a run although the environment differs
-ROUND = "STEPMARK_ROUND"  # variable that tells a command of a sweep its round
+ROUND = "STEPMARK_ROUND"  # variable with the round, for the commands of a sweep
 
 
 class Profile(StrEnum):
