@@ -9,10 +9,11 @@ from stepmark.core.device import load_devices
 from stepmark.core.ledger import Work, work_of_op
 from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Gemm, Phase
+from stepmark.core.parallel import ParallelConfig
 from stepmark.core.step_cost import Source
 from stepmark.core.trace_ops import COMM, COMPUTE, MEMORY, MeasuredOp, OpKey, OpTable
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import CompileScope, Precision, Recompute
+from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
 from stepmark.core.workload import ComputeOp, Kernel, Workload
 from stepmark.predict.costs import (
     OperatorCosts,
@@ -131,6 +132,24 @@ def test_a_product_has_the_time_of_its_own_role_and_phase() -> None:
     assert norm is not None
     assert set(norm.time_s) == {Work.ELEMENTWISE}
     assert norm.total_s > 0
+
+
+def test_what_the_trace_names_is_no_part_of_a_compiled_block() -> None:
+    """FSDP's copies have rows of their own, and do not grow with the batch as a block does."""
+    case = replace(CASE, parallel=ParallelConfig(dp_shard=2), data_parallel=DataParallel.FSDP)
+    costs = ProfiledCosts(
+        of_case(case),
+        table(
+            row(Work.ELEMENTWISE, "blocks", "fwd", layer=0, time_ns=600),
+            row(Work.ELEMENTWISE, "block", "fwd", layer=0, time_ns=80),
+        ),
+    )
+    copies = [
+        cost.total_s
+        for op in computations(of_case(case))
+        if (op.module, op.phase) == ("blocks", Phase.FWD) and (cost := costs(op))
+    ]
+    assert sum(copies) == pytest.approx(600e-9)
 
 
 def test_a_deeper_model_has_as_much_more_of_its_layers() -> None:

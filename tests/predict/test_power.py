@@ -17,7 +17,7 @@ from stepmark.predict.power import (
     mean_power_w,
     slowdown_of,
 )
-from stepmark.predict.step import fitted_power, host_factor, predict_step
+from stepmark.predict.step import anchored_power, fitted_power, host_factor, predict_step
 
 # H200 at 700 W, torch 2.11: bf16 products of 8192^3, attention 4 x 4096 x 32 x 128, copies.
 H200 = fit(
@@ -191,6 +191,19 @@ def test_a_limited_step_reaches_the_limit() -> None:
     assert step.power_w == pytest.approx(H200.limit_w, 0.01)
     assert step.clock_hz == pytest.approx(1.8e9, 2e-3)
     assert predict_step(products(9), replace(costs, gap_s=2e-4), found).slowdown == 0.0
+
+
+def test_a_step_that_communicates_has_its_clock_and_the_power_of_operators() -> None:
+    workload, costs = products(9), product_costs()
+    alone = predict_step(workload, costs, H200)
+    assert alone.clock_hz
+    for measured_hz in (0.8 * alone.clock_hz, alone.clock_hz):
+        found = anchored_power(H200, workload, costs, measured_hz)
+        step = predict_step(workload, costs, found)
+        assert (step.step_s, step.power_w) == (alone.step_s, alone.power_w)
+        assert step.clock_hz == pytest.approx(measured_hz)
+    above = anchored_power(H200, workload, costs, 1.1 * alone.clock_hz)
+    assert above.full_clock_hz == H200.full_clock_hz
 
 
 @pytest.mark.parametrize("truth", [0.6, 1.0, 2.3])

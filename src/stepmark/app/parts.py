@@ -375,6 +375,9 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
     if is_alone and shallow.clock_and_power:
         measured = shallow.step_s, *shallow.clock_and_power
         model = step.fitted_power(model, shallow.workload, costs, *measured)
+    elif shallow.clock_and_power:
+        clock_hz, _ = shallow.clock_and_power
+        model = step.anchored_power(model, shallow.workload, costs, clock_hz)
     # Products of a whole step are those of its blocks, not of the head as in a shallow one.
     return power.with_sensitivities(model, *shallow.times_in_blocks)
 

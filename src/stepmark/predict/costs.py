@@ -92,7 +92,9 @@ class ProfiledCosts:
             self._rates[_key(op)].shapes.add(op.op)
             for work in Work:
                 amounts[_key(op), work] += _amount(op, work)
-        for row in _rows(table):
+        rows = _rows(table)
+        self._named = {key for row in rows for key in self._rates if _is_named(key, row)}
+        for row in rows:
             keys = self._targets(row)
             total = sum(amounts[key, row.work] for key in keys)
             for key in keys:
@@ -113,6 +115,10 @@ class ProfiledCosts:
         tests: tuple[Callable[[_Key], bool], ...] = (
             lambda key: key.module in roles and key.phase == row.phase,
             lambda key: key.module in roles,
+            # What other rows name is no part of work that has only the name of its block.
+            lambda key: (
+                key.section == section and key.work is row.work and key not in self._named
+            ),
             lambda key: key.section == section and key.work is row.work,
             lambda key: key.section == section and key.work is Work.ELEMENTWISE,
             lambda key: key.section == section,
@@ -146,6 +152,12 @@ class ProfiledCosts:
             num_kernels=kernels if is_optim else rate.num_kernels,
             source=Source.MEASURED if is_optim or op.op in rate.shapes else Source.SCALED,
         )
+
+
+def _is_named(key: _Key, row: "_Row") -> bool:
+    is_same_pass = pass_of(key.phase) == pass_of(row.phase)
+    is_role = key.module in row.role.split(" | ")
+    return is_role and is_same_pass and key.work is row.work
 
 
 class _Row(NamedTuple):

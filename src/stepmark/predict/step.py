@@ -52,6 +52,19 @@ def _limited(
     )
 
 
+def anchored_power(
+    power: PowerModel, workload: Workload, costs: Costs, clock_hz: float
+) -> PowerModel:
+    """Return the power model with the full clock from which a measured step has clock_hz.
+
+    It is at most that of the operators. A step that communicates also waits for other ranks, so
+    its time tells less of the power of its work than operators do. costs: as for fitted_power.
+    """
+    slowdown = predict_step(workload, costs, power).slowdown
+    full_clock_hz = min(power.full_clock_hz, clock_hz * math.exp(slowdown))
+    return replace(power, full_clock_hz=full_clock_hz)
+
+
 def fitted_power(
     power: PowerModel,
     workload: Workload,
