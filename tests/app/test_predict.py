@@ -104,6 +104,35 @@ def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--timeline" in capsys.readouterr().err
 
 
+LIMITS = {
+    "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\) if the host",
+    "llama-3.1-70b --nproc 256 --seq-len 1024": "bound by computation .* and exposed comm",
+    "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
+    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and",
+    "llama-3.1-8b --nproc 1 --scale tiny": "bound by launch gaps",
+}
+
+
+@pytest.mark.parametrize("words", LIMITS)
+def test_the_limit_of_a_step_is_what_has_the_largest_share(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = tmp_path / "answer.json"
+    more = ["--device", "h100-sxm", "--json", str(answer)]
+    assert status(["predict", *words.split(), *more]) == 0
+    text, document = capsys.readouterr().out, json.loads(answer.read_text())
+    assert re.search(LIMITS[words], text), text
+    shares = document["shares_pct"]
+    assert sum(shares.values()) == pytest.approx(100)
+    assert sorted(shares.values(), reverse=True) == [*shares.values()]
+    for name, key in {
+        "exposed communication": "exposed_comm_s",
+        "the pipeline bubble": "bubble_s",
+    }.items():
+        time_s = shares.get(name, 0.0) * document["step_s"] / 100
+        assert time_s == pytest.approx(document[key], abs=2e-9)
+
+
 def test_bars_of_a_page_hold_all_spans() -> None:
     """Of many spans, neighbours are one bar; times of a stream are still those of its spans."""
     chance, spans, free = random.Random(1), [], {0: 0, 1: 0}

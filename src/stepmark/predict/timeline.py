@@ -227,6 +227,7 @@ class _Steady:
         return Timeline(
             step_s=self.step_s,
             ledgers=ledgers,
+            slowest=slowest,
             busy_s=busy_s,
             contention_s=own.within[CONTENTION] / _NS,
             comm_s=moving_ns / _NS,
