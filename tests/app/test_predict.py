@@ -133,6 +133,34 @@ def test_the_limit_of_a_step_is_what_has_the_largest_share(
         assert time_s == pytest.approx(document[key], abs=2e-9)
 
 
+def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are those of the predicted step, whose timeline has every product by itself."""
+    file, table = tmp_path / "timeline.json", tmp_path / "rows.json"
+    words = ["--model", "llama-3.1-8b", "--device", "h100-sxm"]
+    assert status(["predict", *words, "--nproc", "1", "--timeline", str(file)]) == 0
+    assert status(["op", "all", *words, "--dry-run", "--json", str(table)]) == 0
+    out, err = capsys.readouterr()
+    assert "predicted times are the data sheet's of NVIDIA H100 80GB HBM3" in err
+    assert "bf16 torch  # 0.4123 TFLOP, 208 MiB moved, 208 MiB of operands, predicted" in out
+    rows = {(row["role"], row["pass"]): row for row in json.loads(table.read_text())}
+    assert {row["bound"] for row in rows.values()} == {"compute", None}
+    spans = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    times_us = {(e["args"]["module"], e["args"]["phase"]): e["dur"] for e in spans}
+    roles = {"attention.qkv": "qkv", "attention.out": "out", "mlp.down": "down", "head": "head"}
+    for (module, phase), time_us in times_us.items():
+        if module in roles:
+            row = rows[roles[module], phase]
+            assert row["predicted_s"] * 1e6 == pytest.approx(time_us, abs=2e-3)
+            rate = row["flops"] / row["predicted_s"] / 1e12
+            assert row["predicted_tflops"] == pytest.approx(rate)
+    assert rows["rope", "fwd"]["predicted_s"] is None
+    few = ["--m", "16", "--n", "8192", "--k", "8192", "--device", "h100-sxm", "--dry-run"]
+    assert status(["op", "gemm", *few]) == 0
+    assert capsys.readouterr().out.endswith(" TFLOP/s, bound by memory\n")
+
+
 def test_bars_of_a_page_hold_all_spans() -> None:
     """Of many spans, neighbours are one bar; times of a stream are still those of its spans."""
     chance, spans, free = random.Random(1), [], {0: 0, 1: 0}

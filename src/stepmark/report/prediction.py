@@ -120,6 +120,10 @@ def part_rows(prediction: StepPrediction) -> list[Row]:
     ]
 
 
+def by_sheet(device: str) -> str:
+    return f"the data sheet's of {device} over published efficiencies, often 15 to 35 % off"
+
+
 def source_notes(
     sources: Mapping[Source, float], comm: Mapping[str, Source], device: str
 ) -> Iterator[str]:
@@ -128,8 +132,7 @@ def source_notes(
     texts = {
         Source.SCALED: "is scaled from other shapes",
         Source.OPERATOR: "is that of operators measured by themselves",
-        Source.ROOFLINE: f"is the data sheet's of {device} over published efficiencies, "
-        "often 15 to 35 % off",
+        Source.ROOFLINE: f"is {by_sheet(device)}",
         Source.FILE: "is the workload file's own",
     }
     for source, text in texts.items():
