@@ -161,6 +161,15 @@ def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
     assert capsys.readouterr().out.endswith(" TFLOP/s, bound by memory\n")
 
 
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--timeline", "--html"])
+def test_a_file_that_cannot_be_written_is_named_with_its_flag(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "missing" / "file"
+    assert status(["predict", *STEP, flag, str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"stepmark: {flag} {file} is invalid: it must be")
+
+
 def test_bars_of_a_page_hold_all_spans() -> None:
     """Of many spans, neighbours are one bar; times of a stream are still those of its spans."""
     chance, spans, free = random.Random(1), [], {0: 0, 1: 0}

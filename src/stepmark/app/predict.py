@@ -57,7 +57,7 @@ def run(options: PredictOptions) -> int:
     write_files(options, "prediction", document, report.rows(prediction))
     if options.timeline:
         spans = prediction.timeline.spans()
-        write_json(step_timeline.perfetto(spans), options.timeline, "timeline")
+        write_json(step_timeline.perfetto(spans), options.timeline, "timeline", "timeline")
     if options.html:
         html: str = load("stepmark.report.prediction_page:page")(document, prediction)
         write_text(options.html, html, "html")
