@@ -161,6 +161,29 @@ def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
     assert capsys.readouterr().out.endswith(" TFLOP/s, bound by memory\n")
 
 
+TOO_LARGE = {
+    "llama-3.1-8b --nproc 1": "--strategy fsdp --nproc 4 --ac full --mbs 1",
+    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 16": "--nproc 32 --ac full --mbs 2",
+    "qwen3-8b --nproc 1 --precision master": "--precision amp --mbs 1",
+    "llama-3.1-70b --nproc 1 --cuda-graph": "",
+    "llama-3.1-70b --nproc 8 --strategy ddp --bucket-mb 50": "",
+}
+
+
+@pytest.mark.parametrize("words", TOO_LARGE)
+def test_the_options_that_would_fit_do(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", *words.split(), "--device", "h100-sxm", "--json", "-"]
+    assert status(command) == 0
+    fitting = json.loads(capsys.readouterr().out)["memory"]["fitting"]
+    assert fitting.endswith(TOO_LARGE[words])
+    assert bool(fitting) == bool(TOO_LARGE[words])
+    if fitting:
+        given = [*command[2:], *fitting.split()]  # what fits goes before what was given
+        more = itertools.chain(*dict(zip(given[::2], given[1::2], strict=True)).items())
+        assert status(["predict", command[1], *more]) == 0
+        assert json.loads(capsys.readouterr().out)["memory"]["verdict"] == "fits"
+
+
 @pytest.mark.parametrize("flag", ["--json", "--csv", "--timeline", "--html"])
 def test_a_file_that_cannot_be_written_is_named_with_its_flag(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
