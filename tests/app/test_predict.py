@@ -161,6 +161,13 @@ def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
     assert capsys.readouterr().out.endswith(" TFLOP/s, bound by memory\n")
 
 
+def test_no_line_of_a_long_step_is_below_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines are sums of floats, which miss the step by less than a nanosecond."""
+    words = "llama-3.1-405b --nproc 64 --strategy fsdp --grad-accum 16 --device h100-sxm"
+    assert status(["predict", *words.split(), "--json", "-"]) == 0
+    assert min(row["time_ns"] for row in json.loads(capsys.readouterr().out)["ledger"]) > 0
+
+
 TOO_LARGE = {
     "llama-3.1-8b --nproc 1": "--strategy fsdp --nproc 4 --ac full --mbs 1",
     "llama-3.1-70b --nproc 2 --pp 2 --num-layers 16": "--nproc 32 --ac full --mbs 2",
