@@ -104,6 +104,102 @@ def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--timeline" in capsys.readouterr().err
 
 
+LIMITS = {
+    "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\) if the host",
+    "llama-3.1-70b --nproc 256 --seq-len 1024": "bound by computation .* and exposed comm",
+    "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
+    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and",
+    "llama-3.1-8b --nproc 1 --scale tiny": "bound by launch gaps",
+}
+
+
+@pytest.mark.parametrize("words", LIMITS)
+def test_the_limit_of_a_step_is_what_has_the_largest_share(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = tmp_path / "answer.json"
+    more = ["--device", "h100-sxm", "--json", str(answer)]
+    assert status(["predict", *words.split(), *more]) == 0
+    text, document = capsys.readouterr().out, json.loads(answer.read_text())
+    assert re.search(LIMITS[words], text), text
+    shares = document["shares_pct"]
+    assert sum(shares.values()) == pytest.approx(100)
+    assert sorted(shares.values(), reverse=True) == [*shares.values()]
+    for name, key in {
+        "exposed communication": "exposed_comm_s",
+        "the pipeline bubble": "bubble_s",
+    }.items():
+        time_s = shares.get(name, 0.0) * document["step_s"] / 100
+        assert time_s == pytest.approx(document[key], abs=2e-9)
+
+
+def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are those of the predicted step, whose timeline has every product by itself."""
+    file, table = tmp_path / "timeline.json", tmp_path / "rows.json"
+    words = ["--model", "llama-3.1-8b", "--device", "h100-sxm"]
+    assert status(["predict", *words, "--nproc", "1", "--timeline", str(file)]) == 0
+    assert status(["op", "all", *words, "--dry-run", "--json", str(table)]) == 0
+    out, err = capsys.readouterr()
+    assert "predicted times are the data sheet's of NVIDIA H100 80GB HBM3" in err
+    assert "bf16 torch  # 0.4123 TFLOP, 208 MiB moved, 208 MiB of operands, predicted" in out
+    rows = {(row["role"], row["pass"]): row for row in json.loads(table.read_text())}
+    assert {row["bound"] for row in rows.values()} == {"compute", None}
+    spans = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    times_us = {(e["args"]["module"], e["args"]["phase"]): e["dur"] for e in spans}
+    roles = {"attention.qkv": "qkv", "attention.out": "out", "mlp.down": "down", "head": "head"}
+    for (module, phase), time_us in times_us.items():
+        if module in roles:
+            row = rows[roles[module], phase]
+            assert row["predicted_s"] * 1e6 == pytest.approx(time_us, abs=2e-3)
+            rate = row["flops"] / row["predicted_s"] / 1e12
+            assert row["predicted_tflops"] == pytest.approx(rate)
+    assert rows["rope", "fwd"]["predicted_s"] is None
+    few = ["--m", "16", "--n", "8192", "--k", "8192", "--device", "h100-sxm", "--dry-run"]
+    assert status(["op", "gemm", *few]) == 0
+    assert capsys.readouterr().out.endswith(" TFLOP/s, bound by memory\n")
+
+
+def test_no_line_of_a_long_step_is_below_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines are sums of floats, which miss the step by less than a nanosecond."""
+    words = "llama-3.1-405b --nproc 64 --strategy fsdp --grad-accum 16 --device h100-sxm"
+    assert status(["predict", *words.split(), "--json", "-"]) == 0
+    assert min(row["time_ns"] for row in json.loads(capsys.readouterr().out)["ledger"]) > 0
+
+
+TOO_LARGE = {
+    "llama-3.1-8b --nproc 1": "--strategy fsdp --nproc 4 --ac full --mbs 1",
+    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 16": "--nproc 32 --ac full --mbs 2",
+    "qwen3-8b --nproc 1 --precision master": "--precision amp --mbs 1",
+    "llama-3.1-70b --nproc 1 --cuda-graph": "",
+    "llama-3.1-70b --nproc 8 --strategy ddp --bucket-mb 50": "",
+}
+
+
+@pytest.mark.parametrize("words", TOO_LARGE)
+def test_the_options_that_would_fit_do(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", *words.split(), "--device", "h100-sxm", "--json", "-"]
+    assert status(command) == 0
+    fitting = json.loads(capsys.readouterr().out)["memory"]["fitting"]
+    assert fitting.endswith(TOO_LARGE[words])
+    assert bool(fitting) == bool(TOO_LARGE[words])
+    if fitting:
+        given = [*command[2:], *fitting.split()]  # what fits goes before what was given
+        more = itertools.chain(*dict(zip(given[::2], given[1::2], strict=True)).items())
+        assert status(["predict", command[1], *more]) == 0
+        assert json.loads(capsys.readouterr().out)["memory"]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--timeline", "--html"])
+def test_a_file_that_cannot_be_written_is_named_with_its_flag(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "missing" / "file"
+    assert status(["predict", *STEP, flag, str(file)]) == 2
+    assert capsys.readouterr().err.startswith(f"stepmark: {flag} {file} is invalid: it must be")
+
+
 def test_bars_of_a_page_hold_all_spans() -> None:
     """Of many spans, neighbours are one bar; times of a stream are still those of its spans."""
     chance, spans, free = random.Random(1), [], {0: 0, 1: 0}

@@ -156,6 +156,26 @@ def test_a_run_predicts_its_own_step(run: Predict) -> None:
     assert any("scaled from other shapes" in note for note in changed["notes"])
 
 
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    {
+        "--device h100-sxm": "NVIDIA H200: --seq-len 4096 --precision bf16 --compile",
+        "--device h100-sxm --precision amp --seq-len 4096": "NVIDIA H200: --compile",
+        "--device h100-sxm --model gpt2-125m": "NVIDIA H200: --precision bf16 --compile",
+        "--device h200": None,  # the run's
+        "": None,
+    }.items(),
+    ids=joined,
+)
+def test_options_of_a_run_on_another_device_are_named(
+    run: Predict, words: str, kept: str | None
+) -> None:
+    """They are those of the machine that was measured: fp32 of a CPU, for one."""
+    _, document, _ = run(f"--from-run {LLAMA} {words}")
+    notes = [note for note in document["notes"] if "keeps these options" in note]
+    assert [note.partition("which is of ")[2] for note in notes] == ([kept] if kept else [])
+
+
 # What is not predicted, and what the sentence says.
 REFUSED = {
     # Of another device, model, strategy or precision.

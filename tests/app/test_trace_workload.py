@@ -1,6 +1,7 @@
 """Workloads of measured steps: the messages, times, products, streams and stages of traces."""
 
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,7 @@ def test_a_traced_step_is_predicted_with_its_own_times(
     )
     predict = ["predict", str(file), "--json", str(out)]
     assert status(predict) == 0
+    assert re.search(r"bound by the host \(device idle 39\.0 %", capsys.readouterr().out)
     found = json.loads(out.read_text())
     assert found["device"] == "NVIDIA H200"
     assert found["bound"] == "host"

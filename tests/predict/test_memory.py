@@ -11,6 +11,7 @@ from stepmark.app.train_plan import estimated_memory as estimate
 from stepmark.app.train_plan import largest_mbs
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, find_model
+from stepmark.core.ops import Attention, Phase
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import (
@@ -21,7 +22,9 @@ from stepmark.core.training import (
     Precision,
     Recompute,
 )
+from stepmark.core.workload import ComputeOp
 from stepmark.predict.memory import verdict
+from stepmark.workload.rules.pytorch.case import of_case
 
 GPT = find_model("gpt2-1.5b")
 LLAMA = find_model("llama-3.1-8b")
@@ -315,6 +318,32 @@ def test_a_pipeline_counts_its_fullest_stage() -> None:
     two = estimate(case(model=LLAMA, parallel=ParallelConfig(pp=2), precision=Precision.BF16))
     half = 16 * LLAMA.layer_params() + LLAMA.head_params
     assert two.weights_bytes in (2 * half, 2 * (half + LLAMA.norm_params))
+
+
+def kept_passes(case: TrainCase) -> float:
+    """Return the most activations that the first rank's schedule keeps, in passes of it."""
+    kept, most = set[tuple[int | None, int | None]](), 0
+    for op in of_case(case).expand(0):
+        if isinstance(op, ComputeOp) and isinstance(op.op, Attention):
+            (kept.add if op.phase is Phase.FWD else kept.remove)((op.layer, op.microbatch))
+            most = max(most, len(kept))
+    return most / (case.model.num_layers // case.parallel.pp)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_interleaved_stages_keep_the_passes_of_their_schedule(pp: int) -> None:
+    parts = 2 * pp
+    model = dataclasses.replace(LLAMA, num_layers=8, vocab_size=512)
+    plain = case(model=model, mbs=parts, parallel=ParallelConfig(pp=pp), pp_microbatches=parts)
+    interleaved = dataclasses.replace(plain, pp_schedule="interleaved")
+    assert kept_passes(plain) == pp
+    passes = kept_passes(interleaved)
+    assert passes == 1.5 * pp - 0.5
+    one, two = (estimate(each).activations_bytes for each in (plain, interleaved))
+    assert two / one == passes / pp
+    assert estimate(dataclasses.replace(interleaved, pp_microbatches=0)) == estimate(
+        interleaved
+    )
 
 
 def test_a_large_model_over_eight_devices() -> None:

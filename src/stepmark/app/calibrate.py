@@ -141,10 +141,9 @@ def _planned(options: TrainOptions, case: TrainCase, role: str) -> TrainCase:
 
 def _with_few_layers(case: TrainCase) -> TrainCase:
     """Return the case with as few layers as have everything that its layers do."""
-    stages = case.parallel.pp * (2 if case.pp_schedule == "interleaved" else 1)
     grouped = case.blocks_per_group * case.parallel.pp
     kinds = case.recompute_blocks[1] if case.recompute is Recompute.BLOCKS else 1
-    count = min(case.model.num_layers, max(_FEWEST_LAYERS, stages, grouped, kinds))
+    count = min(case.model.num_layers, max(_FEWEST_LAYERS, case.num_stages, grouped, kinds))
     return _planned(replace(options_of(case), num_layers=count), case, KERNELS)
 
 

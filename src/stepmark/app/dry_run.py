@@ -1,33 +1,46 @@
-"""--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV."""
+"""--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV.
+
+Products and attention have the time that prediction gives them by the device's data sheet.
+"""
 
 import sys
 from collections.abc import Callable
 from typing import Any
 
+from stepmark.app.machine import Machine
 from stepmark.app.train_plan import estimated_memory
 from stepmark.core.case import Label, OpCase, Rate
 from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import command_of
+from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.errors import ConfigError
 from stepmark.core.flops import per_token
+from stepmark.core.ledger import Work, work_of_op
+from stepmark.core.ops import Phase
 from stepmark.core.plan import Plan
 from stepmark.core.record import AnyCase
 from stepmark.core.replay_case import ReplayCase
+from stepmark.core.roofline import limit_of
 from stepmark.core.train_case import TrainCase
-from stepmark.core.units import MIB, TFLOP, format_bytes
-from stepmark.core.workload import CommOp
+from stepmark.core.units import MIB, TFLOP, format_bytes, format_time
+from stepmark.core.workload import CommOp, ComputeOp
+from stepmark.predict.costs import RooflineCosts
+from stepmark.report.prediction import by_sheet
 from stepmark.store.export import write_csv, write_json
 from stepmark.workload.rules.pytorch.case import of_case
 
 Row = dict[str, Any]
 
 
-def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
-    """Print the cases of a plan, or write them to --json and --csv."""
-    for note in plan.notes:
-        sys.stderr.write(f"# {note}\n")
+def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = None) -> None:
+    """Print the cases of a plan for this machine, or write them to --json and --csv."""
     cases = [entry.case for entry in plan.entries if entry.launch == 1]
-    rows = [row for case in cases for row in _rows(case)]
+    device = find_device(here.name)
+    rows = [row for case in cases for row in _rows(case, device)]
+    is_predicted = any(row.get("predicted_s") for row in rows)
+    source = [f"predicted times are {by_sheet(here.name)}"] if is_predicted else []
+    for note in (*plan.notes, *source):
+        sys.stderr.write(f"# {note}\n")
     for target, write in ((json, write_json), (csv, write_csv)):
         if target:
             write(rows, target)
@@ -42,9 +55,9 @@ def show(plan: Plan, json: str | None = None, csv: str | None = None) -> None:
     sys.stderr.write(f"{count}; none was run\n")
 
 
-def _rows(case: AnyCase) -> list[Row]:
+def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:
     if isinstance(case, OpCase):
-        rows = [_operator_row(case, label) for label in case.labels or (Label(),)]
+        rows = [_operator_row(case, label, device) for label in case.labels or (Label(),)]
     elif isinstance(case, ReplayCase):
         rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
     else:
@@ -53,7 +66,7 @@ def _rows(case: AnyCase) -> list[Row]:
     return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
 
 
-def _operator_row(case: OpCase, label: Label) -> Row:
+def _operator_row(case: OpCase, label: Label, device: DeviceSpec | None) -> Row:
     return {
         "model": label.model,
         "role": label.role,
@@ -67,6 +80,21 @@ def _operator_row(case: OpCase, label: Label) -> Row:
         "memory_bytes": case.op.memory_bytes,
         "flops": case.op.flops,
         "bytes_moved": case.op.bytes_moved,
+        **_predicted(case, device),
+    }
+
+
+def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
+    """Return the time of a product or of attention, its rate, and what bounds it."""
+    op = ComputeOp(op=case.op, phase=Phase.FWD, module="")
+    is_product = work_of_op(op) in (Work.MATMUL, Work.ATTENTION)
+    cost = RooflineCosts(device)(op) if device and is_product else None
+    if device is None or cost is None:
+        return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
+    return {
+        "predicted_s": cost.total_s,
+        "predicted_tflops": case.op.flops / cost.total_s / TFLOP,
+        "bound": limit_of(case.op, device.peak(case.dtype), device.hbm_bytes_per_s),
     }
 
 
@@ -131,7 +159,12 @@ def _operator_line(row: Row) -> str:
     words = " ".join(row[name] for name in names if row[name])
     words += "" if row["rate"] == Rate.SUSTAINED else f" {row['rate']}"
     traffic, memory = format_bytes(row["bytes_moved"]), format_bytes(row["memory_bytes"])
-    return f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
+    text = f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
+    if not row["predicted_s"]:
+        return text
+    rate = f"{row['predicted_tflops']:.4g} TFLOP/s"
+    time = format_time(row["predicted_s"])
+    return f"{text}, predicted {time} at {rate}, bound by {row['bound']}"
 
 
 def _step_line(row: Row) -> str:

@@ -100,7 +100,8 @@ def measure_or_list(
         return make_plan(machine(options.device, dry_run=options.dry_run))
 
     if options.dry_run:
-        load("stepmark.app.dry_run:show")(planned(), options.json, options.csv)
+        here = machine(options.device, dry_run=True)
+        load("stepmark.app.dry_run:show")(planned(), here, options.json, options.csv)
         return 0
     return measure(
         planned, options.device, options.out, resume=options.resume, force=options.force

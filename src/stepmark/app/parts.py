@@ -313,9 +313,7 @@ def _host_times(
 
     record = min(filter(is_like_it, steps), key=distance, default=None)
     if record is None or record.training is None:
-        notes.append(
-            "the host's time was not calibrated: the step counts as bound by the device"
-        )
+        notes.append("the host's time was not calibrated: it counts as ahead of the device")
         return _no_host
     counts = {"fwd": 0, "bwd": 0, "optim": 0}
     for op in of_case(record.train).expand():

@@ -57,7 +57,7 @@ def run(options: PredictOptions) -> int:
     write_files(options, "prediction", document, report.rows(prediction))
     if options.timeline:
         spans = prediction.timeline.spans()
-        write_json(step_timeline.perfetto(spans), options.timeline, "timeline")
+        write_json(step_timeline.perfetto(spans), options.timeline, "timeline", "timeline")
     if options.html:
         html: str = load("stepmark.report.prediction_page:page")(document, prediction)
         write_text(options.html, html, "html")
@@ -125,7 +125,7 @@ def predict(target: Target, changes: dict[str, float]) -> tuple[StepPrediction, 
         if Source.ROOFLINE in prediction.sources:
             notes.append("casts to FP8 take no time by the data sheet: the step takes longer")
     if not _host_is_known(target):
-        notes.append("the host's time is not known: the step counts as bound by the device")
+        notes.append("the host's time is not known: it counts as ahead of the device")
     is_on_gpu = target.case is None or target.case.device == "cuda"
     if power is None and is_on_gpu and not is_of_file:
         notes.append("power was not calibrated: the clock counts as not limited by power")

@@ -2,6 +2,7 @@
 
 import contextlib
 import operator
+import shlex
 import socket
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -17,6 +18,7 @@ from stepmark.app.models import read_models
 from stepmark.app.parts import Parts, read_parts
 from stepmark.core.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.core.errors import ConfigError
+from stepmark.core.options import argv
 from stepmark.core.predict_options import PredictOptions
 from stepmark.core.record import Measured, RunInfo
 from stepmark.core.train_case import TrainCase
@@ -78,9 +80,31 @@ def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
         parts=parts,
         calibration=path,
     )
-    return target, _origin_notes(path, here) if path else _unused(
-        options, train, here, case, workload
-    )
+    notes = _run_notes(options, train, here, case, base) if base else []
+    if path:
+        return target, [*notes, *_origin_notes(path, here)]
+    return target, [*notes, *_unused(options, train, here, case, workload)]
+
+
+def _run_notes(
+    options: PredictOptions, train: TrainOptions, here: Machine, case: TrainCase, base: Path
+) -> list[str]:
+    """Return a note on what decides the step and is the run's, which has another device."""
+    of_run = _machine(replace(options, device=None), base)
+    if (of_run.device, of_run.name) == (here.device, here.name or of_run.name):
+        return []
+    given, kept = given_options(options), dict[str, Any]()
+    for name, value in given_options(train).items():
+        if name in given or name in ("models", "model"):
+            continue
+        with contextlib.suppress(ConfigError):  # another option needs it
+            if _case(options, _without(name, train), here).case_id == case.case_id:
+                continue
+        kept[name] = value
+    if not kept:
+        return []
+    words = shlex.join(argv(TrainOptions(**kept)))
+    return [f"the step keeps these options of the run, which is of {of_run.name}: {words}"]
 
 
 def _unused(
@@ -93,7 +117,7 @@ def _unused(
     """Return a note on the given options without which the data sheet's step is the same."""
     names: list[str] = []
     for name in reversed(given_options(train)):  # --compile-mode before --compile
-        fewer = replace(train, **{name: getattr(TrainOptions(), name)})
+        fewer = _without(name, train)
         try:
             without = _case(options, fewer, here)
             if _sizes(without) != _sizes(case) or without.case_id == case.case_id:
@@ -107,6 +131,10 @@ def _unused(
             train = fewer
     shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
     return [f"by the data sheet the step takes as long without {shown}"] if names else []
+
+
+def _without(name: str, train: TrainOptions) -> TrainOptions:
+    return replace(train, **{name: getattr(TrainOptions(), name)})
 
 
 def _sizes(case: TrainCase) -> tuple[object, ...]:

@@ -222,7 +222,7 @@ def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
     if options.csv:
         write_csv(log.comm_logs, options.csv, "replay")
     if options.timeline:
-        write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline")
+        write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline", "timeline")
     if options.html:
         page: str = load("stepmark.report.replay_page:page")(file, log)
         write_text(options.html, page, "html")

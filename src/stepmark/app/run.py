@@ -61,7 +61,7 @@ def run(options: RunOptions) -> int:
     """Calibrate, predict, train, and write the page."""
     if options.dry_run:
         target = machine(options.device, dry_run=True)
-        load("stepmark.app.dry_run:show")(plan(options, target))
+        load("stepmark.app.dry_run:show")(plan(options, target), target)
         return 0
 
     def planned() -> Plan:

@@ -15,7 +15,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
-from stepmark.core.train_options import SAME_IN_CASE, TrainOptions
+from stepmark.core.train_options import SAME_IN_CASE, TrainOptions, options_of
 from stepmark.core.training import (
     CompileScope,
     DataParallel,
@@ -307,13 +307,26 @@ def what_fits(
     is_copied = case.parallel.dp_replicate > 1
     is_sharded = case.data_parallel is DataParallel.FSDP
     unshared = " --dp-replicate 1" if is_copied and is_sharded else ""
+    mbs, words = case.num_microbatches, f"{unshared} --ac full"
+    sharded = replace(full, mbs=mbs, data_parallel=DataParallel.FSDP)
+    if case.precision is Precision.MASTER:  # the shards of amp are in fp32, too
+        sharded, words = replace(sharded, precision=Precision.AMP), f"{words} --precision amp"
     count = case.num_ranks if is_copied else 2 * case.num_ranks
     while count <= _MOST_RANKS:
         shards = count // case.num_ranks * case.parallel.data_ranks
         axes = replace(case.parallel, dp_replicate=1, dp_shard=shards)
-        wider = replace(full, mbs=1, parallel=axes, data_parallel=DataParallel.FSDP)
+        wider = replace(sharded, parallel=axes)
         sizes = memory.calibrated(wider, stage_of_case)
-        if memory.verdict(wider, *sizes, device_bytes) == "fits":
-            return f"--strategy fsdp --nproc {count}{unshared} --ac full --mbs 1"
+        if memory.verdict(wider, *sizes, device_bytes) == "fits" and _is_possible(wider):
+            return f"--strategy fsdp --nproc {count}{words} --mbs {mbs}"
         count *= 2
     return ""
+
+
+def _is_possible(case: TrainCase) -> bool:
+    """Return whether the case runs with the options that it has."""
+    try:
+        train_refusals.check(case, options_of(case))
+    except ConfigError:
+        return False
+    return True

@@ -119,14 +119,13 @@ def _pipeline(case: TrainCase) -> Refused:
     pp, model = case.parallel.pp, case.model
     if pp == 1:
         return
-    stages = 2 * pp if case.pp_schedule == "interleaved" else pp
+    stages, parts = case.num_stages, case.num_microbatches
     if model.num_layers < stages:
         most = model.num_layers * pp // stages
         has = f"{model.name} has {model.num_layers} layers for {stages} stages"
         yield "pp", pp, f"at most {most}: {has}"
     if model.tied_embeddings:
         yield "pp", pp, f"1, since {model.name} ties its input and output embeddings"
-    parts = case.pp_microbatches or stages
     if parts < stages:
         yield "pp-microbatches", parts, f"at least {stages}, the number of stages"
     if case.mbs % parts:

@@ -41,7 +41,8 @@ def run(options: FillOptions) -> int:
         return plan(options, machine(options.device, dry_run=options.dry_run))
 
     if options.dry_run:
-        load("stepmark.app.dry_run:show")(planned())
+        here = machine(options.device, dry_run=True)
+        load("stepmark.app.dry_run:show")(planned(), here)
         return 0
     return measure(
         planned, options.device, options.runs, resume=options.resume, force=options.force

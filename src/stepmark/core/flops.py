@@ -11,7 +11,8 @@ torchtitan  6 (N - N_embedding) + 12 L H Dh T (torchtitan, models/utils.py): the
 palm-all    6 N + 12 L H Dh T with N of everything stored (appendix B of PaLM,
             arXiv:2204.02311, with the embedding tables in N); of no meaning for experts.
 hfu         causal, and the forward products that checkpointing runs again (Korthikanti et
-            al., arXiv:2205.05198): of a checkpointed block all of them.
+            al., arXiv:2205.05198): of a checkpointed block all of them, also the last one,
+            which torch may skip.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class TokenFlops:
     causal: float
     torchtitan: float
     palm_all: float | None  # None: the model has experts
-    hfu: float  # executed: causal and recompute
+    hfu: float  # causal and recomputed
 
 
 def per_token(case: TrainCase) -> TokenFlops:

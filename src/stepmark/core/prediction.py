@@ -33,13 +33,14 @@ class Span:
 class Timeline:
     """One steady step of all pipeline stages that was simulated.
 
-    busy_s: compute of the slowest stage by kind of work, contention included.
-    contention_s: the part of it that communication adds. bubble_s: time in which the slowest
-    stage waits for another stage.
+    slowest: the stage that computes the longest. busy_s: its compute by kind of work,
+    contention included. contention_s: the part of it that communication adds. bubble_s: time
+    in which it waits for another stage.
     """
 
     step_s: float
     ledgers: tuple[Ledger, ...]  # by stage
+    slowest: int
     busy_s: Mapping[Work, float]
     contention_s: float
     comm_s: float  # communication of the slowest stage, exposed or not

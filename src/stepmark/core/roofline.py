@@ -1,4 +1,4 @@
-"""Lower bound of the time of an operation on a device."""
+"""Lower bound of the time of an operation on a device, and what sets it."""
 
 from stepmark.core.device import DeviceSpec
 from stepmark.core.ops import Op
@@ -21,3 +21,13 @@ def roofline_time(op: Op | Kernel, device: DeviceSpec) -> float | None:
     else:
         peak = device.peak(op.dtype)
     return None if peak is None else max(bound_s, op.flops / peak)
+
+
+def limit_of(op: Op, flops_per_s: float | None, bytes_per_s: float | None) -> str | None:
+    """Return whether compute or memory bounds an operator; None: a ceiling is unknown."""
+    if not op.flops:
+        return "memory"
+    if not flops_per_s or not bytes_per_s:
+        return None
+    is_compute = op.flops / flops_per_s >= op.bytes_moved / bytes_per_s
+    return "compute" if is_compute else "memory"

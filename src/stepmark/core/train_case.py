@@ -103,6 +103,16 @@ class TrainCase:
         return 1 if self.schedule is Schedule.STEP else self.grad_accum
 
     @property
+    def num_stages(self) -> int:
+        """Return the pipeline stages, of which a rank has two where they are interleaved."""
+        return self.parallel.pp * (2 if self.pp_schedule == "interleaved" else 1)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return into how many parts a pipeline divides a micro-batch."""
+        return 1 if self.parallel.pp == 1 else self.pp_microbatches or self.num_stages
+
+    @property
     def strategy(self) -> str:
         """Return e.g. single, ddp, fsdp, hsdp, tp2, fsdp x tp2."""
         axes = self.parallel

@@ -15,7 +15,7 @@ from stepmark.core.module import Module
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Fp8, Recompute
 from stepmark.core.units import GIB
-from stepmark.predict.step_memory import StepMemory, num_microbatches
+from stepmark.predict.step_memory import StepMemory
 
 _TOO_MANY = 2**24  # sequences
 _PURPOSES = ("weights", "gradients", "optimizer", "gathered", "activations", "working", "head")
@@ -130,7 +130,7 @@ def largest_mbs(
 ) -> int:
     """Return the largest micro-batch that fits by verdict; 0 if not even one sequence does."""
 
-    parts = num_microbatches(case)
+    parts = case.num_microbatches
 
     def fits(mbs: int) -> bool:
         # A pipeline's microbatches are rounded up, so that several mbs are one case.

@@ -20,10 +20,30 @@ _FIRST_BUCKET = MIB
 _Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
 
 
-def num_microbatches(case: TrainCase) -> int:
-    """Return into how many parts a pipeline divides a micro-batch."""
-    axes = case.parallel
-    return 1 if axes.pp == 1 else case.pp_microbatches or axes.pp
+def _passes(case: TrainCase, rank: int, units: list[Unit]) -> list[tuple[bool, list[Unit]]]:
+    """Return passes of a micro-step, forward or not, until more of them need no more memory.
+
+    With 1F1B a rank is ahead by as many microbatches as ranks follow it. With interleaved
+    stages it begins with a round through the first one and two passes for each later rank
+    (torch/distributed/pipelining/schedules.py).
+    """
+    stages, per_round = [units], case.num_microbatches
+    later = case.parallel.pp - 1 - rank
+    ahead, total = later + 1, later + 2  # with one of those that find gradients
+    if case.num_stages > case.parallel.pp:
+        num_blocks = sum(unit.name == "block" for unit in units)
+        middle = (units[0].name == "embedding") + -(-num_blocks // 2)
+        stages = [units[:middle], units[middle:]]
+        rounds = max(1, case.num_microbatches // case.parallel.pp)
+        per_round //= rounds
+        ahead, total = per_round + 2 * later + 1, 2 * per_round * min(rounds, 2)
+    total = min(total, len(stages) * case.num_microbatches)
+    turns = [number // per_round % len(stages) for number in range(total)]
+    forward = [(True, stages[turn]) for turn in turns]
+    passes = forward[:ahead]
+    for number, turn in enumerate(turns):
+        passes += [(False, stages[-1 - turn]), *forward[ahead + number : ahead + number + 1]]
+    return passes
 
 
 class StepMemory:
@@ -37,12 +57,10 @@ class StepMemory:
         # By DDP's hook: gradients in bf16 beside those in fp32.
         self._compresses = self._formats.is_ddp and case.reduce_dtype is DType.BF16
         self._compresses = self._compresses and self._formats.stored_itemsize == FP32
-        self._microbatches = num_microbatches(case)
-        # 1F1B: the first stage is as many microbatches ahead as there are stages.
-        self._in_flight = min(axes.pp - stage, self._microbatches)
         self._row_bytes = case.model.hidden_size * self._formats.itemsize
-        self._tokens = -(-case.mbs // self._microbatches) * case.model.seq_len // axes.cp
+        self._tokens = -(-case.mbs // case.num_microbatches) * case.model.seq_len // axes.cp
         self._units = UnitBuilder(case).units(root, stage)
+        self._passes = _passes(case, stage, self._units)
         self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
         self._fsdp = FsdpMemory(case, self.heap, self._units)
         self._added: list[Block] = []  # gradients that a compiled graph returns to be added
@@ -106,19 +124,22 @@ class StepMemory:
 
     def _micro_step(self, *, is_last: bool) -> None:
         is_reduced = is_last or self._case.grad_sync is GradSync.EVERY
-        passes = [self._forward() for _ in range(self._in_flight)]
-        if self._microbatches > self._in_flight:  # one of those that find gradients
-            self._backward(passes.pop(0), reduces=False, reshards=False)
-            passes.append(self._forward())
-        while passes:
-            is_over = len(passes) == 1
-            self._backward(passes.pop(0), reduces=is_reduced and is_over, reshards=is_over)
+        kept: list[tuple[list[Unit], list[_Kept]]] = []
+        for number, (is_forward, units) in enumerate(self._passes):
+            if is_forward:
+                kept.append((units, self._forward(units)))
+                continue
+            first = next(each for each in kept if each[0] is units)
+            kept.remove(first)
+            is_over = all(units is not later for _, later in self._passes[number + 1 :])
+            reduces = is_reduced and is_over
+            self._backward(*first, reduces=reduces, reshards=is_over)
         if self._case.precision is Precision.MASTER:
             self._drop_grads()
 
-    def _forward(self) -> list[_Kept]:
+    def _forward(self, units: list[Unit]) -> list[_Kept]:
         kept: list[_Kept] = []
-        for unit in self._units:
+        for unit in units:
             self._fsdp.gather(unit)
             if unit.name == "embedding":
                 kept.append([])
@@ -135,7 +156,7 @@ class StepMemory:
                     kept[-1].append(self._loss(unit))
             self._fsdp.reshard(unit)
         self._fsdp.end_forward()
-        for unit in self._units:  # autocast's cache ends with its region
+        for unit in units:  # autocast's cache ends with its region
             if unit.is_checkpointed:
                 self._free_copies(unit.all_weights)
         return kept
@@ -206,10 +227,12 @@ class StepMemory:
         assert total is not None
         return [grad_input, total]
 
-    def _backward(self, kept: list[_Kept], *, reduces: bool, reshards: bool) -> None:
-        is_last = self._units[-1].name == "output"
+    def _backward(
+        self, units: list[Unit], kept: list[_Kept], *, reduces: bool, reshards: bool
+    ) -> None:
+        is_last = units[-1].name == "output"
         grad = self._allocate_rows(0 if is_last else self._row_bytes)
-        for unit, blocks in zip(reversed(self._units), reversed(kept), strict=True):
+        for unit, blocks in zip(reversed(units), reversed(kept), strict=True):
             self._fsdp.gather_again(unit)
             if unit.name == "output":
                 grad = self._output_backward(unit, blocks, grad)

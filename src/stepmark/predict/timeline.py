@@ -227,6 +227,7 @@ class _Steady:
         return Timeline(
             step_s=self.step_s,
             ledgers=ledgers,
+            slowest=slowest,
             busy_s=busy_s,
             contention_s=own.within[CONTENTION] / _NS,
             comm_s=moving_ns / _NS,
@@ -255,7 +256,9 @@ class _Steady:
             moved_s += self.less * more_moved_s
         # A stage whose host is simulated waits for the issue of something, others for a stage.
         idle = Group.IDLE, Idle.HOST if lane.has_host else Idle.RANK
-        lines[idle] = lines.get(idle, 0.0) + self.step_s - sum(lines.values())
+        rest_s = self.step_s - sum(lines.values())
+        if abs(rest_s) > _SAME * self.step_s:  # less is what sums of floats leave
+            lines[idle] = lines.get(idle, 0.0) + rest_s
         window_ns = round(self.step_s * _NS)
         times_ns = {line: round(time_s * _NS) for line, time_s in lines.items()}
         times_ns[max(times_ns, key=times_ns.__getitem__)] += window_ns - sum(times_ns.values())

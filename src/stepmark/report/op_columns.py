@@ -30,6 +30,7 @@ from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.ops import EmbeddingBag, Phase
 from stepmark.core.record import Measured, Record, RunInfo
+from stepmark.core.roofline import limit_of
 from stepmark.core.units import GB, TFLOP
 from stepmark.report.launches import OpLaunches, pooled
 from stepmark.report.outcomes import (
@@ -119,13 +120,8 @@ class OpFigures(Figures):
 
     @cached_property
     def bound(self) -> str | None:
-        op = self.record.operator.op
-        if not op.flops:
-            return "memory"
         peak, hbm = self._peak or self._best_flops, self._hbm or self._best_bytes
-        if not peak or not hbm:
-            return None
-        return "compute" if op.flops / peak >= op.bytes_moved / hbm else "memory"
+        return limit_of(self.record.operator.op, peak, hbm)
 
     @cached_property
     def ceiling(self) -> tuple[float, str] | None:

@@ -5,13 +5,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepmark.core.columns import Row, aligned
-from stepmark.core.ledger import TRANSFER, WAITING, Group, Ledger
+from stepmark.core.ledger import TRANSFER, WAITING, Group, Idle, Ledger
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.step_cost import Source
 from stepmark.core.units import TFLOP, format_bytes
 
 _MOST_STAGES = 4  # that are all printed
 _ORDER = {group: index for index, group in enumerate(Group)}
+_HOST = "the host"
+_LEAST_SHARE_PCT = 5.0  # of the step that the sentence on its limit names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +53,7 @@ def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
         if tokens_per_s and facts.flops_per_token
         else None,
         "bound": "host" if timeline.is_host_bound else "device",
+        "shares_pct": shares_pct(timeline.ledgers[timeline.slowest]),
         "bubble_s": timeline.bubble_s if facts.pipeline_is_known else None,
         "comm_s": timeline.comm_s,
         "exposed_comm_s": timeline.exposed_s,
@@ -73,6 +76,21 @@ def _percent(facts: Facts, tokens_per_s: float | None, flops: float | None) -> f
     if not tokens_per_s or not flops or not facts.peak_flops_per_s:
         return None
     return 100 * tokens_per_s * flops / facts.num_ranks / facts.peak_flops_per_s
+
+
+def shares_pct(ledger: Ledger) -> dict[str, float]:
+    """Return what the step waits for with its share, the largest first; they add up to 100."""
+    waiting_ns = ledger.within.get(WAITING, 0)
+    causes = {
+        "computation": ledger.total(Group.COMPUTE) + ledger.total(Group.OVERLAPPED),
+        "exposed communication": ledger.total(Group.COMM) - waiting_ns,
+        "the pipeline bubble": waiting_ns + ledger.lines.get((Group.IDLE, Idle.RANK), 0),
+        _HOST: ledger.lines.get((Group.IDLE, Idle.HOST), 0),
+        "launch gaps": ledger.lines.get((Group.IDLE, Idle.LAUNCH_GAP), 0),
+        "copies": ledger.total(Group.COPIES),
+    }
+    ordered = sorted(causes.items(), key=lambda cause: -cause[1])
+    return {name: 100 * time_ns / ledger.window_ns for name, time_ns in ordered if time_ns}
 
 
 def rows(prediction: StepPrediction) -> list[Row]:
@@ -102,6 +120,10 @@ def part_rows(prediction: StepPrediction) -> list[Row]:
     ]
 
 
+def by_sheet(device: str) -> str:
+    return f"the data sheet's of {device} over published efficiencies, often 15 to 35 % off"
+
+
 def source_notes(
     sources: Mapping[Source, float], comm: Mapping[str, Source], device: str
 ) -> Iterator[str]:
@@ -110,8 +132,7 @@ def source_notes(
     texts = {
         Source.SCALED: "is scaled from other shapes",
         Source.OPERATOR: "is that of operators measured by themselves",
-        Source.ROOFLINE: f"is the data sheet's of {device} over published efficiencies, "
-        "often 15 to 35 % off",
+        Source.ROOFLINE: f"is {by_sheet(device)}",
         Source.FILE: "is the workload file's own",
     }
     for source, text in texts.items():
@@ -199,8 +220,7 @@ def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str
         yield "MFU", f"{most}{facts['mfu_pct']:.1f} % MFU (causal)"
     if facts["hfu_pct"] is not None and facts["hfu_pct"] != facts["mfu_pct"]:
         yield "HFU", f"{most}{facts['hfu_pct']:.1f} % HFU"
-    condition = "" if facts["host_is_known"] else " if the host keeps up"
-    yield "limit", f"bound by the {facts['bound']}{condition}"
+    yield "limit", _limit(facts)
     if facts["comm_s"]:
         exposed, comm = facts["exposed_comm_s"], facts["comm_s"]
         text = f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed"
@@ -215,6 +235,19 @@ def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str
         yield "energy", f"{facts['energy_per_token_j'] * 1e3:.1f} mJ per token"
     if facts["memory"]:
         yield "memory", _memory(facts["memory"])
+
+
+def _limit(facts: Mapping[str, Any]) -> str:
+    """Return what the step waits for, with shares; the host comes first where it is late."""
+    shares: dict[str, float] = {**facts["shares_pct"]}
+    first, idle = next(iter(shares), "computation"), ""
+    if facts["bound"] == "host":
+        first, idle = _HOST, "device idle "
+    words = [f"{first} ({idle}{shares.pop(first, 0.0):.1f} % of the step)"]
+    words += (f"{n} ({pct:.1f} %)" for n, pct in shares.items() if pct >= _LEAST_SHARE_PCT)
+    condition = "" if facts["host_is_known"] else " if the host keeps up"
+    first_ones = f"{', '.join(words[:-1])} and " if words[1:] else ""
+    return f"bound by {first_ones}{words[-1]}{condition}"
 
 
 def _memory(memory: Mapping[str, Any]) -> str:

@@ -47,14 +47,18 @@ def export(
             EXPORTERS[kind](rows, run, target)
 
 
-def write_csv(rows: list[Row], target: str | Path, name: str = "rows") -> None:
+def write_csv(
+    rows: list[Row], target: str | Path, name: str = "rows", field: str = "csv"
+) -> None:
     """Write one table. '-' is stdout; in a folder the file is called <name>.csv."""
-    write_text(_file_for(target, name, "csv"), _csv_text(rows))
+    write_text(_file_for(target, name, "csv", field), _csv_text(rows), field)
 
 
-def write_json(document: object, target: str | Path, name: str = "rows") -> None:
+def write_json(
+    document: object, target: str | Path, name: str = "rows", field: str = "json"
+) -> None:
     """Write plain values. '-' is stdout; in a folder the file is <name>.json."""
-    write_text(_file_for(target, name, "json"), _json_text(document))
+    write_text(_file_for(target, name, "json", field), _json_text(document), field)
 
 
 def write_tables(
@@ -103,12 +107,12 @@ def is_folder(target: str | Path) -> bool:
     return str(target).endswith(("/", os.sep)) or Path(target).is_dir()
 
 
-def _file_for(target: str | Path, name: str, suffix: str) -> str | Path:
+def _file_for(target: str | Path, name: str, suffix: str, field: str) -> str | Path:
     """Return the file in a folder, or else the target itself."""
     path = Path(target)
     if str(target) == "-" or not is_folder(target):
         return target
-    with config_errors(path):
+    with config_errors(path, field):
         path.mkdir(parents=True, exist_ok=True)
     return path / f"{name}.{suffix}"
 
@@ -272,11 +276,11 @@ def _to_mlflow(rows: list[Row], run: RunInfo, target: Path) -> None:
 
 
 def _to_csv(rows: list[Row], run: RunInfo, target: Path) -> None:
-    write_csv(rows, target, run.run_id)
+    write_csv(rows, target, run.run_id, "output")
 
 
 def _to_json(rows: list[Row], run: RunInfo, target: Path) -> None:
-    write_json({"run": codec.to_plain(run), "rows": rows}, target, run.run_id)
+    write_json({"run": codec.to_plain(run), "rows": rows}, target, run.run_id, "output")
 
 
 EXPORTERS: dict[str, Callable[[list[Row], RunInfo, Path], None]] = {

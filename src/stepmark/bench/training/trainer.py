@@ -137,8 +137,7 @@ class Pipelined:
         assert mesh is not None
         group = mesh.get_group()
         rank, num_ranks = dist.get_rank(group), case.parallel.pp
-        per_rank = 2 if case.pp_schedule == "interleaved" else 1
-        num_stages = num_ranks * per_rank
+        num_stages = case.num_stages
         layers = stage_layers(case.model.num_layers, num_stages)
         self._case, self._group = case, group
         self._is_first = rank == 0
@@ -152,7 +151,7 @@ class Pipelined:
             PipelineStage(stage.call, index, num_stages, device, group=group)
             for index, stage in zip(own_stages, built, strict=True)
         ]
-        count = case.pp_microbatches or num_stages
+        count = case.num_microbatches
         if case.mbs % count:
             rule = f"a multiple of {count}, because it counts all microbatches of a pipeline"
             raise ConfigError("mbs", case.mbs, rule)
@@ -164,7 +163,7 @@ class Pipelined:
 
         # Scaled by torch, gradients of earlier micro-steps would be divided once more.
         options: dict[str, Any] = {"loss_fn": loss, "scale_grads": False}
-        if per_rank == 1:
+        if num_stages == num_ranks:
             self._schedule: Any = Schedule1F1B(stages[0], count, **options)
         else:
             self._schedule = ScheduleInterleaved1F1B(stages, count, **options)

@@ -80,7 +80,7 @@ def _workload(job: Job, settings: Settings) -> Workload:
 
 def job_of(case: TrainCase) -> Job:
     """Return the job of a case, whose micro-batches a pipeline divides further."""
-    parts = _parts(case)
+    parts = case.num_microbatches
     if case.mbs % parts:
         rule = f"a multiple of {parts}, because it counts all microbatches of a pipeline"
         raise ConfigError("mbs", case.mbs, rule)
@@ -91,14 +91,6 @@ def job_of(case: TrainCase) -> Job:
         gbs=case.mbs * case.parallel.data_ranks * case.grad_accum,
         dtype=DType.FP32 if case.precision is Precision.FP32 else DType.BF16,
     )
-
-
-def _parts(case: TrainCase) -> int:
-    axes = case.parallel
-    if axes.pp == 1:
-        return 1
-    stages = 2 * axes.pp if case.pp_schedule == "interleaved" else axes.pp
-    return case.pp_microbatches or stages
 
 
 def settings_of(case: TrainCase, kind: type[T]) -> T:
@@ -130,7 +122,7 @@ def settings_of(case: TrainCase, kind: type[T]) -> T:
         "recompute_some": case.recompute_blocks[0],
         "recompute_every": case.recompute_blocks[1],
         "pp_schedule": Schedule(case.pp_schedule),
-        "pp_microbatches": _parts(case),
+        "pp_microbatches": case.num_microbatches,
         "pp_split": Split.EVEN,
     }
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
