@@ -191,6 +191,19 @@ def test_the_options_that_would_fit_do(words: str, capsys: pytest.CaptureFixture
         assert json.loads(capsys.readouterr().out)["memory"]["verdict"] == "fits"
 
 
+@pytest.mark.parametrize(
+    ("seq_len", "is_uncertain"), [("4096", False), ("5632", True), ("8192", False)]
+)
+def test_a_step_that_may_run_out_of_memory_may_take_longer(
+    seq_len: str, is_uncertain: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--model qwen3-8b --strategy fsdp --nproc 4 --mbs 1 --seq-len {seq_len}".split()
+    assert status(["predict", *words, "--device", "h100", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["memory"]["verdict"] == "uncertain") is is_uncertain
+    assert any("frees its cache" in note for note in document["notes"]) is is_uncertain
+
+
 @pytest.mark.parametrize("flag", ["--json", "--csv", "--timeline", "--html"])
 def test_a_file_that_cannot_be_written_is_named_with_its_flag(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

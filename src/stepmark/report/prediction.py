@@ -68,8 +68,17 @@ def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
         "sources_s": {str(source): time_s for source, time_s in prediction.sources.items()},
         "ledger": rows(prediction),
         "ledger_parts": part_rows(prediction),
-        "notes": notes,
+        "notes": [*notes, *_memory_notes(facts.memory)],
     }
+
+
+def _memory_notes(memory: StepMemory | None) -> Iterator[str]:
+    """Yield what uncertain memory means for the time (docs/prediction.md, measured errors)."""
+    if memory is not None and memory.verdict == "uncertain":
+        yield (
+            "memory may run out, and torch's allocator then frees its cache in every step: one "
+            "such step took 2.4 times its predicted time"
+        )
 
 
 def _percent(facts: Facts, tokens_per_s: float | None, flops: float | None) -> float | None:
