@@ -1,8 +1,10 @@
 """The ledger of a step of a run as two pictures, for a light and a dark page.
 
     python recipes/ledger_pictures.py results/h100-run docs/images
+    python recipes/ledger_pictures.py results/h100-x4-predictions-1 docs/images \\
+        --step 3 --name ledger-fsdp
 
---step: number of the step, of a run with several. docs/images has those of the command above.
+--step: number of the step, of a run with several. docs/images has those of the commands above.
 """
 
 import argparse
@@ -24,6 +26,7 @@ def main() -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--step", type=int, default=1)
+    parser.add_argument("--name", default="ledger", help="beginning of the files' names")
     arguments = parser.parse_args()
     try:
         report = step_report(arguments.run, view(arguments.run))
@@ -37,7 +40,7 @@ def main() -> int:
     step = steps[arguments.step - 1]
     ledgers = [own for own in (step.predicted, step.measured.ledger) if own is not None]
     for name, theme in THEMES.items():
-        path = arguments.folder / f"ledger-{name}.svg"
+        path = arguments.folder / f"{arguments.name}-{name}.svg"
         title = ledger_page.clauses(step.sentence)[0]
         names = NAMES[-len(ledgers) :]
         picture = ledger_svg.svg(ledgers, names, title=title, theme=theme, is_file=True)
