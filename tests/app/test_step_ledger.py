@@ -16,6 +16,7 @@ from tests.trace.comm_traces import TraceWriter
 
 from stepmark.app import step_report
 from stepmark.app.step_ledger import measured_ledger
+from stepmark.app.view import view
 from stepmark.cli.main import status
 from stepmark.core.case import Label
 from stepmark.core.errors import ConfigError
@@ -291,6 +292,16 @@ def test_the_page_of_a_prediction_that_was_changed(
     assert html.index('class="warning"') < html.index("<nav>")
     assert f"committed (sha256 {digest[:16]}): it was changed since" in html
     assert "predicted 1" not in html
+
+
+@pytest.mark.parametrize(("name", "is_hot"), [("1", False), ("3", True)])
+def test_a_gpu_that_heat_slowed_down_is_named(name: str, is_hot: bool) -> None:
+    run = Path(__file__).parents[2] / "results" / f"h100-x4-predictions-{name}"
+    report = step_report.step_report(run, view(run))
+    assert report is not None
+    notes = [note for note in report.notes if "heat slowed down" in note]
+    assert bool(notes) is is_hot
+    assert all("GPU of rank 3 (" in note for note in notes)
 
 
 def test_past_predictions_of_gpus_say_nothing_of_a_cpu() -> None:

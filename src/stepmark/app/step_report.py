@@ -2,7 +2,7 @@
 
 import csv
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.resources import files
@@ -229,7 +229,7 @@ def step_report(path: Path, run: View) -> StepReport | None:
                     notes.append(f"no ledger: {error}")
                     continue
                 steps.append(_step(own, record, measured, path, run))
-                notes += measured.notes
+                notes += [*measured.notes, *_heat_notes(record)]
         if own.ledgers and records and own.case_id not in {step.case_id for step in steps}:
             notes.append(_totals(own, records))
     return StepReport(
@@ -317,6 +317,19 @@ def _step(
             )
         ),
     )
+
+
+def _heat_notes(record: Measured) -> Iterator[str]:
+    """Yield which GPUs were slowed down by heat, which no prediction includes."""
+    hot = [
+        f"{rank} ({state.clock_hz / 1e6:.0f} MHz)" if state.clock_hz else str(rank)
+        for rank, state in enumerate(record.telemetry)
+        if any(reason.startswith("thermal") for reason in state.throttle)
+    ]
+    if hot:
+        name = f"{record.train.model.name} {record.train.strategy}"
+        which = "GPU of rank" if len(hot) == 1 else "GPUs of ranks"
+        yield f"{name}: heat slowed down the {which} {', '.join(hot)}, which is not predicted"
 
 
 def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
