@@ -499,6 +499,14 @@ def test_settings_hold_the_batches(run: Program, framework: str) -> None:
     settings = run.made(f"{line} --gbs 32").workload.settings
     mbs, gbs = (settings.get(f"{one}_batch_size") for one in ("micro", "global"))
     assert (mbs or settings["mbs"], gbs or settings["gbs"]) == (2, 32)
+    assert "(mbs 2, 32 sequences of all data ranks)" in run(f"generate {line} --gbs 32").text
+
+
+def test_a_pipelines_micro_batches_come_of_the_batch(run: Program) -> None:
+    line = f"generate {TINY} --framework pp --pp 2 --mbs 4"
+    for more in ("", " --gbs 4"):
+        refused(run(line + more), "gbs", "8 or more: 1f1b needs pp (2) micro-batches of 4")
+    assert run(f"{line} --gbs 8").code == 0
 
 
 def test_the_preset_of_aicb_says_so(run: Program) -> None:

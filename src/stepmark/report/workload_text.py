@@ -53,10 +53,18 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
     spread = missing_pipeline(workload) or _count(len(workload.stages), "stage")
     if workload.num_microbatches > 1 or workload.numbers("microbatch"):
         spread += f", {_count(workload.num_microbatches, 'micro-batch')} per step"
+        spread += _sequences(workload.settings)
     lines.append(f"spread   {spread}; groups: {', '.join(groups) or 'none'}")
     lines += _settings(workload.settings, defaults)
     lines += [f"note     {note}" for note in workload.notes]
     return lines
+
+
+def _sequences(settings: Settings) -> str:
+    """Return the sequences of a micro-batch and of a step, if the settings have them."""
+    mbs, gbs = (settings.get(f"{name}_batch_size") for name in ("micro", "global"))
+    mbs, gbs = mbs or settings.get("mbs"), gbs or settings.get("gbs")
+    return f" (mbs {mbs}, {gbs} sequences of all data ranks)" if mbs and gbs else ""
 
 
 def _settings(settings: Settings, defaults: Settings) -> list[str]:
