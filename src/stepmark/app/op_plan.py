@@ -21,6 +21,7 @@ from stepmark.core.options import dashed, plain
 from stepmark.core.parallel import ParallelConfig
 from stepmark.workload.datasets import dataset
 from stepmark.workload.formats import benchmark_models, shapes
+from stepmark.workload.job import VOCAB_MULTIPLE, with_padded_vocab
 from stepmark.workload.layout import Inputs, layout_of
 from stepmark.workload.operators import BY_FAMILY, ModelShape
 
@@ -200,6 +201,8 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
     axes = ParallelConfig(tp=options.tp, ep=options.ep, dp_shard=options.dp_shard)
     layout = layout_of(options.run_as, axes, etp=options.etp)
     models = read_models(options.model, options.scale, axes.tp)
+    if options.run_as == "megatron":
+        models = [with_padded_vocab(model, VOCAB_MULTIPLE * axes.tp) for model in models]
     for model in models:
         layout.check(model)
     types = dtypes(options, device)
