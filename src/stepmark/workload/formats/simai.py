@@ -227,17 +227,28 @@ class Reader:
         self.rows: list[Row] = []
         self.num_microbatches = self.num_layers = 0
         self._num_microbatches = header.get("ga", 1)
-        self._numbers: dict[str, int] = {}
+        self._numbers: dict[tuple[str, bool], int] = {}
+        self._in_attention = False  # of a layer that has started
+        self._starts: list[bool] = []  # whether a row starts a layer
         self._lines: list[tuple[str, int]] = []
         self._bodies: dict[Repeat[int], tuple[str, _Place]] = {}
         self._num_repeats = 0
 
     def number(self, text: str, place: int) -> int:
-        """Return the number of this row among the distinct ones."""
-        number = self._numbers.setdefault(text, len(self.rows))
+        """Return the number of this row among the distinct ones.
+
+        A layer that sends several messages in its attention has as many rows of that name, of
+        which only the first starts it.
+        """
+        self._in_attention = self._in_attention and text.startswith("attention")
+        key = text, self._in_attention
+        number = self._numbers.setdefault(key, len(self.rows))
         if number == len(self.rows):
-            self.rows.append(parse(text, f"line {place}"))
+            row = parse(text, f"line {place}")
+            self.rows.append(row)
             self._lines.append((text, place))
+            self._starts.append(row.starts_layer and not self._in_attention)
+        self._in_attention = self._in_attention or self._starts[number]
         return number
 
     def program(self, folded: tuple[int | Repeat[int], ...]) -> None:
@@ -245,7 +256,7 @@ class Reader:
         microbatches = any(row.starts_microbatch for row in self.rows)
         # Without the first stage's embedding no row tells where the next micro-batch begins.
         layers = microbatches or self._num_microbatches == 1
-        layers = layers and any(row.starts_layer for row in self.rows)
+        layers = layers and any(self._starts)
         for index, row in enumerate(self.rows):
             text, place = self._lines[index]
             fwd, bwd = blocks_of(
@@ -268,7 +279,7 @@ class Reader:
                 row = self.rows[item]
                 if row.starts_microbatch:
                     place = _Place(place.microbatch + 1, 0)
-                if row.starts_layer:
+                if self._starts[item]:
                     place = replace(place, layer=place.layer + 1)
                 at = _Place(place.microbatch - 1, place.layer - 1)
                 runs.append((f"row {item}", 1, at, _Place()))
