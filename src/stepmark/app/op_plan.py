@@ -27,8 +27,7 @@ from stepmark.workload.operators import BY_FAMILY, ModelShape
 
 Placed = tuple[Label, Op]
 
-# A field that is not given takes another's value.
-_SAME_AS = {
+_SAME_AS = {  # a field that is not given takes another's value
     "seq_kv": "seq_q",
     "kv_heads": "heads",
     "head_dim_v": "head_dim_qk",
@@ -50,8 +49,7 @@ _USED = {
     "find_max": ("find_max", "dtype"),
 }
 _EXPERTS = ("etp", "skew")  # options of layers with experts
-# Backends that a layer does not use by default.
-_NOT_IN_A_LAYER = ("math", "loop")
+_NOT_IN_A_LAYER = ("math", "loop")  # backends that a layer does not use by default
 
 
 def family_cases(options: FamilyOptions, machine: Machine) -> list[OpCase]:
