@@ -233,3 +233,17 @@ def test_bars_of_a_page_hold_all_spans() -> None:
             assert before.end <= after.start
     few = prediction_page.timelines_of(spans[:9], 1e-5)
     assert {bar.num_events for each in few.values() for bar in each.bars} == {1}
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-70b"])
+def test_one_stage_waits_for_no_other(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounding of its lines is no waiting."""
+    answer = tmp_path / "step.json"
+    line = f"predict {model} --strategy tp --nproc 4 --mbs 1 --device h100-sxm --json {answer}"
+    assert status(line.split()) == 0
+    assert "waiting" not in capsys.readouterr().out
+    assert [row["part"] for row in json.loads(answer.read_text())["ledger_parts"]] == [
+        "transfer"
+    ]

@@ -17,7 +17,7 @@ from tests.parsing import parse
 from stepmark.app.op_plan import placed_ops
 from stepmark.core.op_options import FamilyOptions, options_class
 from stepmark.core.ops import Attention, Gemm
-from stepmark.core.workload import CommOp
+from stepmark.core.workload import CommOp, ComputeOp
 from stepmark.workload.formats import FORMATS
 from stepmark.workload.rules import RULES
 
@@ -116,6 +116,29 @@ def test_a_distinct_message_is_what_its_command_measures(run: Program) -> None:
         words = row["command"].removeprefix("stepmark comm ")
         alone = run(f"{words} --print nccl-tests", verb="comm")
         assert alone.text.strip() == line.partition("  # ")[0]
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt2-small", "deepseek-v2-lite"])
+@pytest.mark.parametrize("framework", ["megatron --sp", "fsdp"])
+def test_operators_of_a_framework_are_those_of_its_workload(
+    run: Program, framework: str, model: str
+) -> None:
+    """The vocabulary of head and loss is padded and divided as the framework does."""
+    for tp in (1, 4):
+        line = f"--model {model} --tp {tp} --mbs 2 --seq-len 1024"
+        done = run(f"generate {line} --framework {framework} --world-size {2 * tp} -o -")
+        if done.code and model == "deepseek-v2-lite":  # PyTorch's rules: no tp with experts
+            assert (framework, tp) == ("fsdp", 4)
+            continue
+        operators = {one.op for one in done.workload.tally(0) if isinstance(one, ComputeOp)}
+        for family in ("gemm", "attention", "norm", "activation", "cross-entropy"):
+            words = f"{line} --as {framework.split(maxsplit=1)[0]} --dtype bf16".split()
+            options = parse(options_class(family), [family, *words])
+            assert isinstance(options, FamilyOptions)
+            placed = placed_ops(options, "cuda")
+            shapes = {op for label, op in placed if label.role != "loss_chunked"}
+            assert shapes
+            assert shapes <= operators, family
 
 
 def test_a_distinct_shape_is_what_its_command_measures(run: Program) -> None:
@@ -499,6 +522,14 @@ def test_settings_hold_the_batches(run: Program, framework: str) -> None:
     settings = run.made(f"{line} --gbs 32").workload.settings
     mbs, gbs = (settings.get(f"{one}_batch_size") for one in ("micro", "global"))
     assert (mbs or settings["mbs"], gbs or settings["gbs"]) == (2, 32)
+    assert "(mbs 2, 32 sequences of all data ranks)" in run(f"generate {line} --gbs 32").text
+
+
+def test_a_pipelines_micro_batches_come_of_the_batch(run: Program) -> None:
+    line = f"generate {TINY} --framework pp --pp 2 --mbs 4"
+    for more in ("", " --gbs 4"):
+        refused(run(line + more), "gbs", "8 or more: 1f1b needs pp (2) micro-batches of 4")
+    assert run(f"{line} --gbs 8").code == 0
 
 
 def test_the_preset_of_aicb_says_so(run: Program) -> None:

@@ -15,7 +15,6 @@ from stepmark.app import workload_files, workload_flags, workload_show
 from stepmark.app.workload import generate, with_times
 from stepmark.core import workload as core
 from stepmark.core.columns import Row
-from stepmark.core.errors import ConfigError
 from stepmark.core.workload_options import Rows
 from stepmark.workload.formats import native, op_csv
 from stepmark.workload.rules import find_rule
@@ -87,9 +86,7 @@ class Workload(Table):
         return "".join(parts)
 
     def _checked(self, stage: int) -> int:
-        if not 0 <= stage < self.num_stages:
-            raise ConfigError("stage", stage, f"from 0 to {self.num_stages - 1}")
-        return stage
+        return workload_files.number_below(self.num_stages, stage, "stage")
 
     def _summary(self) -> str:
         stages = f", {self.num_stages} pipeline stages" if self.num_stages > 1 else ""

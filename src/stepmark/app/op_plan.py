@@ -21,13 +21,13 @@ from stepmark.core.options import dashed, plain
 from stepmark.core.parallel import ParallelConfig
 from stepmark.workload.datasets import dataset
 from stepmark.workload.formats import benchmark_models, shapes
+from stepmark.workload.job import VOCAB_MULTIPLE, with_padded_vocab
 from stepmark.workload.layout import Inputs, layout_of
 from stepmark.workload.operators import BY_FAMILY, ModelShape
 
 Placed = tuple[Label, Op]
 
-# A field that is not given takes another's value.
-_SAME_AS = {
+_SAME_AS = {  # a field that is not given takes another's value
     "seq_kv": "seq_q",
     "kv_heads": "heads",
     "head_dim_v": "head_dim_qk",
@@ -49,8 +49,7 @@ _USED = {
     "find_max": ("find_max", "dtype"),
 }
 _EXPERTS = ("etp", "skew")  # options of layers with experts
-# Backends that a layer does not use by default.
-_NOT_IN_A_LAYER = ("math", "loop")
+_NOT_IN_A_LAYER = ("math", "loop")  # backends that a layer does not use by default
 
 
 def family_cases(options: FamilyOptions, machine: Machine) -> list[OpCase]:
@@ -200,6 +199,8 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
     axes = ParallelConfig(tp=options.tp, ep=options.ep, dp_shard=options.dp_shard)
     layout = layout_of(options.run_as, axes, etp=options.etp)
     models = read_models(options.model, options.scale, axes.tp)
+    if options.run_as == "megatron":
+        models = [with_padded_vocab(model, VOCAB_MULTIPLE * axes.tp) for model in models]
     for model in models:
         layout.check(model)
     types = dtypes(options, device)

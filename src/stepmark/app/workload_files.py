@@ -132,8 +132,8 @@ def check(workload: Workload, target: Target) -> tuple[str, dict[str, int]]:
     """
     name = find_format(target.to or "native", to=True)
     kind, out = FORMATS[name], target.out or "-"
-    picked = _picked(workload, target, kind)
-    if out != "-" and is_folder(out) and (not kind.picks or name in workload.origin):
+    picked = _picked(workload, target, kind, is_whole=name in workload.origin)
+    if out != "-" and is_folder(out) and not picked:
         raise ConfigError("out", out, f"a file: all of this workload is one in {name}")
     module: Any = kind.load()
     if hasattr(module, "check"):
@@ -151,7 +151,7 @@ def deliver(
     name, picked = check(workload, target)
     kind, out = FORMATS[name], target.out or "-"
     to_folder = out != "-" and is_folder(out)
-    _say_unused(target, name, kind)
+    _say_unused(target, name, holds_all=not picked)
     items = (item for block in workload.blocks.values() for item in block)
     if kind.needs_times and any(
         isinstance(item, ComputeOp) and item.time_s is None and not item.is_wait
@@ -262,9 +262,9 @@ def _refuse_others(folder: Path, kind: Format, names: set[str], number: int) -> 
 _OF_ONE = re.compile(r"(.*?)\d+(\.\w+)")  # name of the file of a rank or stage
 
 
-def _say_unused(target: Target, name: str, kind: Format) -> None:
-    """Print that --stage and --rank have no effect on a format that holds all of them."""
-    if kind.picks:
+def _say_unused(target: Target, name: str, *, holds_all: bool) -> None:
+    """Print that --stage and --rank have no effect on a file that holds all of them."""
+    if not holds_all:
         return
     flags = [(target.stage[0], "stages")] if target.stage else []
     flags += [("rank", "ranks")] if target.rank is not None else []
@@ -288,20 +288,31 @@ def stage_flag(stage: int | None, pp_rank: int | None = None) -> StageFlag | Non
 def stage_of(workload: Workload, flag: StageFlag | None) -> int:
     """Return the requested pipeline stage, else 0. Raises ConfigError."""
     name, stage = flag or ("stage", 0)
-    if not 0 <= stage < len(workload.stages):
-        raise ConfigError(name, stage, f"from 0 to {len(workload.stages) - 1}")
-    return stage
+    return number_below(len(workload.stages), stage, name)
 
 
-def _picked(workload: Workload, target: Target, kind: Format) -> dict[str, int]:
-    """Return the stage or rank to write in a format that holds only one."""
-    if not kind.picks:
-        return {}
+def number_below(count: int, number: int, field: str) -> int:
+    """Return the number of a stage or rank if there is one. Raises ConfigError."""
+    if not 0 <= number < count:
+        allowed = f"from 0 to {count - 1}" if count > 1 else f"0, the only {field}"
+        raise ConfigError(field, number, allowed)
+    return number
+
+
+def _picked(
+    workload: Workload, target: Target, kind: Format, *, is_whole: bool
+) -> dict[str, int]:
+    """Return the stage or rank to write in a format that holds only one.
+
+    is_whole: a file of the format was read, and is written again with all that it holds.
+    """
     stage, rank = stage_of(workload, target.stage), target.rank
     size = workload.world_size // len(workload.stages)
     if rank is not None:
-        if not 0 <= rank < workload.world_size:
-            raise ConfigError("rank", rank, f"from 0 to {workload.world_size - 1}")
+        number_below(workload.world_size, rank, "rank")
+    if not kind.picks or is_whole:
+        return {}
+    if rank is not None:
         if target.stage is not None and workload.stage_of(rank) != stage:
             allowed = f"one of stage {stage}: {stage * size} to {(stage + 1) * size - 1}"
             raise ConfigError("rank", rank, allowed)

@@ -22,7 +22,7 @@ from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig, find_model
 from stepmark.core.options import dashed
 from stepmark.core.workload_options import Experts, GenerateOptions, Model
 from stepmark.workload.architecture import Architecture, Batch
-from stepmark.workload.job import with_seq_len
+from stepmark.workload.job import VOCAB_MULTIPLE, with_padded_vocab, with_seq_len
 from stepmark.workload.published import PUBLISHED, SEQ_LENS
 from stepmark.workload.rules import RULES
 
@@ -35,7 +35,6 @@ _NOTES = {
     "(--seq-len 2048 --max-positions 2048)"
 }
 _OWN = ("model", "model_name", "seq_len")  # options of a model that is no decoder
-_VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 def choose(
@@ -248,17 +247,14 @@ def _padded(
         if multiple:
             notes.append("--make-vocab-size-divisible-by: no effect, only Megatron-LM pads")
         return model
-    grain = (multiple or _VOCAB_MULTIPLE) * tp
-    padded = -(-model.vocab_size // grain) * grain
-    if padded == model.vocab_size:
-        return model
-    notes.append(
-        f"vocabulary of {model.vocab_size} padded to {padded}, a multiple of "
-        f"{multiple or _VOCAB_MULTIPLE} x tp, as Megatron-LM does"
-    )
-    return replace(
-        model, vocab_size=padded, published_params=None, published_active_params=None
-    )
+    multiple = multiple or VOCAB_MULTIPLE
+    padded = with_padded_vocab(model, multiple * tp)
+    if padded is not model:
+        notes.append(
+            f"vocabulary of {model.vocab_size} padded to {padded.vocab_size}, a multiple of "
+            f"{multiple} x tp, as Megatron-LM does"
+        )
+    return padded
 
 
 def _head_dim(hidden: int, heads: int) -> int:

@@ -34,7 +34,8 @@ class ModelShapes:
 
     model: str | None = flag("model name(s), config.json or model_configs.json", names="model")
     run_as: str = flag(
-        "whose products --model stands for: train, megatron, fsdp",
+        "whose operators --model stands for: train, which does not divide its loss by --tp, "
+        "megatron, fsdp",
         "--as",
         default="train",
         rare=True,

@@ -126,7 +126,10 @@ class Parallelism:
 class Batch:
     """Data."""
 
-    mbs: WholeNumbers | None = flag("sequences per micro-batch and data rank [1]", *MICRO_BATCH)
+    mbs: WholeNumbers | None = flag(
+        "sequences per micro-step and data rank, with --pp of all its micro-batches [1]",
+        *MICRO_BATCH,
+    )
     text: bool = flag(
         "real text, so that the loss must fall [random tokens]",
         default=False,
@@ -249,7 +252,7 @@ class Sharding:
         "schedule of the pipeline [1f1b]", rare=True
     )
     pp_microbatches: Annotated[int, between(0, 65536)] | None = flag(
-        "parts of a micro-batch [the number of stages]", rare=True
+        "micro-batches into which a pipeline divides --mbs [the number of stages]", rare=True
     )
 
 

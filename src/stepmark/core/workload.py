@@ -14,6 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from stepmark.core.collectives import Collective, RedOp, busbw_factor, num_parts
 from stepmark.core.dtypes import MESSAGE_DTYPES, DType
@@ -251,6 +252,14 @@ class Workload:
         from stepmark.core.workload_check import check  # noqa: PLC0415 - it has these types
 
         check(self)
+
+    def numbers(self, unit: Literal["layer", "microbatch"]) -> bool:
+        """Return whether operations say theirs; those of other tools' files mostly do not."""
+        return any(
+            not isinstance(item, Run) and getattr(item, unit) is not None
+            for block in self.blocks.values()
+            for item in block
+        )
 
     def stage_of(self, rank: int) -> int:
         """Return the pipeline stage of a rank, the slowest-varying mesh dimension."""

@@ -122,7 +122,10 @@ class Layout(Axes):
         "--global-batch",
         "--global-batch-size",
     )
-    mbs: int | None = flag("sequences per micro-batch [1]", *MICRO_BATCH)
+    mbs: int | None = flag(
+        "sequences per micro-batch and data rank, with --pp of one micro-batch [1]",
+        *MICRO_BATCH,
+    )
     dtype: str | None = flag("of weights and activations [bf16]")
 
 

@@ -265,7 +265,9 @@ class _Steady:
         own = Ledger(window_ns=window_ns, lines={line: t for line, t in times_ns.items() if t})
         exposed_ns = own.total(Group.COMM)
         parts = {name: round(time_s * _NS) for name, time_s in within.items()}
-        parts[TRANSFER] = min(parts[TRANSFER], exposed_ns)
+        # Rounded lines differ by 1 ns each at most; a stage waits for nobody if that is all.
+        if exposed_ns - parts[TRANSFER] <= len(lines):
+            parts[TRANSFER] = exposed_ns
         parts[WAITING] = exposed_ns - parts[TRANSFER]
         own = replace(own, within=parts)
         return own, round(moved_s * _NS)

@@ -47,6 +47,7 @@ class _StageSums:
 
     index: int
     stage: Stage
+    num_layers: int | None  # None: the file does not say
     operations: Mapping[Operation, int]
     sums: Sums
 
@@ -115,7 +116,7 @@ AlikeLayers = tuple[list[int | None], Sums]
 
 STAGE_COLUMNS: tuple[Column[_StageSums], ...] = (
     Column("stage", lambda o: o.index, views=SHOWN),
-    Column("layers", lambda o: len(o.stage.layers), COUNT, "", SHOWN),
+    Column("layers", lambda o: o.num_layers, COUNT, "", SHOWN),
     Column("which", lambda o: ranges(o.stage.layers), views=SHOWN),
     Column("has", lambda o: o.has, TEXT, "and", SHOWN),
     Column("operations", lambda o: sum(o.operations.values()), COUNT, "", SHOWN),
@@ -182,14 +183,12 @@ LAYER_COLUMNS: tuple[Column[AlikeLayers], ...] = (
 
 def stage_rows(workload: Workload) -> list[Row]:
     """Return one row per pipeline stage."""
-    tallies = (workload.tally(index) for index in range(len(workload.stages)))
-    return rows_of(
-        STAGE_COLUMNS,
-        (
-            _StageSums(index, workload.stages[index], tally, _sums(tally, workload))
-            for index, tally in enumerate(tallies)
-        ),
-    )
+    has_layers = workload.numbers("layer")
+    sums = []
+    for index, stage in enumerate(workload.stages):
+        tally, number = workload.tally(index), len(stage.layers) if has_layers else None
+        sums.append(_StageSums(index, stage, number, tally, _sums(tally, workload)))
+    return rows_of(STAGE_COLUMNS, sums)
 
 
 def collective_rows(workload: Workload, stage: int) -> list[Row]:

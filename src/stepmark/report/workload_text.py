@@ -6,6 +6,7 @@ from typing import Any
 
 from stepmark.core.columns import COUNT, TEXT, Column, Row, View, aligned
 from stepmark.core.workload import Workload
+from stepmark.core.workload_stages import missing_pipeline
 from stepmark.report import workload_pipeline
 from stepmark.report.histogram import default_bins, size_of
 from stepmark.report.histogram import lines as histogram_lines
@@ -49,14 +50,21 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
     groups = (
         f"{name} {group.size}" for name, group in workload.groups.items() if group.size > 1
     )
-    lines.append(
-        f"spread   {_count(len(workload.stages), 'stage')}, "
-        f"{_count(workload.num_microbatches, 'micro-batch')} per step; "
-        f"groups: {', '.join(groups) or 'none'}"
-    )
+    spread = missing_pipeline(workload) or _count(len(workload.stages), "stage")
+    if workload.num_microbatches > 1 or workload.numbers("microbatch"):
+        spread += f", {_count(workload.num_microbatches, 'micro-batch')} per step"
+        spread += _sequences(workload.settings)
+    lines.append(f"spread   {spread}; groups: {', '.join(groups) or 'none'}")
     lines += _settings(workload.settings, defaults)
     lines += [f"note     {note}" for note in workload.notes]
     return lines
+
+
+def _sequences(settings: Settings) -> str:
+    """Return the sequences of a micro-batch and of a step, if the settings have them."""
+    mbs, gbs = (settings.get(f"{name}_batch_size") for name in ("micro", "global"))
+    mbs, gbs = mbs or settings.get("mbs"), gbs or settings.get("gbs")
+    return f" (mbs {mbs}, {gbs} sequences of all data ranks)" if mbs and gbs else ""
 
 
 def _settings(settings: Settings, defaults: Settings) -> list[str]:
@@ -99,10 +107,11 @@ def tables(workload: Workload, stage: int) -> list[str]:
             *([f"and {more} more; --json has all"] if more > 0 else []),
         ],
     )
-    lines += _section(
-        f"Layers{of_stage} (each of them; bytes: messages)",
-        _aligned(layer_rows(workload, stage), LAYER_COLUMNS),
-    )
+    if workload.numbers("layer"):
+        lines += _section(
+            f"Layers{of_stage} (each of them; bytes: messages)",
+            _aligned(layer_rows(workload, stage), LAYER_COLUMNS),
+        )
     return lines + _section("Pipeline", workload_pipeline.lines(workload))
 
 

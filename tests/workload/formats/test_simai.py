@@ -348,3 +348,33 @@ def test_backward_messages_of_a_csv_stand_in_backward_columns() -> None:
     assert columns == wanted
     assert columns["backward"] > 100
     assert "the order of layers" in " ".join(simai.omissions(source))
+
+
+@pytest.mark.parametrize(
+    ("framework", "model", "axes"),
+    [
+        ("megatron", "deepseek-v2-lite", {"tp": 2, "sequence_parallel": True}),
+        ("fsdp", "qwen3-8b", {"tp": 2, "pp": 2}),
+        ("megatron", "llama-3.1-8b", {"tp": 2, "cp": 2}),
+    ],
+)
+def test_a_layer_of_several_rows_is_one(
+    tmp_path: Path, framework: str, model: str, axes: dict[str, Any]
+) -> None:
+    """Neither a second message of an attention nor the sum of a norm's gradients is a layer."""
+    ranks = {"world_size": 8, "gbs": 16, "num_layers": 4, "scale": "tiny"}
+    options = options_class(framework)(framework=framework, model=model, **ranks, **axes)
+    workload = generate(options)
+    timed = replace(
+        workload,
+        blocks={
+            name: tuple(
+                replace(item, time_s=1e-9) if isinstance(item, ComputeOp) else item
+                for item in block
+            )
+            for name, block in workload.blocks.items()
+        },
+    )
+    again = read(tmp_path, text_of(timed))
+    assert again.stages[0].layers == tuple(range(len(workload.stages[0].layers)))
+    assert again.num_microbatches == workload.num_microbatches

@@ -25,9 +25,10 @@ class Format:
 
     needs_times: a file must have times of computation. picks: it holds the program of one
     pipeline stage or of one rank, `write(workload, stage=...)` or `rank=...`. first: pattern of
-    rank 0's file in a folder of all ranks, which `files(workload, ranks)` fills. takes:
-    patterns of files that a reader of a folder takes for a part of the workload. takes_samples:
-    `write(workload, samples=...)` has the spread of operators that were measured.
+    a file that a folder of all ranks or stages has (`files(workload, ranks)` fills that of
+    ranks). takes: patterns of files that a reader of a folder takes for a part of the
+    workload. takes_samples: `write(workload, samples=...)` has the spread of operators that
+    were measured.
     """
 
     module: str
@@ -100,6 +101,7 @@ FORMATS: dict[str, Format] = {
         is_one=lambda head: head.startswith((b"HYBRID_TRANSFORMER", b"MICRO")),
         needs_times=True,
         picks="stage",
+        first="stage*.txt",
         takes=("stage*.txt",),
     ),
     "aicb": Format(
@@ -108,6 +110,7 @@ FORMATS: dict[str, Format] = {
         suffix=".csv",
         is_one=_line_with(b"comm_type", b"comm_group"),
         picks="stage",
+        first="stage*.csv",
         takes=("stage*.csv",),
     ),
     "param": Format(
@@ -166,7 +169,7 @@ def _is_trace(head: bytes) -> bool:
 
 
 def sniff(path: Path) -> str:
-    """Return the name in FORMATS of a file or a folder of ranks, by its content.
+    """Return the name in FORMATS of a file, or of a folder of ranks or stages, by its content.
 
     Raise ConfigError.
     """

@@ -1,5 +1,7 @@
 """AICB's per-operation CSV: the operations of rank 0 (of each stage, in older files).
 
+A folder of stage0.csv, stage1.csv, ... is read as such an older file, section after section.
+
 Lines up to the first epoch_end are the set-up, then each iteration ends in one. A file that is
 read and written again has the same bytes. The log of a physical run has the same columns with
 times: it is read as one step of median times, and is written without them.
@@ -15,12 +17,8 @@ from statistics import median
 
 import msgspec
 
-from stepmark.core.collectives import Collective
-from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError, not_one_of
-from stepmark.core.ops import Gemm
 from stepmark.core.workload import (
-    COMPUTE,
     Block,
     CommOp,
     ComputeOp,
@@ -31,6 +29,7 @@ from stepmark.core.workload import (
     Workload,
 )
 from stepmark.workload.fold import Repeat, fold
+from stepmark.workload.formats import aicb_generated
 from stepmark.workload.formats.aicb_line import (
     END,
     EPOCH_END,
@@ -43,17 +42,24 @@ from stepmark.workload.formats.aicb_line import (
     column_excess,
     group_names,
     group_of,
-    no_setup,
+    is_transfer,
     operation,
     parse,
     text_of,
 )
-from stepmark.workload.formats.loss import Kept, communication, present, rounding, tallied
-from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
-from stepmark.workload.formats.walk import RepeatedText, remarks, with_end
+from stepmark.workload.formats.loss import Kept, communication, rounding
+from stepmark.workload.formats.source_file import (
+    in_file,
+    origin_of,
+    read_lines,
+    stage_files,
+)
+from stepmark.workload.formats.walk import RepeatedText, with_end
 
 FORMAT = "aicb"
 _EMBEDDING = "forward.MegatronEmbedding"
+_HEAD = "forward.MegatronColumnLinear.final_column"
+_Call = tuple[Operation, ...]  # issued together
 
 
 def line_of(op: Operation, groups: Mapping[str, Group]) -> str:
@@ -75,7 +81,11 @@ class _Numbered:
 class Reader:
     """Reader of lines: distinct ones become operations, each iteration a block of repeats."""
 
-    def __init__(self, lines: Sequence[str], sizes: dict[str, int]) -> None:
+    def __init__(
+        self, lines: Sequence[str], sizes: dict[str, int], files: Mapping[int, str]
+    ) -> None:
+        """files: names of a folder's files by the lines before them; empty for one file."""
+        self._files = files
         self._texts: list[str] = []
         self._parsed: list[Line] = []
         self._places: list[int] = []
@@ -85,7 +95,7 @@ class Reader:
             raise ConfigError("AICB workload", "empty", HEADER)
         self._groups = self._find_groups(sizes)
         self._blocks: dict[str, Block] = {}
-        self._bodies: dict[Repeat[Operation], str] = {}
+        self._bodies: dict[Repeat[_Call], str] = {}
         self._lines: dict[str, str] = {}
         self._ends: dict[str, str] = {}
         self._notes: list[str] = []
@@ -131,7 +141,7 @@ class Reader:
                 place += 1
             if place >= len(lines) or lines[place] != HEADER:
                 line = lines[place] if place < len(lines) else "nothing"
-                raise ConfigError(f"line {place + 1}", line, HEADER)
+                raise ConfigError(self._where(place + 1), line, HEADER)
             start = place = place + 1
             while place < len(lines) and not lines[place].startswith(("[", "comm_type")):
                 place += 1
@@ -143,7 +153,7 @@ class Reader:
             text = lines[place]
             number = self._numbers.setdefault(text, len(self._texts))
             if number == len(self._texts):
-                self._parsed.append(parse(text, f"line {place + 1}"))
+                self._parsed.append(parse(text, self._where(place + 1)))
                 self._texts.append(text)
                 self._places.append(place + 1)
             if self._parsed[number].kind == END:
@@ -152,8 +162,16 @@ class Reader:
             else:
                 section.epochs[-1].append(number)
         if not section.ends or section.epochs.pop():
-            raise ConfigError(f"line {stop}", lines[stop - 1], "CommType.epoch_end at the end")
+            allowed = "CommType.epoch_end at the end"
+            raise ConfigError(self._where(stop), lines[stop - 1], allowed)
         return section
+
+    def _where(self, place: int) -> str:
+        """Return the line of this number, counted over all files, as a user finds it."""
+        before = max((lines for lines in self._files if lines < place), default=None)
+        if before is None:
+            return f"line {place}"
+        return f"{self._files[before]}, line {place - before}"
 
     def _find_groups(self, sizes: dict[str, int]) -> dict[str, Group]:
         """Return groups in AICB's order of ranks: tensor, data (with experts), pipeline."""
@@ -176,6 +194,8 @@ class Reader:
             etp = 1
         strides = {"tp": 1, "dp": tp, "pp": tp * dp, "ep": etp, "world": 1}
         strides |= {"ep_dp": etp * ep, "ep_tp": 1, "embedding": tp * dp}
+        if sizes.get("embedding") == 2 and pp == len(self._sections) > 1:
+            strides["embedding"] *= pp - 1  # the first and the last stage
         groups = {}
         for name, size in (*sizes.items(), *sorted(others)):
             key = name if size == sizes[name] else f"{name}_{size}"
@@ -183,7 +203,7 @@ class Reader:
         return groups
 
     def _operation(self, index: int, *, timed: bool) -> Operation:
-        op = operation(self._parsed[index], self._groups, f"line {self._places[index]}")
+        op = operation(self._parsed[index], self._groups, self._where(self._places[index]))
         ours, text = line_of(op, self._groups), self._texts[index] + "\n"
         if timed:
             return op
@@ -255,13 +275,20 @@ class Reader:
         return replace(op, time_s=median(times) * 1e-3 if times else None)
 
     def _block(self, name: str, ops: Sequence[Operation]) -> None:
-        self._blocks[name] = self._items(fold(ops))
+        """Add a block; transfers in a row do not wait for each other: isend and irecv."""
+        calls: list[_Call] = []
+        for op in ops:
+            if is_transfer(op) and calls and is_transfer(calls[-1][-1]):
+                calls[-1] = (*calls[-1], replace(op, fused=True))
+            else:
+                calls.append((op,))
+        self._blocks[name] = self._items(fold(calls))
 
-    def _items(self, folded: tuple[Operation | Repeat[Operation], ...]) -> Block:
+    def _items(self, folded: Sequence[_Call | Repeat[_Call]]) -> Block:
         items: list[Operation | Run] = []
         for item in folded:
             if not isinstance(item, Repeat):
-                items.append(item)
+                items += item
                 continue
             if item not in self._bodies:
                 body = self._items(item.body)
@@ -271,9 +298,14 @@ class Reader:
         return tuple(items)
 
     def _num_microbatches(self) -> int:
-        """Return the micro-batches of the first iteration, by its embeddings; 1 without any."""
-        epoch = self._sections[0].epochs[:2][-1]  # after the set-up, where there is one
-        return max(1, sum(self._parsed[number].stage == _EMBEDDING for number in epoch))
+        """Return the micro-batches of the first iteration, by its embeddings or heads."""
+        for section in self._sections:
+            epoch = section.epochs[:2][-1]  # after the set-up, where there is one
+            parts = Counter(self._parsed[number].stage for number in epoch)
+            if number := parts[_EMBEDDING] or parts[_HEAD]:
+                return number
+        self._notes.append("no embedding and no head tell the number of micro-batches")
+        return 1
 
 
 class _Section(msgspec.Struct):
@@ -293,15 +325,25 @@ class _Origin(msgspec.Struct):
 
 
 def read(path: Path, *, group_sizes: Mapping[str, int] | None = None) -> Workload:
-    """Read a file. Raise ConfigError, with the line's number, if it has another format.
+    """Read a file, or a folder's file of each stage.
 
-    group_sizes: {"ep": 16} where no line has the size, as for AICB's experts.
+    Raise ConfigError, with the line's number, if it has another format. group_sizes:
+    {"ep": 16} where no line has the size, as for AICB's experts.
     """
-    lines = read_lines(path, "AICB workload")
-    end = "\n" if lines[-1] == "" else ""
+    lines, names = list[str](), dict[int, str]()
+    for file in stage_files(path, ".csv"):
+        names[len(lines)] = file.name
+        lines += read_lines(file, "AICB workload")
+        end = "" if lines[-1] else "\n"
+        lines = lines[:-1] if end else lines
     with in_file(path):
-        reader = Reader(lines[:-1] if end else lines, dict(group_sizes or {}))
+        is_folder = path.is_dir()
+        reader = Reader(lines, dict(group_sizes or {}), names if is_folder else {})
         workload = reader.workload(path.name.partition(".")[0], end)
+        num_stages = workload.groups["pp"].size if "pp" in workload.groups else 1
+        if is_folder and num_stages > len(names):
+            allowed = f"those of stages 0 to {num_stages - 1}"
+            raise ConfigError("files", ", ".join(names.values()), allowed)
         workload.check()
     return workload
 
@@ -315,55 +357,16 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
         origin = origin_of(workload, FORMAT, _Origin)
         yield from with_end(_lines_again(workload, origin), origin.end)
         return
-    program = workload.stages[stage]
-    yield HEADER + "\n"
-    init = Lines(workload, computation=computation, setup=True)
-    before = RepeatedText(workload.blocks, init)
-    setup = "".join(before.chunks(program.setup)) if program.setup else ""
-    yield setup or no_setup(workload.world_size)
-    yield EPOCH_END + "\n"
-    line = Lines(workload, computation=computation)
-    yield from RepeatedText(workload.blocks, line).chunks(program.step)
-    yield EPOCH_END + "\n"
+    yield from aicb_generated.write(workload, stage, computation=computation)
 
 
 def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what the CSV cannot express of this workload besides messages, a line each."""
     if FORMAT not in workload.origin:
-        return _generated_omissions(workload, stages)
+        return aicb_generated.omissions(workload, stages)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
-
-
-def _generated_omissions(workload: Workload, stages: Iterable[int] | None) -> list[str]:
-    stages = list(range(len(workload.stages)) if stages is None else stages)
-    ops = tallied(workload, stages)
-    for stage in stages:
-        ops.update(workload.tally(stage, setup=True))
-    uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
-    typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
-    lines = present(workload, "layers", "micro-batches", "times", "start times")
-    lines += present(workload, "model", "settings", "notes")
-    lines += remarks(
-        (
-            any(op.stream != COMPUTE for op in ops),
-            "overlap: every line waits for the one before",
-        ),
-        (typed, "element types: sizes are bytes"),
-        (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
-    )
-    modules: dict[str, dict[str, int]] = {}
-    for op, times in ops.items():
-        if isinstance(op, ComputeOp) and not isinstance(op.op, Gemm):
-            counts = modules.setdefault(type(op.op).__name__.lower(), {})
-            counts[op.module] = counts.get(op.module, 0) + times
-    for kind, counts in sorted(modules.items()):
-        lines.append(
-            f"{kind}: {sum(counts.values())} computations ({', '.join(counts)}): only matrix"
-            " products have lines"
-        )
-    return lines
 
 
 def kept(workload: Workload, stage: int) -> Kept:

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 from stepmark.core.collectives import Collective, RedOp
 from stepmark.core.dtypes import DType
@@ -176,6 +177,10 @@ def operation(line: Line, groups: Mapping[str, Group], where: str) -> Operation:
     num_bytes = math.ceil(number(line.size, f"{where}, msg_size"))
     parts = op.message_bytes(groups[group])
     return replace(op, count=-(-num_bytes // parts))
+
+
+def is_transfer(op: Operation) -> TypeGuard[CommOp]:
+    return isinstance(op, CommOp) and op.peer is not None
 
 
 def column_excess(ops: Iterable[Operation], tp: int) -> int:

@@ -20,7 +20,12 @@ from stepmark.workload.fold import Repeat, fold
 from stepmark.workload.formats import simai_rows
 from stepmark.workload.formats.loss import Kept, communication, rounding
 from stepmark.workload.formats.simai_row import NONE, Row, blocks_of, parse, row_of
-from stepmark.workload.formats.source_file import in_file, origin_of, read_lines
+from stepmark.workload.formats.source_file import (
+    in_file,
+    origin_of,
+    read_lines,
+    stage_files,
+)
 from stepmark.workload.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "simai"
@@ -44,8 +49,12 @@ def read(path: Path, *, world_size: int | None = None) -> Workload:
 
     world_size: for files of 2024, whose line 1 lacks it.
     """
-    lines = read_lines(path, "SimAI workload")
-    with in_file(path):
+    files = stage_files(path, ".txt")
+    if len(files) > 1:
+        allowed = f"one of its files, e.g. {files[0]}: none has what the stages send each other"
+        raise ConfigError("workload", path, allowed)
+    lines = read_lines(files[0], "SimAI workload")
+    with in_file(files[0]):
         return _workload(lines, path.name.partition(".")[0], world_size)
 
 
@@ -70,7 +79,7 @@ def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
         settings=header,
         groups=reader.groups,
         blocks=reader.blocks,
-        stages=(Stage(step="step"),),
+        stages=(Stage(step="step", layers=tuple(range(reader.num_layers))),),
         notes=reader.notes(Counter(numbers)),
         origin={
             FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
@@ -216,24 +225,38 @@ class Reader:
         self.blocks: dict[str, Block] = {}
         self.raw: dict[str, list[str]] = {}  # of rows that we would write otherwise
         self.rows: list[Row] = []
-        self.num_microbatches = 0
-        self._numbers: dict[str, int] = {}
+        self.num_microbatches = self.num_layers = 0
+        self._num_microbatches = header.get("ga", 1)
+        self._numbers: dict[tuple[str, bool], int] = {}
+        self._in_attention = False  # of a layer that has started
+        self._starts: list[bool] = []  # whether a row starts a layer
         self._lines: list[tuple[str, int]] = []
         self._bodies: dict[Repeat[int], tuple[str, _Place]] = {}
         self._num_repeats = 0
 
     def number(self, text: str, place: int) -> int:
-        """Return the number of this row among the distinct ones."""
-        number = self._numbers.setdefault(text, len(self.rows))
+        """Return the number of this row among the distinct ones.
+
+        A layer that sends several messages in its attention has as many rows of that name, of
+        which only the first starts it.
+        """
+        self._in_attention = self._in_attention and text.startswith("attention")
+        key = text, self._in_attention
+        number = self._numbers.setdefault(key, len(self.rows))
         if number == len(self.rows):
-            self.rows.append(parse(text, f"line {place}"))
+            row = parse(text, f"line {place}")
+            self.rows.append(row)
             self._lines.append((text, place))
+            self._starts.append(row.starts_layer and not self._in_attention)
+        self._in_attention = self._in_attention or self._starts[number]
         return number
 
     def program(self, folded: tuple[int | Repeat[int], ...]) -> None:
         """Make the blocks, once all rows are numbered."""
-        layers = any(row.starts_layer for row in self.rows)
         microbatches = any(row.starts_microbatch for row in self.rows)
+        # Without the first stage's embedding no row tells where the next micro-batch begins.
+        layers = microbatches or self._num_microbatches == 1
+        layers = layers and any(self._starts)
         for index, row in enumerate(self.rows):
             text, place = self._lines[index]
             fwd, bwd = blocks_of(
@@ -243,7 +266,9 @@ class Reader:
             ours = row_of(row.name, fwd, bwd, self.groups).line()
             if ours != text + "\n" or not (fwd or bwd):
                 self.raw[str(index)] = [ours, text + "\n"]
-        self.num_microbatches = self._body("step", folded).microbatch
+        last = self._body("step", folded)
+        self.num_microbatches = last.microbatch
+        self.num_layers = last.layer if layers else 0
         self.blocks["step"] = (Run(block="step.fwd"), Run(block="step.bwd"))
 
     def _body(self, name: str, body: tuple[int | Repeat[int], ...]) -> _Place:
@@ -254,7 +279,7 @@ class Reader:
                 row = self.rows[item]
                 if row.starts_microbatch:
                     place = _Place(place.microbatch + 1, 0)
-                if row.starts_layer:
+                if self._starts[item]:
                     place = replace(place, layer=place.layer + 1)
                 at = _Place(place.microbatch - 1, place.layer - 1)
                 runs.append((f"row {item}", 1, at, _Place()))

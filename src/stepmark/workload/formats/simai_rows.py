@@ -79,6 +79,7 @@ class Messages:
         return TYPE_OF[op.collective] + suffix if is_supported and suffix is not None else None
 
 
+_LAYERS = ("attention_layer", "mlp_layer")
 _NUMBERED = ("cross_entropy", "optimizer")
 _ROW_OUT = ("out", "down", "residual")  # roles behind the inner width: Megatron's row linears
 
@@ -342,6 +343,8 @@ def _step_rows(
     parts: dict[str, list[Operation]] = {}
     for op in ops:
         name = row_name(op.module, split=False, moe=False)
+        if name in _LAYERS:  # sums of a layer's small gradients are no layer
+            name = f"grad_{name}"
         parts.setdefault("optimizer" if op.phase is Phase.OPTIM else name, []).append(op)
     for name, part in parts.items():
         fwd = [op for op in part if op.phase not in backward]

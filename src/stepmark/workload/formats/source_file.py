@@ -71,6 +71,18 @@ def read_lines(path: Path, what: str) -> list[str]:
         raise ConfigError(what, path, f"UTF-8 text (byte {error.start})") from None
 
 
+def stage_files(path: Path, suffix: str) -> list[Path]:
+    """Return stage0, stage1, ... of a folder; of a file itself. Raise ConfigError for a gap."""
+    if not path.is_dir():
+        return [path]
+    names = [each.name for each in path.glob(f"stage*{suffix}")]
+    files = [path / f"stage{number}{suffix}" for number in range(len(names))]
+    if missing := [file.name for file in files if file.name not in names]:
+        allowed = f"a folder of a file per pipeline stage: {missing[0]} is missing"
+        raise ConfigError("workload", path, allowed)
+    return files
+
+
 @contextlib.contextmanager
 def in_file(path: Path) -> Iterator[None]:
     """Put the file's name before the field of a ConfigError about its content."""

@@ -10,7 +10,8 @@ from stepmark.core.model import find_model
 from stepmark.core.ops import Gemm, GroupedGemm, Phase
 from stepmark.core.workload import Workload
 from stepmark.workload.formats import native
-from stepmark.workload.rules.megatron.rule import Megatron, padded, workload
+from stepmark.workload.job import VOCAB_MULTIPLE, with_padded_vocab
+from stepmark.workload.rules.megatron.rule import Megatron, workload
 from stepmark.workload.rules.megatron.settings import Granularity
 
 from .jobs import comms, computes, make, matmul_flops
@@ -35,7 +36,7 @@ def fastest(function: Callable[[], Workload], times: int = 3) -> tuple[float, Wo
 
 def test_gpt_175b_is_generated_and_written_in_a_moment() -> None:
     """96 layers and 512 micro-batches without pipeline stages."""
-    model = padded(find_model("gpt-175b"), Megatron(), 8)
+    model = with_padded_vocab(find_model("gpt-175b"), VOCAB_MULTIPLE * 8)
     job = make(model, mbs=1, microbatches=512, tp=8, dp_shard=16)
     written: list[bytes] = []
 

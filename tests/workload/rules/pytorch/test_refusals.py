@@ -129,7 +129,7 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         Pp(),
         {"pp": 4, "microbatches": 2},
         DENSE,
-        r"pp_microbatches 2 is invalid: it must be at least pp \(4\) with 1f1b",
+        r"gbs 4 is invalid: it must be 8 or more: 1f1b needs pp \(4\) micro-batches of 2",
     ),
     (
         Pp(pp_microbatches=3),

@@ -44,10 +44,10 @@ from stepmark.workload.rules.megatron.chunk import (
 )
 from stepmark.workload.rules.megatron.gradients import StageParams
 from stepmark.workload.rules.megatron.layer import with_deps
-from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan, padded
+from stepmark.workload.rules.megatron.settings import Megatron, Plan, make_plan
 from stepmark.workload.rules.megatron.stage_partition import Chunk, partition
 
-__all__ = ["Megatron", "padded", "workload"]
+__all__ = ["Megatron", "workload"]
 
 _LARGE_MASK_BYTES = 2**30
 

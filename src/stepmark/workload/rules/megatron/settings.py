@@ -20,6 +20,7 @@ from stepmark.workload.job import (
     check_trained,
     mesh_groups,
     setting,
+    with_padded_vocab,
 )
 from stepmark.workload.tree import TreeBuilder
 
@@ -189,12 +190,6 @@ class Megatron:
         return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
 
 
-def padded(model: ModelConfig, settings: Megatron, tp: int) -> ModelConfig:
-    """Pad the vocabulary (vocab_size_with_padding, megatron/training/tokenizer)."""
-    multiple = settings.make_vocab_size_divisible_by * tp
-    return replace(model, vocab_size=math.ceil(model.vocab_size / multiple) * multiple)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A job, its settings, and the groups in which its ranks communicate."""
@@ -275,7 +270,8 @@ class Plan:
 def make_plan(job: Job, settings: Megatron) -> Plan:
     """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
     check_trained("dtype", job.dtype)
-    model = padded(job.model, settings, job.parallel.tp)
+    multiple = settings.make_vocab_size_divisible_by * job.parallel.tp
+    model = with_padded_vocab(job.model, multiple)
     job = replace(job, model=model)
     parallel = job.parallel
     plan = Plan(

@@ -98,6 +98,10 @@ class Order:
 
 def order_of(job: Job, schedule: Schedule, count: int, num_chunks: int) -> Order:
     """Return a pass of `count` micro-batches; 0: all of a step. Raises ConfigError."""
+    pp, at_once = job.parallel.pp, job.mbs * job.parallel.data_ranks
+    if not count and schedule is Schedule.ONE_F_ONE_B and job.num_microbatches < pp:
+        allowed = f"{pp * at_once} or more: 1f1b needs pp ({pp}) micro-batches of {at_once}"
+        raise ConfigError("gbs", job.gbs, allowed)
     count = count or job.num_microbatches
     if job.num_microbatches % count:
         allowed = f"a divisor of {job.num_microbatches} micro-batches of a step"
