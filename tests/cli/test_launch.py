@@ -364,6 +364,9 @@ def test_a_verb_without_the_dashes_before_it() -> None:
     code, out, err = called(*SLURM, *COMM, "-b", "8")
     assert (code, out) == (2, "")
     assert "command comm is invalid: it must come behind --: stepmark launch OPTIONS --" in err
+    code, out, err = called(*SLURM, "--job-name", "run", *COMM, "-b", "8")
+    assert (code, out) == (2, "")
+    assert "command comm is invalid" in err, "run is the job's name"
 
 
 def test_a_job_goes_on_with_a_run(programs: Programs, tmp_path: Path) -> None:
