@@ -3,7 +3,9 @@
 Beside them what should become rare: options as mappings of anything, which have no names that
 a type checker knows, and imports inside functions.
 
-    python tests/size.py [ROOM ...]     lower the limits to what is there; raise those of ROOM
+    python tests/size.py              print sizes beside limits
+    python tests/size.py all          lower the limits to what is there
+    python tests/size.py ROOM ...     lower them, and raise those of these rooms
 
 A room grows only where that is decided, so raising its limit is a change that a review sees.
 """
@@ -20,8 +22,9 @@ TABLE = Path(__file__).parent / "size.toml"
 SLACK, FEW_LINES = 0.02, 20
 HEAD = """\
 # Lines and files of each room that may be there: see size.py.
-# `make size` lowers them; `make size ARGS=core` also raises core's.
+# `make size ARGS=all` lowers them; `make size ARGS=core` also raises core's.
 """
+LOWER = "make size ARGS=all"
 MAPPINGS = ("Mapping[str, Any]", "dict[str, Any]", "Values")
 Sizes = dict[str, tuple[int, int]]  # lines, files
 Counts = dict[str, int]
@@ -67,17 +70,27 @@ def problems(allowed: Mapping[str, tuple[int, int]], sizes: Sizes) -> list[str]:
                 f"where {most_lines} in {most_files} are allowed"
             )
         elif most_lines - lines > max(SLACK * lines, FEW_LINES):
-            texts.append(f"{room} has {lines} lines, {most_lines} are allowed: make size")
-    return texts + [f"{room} is gone: make size" for room in allowed if room not in sizes]
+            texts.append(f"{room} has {lines} lines, {most_lines} are allowed: {LOWER}")
+    return texts + [f"{room} is gone: {LOWER}" for room in allowed if room not in sizes]
 
 
-def main(raised: list[str]) -> None:
-    """Write the table."""
-    allowed, counts = limits() if TABLE.is_file() else ({}, {})
+def show() -> str:
+    """Return a line per room: its lines and files, and how many are allowed."""
+    allowed = limits()[0]
+    lines = [f"{'room':10}{'lines':>8}{'limit':>8}{'files':>8}{'limit':>8}"]
+    for room, sizes in found().items():
+        pairs = zip(sizes, allowed.get(room, (0, 0)), strict=True)
+        lines.append(f"{room:10}" + "".join(f"{now:8}{most:8}" for now, most in pairs))
+    return "\n".join(lines)
+
+
+def write(raised: list[str]) -> None:
+    """Write the table. raised: rooms whose limits may grow."""
+    allowed, counts = limits()
     rows = ["[rooms]\n"]
     for room, sizes in found().items():
         before = allowed.get(room, sizes)
-        grows = room in raised or (room == "all" and raised)
+        grows = raised != ["all"] and room in (*raised, "all")
         lines, files = (
             now if grows else min(now, then) for now, then in zip(sizes, before, strict=True)
         )
@@ -88,5 +101,16 @@ def main(raised: list[str]) -> None:
     TABLE.write_text(HEAD + "".join(rows))
 
 
+def main(arguments: list[str]) -> str:
+    """Print the sizes, or write the table. Return what is wrong with the arguments."""
+    rooms = found()
+    if unknown := [word for word in arguments if word not in rooms]:
+        return f"{unknown[0]} is no room: give one of {', '.join(rooms)}, or nothing"
+    if arguments:
+        write(arguments)
+    sys.stdout.write(f"{show()}\n")
+    return ""
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main(sys.argv[1:]) or 0)

@@ -1,11 +1,15 @@
 """Ranks of commands that run in this process are forked."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from tests import forked_ranks
 
+from stepmark.app import follow
 from stepmark.launch import local_ranks
+
+from .launch_programs import Programs
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -23,3 +27,18 @@ def _ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 
 def _refuse(*_: object) -> None:
     raise AssertionError("a test that measures on ranks needs the mark `ranks`")
+
+
+@pytest.fixture
+def launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a folder of the test, outside any launcher, and follow jobs quickly."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(follow, "POLL_S", 0.01)
+    monkeypatch.setattr(follow, "_TICK_S", 0.01)
+    for name in ("RANK", "SLURM_PROCID", "SLURM_RESTART_COUNT", "A"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path / "bin", monkeypatch)

@@ -49,6 +49,7 @@ BAD: list[tuple[list[str], str]] = [
     ([*TWO, "--mode", "graph", "-z", "1"], "mode '-z 1 --mode graph'"),
     ([*TWO, "--ranks", "3"], "ranks 3"),
     ([*TWO, "--ranks", "1"], "ranks 1"),
+    (["all_reduce", "--device", "x"], "; all but cuda and cpu need --dry-run."),
     ([*NAMED, "4", "--group-split", "mod 3"], "group-split 'mod 3'"),
     ([*NAMED, "4", "--group-split", "xor 3"], "group-split 'xor 3'"),
     (["p2p-matrix", *TWO[1:], "--group-split", "mod 2"], "group-split 'mod 2'"),

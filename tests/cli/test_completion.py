@@ -1,7 +1,12 @@
 """Completion in a shell: the scripts, and what the program answers to them."""
 
 import os
+import pty
+import re
+import select
+import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -91,20 +96,85 @@ def test_the_script_names_program_and_variable(shell: str, tmp_path: Path) -> No
     assert done.stdout.endswith("\n")
 
 
+def program(folder: Path) -> dict[str, str]:
+    """Return the environment of a shell that finds the program and some files in a folder."""
+    path = folder / "bin" / "stepmark"
+    path.parent.mkdir()
+    path.write_text(f'#!/bin/sh\nexec {sys.executable} -m stepmark "$@"\n')
+    path.chmod(0o755)
+    run = folder / "runs" / "20260101-000000-aaaa"
+    run.mkdir(parents=True)
+    (run / "run.json").write_text("{}")
+    (folder / "job log.txt").touch()
+    variables = {"PATH": f"{path.parent}:{os.environ['PATH']}", "HOME": str(folder / "bin")}
+    return environment() | variables | {"TERM": "dumb", "COLUMNS": "200"}
+
+
+# What is typed before a tab, and what stands there then.
+TYPED = {
+    "stepmark trai": "stepmark train ",
+    "stepmark trace br": "stepmark trace breakdown ",
+    "stepmark train --strat": "stepmark train --strategy ",
+    "stepmark train --strategy ddp,f": "stepmark train --strategy ddp,fsdp ",
+    "stepmark train --strategy=fs": "stepmark train --strategy=fsdp ",
+    "stepmark predict --device=mi250": "stepmark predict --device=mi250x ",
+    "stepmark op gemm --model mixtral-8x7": "stepmark op gemm --model mixtral-8x7b ",
+    "stepmark report --runs=./runs 2": "stepmark report --runs=./runs 20260101-000000-aaaa ",
+    "stepmark compare before=2": "stepmark compare before=20260101-000000-aaaa ",
+    "stepmark logs job": r"stepmark logs job\ log.txt ",
+    "stepmark comm --csv=job": r"stepmark comm --csv=job\ log.txt ",
+}
+START = {
+    "bash": "PS1='$ '; eval \"$(stepmark completion bash)\"",
+    "zsh": "PS1='$ '; bindkey -e; setopt interactive_comments; autoload -Uz compinit; "
+    'compinit -u -D; eval "$(stepmark completion zsh)"',
+}
+SHELLS = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"]}
+
+
 @pytest.mark.ranks
-@pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_with_the_script(tmp_path: Path) -> None:
-    program = tmp_path / "stepmark"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m stepmark "$@"\n')
-    program.chmod(0o755)
-    script = (
-        'eval "$(stepmark completion bash)"\n'
-        "COMP_WORDS=(stepmark comm all_red) COMP_CWORD=2\n"
-        "_stepmark_completion stepmark\n"
-        'echo "${COMPREPLY[@]}"\n'
-    )
-    variables = environment() | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_tab_completes_in_the_shell(shell: str, tmp_path: Path) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"needs {shell}")
+    variables = program(tmp_path)
+    pid, terminal = pty.fork()
+    if not pid:
+        os.chdir(tmp_path)
+        os.execvpe(shell, SHELLS[shell], variables)
+    try:
+        os.write(terminal, f"{START[shell]}; echo rea''dy\n".encode())
+        screen(terminal, "ready")
+        for typed, completed in TYPED.items():
+            os.write(terminal, f"{typed}\t".encode())
+            screen(terminal, completed)
+            os.write(terminal, b"\x01#\n")  # the line becomes a comment
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        os.close(terminal)
+
+
+def screen(terminal: int, expected: str) -> None:
+    """Read what a shell writes until the expected text stands there."""
+    output = ""
+    while expected not in output:
+        readable, _, _ = select.select([terminal], [], [], 20)
+        assert readable, f"{expected!r} is not in {output!r}"
+        output += re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", os.read(terminal, 4096).decode())
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+def test_fish_completes_with_the_script(tmp_path: Path) -> None:
+    script = "".join(f"complete -C '{line}' | head -1\n" for line in TYPED)
     done = subprocess.run(
-        ["bash", "-c", script], env=variables, capture_output=True, text=True, check=True
+        ["fish", "-c", f"stepmark completion fish | source\n{script}"],
+        cwd=tmp_path,
+        env=program(tmp_path),
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert done.stdout == "all_reduce\n"
+    words = [line.split("\t")[0] for line in done.stdout.splitlines()]
+    assert words == [shlex.split(line)[-1] for line in TYPED.values()]

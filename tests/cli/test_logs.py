@@ -363,3 +363,5 @@ def test_steps_share_out_the_messages(capsys: pytest.CaptureFixture[str]) -> Non
     """Per rank 240 calls of 94,380,032 bytes and 20 of 262,148,096, in ten steps."""
     _, out, _ = logs(capsys, LOGS, "--histogram", "--steps", 10)
     assert "# 26 calls of 2.598 GiB per rank and step" in out
+    _, out, _ = logs(capsys, LOGS, "--steps", 10)
+    assert "  26 calls of 2.598 GiB per rank and step\n" in out

@@ -23,8 +23,12 @@ TABLES = [
     f"trace breakdown {TRACES}",
     f"trace kernels {TRACES}",
     GENERATE,
+    "comm --list",
+    f"compare {','.join(f'{RESULTS}/h200-x4-comm-queued-{n}' for n in (1, 2, 3))}"
+    f" {','.join(f'{RESULTS}/h200-x4-comm-graph-{n}' for n in (1, 2, 3))} --force",
+    f"trace compare {TRACES} {TRACES}",
 ]
-COMMANDS = [*TABLES, "--help", "", "comm --list", "train --help-all", "runs list --runs ."]
+COMMANDS = [*TABLES, "--help", "", "train --help-all", "runs list --runs ."]
 
 
 def on_terminal(line: str, columns: int, cwd: Path) -> str:
@@ -56,7 +60,7 @@ def piped(line: str, cwd: Path, **variables: str) -> "subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("columns", [80, 100, 160])
+@pytest.mark.parametrize("columns", [60, 80, 160])
 @pytest.mark.parametrize("line", TABLES)
 def test_tables_fit_and_nothing_is_cut(line: str, columns: int, tmp_path: Path) -> None:
     text = on_terminal(line, columns, tmp_path)
@@ -70,8 +74,32 @@ def test_tables_fit_and_nothing_is_cut(line: str, columns: int, tmp_path: Path) 
 def test_columns_that_do_not_fit_are_named(tmp_path: Path) -> None:
     text = on_terminal(TABLES[1], 80, tmp_path)
     (note,) = re.findall(r"too wide for 80 columns: (.+); --csv FILE has them", text)
-    assert "placement" in note.split(", ")
+    assert "min" in note.split(", ")
     assert "all rows: dtype bf16" in text
+    # Nothing but its placement tells the second row from the first.
+    assert re.findall(r"^all_reduce +1 KiB +(\S+)", text, re.MULTILINE) == [
+        "out-of-place",
+        "in-place",
+    ]
+
+
+def test_long_names_of_sides_become_letters(tmp_path: Path) -> None:
+    text = on_terminal(TABLES[6], 80, tmp_path)
+    assert re.search(r"^A = .*queued-1,.*\nB = .*graph-1,", text, re.MULTILINE)
+    heads = [line.split() for line in text.split("\n") if line.startswith("family")]
+    assert heads == [
+        ["family", "placement", "size", "A", "B", "B", "/", "A"],
+        ["family", "placement", "size", "verdict"],
+    ]
+
+
+def test_figures_of_a_collective_fit_with_their_size(tmp_path: Path) -> None:
+    line = "comm all_reduce --nproc 2 --device cpu -b 8K -e 32K -d fp32,bf16 -n 20 --out runs"
+    rows = [row.rstrip() for row in on_terminal(line, 60, tmp_path).split("\n")]
+    tables = [row for row in rows if row and row[0] != "#"]
+    assert max(map(len, tables)) <= 60
+    assert sum(row.split()[:4] == ["size", "time", "algbw", "busbw"] for row in tables) == 2
+    assert sum(row.split()[:1] == ["32768"] for row in tables) == 4, "two parts a type"
 
 
 def test_runs_are_a_list_on_a_terminal_and_rows_in_a_pipe(tmp_path: Path) -> None:

@@ -266,7 +266,7 @@ def test_times_from_sources_alone(run: Program) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("w.json", ("--measure is missing", "--compute-from")),
+        ("w.json", ("--measure is missing: give --measure", "--compute-from")),
         ("w.json --budget 3s --compute-from fixed:1ns", ("--budget", "only with --measure")),
         ("w.json --dry-run --compute-from fixed:1ns", ("--dry-run", "only with --measure")),
         (f"w.json {CPU} --device tpu", ("--device tpu", "cpu")),

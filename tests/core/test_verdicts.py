@@ -144,7 +144,7 @@ def test_the_launches_that_would_tell_do(change: float) -> None:
     few = [pattern[n % 5] for n in range(5)]
     (ratio,) = judge([row(few, [x - change for x in few])])
     assert ratio.launches is not None
-    assert ratio.reason == f"{ratio.launches} launches a side would tell"
+    assert ratio.reason == f"needs {ratio.launches} launches a side"
     many = [pattern[n % 5] for n in range(ratio.launches)]
     (then,) = judge([row(many, [x - change for x in many])])
     assert then.verdict is (Verdict.FASTER if change > 0.01 else Verdict.SAME)

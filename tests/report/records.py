@@ -1,6 +1,10 @@
 """Made-up records and a made-up device: round figures, so that rates are done in the head."""
 
+import re
+from collections.abc import Sequence
+
 from stepmark.core.case import Label, OpCase
+from stepmark.core.columns import Row
 from stepmark.core.device import DeviceSpec
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Attention, Copy, Gemm, Norm, Phase
@@ -141,4 +145,14 @@ def made_up_device() -> DeviceSpec:
         rated_clock_hz=2e9,
         hbm_bytes_per_s=4e12,
         l2_bytes=50_000_000,
+    )
+
+
+def check_page_of(page: str, title: str, table: Sequence[Row]) -> None:
+    """A page of one kind of cases has its section, and a line per case that ran."""
+    assert f"<h2>{title}</h2>" in page
+    assert "<h2>Measurements</h2>" not in page
+    assert "Nothing was measured." not in page
+    assert len(re.findall(r'<tr class="[a-z ]*" data-command', page)) == sum(
+        row["status"] in ("measured", "wrong") for row in table
     )

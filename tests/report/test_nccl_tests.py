@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,12 +11,12 @@ from random import Random
 import pytest
 
 from stepmark.core.collectives import Collective, Mode
-from stepmark.core.columns import Row
+from stepmark.core.columns import Row, fitted
 from stepmark.core.dtypes import parse_dtype
-from stepmark.core.record import Record, Skipped
+from stepmark.core.record import Record, RunInfo, Skipped
 from stepmark.report.comm_columns import rows
 from stepmark.report.comm_remarks import straggler
-from stepmark.report.nccl_tests import NA_HALF, float_text, text_of
+from stepmark.report.nccl_tests import NA_HALF, float_text, output_lines
 from stepmark.report.peer_formats import json_document
 
 from .comm_records import (
@@ -54,6 +55,10 @@ def parsed(text: str) -> list[tuple[str, ...]]:
     return found
 
 
+def text_of(rows: Sequence[Row], run: RunInfo) -> str:
+    return "\n".join(output_lines(rows, run)) + "\n"
+
+
 def table(records: Sequence[Record]) -> list[Row]:
     return rows(records, comm_run(), comm_device())
 
@@ -90,6 +95,20 @@ def test_real_numbers_come_out_byte_for_byte(name: str) -> None:
         # The mean is of unrounded rates there.
         assert [line[:27] for line in printed] == [line[:27] for line in lines]
     assert real.splitlines()[-2:] == ours.splitlines()[-2:]
+
+
+@pytest.mark.parametrize("width", [45, 60, 80, 100])
+def test_a_narrow_terminal_has_every_figure_beside_its_size(width: int) -> None:
+    real = (DATA / REAL["all_reduce"]).read_text()
+    rows = rows_of_real("all_reduce", real)
+    lines = [*fitted(output_lines(rows, comm_run(), head_per_table=True), width)]
+    data = [line for line in lines if line and not line.startswith("#")]
+    assert max(map(len, data)) <= width
+    shown: dict[str, list[str]] = {}
+    for size, *cells in (line.split() for line in data):
+        shown.setdefault(size, []).extend(cells)
+    for size, *cells in parsed(real):
+        assert Counter(shown[size]) == Counter(cells)
 
 
 def test_the_parameter_line_is_read_from_the_rows() -> None:

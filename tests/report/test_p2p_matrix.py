@@ -7,7 +7,7 @@ import pytest
 
 from stepmark.core.collectives import Collective, Mode
 from stepmark.report.comm_columns import rows
-from stepmark.report.comm_remarks import PairMatrix, matrices, matrix_text
+from stepmark.report.comm_remarks import PairMatrix, matrices, matrix_lines
 
 from .comm_records import (
     NUM_RANKS,
@@ -31,9 +31,9 @@ def test_a_third_of_the_rate_is_named() -> None:
     assert (source, destination) == SLOW_PAIR
     assert value == pytest.approx(bandwidth.median / 3, rel=0.03)
     assert latency.slow == []
-    text = matrix_text(bandwidth)
+    text = "\n".join(matrix_lines(bandwidth))
     assert f"slow: 3 -> 5 {value:.3g} GB/s, median {bandwidth.median:.3g}" in text
-    assert "no slow link" in matrix_text(latency)
+    assert "no slow link" in matrix_lines(latency)[-1]
 
 
 def pings(mode: Mode, issue_s: float, times_s: list[float]) -> PairMatrix:
@@ -63,7 +63,7 @@ def test_a_latency_of_the_host_is_not_judged() -> None:
     times_s = [20e-6, *[7e-6] * 5]
     found = pings(Mode.QUEUED, 12e-6, times_s)
     assert found.slow == []
-    assert "which is the host's" in matrix_text(found)
+    assert "which is the host's" in matrix_lines(found)[-1]
     assert pings(Mode.GRAPH, 12e-6, times_s).slow, "a graph's calls take no host"
 
 
@@ -71,7 +71,7 @@ def test_every_pair_has_its_place_and_the_diagonal_none() -> None:
     for matrix in found():
         assert len(matrix.known) == NUM_RANKS * (NUM_RANKS - 1)
         assert all(matrix.values[i][i] is None for i in range(NUM_RANKS))
-        lines = matrix_text(matrix).splitlines()[2 : 2 + NUM_RANKS]
+        lines = matrix_lines(matrix)[2 : 2 + NUM_RANKS]
         assert [len(line.split()) for line in lines] == [NUM_RANKS + 1] * NUM_RANKS
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.launches import Row, Sample
-from stepmark.core.ratio import Ratio
+from stepmark.core.ratio import Ratio, Verdict
 from stepmark.core.verdicts import judge
 from stepmark.report.recommendation import (
     Advice,
@@ -167,6 +167,33 @@ def test_another_setting_is_selected_only_where_it_is_certainly_faster() -> None
     """Of equal settings, one is confirmed, not one by line."""
     advice = advised(4, rounds=6, noise=0.002, gain=lambda n, s: 1.1 if n != "default" else 1.0)
     assert len(advice.selected) == 1
+    (selected,) = advice.selected
+    reasons = {pick.reason for pick in advice.picks}
+    others = {f"{name} is not certainly faster than it" for name in {*NAMES} - {selected}}
+    assert len(reasons) > 1
+    assert reasons <= {"", *others}
+
+
+def test_a_recommendation_without_the_verdict_faster_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one size, a verdict needs more than the one-sided test of a recommendation."""
+    monkeypatch.setattr(f"{__name__}.SIZES", [2**20])
+    seen = set()
+    for seed in range(40):
+        gain: Gain = lambda name, size: 1.04 if name == "B" else 1.0  # noqa: E731
+        advice = advised(seed, rounds=5, noise=0.01, gain=gain, names=NAMES[:2])
+        if not advice.selected:
+            continue
+        now = confirmed(advice, seed + 1000, rounds=5, noise=0.01, gain=gain)
+        if not won(now):
+            continue
+        (pick,) = now.picks
+        assert pick.ratio
+        is_unsure = pick.ratio.verdict is not Verdict.FASTER
+        assert ("1 of these 1 line without" in text_of(now, {"B": ""})[-1]) == is_unsure
+        seen.add(is_unsure)
+    assert seen == {False, True}
 
 
 def test_what_was_dropped_is_not_considered() -> None:

@@ -10,7 +10,7 @@ from tests.report.records import full_run, run_info
 
 from stepmark.core.columns import Row, number
 from stepmark.core.reading import IN_PLACE, Reading, Table
-from stepmark.report.nccl_tests import text_of
+from stepmark.report.nccl_tests import output_lines
 from stepmark.report.op_columns import rows as op_rows
 from stepmark.report.peer_formats import json_document
 from stepmark.store.export import write_csv
@@ -52,7 +52,7 @@ def check_round_trip(tables: Sequence[Table]) -> None:
 
 
 def test_our_text_of_nccl_tests_is_read_back() -> None:
-    tables = tables_of(text_of(made_up_rows(), comm_run()), "x")
+    tables = tables_of("\n".join(output_lines(made_up_rows(), comm_run())), "x")
     check_round_trip(tables)
     assert {table.tool for table in tables} == {"stepmark"}
     assert {"stepmark queued", "stepmark graph"} <= {table.method for table in tables}

@@ -154,6 +154,9 @@ def measure(what: str | AnyCase | Workload, *words: object, **options: object) -
     replay; or a case of an earlier run, to measure again. options: those of the verb, which
     `options("op", "gemm")`, `options("comm")` and so on list; `out` is the folder of runs.
 
+    Two things only the command line does: `find_max` of `stepmark op`, a search over several
+    runs, and measuring as a rank of torchrun, srun or mpirun.
+
     A case that fails is a row with status "failed", not an exception. Raises ConfigError for
     bad options, StepmarkError where nothing was measured.
     """
@@ -193,8 +196,8 @@ def _measured(verb: str, words: Sequence[object], options: dict[str, object]) ->
 def _carry_out(verb: str, options: MeasureOptions) -> Run:
     """Measure as the verb does and return the run. Raises KeyboardInterrupt after Ctrl-C."""
     if outer_launcher.is_rank():
-        text = "measure starts its own processes; under torchrun, srun or mpirun use"
-        raise StepmarkError(f"{text} stepmark {verb}.")
+        text = "measure starts its own ranks: under torchrun, srun or mpirun use the command"
+        raise StepmarkError(f"{text} stepmark {verb} instead.")
     _, make_plan = VERBS[verb]
 
     def planned() -> Plan:

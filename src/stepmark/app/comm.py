@@ -10,8 +10,9 @@ from stepmark.app import comm_plan, delivery
 from stepmark.app.machine import Machine
 from stepmark.app.measure import measure_or_list
 from stepmark.app.models import file_notes
-from stepmark.app.view import View, show_rows, view
+from stepmark.app.view import View, print_text, show_rows, view
 from stepmark.core.collectives import FACTS, Api, Collective, placements
+from stepmark.core.columns import aligned
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import build, load, plain
@@ -26,7 +27,7 @@ _STYLES = {"param": "stepmark.report.peer_formats:param_comms"}
 def run(options: CommOptions) -> int:
     """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
     if options.list_all:
-        sys.stdout.write(table())
+        print_text(_list())
         return 0
     if options.print_as:
         _check_names(options)
@@ -75,22 +76,21 @@ def _how(options: CommOptions) -> CommHow:
     return CommHow(**{name: value for name, value in values.items() if value is not None})
 
 
-def table() -> str:
+def _list() -> list[str]:
     """Return the table of `comm --list`: every collective and what it supports."""
-    lines = [f"{'name':<15}{'busbw/algbw':<13}{'size counts':<16}{'torch':<14}nccl"]
+    cells = [["name", "busbw/algbw", "size counts", "torch", "nccl"]]
     for collective in Collective:
         facts = FACTS[collective]
-        forms = {
-            api: "/".join("in" if inside else "out" for inside in placements(collective, api))
-            for api in Api
-        }
-        lines.append(
-            f"{collective:<15}{facts.busbw:<13}{facts.parts:<16}"
-            f"{forms[Api.TORCH]:<14}{forms[Api.NCCL]}"
+        forms = (
+            "/".join("in" if inside else "out" for inside in placements(collective, api))
+            for api in (Api.TORCH, Api.NCCL)
         )
-    lines.append("p2p-matrix     every ordered pair: bandwidth and latency, one pair at a time")
-    lines.append("out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.")
-    return "\n".join(lines) + "\n"
+        cells.append([collective.value, facts.busbw, facts.parts, *forms])
+    return [
+        *aligned(cells, [False] * len(cells[0])),
+        "p2p-matrix: every ordered pair, bandwidth and latency, one pair at a time",
+        "out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.",
+    ]
 
 
 def _check_output_file(options: CommOptions) -> None:
@@ -122,10 +122,13 @@ def _show(run: View, options: CommOptions) -> None:
     matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.known) > 1]
     drawn = {matrix.family for matrix in matrices}
     for matrix in matrices:
-        sys.stdout.write(comm_remarks.matrix_text(matrix) + "\n")
+        print_text([*comm_remarks.matrix_lines(matrix), ""])
     rest = [row for row in run.comm_rows if row["family"] not in drawn]
     if rest:
-        sys.stdout.write(nccl_tests.text_of(rest, run.run, step=step_asked(options)))
+        step, is_terminal = step_asked(options), sys.stdout.isatty()
+        print_text(
+            nccl_tests.output_lines(rest, run.run, step=step, head_per_table=is_terminal)
+        )
 
 
 def step_asked(options: CommOptions) -> tuple[int, bool] | None:

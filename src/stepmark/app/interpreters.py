@@ -50,18 +50,25 @@ def check_interpreters(settings: Sequence[Setting], base: Mapping[str, str]) -> 
             raise ConfigError("python", word, allowed)
 
 
+def output_of(
+    command: Sequence[str], base: Mapping[str, str], limit_s: float | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command without input in an environment, and return what it printed."""
+    return subprocess.run(
+        command,
+        env=dict(base),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=limit_s,
+    )
+
+
 def _version(executable: str, word: str, base: Mapping[str, str]) -> str:
     try:
-        done = subprocess.run(
-            [executable, "-c", _VERSION],
-            env=dict(base),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=_LIMIT_S,
-        )
+        done = output_of([executable, "-c", _VERSION], base, _LIMIT_S)
     except subprocess.TimeoutExpired:
         reason = f"it took more than {_LIMIT_S:.0f} s"
     except OSError as error:

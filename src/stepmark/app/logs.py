@@ -59,7 +59,7 @@ def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
         yield _answer(source.findings)
         yield from source.lines
         yield from finding_text(source.findings)
-        yield from _histogram_summary(source)
+        yield from _histogram_summary(source, options.steps)
         return
     yield f"# {source.kind}: {files_text(source)}"
     if options.tuning:
@@ -81,11 +81,13 @@ def _answer(findings: Sequence[Finding]) -> str:
     return f"answer     nothing states a failure or a hang ({tally or 'no findings'})"
 
 
-def _histogram_summary(source: Source) -> Iterator[str]:
+def _histogram_summary(source: Source, steps: int | None) -> Iterator[str]:
     if not source.histogram:
         return
     yield "messages (--histogram shows all sizes):"
     yield from (f"  {line}" for line in summary(source.histogram, source.num_ranks_seen))
+    if steps:
+        yield f"  {_per_step(source, steps)}"
     if line := unknown_ranks(source.histogram):
         yield f"  {line}"
 
@@ -98,7 +100,7 @@ def _histogram_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
         yield f"# {line}"
     yield from lines(view.rows)
     if options.steps:
-        yield _per_step(view.source, options.steps)
+        yield f"# {_per_step(view.source, options.steps)}"
     if view.totals is not None:
         yield from _curve_text(view.totals, options)
 
@@ -106,7 +108,7 @@ def _histogram_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
 def _per_step(source: Source, steps: int) -> str:
     rank_steps = steps * max(source.num_ranks_seen, 1)
     calls, num_bytes = (total / rank_steps for total in calls_and_bytes(source.histogram))
-    return f"# {calls:.4g} calls of {format_bytes(num_bytes)} per rank and step"
+    return f"{calls:.4g} calls of {format_bytes(num_bytes)} per rank and step"
 
 
 def _curve_text(totals: dict[str, float | int], options: LogsOptions) -> Iterator[str]:

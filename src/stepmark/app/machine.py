@@ -96,7 +96,8 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
         return _machine_of(cards)
     spec = find_device_by_alias(str(device))
     if spec is None:
-        raise unknown_device(device, "cuda", "cpu", note="; all but these two need --dry-run")
+        note = "; all but cuda and cpu need --dry-run"
+        raise unknown_device(device, "cuda", "cpu", note=note)
     cards = _cards()
     if cards and cards[0].name in spec.names:
         return _machine_of(cards)

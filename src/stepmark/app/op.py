@@ -44,7 +44,8 @@ def plan_of(options: OpOptions, machine: Machine) -> Plan:
     """Plan every operator of the options. Raises ConfigError."""
     check(options)
     if options.field("find_max"):
-        raise ConfigError("find-max", "given", "it is a search in several runs, not one plan")
+        rule = "it is a search over several runs, which only stepmark op --find-max makes"
+        raise ConfigError("find-max", "given", rule)
     return plan(_cases_of(options)(machine), options)
 
 

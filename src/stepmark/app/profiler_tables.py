@@ -6,10 +6,11 @@ from pathlib import Path
 
 from stepmark.app.view import print_text
 from stepmark.core.errors import ConfigError
+from stepmark.core.garbage import no_collection
 from stepmark.core.profiler_table import ProfilerTable
 from stepmark.report import profiler_tables
 from stepmark.store.export import write_json, write_tables
-from stepmark.trace.read_text import decode, is_binary, lines_of, no_collection, read_text
+from stepmark.trace.read_text import decode, is_binary, lines_of, read_text
 from stepmark.trace.tables import perftools, profiler_checks, profiler_text
 
 

@@ -6,7 +6,6 @@ import os
 import re
 import secrets
 import shlex
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -15,7 +14,7 @@ from pathlib import Path
 from stepmark import __version__
 from stepmark.app import sweep_results, tuner
 from stepmark.app.delivery import check_outputs
-from stepmark.app.interpreters import check_interpreters, parse_interpreters
+from stepmark.app.interpreters import check_interpreters, output_of, parse_interpreters
 from stepmark.app.sweep_run import ORDERS, PROGRAM, order_of
 from stepmark.core.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.core.sweep import (
@@ -170,15 +169,8 @@ def _check_command(sweep: Sweep, base: Mapping[str, str]) -> None:
     """Validate flags by dry runs of the command, in each interpreter. Raises CommandError."""
     distinct = {(setting.flags, setting.executable): setting for setting in sweep.settings}
     for setting in distinct.values():
-        done = subprocess.run(
-            [*setting.program(PROGRAM), *setting.command(sweep.command), "--dry-run"],
-            env=dict(base),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-        )
+        command = [*setting.program(PROGRAM), *setting.command(sweep.command), "--dry-run"]
+        done = output_of(command, base)
         if done.returncode:
             line = (done.stderr.strip().splitlines() or ["no word"])[-1]
             raise CommandError(f"the command: {line.removeprefix('stepmark: ')}")

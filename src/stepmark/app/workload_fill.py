@@ -54,7 +54,7 @@ def _refuse_measuring(options: FillOptions) -> None:
         if getattr(options, option.name) != option.default:
             raise ConfigError(dashed(option.name), "given", "only with --measure")
     if options.compute_from is None:
-        allowed = "it to measure on this device, or --compute-from to take times from elsewhere"
+        allowed = "give --measure for times of this device, or --compute-from for others"
         raise ConfigError("measure", "missing", allowed)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from stepmark.bench.environment import capabilities
 from stepmark.bench.ranks import Ranks, join
+from stepmark.core import garbage
 from stepmark.core.ops.backends import Capabilities
 from stepmark.core.record import Failed, Levels
 from stepmark.core.train_case import TrainCase
@@ -108,15 +109,10 @@ def quick_release() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_collection() -> Iterator[None]:
-    """Disable garbage collection, which would delay a sample on one rank; then as it was."""
-    was_enabled = gc.isenabled()
+    """Collect garbage, then suspend it: samples begin with an empty heap of cycles."""
     gc.collect()
-    gc.disable()
-    try:
+    with garbage.no_collection():
         yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def release(context: MeasureContext) -> None:

@@ -6,9 +6,13 @@ of the options, see flags.py.
 
 import os
 import sys
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from typer import completion
+from typer._click import shell_completion
 from typer.main import get_command
 
 from stepmark.cli.main import COMPLETE, app
@@ -17,6 +21,7 @@ from stepmark.core.options import Names, load
 from stepmark.core.verb_options import CompletionOptions
 
 _PROGRAM = "stepmark"
+_ZSH_FILES = "compset -P '*='; _files"
 
 
 def run(options: CompletionOptions) -> int:
@@ -49,9 +54,31 @@ def names_of(kind: Names, runs: Path) -> list[str]:
 def answer() -> int:
     """Print the completions of the words that a shell has put into variables."""
     completion.completion_init()  # type: ignore[attr-defined]
-    try:
-        return completion.shell_complete(
-            get_command(app()), {}, _PROGRAM, COMPLETE, os.environ[COMPLETE]
-        )
-    except StepmarkError:  # words before the last are wrong, which their run reports
-        return 0
+    shell = os.environ[COMPLETE].removeprefix("complete_")
+    known: Any = shell_completion.get_completion_class(shell)
+    shell_class = type("Shell", (_Completions, known), {})
+    with suppress(StepmarkError):  # words before the last are wrong, which their run reports
+        text = shell_class(get_command(app()), {}, _PROGRAM, COMPLETE).complete()
+        # For zsh a file after an equals sign is a part of the word.
+        sys.stdout.write(f"{_ZSH_FILES if text == '_files' else text}\n")
+    return 0
+
+
+class _Completions:
+    """The completions of a shell, which know --flag=value.
+
+    It is three words for bash. For the others it is one, of which typer returns the value.
+    """
+
+    def get_completions(self, args: list[str], incomplete: str) -> list[Any]:
+        words = [
+            word
+            for before, word in pairwise(["", *args])
+            if not (word == "=" and before.startswith("--"))
+        ]
+        items: list[Any] = super().get_completions(words, incomplete)  # type: ignore[misc]
+        flag, equals, _ = incomplete.partition("=")
+        if equals and flag.startswith("--"):
+            for item in items:
+                item.value = f"{flag}={item.value}"
+        return items

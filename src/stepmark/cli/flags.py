@@ -256,14 +256,15 @@ def _parameter(option: Option) -> inspect.Parameter:
 
 
 def _completion(option: Option) -> Callable[..., list[str]] | None:
-    """Return the function that completes a value in a shell; after commas another one."""
+    """Return the function that completes a value in a shell; after , or NAME= another one."""
     if not (option.reader.choices or option.names):
         return None
 
     def complete(ctx: typer.Context, incomplete: str) -> list[str]:
         folder = Path(ctx.params.get("runs") or ctx.params.get("out") or "runs")
         names = option.reader.choices or options.load(_NAMES_OF)(option.names, folder)
-        before, comma, word = incomplete.rpartition(",")
-        return [f"{before}{comma}{name}" for name in names if name.startswith(word)]
+        start = max(map(incomplete.rfind, ",=")) + 1
+        before, word = incomplete[:start], incomplete[start:]
+        return [f"{before}{name}" for name in names if name.startswith(word)]
 
     return complete

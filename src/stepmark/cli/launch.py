@@ -1,6 +1,7 @@
 """stepmark launch: its own options, and those of the verb that the job runs."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -26,8 +27,17 @@ class Wrapper(Command):
         try:
             return super().parse_args(ctx, args)
         except typer.BadParameter.__mro__[2]:  # type: ignore[misc]
-            # An unknown option: it may be the verb's.
-            name = next((word for word in words if word in MEASURING), None)
+            # An unknown option: it may be the verb's. A value of a known one is no verb.
+            options = (each for each in self.params if not getattr(each, "is_flag", True))
+            valued = {word for option in options for word in option.opts}
+            name = next(
+                (
+                    word
+                    for before, word in pairwise(["", *words])
+                    if word in MEASURING and before not in valued
+                ),
+                None,
+            )
             if name is None or "--" in words:
                 raise
             rule = f"it must come behind --: stepmark {ctx.info_name} OPTIONS -- {name} ..."

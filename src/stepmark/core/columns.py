@@ -110,6 +110,13 @@ class TableLine(str):
     cells: Sequence[str]
     is_right: Sequence[bool]
 
+    @classmethod
+    def of(cls, text: str, cells: Sequence[str], is_right: Sequence[bool]) -> "TableLine":
+        """Return a line of its cells; lines of one table share one is_right."""
+        line = cls(text)
+        line.cells, line.is_right = cells, is_right
+        return line
+
 
 def aligned(cells: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
     """Return the lines of a table as wide as needed; the first line of cells is the heading."""
@@ -120,16 +127,14 @@ def aligned(cells: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[st
             word.rjust(width) if right else word.ljust(width)
             for word, width, right in zip(words, widths, is_right, strict=True)
         )
-        line = TableLine("  ".join(padded).rstrip())
-        line.cells, line.is_right = words, is_right
-        lines.append(line)
+        lines.append(TableLine.of("  ".join(padded).rstrip(), words, is_right))
     return lines
 
 
 def fitted(lines: Iterable[str], width: int) -> Iterator[str]:
     """Yield lines, but a table that is wider in parts below each other.
 
-    Each part has the first columns again, as many as tell the rows apart.
+    Each part begins with the columns that tell the rows apart.
     """
     for _, group in itertools.groupby(lines, lambda line: id(getattr(line, "is_right", None))):
         block = list(group)
@@ -137,28 +142,51 @@ def fitted(lines: Iterable[str], width: int) -> Iterator[str]:
         if not table or max(map(len, table)) <= width:
             yield from block
             continue
-        for number, places in enumerate(_parts([line.cells for line in table], width)):
+        parts = _parts([line.cells for line in table], table[0].is_right, width)
+        for number, places in enumerate(parts):
             cells = [[line.cells[place] for place in places] for line in table]
             yield from [""] * (number > 0)
-            yield from aligned(cells, [table[0].is_right[place] for place in places])
+            lines_of_part = aligned(cells, [table[0].is_right[place] for place in places])
+            yield from filter(None, lines_of_part)  # a line of the head may have no cell here
 
 
-def _parts(cells: Sequence[Sequence[str]], width: int) -> Iterator[list[int]]:
+def _parts(
+    cells: Sequence[Sequence[str]], is_right: Sequence[bool], width: int
+) -> Iterator[list[int]]:
     """Yield the places of the columns of each part."""
     widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
-    num_keys = 1
-    while num_keys < len(widths) and len({tuple(row[:num_keys]) for row in cells}) < len(cells):
-        num_keys += 1
-    while num_keys > 1 and sum(widths[:num_keys]) > width / 2:
-        num_keys -= 1
-    keys = list(range(num_keys))
+    keys = _keys(cells, is_right, widths, width)
     part = keys
-    for place in range(num_keys, len(widths)):
+    for place in range(len(widths)):
+        if place in keys:
+            continue
         if part != keys and sum(widths[each] for each in (*part, place)) - 2 > width:
             yield part
             part = keys
         part = [*part, place]
     yield part
+
+
+def _keys(
+    cells: Sequence[Sequence[str]], is_right: Sequence[bool], widths: Sequence[int], width: int
+) -> list[int]:
+    """Return the places of columns that tell the rows apart, of words rather than figures."""
+
+    def num_kinds(places: Sequence[int]) -> int:
+        return len({tuple(row[place] for place in places) for row in cells})
+
+    keys: list[int] = []
+    for place in sorted(
+        range(len(widths)), key=lambda p: (is_right[p], 0 if is_right[p] else -num_kinds([p]))
+    ):
+        is_narrow = sum(widths[each] for each in (*keys, place)) <= width / 2
+        if is_narrow and num_kinds([*keys, place]) > num_kinds(keys):
+            keys.append(place)
+    while len(keys) > 1 and sum(widths[place] for place in keys) - 2 > width - max(
+        (each for place, each in enumerate(widths) if place not in keys), default=0
+    ):
+        keys.pop()
+    return sorted(keys) or [0]
 
 
 def digits(value: float | None, places: int = 4) -> str:

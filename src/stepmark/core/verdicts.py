@@ -325,7 +325,7 @@ def _judged(row: Row, difference: _Difference | None, is_certain: bool, floor: f
     if verdict is Verdict.CANNOT_TELL:
         launches = _launches_that_tell(difference, floor)
         reason = "within drift" if difference.drift else "within noise"
-        reason = f"{launches} launches a side would tell" if launches else reason
+        reason = f"needs {launches} launches a side" if launches else reason
     return Ratio(
         speed=speed,
         low=low,

@@ -7,7 +7,7 @@ from operator import itemgetter
 from statistics import median
 
 from stepmark.core.collectives import FACTS, Collective
-from stepmark.core.columns import Row, digits, number, text
+from stepmark.core.columns import Row, aligned, digits, number, text
 from stepmark.core.fit import MIN_POINTS, Segment, piecewise
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.report.row_tables import grouped, validity_counts
@@ -262,17 +262,17 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
     )
 
 
-def matrix_text(matrix: PairMatrix) -> str:
+def matrix_lines(matrix: PairMatrix) -> list[str]:
     """Return the matrix, source by line and destination by column, then the slow links."""
-    cells = [["" if v is None else digits(v, 3) for v in line] for line in matrix.values]
-    width = max(len(cell) for line in [*cells, list(map(str, matrix.ranks))] for cell in line)
-    lines = [
-        f"{matrix.title} ({matrix.unit}), {format_bytes(matrix.size_bytes)} {matrix.setting}",
-        "from \\ to" + "".join(f"  {rank:>{width}}" for rank in matrix.ranks),
+    cells = [["from \\ to", *map(str, matrix.ranks)]]
+    for rank, values in zip(matrix.ranks, matrix.values, strict=True):
+        cells.append([str(rank), *("-" if v is None else digits(v, 3) for v in values)])
+    unit = f"{matrix.title} ({matrix.unit})"
+    return [
+        f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}",
+        *aligned(cells, [True] * len(cells[0])),
+        *slow_lines(matrix),
     ]
-    for rank, line in zip(matrix.ranks, cells, strict=True):
-        lines.append(f"{rank:>9}" + "".join(f"  {cell or '-':>{width}}" for cell in line))
-    return "\n".join([*lines, *slow_lines(matrix)]) + "\n"
 
 
 def slow_lines(matrix: PairMatrix) -> list[str]:

@@ -5,14 +5,15 @@
 
 from collections.abc import Sequence
 from functools import partial
+from string import ascii_uppercase
 from typing import TYPE_CHECKING
 
-from stepmark.core.columns import COUNT, PAGE, SHOWN, TEXT, Column, Row, View, digits
+from stepmark.core.columns import COUNT, PAGE, SHOWN, TEXT, Column, Row, View, aligned, digits
 from stepmark.core.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.core.ratio import Ratio, Verdict
 from stepmark.core.units import GB, format_bytes, format_time
 from stepmark.core.verdicts import FALSE_SHARE
-from stepmark.report.row_tables import print_lines
+from stepmark.report.row_tables import print_lines, print_table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -342,11 +343,17 @@ def _style(column: Column[Line], line: Line) -> str:
     return _STYLE.get(ratio.verdict, "") if ratio else ""
 
 
+def _lettered(titles: Sequence[str], names: Sequence[str], console: "Console") -> list[str]:
+    """Return titles with letters in place of the names of sides; print whose they are."""
+    letters = dict(zip(names, ascii_uppercase, strict=False))
+    print_lines((f"{letter} = {name}" for name, letter in letters.items()), console)
+    base = letters[names[0]]
+    of_title = {f"{name} / {names[0]}": f"{each} / {base}" for name, each in letters.items()}
+    return [(letters | of_title).get(title, title) for title in titles]
+
+
 def printed(comparison: Comparison, console: "Console") -> None:
     """Print the constants, a line per size or shape, geometric means and notes."""
-    from rich.table import Table  # noqa: PLC0415
-    from rich.text import Text  # noqa: PLC0415
-
     others = comparison.names[1:]
     constant, _ = split_fields(comparison.lines)
     print_lines([headline(comparison, constant)], console)
@@ -357,18 +364,12 @@ def printed(comparison: Comparison, console: "Console") -> None:
     if is_wide:
         columns = [c for c in columns if c.name not in others]
         columns += [Column(name, partial(_marked, name), COUNT, _MARKED) for name in others]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        is_side = column.name in comparison.names
-        table.add_column(
-            column.name if column.heading == _MARKED else column.title,
-            justify="right" if column.unit.is_numeric else "left",
-            overflow="fold",
-            no_wrap=not is_side or not column.unit.is_numeric,
-            max_width=24 if is_wide and column.name in others else None,
-        )
-    for line in comparison.lines:
-        table.add_row(*(Text(shown(c.of(line)), style=_style(c, line)) for c in columns))
-    console.print(table)
+    titles = [c.name if c.heading == _MARKED else c.title for c in columns]
+    cells = [[shown(c.of(line)) for c in columns] for line in comparison.lines]
+    is_right = [c.unit.is_numeric for c in columns]
+    if console.is_terminal and len(aligned([titles, *cells], is_right)[0]) > console.width:
+        titles = _lettered(titles, comparison.names, console)
+    styles = [[_style(c, line) for c in columns] for line in comparison.lines]
+    print_table(titles, cells, is_right, styles, console)
     marks = [_MARKS_SAY] if is_wide else []
     print_lines((*marks, *map(mean_text, comparison.overall), *closing(comparison)), console)

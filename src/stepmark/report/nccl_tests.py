@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from stepmark import __version__
 from stepmark.core.collectives import Collective, groups
-from stepmark.core.columns import Row, number, text
+from stepmark.core.columns import Row, TableLine, number, text
 from stepmark.core.dtypes import DType
 from stepmark.core.record import RunInfo
 from stepmark.report.comm_remarks import remarks, setting_line
@@ -51,6 +51,13 @@ _HEAD = (
     + 2 * _HALF.format("(us)", "(GB/s)", "(GB/s)", "")
     + " ",
 )
+# The cells of a line, for a terminal that is narrower.
+_HALVES = {"out-of-place": range(5, 9), "in-place": range(9, 13)}
+_HEAD_CELLS = (
+    (*("",) * 5, *("out",) * 4, *("in",) * 4),
+    ("size", "count", "type", "redop", "root", *2 * ("time", "algbw", "busbw", "#wrong")),
+    ("(B)", "(elements)", "", "", "", *2 * ("(us)", "(GB/s)", "(GB/s)", "")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,23 +75,25 @@ class Parameters:
     graph: int
 
 
-def text_of(
+def output_lines(
     rows: Sequence[Row],
     run: RunInfo,
     *,
     step: tuple[int, bool] | None = None,
-) -> str:
+    head_per_table: bool = False,
+) -> list[str]:
     """Return all rows: one complete output per collective and setting.
 
     step is the one asked for, and whether it is a factor; None takes it from the rows.
+    head_per_table: repeat the head, as parts of a table on a narrow terminal need it.
     """
-    texts = []
+    lines: list[str] = []
     for block in grouped(rows, _BLOCK):
         parameters = parameters_of(block)
         if step is not None:
             parameters = replace(parameters, step=step[0], step_is_factor=step[1])
-        texts.append(_block(block, run, parameters))
-    return "\n".join(texts)
+        lines += [*([""] if lines else []), *_block(block, run, parameters, head_per_table)]
+    return lines
 
 
 def test_name(collective: str) -> str:
@@ -137,17 +146,21 @@ def parameters_of(rows: Sequence[Row]) -> Parameters:
     )
 
 
-def _block(rows: Sequence[Row], run: RunInfo, parameters: Parameters) -> str:
+def _block(
+    rows: Sequence[Row], run: RunInfo, parameters: Parameters, head_per_table: bool
+) -> list[str]:
     name = test_name(text(rows[0], "collective"))
-    lines = [*_header(rows, run, parameters, name), *_HEAD]
+    lines = _header(rows, run, parameters, name)
     tables = grouped(rows, TABLE)
-    for table in tables:
+    for place, table in enumerate(tables):
         if len(tables) > 1:
             lines.append(_table_line(table[0]))
-        for halves in lines_of(table):
-            lines += _size_lines(halves)
+        sizes = lines_of(table)
+        printed = _table_lines(sizes)
+        lines += printed if not place or head_per_table else printed[len(_HEAD) :]
+        lines += [reason for halves in sizes for reason in _reasons(halves)]
         lines += remarks(table)
-    return "\n".join([*lines, *_footer(rows, name)]) + "\n"
+    return [*lines, *_footer(rows, name)]
 
 
 def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str) -> list[str]:
@@ -212,17 +225,33 @@ def _table_line(row: Row) -> str:
     return f"# {', '.join(words)}"
 
 
-def _size_lines(halves: Mapping[str, Row]) -> list[str]:
-    """Return the data line of a size, then a reason for each half without figures."""
-    rows = [halves[placement] for placement in PLACEMENTS if placement in halves]
-    lines = []
-    if any(row["time_s"] for row in rows):
-        cells = (_half(halves.get(placement)) for placement in PLACEMENTS)
-        lines.append(_lead(rows[0]) + "".join(cells))
-    return lines + [
-        f"# {row['size_bytes']} {row['placement']} {row['status']}: {row['message']}"
-        for row in rows
-        if row["message"]
+def _table_lines(sizes: Sequence[Mapping[str, Row]]) -> list[str]:
+    """Return the head and a line per size; in parts, figures come before what is the same."""
+    timed = [halves for halves in sizes if any(row["time_s"] for row in halves.values())]
+    data = [_size_line(halves) for halves in timed]
+    cells = [*_HEAD_CELLS, *(line.split() for line in data)]
+    ran = [
+        p for p in PLACEMENTS if any(p in halves and halves[p]["time_s"] for halves in timed)
+    ]
+    places = [0, *(place for p in ran for place in _HALVES[p]), 1, 2, 3, 4]
+    is_right = [True] * len(places)
+    return [
+        TableLine.of(line, [words[place] for place in places], is_right)
+        for line, words in zip((*_HEAD, *data), cells, strict=True)
+    ]
+
+
+def _size_line(halves: Mapping[str, Row]) -> str:
+    cells = (_half(halves.get(placement)) for placement in PLACEMENTS)
+    return _lead(next(iter(halves.values()))) + "".join(cells)
+
+
+def _reasons(halves: Mapping[str, Row]) -> list[str]:
+    """Return a reason for each half without figures."""
+    return [
+        f"# {row['size_bytes']} {placement} {row['status']}: {row['message']}"
+        for placement in PLACEMENTS
+        if (row := halves.get(placement)) and row["message"]
     ]
 
 

@@ -20,6 +20,7 @@ from stepmark.core.units import format_bytes
 from stepmark.report.comparison import ratio_of, ratio_text
 
 _UNCONFIRMED = "unconfirmed"
+_OF_RATIO = ("speed", "low", "high")
 # Fields that a label shows without their name, in this order.
 _PLAIN = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "pair")
 
@@ -28,8 +29,8 @@ _PLAIN = ("family", "shape", "label", "phase", "dtype", "redop", "placement", "p
 class Pick:
     """A line and the setting that won it; `winner` is None where the baseline stays.
 
-    `best` is the fastest setting, certain or not, and `reason` why it is not the winner.
-    `ratio` is its speed over the baseline's.
+    `best` is the fastest setting, certain or not, and `reason` why it is not the winner, or why
+    a winner is not the fastest. `ratio` is its speed over the baseline's.
     """
 
     line: Line
@@ -142,12 +143,12 @@ def confirm(advice: Advice, fresh: Comparison | None, rounds: int) -> Advice:
     for place, (pick, line) in enumerate(measured):
         ratio = tested[place][0] if place in tested else None
         if ratio is None or line is None:
-            reason = f"{_UNCONFIRMED}: {_rounds(0)}" if pick.winner else pick.reason
+            reason = f"{_UNCONFIRMED}: no fresh rounds" if pick.winner else pick.reason
             picks.append(replace(pick, line=line or pick.line, winner=None, reason=reason))
         elif certain[place] and ratio.speed >= 1 + advice.min_gain:
             picks.append(replace(pick, line=line, ratio=ratio))
         else:
-            reason = f"{_UNCONFIRMED}: {ratio_text(ratio)} in {_rounds(rounds)}"
+            reason = f"{_UNCONFIRMED}: {ratio_text(ratio)} in {_count(rounds, 'fresh round')}"
             picks.append(replace(pick, line=line, ratio=ratio, winner=None, reason=reason))
     return replace(
         advice,
@@ -161,10 +162,6 @@ def confirm(advice: Advice, fresh: Comparison | None, rounds: int) -> Advice:
 
 def _identity(line: Line) -> tuple[object, ...]:
     return frozenset(line.fields.items()), line.size_bytes, line.unit
-
-
-def _rounds(number: int) -> str:
-    return f"{number or 'no'} fresh round{'' if number == 1 else 's'}"
 
 
 def p_faster(ratio: Ratio) -> float | None:
@@ -191,9 +188,10 @@ def _simplified(pick: Pick, single: str, min_gain: float) -> Pick:
     ratio = ratio_of(pick.line, single)
     if not (ratio and pick.ratio and pick.ratio.low) or ratio.speed < 1 + min_gain:
         return pick
-    if pick.ratio.low > ratio.speed:
+    if pick.ratio.low > ratio.speed or pick.winner == single:
         return pick
-    return replace(pick, winner=single, best=single, ratio=ratio)
+    reason = f"{pick.winner} is not certainly faster than it"
+    return replace(pick, winner=single, best=single, ratio=ratio, reason=reason)
 
 
 def _why_not(ratio: Ratio, is_certain: bool, min_gain: float) -> str:
@@ -302,30 +300,39 @@ def text_of(advice: Advice, exports: Mapping[str, str]) -> list[str]:
     if not won:
         tests = f"in {_count(advice.num_tests, 'comparison')} nothing is certainly faster"
         if any(pick.reason.startswith(_UNCONFIRMED) for pick in advice.picks):
-            tests = "what was selected has no fresh rounds"
-            if advice.fresh:
-                tests = "fresh rounds do not confirm what was selected"
+            has_fresh = "fresh rounds do not confirm what was selected"
+            tests = has_fresh if advice.fresh else "what was selected has no fresh rounds"
         elif not advice.num_tests:
             tests = "nothing can be recommended because how repeats differ is not known"
         lines.append(f"keep {keep}: {tests}")
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
         return lines
+    confirmed = f"confirmed by {_count(advice.fresh, 'fresh round')}"
     if advice.single:
         wins = [pick for pick in won if pick.winner == advice.single]
         lines.append(
             f"recommended: faster on {len(wins)} of {_count(len(advice.picks), 'line')}: "
-            f"{_gains(wins)}, confirmed by {_rounds(advice.fresh)}; seen more than "
-            f"{advice.min_gain:.1%} slower on none"
+            f"{_gains(wins)}, {confirmed}; seen more than {advice.min_gain:.1%} slower on none"
         )
         lines += [f"  {line}" for line in exports[advice.single].splitlines()]
     if not advice.single or len({pick.winner for pick in won}) > 1:
         lines.append(
-            f"by size, what is certainly faster, confirmed by {_rounds(advice.fresh)}:"
+            f"by size, what is certainly faster, {confirmed}:"
             if not advice.single
             else "best by size:"
         )
         lines += [f"  {_range_text(entry, keep)}" for entry in advice.ranges]
-    return lines
+    return [*lines, *_one_sided(won)]
+
+
+def _one_sided(won: Sequence[Pick]) -> list[str]:
+    """Return why lines are recommended of which the comparison cannot tell, if any."""
+    unsure = sum(bool(p.ratio and p.ratio.verdict is not Verdict.FASTER) for p in won)
+    text = (
+        f"{unsure} of these {_count(len(won), 'line')} without the verdict faster above: a "
+        "verdict asks faster or slower, a recommendation only whether it is faster (one-sided)"
+    )
+    return [text] if unsure else []
 
 
 def _unconfirmed(picks: Sequence[Pick]) -> list[str]:
@@ -346,7 +353,8 @@ def _range_text(entry: Range, keep: str) -> str:
         span = f" {format_bytes(entry.first_bytes)} to {format_bytes(entry.last_bytes)}"
     head = f"{entry.label}{span}: "
     if entry.winner:
-        return f"{head}{entry.winner} {_gains(entry.picks)}"
+        why = "".join(f"; {r}" for r in dict.fromkeys(p.reason for p in entry.picks) if r)
+        return f"{head}{entry.winner} {_gains(entry.picks)}{why}"
     best = entry.best
     if best.ratio is None:
         return f"{head}keep {keep} ({best.reason})"
@@ -371,7 +379,7 @@ def _gains(picks: Sequence[Pick]) -> str:
 
 
 def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return f"{number or 'no'} {noun}{'' if number == 1 else 's'}"
 
 
 def rows(advice: Advice) -> list[dict[str, object]]:
@@ -384,14 +392,9 @@ def rows(advice: Advice) -> list[dict[str, object]]:
             "setting": entry.winner or advice.baseline,
             "is_change": entry.winner is not None,
             "best": entry.best.best,
-            **_best(entry.best.ratio),
+            **{f"best_{name}": getattr(entry.best.ratio, name, None) for name in _OF_RATIO},
             "fresh_rounds": advice.fresh if entry.winner else 0,
             "reason": entry.best.reason,
         }
         for entry in advice.ranges
     ]
-
-
-def _best(ratio: Ratio | None) -> dict[str, object]:
-    values = (ratio.speed, ratio.low, ratio.high) if ratio else (None, None, None)
-    return dict(zip(("best_speed", "best_low", "best_high"), values, strict=True))

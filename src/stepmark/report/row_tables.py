@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from stepmark.core.columns import Column, Row, View, aligned, fitted, number, text
 from stepmark.report.outcomes import CACHE_NOT_DEFEATED
@@ -23,11 +23,9 @@ def print_rows(
 ) -> None:
     """Print the rows that ran as a table, then one line per skipped or failed case."""
     ran = [row for row in table if row["status"] in ("measured", "wrong")]
-    columns = [column for column in columns if view in column.views]
-    if ran and console.is_terminal:
-        _print_fitted(ran, console, columns)
-    elif ran:
-        print_lines(_plain_lines(ran, _fitting(ran, None, columns)), console)
+    columns = [c for c in columns if view in c.views and any(_printed(row, c) for row in ran)]
+    if ran:
+        _print_ran(ran, console, columns)
     print_lines(_cache_lines(ran), console)
     others = [row for row in table if row["status"] in ("skipped", "failed")]
     print_lines(
@@ -47,56 +45,68 @@ def _cache_lines(ran: Sequence[Row]) -> list[str]:
 
 
 def print_lines(lines: Iterable[str], console: "Console") -> None:
-    """Print text as it is: words of other people's files may look like markup."""
+    """Print text as it is, of which words may look like markup; tables fit a terminal."""
+    if console.is_terminal:
+        lines = fitted(lines, console.width)
     for line in lines:
         console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def _print_fitted(
-    ran: Sequence[Row], console: "Console", columns: Sequence[Column[Any]]
+def print_table(
+    titles: Sequence[str],
+    cells: Sequence[Sequence[str]],
+    is_right: Sequence[bool],
+    styles: Sequence[Sequence[str]],
+    console: "Console",
 ) -> None:
-    """Print a table of the columns that fit, and name the others.
-
-    Words that are the same in all rows stand above the table.
-    """
+    """Print a table with a style per cell; one that does not fit a terminal in parts."""
+    lines = aligned([titles, *cells], is_right)
+    if not console.is_terminal or max(map(len, lines)) > console.width:
+        print_lines(lines, console)
+        return
     from rich.table import Table  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    every = _fitting(ran, None, columns)
-    same = _same(ran, every) if sum(_width(ran, c) for c in every) > console.width else []
-    columns = _fitting(ran, console.width, [column for column in every if column not in same])
-    hidden = [column.title for column in every if column not in (*columns, *same)]
-    if same:
-        facts = ", ".join(f"{column.title} {_printed(ran[0], column)}" for column in same)
-        print_lines([f"all rows: {facts}"], console)
-    if hidden:
-        note = f"too wide for {console.width} columns: {', '.join(hidden)}; --csv FILE has them"
-        print_lines([note], console)
-    if sum(_width(ran, column) for column in columns) > console.width:
-        print_lines(fitted(_plain_lines(ran, columns), console.width), console)
-        return
     drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        right = column.unit.is_numeric
-        justify: Literal["left", "right"] = "right" if right else "left"
-        drawn.add_column(column.title, justify=justify, overflow="fold", no_wrap=right)
-    for row in ran:
-        style = "red" if row["status"] == "wrong" or row["over_limit"] else ""
-        drawn.add_row(*(Text(_printed(row, column)) for column in columns), style=style)
+    for title, right in zip(titles, is_right, strict=True):
+        drawn.add_column(title, justify="right" if right else "left", no_wrap=True)
+    for words, of_words in zip(cells, styles, strict=True):
+        drawn.add_row(*(Text(*pair) for pair in zip(words, of_words, strict=True)))
     console.print(drawn)
+
+
+def _print_ran(ran: Sequence[Row], console: "Console", columns: Sequence[Column[Any]]) -> None:
+    """Print a table; on a narrow terminal of the columns that fit, and name the others.
+
+    Words that are the same in all rows then stand above the table.
+    """
+    if console.is_terminal and not _fits(ran, columns, console.width):
+        same = _same(ran, columns)
+        left = _fitting(ran, console.width, [c for c in columns if c not in same])
+        if same:
+            facts = ", ".join(f"{column.title} {_printed(ran[0], column)}" for column in same)
+            print_lines([f"all rows: {facts}"], console)
+        if hidden := [c.title for c in columns if c not in (*left, *same)]:
+            note = f"too wide for {console.width} columns: {', '.join(hidden)}"
+            print_lines([f"{note}; --csv FILE has them"], console)
+        columns = left
+    style = {True: "red", False: ""}
+    print_table(
+        [column.title for column in columns],
+        [[_printed(row, column) for column in columns] for row in ran],
+        [column.unit.is_numeric for column in columns],
+        [
+            [style[row["status"] == "wrong" or bool(row["over_limit"])]] * len(columns)
+            for row in ran
+        ],
+        console,
+    )
 
 
 def _same(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> list[Column[Any]]:
     """Return the columns of words that have the same word in each of several rows."""
     words = [column for column in columns if not column.unit.is_numeric]
     return [c for c in words if len(ran) > 1 and len({_printed(row, c) for row in ran}) == 1]
-
-
-def _plain_lines(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
-    """Return the table as wide as it needs to be, because a file or a pipe has no edge."""
-    cells = [[column.title for column in columns]]
-    cells += [[_printed(row, column) for column in columns] for row in ran]
-    return aligned(cells, [column.unit.is_numeric for column in columns])
 
 
 def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
@@ -134,22 +144,29 @@ def _printed(row: Row, column: Column[Any]) -> str:
     return column.unit.show(row[key])
 
 
-def _width(table: Sequence[Row], column: Column[Any]) -> int:
-    return max([len(column.title), *(len(_printed(row, column)) for row in table)]) + 2
+def _fits(ran: Sequence[Row], columns: Sequence[Column[Any]], available: int) -> bool:
+    widths = (max(len(c.title), *(len(_printed(row, c)) for row in ran)) for c in columns)
+    return sum(widths) + 2 * (len(columns) - 1) <= available
 
 
 def _fitting(
-    table: Sequence[Row], available: int | None, columns: Sequence[Column[Any]]
+    ran: Sequence[Row], available: int, columns: Sequence[Column[Any]]
 ) -> list[Column[Any]]:
-    """Return columns that are not empty; on a terminal, without the least important."""
-    columns = [c for c in columns if any(_printed(row, c) for row in table)]
-    while available is not None:
-        wide = sum(_width(table, c) for c in columns) > available
-        least = max(columns, key=lambda c: c.leaves, default=None)
-        if not wide or least is None or not least.leaves:
+    """Return columns without the least important, but with words that tell rows apart."""
+    columns = list(columns)
+    droppable = sorted((c for c in columns if c.leaves), key=lambda c: -c.leaves)
+    for least in droppable:
+        if _fits(ran, columns, available):
             break
-        columns.remove(least)
+        others = [c for c in columns if c is not least]
+        if least.unit.is_numeric or _num_kinds(ran, others) == _num_kinds(ran, columns):
+            columns = others
     return columns
+
+
+def _num_kinds(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> int:
+    words = [column for column in columns if not column.unit.is_numeric]
+    return len({tuple(_printed(row, column) for column in words) for row in ran})
 
 
 def table(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> str:

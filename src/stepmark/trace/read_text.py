@@ -1,6 +1,5 @@
 """Read files, plain or gzip, up to a size: a small file can unpack to terabytes."""
 
-import gc
 import gzip
 import re
 import zlib
@@ -39,18 +38,6 @@ def open_binary(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no such name"
         raise ConfigError("file", path, f"a file that can be read ({reason})") from None
-
-
-@contextmanager
-def no_collection() -> Iterator[None]:
-    """Suspend the search for cycles, which takes a third of the time: the tables only grow."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepmark.core.errors import ConfigError
+from stepmark.core.garbage import no_collection
 from stepmark.core.trace_columns import (
     NONE,
     CallColumns,
@@ -26,7 +27,6 @@ from stepmark.core.trace_columns import (
 from stepmark.trace.kineto.event_tables import EMPTY, EventTables
 from stepmark.trace.kineto.events import LEFT_OUT, Header, group_of
 from stepmark.trace.kineto.stream import EventStream
-from stepmark.trace.read_text import no_collection
 
 if TYPE_CHECKING:
     from stepmark.core.trace_columns import Ints

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Evidence
+from stepmark.core.garbage import no_collection
 from stepmark.core.log_facts import LogFacts
 from stepmark.trace.job_output.lines import has_nccl_line
 from stepmark.trace.nccl_log import handlers
@@ -33,7 +34,7 @@ from stepmark.trace.nccl_log.lines import (
     unstamped,
     writer_of,
 )
-from stepmark.trace.read_text import no_collection, printable
+from stepmark.trace.read_text import printable
 
 _VERSIONS = (b"NCCL version", b"RCCL version", b"HIP version", b"ROCm version")
 _MAX_LINES = 2**32 - 1

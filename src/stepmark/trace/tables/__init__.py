@@ -5,9 +5,10 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+from stepmark.core.garbage import no_collection
 from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes
-from stepmark.trace.read_text import lines_of, no_collection, read_text
+from stepmark.trace.read_text import lines_of, read_text
 from stepmark.trace.tables import nccl_json, nccl_text, result_csv, slide_tables
 
 _MARKS = re.compile(

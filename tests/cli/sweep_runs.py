@@ -1,0 +1,66 @@
+"""Sweeps of a made-up program, as tests start and read them."""
+
+import sys
+from pathlib import Path
+
+from stepmark.app.sweep import settings
+from stepmark.app.sweep_run import Means
+from stepmark.core.sweep import (
+    Outcome,
+    Sweep,
+    Try,
+)
+
+from .process import ROOT, environment
+
+PROGRAM = (sys.executable, "-m", "tests.cli.sweep_program")
+
+
+COMMAND = ("comm", "all_reduce", "-b", "64K")
+
+
+def names(*env: str, flags: tuple[str, ...] = (), default: bool = True) -> list[str]:
+    return [one.name for one in settings(env, flags, default=default, force=False)]
+
+
+def sweep_of(*kinds: str, repeats: int = 2, timeout_s: float = 20.0, schema: int = 2) -> Sweep:
+    """schema 1: without a race, so that every round measures every setting."""
+    found = settings([f"KIND={','.join(kinds)}"], [], default=True, force=False)
+    return Sweep(
+        schema=schema,
+        sweep_id="the-sweep",
+        created_at="2025-01-01T00:00:00+00:00",
+        stepmark="0.1.0",
+        command=COMMAND,
+        settings=tuple(found),
+        baseline="default",
+        repeats=repeats,
+        order="interleaved",
+        seed=1,
+        timeout_s=timeout_s,
+    )
+
+
+def means(folder: Path, said: list[str] | None = None, **more: object) -> Means:
+    base = environment() | {
+        "SWEEP_PROGRAM": str(folder),
+        "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+    }
+    say = (said if said is not None else []).append
+    return Means(base=base, program=PROGRAM, say=say, **more)  # type: ignore[arg-type]
+
+
+def started(folder: Path) -> list[str]:
+    return [line.split()[0] for line in (folder / "started").read_text().splitlines()]
+
+
+def a_try(run: str) -> Try:
+    return Try(
+        round=1,
+        setting="default",
+        outcome=Outcome.DONE,
+        exit_code=0,
+        seconds=1.0,
+        started_at=0.0,
+        run=run,
+    )
