@@ -366,16 +366,16 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
     model = power.with_sensitivities(model, *shallow.times)
     costs = Costs(
         compute=lambda op: shallow.costs(op) or _NOTHING,
-        comm=lambda _op, _group: 0.0,
+        comm=lambda *_: 0.0,
         gap_s=shallow.gap_s,
     )
-    is_alone = not any(isinstance(op, CommOp) for op in shallow.workload.expand())
-    if is_alone and shallow.clock_and_power:
-        measured = shallow.step_s, *shallow.clock_and_power
-        model = step.fitted_power(model, shallow.workload, costs, *measured)
-    elif shallow.clock_and_power:
-        clock_hz, _ = shallow.clock_and_power
-        model = step.anchored_power(model, shallow.workload, costs, clock_hz)
+    if shallow.clock_and_power:
+        clock_hz, watts = shallow.clock_and_power
+        if any(isinstance(op, CommOp) for op in shallow.workload.expand()):
+            model = step.anchored_power(model, shallow.workload, costs, clock_hz)
+        else:
+            own = shallow.workload, costs, shallow.step_s
+            model = step.fitted_power(model, *own, clock_hz, watts)
     # Products of a whole step are those of its blocks, not of the head as in a shallow one.
     return power.with_sensitivities(model, *shallow.times_in_blocks)
 
