@@ -369,13 +369,12 @@ def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel 
         comm=lambda *_: 0.0,
         gap_s=shallow.gap_s,
     )
-    if shallow.clock_and_power:
-        clock_hz, watts = shallow.clock_and_power
+    if clock_and_power := shallow.clock_and_power:
+        calibrated = shallow.workload, costs
         if any(isinstance(op, CommOp) for op in shallow.workload.expand()):
-            model = step.anchored_power(model, shallow.workload, costs, clock_hz)
+            model = step.anchored_power(model, *calibrated, clock_and_power[0])
         else:
-            own = shallow.workload, costs, shallow.step_s
-            model = step.fitted_power(model, *own, clock_hz, watts)
+            model = step.fitted_power(model, *calibrated, shallow.step_s, *clock_and_power)
     # Products of a whole step are those of its blocks, not of the head as in a shallow one.
     return power.with_sensitivities(model, *shallow.times_in_blocks)
 
