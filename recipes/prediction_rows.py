@@ -126,6 +126,14 @@ ROWS: dict[int, tuple[str, ...]] = {
         "gpt2-1.5b --strategy ddp --mbs 4 --grad-accum 4",
         "llama-3.1-8b --strategy fsdp --mbs 1 --seq-len 4096 --grad-accum 2",
     ),
+    # Rows of llm-train-bench's table.
+    8: (
+        *(f"gpt2-1.5b --strategy {s} --mbs 8" for s in ("ddp", "fsdp")),
+        *(f"llama-3.1-70b-proxy-1l --strategy {s} --mbs 2" for s in ("ddp", "fsdp")),
+        *(f"llama-3.1-70b-proxy-1l --strategy {s} --mbs 2 --fp8" for s in ("ddp", "fsdp")),
+        "llama-3.1-8b --strategy fsdp --mbs 4 --seq-len 4096 --ac 1/4",
+        "llama-3.1-8b --strategy fsdp --mbs 4 --seq-len 4096 --fp8",
+    ),
 }
 _LAUNCHES, _STEPS = 2, 15  # steady steps of a launch, and as many as last 2 s
 

@@ -2,11 +2,15 @@
 
 import csv
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from stepmark.app import run
+from stepmark.app.machine import machine
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "prediction_rows.py"
 STEP = "gpt2-125m --scale tiny --num-layers 3 --mbs 2 --strategy ddp"
@@ -53,12 +57,23 @@ def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> 
     assert recipe("again", "elsewhere", cwd=tmp_path, code=3) == ""
 
 
+def test_every_row_is_a_step_that_can_be_run() -> None:
+    recipe_ = runpy.run_path(str(RECIPE))
+    here = machine("h200", dry_run=True)
+    for ranks, rows in recipe_["ROWS"].items():
+        for words in rows:
+            case = run.step_case(recipe_["_options"](words, ranks, "h200"), here, [])
+            assert case.num_ranks == ranks, words
+
+
 # Mean and largest error of the step in percent, as they are, rounded up. A step of Mixtral is
 # 19 % off; what the host bounds is as noisy as its virtual machine (docs/prediction.md).
 STRATA = {
     "device single compiled": (9, 1.0, 2.7),
     "device single eager": (12, 2.5, 19.1),
     "host single eager": (7, 27.0, 41.0),
+    "device fsdp compiled": (2, 2.6, 3.4),
+    "host fsdp compiled": (1, 7.3, 7.3),
 }
 ERRORS = {"clock": 2.4, "allocated": 0.8, "reserved": 4.9}
 
