@@ -48,7 +48,7 @@ VERBS = {
 
 
 class Run(Table):
-    """What was measured: a row per case, and per rank where a case has figures of ranks.
+    """A run that was measured: a row per case, and per rank if a case has figures of ranks.
 
     path: the folder of the run, which other functions take in place of the run.
     """
@@ -154,7 +154,7 @@ def measure(what: str | AnyCase | Workload, *words: object, **options: object) -
     replay; or a case of an earlier run, to measure again. options: those of the verb, which
     `options("op", "gemm")`, `options("comm")` and so on list; `out` is the folder of runs.
 
-    Two things only the command line does: `find_max` of `stepmark op`, a search over several
+    Two things are only on the command line: `find_max` of `stepmark op`, a search over several
     runs, and measuring as a rank of torchrun, srun or mpirun.
 
     A case that fails is a row with status "failed", not an exception. Raises ConfigError for

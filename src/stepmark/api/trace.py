@@ -12,7 +12,7 @@ from stepmark.report.trace_breakdown import STEP_COLUMNS
 
 
 class Trace(Table):
-    """Where the time of each step went: a row per rank and step, in nanoseconds.
+    """A trace: a row per rank and step with where its time went, in nanoseconds.
 
     tables: all tables of `stepmark trace breakdown --json`, by name. missing_ranks: those of
     whose traces none was read.
