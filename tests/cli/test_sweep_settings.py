@@ -197,6 +197,13 @@ def test_an_upgrade_is_no_change_of_the_environment(tmp_path: Path) -> None:
     assert differences == {"default": ("nccl: 2.27.3 -> 2.28.9",), swept[1].name: ()}
 
 
+def test_a_flag_without_a_value_is_on_or_off() -> None:
+    on, off = (Setting(flags=(("compile", value),)) for value in ("on", "off"))
+    assert on.command(("train",)) == ["train", "--compile"]
+    assert off.command(("train",)) == ["train"]
+    assert (on.name, off.name) == ("--compile on", "--compile off")
+
+
 def test_a_setting_names_itself() -> None:
     one = Setting(variables=(("A", "1"), ("B", "")), flags=(("n", "5"), ("mode", "graph")))
     assert one.name == "A=1 -n 5 --mode graph"

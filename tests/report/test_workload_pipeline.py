@@ -104,7 +104,7 @@ def test_nothing_is_drawn_of_one_stage() -> None:
 
 def test_what_is_too_wide_is_left_to_the_page() -> None:
     (line,) = workload_pipeline.lines(job(6, 6, 3))
-    assert "units wide: --html draws it; idle " in line
+    assert "too wide for text: --html draws it; idle " in line
 
 
 def test_the_figure_has_a_bar_per_slot() -> None:

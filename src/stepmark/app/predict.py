@@ -232,6 +232,9 @@ def _effects(
         others = {other: value for other, value in changes.items() if other != name}
         if predict(target, others)[0].step_s == prediction.step_s:
             yield f"--what-if {name} has no effect on this step"
+    if "power" in changes and prediction.slowdown == 0.0 and prediction.clock_hz:
+        clock = f"{prediction.clock_hz / 1e6:.0f} MHz"
+        yield f"below the power limit kernels are those of the calibration, at about {clock}"
 
 
 def _costs(

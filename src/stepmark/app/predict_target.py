@@ -224,11 +224,7 @@ def _train_options(options: PredictOptions, base: Path | None) -> TrainOptions:
     given = given_options(options)
     if base is None:
         return TrainOptions(**given)
-    of_run = _options_of_run(base)
-    if options.models or options.model:  # with its own layers and sequence length
-        for name in ("models", "model", "num_layers", "seq_len", "scale"):
-            of_run.pop(name, None)
-    return TrainOptions(**{**of_run, **given})
+    return TrainOptions(**{**_options_of_run(base, options), **given})
 
 
 def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainCase:
@@ -251,10 +247,11 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
     return train_plan.only_case(replace(train, grad_accum=count), here.device, world_size)
 
 
-def _options_of_run(base: Path) -> dict[str, Any]:
-    """Return the options of the deepest training step that the run measured.
+def _options_of_run(base: Path, given: PredictOptions) -> dict[str, Any]:
+    """Return the options of the training step that the run measured, but for those given.
 
-    That of a calibration is the step with all layers, as its part for the host has them.
+    The step of a calibration has all layers, as its part for the host has them. Raises
+    ConfigError where a run has several steps and what is given does not tell which.
     """
     cases = [
         record.train
@@ -264,6 +261,8 @@ def _options_of_run(base: Path) -> dict[str, Any]:
     own = [case for case in cases if {label.role for label in case.labels} != {HOST}]
     if not own:
         raise ConfigError("from-run", base.name, "a run that measured a training step")
+    if steps := [case for case in own if not case.labels]:
+        return _one_of(steps, base, given)
     deepest = max(own, key=lambda case: case.model.num_layers)
     options = options_of(deepest)
     if deepest.labels:
@@ -271,7 +270,46 @@ def _options_of_run(base: Path) -> dict[str, Any]:
         name = options.model_names[0]
         (model,) = read_models(name, options.scale, deepest.parallel.tp)
         options = replace(options, num_layers=None if layers == model.num_layers else layers)
-    return {n: v for n, v in given_options(options).items() if n not in _NO_EFFECT}
+    return _kept(options, given)
+
+
+def _one_of(steps: list[TrainCase], base: Path, given: PredictOptions) -> dict[str, Any]:
+    """Return the options of the step of the model that is given, or of the only step."""
+    of_all = {case.case_id: options_of(case) for case in steps}.values()
+    named = [each for each in of_all if _names(given) == each.model_names]
+    kept = [_kept(options, given) for options in named or of_all]
+    if any(options != kept[0] for options in kept):
+        values = [_kept(each, None) for each in of_all]
+        words = (
+            shlex.join(
+                argv(TrainOptions(**{n: v for n, v in own.items() if _differs(n, values)}))
+            )
+            for own in values
+        )
+        allowed = "a run of one step, or with the options of one of its steps"
+        raise ConfigError("from-run", base.name, f"{allowed}: {'; '.join(words)}")
+    return kept[0]
+
+
+def step_words(case: TrainCase) -> tuple[str, ...]:
+    """Return the options that make `predict` predict this step, as words."""
+    return tuple(argv(TrainOptions(**_kept(options_of(case), None))))
+
+
+def _differs(name: str, values: list[dict[str, Any]]) -> bool:
+    return any(own.get(name) != values[0].get(name) for own in values)
+
+
+def _names(options: TrainOptions | PredictOptions) -> tuple[str, ...]:
+    return options.model_names if options.models or options.model else ()
+
+
+def _kept(options: TrainOptions, given: PredictOptions | None) -> dict[str, Any]:
+    """Return the options of a run that stay; another model has its own layers and tokens."""
+    left_out = {*_NO_EFFECT, *(given_options(given) if given else ())}
+    if given and _names(given) not in ((), options.model_names):
+        left_out |= {"models", "model", "num_layers", "seq_len", "scale"}
+    return {n: v for n, v in given_options(options).items() if n not in left_out}
 
 
 def _calibration(
@@ -283,7 +321,10 @@ def _calibration(
         _check_device(read_info(path), here, force=options.force)
         return path
     if base is not None:
-        return base if not options.device else None
+        with contextlib.suppress(ConfigError):  # of another device
+            _check_device(read_info(base), here)
+            return base
+        return None if options.device else base
     if options.device not in (None, "cpu", "cuda"):
         return None
     for path in sorted(list_runs(options.runs), reverse=True):

@@ -11,7 +11,7 @@ from typing import Any
 
 from stepmark.app import predict, replay_log
 from stepmark.app.parts import read_parts
-from stepmark.app.predict_target import Target
+from stepmark.app.predict_target import Target, step_words
 from stepmark.app.step_ledger import measured_ledger
 from stepmark.app.suggestions import Measurement, suggestions
 from stepmark.app.view import View, median_s
@@ -32,6 +32,7 @@ from stepmark.workload.rules.pytorch.case import of_case
 
 VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
 _TABLE = "predictions.csv"
+_SLOWED = 0.98  # of the highest clock of any rank
 _CLOCK_STEP_S = 1.0  # by which a clock may be set back
 
 
@@ -230,7 +231,8 @@ def step_report(path: Path, run: View) -> StepReport | None:
                     continue
                 steps.append(_step(own, record, measured, path, run))
                 notes += [*measured.notes, *_heat_notes(record)]
-        if own.ledgers and records and own.case_id not in {step.case_id for step in steps}:
+        has_ledger = own.case_id in {step.case_id for step in steps}
+        if own.ledgers and records and (len(records) > 1 or not has_ledger):
             notes.append(_totals(own, records))
     return StepReport(
         steps=tuple(steps),
@@ -290,6 +292,9 @@ def _step(
     rows = [r for r in run.train_rows if (r.get("case_id"), r.get("launch")) == place]
     row = next((row for row in rows if row["rank"] is None), {})
     ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
+    measured_steps = [each for each in run.records if isinstance(each, Measured)]
+    ids = {each.case.case_id for each in measured_steps if each.launch >= STEP_LAUNCH}
+    options = step_words(case) if len(ids) > 1 else ()
     return Step(
         case_id=case.case_id,
         name=f"{case.model.name} {shape_text(case)}",
@@ -311,6 +316,7 @@ def _step(
                 predicted=ledger,
                 measured=measured.ledger,
                 run=str(path),
+                step=options,
                 has_trace=measured.profiled is not None,
                 row=row,
                 environment=run.run.environment,
@@ -321,10 +327,12 @@ def _step(
 
 def _heat_notes(record: Measured) -> Iterator[str]:
     """Yield which GPUs were slowed down by heat, which no prediction includes."""
+    clocks = [state.clock_hz for state in record.telemetry if state.clock_hz]
     hot = [
         f"{rank} ({state.clock_hz / 1e6:.0f} MHz)" if state.clock_hz else str(rank)
         for rank, state in enumerate(record.telemetry)
         if any(reason.startswith("thermal") for reason in state.throttle)
+        and (not clocks or (state.clock_hz or 0.0) < _SLOWED * max(clocks))
     ]
     if hot:
         name = f"{record.train.model.name} {record.train.strategy}"

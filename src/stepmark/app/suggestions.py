@@ -14,7 +14,7 @@ from stepmark.core.record import Environment
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import options_of
 from stepmark.core.training import CompileScope, Fp8
-from stepmark.report.ledger import differences, doubt, lines_of, words_of
+from stepmark.report.ledger import doubt, largest_difference, lines_of, words_of
 from stepmark.report.predicted_steps import Suggestion
 
 MOST = 3
@@ -35,13 +35,15 @@ _TRACE_OF = {
 class Measurement:
     """A measured step and where it is from.
 
-    run: as a command takes it; has_trace: its traces are kept; row: its figures.
+    run: as a command takes it; step: options that tell it from other steps of the run;
+    has_trace: its traces are kept; row: its figures.
     """
 
     case: TrainCase
     predicted: Ledger | None
     measured: Ledger
     run: str
+    step: tuple[str, ...] = ()
     has_trace: bool
     row: Row
     environment: Environment
@@ -80,7 +82,7 @@ def _difference(step: Measurement) -> Iterator[Suggestion]:
     """Yield the line in which measurement and prediction differ most."""
     if step.predicted is None or not step.has_trace:
         return
-    largest = max(differences(step.predicted, step.measured), key=lambda each: abs(each.ns))
+    largest = largest_difference(step.predicted, step.measured)
     if abs(largest.ns) < _share(step, _NOTABLE):
         return
     group, name = largest.line
@@ -118,9 +120,7 @@ def _communication(step: Measurement) -> Iterator[Suggestion]:
         yield Suggestion(
             text=f"Exposed communication, mostly {lines_of([own], Group.COMM)[0][1]}: links "
             f"twice as fast save at most {_gain(step, gain_ns)}",
-            command=join(
-                ["stepmark", "predict", "--from-run", step.run, "--what-if", "link=2x"]
-            ),
+            command=_prediction(step, "--what-if", "link=2x"),
             gain_ns=gain_ns,
         )
 
@@ -150,11 +150,10 @@ def _idle(step: Measurement) -> Iterator[Suggestion]:
 def _recomputation(step: Measurement) -> Iterator[Suggestion]:
     recomputed_ns = step.measured.within.get(RECOMPUTED, 0)
     if recomputed_ns:
-        command = ["stepmark", "predict", "--from-run", step.run, "--ac", "none"]
         yield Suggestion(
             text=f"Activation checkpointing computes again for {_gain(step, recomputed_ns)}: "
             "see whether the step fits without",
-            command=join(command),
+            command=_prediction(step, "--ac", "none"),
             gain_ns=recomputed_ns,
         )
 
@@ -173,9 +172,13 @@ def _products(step: Measurement) -> Iterator[Suggestion]:
         return
     yield Suggestion(
         text=f"Matrix products at twice the FLOP/s save at most {_gain(step, gain_ns)}",
-        command=join(["stepmark", "predict", "--from-run", step.run, "--what-if", "flops=2x"]),
+        command=_prediction(step, "--what-if", "flops=2x"),
         gain_ns=gain_ns,
     )
+
+
+def _prediction(step: Measurement, *changes: str) -> str:
+    return join(["stepmark", "predict", *step.step, "--from-run", step.run, *changes])
 
 
 def _capability(words: str) -> tuple[int, ...]:

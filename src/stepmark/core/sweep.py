@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 DEFAULT = "default"
+_ON, _OFF = "on", "off"  # values of a flag that takes none
 # Verbs whose runs can be compared, and that have --out and --dry-run.
 MEASURING = ("comm", "op", "train", "run")
 MOST = 64  # settings that are tried without --force
@@ -39,12 +40,13 @@ class Setting:
         """Return the command with this setting's flags."""
         # Fields of an operator are always long flags, even one letter: op gemm --m 64.
         is_op = command[:1] == ("op",)
-        words = [
-            (f"--{name}" if is_op else flag_of(name), value)
-            for name, value in self.flags
-            if value
-        ]
-        return [*command, *(word for pair in words for word in pair)]
+        words = list(command)
+        for name, value in self.flags:
+            if value not in ("", _OFF):
+                words.append(f"--{name}" if is_op else flag_of(name))
+            if value not in ("", _OFF, _ON):
+                words.append(value)
+        return words
 
     def program(self, program: Sequence[str]) -> list[str]:
         """Return a program, which begins with an interpreter, with this setting's own."""

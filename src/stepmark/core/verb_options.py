@@ -137,7 +137,9 @@ class Settings:
         r"NAME=A,B: values of a variable; none (NAME=,B): unset; \, is a comma", default=()
     )
     flags: tuple[str, ...] = flag(
-        "NAME=A,B: values of the command's flag --NAME", "--set", default=()
+        "NAME=A,B: values of the command's flag --NAME; on, off if it takes none",
+        "--set",
+        default=(),
     )
     python: str | None = flag(
         "A,B: interpreters or virtual environments that run the command; none: this one"

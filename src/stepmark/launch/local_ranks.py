@@ -12,6 +12,8 @@ from pathlib import Path
 
 import psutil
 
+from stepmark.core.errors import ConfigError
+from stepmark.core.units import MIB
 from stepmark.launch import heartbeat
 from stepmark.launch.heartbeat import Beat, HeartbeatStore
 from stepmark.launch.processes import kill_all, tie_child
@@ -20,6 +22,7 @@ from stepmark.launch.processes import kill_all, tie_child
 STORE_FILE, STORE_HOST = "STEPMARK_STORE_FILE", "STEPMARK_STORE_HOST"
 STORE_PORT, STORE_SOCKET = "STEPMARK_STORE_PORT", "STEPMARK_STORE_SOCKET"
 
+_RANK_BYTES = 128 * MIB  # of a process that has imported torch, beyond what it shares
 _STACKS_S = 1.0
 _FLIGHT_S = 2.0
 
@@ -59,7 +62,14 @@ class LocalRanks:
         store: Store | None,
         environment: Mapping[str, str],
     ) -> None:
-        """store: of a job of many hosts; None for one of our own."""
+        """store: of a job of many hosts; None for one of our own.
+
+        Raises ConfigError for more ranks than this host has memory for.
+        """
+        most = psutil.virtual_memory().available // _RANK_BYTES
+        if len(ranks.numbers) > max(1, most):
+            text = f"at most {most} ranks on this host, whose free memory holds no more"
+            raise ConfigError("nproc", ranks.world_size, text)
         self.numbers = ranks.numbers
         self.beats: dict[int, Beat] = {}
         self._store = HeartbeatStore.new()

@@ -161,6 +161,23 @@ def differences(first: Ledger, second: Ledger) -> list[Difference]:
     ]
 
 
+def largest_difference(first: Ledger, second: Ledger) -> Difference:
+    """Return the largest difference, where work counts alone and under communication together.
+
+    How much of it communication covers depends on ranks that come late, not on the work.
+    """
+    sums: dict[Line, tuple[int, int]] = {}
+    for each in differences(first, second):
+        group, name = each.line
+        line = (Group.COMPUTE if group is Group.OVERLAPPED else group), name
+        first_ns, second_ns = sums.get(line, (0, 0))
+        sums[line] = first_ns + each.first_ns, second_ns + each.second_ns
+    return max(
+        (Difference(line=line, first_ns=a, second_ns=b) for line, (a, b) in sums.items()),
+        key=lambda each: abs(each.ns),
+    )
+
+
 def absolute_ns(first: Ledger, second: Ledger) -> int:
     """Return the sum of absolute differences, which do not cancel as those of steps may."""
     return sum(abs(each.ns) for each in differences(first, second))
@@ -195,7 +212,7 @@ POWER_COLUMNS: tuple[Column[_Quantity], ...] = (
     Column("measured", lambda o: o[3], NUMBER),
     Column(
         "difference_pct",
-        lambda o: None if not o[2] or o[3] is None else 100 * (o[3] / o[2] - 1),
+        lambda o: None if not o[3] or o[2] is None else 100 * (1 - o[2] / o[3]),
         PERCENT,
     ),
 )
@@ -217,7 +234,7 @@ def _mhz(clock_hz: float | None) -> float | None:
 
 def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
     """Yield the rows that are known on either side; what is unknown is n/a."""
-    cells = [["", "predicted", "measured", "difference %"]]
+    cells = [["", "predicted", "measured", "measured - predicted, % of measured"]]
     for row in power_rows(predicted, measured):
         values = row["predicted"], row["measured"], row["difference_pct"]
         if values[:2] != (None, None):
@@ -263,7 +280,7 @@ def sentence(
     if predicted is not None:
         facts = "; ".join(filter(None, (_error(predicted, measured), interval)))
         parts[0] += f", predicted {_short(predicted.window_ns)} ms ({facts})"
-        largest = max(differences(predicted, measured), key=lambda each: abs(each.ns))
+        largest = largest_difference(predicted, measured)
         if largest.ns and not unknown:
             total = f"line differences add up to {_short(absolute_ns(predicted, measured))} ms"
             than = f"{'longer' if largest.ns > 0 else 'shorter'} than predicted"
@@ -319,7 +336,7 @@ def to_gain(measured: Ledger) -> str:
     name, time_ns = max(times.items(), key=lambda item: item[1])
     share = _percent(time_ns, measured.window_ns)
     if share < _NOTABLE_PCT:
-        return f"nothing above {_NOTABLE_PCT:.0f} % of the step to gain"
+        return f"nothing above {_NOTABLE_PCT:.0f} % of the step to gain but by faster work"
     if name == "exposed communication":
         is_waiting = 2 * measured.within.get(WAITING, 0) > time_ns
         name += f", mostly {WAITING if is_waiting else lines_of([measured], Group.COMM)[0][1]}"

@@ -93,7 +93,7 @@ def lines(workload: Workload) -> list[str]:
     if isinstance(chart, str):
         return [chart]
     if _width(chart) > _WIDEST:
-        return [f"{chart.end} units wide: --html draws it; idle {chart.idle_percent:.1f} %"]
+        return [f"too wide for text: --html draws it; idle {chart.idle_percent:.1f} %"]
     label, width = _label(chart), _cell_width(chart)
     drawn = []
     for stage in range(chart.num_stages):
