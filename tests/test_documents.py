@@ -47,7 +47,7 @@ STAND_INS = {
 }
 # What `latest` is for a verb that does not read the run of a calibration, which is the latest.
 LATEST = {"trace": "tests/data/gloo-traces", "logs": "results/h200-x4-comm-queued-1"}
-CALIBRATION = ROOT / "results" / "h200-predictions-2"
+CALIBRATION = ROOT / "results" / "h100-run"
 
 
 def commands(page: Path, fence: str = CHECKED) -> Iterator[str]:

@@ -204,6 +204,32 @@ def test_a_step_that_may_run_out_of_memory_may_take_longer(
     assert any("frees its cache" in note for note in document["notes"]) is is_uncertain
 
 
+RUN_OF_THREE = str(Path(__file__).parents[2] / "results" / "h100-x4-predictions-1")
+
+
+@pytest.mark.parametrize(
+    ("model", "mbs", "tokens"), [("gpt2-1.5b", 8, 1024), ("llama-3.1-8b", 1, 8192)]
+)
+def test_a_run_of_several_steps_predicts_the_one_of_the_model(
+    model: str, mbs: int, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["predict", model, "--from-run", RUN_OF_THREE, "--json", "-"]
+    assert status(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["mbs"], document["seq_len"]) == (mbs, tokens)
+    assert document["name"] == f"{model} fsdp"
+
+
+@pytest.mark.parametrize("words", [[], ["qwen3-8b"]])
+def test_a_run_of_several_steps_does_not_choose(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(["predict", *words, "--from-run", RUN_OF_THREE]) == 2
+    error = capsys.readouterr().err
+    assert "--seq-len 8192" in error
+    assert "--strategy" not in error  # all steps have it
+
+
 @pytest.mark.parametrize("flag", ["--json", "--csv", "--timeline", "--html"])
 def test_a_file_that_cannot_be_written_is_named_with_its_flag(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

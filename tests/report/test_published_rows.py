@@ -14,8 +14,10 @@ import pytest
 
 from stepmark.app import view
 from stepmark.app.view import View
+from stepmark.cli.main import status
 from stepmark.store.codec import to_plain
 from stepmark.store.export import write_csv, write_json
+from stepmark.store.reader import read_info
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "data" / "published-rows.json"
@@ -66,3 +68,12 @@ def test_rows_of_published_runs_are_what_they_were(
     for name in WHOLE:
         kept = GOLDEN.with_name(f"published-{name}.csv").read_bytes()
         assert (tmp_path / f"{name}.csv").read_bytes() == kept
+
+
+@pytest.mark.parametrize("name", ["h100-run", "h100-x4-predictions-3", "h200-x2-gemm"])
+def test_tables_of_published_runs_are_shown(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Runs of several kinds have rows that lack each other's columns."""
+    assert status(["runs", "show", str(ROOT / "results" / name)]) == 0
+    assert capsys.readouterr().out.startswith(read_info(ROOT / "results" / name).run_id)

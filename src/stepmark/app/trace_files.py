@@ -105,7 +105,7 @@ def recorded_traces(run: Path, training: Training) -> tuple[str, ...]:
     files = [run / TRACES / Path(name).name for name in training.traces]
     for file, digest in itertools.zip_longest(files, training.trace_sha256):
         if not file.is_file():
-            allowed = f"in {file.parent}, which the run was kept without"
+            allowed = f"in {file.parent}; the run was kept without it"
             raise ConfigError("trace", file.name, allowed)
         with file.open("rb") as stream:
             if digest not in (None, hashlib.file_digest(stream, "sha256").hexdigest()):

@@ -96,7 +96,7 @@ def _print_ran(ran: Sequence[Row], console: "Console", columns: Sequence[Column[
         [[_printed(row, column) for column in columns] for row in ran],
         [column.unit.is_numeric for column in columns],
         [
-            [style[row["status"] == "wrong" or bool(row["over_limit"])]] * len(columns)
+            [style[row["status"] == "wrong" or bool(row.get("over_limit"))]] * len(columns)
             for row in ran
         ],
         console,
