@@ -109,7 +109,7 @@ def test_a_trace_that_cannot_be_read_is_refused(run: Predict, copies: Path) -> N
         code, document, _ = run(f"--from-run {GPT2} --runs {copies}")
         assert (code, document) == (2, None)
     trace.unlink()
-    assert "a file that exists" in run(f"--from-run {GPT2} --runs {copies}")[2]
+    assert "the run was kept without it" in run(f"--from-run {GPT2} --runs {copies}")[2]
 
 
 def test_a_trace_of_another_step_is_refused_or_noted(run: Predict, copies: Path) -> None:

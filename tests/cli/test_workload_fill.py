@@ -276,7 +276,7 @@ def test_times_from_sources_alone(run: Program) -> None:
         (f"product.json {CPU} --to aiob", ("--to aiob", "no part")),
         (f"w.json {CPU} --backend fast", ("--backend fast", "cudnn")),
         (f"w.json {CPU} --to word", ("--to word", "aiob")),
-        (f"w.json {CPU} --to simai --stage 9", ("--stage 9", "from 0 to 0")),
+        (f"w.json {CPU} --to simai --stage 9", ("--stage 9", "0, the only stage")),
         (f"w.json {CPU} --to param --rank 9", ("--rank 9", "from 0 to 1")),
         (
             f"w.json {CPU} --compute-from none",
