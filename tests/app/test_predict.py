@@ -230,6 +230,13 @@ def test_a_run_of_several_steps_does_not_choose(
     assert "--strategy" not in error  # all steps have it
 
 
+def test_a_misspelt_model_goes_before_a_run_of_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status(["predict", "llama-3.1-8c", "--from-run", RUN_OF_THREE]) == 2
+    assert "did you mean llama-3.1-8b or" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--json", "--csv", "--timeline", "--html"])
 def test_a_file_that_cannot_be_written_is_named_with_its_flag(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

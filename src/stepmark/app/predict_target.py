@@ -276,7 +276,9 @@ def _options_of_run(base: Path, given: PredictOptions) -> dict[str, Any]:
 def _one_of(steps: list[TrainCase], base: Path, given: PredictOptions) -> dict[str, Any]:
     """Return the options of the step of the model that is given, or of the only step."""
     of_all = {case.case_id: options_of(case) for case in steps}.values()
-    named = [each for each in of_all if _names(given) == each.model_names]
+    if names := _names(given):
+        read_models(",".join(names))  # a wrong name goes before a run of others
+    named = [each for each in of_all if names == each.model_names]
     kept = [_kept(options, given) for options in named or of_all]
     if any(options != kept[0] for options in kept):
         values = [_kept(each, None) for each in of_all]

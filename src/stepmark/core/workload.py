@@ -254,7 +254,7 @@ class Workload:
         check(self)
 
     def numbers(self, unit: Literal["layer", "microbatch"]) -> bool:
-        """Return whether operations say theirs; those of other tools' files mostly do not."""
+        """Return whether operations have this number; those of other tools mostly do not."""
         return any(
             not isinstance(item, Run) and getattr(item, unit) is not None
             for block in self.blocks.values()
