@@ -12,7 +12,7 @@ CAN_MAKE_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11
 HAS_TORCH := import sys, torch; \
   sys.exit(not (2, 11) <= tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
 
-.PHONY: run setup test test-cluster mutations soak size docs check lint format types imports clean
+.PHONY: run setup test test-cluster mutations soak outputs docs check lint format types imports clean
 
 run: $(VENV)/.installed
 	$(BIN)/stepmark run $(ARGS)
@@ -57,9 +57,9 @@ soak: $(VENV)/.installed-dev
 	    -k "fault or kill or hang or interrupt or die or lost" $(ARGS) || exit 1; \
 	done
 
-# Lowers the limits of lines and files to what is there; ARGS=core raises those of core.
-size: $(VENV)/.installed-dev
-	$(BIN)/python tests/size.py $(ARGS)
+# Writes anew what commands print and write (tests/data/outputs), for a diff to review.
+outputs: $(VENV)/.installed-dev
+	$(BIN)/python tests/outputs.py $(ARGS)
 
 # Builds the documents into site/, which is read from disk. Commands of its pages are executed.
 docs: $(VENV)/.installed-docs

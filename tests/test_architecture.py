@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests import size
+from validation import statements
 
 from stepmark.core.ops import FAMILIES
 
@@ -17,12 +17,10 @@ from .core.ops_samples import PLAIN
 
 SOURCE = Path(__file__).parents[1] / "src" / "stepmark"
 FILES = sorted(SOURCE.rglob("*.py"))
-MAX_FILE, MAX_FUNCTION = 400, 60
-LONG_FILES = {
-    "core/model.py": "a count, its check and its scaling belong to the same fields",
-}
-LONG_FUNCTIONS: dict[str, str] = {}
-
+MAX_FILE = 800
+MAX_FUNCTION = 60
+# Raised where new work has been given room of its own, never to make a change fit.
+MAX_STATEMENTS = 53_100
 
 # Names that say nothing of what a file holds.
 NAMELESS = {"utils", "util", "common", "helpers", "base", "misc"}
@@ -36,10 +34,9 @@ def test_files_have_names_that_say_what_they_hold() -> None:
     assert [name_of(file) for file in FILES if file.stem in NAMELESS] == []
 
 
-def test_files_are_short() -> None:
+def test_a_file_is_one_noun() -> None:
     lines = {name_of(file): len(file.read_text().splitlines()) for file in FILES}
-    limits = {name: 500 if name in LONG_FILES else MAX_FILE for name in lines}
-    assert {name: count for name, count in lines.items() if count > limits[name]} == {}
+    assert {name: count for name, count in lines.items() if count > MAX_FILE} == {}
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
@@ -50,61 +47,30 @@ def functions() -> Iterator[tuple[str, ast.FunctionDef]]:
                 yield f"{name_of(file)}:{node.name}", node
 
 
-def test_functions_are_short() -> None:
+def test_a_function_is_one_thought() -> None:
     lengths = {where: (node.end_lineno or 0) - node.lineno + 1 for where, node in functions()}
-    limits = {where: 120 if where in LONG_FUNCTIONS else MAX_FUNCTION for where in lengths}
-    assert {name: count for name, count in lengths.items() if count > limits[name]} == {}
-
-
-def test_no_exception_outlives_its_reason() -> None:
-    for name in LONG_FILES:
-        assert len((SOURCE / name).read_text().splitlines()) > MAX_FILE, name
-    lengths = {where: (node.end_lineno or 0) - node.lineno + 1 for where, node in functions()}
-    assert [where for where in LONG_FUNCTIONS if lengths.get(where, 0) <= MAX_FUNCTION] == []
+    assert {name: count for name, count in lengths.items() if count > MAX_FUNCTION} == {}
 
 
 def test_the_package_does_not_grow() -> None:
-    """Lines and files by room, and in all. `make size ARGS=all` lowers the limits."""
-    assert size.problems(size.limits()[0], size.found()) == []
-
-
-@pytest.mark.parametrize("name", ["mapping_options", "late_imports"])
-def test_what_should_be_rare_becomes_rarer(name: str) -> None:
-    """`make size ARGS=all` lowers the limit."""
-    count, most = size.found_counts()[name], size.limits()[1][name]
-    assert count <= most
-    assert most <= max(1.02 * count, count + 3), "make size"
+    """Statements of the whole package, as validation/statements.py counts them."""
+    counts = statements.by_folder()
+    assert sum(counts.values()) <= MAX_STATEMENTS, counts
 
 
 @pytest.mark.parametrize(
-    ("limit", "lines", "words"),
-    [(1000, 1001, "grew"), (1000, 980, None), (1000, 1000, None), (1000, 940, "make size")],
+    ("code", "count"),
+    [
+        ("a = 1", 1),
+        ("a, b = 1, 2", 2),
+        ("a, b = pair", 1),
+        ("print(a := 1)", 2),
+        ('def f():\n    """Return one."""\n    return 1', 2),
+        ("if a:\n    b = 1\nelse:\n    b = 2", 3),
+    ],
 )
-def test_a_limit_is_what_is_there(limit: int, lines: int, words: str | None) -> None:
-    problems = size.problems({"core": (limit, 9)}, {"core": (lines, 9)})
-    assert len(problems) == (words is not None)
-    assert not words or words in problems[0]
-
-
-def test_only_rooms_write_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = tmp_path / "size.toml"
-    lines, files = size.found()["core"]
-    text = f"{{ lines = {lines - 1}, files = {files} }}"
-    table.write_text(f"[rooms]\ncore = {text}\n[counts]\n")
-    before = table.read_text()
-    monkeypatch.setattr(size, "TABLE", table)
-    assert size.main(["--help"]).startswith("--help is no room: give one of ")
-    assert size.main(["core", "attic"]).startswith("attic is no room")
-    assert size.main([]) == ""
-    assert table.read_text() == before
-    assert size.main(["all"]) == ""
-    assert size.limits()[0]["core"] == (lines - 1, files)
-    assert size.main(["core"]) == ""
-    assert size.limits()[0]["core"] == (lines, files)
-
-
-def test_a_new_room_needs_a_limit() -> None:
-    assert len(size.problems({}, {"attic": (3, 1)})) == 1
+def test_denser_lines_are_no_smaller(code: str, count: int) -> None:
+    assert statements.num_statements(ast.parse(code)) == count
 
 
 @pytest.mark.parametrize("family", FAMILIES)

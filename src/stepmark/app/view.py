@@ -4,6 +4,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,16 +119,25 @@ def reference(run: RunInfo) -> Mapping[str, float]:
     seconds: dict[str, float] = {}
     if folder is None or len(names) != 1:
         return seconds
-    for path in list_runs(folder):
-        other = read_info(path)
-        if other.run_id == run.run_id or {d.name for d in other.environment.devices} != names:
-            continue
-        seconds |= {
-            launches.case.case_id: launches.time_s
-            for launches in pooled(latest(read_records(path)), Launches)
-            if launches.measured and not launches.num_wrong
-        }
+    for run_id, medians in _medians(folder, names.pop()).items():
+        if run_id != run.run_id:
+            seconds |= medians
     return seconds
+
+
+@lru_cache
+def _medians(folder: Path, device: str) -> dict[str, dict[str, float]]:
+    """Return median seconds by case_id of each run on a device. Reading them takes a second."""
+    medians = {}
+    for path in list_runs(folder):
+        info = read_info(path)
+        if {each.name for each in info.environment.devices} == {device}:
+            medians[info.run_id] = {
+                launches.case.case_id: launches.time_s
+                for launches in pooled(latest(read_records(path)), Launches)
+                if launches.measured and not launches.num_wrong
+            }
+    return medians
 
 
 def median_s(record: Measured) -> float:
