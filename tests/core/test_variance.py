@@ -68,3 +68,21 @@ def test_rare_states_widen_and_never_narrow() -> None:
     assert quiet.widened(0.995).value == pytest.approx((4e-8 + 4 * 0.02**2) / 8)
     assert quiet.widened(0.995, 400.0).value < 1e-5
     assert wild.widened(0.995) == wild
+
+
+def test_fewer_than_six_variances_stand_for_themselves() -> None:
+    """From six on a row shares what the others show, so that a quiet one is less quiet."""
+    quiet, wild = [-0.001, 0.0, 0.001], [-0.02, 0.0, 0.02]
+    for count in (5, 6):
+        pool = pool_of([[row] for row in (quiet, *[wild] * (count - 1))])
+        assert pool is not None
+        own = pool.moderated(2 * 0.001**2, 2)
+        assert (own.value == pytest.approx(0.001**2)) is (count < 6)
+        assert own.value >= 0.001**2
+
+
+def test_rows_of_equal_variance_share_it_whatever_one_shows() -> None:
+    pool = pool_of([[[-0.01, 0.0, 0.01]] for _ in range(20)])
+    assert pool is not None
+    assert pool.moderated(0.0, 2).value == pytest.approx(0.01**2, rel=0.01)
+    assert pool.moderated(2 * 0.03**2, 2).value == pytest.approx(0.01**2, rel=0.06)

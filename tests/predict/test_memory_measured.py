@@ -202,6 +202,35 @@ def test_a_correction_is_what_the_estimate_missed() -> None:
     assert len(set(calibrated(case, stage_of_case, [measured]))) == 1
 
 
+ONE = TrainCase(model=find_model("gpt2-1.5b"), compile=CompileScope.BLOCK)
+RANKS = dataclasses.replace(ONE, parallel=dataclasses.replace(ONE.parallel, dp_shard=2))
+EXPERTS = dataclasses.replace(RANKS, parallel=dataclasses.replace(RANKS.parallel, ep=2))
+
+
+@pytest.mark.parametrize(
+    ("case", "errors", "outside_gib"),
+    [
+        (ONE, (0.01, 0.09), 1),
+        (RANKS, (0.01, 0.09), 3),  # and NCCL's buffers
+        (dataclasses.replace(ONE, fp8=Fp8.ROWWISE), (0.05, 0.2), 1),  # not measured
+        (EXPERTS, (0.11, 0.55), 3),
+    ],
+)
+def test_verdicts_have_the_errors_and_what_torch_does_not_allocate(
+    case: TrainCase, errors: tuple[float, float], outside_gib: int
+) -> None:
+    """Both sides of either bound, by 1 MiB."""
+    mib, gib = 2**20, 2**30
+    allocated, reserved = 50 * gib, 60 * gib
+    fits = round(reserved * (1 + errors[1])) + outside_gib * gib
+    fails = round(allocated * (1 - errors[0])) + gib // 4
+    verdicts = [
+        verdict(case, allocated, reserved, num_bytes)
+        for num_bytes in (fits + mib, fits - mib, fails + mib, fails - mib)
+    ]
+    assert verdicts == ["fits", "uncertain", "uncertain", "runs out of memory"]
+
+
 def test_verdicts_are_uncertain_within_the_errors() -> None:
     case, gib = gpt(1, 64, CompileScope.BLOCK), 2**30
     assert verdict(case, 50 * gib, 60 * gib, 67 * gib) == "fits"
