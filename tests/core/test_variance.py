@@ -81,8 +81,39 @@ def test_fewer_than_six_variances_stand_for_themselves() -> None:
         assert own.value >= 0.001**2
 
 
+def alternating(num_launches: int, variance: float) -> list[float]:
+    """Return residuals of launches that have this variance."""
+    signs = [(-1) ** n for n in range(num_launches - num_launches % 2)]
+    size = math.sqrt(variance * (num_launches - 1) / len(signs))
+    return [size * sign for sign in signs] + [0.0] * (num_launches % 2)
+
+
 def test_rows_of_equal_variance_share_it_whatever_one_shows() -> None:
-    pool = pool_of([[[-0.01, 0.0, 0.01]] for _ in range(20)])
+    pool = pool_of([[alternating(3, 0.01**2)] for _ in range(20)])
     assert pool is not None
     assert pool.moderated(0.0, 2).value == pytest.approx(0.01**2, rel=0.01)
     assert pool.moderated(2 * 0.03**2, 2).value == pytest.approx(0.01**2, rel=0.06)
+
+
+def test_a_prior_of_many_degrees_of_freedom_is_not_cut_off() -> None:
+    """Rows that vary a little, as 200 degrees of freedom do: each keeps a part of its own."""
+    draw, rows = random.Random(4), []
+    for _ in range(200):
+        true, shown = (draw.gammavariate(100, 1 / 100) for _ in range(2))
+        rows.append([alternating(201, 0.01**2 / true * shown)])
+    pool = pool_of(rows)
+    assert pool is not None
+    assert 150 < pool.df < 270
+    assert pool.moderated(0.0, 200).value < 0.7 * pool.variance
+
+
+def test_values_that_are_equal_count_as_a_hundredth_of_the_deviation() -> None:
+    """They were rounded alike: a prior that took them for no variance would know nothing."""
+    rows = [[alternating(5, (0.01 + 0.001 * n) ** 2)] for n in range(9)]
+    equal = pool_of([*rows, [[0.0] * 5]])
+    assert equal is not None
+    mean = sum((0.01 + 0.001 * n) ** 2 for n in range(9)) / 10
+    almost = pool_of([*rows, [alternating(5, mean * 0.01**2)]])
+    assert almost is not None
+    assert equal.df == pytest.approx(almost.df, rel=0.01)
+    assert equal.variance == pytest.approx(almost.variance, rel=0.01)

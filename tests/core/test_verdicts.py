@@ -255,7 +255,7 @@ def test_where_all_rows_have_moved_a_quarter_counts_as_unmoved() -> None:
 @pytest.mark.parametrize(
     ("levels", "drift"),
     [
-        ((-0.005, 0.005), 0.01**2),  # too few: 1 %
+        ((-0.003, 0.003), 0.01**2),  # too few: 1 %
         ((-0.005, 0.0, 0.005), 2 * 0.005**2),  # both blocks vary by 0.5 %
         ((-0.02, 0.0, 0.02), 2 * 0.02**2),
         ((-0.005, 0.005) * 4, 2 * 0.005**2 * 8 / 7),
@@ -285,7 +285,7 @@ def single_launches(changes: Sequence[float]) -> list[Ratio]:
 
 
 def test_from_eight_single_launches_on_their_ratios_contradict_history() -> None:
-    apart = [0.1 * (-1) ** n for n in range(8)]
+    apart = [0.1 * n for n in range(8)]
     (quiet,) = {round(width(ratio), 9) for ratio in single_launches([0.0] * 8)}
     assert width(single_launches(apart[:7])[0]) < 2 * quiet
     assert width(single_launches(apart)[0]) > 2 * quiet
