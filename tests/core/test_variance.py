@@ -105,15 +105,3 @@ def test_a_prior_of_many_degrees_of_freedom_is_not_cut_off() -> None:
     assert pool is not None
     assert 150 < pool.df < 270
     assert pool.moderated(0.0, 200).value < 0.7 * pool.variance
-
-
-def test_values_that_are_equal_count_as_a_hundredth_of_the_deviation() -> None:
-    """They were rounded alike: a prior that took them for no variance would know nothing."""
-    rows = [[alternating(5, (0.01 + 0.001 * n) ** 2)] for n in range(9)]
-    equal = pool_of([*rows, [[0.0] * 5]])
-    assert equal is not None
-    mean = sum((0.01 + 0.001 * n) ** 2 for n in range(9)) / 10
-    almost = pool_of([*rows, [alternating(5, mean * 0.01**2)]])
-    assert almost is not None
-    assert equal.df == pytest.approx(almost.df, rel=0.01)
-    assert equal.variance == pytest.approx(almost.variance, rel=0.01)

@@ -13,7 +13,9 @@ from stepmark.core.parallel import ParallelConfig
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.predict.allocator import Allocator, Block
 from stepmark.predict.memory import calibrated, verdict
+from stepmark.predict.step_memory import StepMemory
 from stepmark.store.reader import read_records
 from stepmark.workload.tree import stage_of_case
 
@@ -243,3 +245,41 @@ def test_verdicts_are_uncertain_within_the_errors() -> None:
         case, parallel=dataclasses.replace(case.parallel, dp_shard=2, ep=2)
     )
     assert verdict(experts, 50 * gib, 60 * gib, 90 * gib) == "uncertain"
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Purposes and bytes of what is allocated, in order."""
+    sizes = []
+    allocate = Allocator.allocate
+
+    def noted(heap: Allocator, num_bytes: int, purpose: str, stream: int = 0) -> Block:
+        sizes.append((purpose, num_bytes))
+        return allocate(heap, num_bytes, purpose, stream)
+
+    monkeypatch.setattr(Allocator, "allocate", noted)
+    return sizes
+
+
+@pytest.mark.parametrize(("tokens", "are_many"), [(3072, False), (3073, True)])
+def test_lookups_of_many_tokens_are_added_by_segments_of_ten(
+    tokens: int, are_many: bool, allocations: list[tuple[str, int]]
+) -> None:
+    """torch: aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
+    model = dataclasses.replace(
+        find_model("llama-3.1-8b"),
+        num_layers=1,
+        hidden_size=512,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_hidden_size=1024,
+        vocab_size=520,
+        seq_len=tokens,
+    )
+    case = TrainCase(model=model, precision=Precision.FP32)
+    StepMemory(case, 0, stage_of_case(case, 0)).steps(1)
+    sizes = {num_bytes for purpose, num_bytes in allocations if purpose == "working"}
+    # A segment has up to ten tokens of one row of the table, and a sum in fp32.
+    segments_bytes = (307 + 520) * 512 * 4
+    assert (segments_bytes in sizes) is are_many
