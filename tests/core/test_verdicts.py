@@ -303,10 +303,12 @@ def test_the_spread_of_ratios_is_their_standard_deviation_at_least() -> None:
         assert ratio.df == count // 2  # a median knows less than all rows would
 
 
-@pytest.mark.parametrize(("needed", "told"), [(990, 990), (1010, None)])
-def test_more_than_a_thousand_launches_are_not_asked_for(needed: int, told: int | None) -> None:
+@pytest.mark.parametrize(("needed", "expected"), [(990, 990), (1010, None)])
+def test_more_than_a_thousand_launches_are_not_asked_for(
+    needed: int, expected: int | None
+) -> None:
     """99.8 % of normal errors of so many launches a side are below the change of 5 %."""
     noise = 0.05 / NormalDist().inv_cdf(0.998) * math.sqrt(needed / 2) * (1 - 1e-6)
     (ratio,) = judge([stated(0.05, noise)])
     assert ratio.verdict is Verdict.CANNOT_TELL
-    assert ratio.launches == told
+    assert ratio.launches == expected

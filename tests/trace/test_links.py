@@ -76,8 +76,8 @@ def test_lookups_are_those_of_a_loop(seed: int) -> None:
     keys = [rng.choice((NONE, *range(6))) for _ in range(rng.randrange(8))]
     values = [NONE, *range(-3, 9)]
     expected = [keys.index(v) if v in keys and v != NONE else NONE for v in values]
-    found = links.lookup(np.array(keys, np.int64), np.array(values, np.int64))
-    assert found.tolist() == expected
+    rows = links.lookup(np.array(keys, np.int64), np.array(values, np.int64))
+    assert rows.tolist() == expected
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -91,8 +91,8 @@ def test_a_span_has_its_start_and_not_its_end(seed: int) -> None:
         next((row for row, (low, high) in enumerate(spans) if low <= time < high), NONE)
         for time in range(-1, 21)
     ]
-    found = links.span_of(*columns(spans), np.arange(-1, 21))
-    assert found.tolist() == expected
+    rows = links.span_of(*columns(spans), np.arange(-1, 21))
+    assert rows.tolist() == expected
 
 
 def test_work_that_is_launched_as_a_step_begins_is_of_that_step(tmp_path: Path) -> None:

@@ -89,9 +89,9 @@ def test_recorded_waits_are_for_the_last_launch_before_the_event(
     script, kernels, waits = issued(seed)
     trace = read_trace(script.write(tmp_path))
     at = by_launch(trace)
-    found = awaited(trace, launches(trace), np.arange(len(at)))
+    after = awaited(trace, launches(trace), np.arange(len(at)))
     expected = causes(kernels, waits)
-    assert {at[row]: at[other] for row, other in enumerate(found) if other != NONE} == expected
+    assert {at[row]: at[other] for row, other in enumerate(after) if other != NONE} == expected
     flags = dict(zip(at, made_to_wait(trace, launches(trace)).tolist(), strict=True))
     for stream in STREAMS:
         own = [-1.0, *(k.at for k in kernels if k.stream == stream)]

@@ -98,10 +98,10 @@ def computation(name: str, time_s: float, *deps: int) -> Step:
 def program(steps: list[Step], messages: Messages, **more: bool) -> Program:
     here = context().capabilities
     none: Any = None  # messages of this file have no data
-    made: Any = messages
+    messenger: Any = messages
     return Program(
         steps=steps,
-        messenger=made,
+        messenger=messenger,
         buffers=none,
         computation=Computation(steps, Compute.SLEEP, torch.device("cpu"), here),
         **more,
@@ -175,9 +175,9 @@ def test_a_computation_of_no_time_runs_nothing(
 ) -> None:
     """A file may have differences of rounded times, which a host cannot sleep for."""
     steps = [computation("c", time_s)]
-    made = program(steps, Messages(Clock())).computation
-    assert made.action(steps[0]) is None
-    assert made.busy_s(steps[0]) is None
+    calls = program(steps, Messages(Clock())).computation
+    assert calls.action(steps[0]) is None
+    assert calls.busy_s(steps[0]) is None
     _, spans, end_s = run(steps, monkeypatch)
     assert spans[0] is UNKNOWN
     assert end_s == 0
@@ -249,10 +249,10 @@ def issued(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> dict[str, set[
             note(steps[0].op.module)
             return []
 
-    made = program(steps, OnDevice(Clock()))
+    own = program(steps, OnDevice(Clock()))
     names = {step.op.time_s: step.op.module for step in steps if isinstance(step.op, ComputeOp)}
-    monkeypatch.setattr(made.computation, "busy", lambda s: lambda: note(names[s]))
-    DeviceEngine(made, torch.device("cuda", 0)).run()
+    monkeypatch.setattr(own.computation, "busy", lambda s: lambda: note(names[s]))
+    DeviceEngine(own, torch.device("cuda", 0)).run()
     return {
         item: before(stream, number)
         for stream in device.streams
