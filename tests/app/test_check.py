@@ -11,7 +11,9 @@ from tests.report.records import COPY, measured, run_info
 from tests.store.writers import new_run
 
 from stepmark.app import check
+from stepmark.core.case import OpCase
 from stepmark.core.errors import ConfigError
+from stepmark.core.ops import Copy
 from stepmark.core.options import plain
 from stepmark.core.record import Skipped
 from stepmark.core.verb_options import CheckOptions
@@ -22,15 +24,24 @@ def runs(root: Path, name: str, times_s: Sequence[float]) -> list[Path]:
     return [launches(root, f"{name}{n}", [time_s]) for n, time_s in enumerate(times_s)]
 
 
-def launches(root: Path, name: str, times_s: Sequence[float], apart_s: float = 60.0) -> Path:
-    """A run of one case with a launch per time, which begin this long after one another."""
+def launches(
+    root: Path,
+    name: str,
+    times_s: Sequence[float],
+    apart_s: float = 60.0,
+    cases: Sequence[OpCase] = (COPY,),
+) -> Path:
+    """A run of cases with a launch per time, which begin this long after one another."""
     info = dataclasses.replace(run_info(), run_id=name, command="stepmark op copy --budget 1s")
     with new_run(root, info) as writer:
         for number, time_s in enumerate(times_s, 1):
-            record = dataclasses.replace(
-                measured(COPY, time_s), run_id=name, launch=number, started_at=number * apart_s
-            )
-            writer.append(record)
+            for case in cases:
+                record = measured(case, time_s)
+                writer.append(
+                    dataclasses.replace(
+                        record, run_id=name, launch=number, started_at=number * apart_s
+                    )
+                )
     return root / name
 
 
@@ -79,6 +90,22 @@ def test_launches_of_one_baseline_count_as_those_of_several(
     several = capsys.readouterr()
     shown(now, launches(tmp_path, "before", SPREAD))
     assert capsys.readouterr().out == several.out
+
+
+@pytest.mark.parametrize("is_measured", [False, True])
+def test_a_case_that_is_not_measured_again_is_no_pass(
+    is_measured: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = dataclasses.replace(COPY, op=Copy(num_bytes=2**31))
+    before = launches(tmp_path, "before", SPREAD, cases=(COPY, larger))
+    again = (COPY, larger) if is_measured else (COPY,)
+    code = shown(launches(tmp_path, "now", SPREAD, cases=again), before)
+    text = capsys.readouterr().err
+    if is_measured:
+        assert (code, "not compared" in text) == (0, False)
+    else:
+        assert code == 3
+        assert "0 of 1 cases slower than before; 1 not compared" in text
 
 
 def test_a_check_that_measures_nothing_ends_with_3(

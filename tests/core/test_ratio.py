@@ -113,6 +113,15 @@ def test_a_certain_but_tiny_difference_is_the_same() -> None:
     assert ratio(many, [0.996 * t for t in many]).verdict is Verdict.SAME
 
 
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [(0.0101, Verdict.FASTER), (0.0099, Verdict.SAME), (0.0051, Verdict.SAME)],
+)
+def test_a_change_below_one_percent_is_no_change(change: float, verdict: Verdict) -> None:
+    """However certain; the noise is 1 in 1,000,000."""
+    assert ratio([1 + change], [1.0], noise=1e-6).verdict is verdict
+
+
 def test_p_of_slower_falls_as_it_gets_slower() -> None:
     base = [1.0, 1.01, 0.99, 1.0]
     ps = [ratio(base, [k * t for t in base]).p_slower(0.05) for k in (0.9, 1.05, 1.1, 1.3)]

@@ -68,3 +68,40 @@ def test_rare_states_widen_and_never_narrow() -> None:
     assert quiet.widened(0.995).value == pytest.approx((4e-8 + 4 * 0.02**2) / 8)
     assert quiet.widened(0.995, 400.0).value < 1e-5
     assert wild.widened(0.995) == wild
+
+
+def test_fewer_than_six_variances_stand_for_themselves() -> None:
+    """From six on a row shares what the others show, so that a quiet one is less quiet."""
+    quiet, wild = [-0.001, 0.0, 0.001], [-0.02, 0.0, 0.02]
+    for count in (5, 6):
+        pool = pool_of([[row] for row in (quiet, *[wild] * (count - 1))])
+        assert pool is not None
+        own = pool.moderated(2 * 0.001**2, 2)
+        assert (own.value == pytest.approx(0.001**2)) is (count < 6)
+        assert own.value >= 0.001**2
+
+
+def alternating(num_launches: int, variance: float) -> list[float]:
+    """Return residuals of launches that have this variance."""
+    signs = [(-1) ** n for n in range(num_launches - num_launches % 2)]
+    size = math.sqrt(variance * (num_launches - 1) / len(signs))
+    return [size * sign for sign in signs] + [0.0] * (num_launches % 2)
+
+
+def test_rows_of_equal_variance_share_it_whatever_one_shows() -> None:
+    pool = pool_of([[alternating(3, 0.01**2)] for _ in range(20)])
+    assert pool is not None
+    assert pool.moderated(0.0, 2).value == pytest.approx(0.01**2, rel=0.01)
+    assert pool.moderated(2 * 0.03**2, 2).value == pytest.approx(0.01**2, rel=0.06)
+
+
+def test_a_prior_of_many_degrees_of_freedom_is_not_cut_off() -> None:
+    """Rows that vary a little, as 200 degrees of freedom do: each keeps a part of its own."""
+    draw, rows = random.Random(4), []
+    for _ in range(200):
+        true, shown = (draw.gammavariate(100, 1 / 100) for _ in range(2))
+        rows.append([alternating(201, 0.01**2 / true * shown)])
+    pool = pool_of(rows)
+    assert pool is not None
+    assert 150 < pool.df < 270
+    assert pool.moderated(0.0, 200).value < 0.7 * pool.variance

@@ -4,11 +4,12 @@ import dataclasses
 import math
 import random
 from collections.abc import Sequence
+from statistics import NormalDist
 
 import pytest
 
 from stepmark.core.launches import Order, Row, Sample
-from stepmark.core.ratio import Ratio, Verdict
+from stepmark.core.ratio import Ratio, Verdict, t_cdf
 from stepmark.core.verdicts import judge, judge_mean
 
 TOLD = (Verdict.FASTER, Verdict.SLOWER)
@@ -203,3 +204,111 @@ def test_steps_of_traces_show_what_rare_states_would_hide() -> None:
         seen += table(0.03)[:4].count(Verdict.FASTER)
     assert wrong <= 3
     assert seen >= 190
+
+
+def stated(change: float, noise: float = 0.01) -> Row:
+    """One launch a side, the second faster by this; its error is normal and known."""
+    base, other = Sample(logs={"a": 0.0}), Sample(logs={"b": -change})
+    return Row(kind="", base=base, other=other, noise=noise)
+
+
+def change_of(p: float, noise: float = 0.01) -> float:
+    """Return the change that has this two-sided p."""
+    return NormalDist().inv_cdf(1 - p / 2) * noise * math.sqrt(2)
+
+
+@pytest.mark.parametrize("count", [1, 4, 68])
+def test_the_share_of_wrong_verdicts_is_the_documented_one(count: int) -> None:
+    """0.8 % m / (m + 1): of the rows of a table together, or divided by m for the first."""
+    share = 0.008 * count / (count + 1)
+    for factor, is_told in ((0.99, True), (1.01, False)):
+        together = [stated(change_of(factor * share)) for _ in range(count)]
+        assert {ratio.verdict in TOLD for ratio in judge(together)} == {is_told}
+        first = stated(change_of(factor * share / count))
+        others = [stated(0.0) for _ in range(count - 1)]
+        assert [ratio.verdict in TOLD for ratio in judge([first, *others])].count(True) == (
+            is_told
+        )
+
+
+def test_where_all_rows_have_moved_a_quarter_counts_as_unmoved() -> None:
+    """A row then needs a fourth of what Benjamini's and Hochberg's rule asks for."""
+
+    def judged(change: float) -> Ratio:
+        rows = []
+        for sign in (1, -1) * 10:  # so that launches have nothing in common
+            values = [0.01 * sign, -0.01 * sign, 0.0]
+            rows.append(row(values, [value - change for value in values]))
+        return judge(rows)[0]
+
+    low, high = 0.012, 0.032
+    for _ in range(10):
+        middle = (low + high) / 2
+        is_told = judged(middle).verdict is Verdict.FASTER
+        low, high = (low, middle) if is_told else (middle, high)
+    least = judged(high)
+    assert least.se_log is not None
+    p = 2 * (1 - t_cdf(math.log(least.speed) / least.se_log, least.df))
+    assert p == pytest.approx(4 * 0.008 * 20 / 21, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("levels", "drift"),
+    [
+        ((-0.003, 0.003), 0.01**2),  # too few: 1 %
+        ((-0.005, 0.0, 0.005), 2 * 0.005**2),  # both blocks vary by 0.5 %
+        ((-0.02, 0.0, 0.02), 2 * 0.02**2),
+        ((-0.005, 0.005) * 4, 2 * 0.005**2 * 8 / 7),
+    ],
+)
+def test_three_runs_show_the_drift_of_both_blocks(
+    levels: Sequence[float], drift: float
+) -> None:
+    past = tuple({"1": level + 1e-6, "2": level - 1e-6} for level in levels)
+    bare = in_time([1e-6, -1e-6], [-1e-6, 1e-6], range(4))
+    sides = [dataclasses.replace(side, past=past) for side in (bare.base, bare.other)]
+    (ratio,) = judge([dataclasses.replace(bare, base=sides[0], other=sides[1])])
+    assert ratio.drift == pytest.approx(drift, rel=1e-4)
+
+
+def test_a_single_launch_has_three_times_the_variance_of_history() -> None:
+    past = ({f"{n}": 0.1 * (-1) ** n for n in range(10)},)
+    (ratio,) = judge([row([0.0], [0.0], past=past)])
+    of_launch = 10 * 0.1**2 / 9
+    assert ratio.se_log == pytest.approx(math.sqrt(3 * (of_launch + of_launch)))
+
+
+def single_launches(changes: Sequence[float]) -> list[Ratio]:
+    """Rows of one launch a side, whose history varies by 0.01 %."""
+    past = ({f"{n}": 1e-4 * (-1) ** n for n in range(10)},)
+    return judge([row([0.0], [-change], past=past) for change in changes])
+
+
+def test_from_eight_single_launches_on_their_ratios_contradict_history() -> None:
+    apart = [0.1 * n for n in range(8)]
+    (quiet,) = {round(width(ratio), 9) for ratio in single_launches([0.0] * 8)}
+    assert width(single_launches(apart[:7])[0]) < 2 * quiet
+    assert width(single_launches(apart)[0]) > 2 * quiet
+
+
+def test_the_spread_of_ratios_is_their_standard_deviation_at_least() -> None:
+    """Of normal ratios. A median of few is widened by what it may be too small."""
+    deviation = 0.1
+    normal = NormalDist(0, deviation)
+    for count in (9, 20):
+        changes = [normal.inv_cdf((n + 0.5) / count) for n in range(count)]
+        ratio = single_launches(changes)[0]
+        assert ratio.se_log is not None
+        assert 1.3 < ratio.se_log / deviation < 1 + 2.5 / math.sqrt(count)
+        assert ratio.df == count // 2  # a median knows less than all rows would
+
+
+@pytest.mark.parametrize(("needed", "expected"), [(990, 990), (1010, None)])
+def test_more_than_a_thousand_launches_are_not_asked_for(
+    needed: int, expected: int | None
+) -> None:
+    """99.8 % of normal errors of so many launches a side are below the change of 5 %."""
+    noise = 0.05 / NormalDist().inv_cdf(0.998) * math.sqrt(needed / 2) * (1 - 1e-6)
+    (ratio,) = judge([stated(0.05, noise)])
+    assert ratio.verdict is Verdict.CANNOT_TELL
+    assert ratio.launches == expected

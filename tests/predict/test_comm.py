@@ -1,6 +1,7 @@
 """Times of collectives: curves where there are any, else links."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from stepmark.core.step_cost import Source
 from stepmark.core.workload import CommOp, Group
 from stepmark.predict.comm import CommCosts
 
+NCCL_TESTS = Path(__file__).parents[1] / "data" / "nccl-tests"
 EIGHT = Group(digits=((8, 1),))
 H100 = load_devices()["h100-sxm"]
 
@@ -31,6 +33,12 @@ def op(collective: str, num_bytes: int, size: int = 8) -> CommOp:
         module="m",
         peer=1 if collective in (SEND, RECV) else None,
     )
+
+
+def nccl_times_s(path: Path) -> dict[int, float]:
+    """Return the out-of-place times of nccl-tests by bytes; rows begin with these."""
+    rows = (line.split() for line in path.read_text().splitlines() if line[:1] == " ")
+    return {int(row[0]): float(row[5]) * 1e-6 for row in rows}
 
 
 def curve(collective: str, ranks: int, *points: tuple[int, float]) -> Curve:
@@ -66,6 +74,28 @@ def test_links_bound_what_no_curve_tells() -> None:
         assert time_s < large.bus_bytes(EIGHT) / 450e9 * 1.5
     assert costs(op("all_reduce", 2), EIGHT) > 1e-6  # latency
     assert costs.sources["all_reduce"] is Source.ROOFLINE
+
+
+@pytest.mark.parametrize("num_bytes", [2**10, 2**20, 2**32])
+def test_an_all_reduce_by_links_is_a_reduce_scatter_and_an_all_gather(num_bytes: int) -> None:
+    """A ring passes a message on twice: in bytes, and in hops."""
+    costs = CommCosts([], H100)
+    whole, *halves = (
+        costs(op(name, num_bytes), EIGHT)
+        for name in ("all_reduce", "reduce_scatter", "all_gather")
+    )
+    assert whole == pytest.approx(sum(halves))
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "alltoall"])
+def test_links_carry_what_nccl_tests_measured(name: str) -> None:
+    """On 8 x H200, 4 GiB; and what a small all-reduce takes, within a factor of two."""
+    times_s = nccl_times_s(NCCL_TESTS / f"8xH200-{name}.txt")
+    collective = name.replace("alltoall", "all_to_all")
+    costs = CommCosts([], load_devices()["h200-sxm"])
+    assert costs(op(collective, 2**32), EIGHT) == pytest.approx(times_s[2**32], rel=0.06)
+    if name == "all_reduce":
+        assert 0.5 < costs(op(collective, 2**16), EIGHT) / times_s[2**16] < 2
 
 
 def test_nothing_to_send_takes_no_time() -> None:

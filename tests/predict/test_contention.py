@@ -113,6 +113,46 @@ def test_what_is_not_known_is_none() -> None:
     assert slowdown(known, fit(known)) == pytest.approx(2)
 
 
+def test_each_kernel_has_the_contention_that_was_measured_of_it() -> None:
+    """And not the mean over its kind, which only work of unknown contention has."""
+    ops, alone_ops = [], []
+    for role, factor in (("mlp.up", 1.6), ("mlp.down", 1.1)):
+        key = OpKey(role, "", 0, "fwd", False, COMPUTE, "aten::mm", "nvjet_tst")
+        for step, comm in ((4, 0.0), (5, 9e9)):
+            time, beside = under(1e6, factor, comm)
+            ops.append(MeasuredOp(step, key, round(time), 1, 1, 1, 1, round(beside)))
+            alone_ops.append(replace(ops[-1], time_ns=10**6))
+    found = contention([table(ops, (4, 5))])
+    for own, alone in zip(found.alone(table(ops, (4, 5))).ops, alone_ops, strict=True):
+        assert own.time_ns == pytest.approx(alone.time_ns, abs=2)
+    # q of both: 1 - 1 / 1.6 and 1 - 1 / 1.1, by their overlapped times of 1.6 and 1.1.
+    assert found.slowdown[Work.MATMUL] == pytest.approx(2.7 / 2)
+
+
+@pytest.mark.parametrize(("share", "is_known"), [(0.24, False), (0.26, True)])
+def test_shares_that_hardly_differ_tell_no_contention(share: float, is_known: bool) -> None:
+    """Below a quarter of the time an error of the times is as large as what is looked for."""
+    time = 10 / (1 - 0.5 * share)
+    samples = [Sample("a", 10, 0), Sample("a", time, share * time)]
+    assert fit(samples) == ({"a": pytest.approx(0.5)} if is_known else {})
+
+
+@pytest.mark.parametrize(
+    ("factor", "q"), [(0.7, -0.2), (0.85, 1 - 1 / 0.85), (8.0, 1 - 1 / 8), (50.0, 0.9)]
+)
+def test_contention_is_bounded(factor: float, q: float) -> None:
+    """Work that takes 50 times as long was interrupted; some is faster by noise alone."""
+    samples = [Sample("a", 10, 0), Sample("a", 10 * factor, 10 * factor)]
+    assert fit(samples) == {"a": pytest.approx(q)}
+
+
+@pytest.mark.parametrize(("known_ns", "is_known"), [(9, False), (12, True)])
+def test_the_mean_needs_a_tenth_of_the_overlapped_time(known_ns: int, is_known: bool) -> None:
+    samples = [Sample("a", 100, 100), Sample("b", known_ns, known_ns)]
+    mean = slowdown(samples, {"b": 0.5})
+    assert mean == (pytest.approx(2) if is_known else None)
+
+
 def test_a_kernel_that_was_interrupted_once_is_no_contention() -> None:
     samples = [Sample("a", 10, 0)] * 5 + [Sample("a", 10, 10)] * 4 + [Sample("a", 900, 900)]
     assert slowdown(samples, fit(samples)) == 1.0

@@ -13,7 +13,9 @@ from stepmark.core.parallel import ParallelConfig
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.predict.allocator import Allocator, Block
 from stepmark.predict.memory import calibrated, verdict
+from stepmark.predict.step_memory import StepMemory
 from stepmark.store.reader import read_records
 from stepmark.workload.tree import stage_of_case
 
@@ -202,6 +204,35 @@ def test_a_correction_is_what_the_estimate_missed() -> None:
     assert len(set(calibrated(case, stage_of_case, [measured]))) == 1
 
 
+ONE = TrainCase(model=find_model("gpt2-1.5b"), compile=CompileScope.BLOCK)
+RANKS = dataclasses.replace(ONE, parallel=dataclasses.replace(ONE.parallel, dp_shard=2))
+EXPERTS = dataclasses.replace(RANKS, parallel=dataclasses.replace(RANKS.parallel, ep=2))
+
+
+@pytest.mark.parametrize(
+    ("case", "errors", "outside_gib"),
+    [
+        (ONE, (0.01, 0.09), 1),
+        (RANKS, (0.01, 0.09), 3),  # and NCCL's buffers
+        (dataclasses.replace(ONE, fp8=Fp8.ROWWISE), (0.05, 0.2), 1),  # not measured
+        (EXPERTS, (0.11, 0.55), 3),
+    ],
+)
+def test_verdicts_have_the_errors_and_what_torch_does_not_allocate(
+    case: TrainCase, errors: tuple[float, float], outside_gib: int
+) -> None:
+    """Both sides of either bound, by 1 MiB."""
+    mib, gib = 2**20, 2**30
+    allocated, reserved = 50 * gib, 60 * gib
+    fits = round(reserved * (1 + errors[1])) + outside_gib * gib
+    fails = round(allocated * (1 - errors[0])) + gib // 4
+    verdicts = [
+        verdict(case, allocated, reserved, num_bytes)
+        for num_bytes in (fits + mib, fits - mib, fails + mib, fails - mib)
+    ]
+    assert verdicts == ["fits", "uncertain", "uncertain", "runs out of memory"]
+
+
 def test_verdicts_are_uncertain_within_the_errors() -> None:
     case, gib = gpt(1, 64, CompileScope.BLOCK), 2**30
     assert verdict(case, 50 * gib, 60 * gib, 67 * gib) == "fits"
@@ -214,3 +245,41 @@ def test_verdicts_are_uncertain_within_the_errors() -> None:
         case, parallel=dataclasses.replace(case.parallel, dp_shard=2, ep=2)
     )
     assert verdict(experts, 50 * gib, 60 * gib, 90 * gib) == "uncertain"
+
+
+@pytest.fixture
+def allocations(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """Purposes and bytes of what is allocated, in order."""
+    sizes = []
+    allocate = Allocator.allocate
+
+    def noted(heap: Allocator, num_bytes: int, purpose: str, stream: int = 0) -> Block:
+        sizes.append((purpose, num_bytes))
+        return allocate(heap, num_bytes, purpose, stream)
+
+    monkeypatch.setattr(Allocator, "allocate", noted)
+    return sizes
+
+
+@pytest.mark.parametrize(("tokens", "are_many"), [(3072, False), (3073, True)])
+def test_lookups_of_many_tokens_are_added_by_segments_of_ten(
+    tokens: int, are_many: bool, allocations: list[tuple[str, int]]
+) -> None:
+    """torch: aten/src/ATen/native/cuda/Embedding.cu, EmbeddingBackwardKernel.cu."""
+    model = dataclasses.replace(
+        find_model("llama-3.1-8b"),
+        num_layers=1,
+        hidden_size=512,
+        num_heads=8,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_hidden_size=1024,
+        vocab_size=520,
+        seq_len=tokens,
+    )
+    case = TrainCase(model=model, precision=Precision.FP32)
+    StepMemory(case, 0, stage_of_case(case, 0)).steps(1)
+    sizes = {num_bytes for purpose, num_bytes in allocations if purpose == "working"}
+    # A segment has up to ten tokens of one row of the table, and a sum in fp32.
+    segments_bytes = (307 + 520) * 512 * 4
+    assert (segments_bytes in sizes) is are_many

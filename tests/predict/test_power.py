@@ -1,7 +1,7 @@
 """Power and clock: laws, and readings of an H200 at duties that the model was not fitted to."""
 
 from dataclasses import replace
-from math import exp
+from math import exp, log
 
 import pytest
 
@@ -16,6 +16,7 @@ from stepmark.predict.power import (
     for_products,
     mean_power_w,
     slowdown_of,
+    with_sensitivities,
 )
 from stepmark.predict.step import anchored_power, fitted_power, host_factor, predict_step
 
@@ -76,6 +77,64 @@ def test_products_between_copies_run_faster(
         slowdown = slowdown_of(limited, full_s, step_s, 0.0)
         step_s = full_s[Work.MATMUL] * exp(slowdown) + copy_ms * 1e-3
     assert 1.3845 * exp(slowdown) == pytest.approx(measured_ms, rel=0.032)
+
+
+def test_sustained_attention_takes_its_time_again() -> None:
+    slowdown = slowdown_of(H200, {Work.ATTENTION: 1.0}, 1.0, 0.0)
+    factor = clock_factors(H200, slowdown)[Work.ATTENTION]
+    assert factor == pytest.approx(1.0402 / 0.9153, rel=1e-6)
+
+
+def test_work_that_memory_bounds_draws_what_its_bandwidth_needs() -> None:
+    """A multi-tensor AdamW reaches 3.41 of the 4.26 TB/s of a copy."""
+    copy_w = 605.2 - 123.7
+    for work in (Work.ELEMENTWISE, Work.LOSS, Work.OPTIMIZER):
+        assert H200.dynamic_w[work] == pytest.approx(copy_w * 3.41 / 4.26, rel=0.01)
+
+
+def limited_by(sustained: float) -> PowerModel:
+    """A device on which sustained work takes so many times as long."""
+    reading = Reading(
+        full_clock_s=1.0,
+        full_clock_hz=1e9,
+        duty=0.5,
+        part_w=200.0,
+        sustained_s=sustained,
+        sustained_w=290.0,
+    )
+    return fit(reading, reading, copy_w=250.0, idle_w=100.0, product_flops=10**12)
+
+
+@pytest.mark.parametrize(("sustained", "is_limited"), [(1.009, False), (1.011, True)])
+def test_a_device_that_loses_a_percent_has_a_limit(sustained: float, is_limited: bool) -> None:
+    device = limited_by(sustained)
+    assert device.is_limited is is_limited
+    assert (slowdown_of(device, {Work.MATMUL: 1.0}, 1.0, 0.0) > 0) is is_limited
+
+
+def test_a_limit_far_below_what_a_step_draws_is_kept() -> None:
+    """At a third of the clock, as attention follows it."""
+    x = log(3)
+    own = {Work.ATTENTION: 1.0}
+    at_third = mean_power_w(H200, x, own, 3.0)
+    slowdown = slowdown_of(replace(H200, limit_w=at_third), own, 1.0, 0.0)
+    assert slowdown == pytest.approx(x, rel=1e-6)
+
+
+def test_sensitivities_are_those_that_were_measured() -> None:
+    """Exponents of the slowdown of attention, from no effect to a little more than its own."""
+    truth = {Work.ATTENTION: 1.0, Work.MATMUL: 0.7, Work.LOSS: 1.1, Work.OPTIMIZER: 0.0}
+    for slowdown, is_known in ((0.03, True), (0.021, True), (0.019, False)):
+        limited_s = {work: exp(slowdown * share) for work, share in truth.items()}
+        own = with_sensitivities(H200, dict.fromkeys(truth, 1.0), limited_s)
+        expected = truth if is_known else H200.sensitivity
+        for work in truth:
+            assert own.sensitivity[work] == pytest.approx(expected[work])
+        assert own.sensitivity[Work.ELEMENTWISE] == H200.sensitivity[Work.ELEMENTWISE]
+    odd = {Work.ATTENTION: exp(0.1), Work.MATMUL: exp(0.2), Work.LOSS: exp(-0.1)}
+    own = with_sensitivities(H200, dict.fromkeys(odd, 1.0), odd)
+    assert own.sensitivity[Work.MATMUL] == 1.2
+    assert own.sensitivity[Work.LOSS] == 0.0
 
 
 def test_no_slowdown_below_the_limit() -> None:

@@ -21,6 +21,7 @@ from stepmark.report.ledger import (
     absolute_ns,
     difference_lines,
     differences,
+    largest_difference,
     power_lines,
     power_rows,
     sentence,
@@ -83,6 +84,16 @@ def test_unexplained_time_is_not_idle() -> None:
     (idle,) = (line for line in lines if line[0] == "idle")
     (rest,) = (line for line in lines if line[0] == "unexplained")
     assert (idle[1:3], rest[1:3]) == (["8.000", "10.000"], ["0.000", "-20.000"])
+
+
+def test_work_that_communication_covers_more_of_is_no_difference() -> None:
+    """Of products 30 ms more are covered, since a rank came late; the gather is the finding."""
+    covered = ledger({PRODUCT: 270, UNDER: 80, GATHER: 25, SCATTER: 40, COPY: 1, HOST: 8})
+    largest = largest_difference(PREDICTED, covered)
+    assert (largest.line, largest.ns) == (GATHER, 5_000_000)
+    longer = ledger({PRODUCT: 270, UNDER: 90, GATHER: 25, SCATTER: 40, COPY: 1, HOST: 8})
+    largest = largest_difference(PREDICTED, longer)
+    assert (largest.line, largest.first_ns, largest.ns) == (PRODUCT, 350 * 10**6, 10**7)
 
 
 def test_a_part_that_one_ledger_lacks_is_no_zero() -> None:

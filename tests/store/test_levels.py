@@ -123,11 +123,35 @@ def test_a_busy_host_is_counted_and_a_cpu_has_no_verdict() -> None:
     assert compared("cuda", busy) == ("slower", True)
 
 
-def soaked(name: str, soak_s: float) -> Series:
-    record = launch(1, None)
-    samples = dataclasses.replace(record.samples, soak_s=soak_s)
-    ((series,), _) = series_of_records([dataclasses.replace(record, samples=samples)])
+@pytest.mark.parametrize("busy_launch", [1, 2])
+def test_a_process_is_busy_if_other_work_ran_in_any_of_its_launches(busy_launch: int) -> None:
+    quiet = HostLoad(num_cores=2, own_threads=2, runnable=2.0)
+    busy = dataclasses.replace(quiet, runnable=4.0)
+    records = [
+        dataclasses.replace(
+            record,
+            telemetry=(Telemetry(host=busy if record.launch == busy_launch else quiet),),
+        )
+        for record in communicators("a", "a", "b")
+    ]
+    ((series,), _) = series_of_records(records)
+    assert [name in series.busy for name in series.launches] == [True, False]
+
+
+def soaked(*soaks_s: float) -> Series:
+    """A series of launches of which each had soaked the device for so long."""
+    records = []
+    for number, soak_s in enumerate(soaks_s, 1):
+        record = launch(number, None)
+        samples = dataclasses.replace(record.samples, soak_s=soak_s)
+        records.append(dataclasses.replace(record, samples=samples))
+    ((series,), _) = series_of_records(records)
     return series
+
+
+@pytest.mark.parametrize("soaks_s", [(0.2, 4.0), (4.0, 0.2), (4.0, 0.2, 4.0)])
+def test_the_shortest_soak_of_a_series_counts(soaks_s: tuple[float, ...]) -> None:
+    assert soaked(*soaks_s).soak_s == 0.2
 
 
 @pytest.mark.parametrize(
@@ -135,7 +159,7 @@ def soaked(name: str, soak_s: float) -> Series:
 )
 def test_soaks_that_differ_are_noted(one_s: float, other_s: float, is_noted: bool) -> None:
     sides = [
-        Side(name=name, series=(soaked(name, soak_s),))
+        Side(name=name, series=(soaked(soak_s),))
         for name, soak_s in (("a", one_s), ("b", other_s))
     ]
     notes = " ".join(compare(sides, Options()).notes)
