@@ -91,8 +91,10 @@ def alternating(num_launches: int, variance: float) -> list[float]:
 def test_rows_of_equal_variance_share_it_whatever_one_shows() -> None:
     pool = pool_of([[alternating(3, 0.01**2)] for _ in range(20)])
     assert pool is not None
-    assert pool.moderated(0.0, 2).value == pytest.approx(0.01**2, rel=0.01)
-    assert pool.moderated(2 * 0.03**2, 2).value == pytest.approx(0.01**2, rel=0.06)
+    # The floor of small variances leaves the estimate a little above the rows' own.
+    assert pool.variance == pytest.approx(0.01**2, rel=0.01)
+    for shown in (0.0, 0.03):
+        assert pool.moderated(2 * shown**2, 2).value == pool.variance
 
 
 def test_a_prior_of_many_degrees_of_freedom_is_not_cut_off() -> None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from stepmark.app.train_plan import estimated_memory as estimate
 from stepmark.app.train_plan import largest_mbs
+from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.ops import Attention, Phase
@@ -22,7 +23,8 @@ from stepmark.core.training import (
     Precision,
     Recompute,
 )
-from stepmark.core.workload import ComputeOp
+from stepmark.core.workload import CommOp, ComputeOp
+from stepmark.predict.allocator import Allocator, Block
 from stepmark.predict.memory import verdict
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -217,6 +219,38 @@ def test_ddp_has_a_whole_copy_and_holds_gradients() -> None:
     for held in (ddp, estimate(case(grad_accum=8))):
         more = held.allocated_bytes - one.allocated_bytes
         assert more == pytest.approx(one.weights_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize("bucket_mb", [1, 25, 100])
+def test_ddp_buckets_are_as_large_as_their_messages(
+    bucket_mb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule of the workload, which was held against real ranks, says where a bucket ends."""
+    ddp = case(
+        data_parallel=DataParallel.DDP,
+        parallel=ParallelConfig(dp_replicate=2),
+        precision=Precision.FP32,
+        bucket_mb=bucket_mb,
+    )
+    buckets: list[int] = []
+    allocate = Allocator.allocate
+
+    def noted(heap: Allocator, num_bytes: int, purpose: str) -> Block:
+        if purpose == "gradients":
+            buckets.append(num_bytes)
+        return allocate(heap, num_bytes, purpose)
+
+    monkeypatch.setattr(Allocator, "allocate", noted)
+    estimate(ddp)
+    workload = of_case(ddp)
+    messages = [
+        op.message_bytes(workload.groups[op.group])
+        for op in workload.expand()
+        if isinstance(op, CommOp) and op.collective == Collective.ALL_REDUCE
+    ]
+    messages = [size for size in messages if size > 2**18]  # not the gradient's norm, the loss
+    assert len(messages) >= 4
+    assert buckets[: len(messages)] == messages
 
 
 # Allocated at most on H200s: results/h200-train-gpt2-1.5b-master and -x4-...-ddp-master.

@@ -14,7 +14,6 @@ variance of a pool has the degrees of freedom that Satterthwaite's rule (Biometr
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from statistics import fmean
 
 from stepmark.core.ratio import t_quantile
@@ -119,7 +118,10 @@ def pool_of(groups: Sequence[Sequence[Residuals]]) -> Pool | None:
 
 def _likeliest(variances: Sequence[tuple[float, int]], start: float) -> tuple[float, float]:
     """Return s0^2 and d0 of highest likelihood, by a golden section over log d0."""
-    score = partial(_scored, variances, start)
+
+    def score(log_df: float) -> tuple[float, float, float]:
+        return _scored(variances, start, math.exp(log_df))
+
     low, high = 0.0, math.log(_MAX_DF)
     left, right = (score(high - _GOLDEN * (high - low)), score(low + _GOLDEN * (high - low)))
     for _ in range(10):
@@ -129,15 +131,15 @@ def _likeliest(variances: Sequence[tuple[float, int]], start: float) -> tuple[fl
         else:
             high, right = low + _GOLDEN * (high - low), left
             left = score(high - _GOLDEN * (high - low))
-    best = max(left, right, score(math.log(_MAX_DF)))
+    best = max(left, right, _scored(variances, start, _MAX_DF))
     return best[1], best[2]
 
 
 def _scored(
-    variances: Sequence[tuple[float, int]], start: float, log_df: float
+    variances: Sequence[tuple[float, int]], start: float, prior_df: float
 ) -> tuple[float, float, float]:
     """Return the logarithm of the likelihood at d0, up to a constant, with s0^2 and d0."""
-    prior_df, scale = math.exp(log_df), start
+    scale = start
     num_df = sum(df for _, df in variances)
     for _ in range(50):  # expectation-maximization; each step raises the likelihood
         shares = ((df + prior_df) * df * v / (prior_df * scale + df * v) for v, df in variances)

@@ -15,7 +15,6 @@ from stepmark.predict.step_tensors import FP32, Formats, Unit, UnitBuilder, Weig
 _WORKSPACES = (32 * MIB, 32 * MIB)
 # torch's gradient of a lookup adds sorted segments of tokens where there are more than a few.
 _FEW_LOOKUPS, _LOOKUPS_PER_SEGMENT = 3072, 10
-_FIRST_BUCKET = MIB
 
 _Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
 
@@ -110,13 +109,17 @@ class StepMemory:
                 self.heap.free(whole)
 
     def _allocate_buckets(self) -> None:
-        """Allocate DDP's buckets: they are the gradients, the last parameter's first."""
-        limit, filled = _FIRST_BUCKET, 0
+        """Allocate DDP's buckets: they are the gradients, the last parameter's first.
+
+        torch limits the first one to 1 MiB only where no size is given, and ours is.
+        """
+        limit = self._case.bucket_mb * MIB
+        filled = 0
         for weight in reversed(self._weights):
             filled += weight.numel * self._formats.stored_itemsize
             if filled >= limit:
                 self.heap.allocate(filled, "gradients")
-                limit, filled = self._case.bucket_mb * MIB, 0
+                filled = 0
         if filled:
             self.heap.allocate(filled, "gradients")
 
