@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from tests import fork_server
 
 from stepmark.launch import processes
 
@@ -32,25 +33,34 @@ class Running:
     ):
         """torchrun: so many ranks under a launcher of its own, as a user starts one.
 
-        hook: a module that ranks import before they begin; is_forking: for commands that start
-        many, which cannot be found by rank then.
+        hook: a module that ranks import before they begin; is_forking: the command and its
+        ranks are forked from a process that has imported torch.
         """
         self.folder = cwd
+        self._mark = ("STEPMARK_TEST", str(cwd))
+        self._out, self._err = (cwd / "stdout").open("w"), (cwd / "stderr").open("w")
+        own = {"STEPMARK_TEST": str(cwd), "PYTHONPATH": _paths(), "STEPMARK_TEST_HOOK": hook}
+        if is_forking:
+            server = fork_server.server()
+            self._others: set[psutil.Process] | None = _children()
+            self.process: subprocess.Popen[bytes] = server.fork_command(
+                ["tests.cli.forking", *arguments],
+                environment() | own,
+                str(cwd),
+                (self._out.fileno(), self._err.fileno()),
+            )
+            return
+        self._others = None
         launcher = [
             "torch.distributed.run",
             "--standalone",
             f"--nproc-per-node={torchrun}",
             "-m",
         ]
-        program = "tests.cli.forking" if is_forking else "stepmark"
-        words = [*(launcher if torchrun else []), program, *arguments]
-        self._mark = ("STEPMARK_TEST", str(cwd))
-        self._out, self._err = (cwd / "stdout").open("w"), (cwd / "stderr").open("w")
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *(launcher if torchrun else []), "stepmark", *arguments],
             cwd=cwd,
-            env=environment()
-            | {"STEPMARK_TEST": str(cwd), "PYTHONPATH": _paths(), "STEPMARK_TEST_HOOK": hook},
+            env=environment() | own,
             stdout=self._out,
             stderr=self._err,
             process_group=0,  # as a shell starts it
@@ -59,9 +69,13 @@ class Running:
     def pids(self) -> dict[int, int]:
         """Living ranks."""
         found = {}
-        for process in processes.marked(*self._mark):
+        for process in self._processes():
             with contextlib.suppress(psutil.Error):
-                if rank := process.environ().get("RANK"):
+                if self._others is not None:
+                    _, _, rank = process.name().partition(fork_server.RANK_NAME)
+                else:
+                    rank = process.environ().get("RANK", "")
+                if rank:
                     found[int(rank)] = process.pid
         return found
 
@@ -72,7 +86,16 @@ class Running:
 
     def left(self) -> list[int]:
         """What still lives of it, the launcher too."""
-        return [process.pid for process in processes.marked(*self._mark)]
+        return [process.pid for process in self._processes()]
+
+    def _processes(self) -> list[psutil.Process]:
+        """Return its processes by their mark; forked ones, whose is the server's, as children.
+
+        Whose parent ends becomes our child, as a fork server asks the kernel.
+        """
+        if self._others is None:
+            return processes.marked(*self._mark)
+        return [one for one in _children() - self._others if processes.is_alive(one)]
 
     def hurt(self, rank: int, number: signal.Signals, *, after: int) -> float:
         """Send a signal to a rank in the middle of the case after so many records; when."""
@@ -116,6 +139,10 @@ class Running:
     def run(self) -> Path:
         run: Path = only_run(self.folder / "runs")
         return run
+
+
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def outcomes(records: list[dict[str, Any]]) -> list[str]:

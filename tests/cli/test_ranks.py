@@ -14,12 +14,12 @@ pytestmark = pytest.mark.ranks
 
 # Cases that take a second or more each; --nproc and the rank that is hurt.
 KINDS: dict[str, tuple[list[str], int]] = {
-    "op": (["op", "gemm", "--m", "16,32,48", "--n", "32", "--k", "32", "--budget", "10s"], 0),
+    "op": (["op", "gemm", "--m", "16,32,48", "--n", "32", "--k", "32", "--budget", "6s"], 0),
     "comm": (["comm", "all_reduce", "-b", "1K", "-e", "4K", "-f", "2", "--nproc", "2"], 1),
     "train": (
         [
             *("train", "gpt2-125m", "--strategy", "ddp", "--scale", "tiny", "--mbs", "1,2,4"),
-            *("--steps", "1000000", "--budget", "10s"),
+            *("--steps", "1000000", "--budget", "6s"),
         ],
         1,
     ),
@@ -29,7 +29,7 @@ KINDS: dict[str, tuple[list[str], int]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_rank_costs_one_case(kind: str, tmp_path: Path) -> None:
     words, rank = KINDS[kind]
-    running = Running(*words, "--device", "cpu", cwd=tmp_path)
+    running = Running(*words, "--device", "cpu", cwd=tmp_path, is_forking=True)
     running.hurt(rank, signal.SIGKILL, after=1)
     assert running.end() == 3, running.err()
     records = running.records()
@@ -46,7 +46,7 @@ def test_an_interrupt_keeps_what_is_measured_and_resume_finishes(
     kind: str, tmp_path: Path
 ) -> None:
     words, _ = KINDS[kind]
-    running = Running(*words, "--device", "cpu", cwd=tmp_path)
+    running = Running(*words, "--device", "cpu", cwd=tmp_path, is_forking=True)
     running.wait_for(1)
     time.sleep(0.7)
     os.killpg(running.process.pid, signal.SIGINT)

@@ -1,5 +1,6 @@
 """A race drops what is certainly not the fastest, with its errors spent over all looks."""
 
+import math
 from collections.abc import Mapping
 from random import Random
 
@@ -112,12 +113,15 @@ def test_many_looks_rarely_drop_what_is_the_fastest() -> None:
     """At one size a setting is faster by just the gain that counts, and looked at 29 times.
 
     Noise of 10 % leaves rare states out of account. A constant level of 1 % drops 7 %.
+    recipes/verdicts.py counts with more races.
     """
-    wrong, count = 0, 300
+    wrong, count = 0, 100
     for seed in range(count):
         logs = logs_of(Random(seed), {"a": [0.01]}, 30, sd=0.1)
         wrong += any(after(logs, rounds).dropped for rounds in range(FIRST_LOOK, 31))
-    assert wrong / count <= 0.02
+    # Three standard errors of a share in so few races (binomial).
+    error = math.sqrt(WRONGLY_DROPPED * (1 - WRONGLY_DROPPED) / count)
+    assert wrong / count <= WRONGLY_DROPPED + 3 * error
 
 
 def test_the_drop_of_one_of_many_counts_all_that_may_be_the_fastest() -> None:

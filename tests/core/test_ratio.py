@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from stepmark.core.launches import Row, Sample
 from stepmark.core.ratio import Ratio, Verdict, holm, t_cdf, t_quantile
-from stepmark.core.verdicts import judge
+from stepmark.core.verdicts import FALSE_SHARE, judge
 
 # Table of t for 99.5 %, as printed in textbooks (e.g. NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 PRINTED = {1: 63.657, 2: 9.925, 3: 5.841, 5: 4.032, 8: 3.355, 14: 2.977, 30: 2.75, 100: 2.626}
@@ -143,8 +143,11 @@ def test_holm_lies_between_bonferroni_and_none(ps: list[float]) -> None:
         assert one <= (p <= 0.05)
 
 
+PAIRS = 500
+
+
 def _share(launches: int, sd: float, samples: int, speed: float, seed: int) -> float:
-    """Of 5,000 pairs, how many are called faster or slower. cv of samples is 2 %."""
+    """Return the share of pairs called faster or slower. cv of samples is 2 %."""
     draw = random.Random(seed)
 
     def centre(factor: float) -> float:
@@ -152,11 +155,16 @@ def _share(launches: int, sd: float, samples: int, speed: float, seed: int) -> f
         return own * median(math.exp(draw.gauss(0, 0.02)) for _ in range(samples))
 
     called = 0
-    for _ in range(5000):
+    for _ in range(PAIRS):
         a = [centre(1.0) for _ in range(launches)]
         b = [centre(1 / speed) for _ in range(launches)]
         called += ratio(a, b).verdict in (Verdict.FASTER, Verdict.SLOWER)
-    return called / 5000
+    return called / PAIRS
+
+
+def _three_errors(share: float) -> float:
+    """Return three standard errors of a share that is observed in PAIRS draws (binomial)."""
+    return 3 * math.sqrt(share * (1 - share) / PAIRS)
 
 
 @pytest.mark.parametrize(
@@ -165,5 +173,7 @@ def _share(launches: int, sd: float, samples: int, speed: float, seed: int) -> f
 def test_same_is_almost_never_called_different_and_3_percent_is(
     launches: int, sd: float, samples: int
 ) -> None:
-    assert _share(launches, sd, samples, 1.0, seed=1) <= 0.01
-    assert _share(launches, sd, samples, 1.03, seed=2) >= 0.95
+    """recipes/verdicts.py counts with thousands of tables."""
+    single = FALSE_SHARE / 2  # what a row by itself may err
+    assert _share(launches, sd, samples, 1.0, seed=1) <= single + _three_errors(single)
+    assert _share(launches, sd, samples, 1.03, seed=2) >= 0.95 - _three_errors(0.95)

@@ -69,6 +69,7 @@ class Reference:
         self.place = [dict.fromkeys(streams, 0) for streams in self.streams]
         self.running: dict[int, list[Any]] = {}  # computation: node, phase, seconds left
         self.moving: dict[int, list[Any]] = {}  # transfers: sides, seconds left
+        self.calls: list[list[Node]] = [[] for _ in self.nodes]  # started, not all done
         self._run(num_steps)
 
     def _build(self, stage: int, num_steps: int) -> list[Node]:
@@ -225,6 +226,7 @@ class Reference:
     def _start(self, node: Node) -> None:
         for one in node.call or [node]:
             one.start = self.now
+        self.calls[node.stage] += node.call
         if not node.call:
             seconds = node.phases[0][1] if node.phases else 0.0
             self.running[id(node)] = [node, 0, seconds]
@@ -294,11 +296,8 @@ class Reference:
         is_moving = any(
             side.stage == stage for sides, _ in self.moving.values() for side in sides
         )
-        comms = sorted(
-            (node.start, node.call[0].op.collective)
-            for node in self.nodes[stage]
-            if node.call and node.start is not None and not node.done
-        )
+        self.calls[stage] = [node for node in self.calls[stage] if not node.done]
+        comms = sorted((node.start, node.call[0].op.collective) for node in self.calls[stage])
         if works:
             line = (Group.OVERLAPPED if comms else Group.COMPUTE, str(works[0][0]))
         elif comms:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from tests.ranks_pool import ROOT
+from tests.fork_server import ROOT
 
 from stepmark.bench.capture.run import capture_file
 from stepmark.core.ops import Optimizer

@@ -1,0 +1,274 @@
+"""The process of a test session that has imported torch, and from which ranks are forked.
+
+Importing torch costs seconds of CPU time, a fork milliseconds. Two kinds of ranks come from it:
+those of a pool (tests/ranks_pool.py), which the server collects, and those of a command that
+runs in this process (tests/forked_ranks.py), which become our children.
+"""
+
+import atexit
+import ctypes
+import functools
+import importlib
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from pathlib import Path
+from typing import Any
+
+from stepmark.launch.processes import tie_to_parent
+
+ROOT = Path(__file__).parents[1]
+PR_SET_NAME = 15  # prctl(2)
+PR_SET_CHILD_SUBREAPER = 36
+RANK_NAME = "rank "  # with the number: the environment that others see is the server's
+FORKED = "STEPMARK_TEST_FORKED"  # pid of a command that was forked from a server
+# FSDP, pipelines and some operators import torch._dynamo when they are used, for half as long
+# as torch takes.
+PRELOADED = (
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "stepmark.bench.ranks",
+    "stepmark.bench.collectives.bench",
+    "stepmark.bench.operators.bench",
+    "stepmark.bench.training.bench",
+)
+
+
+class ForkedProcess(subprocess.Popen[bytes]):
+    """A child that we did not start ourselves."""
+
+    def __init__(self, pid: int, command: Sequence[str]) -> None:
+        self.pid, self.returncode, self.args = pid, None, command
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+
+
+class ForkServer:
+    """The process that ranks are forked from. It never starts a thread or a device context."""
+
+    def __init__(self) -> None:
+        # A rank whose parent ends at once is handed to us.
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        here, there = socket.socketpair()
+        with there:
+            self._process = _forked(here, there) if _is_forked() else _started(there)
+        self._pipe = Connection(here.detach())
+
+    def load(self, modules: Sequence[str]) -> None:
+        """Import modules that all later ranks will have."""
+        self._ask("load", list(modules))
+
+    def fork_rank(
+        self,
+        environment: Mapping[str, str],
+        device_type: str,
+        module: str,
+        pipe: int,
+        stderr: int,
+    ) -> int:
+        """Start a rank that calls a module's `serve(pipe, device_type)`; return its pid."""
+        pid: int = self._ask(
+            "rank", dict(environment), device_type, module, handles=(pipe, stderr)
+        )
+        return pid
+
+    def fork_command(
+        self,
+        words: Sequence[str],
+        environment: Mapping[str, str],
+        folder: str,
+        streams: tuple[int, int],
+    ) -> ForkedProcess:
+        """Start `python -m WORDS` in a folder, as our child; streams: stdout and stderr."""
+        values = os.getpid(), list(words), dict(environment), folder
+        return ForkedProcess(self._ask("command", *values, handles=streams), words)
+
+    def end(self, pids: Sequence[int], grace_s: float) -> None:
+        """Wait for ranks to end; kill those that do not."""
+        self._ask("end", list(pids), grace_s)
+
+    def close(self) -> None:
+        self._pipe.close()
+        self._process.wait()
+
+    def _ask(self, request: str, *values: Any, handles: Sequence[int] = ()) -> Any:
+        self._pipe.send((request, *values))
+        for handle in handles:
+            send_handle(self._pipe, handle, None)  # type: ignore[arg-type]
+        return self._pipe.recv()
+
+
+@functools.cache
+def server() -> ForkServer:
+    """Return the fork server of this test session."""
+    new = ForkServer()
+    atexit.register(new.close)
+    return new
+
+
+def _started(pipe: socket.socket) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.fork_server", str(pipe.fileno())],
+        cwd=ROOT,
+        env=os.environ
+        | {
+            "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+            "OMP_NUM_THREADS": "1",  # two cores, four ranks
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that import torch again
+        },
+        pass_fds=[pipe.fileno()],
+    )
+
+
+def _forked(ours: socket.socket, pipe: socket.socket) -> "subprocess.Popen[bytes]":
+    """Fork the server of a command that was forked itself and has no thread yet."""
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        os.setpgid(0, 0)  # a terminal's Ctrl-C is the command's
+        _serve(Connection(pipe.detach()))
+    return ForkedProcess(pid, ())
+
+
+def _is_forked() -> bool:
+    return os.environ.get(FORKED) == str(os.getpid())
+
+
+# In the server
+
+
+def _serve(requests: Connection) -> None:
+    """Fork ranks and collect those of pools, until the test session ends."""
+    for module in PRELOADED:
+        importlib.import_module(module)
+    of_pools: set[int] = set()
+    while True:
+        try:
+            request, *values = requests.recv()
+        except (EOFError, ConnectionResetError):
+            for pid in of_pools:
+                os.kill(pid, signal.SIGKILL)
+            os._exit(0)
+        if request == "rank":
+            pid = _fork_rank(requests, *values)
+            of_pools.add(pid)
+            requests.send(pid)
+        elif request == "command":
+            requests.send(_fork_command(requests, *values))
+        elif request == "load":
+            for module in values[0]:
+                importlib.import_module(module)
+            requests.send(None)
+        else:
+            pids, grace_s = values
+            for pid in pids:
+                _reap(pid, time.monotonic() + grace_s)
+                of_pools.discard(pid)
+            requests.send(None)
+
+
+def _fork_rank(
+    requests: Connection, environment: dict[str, str], device_type: str, module: str
+) -> int:
+    pipe, stderr = recv_handle(requests), recv_handle(requests)
+    pid = os.fork()
+    if pid == 0:
+        requests.close()
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.environ.update(environment)
+        importlib.import_module(module).serve(Connection(pipe), device_type)
+    os.close(pipe)
+    os.close(stderr)
+    return pid
+
+
+def _reap(pid: int, end: float) -> None:
+    while not os.waitpid(pid, os.WNOHANG)[0]:
+        if time.monotonic() > end:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return
+        time.sleep(2e-3)
+
+
+def _fork_command(
+    requests: Connection,
+    parent: int,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+) -> int:
+    """Fork twice: a rank whose parent has ended becomes the child of the process that asks."""
+    streams = [recv_handle(requests) for _ in range(2)]
+    told, tell = os.pipe()
+    between = os.fork()
+    if between == 0:
+        pid = os.fork()
+        if pid == 0:
+            requests.close()
+            _be_command(parent, words, environment, folder, streams)
+        os.write(tell, str(pid).encode())
+        os._exit(0)
+    os.waitpid(between, 0)
+    pid = int(os.read(told, 20))
+    for handle in (told, tell, *streams):
+        os.close(handle)
+    return pid
+
+
+def _be_command(
+    parent: int,
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str,
+    streams: Sequence[int],
+) -> None:
+    """Run the module as `python -m` does. Never returns."""
+    code = 1
+    try:
+        while os.getppid() != parent:
+            time.sleep(1e-3)
+        tie_to_parent(signal.SIGKILL)()
+        os.setsid()
+        os.chdir(folder)
+        os.environ.clear()
+        os.environ.update(environment)
+        os.environ[FORKED] = str(os.getpid())
+        if rank := environment.get("RANK"):
+            name = f"{RANK_NAME}{rank}".encode()
+            ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
+        added = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
+        sys.path[:0] = [path for path in added if path not in sys.path]
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for number, stream in enumerate((nothing, *streams)):
+            os.dup2(stream, number)
+            os.close(stream)
+        sys.argv = list(words)
+        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if isinstance(ended.code, str):
+            sys.stderr.write(f"{ended.code}\n")
+    except BaseException:  # noqa: BLE001  as the interpreter ends a program
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve(Connection(int(sys.argv[1])))
