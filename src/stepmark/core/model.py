@@ -23,6 +23,8 @@ MODELS_DIR = Path(__file__).parents[1] / "data" / "models"
 # Widths stay multiples of this when a model is scaled: FP8 matrix units need 16.
 _GRAIN = 16
 _TOO_LARGE = 2**31
+# Fields that say where a model is from, not what it computes.
+NO_IDENTITY = ("source", "aliases", "published_params", "published_active_params")
 
 
 def _check_int(field: str, value: object, low: int = 1, high: int = _TOO_LARGE - 1) -> None:
