@@ -93,6 +93,7 @@ class Linear:
     has_bias: bool = False
     copies: int = 1  # routed experts
     active: int = 1
+    is_routed: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -235,7 +236,9 @@ class ModelConfig:
         experts = self.moe
         yield Linear("ffn.router", experts.num_experts, self.hidden_size)
         for linear in self._mlp("ffn.held.", experts.ffn_hidden_size):
-            yield replace(linear, copies=experts.num_experts, active=experts.top_k)
+            yield replace(
+                linear, copies=experts.num_experts, active=experts.top_k, is_routed=True
+            )
         if experts.num_shared_experts:
             yield from self._mlp("ffn.shared.", experts.shared_ffn_hidden_size)
 
