@@ -34,7 +34,7 @@ def test_a_product_leaves_no_memory() -> None:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     device = torch.device("cuda", 0)
-    # What other tests hold is theirs; their garbage and workspaces must not be freed in between.
+    # Other tests may hold memory, and have left garbage and workspaces that go now.
     gc.collect()
     context.release(make_context(device))
     before = torch.cuda.memory_allocated(device)

@@ -165,6 +165,8 @@ def test_messages_of_a_pipeline_are_in_the_group_of_its_stages() -> None:
     groups, used = exchanged(chain, 8)
     assert groups == {"4 ranks, stride 2": Group(digits=((4, 2),))}
     assert used == set(groups)
+    to_the_last, _ = exchanged([(0, 6), (2, 6), (4, 6), (1, 7), (3, 7), (5, 7)], 8)
+    assert to_the_last == groups
     two, used = exchanged([(0, 1), (2, 3)], 4)
     assert two == {"2 ranks, stride 1": Group(digits=((2, 1),))}
 

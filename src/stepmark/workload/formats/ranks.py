@@ -53,6 +53,8 @@ class Instances:
 
     def of_pair(self, source: int, target: int) -> int:
         """Return the number of the communicator of two ranks, one of which sends."""
+        if source == target:
+            raise ConfigError("peer", f"rank {source} of itself", "another rank")
         return self._pairs[min(source, target), max(source, target)]
 
     def number(self, group: str, rank: int) -> int:
