@@ -1,6 +1,7 @@
 """Contention from traces of ranks, and in the prediction."""
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from tests.trace.comm_traces import MAIN, TraceWriter
 
 from stepmark.app import parts as calibrated_parts
 from stepmark.app.comm_contention import comm_slowdown
-from stepmark.app.parts import Parts
+from stepmark.app.parts import Parts, _unscaled
 from stepmark.app.predict import Target, predict
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import load_devices
@@ -150,3 +151,19 @@ def test_waiting_in_a_pipeline_is_no_time_between_operations(pp: int, gap_s: flo
     record: Any = SimpleNamespace(training=facts, train=train)
     _, found_s = calibrated_parts._unprofiled(table, record)
     assert found_s == pytest.approx(gap_s)
+
+
+def test_the_host_step_is_of_the_model_whose_widths_were_scaled() -> None:
+    """A file of another model of that name has other modules, which the host launches."""
+    model = find_model("mixtral-8x7b")
+    assert _unscaled(model.scaled(Fraction(1, 16))) == _unscaled(model)
+    assert model.moe
+    others = [
+        replace(model, norm="layernorm"),
+        replace(model, activation="gelu"),
+        replace(model, qk_norm=True),
+        replace(model, num_layers=16),
+        replace(model, moe=replace(model.moe, top_k=1)),
+        find_model("mixtral-8x22b"),
+    ]
+    assert all(_unscaled(other) != _unscaled(model) for other in others)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import shlex
 import subprocess
@@ -790,6 +791,26 @@ REFUSED = [
     (LLAMA, "--find-batch --strategy ddp,fsdp", "find-batch 'llama-3.1-8b ddp step, llama-3"),
     (LLAMA, "--find-batch --schedule step,micro", "find-batch 'llama-3.1-8b single micro, ll"),
 ]
+
+
+def test_find_batch_tells_models_by_more_than_their_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {
+        **{"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 4},
+        **{"intermediate_size": 256, "vocab_size": 512, "rms_norm_eps": 1e-5},
+        **{"hidden_act": "silu", "max_position_embeddings": 128},
+    }
+    files = []
+    for width in (64, 128):
+        file = tmp_path / str(width) / "m" / "config.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({**config, "hidden_size": width}))
+        files.append(str(file))
+    flags = ["--device", "cpu", "--nproc", "1", "--seq-len", "32", "--find-batch", "--dry-run"]
+    assert status(["train", *files, *flags]) == 2
+    told = capsys.readouterr().err
+    assert "find-batch 'm (hidden 128) single step, m (hidden 64) single step'" in told
 
 
 @pytest.mark.parametrize(("model", "flags", "said"), REFUSED)

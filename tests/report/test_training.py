@@ -123,6 +123,21 @@ def test_the_best_batch_is_named() -> None:
     assert best_batches(table[:1]) == []
 
 
+def test_models_of_one_name_are_told_apart_in_a_table() -> None:
+    """Their micro-batches are no choice of one model."""
+    narrow = model("llama-3.1-8b")
+    wide = replace(narrow, hidden_size=2 * narrow.hidden_size)
+    records = [
+        flat(TrainCase(model=narrow, mbs=1), 1.0),
+        flat(TrainCase(model=wide, mbs=2), 1.0),
+    ]
+    table = rows(records, train_run())
+    names = ["llama-3.1-8b (hidden 4096)", "llama-3.1-8b (hidden 8192)"]
+    assert [row["model"] for row in table] == names
+    assert [row["model"] for row in per_rank_rows(records, train_run())] == names
+    assert best_batches(table) == []
+
+
 def test_a_calibration_is_no_candidate_and_says_what_it_is() -> None:
     step = TrainCase(model=model("llama-3.1-8b"), mbs=2)
     part = replace(step, mbs=1, labels=(Label(role="kernels"), Label(role="host")))

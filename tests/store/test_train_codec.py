@@ -22,6 +22,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.message import MessageKind, Tally
 from stepmark.core.model import ModelConfig, find_model
 from stepmark.core.parallel import ParallelConfig
+from stepmark.core.ratio import Ratio
 from stepmark.core.record import (
     SCHEMA,
     Check,
@@ -46,9 +47,9 @@ from stepmark.core.training import (
 from stepmark.report import train_columns
 from stepmark.report.comparison import headline, split_fields
 from stepmark.store import codec
-from stepmark.store.compare import Options, compare
+from stepmark.store.compare import Options, compare, rows_by_line
 from stepmark.store.export import _scalars
-from stepmark.store.series import mean_of_cycles, series_of_records
+from stepmark.store.series import STRICT, mean_of_cycles, series_of_records
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema3.jsonl"
 
@@ -400,6 +401,51 @@ def test_times_of_other_numbers_of_tokens_are_refused(
     with pytest.raises(ConfigError, match=name):
         against(PLAIN, other)
     assert len(against(PLAIN, other, name).lines) == 1
+
+
+WIDE = dataclasses.replace(PLAIN_MODEL, hidden_size=128, num_heads=8, num_kv_heads=8)
+
+
+def test_a_model_is_told_by_what_it_computes_not_by_its_name() -> None:
+    wide = dataclasses.replace(PLAIN, model=WIDE)
+    reason = r"\(model differs: plain \(hidden 64\) and plain \(hidden 128\)\)"
+    with pytest.raises(ConfigError, match=reason):
+        against(PLAIN, wide, *STRICT)
+    elsewhere = dataclasses.replace(PLAIN_MODEL, source="elsewhere", published_params=None)
+    (line,) = against(PLAIN, dataclasses.replace(PLAIN, model=elsewhere)).lines
+    assert line.fields["model"] == "plain"
+
+
+def test_two_models_of_one_name_are_two_lines_each_with_its_partner() -> None:
+    wide = dataclasses.replace(PLAIN, model=WIDE)
+    base = side("a", measured_of(PLAIN, 1.0), measured_of(wide, 10.0))
+    other = side("b", measured_of(wide, 5.0), measured_of(PLAIN, 1.0))
+    found = compare([base, other], Options())
+    speeds = {
+        line.fields["model"]: ratio.speed
+        for line in found.lines
+        if (ratio := line.cells["b"].ratio)
+    }
+    assert speeds == pytest.approx({"plain (hidden 64)": 1.0, "plain (hidden 128)": 2.0})
+    places = {place: row.base.logs for place, row in rows_by_line(base, other).items()}
+    assert len(places) == 2
+
+
+def test_a_run_of_another_model_of_that_name_is_no_history() -> None:
+    """Launches of one process show nothing of how others vary; runs of the past do."""
+    wide = dataclasses.replace(PLAIN, model=WIDE)
+    sides = [side("a", measured_of(PLAIN, 1.0)), side("b", measured_of(PLAIN, 0.8))]
+
+    def interval(case: TrainCase) -> Ratio:
+        past = tuple(side(f"p{i}", measured_of(case, 1 + 0.001 * i)) for i in range(8))
+        options = Options(history={"a": past, "b": past})
+        (line,) = compare(sides, options).lines
+        ratio = line.cells["b"].ratio
+        assert ratio
+        return ratio
+
+    assert interval(PLAIN).low is not None
+    assert interval(wide).low is None
 
 
 def test_another_strategy_is_one_difference_and_replicas_another() -> None:

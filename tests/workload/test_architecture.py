@@ -3,10 +3,14 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Attention, CrossEntropy, Gemm, Phase
@@ -37,7 +41,6 @@ def test_published_models_have_as_many_parameters_as_transformers_counts(
 
 
 def test_parameters_are_those_of_transformers_in_its_order() -> None:
-    import torch
     import transformers
 
     batch = Batch(mbs=1, seq_len=128)
@@ -299,6 +302,56 @@ def test_recomputation_stops_before_the_last_product() -> None:
         "mlp.fc_in",
         "mlp.gelu",
     ]
+
+
+def post_norm(batch: Batch) -> Architecture:
+    """A block whose norm follows its products, as in BERT."""
+    block = unit(
+        "layers",
+        batch.linear("up", 64, 16),
+        batch.activation("gelu", 64),
+        batch.linear("down", 16, 64),
+        batch.add("residual", 16),
+        batch.norm("norm", 16),
+        times=2,
+    )
+    table = unit("embed", batch.embedding("table", 32, 16))
+    head = unit("head", batch.linear("head", 32, 16), batch.loss("loss", 32))
+    return Architecture(name="post-norm", units=(table, block, head))
+
+
+def test_a_norm_after_the_last_product_needs_its_result_again() -> None:
+    """As torch does it: the norm's input is saved, so all up to the norm runs again."""
+    block = torch.nn.ModuleDict(
+        {"up": torch.nn.Linear(16, 64), "down": torch.nn.Linear(64, 16)}
+    )
+    norm = torch.nn.LayerNorm(16)
+
+    def before_norm(x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.nn.functional.gelu(block["up"](x))
+        return x + block["down"](hidden)
+
+    def post(x: torch.Tensor) -> torch.Tensor:
+        return norm(before_norm(x))
+
+    x = torch.randn(8, 16, requires_grad=True)
+    num_again = {}
+    for name, body in (("plain", before_norm), ("post", post)):
+        counts = []
+        for run in (body, partial(checkpoint, body, use_reentrant=False)):
+            with FlopCounterMode(display=False) as counter:
+                run(x).sum().backward()
+            counts.append(counter.get_total_flops())
+        num_again[name] = (counts[1] - counts[0]) // (2 * 8 * 16 * 64)
+    assert num_again == {"plain": 1, "post": 2}
+    found = fsdp.workload(job(post_norm(BATCH), 4), fsdp.Fsdp(recompute=Recompute.FULL))
+    again = [op.module for op in found.expand() if isinstance(op, ComputeOp) and op.recompute]
+    assert again == 2 * ["up", "gelu", "down", "residual", "norm"]
+    selective = fsdp.workload(job(post_norm(BATCH), 4), fsdp.Fsdp(recompute=Recompute.OPS))
+    again = [
+        op.module for op in selective.expand() if isinstance(op, ComputeOp) and op.recompute
+    ]
+    assert again == 2 * ["gelu", "down", "residual", "norm"]
 
 
 def test_an_encoder_and_a_decoder_are_layers_one_after_the_other() -> None:

@@ -17,6 +17,7 @@ from stepmark.core.comm_curve import Curve
 from stepmark.core.device import DeviceSpec, find_device
 from stepmark.core.errors import ConfigError
 from stepmark.core.ledger import Idle, Work, work_of
+from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.core.record import METHOD_VERSIONS, Measured, Telemetry
 from stepmark.core.stats import slowest_per_sample
@@ -295,16 +296,38 @@ def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
     return replace(table, ops=ops), rest_s * num_steps / max(1, kernels)
 
 
+def _unscaled(model: ModelConfig) -> dict[str, object]:
+    """Return what a model shares with its scaled forms: name, layers, and kinds of modules.
+
+    The host launches the same operations for any widths.
+    """
+    moe = model.moe and (
+        *(model.moe.num_experts, model.moe.top_k, model.moe.num_shared_experts),
+        *(model.moe.first_dense_layers, model.moe.router_bias),
+    )
+    return {
+        "name": model.name.partition("@")[0],
+        "num_layers": model.num_layers,
+        "activation": model.activation,
+        "norm": model.norm,
+        "tied_embeddings": model.tied_embeddings,
+        "biases": (model.qkv_bias, model.linear_bias),
+        "qk_norm": model.qk_norm,
+        "has_positions": bool(model.max_positions),
+        "moe": moe,
+        "mla": model.mla and model.mla.q_lora_rank is not None,
+    }
+
+
 def _host_times(
     steps: Iterable[Measured], case: TrainCase, notes: list[str]
 ) -> Callable[[ComputeOp | CommOp], float]:
     """Return the host's time for an operation, by pass, from a step of tiny widths."""
-    model = case.model.name.partition("@")[0], case.model.num_layers
 
     def is_like_it(record: Measured) -> bool:
         own, facts = record.train, record.training
         wide = replace(own, model=case.model, mbs=case.mbs, parallel=case.parallel)
-        is_same = (own.model.name.partition("@")[0], own.model.num_layers) == model
+        is_same = _unscaled(own.model) == _unscaled(case.model)
         return bool(own.scale and is_same and facts and facts.fwd_s) and is_like(wide, case)
 
     def distance(record: Measured) -> tuple[bool, int]:

@@ -13,6 +13,7 @@ from stepmark.app.models import read_models
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.model import ModelConfig
+from stepmark.core.model_names import distinct_names
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import SAME_IN_CASE, TrainOptions, options_of
@@ -45,9 +46,15 @@ def cases(options: TrainOptions, device: str, world_size: int) -> list[TrainCase
     ):
         for case in _strategy_cases(options, strategy, schedule, device, world_size):
             planned.setdefault(case.case_id, case)
-    kinds = {(case.model.name, case.strategy, case.schedule) for case in planned.values()}
+    kinds = {(case.model, case.strategy, case.schedule) for case in planned.values()}
     if options.find_batch and len(kinds) > 1:
-        names = ", ".join(sorted(" ".join(kind) for kind in kinds))
+        model_names = distinct_names(model for model, *_ in kinds)
+        names = ", ".join(
+            sorted(
+                f"{model_names[model]} {strategy} {schedule}"
+                for model, strategy, schedule in kinds
+            )
+        )
         raise ConfigError("find-batch", names, "one model, one strategy and one schedule")
     return list(planned.values())
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from stepmark.core.model import ModelConfig
 from stepmark.core.ratio import Ratio
 
 # Units of figures that a source prints without a unit: a time as the user states, and unknown.
@@ -20,7 +21,8 @@ class Series:
     `busbw_factor` is that of a collective: size / time x factor is the bus bandwidth. `below`
     bounds a rate that was printed as 0; then there are no values. `starts`: Unix time at which
     launches began, where known. `soak_s`: the shortest soak or load before its samples; None
-    where there is none. `busy`: launches in which other work ran on a host.
+    where there is none. `busy`: launches in which other work ran on a host. `model`: what is
+    trained; the fields have its name alone, which series.named_apart completes.
     """
 
     fields: Fields
@@ -33,6 +35,7 @@ class Series:
     starts: Mapping[str, float] = field(default_factory=dict)
     soak_s: float | None = None
     busy: frozenset[str] = frozenset()
+    model: ModelConfig | None = None
 
     @property
     def is_time(self) -> bool:

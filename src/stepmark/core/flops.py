@@ -11,13 +11,14 @@ torchtitan  6 (N - N_embedding) + 12 L H Dh T (torchtitan, models/utils.py): the
 palm-all    6 N + 12 L H Dh T with N of everything stored (appendix B of PaLM,
             arXiv:2204.02311, with the embedding tables in N); of no meaning for experts.
 hfu         causal, and the forward products that checkpointing runs again (Korthikanti et
-            al., arXiv:2205.05198): of a checkpointed block all of them, also the last one,
-            which torch may skip.
+            al., arXiv:2205.05198): those that torch executes (core/recompute.py). The last
+            product of a block is none of them, unless its result is needed.
 """
 
 from dataclasses import dataclass
 
 from stepmark.core.model import ModelConfig
+from stepmark.core.recompute import rerun_products
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import Recompute
 
@@ -74,15 +75,17 @@ def _square(model: ModelConfig) -> float:
 def recomputed(case: TrainCase) -> float:
     """Return the forward products that the backward pass runs again, per token.
 
-    With OPS every second product of a block is run again; the first one and attention are kept.
+    With OPS attention is kept.
     """
-    model, total = case.model, 0.0
-    for index, again in enumerate(case.is_checkpointed):
-        if not again:
-            continue
-        is_moe = index >= model.num_dense_layers
-        if case.recompute is Recompute.OPS:
-            total += 2 * sum(linear.num_active for linear in model.linears(is_moe)[1::2])
-        else:
-            total += 2 * model.layer_matmul_params(is_moe, active=True) + scores(model)
+    model = case.model
+    attention = 0.0 if case.recompute is Recompute.OPS else scores(model)
+    total = 0.0
+    for index, is_checkpointed in enumerate(case.is_checkpointed):
+        if is_checkpointed:
+            linears = model.linears(index >= model.num_dense_layers)
+            # Rows of routed experts are weighted after their last product.
+            again = rerun_products(
+                len(linears), case.recompute, saves_last=linears[-1].is_routed
+            )
+            total += 2 * sum(linears[place].num_active for place in again) + attention
     return total

@@ -23,6 +23,8 @@ MODELS_DIR = Path(__file__).parents[1] / "data" / "models"
 # Widths stay multiples of this when a model is scaled: FP8 matrix units need 16.
 _GRAIN = 16
 _TOO_LARGE = 2**31
+# Fields that say where a model is from, not what it computes.
+NO_IDENTITY = ("source", "aliases", "published_params", "published_active_params")
 
 
 def _check_int(field: str, value: object, low: int = 1, high: int = _TOO_LARGE - 1) -> None:
@@ -91,6 +93,7 @@ class Linear:
     has_bias: bool = False
     copies: int = 1  # routed experts
     active: int = 1
+    is_routed: bool = False
 
     @property
     def num_weights(self) -> int:
@@ -233,7 +236,9 @@ class ModelConfig:
         experts = self.moe
         yield Linear("ffn.router", experts.num_experts, self.hidden_size)
         for linear in self._mlp("ffn.held.", experts.ffn_hidden_size):
-            yield replace(linear, copies=experts.num_experts, active=experts.top_k)
+            yield replace(
+                linear, copies=experts.num_experts, active=experts.top_k, is_routed=True
+            )
         if experts.num_shared_experts:
             yield from self._mlp("ffn.shared.", experts.shared_ffn_hidden_size)
 

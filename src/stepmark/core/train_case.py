@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from stepmark.core.case import Label
 from stepmark.core.dtypes import DType
-from stepmark.core.model import ModelConfig
+from stepmark.core.model import NO_IDENTITY, ModelConfig
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.training import (
     CompileScope,
@@ -20,9 +20,8 @@ from stepmark.core.training import (
     Schedule,
 )
 
-# Fields that are not part of the identity of a case, and of its model.
+# Fields that are not part of the identity of a case.
 _NO_IDENTITY = ("labels", "model_file", "num_layers")
-_NO_IDENTITY_OF_MODEL = ("source", "aliases", "published_params", "published_active_params")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,7 +148,7 @@ class TrainCase:
         identity = dataclasses.asdict(self)
         for name in _NO_IDENTITY:
             del identity[name]
-        for name in _NO_IDENTITY_OF_MODEL:
+        for name in NO_IDENTITY:
             del identity["model"][name]
         text = json.dumps({"family": self.family, **identity}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -4,7 +4,7 @@ One row per record, or one per rank of it. Times are of the slowest rank of each
 phases, clock and power of the rank that is slowest over all samples.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -32,6 +32,7 @@ from stepmark.core.columns import rows as rows_of
 from stepmark.core.commands import command_of
 from stepmark.core.device import DeviceSpec
 from stepmark.core.flops import TokenFlops, per_token
+from stepmark.core.model_names import distinct_names
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
@@ -154,6 +155,7 @@ class TrainOutcome:
     record: Record
     run: RunInfo
     figures: TrainFigures | None
+    model_name: str  # which tells models of the table apart
 
     @property
     def case(self) -> TrainCase:
@@ -204,7 +206,7 @@ def _measured(of: Callable[[Measured], object]) -> Callable[[TrainOutcome], obje
 _CONSOLE, _RANKS = frozenset({View.CONSOLE}), frozenset({View.RANKS})
 TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("family", lambda o: o.case.family),
-    Column("model", lambda o: o.case.model.name, views=SHOWN),
+    Column("model", lambda o: o.model_name, views=SHOWN),
     Column("shape", lambda o: shape_text(o.case)),
     Column("strategy", lambda o: o.case.strategy, views=SHOWN),
     Column("num_ranks", lambda o: o.case.num_ranks, COUNT, "ranks", SHOWN),
@@ -356,7 +358,7 @@ def rows(
     ceilings = measured_ceilings(each for each in records if isinstance(each.case, OpCase))
     against = Yardstick(run=run, device=device, ceilings=ceilings)
     steps = [record for record in records if isinstance(record.case, TrainCase)]
-    table = rows_of(TRAIN_COLUMNS, (_outcome(record, None, against) for record in steps))
+    table = rows_of(TRAIN_COLUMNS, _outcomes([(record, None) for record in steps], against))
     for row, record in zip(table, steps, strict=True):
         if isinstance(record, Measured) and record.training:
             row.update(_more(record, record.training))
@@ -366,22 +368,26 @@ def rows(
 def per_rank_rows(records: Iterable[Record], run: RunInfo) -> list[Row]:
     """Return one row per measured record and rank."""
     against = Yardstick(run=run, device=None, ceilings=Ceilings())
-    return rows_of(
-        TRAIN_COLUMNS,
-        (
-            _outcome(record, rank, against)
-            for record in records
-            if isinstance(record.case, TrainCase) and isinstance(record, Measured)
-            for rank in range(len(record.samples.seconds))
-        ),
-    )
+    ranks = [
+        (record, rank)
+        for record in records
+        if isinstance(record.case, TrainCase) and isinstance(record, Measured)
+        for rank in range(len(record.samples.seconds))
+    ]
+    return rows_of(TRAIN_COLUMNS, _outcomes(ranks, against))
 
 
-def _outcome(record: Record, rank: int | None, against: Yardstick) -> TrainOutcome:
-    figures = None
-    if isinstance(record, Measured) and any(record.samples.seconds):
-        figures = TrainFigures(records=(record,), rank=rank, against=against)
-    return TrainOutcome(record=record, run=against.run, figures=figures)
+def _outcomes(
+    ranks: Sequence[tuple[Record, int | None]], against: Yardstick
+) -> Iterator[TrainOutcome]:
+    """Yield a row of each record and rank; None: all ranks together."""
+    names = distinct_names(record.train.model for record, _ in ranks)
+    for record, rank in ranks:
+        figures = None
+        if isinstance(record, Measured) and any(record.samples.seconds):
+            figures = TrainFigures(records=(record,), rank=rank, against=against)
+        name = names[record.train.model]
+        yield TrainOutcome(record=record, run=against.run, figures=figures, model_name=name)
 
 
 def _is_often_slowest(seconds: Sequence[Sequence[float]], rank: int) -> bool:

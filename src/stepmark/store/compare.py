@@ -29,7 +29,7 @@ from stepmark.core.ratio import (
 from stepmark.core.units import KIB, MIB
 from stepmark.core.verdicts import judge, judge_mean
 from stepmark.store.compare_notes import context_notes, notes_on
-from stepmark.store.series import NAMING, STRICT, Joined, join
+from stepmark.store.series import NAMING, STRICT, Joined, join, named_apart
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
@@ -59,6 +59,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     if len({side.name for side in sides}) < len(sides):
         names = ", ".join(side.name for side in sides)
         raise ConfigError("sides", names, "different names, e.g. tcp=a.txt plugin=b.txt")
+    sides, options = _named_apart(sides, options)
     base, *others = sides
     cells: dict[int, dict[str, Cell]] = {}
     means: list[Overall] = []
@@ -91,8 +92,17 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     )
 
 
+def _named_apart(sides: Sequence[Side], options: Options) -> tuple[Sequence[Side], Options]:
+    """Return all that is read with names that tell models apart."""
+    past = list(options.history.values())
+    sides, recorded, *past = named_apart([sides, options.recorded, *past])
+    history = dict(zip(options.history, past, strict=True))
+    return sides, replace(options, recorded=recorded, history=history)
+
+
 def rows_by_line(base: Side, other: Side) -> dict[int, Row]:
     """Return what is judged, by the line's place in the baseline, whatever else differs."""
+    ((base, other),) = named_apart([(base, other)])
     joined, options = join(base, other, STRICT), Options()
     places = [place for place, *_ in joined.pairs]
     return {

@@ -8,13 +8,15 @@ what is compared, or a reason to refuse.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from stepmark.core.case import OpCase, Rate
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Fields, Series, Side
 from stepmark.core.errors import ConfigError
+from stepmark.core.model import ModelConfig
+from stepmark.core.model_names import distinct_names
 from stepmark.core.record import Measured, Record, RunInfo, is_busy
 from stepmark.core.replay_case import ReplayCase
 from stepmark.core.stats import slowest_per_sample
@@ -101,7 +103,9 @@ def _of_records(records: Sequence[Measured]) -> Series:
     )
     if isinstance(case, TrainCase):
         fields = _train_fields(records[0].train, method)
-        return Series(fields=fields, launches=launches, starts=starts, busy=busy)
+        return Series(
+            fields=fields, launches=launches, starts=starts, busy=busy, model=case.model
+        )
     if isinstance(case, CommCase):
         return Series(
             fields=_comm_fields(case, method),
@@ -238,6 +242,29 @@ Value = str | int | float | bool | None
 Key = tuple[tuple[str, Value], ...]
 
 
+def named_apart(groups: Sequence[Sequence[Side]]) -> list[tuple[Side, ...]]:
+    """Return sides whose series name their model apart from others of the same name.
+
+    The groups are what one comparison reads; a model has the same name in all of them.
+    """
+    sides = [side for group in groups for side in group]
+    models = [s.model for side in sides for s in side.series if s.model is not None]
+    names = distinct_names(models)
+    return [tuple(_named(side, names) for side in group) for group in groups]
+
+
+def _named(side: Side, names: Mapping[ModelConfig, str]) -> Side:
+    series = tuple(
+        s if s.model is None else dataclasses.replace(s, fields=_of_model(s, names[s.model]))
+        for s in side.series
+    )
+    return dataclasses.replace(side, series=series)
+
+
+def _of_model(series: Series, name: str) -> Fields:
+    return {**series.fields, "model": name}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joined:
     """Pairs of series, and notes on those without a partner."""
@@ -253,9 +280,7 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
     matched = {id(other_series) for _, _, other_series in pairs}
     if not pairs:
         apart = [n for n in key_names if _values(base, n).isdisjoint(_values(other, n))]
-        reason = (
-            f" ({', '.join(apart)} differ{'s' if len(apart) == 1 else ''})" if apart else ""
-        )
+        reason = f" ({_difference(base, other, apart)})" if apart else ""
         raise ConfigError(
             "compare",
             f"{base.name} with {other.name}",
@@ -289,6 +314,16 @@ def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[st
         else:
             names.append(name)
     return notes, names
+
+
+def _difference(base: Side, other: Side, names: Sequence[str]) -> str:
+    """Say which fields differ; of a model, in what."""
+    verb = "differs" if len(names) == 1 else "differ"
+    text = f"{', '.join(names)} {verb}"
+    models = [*_values(base, "model"), *_values(other, "model")]
+    if "model" in names and len(models) == 2:
+        text += f": {models[0]} and {models[1]}"
+    return text
 
 
 def _values(side: Side, name: str) -> set[Value]:

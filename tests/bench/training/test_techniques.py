@@ -1,6 +1,6 @@
 """A technique changes how a step is computed, not what is learned; and it is in force."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,11 +11,12 @@ from tests.ranks_pool import Pool
 from torch.utils.flop_counter import FlopCounterMode
 
 from stepmark.bench.ranks import Ranks
-from stepmark.bench.training import trainer
+from stepmark.bench.training import layers, trainer
+from stepmark.core.flops import per_token
 from stepmark.core.train_case import TrainCase
-from stepmark.core.training import GradSync, Recompute
+from stepmark.core.training import GradSync, Precision, Recompute
 
-from .curves import LLAMA, alone, losses, spread
+from .curves import DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN3, alone, losses, spread
 from .techniques_on_ranks import EXACT, LAYOUTS, MODEL, OF_FSDP, ROUNDED, curves_kinds_and_bytes
 
 # Of the loss. fp32 sums in another order, not amplified yet in so few steps.
@@ -119,23 +120,68 @@ def test_one_rank_learns_the_same_with_it(name: str) -> None:
     assert curve(name) == pytest.approx(curve(name, like=True), rel=limit)
 
 
-def products(**values: Any) -> int:
-    """Floating-point operations of one forward and backward pass."""
-    case: TrainCase = replace(alone(spread(LLAMA, "none")), **values)
+def counted(case: TrainCase) -> int:
+    """Floating-point operations of one forward and backward pass, by torch's own counter.
+
+    It has no formula for attention on a CPU and for grouped products. Attention counts the half
+    of its scores that is not masked, backward twice, and experts' rows their width only once.
+    """
+    aten, model = torch.ops.aten, case.model
+
+    def attention(query: Sequence[int], *_args: object, **_kwargs: object) -> int:
+        batch, heads, length, _ = query
+        return batch * heads * (length**2 // 2) * 2 * (model.d_qk + model.d_v)
+
+    def attention_backward(
+        _grad: object, query: Sequence[int], *_args: object, **_kwargs: object
+    ) -> int:
+        return 2 * attention(query)
+
+    def grouped(
+        left: Sequence[int], right: Sequence[int], *_args: object, **_kwargs: object
+    ) -> int:
+        """Rows by experts' weights; or, for the weights' gradient, width by rows by width."""
+        return 2 * left[0] * left[1] * right[-1]
+
     made = trainer.make(case, ONE.device)
     tokens = torch.zeros((case.mbs, case.model.seq_len), dtype=torch.int64)
-    with FlopCounterMode(display=False) as counter:
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: attention,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward,
+        aten._grouped_mm: grouped,
+    }
+    with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
         made.micro_step(tokens, tokens, is_last=True, mark=lambda _name: None)
     return int(counter.get_total_flops())
 
 
+# None, all blocks, one in two and in four, and per operator.
+RECOMPUTED = [
+    (Recompute.NONE, (1, 1)),
+    (Recompute.FULL, (1, 1)),
+    (Recompute.BLOCKS, (1, 2)),
+    (Recompute.BLOCKS, (1, 4)),
+    (Recompute.OPS, (1, 1)),
+]
+# Two and three linear layers in an MLP, norms of q and k; experts, also shared ones after a
+# dense layer and with latent attention.
+COUNTED = {model.name: model for model in (LLAMA, GPT2, QWEN3, MIXTRAL, DEEPSEEK)}
+
+
 @pytest.mark.usefixtures("one_thread")
-def test_checkpointed_blocks_run_forward_twice() -> None:
-    """All of them all, half of them half; per operator attention and half the products not."""
-    plain = products()
-    full = products(recompute=Recompute.FULL) - plain
-    half = products(recompute=Recompute.BLOCKS, recompute_blocks=(1, 2)) - plain
-    quarter = products(recompute=Recompute.BLOCKS, recompute_blocks=(1, 4)) - plain
-    ops = products(recompute=Recompute.OPS) - plain
-    assert full == 2 * half == 4 * quarter > 0
-    assert 0 < ops < full
+@pytest.mark.parametrize("name", COUNTED)
+@pytest.mark.parametrize(("recompute", "blocks"), RECOMPUTED)
+def test_executed_flops_are_those_that_torch_counts(
+    name: str, recompute: Recompute, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recomputation stops before a last product that nothing needs (core/recompute.py)."""
+    # On a CPU experts are products one by one, on a GPU grouped ones: selective counts those.
+    monkeypatch.setattr(layers, "looped", layers.grouped)
+    case = replace(
+        spread(COUNTED[name], "none"),
+        precision=Precision.BF16,
+        attention="flash",
+        recompute=recompute,
+        recompute_blocks=blocks,
+    )
+    assert counted(case) == per_token(case).hfu * case.tokens_per_step

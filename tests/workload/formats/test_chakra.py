@@ -206,8 +206,23 @@ class TestNodes:
         assert {(0, 1), (0, 2), (0, 4), (5, 7)} <= members
         for rank in range(TIMED.world_size):
             names = {values(one).get("pg_name") for one in decoded(TIMED, rank)} - {None}
-            assert len(names) == 2
+            assert len(names) == 3  # of tensor and data parallelism, and of two stages
             assert all(rank in groups[name] and name != "0" for name in names)
+
+    def test_a_message_names_the_group_of_its_two_ranks(self) -> None:
+        """In a pipeline of four stages too, whose group has all of them."""
+        workload = pipeline(stages=4, microbatches=2, layers=1)
+        groups = json.loads("".join(chakra.comm_groups(workload)))
+        for rank in range(workload.world_size):
+            pairs = [
+                (has["pg_name"], {has["comm_src"], has["comm_dst"]})
+                for has in map(values, decoded(workload, rank))
+                if "comm_src" in has
+            ]
+            assert pairs
+            for name, ranks in pairs:
+                assert sorted(ranks) == groups[name]
+                assert rank in ranks
 
     @given(st.lists(st.floats(0, 1e-2), min_size=1, max_size=30))
     @settings(max_examples=30)
@@ -255,7 +270,11 @@ class TestNodes:
 
 
 class TestRoundTrip:
-    @pytest.mark.parametrize("workload", [TIMED, every_kind()], ids=["pipeline", "every"])
+    @pytest.mark.parametrize(
+        "workload",
+        [TIMED, pipeline(stages=4, microbatches=2, layers=1), every_kind()],
+        ids=["pipeline", "four stages", "every"],
+    )
     def test_comes_back_but_for_shapes(self, workload: Workload, tmp_path: Path) -> None:
         again = chakra.read(saved(workload, tmp_path))
         assert again.world_size == workload.world_size
@@ -278,13 +297,8 @@ class TestRoundTrip:
                 for field in ("dtype", "count", "redop", "root", "fused"):
                     assert getattr(one, field) == getattr(two, field), field
                 ranks = workload.groups[one.group].members(rank)
-                others = again.groups[two.group].members(rank)
-                if one.peer is None:
-                    assert ranks == others
-                else:
-                    peer = ranks[(ranks.index(rank) + one.peer) % len(ranks)]
-                    assert two.peer is not None
-                    assert peer == others[(others.index(rank) + two.peer) % len(others)]
+                assert ranks == again.groups[two.group].members(rank)
+                assert one.peer == two.peer
 
     def test_what_was_read_is_written_and_read_alike(self, tmp_path: Path) -> None:
         (tmp_path / "one").mkdir()

@@ -173,19 +173,66 @@ class TestLaws:
 
 
 class TestRoundTrip:
-    def test_every_message_comes_back(self, tmp_path: Path) -> None:
-        again = param_trace.read(saved(PIPELINE, tmp_path))
-        assert (again.world_size, len(again.stages)) == (8, 2)
-        for rank in range(8):
-            for one, two in zip(messages(PIPELINE, rank), messages(again, rank), strict=True):
-                for field in ("collective", "dtype", "count", "phase", "module", "redop"):
+    @pytest.mark.parametrize("stages", [2, 4])
+    def test_every_message_comes_back(self, stages: int, tmp_path: Path) -> None:
+        workload = pipeline(stages=stages, microbatches=2, layers=2)
+        again = param_trace.read(saved(workload, tmp_path))
+        world = 4 * stages
+        # Without layers the stages in the middle are alike, so that each rank is one.
+        assert (again.world_size, len(again.stages)) == (world, {2: 2, 4: 16}[stages])
+        assert "world" not in again.groups
+        for rank in range(world):
+            for one, two in zip(messages(workload, rank), messages(again, rank), strict=True):
+                for field in (
+                    "collective",
+                    "dtype",
+                    "count",
+                    "phase",
+                    "module",
+                    "redop",
+                    "peer",
+                ):
                     assert getattr(one, field) == getattr(two, field)
-                if one.peer is None:
-                    ours, others = PIPELINE.groups[one.group], again.groups[two.group]
-                    assert ours.members(rank) == others.members(rank)
-                else:
-                    assert two.peer is not None
-                    assert (rank + two.peer) % 8 == (rank + 4) % 8
+                ours, others = workload.groups[one.group], again.groups[two.group]
+                assert ours.members(rank) == others.members(rank)
+
+    def test_a_message_names_the_group_of_its_two_ranks(self) -> None:
+        """In a pipeline of four stages too, whose group has all of them."""
+        workload = pipeline(stages=4, microbatches=2, layers=1)
+        for rank in range(workload.world_size):
+            found = entries(workload, rank)
+            groups = {
+                one["pg_id"]: one["global_ranks"] for one in found if one.get("comms") == "init"
+            }
+            pairs = [one for one in found if "src_rank" in one]
+            assert pairs
+            for one in pairs:
+                assert groups[one["pg_id"]] == sorted((one["src_rank"], one["dst_rank"]))
+                assert one["world_size"] == 2
+                assert rank in groups[one["pg_id"]]
+
+    def test_messages_of_other_tools_are_in_the_group_that_they_name(
+        self, tmp_path: Path
+    ) -> None:
+        """A process group of all stages, as torch's pipelines use; or none, then two ranks."""
+        sized = {"in_msg_size": 8, "out_msg_size": 8, "dtype": "float"}
+        init = {"comms": "init", "pg_id": 1, "global_ranks": [0, 2, 4]}
+        other = {"comms": "init", "pg_id": 2, "global_ranks": [1, 3, 5]}
+        for named, size in (({"pg_id": 1}, 3), ({}, 2)):
+            folder = tmp_path / str(size)
+            folder.mkdir()
+            for rank in range(6):
+                sent = {"src_rank": 0, "dst_rank": 2, **sized, **named}
+                kinds = {0: "send", 2: "recv"}
+                step = [{"comms": kinds[rank], **sent}] if rank in kinds else []
+                text = json.dumps([init, other, *step])
+                (folder / f"{rank}.json").write_text(text)
+            found = param_trace.read(folder)
+            (op,) = messages(found, 0)
+            members = found.groups[op.group].members(0)
+            assert len(members) == (size if named else 2)
+            assert op.peer is not None
+            assert members[op.peer] == 2
 
     def test_products_and_lookups_come_back(self, tmp_path: Path) -> None:
         again = param_trace.read(saved(every_kind(), tmp_path))

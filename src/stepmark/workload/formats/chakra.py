@@ -123,6 +123,7 @@ def _communication(
     else:
         source, target = transfer(op, group.members(rank), rank)
         values |= {"comm_src.int32": source, "comm_dst.int32": target}
+        values["pg_name.string"] = str(instances.of_pair(source, target))
         values["comm_tag.int32"] = tags[op.group]
     if op.fused:
         values["fused.bool"] = True

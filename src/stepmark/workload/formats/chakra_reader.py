@@ -38,7 +38,14 @@ from stepmark.workload.formats.chakra_schema import (
     read_nodes,
     task_deps,
 )
-from stepmark.workload.formats.ranks import WORLD, disagreements, group_of, name_of, stages_of
+from stepmark.workload.formats.ranks import (
+    WORLD,
+    disagreements,
+    group_of,
+    in_groups_of_messages,
+    name_of,
+    stages_of,
+)
 from stepmark.workload.formats.source_file import decoded
 
 GROUPS_FILE = "comm_groups.json"
@@ -100,13 +107,16 @@ def read(path: Path) -> Workload:
     ranks_by_group = groups(paths[0].parent)
     world = len(paths)
     used_groups: dict[str, Group] = {}
-    programs = []
+    programs: list[list[Operation]] = []
+    links: dict[tuple[int, ...], None] = {}
     callers = 0
     for rank, file in enumerate(paths):
         ordered, controlled = in_order(read_nodes(file), file.name)
         callers += not controlled
         reader = Reader(file.name, world, rank, ranks_by_group, used_groups)
         programs.append(reader.operations(ordered))
+        links |= reader.links
+    programs = in_groups_of_messages(programs, links, used_groups)
     stages, blocks = stages_of(programs)
     workload = Workload(
         name=paths[0].name.rsplit(".", 2)[0],
@@ -137,6 +147,8 @@ class Reader:
         self._ranks, self._used_groups = ranks, used_groups
         self._group_names: dict[str, str] = {}  # by pg_name
         self._streams: dict[str, _Stream] = {}
+        # Process groups that sends and receives name.
+        self.links: dict[tuple[int, ...], None] = {}
 
     def operations(self, ordered: Sequence[Node]) -> list[Operation]:
         streams = {node.number: _stream(node) for node in ordered}
@@ -225,6 +237,9 @@ class Reader:
             allowed = f"a rank from 0 to {self._world - 1}"
             raise ConfigError(f"{where}: comm_dst or comm_src", other, allowed)
         self._used_groups[WORLD] = Group(digits=((self._world, 1),))
+        ranks = tuple(self._ranks.get(str(node.values.get("pg_name", "")), ()))
+        if ranks and min(ranks) >= 0 and max(ranks) < self._world:
+            self.links[ranks] = None
         return CommOp(
             collective=SEND if sends else RECV,
             count=_parted(num_bytes, common["dtype"].itemsize, where),

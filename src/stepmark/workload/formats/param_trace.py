@@ -6,6 +6,9 @@ input and output. A collective of the stream "compute" is waited for at once, an
 operation comes that starts after it. Of computation the format has products of two matrices
 and embedding lookups. Reading is in param_trace_reader.py.
 
+A message names the process group of its two ranks, which are ranks of the world: the replay
+gives both to torch.distributed (pytorch_dist_backend.py: isend, irecv, P2POp).
+
 Messages of one call are posted one after the other, by source and destination, since
 commsTraceReplay waits for each (is_blocking) and posts those of a batch (use_batch) twice.
 """
@@ -255,7 +258,10 @@ def _communication(
     if op.root is not None:
         entry["root"] = ranks[op.root]
     if op.peer is not None:
-        entry["src_rank"], entry["dst_rank"] = transfer(op, ranks, rank)
+        source, target = transfer(op, ranks, rank)
+        entry["pg_id"] = instances.of_pair(source, target)
+        entry["world_size"] = 2
+        entry["src_rank"], entry["dst_rank"] = source, target
         entry["use_batch"] = False
     return entry
 

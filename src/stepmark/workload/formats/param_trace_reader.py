@@ -13,7 +13,13 @@ from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.message import RECV, SEND
 from stepmark.core.ops import EmbeddingBag, Gemm, Layout, Phase
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
-from stepmark.workload.formats.ranks import disagreements, group_of, name_of, stages_of
+from stepmark.workload.formats.ranks import (
+    disagreements,
+    group_of,
+    in_groups_of_messages,
+    name_of,
+    stages_of,
+)
 from stepmark.workload.formats.source_file import decoded
 from stepmark.workload.formats.walk import remarks
 
@@ -179,9 +185,12 @@ def read(path: Path, *, starts: bool = False) -> Workload:
         world = _world_size(entries)
         readers = [Reader(entries, path.name, world, None)]
     programs = [reader.operations() for reader in readers]
+    groups = {name: group for reader in readers for name, group in reader.groups.items()}
+    if path.is_dir():
+        links = [ranks for reader in readers for ranks in reader.links]
+        programs = in_groups_of_messages(programs, links, groups)
     times = [reader.starts() for reader in readers] if starts else None
     stages, blocks = stages_of(programs, times)
-    groups = {name: group for reader in readers for name, group in reader.groups.items()}
     workload = Workload(
         name=path.stem,
         rules="param-trace",
@@ -246,6 +255,8 @@ class Reader:
         }
         self._group_names: dict[int | None, str] = {}  # by pg_id
         self.groups: dict[str, Group] = {}
+        # Process groups that sends and receives name.
+        self.links: dict[tuple[int, ...], None] = {}
         self._awaited = {str(entry.req) for entry in entries if entry.comms == "wait"}
         self._later: dict[str, int] = {}  # requests that are waited for later, numbered
         self._num_later = 0
@@ -359,6 +370,9 @@ class Reader:
         if entry.src_rank is None or entry.dst_rank is None:
             raise ConfigError(f"{where}: src_rank, dst_rank", "missing", "two ranks")
         ahead = entry.dst_rank - entry.src_rank
+        ranks = self._ranks.get(entry.pg_id, ())
+        if ranks and max(ranks) < self._world:
+            self.links[ranks] = None
         sends = NAMES[letters_only(entry.comms or "")][0] == SEND
         return (ahead if sends else -ahead) % self._world
 

@@ -23,7 +23,10 @@ WORLD = "world"  # group of all ranks
 
 
 class Instances:
-    """The communicators of a workload, numbered from `first`; a group of one has none."""
+    """The communicators of a workload, numbered from `first`; a group of one has none.
+
+    Two ranks that send each other messages have one of their own, after those of the groups.
+    """
 
     def __init__(self, workload: Workload, first: int = 0) -> None:
         self._groups = {
@@ -37,6 +40,22 @@ class Instances:
             if group.first(rank) == rank
         )
         self._numbers = {key: number for number, key in enumerate(keys, first)}
+        of_two = {
+            tuple(sorted(ranks)): number
+            for number, _, ranks in self._of_groups()
+            if len(ranks) == 2
+        }
+        pairs = dict.fromkeys(pair for pair in _pairs(workload) if pair not in of_two)
+        self._pairs = of_two | {
+            pair: number for number, pair in enumerate(pairs, first + len(self._numbers))
+        }
+        self._new_pairs = tuple(pairs)
+
+    def of_pair(self, source: int, target: int) -> int:
+        """Return the number of the communicator of two ranks, one of which sends."""
+        if source == target:
+            raise ConfigError("peer", f"rank {source} of itself", "another rank")
+        return self._pairs[min(source, target), max(source, target)]
 
     def number(self, group: str, rank: int) -> int:
         """Return the number of the rank's communicator. Raise ConfigError if it has none."""
@@ -46,9 +65,28 @@ class Instances:
         return self._numbers[key]
 
     def members(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
-        """Yield number, group and ranks of each communicator."""
+        """Yield number, group and ranks of each communicator; two ranks are named "0-1"."""
+        yield from self._of_groups()
+        for pair in self._new_pairs:
+            yield self._pairs[pair], f"{pair[0]}-{pair[1]}", pair
+
+    def _of_groups(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
         for (name, rank), number in self._numbers.items():
             yield number, name, self._groups[name].members(rank)
+
+
+def _pairs(workload: Workload) -> Iterator[tuple[int, int]]:
+    """Yield the two ranks of each message, the smaller first, stage by stage."""
+    per_stage = workload.world_size // max(1, len(workload.stages))
+    for stage in range(len(workload.stages)):
+        ops = (op for op in workload.tally(stage) if isinstance(op, CommOp))
+        distances = dict.fromkeys((op.group, op.peer) for op in ops if op.peer is not None)
+        for rank in range(stage * per_stage, (stage + 1) * per_stage):
+            for name, peer in distances:
+                ranks = workload.groups[name].members(rank)
+                other = ranks[(ranks.index(rank) + peer) % len(ranks)]
+                if other != rank:
+                    yield min(rank, other), max(rank, other)
 
 
 class Issued:
@@ -133,6 +171,72 @@ def name_of(group: Group, world_size: int) -> str:
     strides = "x".join(str(stride) for _, stride in group.digits)
     sizes = "x".join(str(size) for size, _ in group.digits)
     return f"{sizes} ranks, stride {strides}"
+
+
+def in_groups_of_messages(
+    programs: Sequence[Sequence[Operation]],
+    links: Iterable[Sequence[int]],
+    groups: dict[str, Group],
+) -> list[list[Operation]]:
+    """Return programs whose messages name the ranks that are linked, not the whole world.
+
+    A file names two ranks, or its process group; neither is the group of all stages of a
+    pipeline, which a workload has. That has all ranks which are linked with each other.
+    programs: of all ranks, with messages in WORLD. links: the process groups that messages
+    name. groups: gets the group and loses WORLD where nothing else is in it. Ranks that form no
+    regular grids, or not the same ones, stay in WORLD.
+    """
+    world = len(programs)
+    pairs = dict.fromkeys(
+        (rank, (rank + op.peer) % world)
+        for rank, program in enumerate(programs)
+        for op in program
+        if isinstance(op, CommOp) and op.peer is not None
+    )
+    group = _linked([*pairs, *links], world) if pairs else None
+    name = WORLD if group is None else name_of(group, world)
+    if group is None or name == WORLD:
+        return [list(program) for program in programs]
+    groups[name] = group
+    placed: list[list[Operation]] = []
+    for rank, program in enumerate(programs):
+        ranks = group.members(rank)
+        own: list[Operation] = []
+        for op in program:
+            if isinstance(op, CommOp) and op.peer is not None:
+                ahead = ranks.index((rank + op.peer) % world) - ranks.index(rank)
+                own.append(replace(op, group=name, peer=ahead % len(ranks)))
+            else:
+                own.append(op)
+        placed.append(own)
+    used = {op.group for program in placed for op in program if isinstance(op, CommOp)}
+    if WORLD not in used:
+        groups.pop(WORLD, None)
+    return placed
+
+
+def _linked(links: Iterable[Sequence[int]], world: int) -> Group | None:
+    """Return the group of all ranks that are linked; None: it is not the same everywhere."""
+    together = list(range(world))  # a smaller rank of the same group; a root has itself
+
+    def root(rank: int) -> int:
+        while together[rank] != rank:
+            together[rank] = together[together[rank]]
+            rank = together[rank]
+        return rank
+
+    for ranks in links:
+        for rank in ranks:
+            first, second = sorted((root(ranks[0]), root(rank)))
+            together[second] = first
+    members: dict[int, list[int]] = defaultdict(list)
+    for rank in range(world):
+        members[root(rank)].append(rank)
+    try:
+        found = {group_of(ranks, "messages") for ranks in members.values() if len(ranks) > 1}
+    except ConfigError:
+        return None
+    return found.pop() if len(found) == 1 else None
 
 
 def stages_of(

@@ -13,16 +13,19 @@ from hypothesis import given
 from hypothesis import settings as bounds
 from hypothesis import strategies as st
 
+from stepmark.core import flops
 from stepmark.core.collectives import Collective
 from stepmark.core.dtypes import DType
 from stepmark.core.message import RECV, SEND
-from stepmark.core.model import ModelConfig, find_model
-from stepmark.core.ops import Optimizer, Phase
-from stepmark.core.training import GradSync
+from stepmark.core.model import ModelConfig, find_model, load_models
+from stepmark.core.ops import Attention, Gemm, GroupedGemm, Optimizer, Phase
+from stepmark.core.train_case import TrainCase
+from stepmark.core.training import GradSync, Recompute
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel, Run, Workload
 from stepmark.workload.formats import native
 from stepmark.workload.job import Job
 from stepmark.workload.rules.pytorch import ddp, fsdp, pipeline, plain
+from stepmark.workload.rules.pytorch.case import of_case
 from stepmark.workload.rules.pytorch.ddp import Ddp
 from stepmark.workload.rules.pytorch.fsdp import Fsdp
 from stepmark.workload.rules.pytorch.fsdp_order import REDUCE, REPLICATE
@@ -51,6 +54,38 @@ def test_flops_are_two_per_token_and_active_parameter(made: tuple[Job, Fsdp]) ->
     tokens = job.tokens * job.num_microbatches
     assert found[Phase.FWD] * job.parallel.tp == 2 * tokens * job.model.num_active_matmul_params
     assert found[Phase.DGRAD] + found[Phase.WGRAD] == 2 * found[Phase.FWD]
+
+
+def recomputed_flops(program: Workload) -> int:
+    """Over the stages, of one rank each: products and attention that run again."""
+    ops = (op for stage in range(len(program.stages)) for op in program.expand(stage))
+    return sum(
+        op.op.flops or 0
+        for op in ops
+        if isinstance(op, ComputeOp)
+        and op.recompute
+        and isinstance(op.op, Gemm | GroupedGemm | Attention)
+    )
+
+
+@bounds(max_examples=40, deadline=None)
+@given(jobs())
+def test_what_runs_again_is_what_executed_flops_count(made: tuple[Job, Fsdp]) -> None:
+    """Workload and HFU follow from one statement: core/recompute.py."""
+    job, settings = made
+    case = TrainCase(model=job.model, recompute=settings.recompute)
+    tokens = job.tokens * job.num_microbatches
+    again = recomputed_flops(fsdp.workload(job, settings)) * job.parallel.tp
+    assert again == flops.recomputed(case) * tokens
+
+
+@pytest.mark.parametrize("name", load_models())
+@pytest.mark.parametrize("recompute", Recompute)
+def test_executed_flops_of_every_model_are_those_of_its_workload(
+    name: str, recompute: Recompute
+) -> None:
+    case = TrainCase(model=find_model(name), recompute=recompute, recompute_blocks=(1, 2))
+    assert recomputed_flops(of_case(case)) == flops.recomputed(case) * case.tokens_per_step
 
 
 @bounds(max_examples=20, deadline=None)

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Attention, Gemm, GroupedGemm
+from stepmark.core.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
+from stepmark.core.recompute import rerun_products
 from stepmark.core.training import Recompute
 from stepmark.core.workload import Block, ComputeOp, Operation
 from stepmark.workload.architecture import Unit
@@ -103,43 +104,71 @@ def check_settings(settings: Any) -> None:
 
 
 def recomputed(unit: Unit, recompute: Recompute) -> tuple[tuple[Operation, ...], ...]:
-    """Return the recomputed operations: up to the last input that the backward pass needs.
+    """Return the recomputed operations: up to the last tensor that the backward pass needs.
 
-    torch.utils.checkpoint stops early there: before the last product, whose input exists by
-    then, and the operations after it. Per operator (bench/training/parallelize.py) attention,
-    communication and every second product are kept.
+    Which products are among them says core/recompute.py. Per operator
+    (bench/training/parallelize.py) attention and communication are kept, too.
     """
-    stop, place = _last_needed(unit), 0
-    products = 0
+    stop = _last_needed(unit)
+    again = set(_products_again(unit, recompute))
+    place = -1
     pieces: list[tuple[Operation, ...]] = []
     for piece in unit.fwd:
         ops: list[Operation] = []
         for op in piece:
             place += 1
-            if _is_product(op):
-                products += 1
-            is_kept = not isinstance(op, ComputeOp) or isinstance(op.op, Attention)
-            if _is_product(op):
-                is_kept = products % 2 == 1
-            if place <= stop and not (recompute is Recompute.OPS and is_kept):
+            is_kept = recompute is Recompute.OPS and (
+                not isinstance(op, ComputeOp) or isinstance(op.op, Attention)
+            )
+            if place in again if _is_product(op) else place < stop and not is_kept:
                 ops.append(replace(op, recompute=True))
         pieces.append(tuple(ops))
     return tuple(pieces)
 
 
-def _last_needed(unit: Unit) -> int:
-    """Count forward operations up to the last product, including the last one of experts.
+def _products_again(unit: Unit, recompute: Recompute) -> list[int]:
+    """Return the places of the products that are recomputed."""
+    places = _product_places(unit)
+    if not places:
+        return []
+    again = rerun_products(len(places), recompute, saves_last=_saves_last(unit))
+    return [places[number] for number in again]
 
-    Rows of experts are weighted and sent back after their last product.
+
+def _product_places(unit: Unit) -> list[int]:
+    ops = (op for piece in unit.fwd for op in piece)
+    return [place for place, op in enumerate(ops) if _is_product(op)]
+
+
+def _saves_last(unit: Unit) -> bool:
+    """Return whether the result of the last product is needed in the backward pass."""
+    return _last_needed(unit) > _product_places(unit)[-1]
+
+
+# The backward pass of these needs their input and a result, such as a norm's statistics.
+_SAVE_RESULTS = (Norm, Attention, CrossEntropy)
+
+
+def _last_needed(unit: Unit) -> int:
+    """Count the forward operations up to the last tensor that the backward pass needs.
+
+    A linear layer and an activation save their input. Rows of experts are weighted and sent
+    back after their last product.
     """
     ops = [op for piece in unit.fwd for op in piece]
-    products = [(index, op) for index, op in enumerate(ops) if _is_product(op)]
-    if not products:
+    if not any(map(_is_product, ops)):
         return len(ops)
-    last, product = products[-1]
-    if _is_plain(product):
-        return last
-    return 1 + max(index for index, op in enumerate(ops) if op.module == product.module)
+    stop = 0
+    for place, op in enumerate(ops):
+        if not isinstance(op, ComputeOp):
+            continue
+        if isinstance(op.op, Gemm | Activation):
+            stop = place
+        elif isinstance(op.op, _SAVE_RESULTS):
+            stop = place + 1
+        elif isinstance(op.op, GroupedGemm):
+            stop = 1 + max(at for at, other in enumerate(ops) if other.module == op.module)
+    return stop
 
 
 def before_recompute(unit: Unit) -> int:
@@ -147,21 +176,18 @@ def before_recompute(unit: Unit) -> int:
 
     A block is recomputed when autograd unpacks the first saved tensor.
     """
-    products = [op for piece in unit.fwd for op in piece if _is_product(op)]
-    if not products or not _is_plain(products[-1]):
+    places = _product_places(unit)
+    if not places or _saves_last(unit):
         return 0
-    module = products[-1].module
-    places = [
+    ops = [op for piece in unit.fwd for op in piece]
+    module = ops[places[-1]].module
+    backward = [
         index
         for index, op in enumerate(unit.bwd[0])
         if op.module == module and isinstance(op, ComputeOp)
     ]
-    return min(places, default=0)
+    return min(backward, default=0)
 
 
 def _is_product(op: Operation) -> bool:
     return isinstance(op, ComputeOp) and isinstance(op.op, Gemm | GroupedGemm)
-
-
-def _is_plain(op: Operation) -> bool:
-    return isinstance(op, ComputeOp) and isinstance(op.op, Gemm)
