@@ -40,6 +40,8 @@ LINKED = ("examples", "results", "tests")
 FEW = ("h100-run", "h200-x2-gemm", "h200-x4-comm-queued-1", "h200-x4-train-gpt2-1.5b-fsdp")
 # A last digit may differ between processors: sums of numpy are ordered by vector length.
 TOLERANCE = 1e-9
+# Folders of recipes; a line says that a program reads, if that takes more than 2 s.
+UNSTEADY = {r"/\w+/tmp\w+": "TEMP", r"# reading .* \.\.\.\n": ""}
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
 
@@ -104,10 +106,12 @@ def _block(head: str, text: str) -> str:
 
 
 def _plain(text: str, folder: Path) -> str:
-    """Return a text without the names of folders, which differ between machines."""
+    """Return a text without what differs between machines and runs, such as names of folders."""
     names = {str(folder): "FOLDER", sys.executable: "PYTHON", str(ROOT): "ROOT"}
     for name, stands_in in names.items():
         text = text.replace(name, stands_in)
+    for pattern, stands_in in UNSTEADY.items():
+        text = re.sub(pattern, stands_in, text)
     return text
 
 
