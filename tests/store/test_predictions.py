@@ -1,5 +1,6 @@
 """A prediction is written once, and one that was changed is refused."""
 
+import csv
 import subprocess
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import pytest
 
 from stepmark.core.errors import ConfigError
 from stepmark.store import predictions
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_what_was_committed_is_read(tmp_path: Path) -> None:
@@ -43,3 +46,16 @@ def test_sha256sum_agrees(tmp_path: Path) -> None:
     predictions.commit(tmp_path, {"step_s": 0.4})
     command = ["sha256sum", "-c", predictions.HASH_FILE]
     assert subprocess.run(command, cwd=tmp_path, check=False).returncode == 0
+
+
+def test_published_predictions_have_the_hashes_of_their_table() -> None:
+    """Each row of the table names the prediction that was committed before its measurement."""
+    table = ROOT / "src" / "stepmark" / "data" / "predictions.csv"
+    with table.open(newline="") as file:
+        hashes = {row["run"]: row["sha256"] for row in csv.DictReader(file)}
+    kept = {name for name in hashes if (ROOT / "results" / name).is_dir()}
+    assert len(kept) >= 6
+    for name in kept:
+        read = predictions.read(ROOT / "results" / name)
+        assert read is not None, name
+        assert read[1] == hashes[name], name
