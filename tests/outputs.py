@@ -106,7 +106,7 @@ def _block(head: str, text: str) -> str:
 
 
 def _plain(text: str, folder: Path) -> str:
-    """Return a text without what differs between machines and runs, such as names of folders."""
+    """Return a text without what differs between machines and runs."""
     names = {str(folder): "FOLDER", sys.executable: "PYTHON", str(ROOT): "ROOT"}
     for name, stands_in in names.items():
         text = text.replace(name, stands_in)
