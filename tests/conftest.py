@@ -59,7 +59,7 @@ def _turn(*, is_alone: bool) -> Iterator[None]:
 
 
 def _locks(pid: int) -> tuple[Path, Path]:
-    """Return the gate and the lock of tests. pid: of the process that has started the workers."""
+    """Return the gate and the lock of tests. pid: of the process that starts the workers."""
     folder = Path(tempfile.gettempdir())
     return folder / f"stepmark-{pid}.gate", folder / f"stepmark-{pid}.tests"
 
