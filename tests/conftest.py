@@ -1,7 +1,11 @@
 """For all tests: threads, examples that take long on a busy machine, and the marks."""
 
+import fcntl
 import gc
 import os
+import tempfile
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 # Tensors of tests are small: more threads only wait for each other. torch reads it at import.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -31,6 +35,48 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if measures_ranks(item):
             item.add_marker("ranks")
+
+
+# Alone
+
+
+@contextmanager
+def _turn(*, is_alone: bool) -> Iterator[None]:
+    """Wait until a test of a worker may run: together with others, or while none does.
+
+    Who waits to be alone holds the gate, so that no other test begins.
+    """
+    gate_path, tests_path = _locks(os.getppid())
+    with gate_path.open("w") as gate, tests_path.open("w") as tests:
+        fcntl.flock(gate, fcntl.LOCK_EX)
+        fcntl.flock(tests, fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        try:
+            yield
+        finally:
+            # Closing would not do where a test has left a process that it forked.
+            fcntl.flock(tests, fcntl.LOCK_UN)
+
+
+def _locks(pid: int) -> tuple[Path, Path]:
+    """Return the gate and the lock of tests. pid: of the process that starts the workers."""
+    folder = Path(tempfile.gettempdir())
+    return folder / f"stepmark-{pid}.gate", folder / f"stepmark-{pid}.tests"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if not hasattr(item.config, "workerinput"):
+        return (yield)
+    with _turn(is_alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Remove the locks of workers, all of which have ended."""
+    if not hasattr(session.config, "workerinput"):
+        for path in _locks(os.getpid()):
+            path.unlink(missing_ok=True)
 
 
 def pytest_collection_finish() -> None:

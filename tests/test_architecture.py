@@ -19,8 +19,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "stepmark"
 FILES = sorted(SOURCE.rglob("*.py"))
 MAX_FILE = 800
 MAX_FUNCTION = 60
-# Raised where new work has been given room of its own, never to make a change fit.
-MAX_STATEMENTS = 53_100
+# Raised where new work has been given room of its own, never to make a change fit: 80 for
+# readers of messages' groups, 110 for figures of recomputed products and names of models.
+MAX_STATEMENTS = 53_100 + 80 + 110
 
 # Names that say nothing of what a file holds.
 NAMELESS = {"utils", "util", "common", "helpers", "base", "misc"}

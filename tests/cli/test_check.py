@@ -9,7 +9,8 @@ import pytest
 
 from .process import stepmark
 
-pytestmark = pytest.mark.ranks
+# Launches beside other tests differ too much to tell.
+pytestmark = [pytest.mark.ranks, pytest.mark.alone]
 
 SIZES = (2**17, 2**18, 2**19)
 # How much longer each took in the doctored baseline: far more than a busy machine explains.

@@ -80,7 +80,7 @@ def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
 def test_wrong_data_is_counted_and_fails(tmp_path: Path) -> None:
     words = ["comm", "all_reduce", "all_gather", "-b", "1K", "-e", "1K", "-n", "5"]
     words += ["--placement", "in", "--nproc", "2"]
-    running = Running(*words, cwd=tmp_path, hook="tests.cli.corrupting")
+    running = Running(*words, cwd=tmp_path, hook="tests.cli.corrupting", is_forking=True)
     assert running.end() == 1
     rows = [line for line in running.out().splitlines() if line and line[0] != "#"]
     assert [int(row.split()[-1]) for row in rows] == [1, 1]

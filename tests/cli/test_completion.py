@@ -76,6 +76,7 @@ def test_other_shells_get_their_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.alone
 def test_completions_take_a_fifth_of_a_second(tmp_path: Path) -> None:
     def seconds() -> float:
         begin = os.times()

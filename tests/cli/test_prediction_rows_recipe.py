@@ -1,43 +1,42 @@
 """The recipe of the table of predictions, with one small step on the CPU."""
 
 import csv
+import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+<<<<<<< HEAD
 from tests import outputs
+=======
+from tests import fork_server
+>>>>>>> wt-time
 
 from stepmark.app import run
 from stepmark.app.machine import machine
 
-RECIPE = Path(__file__).parents[2] / "recipes" / "prediction_rows.py"
+from .prediction_rows import RECIPE
+from .process import ROOT, environment
+
 STEP = "gpt2-125m --scale tiny --num-layers 3 --mbs 2 --strategy ddp"
-PROGRAM = f"""
-import runpy, sys
-recipe = runpy.run_path({str(RECIPE)!r})
-recipe["ROWS"][2] = ({STEP!r},)
-sys.exit(recipe["main"]())
-"""
 
 pytestmark = pytest.mark.ranks
 
 
 def recipe(*words: str, cwd: Path, code: int = 0) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == code, done.stderr[-3000:]
-    is_committed = "committed before the measurement" in done.stderr
-    assert is_committed == (words[0] == "measure")
-    return done.stdout
+    with (cwd / "stdout").open("w+") as out, (cwd / "stderr").open("w+") as err:
+        process = fork_server.server().fork_command(
+            ["tests.cli.prediction_rows", STEP, *words],
+            environment() | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
+            str(cwd),
+            (out.fileno(), err.fileno()),
+        )
+        returncode = process.wait(300)
+    text = (cwd / "stderr").read_text()
+    assert returncode == code, text[-3000:]
+    assert ("committed before the measurement" in text) == (words[0] == "measure")
+    return (cwd / "stdout").read_text()
 
 
 def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> None:

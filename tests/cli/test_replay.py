@@ -22,6 +22,8 @@ from stepmark.core.rank_program import program
 from stepmark.core.workload import CommOp, ComputeOp
 from stepmark.workload.formats import aicb, native
 
+from . import process
+
 BOTH = ("embd", "mp")  # groups with ranks of both stages
 MEGATRON = "--model gpt2-125m --framework megatron --world-size 4 --tp 2 --pp 2 --gbs 8 --mbs 1"
 
@@ -35,14 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stepmark(words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "stepmark", *shlex.split(words)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    return process.stepmark(*shlex.split(words), cwd=cwd)
 
 
 @pytest.mark.ranks
@@ -189,7 +184,7 @@ def test_a_dry_run_prints_the_command(folder: Path, capsys: pytest.CaptureFixtur
 def test_messages_are_verified_and_beside_those_alone(folder: Path) -> None:
     """--check, --alone, --html, --aicb-log; real operators."""
     words = "replay w.json --nproc 4 --iters 2 --passes 2 --compute real --check --alone"
-    files = "--json all.json --html step.html --aicb-log log.csv --budget 8s --out more"
+    files = "--json all.json --html step.html --aicb-log log.csv --budget 4s --out more"
     done = stepmark(f"{words} {files}", folder)
     assert done.returncode == 0, done.stderr
     assert "run as operators" in done.stderr
@@ -256,18 +251,18 @@ def ranks_of(pid: int) -> list[psutil.Process]:
 def test_a_lost_rank_ends_the_others_and_is_named(folder: Path) -> None:
     words = "replay w.json --nproc 4 --iters 100000 --compute-from fixed:1ms --out lost"
     command = [sys.executable, "-m", "stepmark", *shlex.split(words)]
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as running:
         try:
             deadline = time.monotonic() + 60
             ranks: list[psutil.Process] = []
             while len(ranks) < 4 or not list(folder.glob("lost/*/run.json")):
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
-                ranks = ranks_of(process.pid)
+                ranks = ranks_of(running.pid)
             ranks[-1].kill()
-            _, err = process.communicate(timeout=60)
+            _, err = running.communicate(timeout=60)
         finally:
-            process.kill()
-    assert process.returncode == 3
+            running.kill()
+    assert running.returncode == 3
     assert re.search(r"rank \d \(pid \d+\) was killed by signal 9", err)
     assert not any(each.is_running() for each in ranks)

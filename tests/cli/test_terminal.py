@@ -60,7 +60,7 @@ def piped(line: str, cwd: Path, **variables: str) -> "subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("columns", [60, 80, 160])
+@pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow), 160])
 @pytest.mark.parametrize("line", TABLES)
 def test_tables_fit_and_nothing_is_cut(line: str, columns: int, tmp_path: Path) -> None:
     text = on_terminal(line, columns, tmp_path)

@@ -30,7 +30,10 @@ def small(name: str, layers: int = 4) -> ModelConfig:
     return replace(find_model(name).tiny(), num_layers=layers, seq_len=16)
 
 
+# Most of the time goes into DTensor's rules for each list of parameters, so that there are only
+# as many layers as a case needs.
 LLAMA, GPT2, MIXTRAL = small("llama-3.1-8b"), small("gpt2-125m"), small("mixtral-8x7b", 2)
+SHORT, SHORT_GPT2 = small("llama-3.1-8b", 2), small("gpt2-125m", 2)
 QWEN3, DEEPSEEK = small("qwen3-8b", 2), small("deepseek-v2-lite", 2)
 
 
@@ -56,11 +59,11 @@ def spread(
 
 _ACCUMULATED = {"schedule": Schedule.STEP, "grad_accum": 2, "grad_sync": GradSync.LAST}
 CASES = {
-    "ddp": spread(LLAMA, "ddp", dp_replicate=4),
-    "ddp, tied": spread(GPT2, "ddp", dp_replicate=4),
-    "ddp, accumulated": spread(LLAMA, "ddp", _ACCUMULATED, dp_replicate=4),
+    "ddp": spread(SHORT, "ddp", dp_replicate=4),
+    "ddp, tied": spread(SHORT_GPT2, "ddp", dp_replicate=4),
+    "ddp, accumulated": spread(SHORT, "ddp", _ACCUMULATED, dp_replicate=4),
     "fsdp": spread(LLAMA, "fsdp", dp_shard=4),
-    "fsdp, accumulated": spread(LLAMA, "fsdp", _ACCUMULATED, dp_shard=4),
+    "fsdp, accumulated": spread(SHORT, "fsdp", _ACCUMULATED, dp_shard=4),
     "fsdp, groups": spread(
         GPT2, "fsdp", {"blocks_per_group": 3, "reshard": "no", "prefetch": 2}, dp_shard=4
     ),
@@ -70,27 +73,27 @@ CASES = {
         {"recompute": Recompute.BLOCKS, "recompute_blocks": (1, 2), "reshard": "2"},
         dp_shard=4,
     ),
-    "hsdp": spread(LLAMA, "fsdp", dp_replicate=2, dp_shard=2),
-    "tp": spread(LLAMA, "fsdp", tp=2, dp_shard=2),
-    "tp, tied": spread(GPT2, "fsdp", tp=2, dp_shard=2),
+    "hsdp": spread(SHORT, "fsdp", dp_replicate=2, dp_shard=2),
+    "tp": spread(SHORT, "fsdp", tp=2, dp_shard=2),
+    "tp, tied": spread(SHORT_GPT2, "fsdp", tp=2, dp_shard=2),
     "tp, qk norm": spread(QWEN3, "fsdp", tp=2, dp_shard=2),
     "pp": spread(LLAMA, "none", pp=4),
     "pp, accumulated": spread(LLAMA, "none", {"grad_accum": 2}, pp=4),
-    "pp x fsdp": spread(LLAMA, "fsdp", pp=2, dp_shard=2),
-    "pp x tp": spread(LLAMA, "none", pp=2, tp=2),
+    "pp x fsdp": spread(SHORT, "fsdp", pp=2, dp_shard=2),
+    "pp x tp": spread(SHORT, "none", pp=2, tp=2),
     "pp, interleaved": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, pp=2, dp_shard=2),
     "ep": spread(MIXTRAL, "fsdp", ep=4, dp_shard=4),
     "ep x fsdp": spread(MIXTRAL, "fsdp", ep=2, dp_shard=4),
     "ep x hsdp": spread(MIXTRAL, "fsdp", ep=2, dp_replicate=2, dp_shard=2),
     "ep, mla": spread(DEEPSEEK, "fsdp", ep=2, dp_shard=4),
-    "cp": spread(LLAMA, "ddp", cp=4),
-    "cp, learned positions": spread(GPT2, "ddp", cp=4),
+    "cp": spread(SHORT, "ddp", cp=4),
+    "cp, learned positions": spread(SHORT_GPT2, "ddp", cp=4),
     "cp, qk norm": spread(QWEN3, "ddp", cp=4),
-    "cp x ddp, accumulated": spread(LLAMA, "ddp", _ACCUMULATED, dp_replicate=2, cp=2),
-    "cp x fsdp": spread(LLAMA, "fsdp", dp_shard=2, cp=2),
-    "cp x fsdp, tied": spread(GPT2, "fsdp", {"reshard": "2"}, cp=4),
-    "cp x hsdp": spread(LLAMA, "fsdp", dp_replicate=2, cp=2),
-    "cp x tp": spread(LLAMA, "fsdp", cp=2, tp=2),
+    "cp x ddp, accumulated": spread(SHORT, "ddp", _ACCUMULATED, dp_replicate=2, cp=2),
+    "cp x fsdp": spread(SHORT, "fsdp", dp_shard=2, cp=2),
+    "cp x fsdp, tied": spread(SHORT_GPT2, "fsdp", {"reshard": "2"}, cp=4),
+    "cp x hsdp": spread(SHORT, "fsdp", dp_replicate=2, cp=2),
+    "cp x tp": spread(SHORT, "fsdp", cp=2, tp=2),
     "cp x pp": spread(LLAMA, "fsdp", {"pp_schedule": "interleaved"}, cp=2, pp=2),
     "cp, experts": spread(MIXTRAL, "ddp", dp_replicate=2, cp=2),
     "cp x ep": spread(MIXTRAL, "fsdp", ep=2, dp_shard=2, cp=2),
@@ -134,9 +137,9 @@ def losses(of: TrainCase, ranks: Ranks, steps: int = STEPS) -> list[float]:
     return learned(of, ranks, steps)[0]
 
 
-def curves_of_all(ranks: Ranks) -> dict[str, tuple[list[float], float]]:
-    """Losses of few steps and the first gradient norm of every case. Every rank calls it."""
-    return {name: learned(case, ranks, FEW_STEPS) for name, case in CASES.items()}
+def curves_of(ranks: Ranks, names: list[str]) -> dict[str, tuple[list[float], float]]:
+    """Losses of few steps and the first gradient norm of these cases. Every rank calls it."""
+    return {name: learned(CASES[name], ranks, FEW_STEPS) for name in names}
 
 
 def _batches(of: TrainCase, place: RankCoordinates) -> Iterator[tuple[Tensor, Tensor]]:

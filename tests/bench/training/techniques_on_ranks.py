@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from tests.bench.training.curves import losses, small, spread
+from tests.bench.training.curves import FEW_STEPS, STEPS, losses, small, spread
 
 from stepmark.bench.ranks import Ranks
 from stepmark.bench.training import trainer
@@ -99,15 +99,22 @@ def reduced_bytes(case: TrainCase, ranks: Ranks) -> int:
     )
 
 
-def curves_kinds_and_bytes(ranks: Ranks) -> dict[str, Any]:
-    """By name of a case: its losses, the kinds of its layers and of an FP8 weight, and how many
-    bytes of gradients two micro-steps reduce."""
-    curves: dict[str, list[float]] = {}
+def curves_kinds_and_bytes(ranks: Ranks, names: list[str]) -> dict[str, Any]:
+    """Return losses of these cases, and of what they are compared with; of all FP8 cases the
+    kinds of layers and of a weight; and how many bytes of gradients two micro-steps reduce.
+    """
+    wanted = {*names, *(name.replace(": ", ": like ", 1) for name in names)}
+    found = {name: case for name, case in cases().items() if name in wanted}
+    steps: dict[str, int] = {}  # by case: as many as a comparison with it needs
+    for name, case in found.items():
+        is_exact = name.partition(": ")[2].removeprefix("like ") in EXACT
+        needed = FEW_STEPS if is_exact else STEPS
+        steps[case.case_id] = max(needed, steps.get(case.case_id, 0))
     known: dict[str, list[float]] = {}
-    for name, case in cases().items():
+    for case in found.values():
         if case.case_id not in known:
-            known[case.case_id] = losses(case, ranks)
-        curves[name] = known[case.case_id]
+            known[case.case_id] = losses(case, ranks, steps[case.case_id])
+    curves = {name: known[case.case_id] for name, case in found.items()}
     layers = {name: kinds(case, ranks) for name, case in cases().items() if case.fp8 != "none"}
     reduced = {
         f"{layout}: {sync.value}": reduced_bytes(

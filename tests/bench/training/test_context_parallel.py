@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.ranks_pool import Pool
+from tests.selected import parameters, slowly
 from torch import Tensor
 from torch.nn import functional
 
@@ -19,7 +20,7 @@ from stepmark.bench.training.attention import _attend_prefix, causal_attention, 
 from stepmark.bench.training.model_parallel import GatheredAttention, SequenceShard
 
 from .context_on_ranks import CASES, ROUNDED, learned_and_sent
-from .curves import LLAMA, alone, case, learned
+from .curves import FEW_STEPS, LLAMA, alone, case, learned
 from .models import apart
 
 CPU = torch.device("cpu")
@@ -201,10 +202,11 @@ def test_kernels_of_cuda_align_the_last_query(
 
 
 @pytest.fixture(scope="module")
-def told() -> Told:
-    """All cases, from one pool of two ranks."""
+def told(request: pytest.FixtureRequest) -> Told:
+    """Selected cases, from one pool of two ranks."""
+    names = sorted(parameters(request, "name"))
     with Pool(2) as pool:
-        answer: Told = pool.run(learned_and_sent, timeout_s=900)[0]
+        answer: Told = pool.run(learned_and_sent, names, timeout_s=900)[0]
     return answer
 
 
@@ -213,10 +215,13 @@ def reference(name: str) -> tuple[list[float], float]:
     """Without any technique, but in the same precision, on one rank."""
     of = (CASES | ROUNDED)[name]
     plain = replace(alone(of), precision=of.precision)
-    return learned(plain, ONE)
+    return learned(plain, ONE, FEW_STEPS)
 
 
-@pytest.mark.parametrize("name", CASES)
+OF_COMPILED = ("compiled blocks, learned positions", "compiled blocks, sac 1/2")
+
+
+@pytest.mark.parametrize("name", slowly(list(CASES), OF_COMPILED))
 def test_the_loss_curve_is_that_of_one_process(name: str, told: Told) -> None:
     curve, norm = told["learned"][name]
     want, want_norm = reference(name)
@@ -224,7 +229,7 @@ def test_the_loss_curve_is_that_of_one_process(name: str, told: Told) -> None:
     assert norm == pytest.approx(want_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ROUNDED)
+@pytest.mark.parametrize("name", slowly(list(ROUNDED), ("amp of shards",)))
 def test_rounded_products_learn_nearly_the_same(name: str, told: Told) -> None:
     curve, _ = told["learned"][name]
     want, _ = reference(name)

@@ -6,10 +6,12 @@ from functools import cache
 import pytest
 import torch
 from tests.ranks_pool import Pool
+from tests.selected import parameters, slowly
 
 from stepmark.bench.ranks import Ranks
+from stepmark.core.train_case import TrainCase
 
-from .curves import CASES, FEW_STEPS, alone, curves_of_all, learned
+from .curves import CASES, FEW_STEPS, alone, curves_of, learned
 
 # fp32 sums in another order; AdamW's first steps are sign-like and amplify that.
 TOLERANCE = 2e-4
@@ -18,22 +20,46 @@ TOLERANCE_OF_EXPERTS = 1e-3
 
 
 @pytest.fixture(scope="module")
-def spread() -> dict[str, tuple[list[float], float]]:
-    """The losses and the first gradient norm of all cases, from four ranks."""
+def spread(request: pytest.FixtureRequest) -> dict[str, tuple[list[float], float]]:
+    """The losses and the first gradient norm of selected cases, from four ranks."""
+    names = sorted(parameters(request, "name"))
     with Pool(4) as pool:
-        curves: dict[str, tuple[list[float], float]] = pool.run(curves_of_all, timeout_s=900)[0]
+        curves: dict[str, tuple[list[float], float]]
+        curves, *_ = pool.run(curves_of, names, timeout_s=900)
     return curves
+
+
+# Each dimension and technique of these is in another case, too.
+COMBINED = (
+    *(
+        "ddp, tied",
+        "fsdp, accumulated",
+        "tp",
+        "pp, accumulated",
+        "pp x fsdp",
+        "ep",
+        "ep x fsdp",
+    ),
+    *("cp", "cp, learned positions", "cp, qk norm", "cp x fsdp", "cp x hsdp", "cp, experts"),
+    *("cp x ep", "ep, mla"),
+)
+NAMES = slowly(list(CASES), COMBINED)
 
 
 ALONE = Ranks(rank=0, num_ranks=1, local_rank=0, device=torch.device("cpu"))
 
 
 @cache
+def learned_alone(case: TrainCase) -> tuple[list[float], float]:
+    return learned(case, ALONE, FEW_STEPS)
+
+
 def reference(name: str) -> tuple[list[float], float]:
-    return learned(alone(CASES[name]), ALONE, FEW_STEPS)
+    """Return what one process learns; many ways to spread a model have one reference."""
+    return learned_alone(alone(CASES[name]))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_the_loss_curve_is_that_of_one_process(
     name: str, spread: dict[str, tuple[list[float], float]]
 ) -> None:
@@ -41,7 +67,7 @@ def test_the_loss_curve_is_that_of_one_process(
     assert spread[name][0] == pytest.approx(reference(name)[0], rel=limit)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_have_the_norm_of_one_process(
     name: str, spread: dict[str, tuple[list[float], float]]
 ) -> None:

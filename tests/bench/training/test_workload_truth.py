@@ -13,6 +13,7 @@ import pytest
 from tests.bench.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN, WITH_ROOT
 from tests.bench.training.workload_on_ranks import sent_by_all
 from tests.ranks_pool import Pool
+from tests.selected import parameters, slowly
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -38,12 +39,14 @@ Recorded = dict[str, list[list[Row]]]
 
 
 @pytest.fixture(scope="module")
-def recorded() -> dict[int, Recorded]:
-    """All cases by number of ranks, from a pool for each number."""
+def recorded(request: pytest.FixtureRequest) -> dict[int, Recorded]:
+    """Selected cases by number of ranks, from a pool for each number."""
+    selected = parameters(request, "name")
     answers: dict[int, Recorded] = {}
-    for num_ranks in CASES:
+    for num_ranks, cases in CASES.items():
+        names = [name for name in cases if name in selected]
         with Pool(num_ranks) as pool:
-            answer = pool.run(sent_by_all, timeout_s=900)[0]
+            answer = pool.run(sent_by_all, names, timeout_s=900)[0]
             answers[num_ranks] = json.loads(json.dumps(answer))  # tuples as lists
     return answers
 
@@ -95,6 +98,11 @@ def row(one: CommOp, made: Workload, rank: int) -> Row:
     ]
 
 
+# What these send is also in the cases of four ranks, or in others of two.
+OF_TWO = ("ddp", "fsdp", "fsdp without reshard", "tp", "1f1b", "interleaved", "gpipe", "ep")
+OF_FOUR = ("1f1b x fsdp with a root", "fsdp x tp of torchtitan", "1f1b x tp with masters")
+
+
 def compare(case: TrainCase, name: str, seen: list[list[Row]]) -> None:
     made = generated(case, name)
     assert len(seen) == made.world_size
@@ -102,12 +110,12 @@ def compare(case: TrainCase, name: str, seen: list[list[Row]]) -> None:
         assert rows(made, rank) == messages, f"rank {rank}"
 
 
-@pytest.mark.parametrize("name", CASES[2])
+@pytest.mark.parametrize("name", slowly(list(CASES[2]), OF_TWO))
 def test_two_ranks_send_what_is_generated(name: str, recorded: dict[int, Recorded]) -> None:
     compare(CASES[2][name], name, recorded[2][name])
 
 
-@pytest.mark.parametrize("name", CASES[4])
+@pytest.mark.parametrize("name", slowly(list(CASES[4]), OF_FOUR))
 def test_four_ranks_send_what_is_generated(name: str, recorded: dict[int, Recorded]) -> None:
     compare(CASES[4][name], name, recorded[4][name])
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.bench.training.curves import DEEPSEEK, GPT2, LLAMA, MIXTRAL, spread
+from tests.bench.training.curves import DEEPSEEK, LLAMA, MIXTRAL, SHORT, SHORT_GPT2, spread
 
 from stepmark.core.dtypes import DType
 from stepmark.core.model import ModelConfig
@@ -13,11 +13,11 @@ from stepmark.core.training import GradSync, Precision, Recompute
 # Rows that no number of ranks divides; gradients of more than one MiB.
 ODD = replace(LLAMA, num_layers=3, ffn_hidden_size=226, vocab_size=510)
 WIDE = replace(LLAMA, num_layers=2, hidden_size=256, ffn_hidden_size=512, vocab_size=1024)
-DEEP = replace(LLAMA, num_layers=8)
+DEEP = replace(LLAMA, num_layers=8)  # two chunks of four stages
+AHEAD = replace(LLAMA, num_layers=5)
 HEADS = replace(LLAMA, num_layers=2, num_kv_heads=4)
-SHORT = replace(LLAMA, num_layers=2)
 MOE = replace(MIXTRAL, num_layers=2)
-TIED = replace(GPT2, num_layers=1)
+TIED = replace(SHORT_GPT2, num_layers=1)
 
 AMP: dict[str, Any] = {"precision": Precision.AMP}
 TWICE: dict[str, Any] = {"grad_accum": 2}
@@ -55,42 +55,42 @@ TITAN = ("tp of torchtitan", "fsdp x tp of torchtitan")
 
 CASES: dict[int, dict[str, TrainCase]] = {
     2: {
-        "ddp": made(LLAMA, "ddp", dp_replicate=2),
+        "ddp": made(SHORT, "ddp", dp_replicate=2),
         "ddp as torch has it": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
         "ddp finding unused": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
-        "fsdp": made(LLAMA, "fsdp", AMP, dp_shard=2),
-        "fsdp without reshard": made(LLAMA, "fsdp", {"reshard": "no"}, dp_shard=2),
+        "fsdp": made(SHORT, "fsdp", AMP, dp_shard=2),
+        "fsdp without reshard": made(SHORT, "fsdp", {"reshard": "no"}, dp_shard=2),
         "tp": made(HEADS, "none", tp=2),
         "fsdp with the table again": made(SHORT, "fsdp", dp_shard=2),
         "fsdp with a root": made(SHORT, "fsdp", AMP, TWICE, dp_shard=2),
         "tp of torchtitan": made(HEADS, "none", TWICE, tp=2),
-        "1f1b": made(LLAMA, "none", parts(4), pp=2),
+        "1f1b": made(SHORT, "none", parts(4), pp=2),
         "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
-        "gpipe": made(LLAMA, "none", parts(4), pp=2),
+        "gpipe": made(SHORT, "none", parts(4), pp=2),
         "ep": made(MOE, "fsdp", ep=2, dp_shard=2),
     },
     4: {
         "ddp in buckets": made(WIDE, "ddp", AMP, TWICE, {"bucket_mb": 1}, dp_replicate=4),
         "ddp held": made(WIDE, "ddp", MASTER, LAST, {"bucket_mb": 1}, dp_replicate=4),
-        "ddp tied x cp": made(GPT2, "ddp", dp_replicate=2, cp=2),
+        "ddp tied x cp": made(SHORT_GPT2, "ddp", dp_replicate=2, cp=2),
         "fsdp padded": made(ODD, "fsdp", AMP, TWICE, dp_shard=4),
-        "fsdp held": made(LLAMA, "fsdp", AMP, LAST, {"reduce_dtype": DType.BF16}, dp_shard=4),
+        "fsdp held": made(SHORT, "fsdp", AMP, LAST, {"reduce_dtype": DType.BF16}, dp_shard=4),
         "fsdp in groups": made(
             LLAMA, "fsdp", {"reshard": "no", "blocks_per_group": 3, "prefetch": 2}, dp_shard=4
         ),
         "fsdp reshard over 2": made(ODD, "fsdp", FULL, {"reshard": "2"}, dp_shard=4),
-        "fsdp prefetch 3": made(DEEP, "fsdp", {"prefetch": 3}, dp_shard=4),
-        "hsdp": made(LLAMA, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
+        "fsdp prefetch 3": made(AHEAD, "fsdp", {"prefetch": 3}, dp_shard=4),
+        "hsdp": made(SHORT, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
         "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
         "fsdp x tp, tied": made(TIED, "fsdp", FULL, dp_shard=2, tp=2),
         "fsdp x tp of torchtitan": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
-        "1f1b": made(DEEP, "none", parts(8), pp=4),
+        "1f1b": made(LLAMA, "none", parts(8), pp=4),
         "1f1b x fsdp": made(LLAMA, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
         "1f1b x fsdp with a root": made(SHORT, "fsdp", parts(4), pp=2, dp_shard=2),
         "1f1b x tp with masters": made(HEADS, "none", MASTER, TWICE, parts(4), pp=2, tp=2),
         "interleaved": made(DEEP, "none", INTERLEAVED, parts(8), pp=4),
-        "interleaved x fsdp": made(DEEP, "fsdp", INTERLEAVED, parts(4), pp=2, dp_shard=2),
+        "interleaved x fsdp": made(LLAMA, "fsdp", INTERLEAVED, parts(4), pp=2, dp_shard=2),
         "gpipe x fsdp": made(LLAMA, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),
         "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
         "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),

@@ -173,15 +173,16 @@ def sent(case: TrainCase, ranks: Ranks, told: Told) -> tuple[list[Row], list[Row
     return setup.rows, step().rows
 
 
-def sent_by_all(ranks: Ranks) -> dict[str, list[list[Row]]]:
-    """Return rows by case and rank. Every rank calls it.
+def sent_by_all(ranks: Ranks, names: list[str]) -> dict[str, list[list[Row]]]:
+    """Return rows of these cases, by case and rank. Every rank calls it.
 
     A row is collective, dtype, call bytes, message bytes, members, peer and phase.
     """
     Experts.route = evenly  # type: ignore[method-assign]
     told = Told()
     found: dict[str, list[list[Row]]] = {}
-    for name, case in CASES[ranks.num_ranks].items():
+    for name in names:
+        case = CASES[ranks.num_ranks][name]
         trainer.Schedule1F1B = (  # type: ignore[attr-defined]
             ScheduleGPipe if name in GPIPE else Schedule1F1B
         )

@@ -1,0 +1,21 @@
+"""`python -m tests.cli.prediction_rows STEP WORDS`: the recipe, with one step of two ranks.
+
+Its ranks are forked.
+"""
+
+import runpy
+import sys
+
+from tests import fork_server, forked_ranks
+
+from stepmark.launch import local_ranks
+
+RECIPE = fork_server.ROOT / "recipes" / "prediction_rows.py"
+
+if __name__ == "__main__":
+    fork_server.server()  # while there are no threads
+    local_ranks._start = forked_ranks.start
+    step = sys.argv.pop(1)
+    recipe = runpy.run_path(str(RECIPE))
+    recipe["ROWS"][2] = (step,)
+    sys.exit(recipe["main"]())
