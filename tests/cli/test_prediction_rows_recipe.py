@@ -7,11 +7,7 @@ import runpy
 from pathlib import Path
 
 import pytest
-<<<<<<< HEAD
-from tests import outputs
-=======
-from tests import fork_server
->>>>>>> wt-time
+from tests import fork_server, outputs
 
 from stepmark.app import run
 from stepmark.app.machine import machine

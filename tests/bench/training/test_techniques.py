@@ -17,11 +17,18 @@ from stepmark.core.flops import per_token
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import GradSync, Precision, Recompute
 
-<<<<<<< HEAD
-from .curves import DEEPSEEK, GPT2, LLAMA, MIXTRAL, QWEN3, alone, losses, spread
-=======
-from .curves import FEW_STEPS, LLAMA, STEPS, alone, losses, spread
->>>>>>> wt-time
+from .curves import (
+    DEEPSEEK,
+    FEW_STEPS,
+    GPT2,
+    LLAMA,
+    MIXTRAL,
+    QWEN3,
+    STEPS,
+    alone,
+    losses,
+    spread,
+)
 from .techniques_on_ranks import EXACT, LAYOUTS, MODEL, OF_FSDP, ROUNDED, curves_kinds_and_bytes
 
 # Of the loss. fp32 sums in another order, not amplified yet in so few steps.
