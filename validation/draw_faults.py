@@ -4,14 +4,15 @@
     python validation/draw_faults.py find FAULTS.toml [A-B]      run tests until one fails
 
 The faults are drawn evenly over the rooms and operators below, so that nobody chooses them.
-`find` tries the tests of the fault's room first, then those that read its output; it writes the
-test into the file, and prints the faults that survive. Found ones join tests/mutations.toml.
+`find` tries tests that import the fault's file, then frozen outputs, then tests of the room; it
+writes the test into the file, and prints faults that survive. Found ones join mutations.toml.
 """
 
 import argparse
 import ast
 import json
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,28 +29,28 @@ from tests import mutate  # noqa: E402
 
 SEED = 20261127
 COUNT = 60
-# By room: its files, and its tests in the order in which they are tried.
-ROOMS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "predict": (
-        ("predict", "app/predict*.py", "app/parts.py", "app/comm_contention.py"),
-        ("predict", "app"),
+# By room: its files.
+ROOMS: dict[str, tuple[str, ...]] = {
+    "predict": ("predict", "app/predict*.py", "app/parts.py", "app/comm_contention.py"),
+    "trace": ("trace", "app/trace*.py"),
+    "replay": ("bench/replay", "app/replay*.py", "report/replay*.py"),
+    "launch": ("launch",),
+    "verdicts": tuple(
+        f"core/{name}.py"
+        for name in ("verdicts", "ratio", "variance", "launches", "acceptance", "racing")
     ),
-    "trace": (("trace", "app/trace*.py"), ("trace", "app")),
-    "replay": (
-        ("bench/replay", "app/replay*.py", "report/replay*.py"),
-        ("bench/replay", "report/test_replay.py", "cli/test_replay.py"),
-    ),
-    "launch": (("launch",), ("launch", "cli/test_launch.py", "cli/test_launch_jobs.py")),
-    "verdicts": (
-        tuple(
-            f"core/{name}.py"
-            for name in ("verdicts", "ratio", "variance", "launches", "acceptance", "racing")
-        ),
-        ("core", "store", "cli/test_compare.py", "cli/test_check.py"),
-    ),
-    "store": (("store",), ("store", "cli/test_runs_cli.py", "cli/test_compare.py")),
+    "store": ("store",),
 }
-AFTER_ALL = ("test_outputs.py", "api")
+# Tests that run commands of a room, tried after those that import the file of a fault.
+OF_ROOM: dict[str, tuple[str, ...]] = {
+    "predict": ("app/test_predicted_steps.py", "app/test_predict.py"),
+    "trace": ("trace", "app/test_trace_breakdown.py"),
+    "replay": ("bench/replay", "cli/test_replay.py"),
+    "launch": ("launch", "cli/test_launch.py", "cli/test_ranks.py"),
+    "verdicts": ("store/test_compare.py", "cli/test_check.py", "cli/test_sweep.py"),
+    "store": ("store", "cli/test_runs_cli.py", "cli/test_compare.py"),
+}
+OUTPUTS = "test_outputs.py"
 OPERATORS = ("constant", "comparison", "sign", "any or all", "dropped line")
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -133,7 +134,7 @@ def _replacements(node: ast.expr | ast.stmt, source: str) -> Iterator[tuple[str,
 def draw(seed: int = SEED, count: int = COUNT) -> list[dict[str, object]]:
     """Return faults as tests/mutations.toml has them, drawn evenly over rooms and operators."""
     choice = random.Random(seed).choice
-    candidates = {room: list(_candidates(files)) for room, (files, _) in ROOMS.items()}
+    candidates = {room: list(_candidates(files)) for room, files in ROOMS.items()}
     rooms = list(ROOMS)
     faults: list[dict[str, object]] = []
     while len(faults) < count:
@@ -175,6 +176,19 @@ def _fault(path: Path, change: Change) -> dict[str, object]:
     }
 
 
+def importers(file: str) -> tuple[str, ...]:
+    """Return the test files that import a file of the package, the shortest first."""
+    *folders, name = file.removesuffix(".py").removesuffix("/__init__").split("/")
+    package = ".".join(["stepmark", *folders])
+    is_import = re.compile(
+        rf"from {package}\.{name} import|from {package} import [^\n]*\b{name}\b"
+    )
+    folder = ROOT / "tests"
+    files = [path for path in folder.rglob("test_*.py") if is_import.search(path.read_text())]
+    files.sort(key=lambda path: path.stat().st_size)
+    return tuple(path.relative_to(folder).as_posix() for path in files)
+
+
 def find(faults: list[dict[str, object]], places: range, target: Path) -> int:
     """Try tests until one notices each fault. Returns how many survive."""
     survivors = 0
@@ -184,16 +198,18 @@ def find(faults: list[dict[str, object]], places: range, target: Path) -> int:
             plain = faults[place]
             if plain["tests"]:
                 continue
-            _, room_tests = ROOMS[str(plain["room"])]
             test = None
-            for tests in (*room_tests, *AFTER_ALL):
+            of_room = OF_ROOM[str(plain["room"])]
+            for tests in (importers(str(plain["file"])), (OUTPUTS,), of_room):
                 fault = mutate.Fault(
                     what=str(plain["what"]),
                     file=str(plain["file"]),
                     old=str(plain["old"]),
                     new=str(plain["new"]),
-                    tests=(tests,),
+                    tests=tests,
                 )
+                if not tests:
+                    continue
                 try:
                     test = mutate.found_by(tree, fault)
                 except (RuntimeError, subprocess.TimeoutExpired) as error:
