@@ -41,16 +41,24 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "store": ("store",),
 }
-# Tests that run commands of a room, tried after those that import the file of a fault.
+# By room: frozen outputs of its commands, and tests that run them. They are tried after those
+# that import the file of a fault.
+OUTPUTS: dict[str, tuple[str, ...]] = {
+    "predict": ("predict", "predictions"),
+    "trace": ("trace", "logs", "compare"),
+    "replay": ("dry-run",),
+    "launch": ("dry-run",),
+    "verdicts": ("compare",),
+    "store": ("runs", "compare"),
+}
 OF_ROOM: dict[str, tuple[str, ...]] = {
-    "predict": ("app/test_predicted_steps.py", "app/test_predict.py"),
+    "predict": ("predict/test_timeline.py", "app/test_predicted_steps.py"),
     "trace": ("trace", "app/test_trace_breakdown.py"),
     "replay": ("bench/replay", "cli/test_replay.py"),
     "launch": ("launch", "cli/test_launch.py", "cli/test_ranks.py"),
     "verdicts": ("store/test_compare.py", "cli/test_check.py", "cli/test_sweep.py"),
     "store": ("store", "cli/test_runs_cli.py", "cli/test_compare.py"),
 }
-OUTPUTS = "test_outputs.py"
 OPERATORS = ("constant", "comparison", "sign", "any or all", "dropped line")
 COMPARISONS: dict[type[ast.cmpop], str] = {
     ast.Lt: "<=",
@@ -199,8 +207,12 @@ def find(faults: list[dict[str, object]], places: range, target: Path) -> int:
             if plain["tests"]:
                 continue
             test = None
-            of_room = OF_ROOM[str(plain["room"])]
-            for tests in (importers(str(plain["file"])), (OUTPUTS,), of_room):
+            room = str(plain["room"])
+            frozen = tuple(
+                f"test_outputs.py::test_a_command_prints_what_it_did[{name}]"
+                for name in OUTPUTS[room]
+            )
+            for tests in (importers(str(plain["file"])), frozen, OF_ROOM[room]):
                 fault = mutate.Fault(
                     what=str(plain["what"]),
                     file=str(plain["file"]),
