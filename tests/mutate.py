@@ -81,7 +81,9 @@ def failed_test(tree: Path, tests: Iterable[str]) -> str | None:
     )
     if done.returncode == 0:
         return None
-    failed = re.search(r"^(?:FAILED|ERROR) tests/(\S+::\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(
+        r"^(?:FAILED|ERROR) tests/(\S+::.+?)(?: - |$)", done.stdout, re.MULTILINE
+    )
     if done.returncode != 1 or not failed:
         raise RuntimeError(f"the tests do not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return failed[1]
