@@ -191,6 +191,7 @@ def test_a_chain_of_groups_ends_at_the_rank_that_waits_for_nobody(tmp_path: Path
 
 
 @pytest.mark.ranks
+@pytest.mark.alone  # its faults are delays
 def test_forked_gloo_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.trace.gloo_faults", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)

@@ -121,6 +121,7 @@ def test_calls_that_wait_are_samples_each(pool: Pool) -> None:
     assert [len(seconds) for seconds in record.samples.seconds] == [11] * 4
 
 
+@pytest.mark.alone
 def test_without_a_number_it_ends_within_its_time(pool: Pool) -> None:
     begin = time.monotonic()
     record = one(pool, case_of(), CommHow(), Effort(sample_s=0.3, target_ci_rel=1e-9))
