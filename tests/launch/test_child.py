@@ -155,6 +155,25 @@ def test_a_second_signal_kills(tmp_path: Path) -> None:
     assert alive(kids(tmp_path)) == []
 
 
+def test_one_signal_after_the_limit_leaves_time_to_store(tmp_path: Path) -> None:
+    """A command past its limit was asked once to end; the user's first signal asks again."""
+    code = "import signal, sys, time\n"
+    code += "signal.signal(15, lambda *_: (time.sleep(0.8), print('kept', flush=True), "
+    code += "sys.exit(143)))\nprint('up', flush=True)\ntime.sleep(60)"
+    seen: list[int] = []
+    threading.Timer(1.7, seen.append, [signal.SIGINT]).start()
+    ended = child.run(
+        [sys.executable, "-c", code],
+        os.environ,
+        out=tmp_path / "out",
+        err=tmp_path / "err",
+        limit_s=1.5,
+        signals=seen,
+    )
+    assert (ended.exit_code, ended.timed_out) == (143, True)
+    assert (tmp_path / "out").read_text() == "up\nkept\n"
+
+
 def test_signals_are_caught_and_given_back() -> None:
     before = signal.getsignal(signal.SIGINT)
     with catching() as seen:

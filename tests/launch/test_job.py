@@ -111,6 +111,16 @@ def test_mpich_and_intel_mpi_are_launchers(monkeypatch: pytest.MonkeyPatch) -> N
     assert outer_launcher.num_local_ranks() == 2
 
 
+def test_a_rank_has_both_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell that exports one of them, as for a script of its own, starts no rank."""
+    for name, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK")):
+        monkeypatch.delenv(other, raising=False)
+        monkeypatch.setenv(name, "1")
+        assert not outer_launcher.is_rank()
+    monkeypatch.setenv("RANK", "0")
+    assert outer_launcher.is_rank()
+
+
 def test_the_kernels_list_of_cores() -> None:
     assert cores_of("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert cores_of("\n") == set()
