@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 PROGRAM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -32,8 +32,9 @@ _SCREENS = (
 class Tab:
     """A page that is open. problems: errors and warnings of its console."""
 
-    def __init__(self, commands: int, replies: BinaryIO) -> None:
+    def __init__(self, commands: int, replies: int) -> None:
         self._commands, self._replies = commands, replies
+        self._data = b""  # of replies that are not read yet
         self._number, self._session = 0, ""
         self.problems: list[str] = []
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
@@ -57,10 +58,11 @@ class Tab:
                 return result
 
     def _read(self) -> dict[str, Any]:
-        data = bytearray()
-        while (byte := self._replies.read(1)) != b"\0":
-            assert byte, "the browser has ended"
-            data += byte
+        while b"\0" not in self._data:
+            piece = os.read(self._replies, 1 << 20)
+            assert piece, "the browser has ended"
+            self._data += piece
+        data, _, self._data = self._data.partition(b"\0")
         message: dict[str, Any] = json.loads(data)
         self._note(message)
         return message
@@ -133,10 +135,10 @@ def tab() -> Iterator[Tab]:
         os.close(to_browser[0])
         os.close(from_browser[1])
         try:
-            with os.fdopen(from_browser[0], "rb") as replies:
-                yield Tab(to_browser[1], replies)
+            yield Tab(to_browser[1], from_browser[0])
         finally:
             os.close(to_browser[1])
+            os.close(from_browser[0])
             process.kill()
             process.wait()
 

@@ -4,6 +4,7 @@ import csv
 import os
 import re
 import runpy
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.ranks
 
 
 def recipe(*words: str, cwd: Path, code: int = 0) -> str:
-    with (cwd / "stdout").open("w+") as out, (cwd / "stderr").open("w+") as err:
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = fork_server.server().fork_command(
             ["tests.cli.prediction_rows", STEP, *words],
             environment() | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"},
@@ -29,10 +30,13 @@ def recipe(*words: str, cwd: Path, code: int = 0) -> str:
             (out.fileno(), err.fileno()),
         )
         returncode = process.wait(300)
-    text = (cwd / "stderr").read_text()
+        out.seek(0)
+        err.seek(0)
+        shown = out.read()
+        text = err.read()
     assert returncode == code, text[-3000:]
     assert ("committed before the measurement" in text) == (words[0] == "measure")
-    return (cwd / "stdout").read_text()
+    return shown
 
 
 def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> None:

@@ -52,8 +52,15 @@ def test_a_page_is_small(page: Path) -> None:
     assert page.stat().st_size < MOST_BYTES
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "light"),
+        (1280, "dark"),
+        pytest.param(390, "dark", marks=pytest.mark.slow),
+        pytest.param(1280, "light", marks=pytest.mark.slow),
+    ],
+)
 def test_a_page_fits_and_has_no_error(
     tab: browser.Tab, page: Path, width: int, scheme: str
 ) -> None:

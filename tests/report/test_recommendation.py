@@ -84,9 +84,9 @@ def won(advice: Advice) -> list[str]:
 
 
 def test_noise_is_not_recommended() -> None:
-    # 300 sweeps of 6 settings, 10 sizes, 3 rounds: under 2 % may say anything at all.
-    false = sum(bool(won(advised(seed, rounds=3, noise=0.02))) for seed in range(300))
-    assert false <= 6
+    # Of 6 settings, 10 sizes, 3 rounds: under 2 % of sweeps may say anything at all.
+    false = sum(bool(won(advised(seed, rounds=3, noise=0.02))) for seed in range(100))
+    assert false <= 2
 
 
 def test_noise_is_not_recommended_with_more_rounds() -> None:
