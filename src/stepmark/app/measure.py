@@ -95,7 +95,7 @@ def measure_or_list(
     """
 
     def planned() -> Plan:
-        check_outputs(options)
+        check_outputs(options, options.out, dry_run=options.dry_run)
         check()
         return make_plan(machine(options.device, dry_run=options.dry_run))
 
@@ -134,7 +134,8 @@ def resume(options: ResumeOptions) -> int:
         if num_ranks != plan.world_size:
             allowed = f"resumed with {plan.world_size} ranks, as it began, not {num_ranks}"
             raise ConfigError("run", name, allowed)
-        check_outputs(build(MeasureOptions, plan.options))
+        planned = build(MeasureOptions, plan.options)
+        check_outputs(planned, planned.out, dry_run=planned.dry_run)
         if outer_launcher.is_rank() and plan.device != (device := machine(None).device):
             allowed = f"a run on {device}; resume a run on {plan.device} without a launcher"
             raise ConfigError("run", name, allowed)

@@ -21,7 +21,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files
 from stepmark.core.options import load
 from stepmark.core.record import RunInfo
-from stepmark.core.verb_options import (
+from stepmark.core.runs_options import (
     ExportOptions,
     ListOptions,
     ReportOptions,
