@@ -32,9 +32,10 @@ from stepmark.report import summary
 from stepmark.report.predicted_steps import StepReport
 from stepmark.store import query
 from stepmark.store.codec import to_plain
-from stepmark.store.export import columns_of, export
+from stepmark.store.export import columns_of
 from stepmark.store.files import write_text
 from stepmark.store.reader import Run, find_run, list_runs, read
+from stepmark.store.run_export import export
 
 Row = dict[str, object]
 
