@@ -186,7 +186,7 @@ def write_run_page(
 ) -> Path:
     """Write the page of a run. report: of the steps that it predicted, if any."""
     target = target or path / "report.html"
-    html = load("stepmark.report.page:html")  # with plotly
+    html = load("stepmark.report.run_page:html")  # with plotly
     sections: dict[str, str] = {}
     if report:
         names = ("headline", "answer", "evidence")
