@@ -29,6 +29,7 @@ from stepmark.core.runs_options import (
     SqlOptions,
 )
 from stepmark.report import summary
+from stepmark.report.comm_summary import comm_lines
 from stepmark.report.predicted_steps import StepReport
 from stepmark.store import query
 from stepmark.store.codec import to_plain
@@ -74,7 +75,7 @@ def print_run(path: Path, run: View) -> None:
 def _summary(run: View) -> list[str]:
     """Return one finding per line."""
     operators = summary.summary_lines(run.run, run.rows) if run.rows else []
-    others = summary.comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
+    others = comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
     return ["", *operators, *others]
 
 

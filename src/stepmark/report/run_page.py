@@ -9,12 +9,13 @@ from stepmark.core.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.core.units import format_bytes
 from stepmark.report import comm_figures, figures, training_figures
 from stepmark.report.comm_columns import COMM_COLUMNS
+from stepmark.report.comm_summary import comm_lines
 from stepmark.report.figures import Drawn
 from stepmark.report.first_screen import machine_facts
 from stepmark.report.op_columns import OP_COLUMNS
 from stepmark.report.page import definitions, document, figure_section, section
-from stepmark.report.row_tables import describe, table
-from stepmark.report.summary import LEAD, comm_lines, summary_lines, train_lines
+from stepmark.report.row_tables import LEAD, describe, table
+from stepmark.report.summary import summary_lines, train_lines
 from stepmark.report.train_columns import TRAIN_COLUMNS
 
 _LAYER_NOTE = "Fastest backend and dtype of each role of a layer (of each kind), once."
