@@ -210,12 +210,12 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
     "a section of a run's page": (
         Edit(file="report/families.py", text=SECTION),
         Edit(
-            file="report/page.py",
+            file="report/run_page.py",
             before="from stepmark.report import comm_figures",
             text="from stepmark.report import families\n",
         ),
         Edit(
-            file="report/page.py",
+            file="report/run_page.py",
             before='        section("Environment"',
             text='        section("Cases by family", families.table(records)),\n',
         ),

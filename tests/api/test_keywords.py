@@ -7,11 +7,11 @@ import pytest
 import stepmark as sm
 from stepmark.api import keywords
 from stepmark.core.comm_options import CommOptions
+from stepmark.core.compare_options import CompareOptions
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import options_class
 from stepmark.core.options import options as declared
-from stepmark.core.verb_options import CompareOptions
 
 VERBS = [("op", "gemm"), ("op", "all"), ("op", ""), ("comm", ""), ("train", "")]
 VERBS += [("replay", ""), ("predict", ""), ("compare", ""), ("trace", ""), ("workload", "ddp")]

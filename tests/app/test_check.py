@@ -12,11 +12,11 @@ from tests.store.writers import new_run
 
 from stepmark.app import check
 from stepmark.core.case import OpCase
+from stepmark.core.check_options import CheckOptions
 from stepmark.core.errors import ConfigError
 from stepmark.core.ops import Copy
 from stepmark.core.options import plain
 from stepmark.core.record import Skipped
-from stepmark.core.verb_options import CheckOptions
 
 
 def runs(root: Path, name: str, times_s: Sequence[float]) -> list[Path]:

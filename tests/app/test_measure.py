@@ -12,6 +12,7 @@ from tests.store.writers import new_run
 
 from stepmark.app import measure, op
 from stepmark.cli.main import status
+from stepmark.core.check_options import CheckOptions
 from stepmark.core.comm_options import CommOptions
 from stepmark.core.op_options import options_class
 from stepmark.core.options import plain
@@ -19,7 +20,6 @@ from stepmark.core.plan import How, Plan, entries
 from stepmark.core.record import AnyCase, Record, Skipped
 from stepmark.core.run_options import RunOptions
 from stepmark.core.train_options import CalibrateOptions, TrainOptions
-from stepmark.core.verb_options import CheckOptions
 from stepmark.store import plans
 from stepmark.store.runs import RunWriter
 

@@ -14,7 +14,7 @@ import pytest
 from stepmark.app.watch import SITE, read_ranks, setup_of
 from stepmark.cli.main import status
 from stepmark.core.columns import Row
-from stepmark.core.verb_options import WatchOptions
+from stepmark.core.watch_options import WatchOptions
 from stepmark.report.trace_messages import slow_rank_line
 
 pytestmark = pytest.mark.ranks

@@ -22,7 +22,7 @@ from stepmark.core.sweep import (
     Selection,
     Setting,
 )
-from stepmark.core.verb_options import SweepOptions
+from stepmark.core.sweep_options import SweepOptions
 from stepmark.store import sweeps
 from stepmark.store.sweeps import Journal
 

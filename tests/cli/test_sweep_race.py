@@ -20,7 +20,7 @@ from stepmark.core.sweep import (
     Outcome,
     Selection,
 )
-from stepmark.core.verb_options import SweepOptions
+from stepmark.core.sweep_options import SweepOptions
 from stepmark.launch import processes
 from stepmark.store import sweeps
 from stepmark.store.reader import read_info, read_records

@@ -10,7 +10,7 @@ from stepmark.core.columns import EVERYWHERE, Column, Unit, View, aligned, fitte
 from stepmark.report.comm_columns import COMM_COLUMNS
 from stepmark.report.op_columns import OP_COLUMNS
 from stepmark.report.train_columns import TRAIN_COLUMNS
-from stepmark.store.export import export
+from stepmark.store.run_export import export
 
 TABLES = {"op": OP_COLUMNS, "comm": COMM_COLUMNS, "train": TRAIN_COLUMNS}
 RESULTS = Path(__file__).parents[2] / "results"

@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stepmark.core.check_options import CheckOptions
 from stepmark.core.comm_options import CommOptions
+from stepmark.core.compare_options import CompareOptions
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import (
     REQUIRED,
@@ -23,7 +25,6 @@ from stepmark.core.options import (
     words_of,
 )
 from stepmark.core.train_options import TrainOptions
-from stepmark.core.verb_options import CheckOptions, CompareOptions
 from stepmark.core.workload_options import GenerateOptions
 
 

@@ -10,7 +10,7 @@ from stepmark.core.ledger import Work, work_of_op
 from stepmark.core.model import ModelConfig
 from stepmark.core.ops import Gemm, Phase
 from stepmark.core.parallel import ParallelConfig
-from stepmark.core.step_cost import Source
+from stepmark.core.step_cost import Source, known_time
 from stepmark.core.trace_ops import COMM, COMPUTE, MEMORY, MeasuredOp, OpKey, OpTable
 from stepmark.core.train_case import TrainCase
 from stepmark.core.training import CompileScope, DataParallel, Precision, Recompute
@@ -20,7 +20,6 @@ from stepmark.predict.costs import (
     ProfiledCosts,
     RooflineCosts,
     first_of,
-    known_time,
 )
 from stepmark.workload.rules.pytorch.case import of_case
 

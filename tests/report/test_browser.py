@@ -12,7 +12,7 @@ from tests import browser
 from stepmark.app.runs import write_page
 from stepmark.report.comm_columns import rows as comm_rows
 from stepmark.report.op_columns import rows as operator_rows
-from stepmark.report.page import html
+from stepmark.report.run_page import html
 from stepmark.report.train_columns import rows as train_rows
 
 from .comm_records import comm_device, comm_run, full_comm_run

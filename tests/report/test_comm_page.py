@@ -13,10 +13,11 @@ from stepmark.core.columns import Row, number
 from stepmark.report.comm_columns import COMM_COLUMNS, rows
 from stepmark.report.comm_figures import contention, drawn, heat_map, over_size
 from stepmark.report.comm_remarks import matrices
+from stepmark.report.comm_summary import comm_lines
 from stepmark.report.op_columns import rows as operator_rows
-from stepmark.report.page import html, plotly_js
+from stepmark.report.page import plotly_js
 from stepmark.report.row_tables import print_rows
-from stepmark.report.summary import comm_lines
+from stepmark.report.run_page import html
 
 from .comm_records import LINK, SIZES, comm_case, comm_device, comm_run, flat, full_comm_run
 from .records import check_page_of, full_run

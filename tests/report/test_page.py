@@ -6,7 +6,8 @@ import pytest
 
 from stepmark.core.commands import command_of
 from stepmark.report.op_columns import rows
-from stepmark.report.page import html, plotly_js
+from stepmark.report.page import plotly_js
+from stepmark.report.run_page import html
 from stepmark.report.summary import summary_lines
 
 from .records import EVIL, full_run, gemm, made_up_device, measured, run_info

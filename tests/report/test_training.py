@@ -14,6 +14,7 @@ from stepmark.core.flops import per_token
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_words import shape_text, techniques
 from stepmark.core.training import (
     CompileScope,
     DataParallel,
@@ -26,7 +27,7 @@ from stepmark.core.training import (
 from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_printing import best_batches
 from stepmark.report.training_rates import PHASES, drift, mean_phases
-from stepmark.report.training_words import remarks, shape_text, techniques, title
+from stepmark.report.training_words import remarks, title
 
 from .records import FAST, gemm, measured
 from .train_records import (

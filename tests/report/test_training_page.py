@@ -12,7 +12,8 @@ from stepmark.core.columns import Row, digits, number
 from stepmark.core.record import Measured
 from stepmark.core.training import Training
 from stepmark.report.op_columns import rows as operator_rows
-from stepmark.report.page import html, plotly_js
+from stepmark.report.page import plotly_js
+from stepmark.report.run_page import html
 from stepmark.report.summary import train_lines
 from stepmark.report.train_columns import per_rank_rows, rows
 from stepmark.report.training_figures import MAX_CASES, drawn, losses, phase_bars, samples

@@ -10,8 +10,9 @@ from stepmark.core.columns import Row
 from stepmark.core.ops import Copy, Gemm
 from stepmark.core.record import HostLoad, Measured, Telemetry
 from stepmark.report import comm_columns, nccl_tests, op_columns, train_columns
+from stepmark.report.comm_summary import comm_lines
 from stepmark.report.row_tables import print_rows
-from stepmark.report.summary import comm_lines, summary_lines, train_lines
+from stepmark.report.summary import summary_lines, train_lines
 
 from .comm_records import comm_case, comm_measured, comm_run
 from .records import COPY, FAST, full_run, gemm, made_up_device, measured, run_info

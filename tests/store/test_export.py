@@ -14,14 +14,8 @@ import pytest
 from tests.store.test_runs import INFO
 
 from stepmark.core.errors import ConfigError
-from stepmark.store.export import (
-    EXPORTERS,
-    _scalars,
-    export,
-    write_csv,
-    write_json,
-    write_tables,
-)
+from stepmark.store.export import write_csv, write_json, write_tables
+from stepmark.store.run_export import EXPORTERS, _scalars, export
 
 ROWS: list[dict[str, object]] = [
     {"family": "gemm", "m": 4096, "median_s": 1.5e-3, "ok": True, "note": 'a,"b"\nc'},

@@ -48,7 +48,7 @@ from stepmark.report import train_columns
 from stepmark.report.comparison import headline, split_fields
 from stepmark.store import codec
 from stepmark.store.compare import Options, compare, rows_by_line
-from stepmark.store.export import _scalars
+from stepmark.store.run_export import _scalars
 from stepmark.store.series import STRICT, mean_of_cycles, series_of_records
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema3.jsonl"

@@ -9,7 +9,7 @@ import pytest
 from stepmark.app.log_sources import collect
 from stepmark.app.logs import read_report
 from stepmark.core.finding import Finding, Severity
-from stepmark.core.verb_options import LogsOptions
+from stepmark.core.log_options import LogsOptions
 from stepmark.trace.nccl_log import read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose
 

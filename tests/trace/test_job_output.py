@@ -11,7 +11,7 @@ from stepmark.app.log_sources import collect
 from stepmark.app.logs import read_report
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
-from stepmark.core.verb_options import LogsOptions
+from stepmark.core.log_options import LogsOptions
 from stepmark.trace.job_output import is_job_output
 from stepmark.trace.nccl_log import lines, read_log
 from stepmark.trace.nccl_log.diagnosis import diagnose

@@ -11,7 +11,7 @@ from stepmark.api.table import Table, columns_named
 from stepmark.app.compare import compared
 from stepmark.app.view import console
 from stepmark.core import comparison as core
-from stepmark.core.verb_options import CompareOptions
+from stepmark.core.compare_options import CompareOptions
 from stepmark.report import comparison as report
 
 Source = str | os.PathLike[str] | Run

@@ -10,7 +10,7 @@ from stepmark.workload.rules import find_rule
 
 _CLASSES = {
     "predict": "stepmark.core.predict_options:PredictOptions",
-    "compare": "stepmark.core.verb_options:CompareOptions",
+    "compare": "stepmark.core.compare_options:CompareOptions",
     "trace": "stepmark.core.trace_options:BreakdownOptions",
 }
 

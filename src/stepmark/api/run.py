@@ -25,6 +25,7 @@ from stepmark.core.columns import View as Place
 from stepmark.core.comm_case import CommCase
 from stepmark.core.commands import options_of
 from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.kind import KINDS
 from stepmark.core.op_options import LAYER, options_class
 from stepmark.core.ops import FAMILIES
 from stepmark.core.option_groups import MeasureOptions
@@ -86,7 +87,7 @@ class Run(Table):
 
     def _repr_html_(self) -> str:
         run, parts = self._view, [f"<p>{escape(self._summary())}</p>"]
-        for kind in view.KINDS:
+        for kind in KINDS:
             rows = run.rows if kind == "op" else getattr(run, f"{kind}_rows")
             ran = [row for row in rows if row["status"] in ("measured", "wrong")]
             shown = [c for c in view.columns(kind) if Place.CONSOLE in c.views]

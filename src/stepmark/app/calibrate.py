@@ -41,7 +41,8 @@ from stepmark.core.train_case import TrainCase
 from stepmark.core.train_options import CalibrateOptions, TrainOptions, options_of
 from stepmark.core.training import CompileScope, Recompute
 from stepmark.core.units import GIB, format_time
-from stepmark.report import summary
+from stepmark.report.comm_summary import comm_lines
+from stepmark.report.row_tables import LEAD
 from stepmark.trace.kineto.kernels import measured_ops
 from stepmark.workload.rules.pytorch.case import of_case
 
@@ -222,17 +223,17 @@ def _lines(run: View, path: Path) -> Iterator[str]:
     for record in records:
         roles = {label.role for label in record.case.labels}
         if record.training and KERNELS in roles:
-            yield f"{'kernels':<{summary.LEAD}}{_kernel_text(record, path)}"
+            yield f"{'kernels':<{LEAD}}{_kernel_text(record, path)}"
         if record.training and HOST in roles:
-            yield f"{'host':<{summary.LEAD}}{_host_text(record)}"
-    yield from summary.comm_lines(run.comm_rows)
+            yield f"{'host':<{LEAD}}{_host_text(record)}"
+    yield from comm_lines(run.comm_rows)
     for op in dict.fromkeys(r.case.op for r in records if isinstance(r.case, OpCase)):
         at_rates = [r for r in records if isinstance(r.case, OpCase) and r.case.op == op]
         text = "; ".join(
             f"{record.operator.rate} {format_time(median_s(record))} at {_watts(record)}"
             for record in at_rates
         )
-        yield f"{'power':<{summary.LEAD}}{FAMILY_OF[type(op)]} {op.shape_text}: {text}"
+        yield f"{'power':<{LEAD}}{FAMILY_OF[type(op)]} {op.shape_text}: {text}"
 
 
 def _kernel_text(record: Measured, run: Path) -> str:

@@ -27,6 +27,7 @@ from stepmark.core.acceptance import (
     launches_needed,
 )
 from stepmark.core.case import OpCase
+from stepmark.core.check_options import CheckOptions
 from stepmark.core.comm_case import CommCase
 from stepmark.core.comparison import Comparison
 from stepmark.core.errors import ConfigError, worst
@@ -37,7 +38,6 @@ from stepmark.core.ratio import Ratio
 from stepmark.core.record import AnyCase, Measured
 from stepmark.core.stats import slowest_per_sample
 from stepmark.core.units import format_duration
-from stepmark.core.verb_options import CheckOptions
 from stepmark.report import comparison as drawn
 from stepmark.report.comparison import printed
 from stepmark.store import plans

@@ -19,11 +19,11 @@ from stepmark.app.table_series import InputDefaults, series_of_tables, table_lis
 from stepmark.app.view import console
 from stepmark.app.waiting import Waiting
 from stepmark.core.collectives import Collective, collective_named
+from stepmark.core.compare_options import CompareOptions
 from stepmark.core.comparison import Comparison, Series, Side
 from stepmark.core.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.core.options import load
 from stepmark.core.units import parse_bytes
-from stepmark.core.verb_options import CompareOptions
 from stepmark.report import comparison as drawn
 from stepmark.report.comparison import printed
 from stepmark.store.compare import Options

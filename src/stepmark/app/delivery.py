@@ -8,10 +8,9 @@ from typing import Any
 
 from stepmark.app.view import View
 from stepmark.core.errors import ConfigError, worst
-from stepmark.core.option_groups import Files, Output
+from stepmark.core.option_groups import Files
 from stepmark.core.options import dashed
 from stepmark.core.record import Failed, Measured
-from stepmark.core.verb_options import SweepOptions
 from stepmark.launch import outer_launcher
 from stepmark.store.export import is_folder, write_csv, write_json, write_tables
 
@@ -56,10 +55,10 @@ def resume_hint(path: Path) -> str:
     return f"finished cases are kept; go on with: stepmark resume {path}{where}"
 
 
-def check_outputs(options: Output | SweepOptions) -> None:
+def check_outputs(options: Files, out: str | Path | None, *, dry_run: bool) -> None:
     """Validate outputs before measuring. Raises ConfigError."""
     options.check_stdout()
-    if options.dry_run:
+    if dry_run:
         return
     for name in (*_TABLES, "html", "timeline", "aicb_log"):
         target = getattr(options, name, None)
@@ -67,8 +66,8 @@ def check_outputs(options: Output | SweepOptions) -> None:
             raise ConfigError(dashed(name), target, "a file, not a folder")
         if target and target != "-":
             make_folder(name, Path(target) if is_folder(target) else Path(target).parent)
-    if options.out:
-        make_folder("out", Path(options.out))
+    if out:
+        make_folder("out", Path(out))
 
 
 def make_folder(name: str, folder: Path) -> None:

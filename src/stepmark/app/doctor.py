@@ -12,9 +12,9 @@ from rich.text import Text
 from stepmark.app.delivery import write_files
 from stepmark.app.waiting import Waiting
 from stepmark.core.errors import ConfigError
+from stepmark.core.node_options import DoctorOptions
 from stepmark.core.options import dashed, load, plain
 from stepmark.core.units import GB, TFLOP, format_bytes
-from stepmark.core.verb_options import DoctorOptions
 
 if TYPE_CHECKING:
     from stepmark.bench.doctor import Device, Findings

@@ -4,9 +4,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from stepmark.core.ledger import Work, work_of_op
+from stepmark.core.step_cost import known_time
 from stepmark.core.workload import CommOp, ComputeOp, Kernel, Operation, Workload, pass_of
 from stepmark.core.workload_stages import missing_pipeline
-from stepmark.predict.costs import known_time
 from stepmark.workload.formats.aicb_line import column_excess
 
 STEP = "step, s"  # setting: the step of the trace, from its first GPU event to its last

@@ -14,10 +14,10 @@ from stepmark.app.view import print_text
 from stepmark.app.waiting import Waiting
 from stepmark.core.errors import ConfigError
 from stepmark.core.finding import Finding, Severity
+from stepmark.core.log_options import LogsOptions, MessageView
 from stepmark.core.options import load, plain
 from stepmark.core.reading import Table
 from stepmark.core.units import format_bytes, format_time
-from stepmark.core.verb_options import LogsOptions, MessageView
 from stepmark.report import expected, histogram, log_summary
 from stepmark.report.histogram import calls_and_bytes, lines, parse_bins, summary, unknown_ranks
 from stepmark.report.log_summary import print_tables

@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from stepmark.app.delivery import check_outputs
 from stepmark.app.machine import Machine, machine
 from stepmark.app.progress import line
 from stepmark.core.errors import ConfigError, worst
+from stepmark.core.kind import PLAN_VERBS
 from stepmark.core.option_groups import MeasureOptions, ResumeOptions
 from stepmark.core.options import build, load
 from stepmark.core.plan import FORCE, Plan
@@ -23,19 +23,6 @@ from stepmark.launch.supervise import RankFailure, supervise
 from stepmark.store import plans, predictions
 from stepmark.store.reader import find_run, latest, read_info, read_records
 from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
-
-# By verb: the function that shows a run, writes its files and returns the exit code.
-SHOW = {
-    "op": "stepmark.app.op:show",
-    "check": "stepmark.app.check:show",
-    "comm": "stepmark.app.comm:show",
-    "train": "stepmark.app.train:show",
-    "run": "stepmark.app.run:show",
-    "calibrate": "stepmark.app.calibrate:show",
-    "replay": "stepmark.app.replay:show",
-    "fill": "stepmark.app.workload_fill:show",
-}
-Show = Callable[[Path, Mapping[str, Any], int], int]
 
 RANK_MODULE = "stepmark.app.rank"
 _OVER_BUDGET = 1.2
@@ -95,17 +82,23 @@ def measure_or_list(
     """
 
     def planned() -> Plan:
-        check_outputs(options)
+        check_outputs(options, options.out, dry_run=options.dry_run)
         check()
         return make_plan(machine(options.device, dry_run=options.dry_run))
 
     if options.dry_run:
-        here = machine(options.device, dry_run=True)
-        load("stepmark.app.dry_run:show")(planned(), here, options.json, options.csv)
-        return 0
+        return list_plan(planned(), options.device, options.json, options.csv)
     return measure(
         planned, options.device, options.out, resume=options.resume, force=options.force
     )
+
+
+def list_plan(
+    plan: Plan, device: str | None, json: str | None = None, csv: str | None = None
+) -> int:
+    """Print the cases of a plan, or write them to --json and --csv. Returns the exit code."""
+    load(PLAN_VERBS[plan.command].list_plan)(plan, machine(device, dry_run=True), json, csv)
+    return 0
 
 
 def measure_quietly(
@@ -134,7 +127,8 @@ def resume(options: ResumeOptions) -> int:
         if num_ranks != plan.world_size:
             allowed = f"resumed with {plan.world_size} ranks, as it began, not {num_ranks}"
             raise ConfigError("run", name, allowed)
-        check_outputs(build(MeasureOptions, plan.options))
+        planned = build(MeasureOptions, plan.options)
+        check_outputs(planned, planned.out, dry_run=planned.dry_run)
         if outer_launcher.is_rank() and plan.device != (device := machine(None).device):
             allowed = f"a run on {device}; resume a run on {plan.device} without a launcher"
             raise ConfigError("run", name, allowed)
@@ -155,8 +149,7 @@ def show_run(run: Path, code: int) -> int:
     if code == 2 or not is_begun:
         return worst(code, 3)
     plan = plans.read(run)
-    show: Show = load(SHOW[plan.command])
-    return show(run, plan.options, code)
+    return int(load(PLAN_VERBS[plan.command].show)(run, plan.options, code))
 
 
 def _check_processes(plan: Plan) -> None:

@@ -24,11 +24,11 @@ from stepmark.core.comm_case import CommCase
 from stepmark.core.comm_options import MATRIX_OF_PAIRS, CommOptions
 from stepmark.core.errors import ConfigError
 from stepmark.core.node_check import NodeCheck, Remark, merged
+from stepmark.core.node_options import DoctorOptions
 from stepmark.core.node_verdict import FleetVerdict, Outcome, judge
 from stepmark.core.options import argv, dashed, plain
 from stepmark.core.record import AnyCase
 from stepmark.core.units import MIB
-from stepmark.core.verb_options import DoctorOptions
 from stepmark.launch import child, outer_launcher
 from stepmark.launch.signals import catching
 from stepmark.report.node_check import printed, rows

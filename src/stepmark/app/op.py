@@ -128,7 +128,7 @@ def find_max(options: FamilyOptions) -> int:
     The sides are multiples of common tile sizes; the search is coarse on purpose: the best
     shape is a property of the library's tiles, not of a model.
     """
-    delivery.check_outputs(options)
+    delivery.check_outputs(options, options.out, dry_run=options.dry_run)
     check(options)
     op_plan.shape_source(options)
     here = machine(options.device, dry_run=options.dry_run)

@@ -23,19 +23,19 @@ from stepmark.core.options import load
 from stepmark.core.predict_options import PredictOptions, show_what_if
 from stepmark.core.prediction import StepMemory, StepPrediction
 from stepmark.core.roofline import roofline_time
-from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source
+from stepmark.core.step_cost import Costs, OpCost, PowerModel, Source, known_time
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_words import techniques
 from stepmark.core.training import Fp8, Precision
 from stepmark.core.units import format_time
 from stepmark.core.workload import CommOp, ComputeOp, Group, Kernel
 from stepmark.core.workload_stages import missing_pipeline
 from stepmark.predict import memory
 from stepmark.predict.comm import CommCosts, latency_s
-from stepmark.predict.costs import RooflineCosts, file_cost, first_of, known_time
+from stepmark.predict.costs import RooflineCosts, file_cost, first_of
 from stepmark.predict.step import predict_step
 from stepmark.report import prediction as report
 from stepmark.report import step_timeline
-from stepmark.report.training_words import techniques
 from stepmark.store.export import write_json
 from stepmark.store.files import write_text
 from stepmark.workload.rules.pytorch.case import of_case

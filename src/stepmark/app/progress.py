@@ -11,9 +11,9 @@ from stepmark.core.comm_case import CommCase
 from stepmark.core.record import AnyCase, Failed, Measured, Record, Skipped
 from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_words import name_of
 from stepmark.core.training import CompileScope
 from stepmark.core.units import format_bytes, format_time
-from stepmark.report import training_words
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
@@ -82,7 +82,7 @@ def line(record: Record) -> str:
 def case_text(case: AnyCase) -> str:
     """Return the name of a case in a line of progress."""
     if isinstance(case, TrainCase):
-        return f"{case.family} {training_words.name_of(case)}"
+        return f"{case.family} {name_of(case)}"
     if isinstance(case, CommCase):
         words = [case.family, format_bytes(case.message_bytes), case.dtype]
         words += [str(case.redop)] if case.redop is not RedOp.NONE else []

@@ -23,6 +23,7 @@ from stepmark.app.progress import Progress
 from stepmark.app.waiting import Waiting
 from stepmark.core.commands import command_of
 from stepmark.core.errors import StepmarkError
+from stepmark.core.kind import KINDS, PLAN_VERBS
 from stepmark.core.options import load
 from stepmark.core.plan import FORCE, Entry, Plan
 from stepmark.core.record import Environment, Failed, RunInfo
@@ -201,7 +202,7 @@ class Rank:
             context = dataclasses.replace(context, levels=levels)
             if self._plan.is_predicted(todo[0]) and context.ranks.rank == 0:
                 self._guard.idle(_SETUP_S)
-                load("stepmark.app.step_report:commit")(self._run, self._plan)
+                load(PLAN_VERBS[self._plan.command].commit)(self._run, self._plan)
             position = run_cases.run(todo, context, benches, self, sink, start_s=start_s)
             start_s = 0.0
             if position is None:
@@ -360,8 +361,7 @@ class Rank:
 
 def _largest_mbs(case: "TrainCase", device_bytes: int) -> int:
     """Import the estimate only when a case has run out of memory."""
-    mbs: int = load("stepmark.app.train_plan:largest_mbs")(case, device_bytes)
-    return mbs
+    return int(load(KINDS[case.kind].largest_mbs)(case, device_bytes))
 
 
 def _workload(plan: Plan) -> "Workload | None":

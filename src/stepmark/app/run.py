@@ -12,7 +12,7 @@ from pathlib import Path
 
 from stepmark.app import calibrate, comm, delivery, op_plan, replay, train_plan
 from stepmark.app.machine import Machine, machine
-from stepmark.app.measure import measure
+from stepmark.app.measure import list_plan, measure
 from stepmark.app.runs import write_run_page
 from stepmark.app.step_report import reported
 from stepmark.app.view import print_text, view
@@ -20,7 +20,7 @@ from stepmark.core.comm_options import CommOptions
 from stepmark.core.dtypes import DType
 from stepmark.core.errors import ConfigError
 from stepmark.core.op_options import LayerOptions
-from stepmark.core.options import load, plain
+from stepmark.core.options import plain
 from stepmark.core.plan import (
     STEP_LAUNCH,
     CommHow,
@@ -61,8 +61,7 @@ def run(options: RunOptions) -> int:
     """Calibrate, predict, train, and write the page."""
     if options.dry_run:
         target = machine(options.device, dry_run=True)
-        load("stepmark.app.dry_run:show")(plan(options, target), target)
-        return 0
+        return list_plan(plan(options, target), options.device)
 
     def planned() -> Plan:
         combined = plan(options, machine(options.device))

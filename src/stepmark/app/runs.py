@@ -21,7 +21,7 @@ from stepmark.core.errors import ConfigError
 from stepmark.core.option_groups import Files
 from stepmark.core.options import load
 from stepmark.core.record import RunInfo
-from stepmark.core.verb_options import (
+from stepmark.core.runs_options import (
     ExportOptions,
     ListOptions,
     ReportOptions,
@@ -29,12 +29,14 @@ from stepmark.core.verb_options import (
     SqlOptions,
 )
 from stepmark.report import summary
+from stepmark.report.comm_summary import comm_lines
 from stepmark.report.predicted_steps import StepReport
 from stepmark.store import query
 from stepmark.store.codec import to_plain
-from stepmark.store.export import columns_of, export
+from stepmark.store.export import columns_of
 from stepmark.store.files import write_text
 from stepmark.store.reader import Run, find_run, list_runs, read
+from stepmark.store.run_export import export
 
 Row = dict[str, object]
 
@@ -73,7 +75,7 @@ def print_run(path: Path, run: View) -> None:
 def _summary(run: View) -> list[str]:
     """Return one finding per line."""
     operators = summary.summary_lines(run.run, run.rows) if run.rows else []
-    others = summary.comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
+    others = comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
     return ["", *operators, *others]
 
 
@@ -185,7 +187,7 @@ def write_run_page(
 ) -> Path:
     """Write the page of a run. report: of the steps that it predicted, if any."""
     target = target or path / "report.html"
-    html = load("stepmark.report.page:html")  # with plotly
+    html = load("stepmark.report.run_page:html")  # with plotly
     sections: dict[str, str] = {}
     if report:
         names = ("headline", "answer", "evidence")

@@ -21,12 +21,12 @@ from stepmark.core.ledger import Group, Ledger, MeasuredLedger, StepPower
 from stepmark.core.plan import STEP_LAUNCH, Plan
 from stepmark.core.record import Measured
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_words import shape_text
 from stepmark.core.training import CompileScope
 from stepmark.predict.interval import PastPrediction, interval
 from stepmark.report import ledger as report_ledger
 from stepmark.report import prediction as report
 from stepmark.report.predicted_steps import Step, StepReport
-from stepmark.report.training_words import shape_text
 from stepmark.store import ledgers, predictions
 from stepmark.workload.rules.pytorch.case import of_case
 

@@ -27,7 +27,7 @@ from stepmark.core.sweep import (
     flag_of,
     split_values,
 )
-from stepmark.core.verb_options import SweepOptions
+from stepmark.core.sweep_options import SweepOptions
 from stepmark.store import sweeps
 from stepmark.store.runs import new_run_id
 
@@ -58,7 +58,7 @@ class CommandError(StepmarkError):
 def run(options: SweepOptions) -> int:
     """Try every setting in every round and compare. Returns the exit code."""
     refuse_ranks(os.environ)
-    check_outputs(options)
+    check_outputs(options, options.out, dry_run=options.dry_run)
     base = dict(os.environ)
     plugin = options.tuner_plugin or base.get(tuner.PLUGIN)
     if options.emit_tuner:

@@ -14,7 +14,7 @@ from stepmark.app.view import console, print_text
 from stepmark.core.errors import worst
 from stepmark.core.options import load
 from stepmark.core.sweep import Setting, Sweep
-from stepmark.core.verb_options import SweepOptions
+from stepmark.core.sweep_options import SweepOptions
 from stepmark.launch.signals import catching
 from stepmark.report import comparison as drawn
 from stepmark.report import recommendation

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from stepmark.core.case import OpCase
 from stepmark.core.columns import Column, fitted
 from stepmark.core.device import DeviceSpec, find_device
+from stepmark.core.kind import KINDS
 from stepmark.core.ops import Op
 from stepmark.core.options import load
 from stepmark.core.record import Measured, Record, RunInfo
@@ -30,11 +31,6 @@ from stepmark.store.reader import (
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-KINDS = ("op", "comm", "train", "replay")
-# By kind of case: the module of its rows and columns, imported when a run has the kind.
-_COLUMNS = {kind: f"stepmark.report.{kind}_columns" for kind in KINDS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +53,11 @@ class View:
 
 def columns(kind: str) -> Sequence[Column[Any]]:
     """Return the declared columns of the rows of a kind of case."""
-    declared: Sequence[Column[Any]] = load(f"{_COLUMNS[kind]}:{kind.upper()}_COLUMNS")
+    declared: Sequence[Column[Any]] = load(KINDS[kind].columns)
     return declared
 
 
-def view(path: Path, kinds: Collection[str] = tuple(_COLUMNS)) -> View:
+def view(path: Path, kinds: Collection[str] = tuple(KINDS)) -> View:
     """Read a run and derive its rows; print on stderr what could not be read.
 
     kinds: of the cases that count; rows of operators take long, since others are read for them.
@@ -91,7 +87,7 @@ def of_records(run: RunInfo, records: list[Record]) -> View:
     rows: dict[str, list[dict[str, object]]] = {}
     for kind in kinds:
         more = {"reference": reference(run)} if kind == "op" else {}
-        rows[kind] = load(f"{_COLUMNS[kind]}:rows")(records, run, device=device, **more)
+        rows[kind] = load(KINDS[kind].rows)(records, run, device=device, **more)
     return View(
         run=run,
         records=records,
@@ -163,18 +159,19 @@ def operator_samples(runs: Path, name: str) -> tuple[Run, dict[Op, list[float]]]
 
 def sql_types() -> dict[str, str]:
     """Return the SQL type of every declared column."""
-    return {column.name: column.unit.sql_type for kind in _COLUMNS for column in columns(kind)}
+    return {column.name: column.unit.sql_type for kind in KINDS for column in columns(kind)}
 
 
 def show_rows(run: View) -> None:
     """Print a table for each kind of case that the run has."""
-    print_rows = load("stepmark.report.row_tables:print_rows")
+    from stepmark.report.row_tables import print_rows  # noqa: PLC0415
+
     if run.rows or not (run.comm_rows or run.train_rows or run.replay_rows):
         print_rows(run.rows, console(), columns("op"))
     if run.comm_rows:
         print_rows(run.comm_rows, console(), columns("comm"))
     if run.train_rows:
-        load("stepmark.report.training_printing:print_training")(run.train_rows, console())
+        load(KINDS["train"].print_rows)(run.train_rows, console())
     if run.replay_rows:
         print_rows(run.replay_rows, console(), columns("replay"))
 

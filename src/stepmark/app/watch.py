@@ -23,9 +23,10 @@ from stepmark.app import log_sources, logs, trace, trace_messages
 from stepmark.app.delivery import make_folder, write_files
 from stepmark.app.view import print_text
 from stepmark.core.errors import ConfigError, StepmarkError
+from stepmark.core.log_options import LogsOptions
 from stepmark.core.trace_options import BreakdownOptions, MessagesOptions
 from stepmark.core.units import ranks_text
-from stepmark.core.verb_options import LogsOptions, WatchOptions
+from stepmark.core.watch_options import WatchOptions
 from stepmark.launch import foreground, outer_launcher
 from stepmark.report.trace_messages import slow_rank_line
 from stepmark.report.watch_cost import WatchedRank, cost_lines, job_lines

@@ -1,4 +1,4 @@
-"""stepmark workload: generate, show, convert and capture what a training step does."""
+"""stepmark workload: generate, show and convert what a training step does."""
 
 import contextlib
 import sys
@@ -9,20 +9,17 @@ from typing import Any
 from stepmark.app import workload_files, workload_flags, workload_model
 from stepmark.app.waiting import Waiting
 from stepmark.app.workload_files import Target, stage_flag
-from stepmark.bench.capture.watch import Watch
 from stepmark.core.dtypes import DType, parse_dtype
 from stepmark.core.errors import ConfigError
 from stepmark.core.options import dashed, load
 from stepmark.core.parallel import ParallelConfig
 from stepmark.core.workload import Workload
 from stepmark.core.workload_options import (
-    CaptureOptions,
     ConvertOptions,
     Experts,
     GenerateOptions,
     Layout,
     Model,
-    Rows,
     ShowOptions,
 )
 from stepmark.workload.architecture import AnyJob, Batch, OwnJob
@@ -84,33 +81,6 @@ def convert(options: ConvertOptions) -> None:
     stage = stage_flag(options.stage)
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
     workload_files.deliver(workload_files.timed(workload, options.compute_from), target)
-
-
-def capture(options: CaptureOptions) -> None:
-    """Record a rank's step on fake tensors and fake ranks; without -o, print it."""
-    from stepmark.bench.capture.run import capture_file  # noqa: PLC0415 # it loads torch
-
-    file, colon, function = options.file.rpartition(":")
-    if not colon or not file or not function.isidentifier():
-        raise ConfigError("capture", options.file, "FILE.py:FUNCTION")
-    world_size, rank = options.world_size, options.rank
-    if not 0 <= rank < world_size:
-        raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
-    watch = Watch(
-        options.timeout, lambda text: sys.stderr.write(f"{text}\n"), ends_process=True
-    )
-    counts = options.tokens_per_expert
-    # The user's file may print.
-    with contextlib.redirect_stdout(sys.stderr), Waiting(f"capturing rank {rank} of {file}"):
-        workload = capture_file(
-            options.file, world_size, rank, tokens_per_expert=counts, watch=watch
-        )
-    if options.out:
-        for note in workload.notes:
-            sys.stderr.write(f"# {note}\n")
-        workload_files.deliver(workload, Target(out=options.out))
-    else:
-        load(_SHOW)(workload, Rows())
 
 
 def without_effect(options: GenerateOptions) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from stepmark.app import delivery, op_plan, workload_files, workload_times
 from stepmark.app.machine import Machine, machine
-from stepmark.app.measure import measure
+from stepmark.app.measure import list_plan, measure
 from stepmark.app.op_plan import Placed
 from stepmark.app.view import view
 from stepmark.app.workload_files import Target, stage_flag
@@ -16,7 +16,7 @@ from stepmark.core.errors import ConfigError, not_one_of
 from stepmark.core.op_options import ConfigOptions
 from stepmark.core.ops import FAMILY_OF, Op
 from stepmark.core.ops.backends import BACKENDS
-from stepmark.core.options import build, dashed, load, plain
+from stepmark.core.options import build, dashed, plain
 from stepmark.core.options import options as options_of
 from stepmark.core.plan import How, OpHow, Plan, entries
 from stepmark.core.stand_in import backend_of
@@ -41,9 +41,7 @@ def run(options: FillOptions) -> int:
         return plan(options, machine(options.device, dry_run=options.dry_run))
 
     if options.dry_run:
-        here = machine(options.device, dry_run=True)
-        load("stepmark.app.dry_run:show")(planned(), here)
-        return 0
+        return list_plan(planned(), options.device)
     return measure(
         planned, options.device, options.runs, resume=options.resume, force=options.force
     )

@@ -1,7 +1,6 @@
 """stepmark workload show: tables and figures of a workload, or its distinct cases."""
 
 import itertools
-import shlex
 import sys
 from collections import defaultdict
 from collections.abc import Iterable
@@ -23,12 +22,11 @@ from stepmark.core.collectives import (
 )
 from stepmark.core.columns import Row
 from stepmark.core.comm_case import CommCase
-from stepmark.core.commands import command_of
+from stepmark.core.commands import command_of, command_of_op
 from stepmark.core.errors import ConfigError
 from stepmark.core.message import RECV, SEND
-from stepmark.core.op_options import shape_options
 from stepmark.core.ops import FAMILY_OF, Attention, Bmm, Gemm, GroupedGemm, Op
-from stepmark.core.options import argv, load
+from stepmark.core.options import load
 from stepmark.core.workload import CommOp, ComputeOp, Workload, pass_of
 from stepmark.core.workload_options import Rows
 from stepmark.report import workload_tables, workload_text
@@ -252,7 +250,7 @@ def operator_rows(workload: Workload) -> list[Row]:
             "calls": max(by_stage.values()),
             "stages": ranges(sorted(by_stage)),
             "modules": ", ".join(dict.fromkeys(label.role for label in labels[op])),
-            "command": shlex.join(["stepmark", "op", *argv(shape_options(op))]),
+            "command": command_of_op(op),
         }
         rows.append(row)
     return rows

@@ -1,6 +1,5 @@
 """Run the cases of a plan one after the other; each record goes to a sink at once."""
 
-import importlib
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -9,18 +8,10 @@ from typing import Protocol
 
 from stepmark.bench.context import MeasureContext, is_broken, quick_release, release
 from stepmark.bench.ranks import CaseFailedError, agreed
+from stepmark.core.kind import KINDS
+from stepmark.core.options import load
 from stepmark.core.plan import Entry, Plan
 from stepmark.core.record import Failed, Measured, Record, Skipped
-
-# By kind of case. A bench is imported only where a plan has cases of its kind: together they
-# take seconds per rank.
-BENCHES = {
-    "op": "stepmark.bench.operators.bench:OperatorBench",
-    "comm": "stepmark.bench.collectives.bench:CollectiveBench",
-    "train": "stepmark.bench.training.bench:TrainingBench",
-    "replay": "stepmark.bench.replay.bench:ReplayBench",
-}
-
 
 _STORE_S = 100.0  # a file system that is lost may come back
 
@@ -71,15 +62,16 @@ class Bench(Protocol):
 
 
 def make_benches(plan: Plan, context: MeasureContext) -> dict[str, Bench]:
-    """Return the benches that the plan needs, by kind of case."""
+    """Return the benches that the plan needs, by kind of case.
+
+    Others are not imported: together they take seconds per rank.
+    """
     counts = Counter(entry.case.kind for entry in plan.entries)
     benches: dict[str, Bench] = {}
     for kind, count in counts.items():
-        module, _, name = BENCHES[kind].partition(":")
         how = getattr(plan.how, kind)
         budget_s = None if how.budget_s is None else how.budget_s / count
-        make = getattr(importlib.import_module(module), name)
-        benches[kind] = make(context, how, budget_s=budget_s)
+        benches[kind] = load(KINDS[kind].bench)(context, how, budget_s=budget_s)
     return benches
 
 

@@ -7,9 +7,10 @@ of the options, see flags.py.
 import os
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from typer import completion
 from typer._click import shell_completion
@@ -17,11 +18,19 @@ from typer.main import get_command
 
 from stepmark.cli.main import COMPLETE, app
 from stepmark.core.errors import StepmarkError
-from stepmark.core.options import Names, load
-from stepmark.core.verb_options import CompletionOptions
+from stepmark.core.options import REQUIRED, Names, flag, load, words_of
 
 _PROGRAM = "stepmark"
 _ZSH_FILES = "compset -P '*='; _files"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompletionOptions:
+    """Completion."""
+
+    shell: Annotated[str, words_of("bash", "zsh", "fish")] = flag(
+        "shell of the script", default=REQUIRED, argument=True, metavar="bash|zsh|fish"
+    )
 
 
 def run(options: CompletionOptions) -> int:

@@ -1,7 +1,7 @@
 """stepmark runs: list, show, export and query what earlier runs measured."""
 
 from stepmark.cli.flags import builder, group
-from stepmark.core.verb_options import ExportOptions, ListOptions, ShowOptions, SqlOptions
+from stepmark.core.runs_options import ExportOptions, ListOptions, ShowOptions, SqlOptions
 
 _HANDLERS = "stepmark.app.runs"
 _LIST, _SHOW = "One row per run, oldest first.", "The rows of one run."

@@ -7,7 +7,7 @@ from typing import Any
 from stepmark.cli.flags import verb
 from stepmark.cli.launch import Wrapper, check_arguments
 from stepmark.core.sweep import MEASURING, MOST, Setting, split_values
-from stepmark.core.verb_options import SweepOptions
+from stepmark.core.sweep_options import SweepOptions
 
 
 class _Command(Wrapper):

@@ -18,7 +18,6 @@ class Verb:
     examples: tuple[str, ...] = ()
 
 
-_SHARED, _MEASURE_NOTHING = "stepmark.core.option_groups", "stepmark.core.verb_options"
 VERBS = {
     "run": Verb(
         "The main job: predict a training step, measure it, explain it.",
@@ -34,7 +33,7 @@ VERBS = {
     "doctor": Verb(
         "Show devices, peaks, health and what would run.",
         "stepmark.app.doctor:run",
-        f"{_MEASURE_NOTHING}:DoctorOptions",
+        "stepmark.core.node_options:DoctorOptions",
         "What this machine is; what would be measured, what not, and why.",
         (
             "doctor",
@@ -45,7 +44,7 @@ VERBS = {
     "check": Verb(
         "Measure a reference run's cases again; is any slower?",
         "stepmark.app.check:run",
-        f"{_MEASURE_NOTHING}:CheckOptions",
+        "stepmark.core.check_options:CheckOptions",
         "Measure a reference run's cases again; exit 1 if any is slower beyond noise.",
         (
             "check --baseline latest",
@@ -55,7 +54,7 @@ VERBS = {
     "compare": Verb(
         "Runs, nccl-tests files, CSVs: ratios and verdicts.",
         "stepmark.app.compare:run",
-        f"{_MEASURE_NOTHING}:CompareOptions",
+        "stepmark.core.compare_options:CompareOptions",
         "Ratio of speeds per size or shape, its 99 % interval over launches, and a verdict.",
         (
             "compare before=RUN1 after=RUN2",
@@ -66,7 +65,7 @@ VERBS = {
     "report": Verb(
         "Write report.html of a run.",
         "stepmark.app.runs:run_report",
-        f"{_MEASURE_NOTHING}:ReportOptions",
+        "stepmark.core.runs_options:ReportOptions",
         "Write report.html of a run: roofline, tables, curves, commands, environment. Of two "
         "runs: the ledgers of their profiled training steps.",
         (
@@ -130,7 +129,7 @@ VERBS = {
     "resume": Verb(
         "Measure what is left of a run that was cut short.",
         "stepmark.app.measure:resume",
-        f"{_SHARED}:ResumeOptions",
+        "stepmark.core.option_groups:ResumeOptions",
         "Measure what is left of a run that was cut short; measured cases are skipped.",
         (
             "resume",
@@ -151,7 +150,7 @@ VERBS = {
     "watch": Verb(
         "Your own job, unmodified: its steps, messages, slow rank.",
         "stepmark.app.watch:run",
-        f"{_MEASURE_NOTHING}:WatchOptions",
+        "stepmark.core.watch_options:WatchOptions",
         "Run a job as it is, with NCCL's log and a profile of a few steps; print what it does.",
         (
             "watch -- torchrun --nproc-per-node 8 train.py",
@@ -165,7 +164,7 @@ VERBS = {
     "logs": Verb(
         "Read NCCL logs, flight-recorder dumps, tables of results.",
         "stepmark.app.logs:run",
-        f"{_MEASURE_NOTHING}:LogsOptions",
+        "stepmark.core.log_options:LogsOptions",
         "Read a job's logs: transports, mistakes, hangs, and how often each message is sent.",
         (
             "logs nccl-*.log",
@@ -175,7 +174,7 @@ VERBS = {
     "completion": Verb(
         "Print a script that completes commands in bash, zsh or fish.",
         "stepmark.cli.completion:run",
-        f"{_MEASURE_NOTHING}:CompletionOptions",
+        "stepmark.cli.completion:CompletionOptions",
         "Print a script that completes verbs, flags, choices, models and runs in a shell.",
         (
             "completion bash > ~/.local/share/bash-completion/completions/stepmark",

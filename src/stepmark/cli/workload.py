@@ -172,7 +172,7 @@ app = group(
             "From your own PyTorch code, run on fake tensors and fake ranks.",
             _builder(
                 CaptureOptions,
-                f"{_HANDLERS}:capture",
+                "stepmark.app.workload_capture:run",
                 "Record what PyTorch code does: fake tensors, fake ranks.",
                 "workload capture job.py:build --world-size 8 -o w.json",
             ),

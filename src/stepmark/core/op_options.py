@@ -203,8 +203,10 @@ def shape_options(op: Op) -> OpOptions:
     return options_class(family)(family=family, **values)
 
 
-def options_of(case: OpCase) -> OpOptions:
-    """Return the options that measure this case alone."""
+def options_of(case: OpCase | Op) -> OpOptions:
+    """Return the options that measure this case alone, or this operator on any device."""
+    if not isinstance(case, OpCase):
+        return shape_options(case)
     return dataclasses.replace(
         shape_options(case.op),
         backend=(case.backend,),

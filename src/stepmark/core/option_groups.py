@@ -33,6 +33,13 @@ class Files:
 
 
 @group
+class RunsFolder:
+    """Runs."""
+
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+
+
+@group
 class RunFolder:
     """Run."""
 

@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stepmark.core.ledger import Idle, Work
-from stepmark.core.workload import CommOp, ComputeOp, Group
+from stepmark.core.workload import CommOp, ComputeOp, Group, Operation
+
+# AICB and SimAI give computation of unknown time 1 ns, and rows of several the sum.
+_FILLER_S = 1e-7
 
 
 class Source(StrEnum):
@@ -74,3 +77,8 @@ class PowerModel:
     product_flops_per_s: float
     full_clock_hz: float
     is_limited: bool = True
+
+
+def known_time(op: Operation) -> float | None:
+    """Return the time that a workload file has of the operation."""
+    return op.time_s if op.time_s is not None and op.time_s > _FILLER_S else None

@@ -15,16 +15,14 @@ from stepmark.core.device import DeviceSpec
 from stepmark.core.ledger import Work, work_of, work_of_op
 from stepmark.core.ops import Op, Phase
 from stepmark.core.roofline import roofline_time
-from stepmark.core.step_cost import OpCost, Source
+from stepmark.core.step_cost import OpCost, Source, known_time
 from stepmark.core.trace_ops import COMM, MEMORY, OpTable
-from stepmark.core.workload import ComputeOp, Kernel, Operation, Workload
+from stepmark.core.workload import ComputeOp, Kernel, Workload
 
 _PASS = {Phase.FWD: "fwd", Phase.OPTIM: "optim"}
 _SHORT_NS = 3000  # a kernel of the optimizer that combines norms takes less
 _END = ("head", "head.norm", "loss", "output")
 _UPDATE = ("clip", "update")
-# AICB and SimAI give computation of unknown time 1 ns, and rows of several the sum.
-_FILLER_S = 1e-7
 
 
 def pass_of(phase: str) -> str:
@@ -196,11 +194,6 @@ def _rows(table: OpTable) -> list[_Row]:
         times, kernels = zip(*by_step.values(), *missing, strict=True)
         rows.append(_Row(*place, median(times) * 1e-9, median(kernels)))
     return rows
-
-
-def known_time(op: Operation) -> float | None:
-    """Return the time that a workload file has of the operation."""
-    return op.time_s if op.time_s is not None and op.time_s > _FILLER_S else None
 
 
 # Rows of SimAI's text. AICB gives attention_column and attention_row half of the attention

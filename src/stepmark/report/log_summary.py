@@ -18,8 +18,7 @@ from stepmark.core.log_facts import (
 )
 from stepmark.core.reading import Table
 from stepmark.core.units import GB, format_bytes, format_time
-from stepmark.report.row_tables import print_lines
-from stepmark.report.summary import LEAD
+from stepmark.report.row_tables import LEAD, print_lines
 
 if TYPE_CHECKING:
     from rich.console import Console

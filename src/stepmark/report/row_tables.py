@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 
 _MAX_NAMED = 8
+LEAD = 11  # columns of the subject that a line of findings starts with
 
 
 def print_rows(
@@ -115,6 +116,12 @@ def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
     for row in rows:
         groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
     return list(groups.values())
+
+
+def statuses(rows: Sequence[Row]) -> str:
+    """Return how many rows there are of each status."""
+    counts = Counter(text(row, "status") for row in rows)
+    return ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
 def validity_counts(rows: Sequence[Row]) -> str:

@@ -6,14 +6,11 @@ Each line starts with its subject, LEAD columns wide.
 from collections import Counter
 from collections.abc import Sequence
 
-from stepmark.core.collectives import Collective
 from stepmark.core.columns import Row, digits, number, text
-from stepmark.core.comm_case import default_mode
 from stepmark.core.record import RunInfo
-from stepmark.core.units import format_bytes, format_time
-from stepmark.report.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
+from stepmark.core.units import format_time
 from stepmark.report.outcomes import MATMULS
-from stepmark.report.row_tables import describe, grouped, validity_counts
+from stepmark.report.row_tables import LEAD, describe, grouped, statuses, validity_counts
 from stepmark.report.training_words import remarks, title
 
 # A compute-bound matmul or attention this far under its peak is worth a line.
@@ -21,7 +18,6 @@ OUTLIER_PCT = 50.0
 MAX_OUTLIERS = 3
 # A rank this much slower than the median rank is worth a line.
 SLOW_RANK = 1.03
-LEAD = 11
 
 
 def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
@@ -31,7 +27,7 @@ def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
     jobs = unique_cases(rows)
     lines = [
         f"device     {device or 'unknown'}",
-        f"cases      {_statuses(jobs) or 'none'}",
+        f"cases      {statuses(jobs) or 'none'}",
         *_best_lines(jobs),
         *_outlier_lines(jobs),
         *_slow_rank_lines(rows),
@@ -42,11 +38,6 @@ def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
     lines += [f"wrong      {describe(row)}" for row in jobs if row["status"] == "wrong"]
     lines += [f"impossible {describe(row)}: above limit" for row in jobs if row["over_limit"]]
     return lines
-
-
-def _statuses(rows: Sequence[Row]) -> str:
-    statuses = Counter(text(row, "status") for row in rows)
-    return ", ".join(f"{count} {status}" for status, count in statuses.items())
 
 
 def unique_cases(rows: Sequence[Row]) -> list[Row]:
@@ -118,65 +109,11 @@ def _throttle_lines(jobs: Sequence[Row]) -> list[str]:
     return [f"throttled  {reason}: {count} cases" for reason, count in counts.items()]
 
 
-_SETTING = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
-
-
-def comm_lines(rows: Sequence[Row]) -> list[str]:
-    """Return findings about collectives; none without rows."""
-    if not rows:
-        return []
-    entries = [("collective", _statuses(rows))]
-    if counted := validity_counts(rows):
-        entries.append(("doubtful", counted))
-    right = [row for row in rows if row["status"] == "measured"]
-    for group in grouped([row for row in right if not row["pair"]], _SETTING):
-        entries += [("busbw" if group[0]["busbw_gb_s"] is not None else "time", _best(group))]
-        entries += [
-            ("straggler", f"{_setting(group[0])}: {line}")
-            for line in straggler(group)
-            if line != NO_STRAGGLER
-        ]
-    for matrix in matrices(rows):
-        entries += [("pairs", f"{matrix.title}: {line}") for line in slow_lines(matrix)]
-    entries += [("wrong", describe(row)) for row in rows if row["status"] == "wrong"]
-    entries += [
-        ("impossible", f"{describe(row)}: busbw above the link")
-        for row in rows
-        if row["over_limit"]
-    ]
-    return [f"{lead:<{LEAD}}{line}" for lead, line in entries]
-
-
-def _setting(row: Row) -> str:
-    words = [text(row, "collective"), text(row, "dtype"), f"x{row['num_ranks']}"]
-    default = default_mode(
-        text(row, "device"), text(row, "backend"), Collective(text(row, "collective"))
-    )
-    words += [text(row, "mode")] if row["mode"] != default else []
-    words += [text(row, "api")] if row["api"] != "torch" else []
-    words += [f"split {row['split']}"] if row["split"] else []
-    words += [f"beside {row['beside']}"] if row["beside"] else []
-    return " ".join(words)
-
-
-def _best(group: Sequence[Row]) -> str:
-    """Return the highest busbw of one setting, and the shortest time."""
-    shortest = min(number(row, "time_s") or 0.0 for row in group)
-    best = max(group, key=lambda row: number(row, "busbw_gb_s") or 0.0)
-    if best["busbw_gb_s"] is None:
-        return f"{_setting(best)} {format_time(shortest)}"
-    share = number(best, "pct_link")
-    link = "" if share is None else f", {share:.0f} % of the link"
-    size = format_bytes(number(best, "size_bytes") or 0)
-    rate = digits(number(best, "busbw_gb_s"))
-    return f"{_setting(best)} {rate} GB/s at {size}{link}; at least {format_time(shortest)}"
-
-
 def train_lines(rows: Sequence[Row]) -> list[str]:
     """Return findings about training; none without rows."""
     if not rows:
         return []
-    entries = [("training", _statuses(rows))]
+    entries = [("training", statuses(rows))]
     if counted := validity_counts(rows):
         entries.append(("doubtful", counted))
     for row in rows:

@@ -36,6 +36,14 @@ from stepmark.core.model_names import distinct_names
 from stepmark.core.record import Measured, Record, RunInfo
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_words import (
+    calibrates,
+    compile_text,
+    fp8_text,
+    recompute_text,
+    shape_text,
+    techniques,
+)
 from stepmark.core.training import Training
 from stepmark.core.units import GIB
 from stepmark.report.launches import is_beyond_chance, message_of
@@ -50,14 +58,6 @@ from stepmark.report.outcomes import (
     validity,
 )
 from stepmark.report.training_rates import Yardstick, drift, means_of, phases, rates
-from stepmark.report.training_words import (
-    calibrates,
-    compile_text,
-    fp8_text,
-    recompute_text,
-    shape_text,
-    techniques,
-)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from stepmark.core.columns import digits
 from stepmark.core.record import Measured, Record
 from stepmark.core.stats import slowest_per_sample, summarize
 from stepmark.core.train_case import TrainCase
+from stepmark.core.train_words import name_of
 from stepmark.core.training import Schedule
 from stepmark.core.units import format_time
 from stepmark.report.figures import (
@@ -23,7 +24,6 @@ from stepmark.report.figures import (
     unique,
 )
 from stepmark.report.training_rates import PHASES, mean_phases
-from stepmark.report.training_words import name_of
 
 # Further cases have no figure of their own; the table has them.
 MAX_CASES = 6

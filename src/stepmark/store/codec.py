@@ -8,7 +8,6 @@ field is a float.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -31,6 +30,7 @@ from stepmark.core.record import (
 )
 from stepmark.core.replay_case import ReplayCase
 from stepmark.core.train_case import TrainCase
+from stepmark.store.export import finite
 
 T = TypeVar("T")
 NOTHING: Mapping[str, Any] = MappingProxyType({})
@@ -110,19 +110,6 @@ def decode_run(text: bytes) -> RunInfo:
 def to_plain(value: Any) -> Any:
     """Convert to dicts, lists, strings and finite numbers."""
     return finite(msgspec.to_builtins(value))
-
-
-def finite(value: Any) -> Any:
-    """Replace inf and nan, which JSON lacks, by strings."""
-    match value:
-        case float() if not math.isfinite(value):
-            return str(value)
-        case dict():
-            return {str(key): finite(item) for key, item in value.items()}
-        case list() | tuple():
-            return [finite(item) for item in value]
-        case _:
-            return value
 
 
 def json_object(text: bytes, what: str) -> dict[str, Any]:

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from stepmark.bench.capture.watch import CaptureTimeoutError
 from stepmark.core.errors import ConfigError
 
 _MODULE = "stepmark_captured"
@@ -30,6 +29,10 @@ _HINTS = {  # by a part of an error's message, in lower case
     "unknownnumber": "it is an integer that was read from a tensor without values",
     "bigger than default world size": "see --world-size",
 }
+
+
+class CaptureTimeoutError(BaseException):
+    """The job ran longer than allowed. Not an Exception, which a job's loop may catch."""
 
 
 @contextlib.contextmanager

@@ -9,12 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from stepmark.bench.capture.file import CaptureTimeoutError
+
 INTERVAL_S, LIMIT_S, GRACE_S = 10.0, 600.0, 60.0
 OWN = ("torch", "stepmark")  # packages whose lines are not the user's
-
-
-class CaptureTimeoutError(BaseException):
-    """The job ran longer than allowed. Not an Exception, which a job's loop may catch."""
 
 
 class Watch:
