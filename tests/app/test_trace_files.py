@@ -111,6 +111,10 @@ def test_a_job_has_as_many_ranks_as_its_groups_say(tmp_path: Path) -> None:
     traces = map_traces(options(tmp_path), kernels)
     assert traces is not None
     assert (traces.world_size, traces.missing) == (5, (1, 2, 3, 4))
+    (tmp_path / "rank1.json").write_text(json.dumps({"traceEvents": [KERNEL]}))
+    traces = map_traces(options(tmp_path), kernels)
+    assert traces is not None
+    assert (traces.world_size, traces.missing) == (5, (2, 3, 4)), "one rank's groups are enough"
 
 
 def test_steps_that_other_ranks_lack_are_said_and_damage_once_for_all_ranks(

@@ -169,6 +169,14 @@ def test_transports_of_all_versions(via: str, kind: str, gdrdma: bool, pxn: bool
     assert len(facts.nics) == (kind.startswith("NET/") and not pxn)
 
 
+def test_one_side_of_a_connection_is_enough_for_pxn_and_both_must_have_gdr() -> None:
+    """PXN is the sender's way to another GPU's NIC; the receiver's line does not have it."""
+    sender = info(0, "Channel 02/0 : 0[1] -> 1[0] [send] via NET/IB/3(5)/GDRDMA(PCI)")
+    receiver = info(1, "Channel 02/0 : 0[1] -> 1[0] [receive] via NET/IB/3")
+    (way,) = facts_of([*start(0), *start(1), sender, receiver]).transports
+    assert (way.pxn, way.gdrdma) == (True, False)
+
+
 def test_one_process_with_several_devices() -> None:
     def by(device: int, message: str) -> str:
         return f"h:7:{70 + device} [{device}] NCCL INFO {message}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,12 +10,14 @@ import torch
 from tests.bench.fakes import context
 
 from stepmark.bench.replay import device_engine
+from stepmark.bench.replay.bench import ReplayBench
 from stepmark.bench.replay.computation import Computation
 from stepmark.bench.replay.device_engine import DeviceEngine
 from stepmark.bench.replay.engine import UNKNOWN, HostEngine, Program, Span
 from stepmark.core.collectives import RedOp
 from stepmark.core.dtypes import DType
 from stepmark.core.ops import Phase
+from stepmark.core.plan import ReplayHow
 from stepmark.core.rank_program import Step
 from stepmark.core.replay_case import Compute
 from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Kernel
@@ -280,3 +283,13 @@ def test_streams_of_a_gpu_wait_for_what_their_operations_depend_on(
         "e": {"c", "d", "a", "b"},
         "f": {"c", "a"},
     }
+
+
+def test_a_replay_that_is_given_up_aborts_its_messages() -> None:
+    """A rank that waits for a lost one is blocked until its process groups are aborted."""
+    aborted: list[bool] = []
+    bench = ReplayBench(context=context(), how=ReplayHow())
+    bench.abort()  # before any messages there are none to abort
+    bench._messenger = SimpleNamespace(abort=lambda: aborted.append(True))  # type: ignore[assignment]
+    bench.abort()
+    assert aborted == [True]
