@@ -239,7 +239,14 @@ def issued(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> dict[str, set[
 
     monkeypatch.setattr(torch.cuda, "Stream", device.stream)
     monkeypatch.setattr(torch.cuda, "Event", lambda **_options: Event())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda _device: None)
+    issued_at_waits: list[int] = []  # operations that were issued when the host waited
+
+    def synchronize(_device: torch.device) -> None:
+        names = [item for each in device.streams for item in each.items if item in modules]
+        issued_at_waits.append(len(names))
+
+    modules = {step.op.module for step in steps}
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
     monkeypatch.setattr(torch.cuda, "stream", stream_context)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: current.__setitem__(0, stream))
     monkeypatch.setattr(device_engine, "spin", lambda _seconds: None)
@@ -256,6 +263,8 @@ def issued(steps: list[Step], monkeypatch: pytest.MonkeyPatch) -> dict[str, set[
     names = {step.op.time_s: step.op.module for step in steps if isinstance(step.op, ComputeOp)}
     monkeypatch.setattr(own.computation, "busy", lambda s: lambda: note(names[s]))
     DeviceEngine(own, torch.device("cuda", 0)).run()
+    # What ran before does not reach into the pass, and the pass is over when it is timed.
+    assert issued_at_waits == [0, len(steps)]
     return {
         item: before(stream, number)
         for stream in device.streams
