@@ -10,8 +10,6 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from stepmark import kinds as _kinds  # noqa: F401 # fills the tables of kinds and verbs
-
 if TYPE_CHECKING:
     from stepmark.api.comparison import Comparison, compare
     from stepmark.api.model import Model

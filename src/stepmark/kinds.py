@@ -1,6 +1,6 @@
 """The kinds of cases and the verbs that plan them: which feature measures and shows what.
 
-The package imports this module first, so that the tables are full wherever it is used.
+`core.kind`, which has the tables, imports this module: they are full wherever they are read.
 """
 
 from stepmark.core.kind import KINDS, PLAN_VERBS, Kind, PlanVerb

@@ -12,7 +12,7 @@ from tests.trace.comm_traces import MAIN, TraceWriter
 from stepmark.app import parts as calibrated_parts
 from stepmark.app.comm_contention import comm_slowdown
 from stepmark.app.parts import Parts, _unscaled
-from stepmark.app.predict import Target, predict
+from stepmark.app.predict import Target, _ranks_per_host, predict
 from stepmark.core.comm_curve import Curve
 from stepmark.core.device import load_devices
 from stepmark.core.ledger import Group, Work
@@ -81,6 +81,16 @@ def test_contention_of_traces(tmp_path: Path) -> None:
     curve = Curve(collective="all_reduce", num_ranks=2, points=((16, 200e-6),), source="")
     assert comm_slowdown(by_rank, (curve,)) == pytest.approx(1.25)
     assert comm_slowdown({0: by_rank[0]}, (curve,)) is None  # it may wait for the other
+
+
+def test_a_host_has_the_ranks_of_the_fullest_curve() -> None:
+    """A group of one rank per host says nothing of how many a host has."""
+    curve = Curve(collective="all_reduce", num_ranks=2, points=((16, 2e-4),), source="")
+    sparse = replace(curve, num_hosts=2)
+    full = replace(curve, num_ranks=16, num_hosts=2)
+    assert _ranks_per_host([sparse, full], link_domain=4) == 8
+    inside = replace(curve, num_hosts=1)
+    assert _ranks_per_host([inside], link_domain=4) == 4
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

@@ -126,6 +126,9 @@ def test_the_text_names_outliers_waiting_and_what_a_trace_had_more() -> None:
     lines = list(own.lines())
     assert lines[0].startswith("iterations  median 1.1 s (1 s to 2 s, jitter 40 %; 3 after 0")
     assert "outlier     iteration 2 takes 82% longer than the median" in lines
+    step = next(own.beside(2.2))  # of a median of 1.1 s
+    assert step.endswith("the step took 1.1 s (100%) more")
+    assert next(own.beside(0.55)).endswith("the step took 550 ms (50%) less")
     assert any(line.endswith("rank 0 18%, rank 1 0%") for line in lines)
     assert "its profiled step took 1.5 s: 400 ms (26.7%) of the host" in "\n".join(lines)
     assert sum("all_reduce" in line for line in lines) == 1

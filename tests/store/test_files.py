@@ -124,3 +124,12 @@ def test_a_new_file_is_never_another(tmp_path: Path) -> None:
     assert [path.name for path in made] == ["out.json", "out.json.0", "out.json.1"]
     with pytest.raises(ConfigError, match="can be written"):
         new_file(tmp_path / "missing" / "out.json")
+
+
+def test_a_lock_that_another_has_leaves_no_open_file(tmp_path: Path) -> None:
+    first, second = (os.open(tmp_path, os.O_RDONLY) for _ in range(2))
+    with files.Lock(first, "run", tmp_path, "one that no other process writes"):
+        with pytest.raises(ConfigError, match="no other process"):
+            files.Lock(second, "run", tmp_path, "one that no other process writes")
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(second)

@@ -102,6 +102,9 @@ def test_rccls_csv_has_ranks_in_its_columns() -> None:
         for place in (0, 1)
     )
     (table,) = tables_of(text, "x")
+    assert not table.notes
+    (cut,) = tables_of(text[:-20], "x")
+    assert (len(cut.readings), cut.notes) == (3, ("line 5: 8 of 11 cells: left out",))
     assert (table.tool, table.collective, table.num_ranks) == ("rccl-tests", "all_reduce", 4)
     assert [one.time_s for one in table.readings] == pytest.approx([20.5e-6, 21.5e-6] * 2)
     nodes = (

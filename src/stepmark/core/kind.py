@@ -5,6 +5,7 @@ are "module:name", which `options.load` imports on first use: benches import tor
 """
 
 from dataclasses import dataclass
+from importlib import import_module
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,3 +42,6 @@ class PlanVerb:
 
 KINDS: dict[str, Kind] = {}  # by kind of case
 PLAN_VERBS: dict[str, PlanVerb] = {}  # by the command of a plan
+
+# By its name: what fills the tables stands above, and whoever reads them gets them full.
+import_module("stepmark.kinds")
