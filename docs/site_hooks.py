@@ -22,8 +22,8 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 from stepmark.cli import main
-from stepmark.core.op_options import options_class
-from stepmark.core.options import REQUIRED, Option, options
+from stepmark.ground.options import REQUIRED, Option, options
+from stepmark.operators.op_options import options_class
 
 ROOT = Path(__file__).parents[1]
 FENCE = re.compile(r"^```sh run(?: head=(\d+))?(?: tail=(\d+))?\n(.*?)^```$", re.M | re.S)

@@ -7,7 +7,7 @@ Modules are in the order they run; `registered` is the order of the constructor 
 differs. docs/howto/custom-models.md explains each word.
 """
 
-from stepmark.workload.architecture import Architecture, Batch, Module, module, unit
+from stepmark.workloads.architecture import Architecture, Batch, Module, module, unit
 
 
 def llama_7b(batch: Batch) -> Architecture:

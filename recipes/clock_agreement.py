@@ -19,11 +19,11 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from stepmark.bench import clock
-from stepmark.bench.operators import IMPLS
-from stepmark.core.case import ClockName
-from stepmark.core.dtypes import DType
-from stepmark.core.ops import Gemm
+from stepmark.cases.case import ClockName
+from stepmark.ground.dtypes import DType
+from stepmark.measuring import clock
+from stepmark.model.ops import Gemm
+from stepmark.operators.bench import IMPLS
 
 SIDES = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192, 10240, 12288, 16384)
 # The five products of Llama-3.1-70B at sequence length 8192: qkv, out, gate and up, down, head.

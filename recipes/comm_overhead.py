@@ -19,10 +19,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from stepmark.bench.collectives import timing
-from stepmark.bench.collectives.bench import DEFAULT, collect
-from stepmark.bench.ranks import Ranks, join
-from stepmark.core.units import KIB, MIB, format_bytes
+from stepmark.collectives.bench import timing
+from stepmark.collectives.bench.bench import DEFAULT, collect
+from stepmark.ground.units import KIB, MIB, format_bytes
+from stepmark.measuring.ranks import Ranks, join
 
 SIZES = (KIB, MIB)
 SAMPLE_S = 1e-3  # k calls

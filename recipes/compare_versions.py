@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from stepmark.core.ratio import t_quantile
-from stepmark.core.units import MIB
+from stepmark.ground.ratio import t_quantile
+from stepmark.ground.units import MIB
 
 CASE_S = 0.9  # of the budget, per case
 MEAN_FLOOR, ROW_FLOOR = 0.01, 0.02

@@ -28,7 +28,7 @@ import torch
 import transformers
 from deepspeed.accelerator import get_accelerator
 
-from stepmark.bench.training.messages import MessageRecorder
+from stepmark.training.messages import MessageRecorder
 
 STEPS = 3
 _AT_ONCE = 16  # cases in the same processes

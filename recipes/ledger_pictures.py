@@ -11,11 +11,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from stepmark.app.step_report import step_report
-from stepmark.app.view import view
-from stepmark.core.errors import StepmarkError
-from stepmark.report import ledger_page, ledger_svg
-from stepmark.report.ledger import NAMES
+from stepmark.ground.errors import StepmarkError
+from stepmark.predictions import ledger_page
+from stepmark.runs.step_report import step_report
+from stepmark.store.view import view
+from stepmark.timeline import ledger_svg
+from stepmark.timeline.ledger_text import NAMES
 
 THEMES = {"light": ledger_svg.LIGHT, "dark": ledger_svg.DARK}
 

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from stepmark.core.dtypes import DType
-from stepmark.core.model import MlaConfig, ModelConfig, MoeConfig
-from stepmark.core.parallel import ParallelConfig
-from stepmark.workload.job import Job
-from stepmark.workload.rules.megatron.settings import (
+from stepmark.ground.dtypes import DType
+from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.parallel import ParallelConfig
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.megatron.settings import (
     Balancing,
     Dispatcher,
     Granularity,

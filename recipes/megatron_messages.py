@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_cases import CASES, Case
 
-from stepmark.workload.rules.megatron.settings import Megatron
+from stepmark.workloads.rules.megatron.settings import Megatron
 
 LIMIT_S, LIMIT_PER_CASE_S = 240, 20
 WARM_UP = 2

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from stepmark.bench.training.messages import Message, OrderedRecorder
-from stepmark.core.dtypes import MESSAGE_DTYPES, DType
+from stepmark.ground.dtypes import MESSAGE_DTYPES, DType
+from stepmark.training.messages import Message, OrderedRecorder
 
 _PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 

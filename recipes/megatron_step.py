@@ -35,10 +35,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron_recorder import Recorder
 from megatron_stand_ins import Grouped, LocalAttention, Norm, UnshardedLinear
 
-from stepmark.core.dtypes import DType
-from stepmark.workload.job import Job
-from stepmark.workload.rules.megatron.rule import Megatron
-from stepmark.workload.rules.megatron.settings import Balancing, Granularity, RouterDtype
+from stepmark.ground.dtypes import DType
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.megatron.rule import Megatron
+from stepmark.workloads.rules.megatron.settings import Balancing, Granularity, RouterDtype
 
 TORCH = {DType.BF16: torch.bfloat16, DType.FP16: torch.float16, DType.FP32: torch.float32}
 

@@ -26,23 +26,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stepmark.app import run as main_job
-from stepmark.app import step_report, view
-from stepmark.app.machine import machine
-from stepmark.app.measure import measure_quietly, resume
-from stepmark.core.errors import StepmarkError
-from stepmark.core.flops import per_token
-from stepmark.core.option_groups import ResumeOptions
-from stepmark.core.options import WholeNumbers, build, flag
-from stepmark.core.plan import STEP_LAUNCH
-from stepmark.core.record import Measured
-from stepmark.core.run_options import RunOptions
-from stepmark.core.train_case import TrainCase
-from stepmark.report.ledger import absolute_ns, differences
-from stepmark.report.predicted_steps import Step
-from stepmark.store import ledgers, plans, predictions
+from stepmark.cases.flops import per_token
+from stepmark.cases.plan import STEP_LAUNCH
+from stepmark.cases.record import Measured
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground.errors import StepmarkError
+from stepmark.ground.option_groups import ResumeOptions
+from stepmark.ground.options import WholeNumbers, build, flag
+from stepmark.measuring.machine import machine
+from stepmark.measuring.measure import measure_quietly, resume
+from stepmark.predictions.predicted_steps import Step
+from stepmark.runs import run as main_job
+from stepmark.runs import step_report
+from stepmark.runs.run_options import RunOptions
+from stepmark.store import ledgers, plans, predictions, view
 from stepmark.store.reader import list_runs
-from stepmark.workload.rules.pytorch.case import of_case
+from stepmark.timeline.ledger_text import absolute_ns, differences
+from stepmark.workloads.rules.pytorch.case import of_case
 
 # By number of ranks: model and options of `stepmark run`.
 ROWS: dict[int, tuple[str, ...]] = {

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from stepmark.core.workload import COMPUTE, CommOp, ComputeOp, Workload, pass_of
-from stepmark.workload.formats import native
+from stepmark.step import native
+from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Workload, pass_of
 
 Json = Any
 

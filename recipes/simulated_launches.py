@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from stepmark.core.launches import Row, Sample
+from stepmark.ground.launches import Row, Sample
 
 SD = 0.01  # of a launch, unless said otherwise
 Draw = Callable[[random.Random, float], float]

@@ -8,13 +8,13 @@ from functools import partial
 
 from simulated_launches import SD, Draw, bimodal, normal, percent, rounds
 
-from stepmark.core.comparison import Cell, Comparison, Line
-from stepmark.core.launches import Row
-from stepmark.core.racing import fresh_rounds, standing
-from stepmark.core.ratio import Ratio
-from stepmark.core.sweep import MIN_GAIN
-from stepmark.core.verdicts import judge
-from stepmark.report.recommendation import Advice, advise, confirm
+from stepmark.cases.sweep import MIN_GAIN
+from stepmark.comparison.comparison import Cell, Comparison, Line
+from stepmark.comparison.racing import fresh_rounds, standing
+from stepmark.comparison.recommendation import Advice, advise, confirm
+from stepmark.ground.launches import Row
+from stepmark.ground.ratio import Ratio
+from stepmark.ground.verdicts import judge
 
 SETTINGS, SIZES, REPEATS = 8, 20, 5
 Log = dict[str, list[list[float]]]  # of a setting: its rounds by size

@@ -26,17 +26,17 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
-from stepmark.app.train_plan import cases
-from stepmark.bench.context import MeasureContext, make_context, release
-from stepmark.bench.training import trainer
-from stepmark.bench.training.bench import refusal
-from stepmark.bench.training.model_parallel import SequenceShard, coordinates_of
-from stepmark.bench.training.transformer import canonical_name
-from stepmark.core.commands import command_of
-from stepmark.core.errors import ConfigError
-from stepmark.core.options import build
-from stepmark.core.train_case import TrainCase
-from stepmark.core.train_options import TrainOptions
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import build
+from stepmark.measuring.context import MeasureContext, make_context, release
+from stepmark.store.commands import command_of
+from stepmark.training import trainer
+from stepmark.training.bench import refusal
+from stepmark.training.model_parallel import SequenceShard, coordinates_of
+from stepmark.training.train_options import TrainOptions
+from stepmark.training.train_plan import cases
+from stepmark.training.transformer import canonical_name
 
 LIMIT_S = 300  # per cell
 ROWS = 4  # sequences per data rank and optimizer step

@@ -20,16 +20,16 @@ from pathlib import Path
 
 import torch
 
-from stepmark.bench import clock
-from stepmark.bench.clock import Effort
-from stepmark.bench.context import MeasureContext, make_context, no_collection, own_stream
-from stepmark.bench.operators import IMPLS
-from stepmark.bench.telemetry import Sampler
-from stepmark.core.case import ClockName
-from stepmark.core.dtypes import DType
-from stepmark.core.ops import FAMILY_OF, Copy, Gemm, Op
-from stepmark.core.stats import median_interval
-from stepmark.core.units import format_time
+from stepmark.cases.case import ClockName
+from stepmark.ground.dtypes import DType
+from stepmark.ground.stats import median_interval
+from stepmark.ground.units import format_time
+from stepmark.measuring import clock
+from stepmark.measuring.clock import Effort
+from stepmark.measuring.context import MeasureContext, make_context, no_collection, own_stream
+from stepmark.measuring.telemetry import Sampler
+from stepmark.model.ops import FAMILY_OF, Copy, Gemm, Op
+from stepmark.operators.bench import IMPLS
 
 # By device: a device that is busy, its memory, and kernels for which the host must keep up.
 CASES: dict[str, tuple[tuple[Op, ClockName], ...]] = {

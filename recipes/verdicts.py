@@ -26,10 +26,10 @@ from simulated_launches import (
 )
 from simulated_sweeps import sweeps
 
-from stepmark.core.acceptance import accept, baseline_needed, launches_needed
-from stepmark.core.launches import Row
-from stepmark.core.ratio import Ratio, Verdict
-from stepmark.core.verdicts import judge
+from stepmark.comparison.acceptance import accept, baseline_needed, launches_needed
+from stepmark.ground.launches import Row
+from stepmark.ground.ratio import Ratio, Verdict
+from stepmark.ground.verdicts import judge
 
 ROWS = 68
 

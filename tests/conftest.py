@@ -28,7 +28,7 @@ def measures_ranks(item: pytest.Item) -> bool:
     """
     folders = item.path.relative_to(TESTS).parts
     has_pool = hasattr(getattr(item, "module", None), "Pool")
-    return folders[0] == "launch" or (folders[:2] == ("bench", "collectives") and has_pool)
+    return folders[0] == "launch" or (folders[0] == "collectives" and has_pool)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any
 
-from stepmark.launch.processes import tie_to_parent
+from stepmark.ground.processes import tie_to_parent
 
 ROOT = Path(__file__).parents[1]
 PR_SET_NAME = 15  # prctl(2)
@@ -37,10 +37,10 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
-    "stepmark.bench.ranks",
-    "stepmark.bench.collectives.bench",
-    "stepmark.bench.operators.bench",
-    "stepmark.bench.training.bench",
+    "stepmark.measuring.ranks",
+    "stepmark.collectives.bench.bench",
+    "stepmark.operators.bench.bench",
+    "stepmark.training.bench",
 )
 
 

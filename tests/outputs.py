@@ -27,7 +27,7 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 
 from tests.cli.process import environment, stepmark  # noqa: E402
 
-from stepmark.app import waiting  # noqa: E402
+from stepmark.ground import waiting  # noqa: E402
 
 FOLDER = ROOT / "tests" / "data" / "outputs"
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import typer
 
 from stepmark.cli.flags import verb
-from stepmark.core.options import build
+from stepmark.ground.options import build
 
 T = TypeVar("T")
 

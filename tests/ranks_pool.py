@@ -131,7 +131,7 @@ def _free_port() -> int:
 
 def serve(pipe: Connection, device_type: str) -> None:
     """Run what the test asks for. Never returns."""
-    from stepmark.bench.ranks import join
+    from stepmark.measuring.ranks import join
 
     try:
         ranks = join(device_type)

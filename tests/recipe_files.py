@@ -48,10 +48,10 @@ SCALE = '''\
 
 import torch
 
-from stepmark.bench.operators.call import Call, Impl, normal
-from stepmark.bench.verify import compare, poisoned_result, tolerance
-from stepmark.core.ops.elementwise import Scale
-from stepmark.core.record import Check
+from stepmark.operators.bench.call import Call, Impl, normal
+from stepmark.measuring.verify import compare, poisoned_result, tolerance
+from stepmark.model.ops.elementwise import Scale
+from stepmark.cases.record import Check
 
 FACTOR = 3.0
 
@@ -89,7 +89,7 @@ COUNTS = '''\
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from stepmark.core.workload import Workload
+from stepmark.step.workload import Workload
 
 
 def write(workload: Workload) -> Iterator[str]:
@@ -124,7 +124,7 @@ from collections import Counter
 from collections.abc import Sequence
 from html import escape
 
-from stepmark.core.record import Record
+from stepmark.cases.record import Record
 
 
 def table(records: Sequence[Record]) -> str:
@@ -164,39 +164,39 @@ hbm_bytes = "https://example.com/toy"
 
 RECIPES: dict[str, tuple[Edit, ...]] = {
     "an operator": (
-        Edit(file="core/ops/elementwise.py", before="ElementwiseOp = Norm", text=OPERATOR),
-        Edit(file="core/ops/elementwise.py", before="Norm | Activation |", text="Scale | "),
+        Edit(file="model/ops/elementwise.py", before="ElementwiseOp = Norm", text=OPERATOR),
+        Edit(file="model/ops/elementwise.py", before="Norm | Activation |", text="Scale | "),
         Edit(
-            file="core/ops/elementwise.py",
+            file="model/ops/elementwise.py",
             before='    "norm": Norm,',
             text='    "scale": Scale,\n',
         ),
-        Edit(file="bench/operators/scale.py", text=SCALE),
-        Edit(file="bench/operators/__init__.py", before="matmul, recommender", text="scale, "),
+        Edit(file="operators/bench/scale.py", text=SCALE),
+        Edit(file="operators/bench/__init__.py", before="matmul, recommender", text="scale, "),
         Edit(
-            file="bench/operators/__init__.py",
+            file="operators/bench/__init__.py",
             before='    "copy": elementwise',
             text='    "scale": {"torch": scale.TORCH},\n',
         ),
     ),
     "a collective": (
         Edit(
-            file="core/collectives.py",
+            file="model/collectives.py",
             before='    BARRIER = "barrier"',
             text='    RING_BACK = "ring_back"\n',
         ),
         Edit(
-            file="core/collectives.py",
+            file="model/collectives.py",
             before="    Collective.BARRIER: Facts(",
             text='    Collective.RING_BACK: Facts(parts=Parts.WHOLE, busbw="1"),\n',
         ),
         Edit(
-            file="bench/collectives/data.py",
+            file="collectives/bench/data.py",
             before="        case Collective.P2P:\n            return [(0, 0, c)]",
             text=RECEIVED,
         ),
         Edit(
-            file="bench/collectives/data.py",
+            file="collectives/bench/data.py",
             before="        case Collective.P2P:\n            return [of(0, c)",
             text=RING_BACK,
         ),
@@ -204,18 +204,18 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
     "a model": (Edit(file="data/models/toy.toml", text=TOY_MODEL),),
     "a device": (Edit(file="data/hardware.toml", before="[mi355x]\n", text=TOY_DEVICE),),
     "a format of workloads": (
-        Edit(file="workload/formats/counts.py", text=COUNTS),
-        Edit(file="workload/formats/__init__.py", before='    "csv": Format(', text=FORMAT),
+        Edit(file="workloads/formats/counts.py", text=COUNTS),
+        Edit(file="workloads/formats/__init__.py", before='    "csv": Format(', text=FORMAT),
     ),
     "a section of a run's page": (
-        Edit(file="report/families.py", text=SECTION),
+        Edit(file="runs/families.py", text=SECTION),
         Edit(
-            file="report/run_page.py",
-            before="from stepmark.report import comm_figures",
-            text="from stepmark.report import families\n",
+            file="runs/run_page.py",
+            before="from stepmark.collectives import comm_figures",
+            text="from stepmark.runs import families\n",
         ),
         Edit(
-            file="report/run_page.py",
+            file="runs/run_page.py",
             before='        section("Environment"',
             text='        section("Cases by family", families.table(records)),\n',
         ),

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 
 from stepmark.cli import main
-from stepmark.core import options
-from stepmark.core.op_options import LAYER
-from stepmark.core.ops import FAMILIES
+from stepmark.ground import options
+from stepmark.model.ops import FAMILIES
+from stepmark.operators.op_options import LAYER
 
 ROOT = Path(__file__).parents[1]
 DIARY = ROOT / "docs" / "LOG.md"
@@ -29,8 +29,8 @@ CHECKED = "sh(?: try| run[^\n]*)?"
 PLANNED = {"run", "op", "comm", "train", "calibrate", "replay", "sweep"}
 WITH_RANKS = {"run", "comm", "train", "calibrate"}
 PARSED = (
-    *("doctor:run", "watch:run", "check:run", "measure:resume"),
-    *("workload:capture", "workload_fill:run"),
+    *("nodes.doctor:run", "watching.watch:run", "comparison.check:run"),
+    *("measuring.measure:resume", "workloads.workload:capture", "replays.workload_fill:run"),
 )
 # Files and runs that pages name as the reader's own: what stands in for them.
 STAND_INS = {
@@ -102,7 +102,7 @@ def _beside_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def _load_unless_parsed(*names: str) -> Callable[[str], Any]:
     """Return options.load for a verb whose handler does nothing if its name begins so."""
     load = options.load
-    prefixes = tuple(f"stepmark.app.{name}" for name in names)
+    prefixes = tuple(f"stepmark.{name}" for name in names)
     return lambda name: (lambda _: 0) if name.startswith(prefixes) else load(name)
 
 

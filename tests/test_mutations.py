@@ -15,7 +15,7 @@ def test_each_fault_has_its_place_and_tests() -> None:
 
 def test_rooms_that_measure_and_describe_have_faults() -> None:
     rooms = {fault.file.split("/")[0] for fault in mutate.faults()}
-    assert rooms >= {"core", "bench", "workload", "trace", "store"}
+    assert rooms >= {"ground", "measuring", "workloads", "traces", "store"}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_an_operator(run: Run) -> None:
     assert (row["family"], row["shape"], row["num_wrong"]) == ("scale", "1024 elements", 0)
     assert row["status"] == "measured"
     assert row["bytes_moved"] > 0
-    code = "from stepmark.bench.doctor import samples; print(*samples('scale'))"
+    code = "from stepmark.nodes.bench_doctor import samples; print(*samples('scale'))"
     assert "Scale" in run("-c", code)
 
 
@@ -99,8 +99,8 @@ def test_a_section_of_the_page_of_a_run(run: Run, tree: Path) -> None:
 
 def test_a_model_and_a_device(run: Run) -> None:
     code = (
-        "from stepmark.core.model import find_model\n"
-        "from stepmark.core.device import find_device\n"
+        "from stepmark.model.model import find_model\n"
+        "from stepmark.model.device import find_device\n"
         "print(find_model('toy').num_layers, find_device('Toy Accelerator').hbm_bytes)"
     )
     assert run("-c", code).split() == ["3", "1024"]

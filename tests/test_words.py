@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.cli import main
-from stepmark.core.options import load, options
+from stepmark.ground.options import load, options
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stepmark"

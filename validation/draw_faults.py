@@ -31,13 +31,13 @@ SEED = 20261127
 COUNT = 60
 # By room: its files.
 ROOMS: dict[str, tuple[str, ...]] = {
-    "predict": ("predict", "app/predict*.py", "app/parts.py", "app/comm_contention.py"),
-    "trace": ("trace", "app/trace*.py"),
-    "replay": ("bench/replay", "app/replay*.py", "report/replay*.py"),
-    "launch": ("launch",),
-    "verdicts": tuple(
-        f"core/{name}.py"
-        for name in ("verdicts", "ratio", "variance", "launches", "acceptance", "racing")
+    "predict": ("predictions", "step_memory"),
+    "trace": ("traces", "job_logs", "text_tables"),
+    "replay": ("replays",),
+    "launch": ("measuring/*.py", "launching"),
+    "verdicts": (
+        *(f"ground/{name}.py" for name in ("verdicts", "ratio", "variance", "launches")),
+        *(f"comparison/{name}.py" for name in ("acceptance", "racing")),
     ),
     "store": ("store",),
 }
@@ -52,11 +52,11 @@ OUTPUTS: dict[str, tuple[str, ...]] = {
     "store": ("runs", "compare"),
 }
 OF_ROOM: dict[str, tuple[str, ...]] = {
-    "predict": ("predict/test_timeline.py", "app/test_predicted_steps.py"),
-    "trace": ("trace", "app/test_trace_breakdown.py"),
-    "replay": ("bench/replay", "cli/test_replay.py"),
+    "predict": ("predictions/test_timeline.py", "predictions/test_predicted_steps.py"),
+    "trace": ("traces", "job_logs", "text_tables"),
+    "replay": ("replays", "cli/test_replay.py"),
     "launch": ("launch", "cli/test_launch.py", "cli/test_ranks.py"),
-    "verdicts": ("store/test_compare.py", "cli/test_check.py", "cli/test_sweep.py"),
+    "verdicts": ("comparison/test_compare.py", "cli/test_check.py", "cli/test_sweep.py"),
     "store": ("store", "cli/test_runs_cli.py", "cli/test_compare.py"),
 }
 OPERATORS = ("constant", "comparison", "sign", "any or all", "dropped line")

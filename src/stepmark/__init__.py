@@ -6,8 +6,6 @@ rows, `to_pandas()` and `show()`. docs/python.md has an example of each.
 """
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from stepmark.api.table import Table
     from stepmark.api.trace import Trace, read_trace
     from stepmark.api.workload import Workload, read_workload, workload
-    from stepmark.core.errors import ConfigError, NothingToMeasureError, StepmarkError
+    from stepmark.ground.errors import ConfigError, NothingToMeasureError, StepmarkError
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,7 +54,7 @@ _MODULES = {
     "stepmark.api.table": ("Table",),
     "stepmark.api.trace": ("Trace", "read_trace"),
     "stepmark.api.workload": ("Workload", "read_workload", "workload"),
-    "stepmark.core.errors": ("ConfigError", "NothingToMeasureError", "StepmarkError"),
+    "stepmark.ground.errors": ("ConfigError", "NothingToMeasureError", "StepmarkError"),
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -69,17 +67,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return __all__
-
-
-class _Package(ModuleType):
-    """This package. `workload` and `predict` are its functions, not the packages of rooms.
-
-    The import of a room binds its name here: a function of the same name would be lost.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package

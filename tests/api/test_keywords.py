@@ -6,12 +6,12 @@ import pytest
 
 import stepmark as sm
 from stepmark.api import keywords
-from stepmark.core.comm_options import CommOptions
-from stepmark.core.compare_options import CompareOptions
-from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
-from stepmark.core.op_options import options_class
-from stepmark.core.options import options as declared
+from stepmark.collectives.comm_options import CommOptions
+from stepmark.comparison.compare_options import CompareOptions
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import options as declared
+from stepmark.operators.op_options import options_class
 
 VERBS = [("op", "gemm"), ("op", "all"), ("op", ""), ("comm", ""), ("train", "")]
 VERBS += [("replay", ""), ("predict", ""), ("compare", ""), ("trace", ""), ("workload", "ddp")]

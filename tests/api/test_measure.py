@@ -10,7 +10,7 @@ import pytest
 from tests.cli.process import environment, stepmark
 
 import stepmark as sm
-from stepmark.core.record import Measured
+from stepmark.cases.record import Measured
 
 SHORT = {"device": "cpu", "budget": "1s"}
 _SCRIPT = """

@@ -14,8 +14,8 @@ HEAVY = (
     "msgspec",
     "typer",
     "rich",
-    "stepmark.core",
-    "stepmark.app",
+    "stepmark.ground",
+    "stepmark.measuring",
 )
 _IMPORT = f"""
 import sys, time
@@ -26,8 +26,8 @@ print(*[name for name in {HEAVY} if name in sys.modules])
 """
 _ROOMS = """
 import stepmark as sm
-import stepmark.workload.job, stepmark.predict.step
-from stepmark.workload.rules import RULES
+import stepmark.workloads.job, stepmark.predictions.step
+from stepmark.workloads.rules import RULES
 print(callable(sm.workload), callable(sm.predict), len(RULES) > 3)
 """
 
@@ -56,5 +56,5 @@ def test_every_name_is_there_and_has_a_description() -> None:
         getattr(sm, "gemm")  # noqa: B009 # a type checker refuses it
 
 
-def test_a_room_does_not_hide_the_function_of_its_name() -> None:
+def test_a_folder_does_not_hide_the_function_of_its_name() -> None:
     assert output(_ROOMS) == ["True True True"]

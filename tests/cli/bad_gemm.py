@@ -4,8 +4,8 @@ import dataclasses
 import os
 from typing import Any
 
-from stepmark.bench.operators import IMPLS
-from stepmark.core.record import Check
+from stepmark.cases.record import Check
+from stepmark.operators.bench import IMPLS
 
 _impl = IMPLS["gemm"]["torch"]
 _WRONG = Check(max_rel_err=9, tolerance=0, num_wrong=1, num_compared=1, reference="fake")

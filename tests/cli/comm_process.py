@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 from tests import fork_server
 
-from stepmark.launch import processes
+from stepmark.ground import processes
 
 from .process import ROOT, environment, only_run
 

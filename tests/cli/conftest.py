@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from tests import forked_ranks
 
-from stepmark.app import follow
-from stepmark.launch import local_ranks
+from stepmark.launching import follow
+from stepmark.measuring import local_ranks
 
 from .launch_programs import Programs
 

@@ -4,8 +4,8 @@ import os
 
 import torch
 
-from stepmark.bench.collectives.communicators import Issue, TorchCommunicator
-from stepmark.core.comm_case import CommCase
+from stepmark.cases.comm_case import CommCase
+from stepmark.collectives.bench.communicators import Issue, TorchCommunicator
 
 _bind = TorchCommunicator.bind
 

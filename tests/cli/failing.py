@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stepmark.bench.training import trainer
-from stepmark.core.train_case import TrainCase
+from stepmark.cases.train_case import TrainCase
+from stepmark.training import trainer
 
 _make = trainer.make
 

@@ -3,7 +3,7 @@
 from tests import fork_server, forked_ranks
 
 from stepmark.cli.main import main
-from stepmark.launch import local_ranks
+from stepmark.measuring import local_ranks
 
 if __name__ == "__main__":
     fork_server.server()  # while there are no threads

@@ -8,7 +8,7 @@ import sys
 
 from tests import fork_server, forked_ranks
 
-from stepmark.launch import local_ranks
+from stepmark.measuring import local_ranks
 
 RECIPE = fork_server.ROOT / "recipes" / "prediction_rows.py"
 

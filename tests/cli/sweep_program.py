@@ -16,12 +16,12 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tests.report.comm_records import comm_case, comm_measured, comm_run
-from tests.report.tuner_file import parse
+from tests.collectives.comm_records import comm_case, comm_measured, comm_run
+from tests.comparison.tuner_file import parse
 from tests.store.writers import new_run
 
-from stepmark.core.plan import ROUND
-from stepmark.report.tuner import first_match
+from stepmark.cases.plan import ROUND
+from stepmark.comparison.tuner_text import first_match
 from stepmark.store.runs import new_run_id
 from stepmark.store.sweeps import FILE
 

@@ -3,13 +3,13 @@
 import sys
 from pathlib import Path
 
-from stepmark.app.sweep import settings
-from stepmark.app.sweep_run import Means
-from stepmark.core.sweep import (
+from stepmark.cases.sweep import (
     Outcome,
     Sweep,
     Try,
 )
+from stepmark.comparison.sweep import settings
+from stepmark.comparison.sweep_run import Means
 
 from .process import ROOT, environment
 

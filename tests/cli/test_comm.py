@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.app import measure
 from stepmark.cli.main import status
+from stepmark.measuring import measure
 
 from .process import command, environment, lines, only_run, stepmark
 

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from stepmark.app import comm_plan, dry_run
+from stepmark.cases.comm_case import CommCase
 from stepmark.cli.main import status
-from stepmark.core.collectives import Api, Collective, Mode, RedOp
-from stepmark.core.comm_case import CommCase
-from stepmark.core.comm_options import CommOptions, collective_name
-from stepmark.core.commands import command_of
-from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError, NothingToMeasureError
-from stepmark.core.options import argv, build, plain
+from stepmark.collectives import comm_plan
+from stepmark.collectives.comm_options import CommOptions, collective_name
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError, NothingToMeasureError
+from stepmark.ground.options import argv, build, plain
+from stepmark.model.collectives import Api, Collective, Mode, RedOp
+from stepmark.runs import dry_run
+from stepmark.store.commands import command_of
 
 KIB = 2**10
 

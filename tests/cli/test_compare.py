@@ -8,12 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.report.comm_records import comm_case, flat
+from tests.collectives.comm_records import comm_case, flat
 from tests.store.test_runs import INFO
 from tests.store.writers import new_run
 
 from stepmark.cli.main import app
-from stepmark.core.errors import ConfigError
+from stepmark.ground.errors import ConfigError
 
 DATA = Path(__file__).parents[1] / "data"
 SLIDES = DATA.parents[1] / "examples" / "frontier-rccl.txt"
@@ -37,7 +37,7 @@ def document(*words: object, code: int = 0) -> dict[str, Rows]:
 @pytest.fixture
 def cut(tmp_path: Path) -> list[Path]:
     """The three 16-rank tables of the slides, each in a file of its own."""
-    from stepmark.trace.tables import find
+    from stepmark.text_tables import find
 
     lines = SLIDES.read_text().splitlines()
     tables = [table for table in find(SLIDES) if table.num_ranks == 16 and not table.columns]

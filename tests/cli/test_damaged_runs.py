@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.app import view
 from stepmark.cli import main
+from stepmark.store import view
 
 RESULTS = Path(__file__).parents[2] / "results"
 # An operator's, a collective's and a training step's run.

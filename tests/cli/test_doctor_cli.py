@@ -11,9 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from stepmark.app import doctor
 from stepmark.cli import main
-from stepmark.core.errors import ConfigError
+from stepmark.ground.errors import ConfigError
+from stepmark.nodes import doctor
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)
 app.command()(main.command("doctor", []))

@@ -8,9 +8,9 @@ import pytest
 
 from stepmark.cli import main
 from stepmark.cli.flags import click_command
-from stepmark.core.device import load_devices
-from stepmark.core.ops import FAMILIES
-from stepmark.core.options import build, options
+from stepmark.ground.options import build, options
+from stepmark.model.device import load_devices
+from stepmark.model.ops import FAMILIES
 
 from .test_main import called
 

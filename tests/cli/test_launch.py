@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from stepmark.cli import launch, main
-from stepmark.core.errors import ConfigError
-from stepmark.core.launch_options import LaunchOptions, SlurmJob
-from stepmark.core.options import build, load, options
-from stepmark.launch.hosts import read_hosts
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import build, load, options
+from stepmark.launching.launch_options import LaunchOptions, SlurmJob
+from stepmark.measuring.hosts import read_hosts
 
 from .launch_programs import COMM, DOCS, HOSTS, SLURM, Programs, called, script_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.app import follow
-from stepmark.launch.slurm import Job, pending_reasons
+from stepmark.launching import follow
+from stepmark.launching.slurm import Job, pending_reasons
 
 from .launch_programs import COMM, SLURM, Programs, called, script_of
 

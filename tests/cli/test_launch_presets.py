@@ -4,9 +4,9 @@ import shlex
 
 import pytest
 
-from stepmark.app.launch import settings_of
-from stepmark.core.fabrics import load_fabrics
-from stepmark.core.launch_options import LaunchOptions
+from stepmark.launching.launch import settings_of
+from stepmark.launching.launch_options import LaunchOptions
+from stepmark.model.fabrics import load_fabrics
 
 from .launch_programs import DOCS, called, script_of
 

@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.comm_records import comm_case, comm_measured, comm_run
+from tests.collectives.comm_records import comm_case, comm_measured, comm_run
+from tests.job_logs.flight_samples import SAMPLE, dump, entry, write
+from tests.job_logs.test_inspector import header, operation
 from tests.store.writers import new_run
-from tests.trace.flight_samples import SAMPLE, dump, entry, write
-from tests.trace.test_inspector import header, operation
 
-from stepmark.app.log_sources import FLIGHT, INSPECTOR, LOG, TABLES, collect, kinds_of
 from stepmark.cli.main import status
-from stepmark.core.collectives import Collective, Mode
-from stepmark.core.errors import ConfigError
+from stepmark.ground.errors import ConfigError
+from stepmark.job_logs.log_sources import FLIGHT, INSPECTOR, LOG, TABLES, collect, kinds_of
+from stepmark.model.collectives import Collective, Mode
 
 ROOT = Path(__file__).parents[2]
 COLL = ROOT / "examples" / "coll.log"

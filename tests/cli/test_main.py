@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from stepmark import __version__
-from stepmark.app import measure
 from stepmark.cli import main
 from stepmark.cli.main import status
-from stepmark.core.ops import FAMILIES
-from stepmark.core.options import load
+from stepmark.ground.options import load
+from stepmark.measuring import measure
+from stepmark.model.ops import FAMILIES
 
 from .process import stepmark_process
 

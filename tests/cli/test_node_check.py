@@ -11,17 +11,17 @@ from random import Random
 
 import pytest
 import torch
-from tests.core.test_node_verdict import fleet
-from tests.report.comm_records import comm_case, comm_run, noisy
+from tests.collectives.comm_records import comm_case, comm_run, noisy
+from tests.nodes.test_node_verdict import fleet
 from tests.store.writers import new_run
 
-from stepmark.app import node_check
-from stepmark.core.collectives import Collective
-from stepmark.core.comm_case import CommCase
-from stepmark.core.node_check import NodeCheck
-from stepmark.core.plan import Entry, How, Plan
-from stepmark.core.units import MIB
-from stepmark.store import node_checks, plans
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.plan import Entry, How, Plan
+from stepmark.ground.units import MIB
+from stepmark.model.collectives import Collective
+from stepmark.nodes import node_check_verb, node_checks
+from stepmark.nodes.node_check import NodeCheck
+from stepmark.store import plans
 
 from .process import stepmark, stepmark_process
 
@@ -137,12 +137,12 @@ def test_ranges_of_hosts_are_refused(tmp_path: Path) -> None:
 def test_a_process_sees_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
         monkeypatch.delenv(variable, raising=False)
-    assert node_check._only(1, 2, "cuda") == {"CUDA_VISIBLE_DEVICES": "1"}
+    assert node_check_verb._only(1, 2, "cuda") == {"CUDA_VISIBLE_DEVICES": "1"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4, GPU-ab")
-    assert node_check._only(1, 2, "cuda") == {"CUDA_VISIBLE_DEVICES": "GPU-ab"}
+    assert node_check_verb._only(1, 2, "cuda") == {"CUDA_VISIBLE_DEVICES": "GPU-ab"}
     monkeypatch.setenv("HIP_VISIBLE_DEVICES", "6,7")
-    assert node_check._only(0, 2, "cuda") == {"HIP_VISIBLE_DEVICES": "6"}
-    assert node_check._only(0, 1024, "cpu") == {"OMP_NUM_THREADS": "1"}
+    assert node_check_verb._only(0, 2, "cuda") == {"HIP_VISIBLE_DEVICES": "6"}
+    assert node_check_verb._only(0, 1024, "cpu") == {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.ranks

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from stepmark.app import measure
+from stepmark.cases.record import Measured
 from stepmark.cli.main import status
-from stepmark.core.ops import FAMILIES
-from stepmark.core.record import Measured
+from stepmark.measuring import measure
+from stepmark.model.ops import FAMILIES
 from stepmark.store.reader import read_records, with_all_samples
 
 from .process import ROOT, lines, only_run, stepmark

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.store.devices import device
+from tests.ground.devices import device
 
 from stepmark.cli import main
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests import fork_server, outputs
 
-from stepmark.app import run
-from stepmark.app.machine import machine
+from stepmark.measuring.machine import machine
+from stepmark.runs import run
 
 from .prediction_rows import RECIPE
 from .process import ROOT, environment

@@ -17,10 +17,11 @@ import pytest
 
 import stepmark as sm
 from stepmark.cli import main
-from stepmark.core.errors import ConfigError
-from stepmark.core.rank_program import program
-from stepmark.core.workload import CommOp, ComputeOp
-from stepmark.workload.formats import aicb, native
+from stepmark.ground.errors import ConfigError
+from stepmark.step import native
+from stepmark.step.rank_program import program
+from stepmark.step.workload import CommOp, ComputeOp
+from stepmark.workloads.formats import aicb
 
 from . import process
 
@@ -242,7 +243,7 @@ def ranks_of(pid: int) -> list[psutil.Process]:
     ranks = []
     for child in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            if "stepmark.app.rank" in child.cmdline():
+            if "stepmark.measuring.rank" in child.cmdline():
                 ranks.append(child)
     return ranks
 

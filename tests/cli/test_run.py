@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.core.record import Measured
+from stepmark.cases.record import Measured
 from stepmark.store.reader import read_records
 
 from .process import stepmark

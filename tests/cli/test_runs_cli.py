@@ -12,7 +12,7 @@ from tests.store.writers import new_run
 from typer.testing import CliRunner
 
 from stepmark.cli.runs import app
-from stepmark.core.errors import ConfigError
+from stepmark.ground.errors import ConfigError
 
 
 @pytest.fixture

@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.app import sweep as app
-from stepmark.app import sweep_race, sweep_results
-from stepmark.app.sweep import refuse_ranks, settings
-from stepmark.app.sweep_run import make
-from stepmark.core.comparison import Series, Side
-from stepmark.core.errors import ConfigError
-from stepmark.core.sweep import (
+from stepmark.cases.sweep import (
     Outcome,
     Selection,
     Setting,
 )
-from stepmark.core.sweep_options import SweepOptions
+from stepmark.comparison import sweep as app
+from stepmark.comparison import sweep_race, sweep_results
+from stepmark.comparison.comparison import Series, Side
+from stepmark.comparison.sweep import refuse_ranks, settings
+from stepmark.comparison.sweep_options import SweepOptions
+from stepmark.comparison.sweep_run import make
+from stepmark.ground.errors import ConfigError
 from stepmark.store import sweeps
 from stepmark.store.sweeps import Journal
 

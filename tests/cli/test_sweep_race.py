@@ -10,18 +10,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stepmark.app import sweep as app
-from stepmark.app import sweep_race, sweep_results
-from stepmark.app.sweep_run import make
-from stepmark.core.errors import ConfigError
-from stepmark.core.plan import ROUND
-from stepmark.core.record import Measured
-from stepmark.core.sweep import (
+from stepmark.cases.plan import ROUND
+from stepmark.cases.record import Measured
+from stepmark.cases.sweep import (
     Outcome,
     Selection,
 )
-from stepmark.core.sweep_options import SweepOptions
-from stepmark.launch import processes
+from stepmark.comparison import sweep as app
+from stepmark.comparison import sweep_race, sweep_results
+from stepmark.comparison.sweep_options import SweepOptions
+from stepmark.comparison.sweep_run import make
+from stepmark.ground import processes
+from stepmark.ground.errors import ConfigError
 from stepmark.store import sweeps
 from stepmark.store.reader import read_info, read_records
 from stepmark.store.sweeps import Journal

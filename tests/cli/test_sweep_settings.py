@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark import __version__
-from stepmark.app import sweep as app
-from stepmark.app import sweep_race, sweep_results, sweep_run
-from stepmark.app.interpreters import check_interpreters, parse_interpreters
-from stepmark.app.sweep import settings
-from stepmark.app.sweep_run import make, order_of
-from stepmark.core.errors import ConfigError
-from stepmark.core.sweep import (
+from stepmark.cases.sweep import (
     Setting,
     split_values,
 )
+from stepmark.comparison import sweep as app
+from stepmark.comparison import sweep_race, sweep_results, sweep_run
+from stepmark.comparison.interpreters import check_interpreters, parse_interpreters
+from stepmark.comparison.sweep import settings
+from stepmark.comparison.sweep_run import make, order_of
+from stepmark.ground.errors import ConfigError
 from stepmark.store import sweeps
 from stepmark.store.sweeps import Journal
 

@@ -5,22 +5,22 @@ import shlex
 from pathlib import Path
 
 import pytest
-from tests.core.comm_samples import SAMPLES
+from tests.cases.comm_samples import SAMPLES
+from tests.comparison.tuner_file import parse
 from tests.parsing import parse as typed
-from tests.report.tuner_file import parse
 
-from stepmark.app import sweep_race
-from stepmark.app import tuner as tuning
-from stepmark.app.sweep import settings
-from stepmark.app.sweep_run import make
-from stepmark.core.comm_options import CommOptions
-from stepmark.core.commands import command_of
-from stepmark.core.errors import ConfigError
-from stepmark.core.sweep import (
+from stepmark.cases.sweep import (
     TunerChoice,
 )
-from stepmark.report.recommendation import Advice
-from stepmark.report.tuner import COLLECTIVES, first_match
+from stepmark.collectives.comm_options import CommOptions
+from stepmark.comparison import sweep_race
+from stepmark.comparison import tuner_verb as tuning
+from stepmark.comparison.recommendation import Advice
+from stepmark.comparison.sweep import settings
+from stepmark.comparison.sweep_run import make
+from stepmark.comparison.tuner_text import COLLECTIVES, first_match
+from stepmark.ground.errors import ConfigError
+from stepmark.store.commands import command_of
 from stepmark.store.sweeps import Journal
 
 from .sweep_runs import means, sweep_of

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.trace.trace_scripts import Script
+from tests.traces.trace_scripts import Script
 
+from stepmark.cases.train_case import TrainCase
 from stepmark.cli.main import status
-from stepmark.core.ops import Gemm
-from stepmark.core.train_case import TrainCase
-from stepmark.core.workload import ComputeOp
+from stepmark.model.ops import Gemm
+from stepmark.step.workload import ComputeOp
 from stepmark.store.reader import read_records
-from stepmark.trace.kineto.kernels import measured_ops
-from stepmark.trace.kineto.reader import read_trace
-from stepmark.workload.rules.pytorch.case import of_case
+from stepmark.traces.kineto.kernels import measured_ops
+from stepmark.traces.kineto.reader import read_trace
+from stepmark.workloads.rules.pytorch.case import of_case
 
 from .process import stepmark
 

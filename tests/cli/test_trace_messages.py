@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.report.train_records import MESSAGES, fsdp, told, train_measured, train_run
 from tests.store.writers import new_run
-from tests.trace.comm_traces import TraceWriter
+from tests.traces.comm_traces import TraceWriter
+from tests.training.train_records import MESSAGES, fsdp, told, train_measured, train_run
 
+from stepmark.cases.message import Tally
 from stepmark.cli.main import status
-from stepmark.core.message import Tally
 
 pytestmark = pytest.mark.ranks
 

@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.report.train_records import flat, single
+from tests.training.train_records import flat, single
 
-from stepmark.app.train import found_batch
+from stepmark.cases.record import Failed, Measured, Record
+from stepmark.cases.train_case import TrainCase
 from stepmark.cli.main import status
-from stepmark.core.record import Failed, Measured, Record
-from stepmark.core.train_case import TrainCase
 from stepmark.store.reader import read_records
+from stepmark.training.train import found_batch
 
 from .comm_process import Running, outcomes
 from .process import lines, only_run, stepmark

@@ -16,18 +16,19 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.parsing import parse
 
-from stepmark.app import dry_run, run, train, train_plan, train_refusals
-from stepmark.app.train_plan import estimated_memory as estimate
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision, Recompute
 from stepmark.cli.main import status
-from stepmark.core.commands import command_of
-from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
-from stepmark.core.model import find_model
-from stepmark.core.options import build, plain
-from stepmark.core.parallel import ParallelConfig
-from stepmark.core.train_case import TrainCase
-from stepmark.core.train_options import STRATEGIES, TrainOptions
-from stepmark.core.training import CompileScope, DataParallel, Fp8, Precision, Recompute
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import build, plain
+from stepmark.model.model import find_model
+from stepmark.model.parallel import ParallelConfig
+from stepmark.runs import dry_run, run
+from stepmark.store.commands import command_of
+from stepmark.training import train, train_plan, train_refusals
+from stepmark.training.train_options import STRATEGIES, TrainOptions
+from stepmark.training.train_plan import estimated_memory as estimate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT = ["gpt2-125m", "--device", "cpu"]

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from tests.parsing import parse
 
-from stepmark.app.op_plan import placed_ops
-from stepmark.core.op_options import FamilyOptions, options_class
-from stepmark.core.ops import Attention, Gemm
-from stepmark.core.workload import CommOp, ComputeOp
-from stepmark.workload.formats import FORMATS
-from stepmark.workload.rules import RULES
+from stepmark.model.ops import Attention, Gemm
+from stepmark.operators.op_options import FamilyOptions, options_class
+from stepmark.operators.op_plan import placed_ops
+from stepmark.step.workload import CommOp, ComputeOp
+from stepmark.workloads.formats import FORMATS
+from stepmark.workloads.rules import RULES
 
 from .process import environment, stepmark_process
 from .workload_program import AICB, Program, program, refused

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from stepmark.app.workload_flags import NO_EFFECT, options_class
-from stepmark.core.options import options
+from stepmark.ground.options import options
+from stepmark.workloads.workload_flags import NO_EFFECT, options_class
 
 from .workload_program import AICB, Program, program, refused
 

@@ -3,16 +3,14 @@
 from collections import Counter
 
 from hypothesis import HealthCheck, assume, given, settings
+from tests.step.workload_samples import workloads
 
-from stepmark.app import workload_show
-from stepmark.app.comm_workload import commands
-from stepmark.core.message import RECV
-from stepmark.core.workload import CommOp, Workload
-from stepmark.report import workload_tables as tables
-from stepmark.report import workload_text
-from stepmark.report.workload_page import page
-
-from ..core.workload_samples import workloads
+from stepmark.cases.message import RECV
+from stepmark.collectives.comm_workload import commands
+from stepmark.step.workload import CommOp, Workload
+from stepmark.workloads import workload_show, workload_text
+from stepmark.workloads import workload_tables as tables
+from stepmark.workloads.workload_page import page
 
 ANY = settings(
     max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]

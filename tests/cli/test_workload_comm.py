@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from stepmark.app.comm_workload import command
-from stepmark.core.collectives import Collective
-from stepmark.core.comm_case import CommCase
-from stepmark.core.dtypes import DType
+from stepmark.cases.comm_case import CommCase
+from stepmark.collectives.comm_workload import command
+from stepmark.ground.dtypes import DType
+from stepmark.model.collectives import Collective
 
 from .workload_program import Program, program, refused
 
@@ -107,7 +107,7 @@ def test_tokens_to_experts(run: Program) -> None:
     ],
 )
 def test_a_case_as_a_command(collective: str, num_ranks: int, tool: str, expected: str) -> None:
-    from stepmark.core.collectives import FACTS, RedOp
+    from stepmark.model.collectives import FACTS, RedOp
 
     one = Collective(collective)
     case = CommCase(

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from stepmark.app.workload_flags import NO_EFFECT, options_class
-from stepmark.core.options import Option, options
-from stepmark.workload.formats import FORMATS
-from stepmark.workload.rules import RULES
+from stepmark.ground.options import Option, options
+from stepmark.workloads.formats import FORMATS
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.workload_flags import NO_EFFECT, options_class
 
 from .process import ROOT
 from .workload_program import Program, program

@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from stepmark.core.case import OpCase
-from stepmark.core.ops import Gemm, Norm, Op, Phase
-from stepmark.core.record import Measured
-from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.core.workload import ComputeOp, Kernel, Stage, Workload
+from stepmark.cases.case import OpCase
+from stepmark.cases.record import Measured
+from stepmark.ground.stats import slowest_per_sample, summarize
+from stepmark.model.ops import Gemm, Norm, Op, Phase
+from stepmark.step import native
+from stepmark.step.workload import ComputeOp, Kernel, Stage, Workload
 from stepmark.store import plans
 from stepmark.store.reader import read_records
-from stepmark.workload.durations import computations
-from stepmark.workload.formats import aiob, native
+from stepmark.workloads.durations import computations
+from stepmark.workloads.formats import aiob
 
 from .process import ROOT, only_run, stepmark
 from .workload_program import AICB, Program, program, refused

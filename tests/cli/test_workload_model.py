@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from stepmark.cli import main
-from stepmark.core.ops import Gemm
-from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.workload.formats import native
+from stepmark.model.ops import Gemm
+from stepmark.step import native
+from stepmark.step.workload import CommOp, ComputeOp, Workload
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "llama_workload.py"
 OWN = """
-from stepmark.workload.architecture import Architecture, Batch, unit
+from stepmark.workloads.architecture import Architecture, Batch, unit
 
 def build(batch):
     table = unit("embed", batch.embedding("table", 512, 64))
@@ -150,7 +150,7 @@ def test_megatron_takes_decoders_only(own: Path, capsys: pytest.CaptureFixture[s
         ("def build(batch):\n    return 1\n", "returns an Architecture"),
         ("def other(batch):\n    return 1\n", "e.g. other"),
         (
-            "from stepmark.workload.architecture import unit\n"
+            "from stepmark.workloads.architecture import unit\n"
             "def build(batch):\n"
             "    return unit('a', batch.linear('l', 0, 4))\n",
             "mine.py:3",

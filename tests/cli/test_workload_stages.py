@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from stepmark.core.workload import CommOp, ComputeOp, Workload
-from stepmark.workload.formats import aicb, native
-from stepmark.workload.formats.ranks import disagreements
+from stepmark.step import native
+from stepmark.step.workload import CommOp, ComputeOp, Workload
+from stepmark.workloads.formats import aicb
+from stepmark.workloads.formats.ranks import disagreements
 
 from .workload_program import Program, program, refused
 

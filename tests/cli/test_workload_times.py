@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
-from stepmark.core.device import load_devices
-from stepmark.core.ops import Attention, Gemm, Phase
-from stepmark.core.record import Measured
-from stepmark.core.stats import slowest_per_sample, summarize
-from stepmark.core.workload import ComputeOp, Workload
+from stepmark.cases.record import Measured
+from stepmark.ground.stats import slowest_per_sample, summarize
+from stepmark.model.device import load_devices
+from stepmark.model.ops import Attention, Gemm, Phase
+from stepmark.step import native
+from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
-from stepmark.workload.formats import aiob, native
+from stepmark.workloads.formats import aiob
 
 from .process import ROOT
 from .workload_program import AICB, Program, program, refused

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import status
-from stepmark.core.workload import Workload
-from stepmark.workload.formats import native
+from stepmark.step import native
+from stepmark.step.workload import Workload
 
 AICB = Path(__file__).parents[1] / "data" / "aicb"
 

@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 from tests.cluster.network import Host
 
-from stepmark.launch import processes
+from stepmark.ground import processes
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0

@@ -15,7 +15,7 @@ import pytest
 from tests.cluster.job import Job
 from tests.cluster.network import Host, sh
 
-from stepmark.launch.channel import SILENCE_S
+from stepmark.measuring.channel import SILENCE_S
 
 pytestmark = pytest.mark.cluster
 

@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.job import Job
 from tests.cluster.network import Host
 
-from stepmark.app.measured_curves import run_curves
+from stepmark.collectives.measured_curves import run_curves
 
 pytestmark = pytest.mark.cluster
 

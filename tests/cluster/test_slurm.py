@@ -16,7 +16,7 @@ from tests.cluster.job import ROOT
 from tests.cluster.network import Host, sh
 from tests.cluster.slurm import Slurm
 
-from stepmark.launch import processes
+from stepmark.ground import processes
 
 pytestmark = pytest.mark.cluster
 

@@ -21,10 +21,10 @@ from tests.damage.mutators import (
     verdict,
 )
 
-from stepmark.core.errors import ConfigError
-from stepmark.core.finding import Severity
-from stepmark.trace.nccl_log import read_log
-from stepmark.trace.nccl_log.diagnosis import diagnose
+from stepmark.findings.finding import Severity
+from stepmark.ground.errors import ConfigError
+from stepmark.job_logs.nccl_log import read_log
+from stepmark.job_logs.nccl_log.diagnosis import diagnose
 
 CALLS = {
     "AllReduce": ("all_reduce", 1),

@@ -20,8 +20,8 @@ from tests.damage.mutators import (
     of_a_line,
 )
 
-from stepmark.app.profiler_tables import read_tables
-from stepmark.core.errors import ConfigError
+from stepmark.ground.errors import ConfigError
+from stepmark.text_tables.profiler_tables_verb import read_tables
 
 DATA = Path(__file__).parents[1] / "data" / "profiler-tables"
 Fact = tuple[object, ...]

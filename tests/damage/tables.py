@@ -16,14 +16,14 @@ from tests.damage.mutators import (
     line_within_line,
     of_a_line,
 )
-from tests.trace.nccl_samples import HEAD, MODERN_RANK, old_time
+from tests.text_tables.nccl_samples import HEAD, MODERN_RANK, old_time
 
-from stepmark.core.collectives import FACTS, Collective, Parts, busbw_factor
-from stepmark.core.errors import ConfigError
-from stepmark.core.finding import Severity
-from stepmark.core.reading import IN_PLACE, OUT_OF_PLACE, Table
-from stepmark.trace.tables import find
-from stepmark.trace.tables.validate import validate
+from stepmark.findings.finding import Severity
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Table
+from stepmark.model.collectives import FACTS, Collective, Parts, busbw_factor
+from stepmark.text_tables import find
+from stepmark.text_tables.validate import validate
 
 # Program: (its collective, redop, root).
 PROGRAMS = {

@@ -1,7 +1,7 @@
 """Profiler traces of two ranks (fsdp8, thinned), and what every command says of them.
 
 Whatever the damage, the commands agree with each other: `_laws`. What is undetectable gives the
-trace of another job, whose figures are those of the slow tests/trace/trace_truth.py.
+trace of another job, whose figures are those of the slow tests/traces/trace_truth.py.
 """
 
 import gzip
@@ -18,19 +18,19 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from tests.damage.mutators import Effect, Inputs, Lines, Mutator, Output, verdict
-from tests.trace import trace_truth
+from tests.traces import trace_truth
 
-from stepmark.app import (
-    step_ledger,
+from stepmark.ground.errors import ConfigError
+from stepmark.runs import step_ledger
+from stepmark.step.workload import CommOp
+from stepmark.traces import (
     trace,
-    trace_kernels,
-    trace_messages,
-    trace_path,
+    trace_kernels_verb,
+    trace_messages_verb,
+    trace_path_verb,
     trace_workload,
 )
-from stepmark.core import trace_options as options
-from stepmark.core.errors import ConfigError
-from stepmark.core.workload import CommOp
+from stepmark.traces import trace_options as options
 
 DATA = Path(__file__).parents[1] / "data" / "traces" / "fsdp8"
 GPU, CALLS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
@@ -39,9 +39,9 @@ Fact = tuple[object, ...]
 _VERBS: dict[str, tuple[Callable[[Any], int], Callable[..., Any]]] = {
     "breakdown": (trace.breakdown, options.BreakdownOptions),
     "ledger": (step_ledger.ledger, options.LedgerOptions),
-    "messages": (trace_messages.messages, options.MessagesOptions),
-    "kernels": (trace_kernels.kernels, options.KernelsOptions),
-    "critical-path": (trace_path.run, options.CriticalPathOptions),
+    "messages": (trace_messages_verb.messages, options.MessagesOptions),
+    "kernels": (trace_kernels_verb.kernels, options.KernelsOptions),
+    "critical-path": (trace_path_verb.run, options.CriticalPathOptions),
 }
 _ABSOLUTE = ("start_ns", "end_ns")
 

@@ -18,13 +18,13 @@ from tests.damage.mutators import (
     joined_lines,
     line_within_line,
 )
-from tests.workload.formats.export_cases import DENSE, EXPERTS, ExportCase
-from tests.workload.formats.test_exports import sums_of
+from tests.workloads.formats.export_cases import DENSE, EXPERTS, ExportCase
+from tests.workloads.formats.test_exports import sums_of
 
-from stepmark.app.workload_files import read
-from stepmark.core.errors import ConfigError
-from stepmark.core.workload import Workload
-from stepmark.workload.formats import FORMATS
+from stepmark.ground.errors import ConfigError
+from stepmark.step.workload import Workload
+from stepmark.workloads.formats import FORMATS
+from stepmark.workloads.workload_files import read
 
 Fact = tuple[object, ...]
 _JOBS = (

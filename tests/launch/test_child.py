@@ -11,8 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stepmark.launch import child, processes, supervise
-from stepmark.launch.signals import catching
+from stepmark.ground import processes
+from stepmark.ground.signals import catching
+from stepmark.measuring import child, supervise
 
 # A child of its own, and one that leaves the session as a launcher's ranks do.
 FAMILY = """
@@ -188,8 +189,8 @@ def test_it_dies_with_us(tmp_path: Path) -> None:
     code = f"""
 import os, sys
 from pathlib import Path
-from stepmark.launch import child
-from stepmark.launch.signals import catching
+from stepmark.measuring import child
+from stepmark.ground.signals import catching
 folder = Path({str(tmp_path)!r})
 sleep = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
 command = [sys.executable, "-c", sleep]

@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from stepmark.launch.processes import is_alive
+from stepmark.ground.processes import is_alive
 
 SOURCE = Path(__file__).parents[2] / "src"
 DRIVER = """
 import os, sys
-from stepmark.launch import foreground
+from stepmark.measuring import foreground
 sys.exit(foreground.run(sys.argv[1:], os.environ))
 """
 # Reports its signals; one child in its group, and one in a session as torchrun's ranks are.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from stepmark.launch.heartbeat import (
+from stepmark.measuring.heartbeat import (
     ABORT,
     FIRST,
     FOLDER,
@@ -21,7 +21,7 @@ from stepmark.launch.heartbeat import (
 
 COST = """
 import statistics, time
-from stepmark.launch.heartbeat import Heartbeat
+from stepmark.measuring.heartbeat import Heartbeat
 guard = Heartbeat.from_environment()
 times_s = []
 for position in range(1000):
@@ -33,7 +33,7 @@ print(statistics.median(times_s))
 
 GIVEN_UP = """
 import time
-from stepmark.launch.heartbeat import Heartbeat
+from stepmark.measuring.heartbeat import Heartbeat
 def broken():
     raise RuntimeError("no recorder")
 guard = Heartbeat.from_environment()

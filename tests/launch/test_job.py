@@ -12,13 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from stepmark.app.machine import Machine
-from stepmark.app.train_plan import placement_notes
-from stepmark.bench.ranks import _reach, cores_of
-from stepmark.core.errors import ConfigError
-from stepmark.launch import channel, job, outer_launcher, supervise
-from stepmark.launch.channel import Alive, Channel, End, Hello
-from stepmark.launch.supervise import not_waiting
+from stepmark.ground import outer_launcher
+from stepmark.ground.errors import ConfigError
+from stepmark.measuring import channel, job, supervise
+from stepmark.measuring.channel import Alive, Channel, End, Hello
+from stepmark.measuring.machine import Machine
+from stepmark.measuring.ranks import _reach, cores_of
+from stepmark.measuring.supervise import not_waiting
+from stepmark.training.train_plan import placement_notes
 
 KEY = "0123456789abcdef"
 VARIABLES = {"STEPMARK_HOSTS": "n1,n2,n3", "STEPMARK_PORT": "29500", "STEPMARK_KEY": KEY}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from stepmark.launch.processes import LocalPeers
+from stepmark.ground.processes import LocalPeers
 
 Peer = subprocess.Popen[bytes]
 

@@ -3,8 +3,8 @@
 import psutil
 import pytest
 
-from stepmark.core.errors import ConfigError
-from stepmark.launch.local_ranks import LocalRanks, Ranks
+from stepmark.ground.errors import ConfigError
+from stepmark.measuring.local_ranks import LocalRanks, Ranks
 
 
 def test_more_ranks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import time
 
 SCRIPT = """
 import sys, time
-from stepmark.launch.heartbeat import Watchdog
+from stepmark.measuring.heartbeat import Watchdog
 
 def stuck_in_this_function():
     time.sleep(100)

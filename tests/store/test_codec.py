@@ -9,11 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stepmark.core.case import ClockName, Label, OpCase, Rate
-from stepmark.core.commands import command_of
-from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
-from stepmark.core.ops import (
+from stepmark.cases.case import ClockName, Label, OpCase, Rate
+from stepmark.cases.record import (
+    SCHEMA,
+    Check,
+    Failed,
+    HostLoad,
+    Measured,
+    Record,
+    Samples,
+    Skipped,
+    Telemetry,
+)
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import (
     FAMILIES,
     Activation,
     Attention,
@@ -31,18 +41,8 @@ from stepmark.core.ops import (
     Phase,
     Rope,
 )
-from stepmark.core.record import (
-    SCHEMA,
-    Check,
-    Failed,
-    HostLoad,
-    Measured,
-    Record,
-    Samples,
-    Skipped,
-    Telemetry,
-)
 from stepmark.store import codec
+from stepmark.store.commands import command_of
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema1.jsonl"
 

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.core.comm_samples import PLAIN, SAMPLES
+from tests.cases.comm_samples import PLAIN, SAMPLES
 from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 from tests.store.writers import new_run
 
-from stepmark.core.comm_case import CommCase
-from stepmark.core.commands import command_of
-from stepmark.core.record import (
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.record import (
     SCHEMA,
     Arrivals,
     Beside,
@@ -26,8 +25,9 @@ from stepmark.core.record import (
     Skipped,
     Telemetry,
 )
-from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.store import codec
+from stepmark.store.commands import command_of
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema2.jsonl"
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.core.errors import ConfigError
-from stepmark.core.ledger import Group, Ledger, MeasuredLedger
+from stepmark.ground.errors import ConfigError
 from stepmark.store import ledgers
+from stepmark.timeline.ledger import Group, Ledger, MeasuredLedger
 
 LINES = {(Group.COMPUTE, "matmul"): 70, (Group.IDLE, "unexplained"): -3}
 

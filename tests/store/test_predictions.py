@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.core.errors import ConfigError
+from stepmark.ground.errors import ConfigError
 from stepmark.store import predictions
 
 ROOT = Path(__file__).parents[2]

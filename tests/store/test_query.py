@@ -10,9 +10,9 @@ from tests.store.test_codec import ALL
 from tests.store.test_runs import INFO, measured
 from tests.store.writers import new_run
 
-from stepmark.core.errors import ConfigError
-from stepmark.core.record import Measured
-from stepmark.core.stats import slowest_per_sample, summarize
+from stepmark.cases.record import Measured
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.store import query as queries
 from stepmark.store.reader import list_runs, read, read_records
 

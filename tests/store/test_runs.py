@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from tests.store.writers import new_run
 
-from stepmark.core.case import OpCase
-from stepmark.core.errors import ConfigError
-from stepmark.core.ops import Copy
-from stepmark.core.plan import Entry, Plan, Profile
-from stepmark.core.record import (
+from stepmark.cases.case import OpCase
+from stepmark.cases.plan import Entry, Plan, Profile
+from stepmark.cases.record import (
     DeviceInfo,
     Environment,
     Failed,
@@ -27,6 +25,8 @@ from stepmark.core.record import (
     RunInfo,
     Samples,
 )
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Copy
 from stepmark.store import codec, plans, reader, runs
 from stepmark.store.runs import RunWriter, StoreError
 

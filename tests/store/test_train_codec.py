@@ -14,16 +14,8 @@ from tests.store.test_runs import INFO
 from tests.store.writers import new_run
 from typer.testing import CliRunner
 
-from stepmark.app import runs
-from stepmark.cli.runs import app
-from stepmark.core.comparison import Comparison, Side
-from stepmark.core.dtypes import DType
-from stepmark.core.errors import ConfigError
-from stepmark.core.message import MessageKind, Tally
-from stepmark.core.model import ModelConfig, find_model
-from stepmark.core.parallel import ParallelConfig
-from stepmark.core.ratio import Ratio
-from stepmark.core.record import (
+from stepmark.cases.message import MessageKind, Tally
+from stepmark.cases.record import (
     SCHEMA,
     Check,
     Failed,
@@ -33,8 +25,8 @@ from stepmark.core.record import (
     Skipped,
     Telemetry,
 )
-from stepmark.core.train_case import TrainCase
-from stepmark.core.training import (
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import (
     CompileScope,
     DataParallel,
     Fp8,
@@ -44,12 +36,20 @@ from stepmark.core.training import (
     Schedule,
     Training,
 )
-from stepmark.report import train_columns
-from stepmark.report.comparison import headline, split_fields
+from stepmark.cli.runs import app
+from stepmark.comparison.compare import Options, compare, rows_by_line
+from stepmark.comparison.comparison import Comparison, Side
+from stepmark.comparison.comparison_text import headline, split_fields
+from stepmark.comparison.series import STRICT, mean_of_cycles, series_of_records
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.ratio import Ratio
+from stepmark.model.model import ModelConfig, find_model
+from stepmark.model.parallel import ParallelConfig
+from stepmark.runs import runs
 from stepmark.store import codec
-from stepmark.store.compare import Options, compare, rows_by_line
 from stepmark.store.run_export import _scalars
-from stepmark.store.series import STRICT, mean_of_cycles, series_of_records
+from stepmark.training import train_columns
 
 GOLDEN = Path(__file__).parents[1] / "data" / "records-schema3.jsonl"
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from stepmark.core.record import RunInfo
+from stepmark.cases.record import RunInfo
 from stepmark.store.runs import RunWriter
 
 

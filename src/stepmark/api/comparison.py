@@ -8,11 +8,11 @@ from html import escape
 from stepmark.api.keywords import read, spells_keywords, text
 from stepmark.api.run import Run
 from stepmark.api.table import Table, columns_named
-from stepmark.app.compare import compared
-from stepmark.app.view import console
-from stepmark.core import comparison as core
-from stepmark.core.compare_options import CompareOptions
-from stepmark.report import comparison as report
+from stepmark.comparison import comparison as core
+from stepmark.comparison import comparison_text as report
+from stepmark.comparison.compare_options import CompareOptions
+from stepmark.comparison.compare_verb import compared
+from stepmark.store.view import console
 
 Source = str | os.PathLike[str] | Run
 Launches = Source | Sequence[Source]

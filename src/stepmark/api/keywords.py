@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import ParamSpec, TypeVar
 
-from stepmark.core.columns import Row
-from stepmark.core.errors import ConfigError
-from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import REQUIRED, Option, build, dashed
-from stepmark.core.options import options as declared
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.option_groups import MeasureOptions
+from stepmark.ground.options import REQUIRED, Option, build, dashed
+from stepmark.ground.options import options as declared
+from stepmark.tables.columns import Row
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -3,9 +3,9 @@
 import os
 
 from stepmark.api.keywords import spells_keywords
-from stepmark.app.models import read_models
-from stepmark.core.errors import ConfigError
-from stepmark.core.model import ModelConfig
+from stepmark.ground.errors import ConfigError
+from stepmark.model.model import ModelConfig
+from stepmark.workloads.models import read_models
 
 
 class Model:

@@ -3,15 +3,15 @@
 from stepmark.api.keywords import describe, spells_keywords
 from stepmark.api.run import VERBS, class_of
 from stepmark.api.table import Table
-from stepmark.app import workload_flags
-from stepmark.core.errors import ConfigError
-from stepmark.core.options import load
-from stepmark.workload.rules import find_rule
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import load
+from stepmark.workloads import workload_flags
+from stepmark.workloads.rules import find_rule
 
 _CLASSES = {
-    "predict": "stepmark.core.predict_options:PredictOptions",
-    "compare": "stepmark.core.compare_options:CompareOptions",
-    "trace": "stepmark.core.trace_options:BreakdownOptions",
+    "predict": "stepmark.predictions.predict_options:PredictOptions",
+    "compare": "stepmark.comparison.compare_options:CompareOptions",
+    "trace": "stepmark.traces.trace_options:BreakdownOptions",
 }
 
 

@@ -7,10 +7,10 @@ from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.model import Model
 from stepmark.api.table import Table
 from stepmark.api.workload import Workload, in_files
-from stepmark.app.predict import predicted
-from stepmark.core.predict_options import PredictOptions
-from stepmark.core.prediction import StepMemory, StepPrediction
-from stepmark.report import prediction as report
+from stepmark.predictions import prediction as report
+from stepmark.predictions.predict import predicted
+from stepmark.predictions.predict_options import PredictOptions
+from stepmark.timeline.prediction import StepMemory, StepPrediction
 
 
 class Prediction(Table):

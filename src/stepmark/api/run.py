@@ -12,39 +12,42 @@ from statistics import median
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.table import Table
 from stepmark.api.workload import Workload, in_files
-from stepmark.app import view
-from stepmark.app.machine import machine
-from stepmark.app.measure import measured
-from stepmark.app.replay import curves_of
-from stepmark.app.replay_log import of_run
-from stepmark.app.runs import print_run
-from stepmark.core.case import OpCase
-from stepmark.core.collectives import Collective, collective_named
-from stepmark.core.columns import Row
-from stepmark.core.columns import View as Place
-from stepmark.core.comm_case import CommCase
-from stepmark.core.commands import options_of
-from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.core.kind import KINDS
-from stepmark.core.op_options import LAYER, options_class
-from stepmark.core.ops import FAMILIES
-from stepmark.core.option_groups import MeasureOptions
-from stepmark.core.options import argv, load, plain
-from stepmark.core.plan import Plan
-from stepmark.core.record import AnyCase, Failed, Record, RunInfo, Skipped
-from stepmark.core.replay_case import ReplayCase
-from stepmark.core.replay_options import ReplayOptions
-from stepmark.core.train_case import TrainCase
-from stepmark.launch import outer_launcher
-from stepmark.report.replay_log import ReplayLog
+from stepmark.cases.case import OpCase
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.kind import KINDS
+from stepmark.cases.plan import Plan
+from stepmark.cases.record import AnyCase, Failed, Record, RunInfo, Skipped
+from stepmark.cases.replay_case import ReplayCase
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground import outer_launcher
+from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.option_groups import MeasureOptions
+from stepmark.ground.options import argv, load, plain
+from stepmark.measuring.machine import machine
+from stepmark.measuring.measure import measured
+from stepmark.model.collectives import Collective, collective_named
+from stepmark.model.ops import FAMILIES
+from stepmark.operators.op_options import LAYER, options_class
+from stepmark.replays.replay_log_text import ReplayLog
+from stepmark.replays.replay_log_verb import of_run
+from stepmark.replays.replay_options import ReplayOptions
+from stepmark.replays.replay_verb import curves_of
+from stepmark.runs.runs import print_run
+from stepmark.store import view
+from stepmark.store.commands import options_of
 from stepmark.store.reader import find_run
+from stepmark.tables.columns import Row
+from stepmark.tables.columns import View as Place
 
 # By verb: options, None: those of a family, and the function that plans the cases of options.
 VERBS = {
-    "op": (None, "stepmark.app.op:plan_of"),
-    "comm": ("stepmark.core.comm_options:CommOptions", "stepmark.app.comm:plan"),
-    "train": ("stepmark.core.train_options:TrainOptions", "stepmark.app.train:plan"),
-    "replay": ("stepmark.core.replay_options:ReplayOptions", "stepmark.app.replay:plan"),
+    "op": (None, "stepmark.operators.op:plan_of"),
+    "comm": ("stepmark.collectives.comm_options:CommOptions", "stepmark.collectives.comm:plan"),
+    "train": ("stepmark.training.train_options:TrainOptions", "stepmark.training.train:plan"),
+    "replay": (
+        "stepmark.replays.replay_options:ReplayOptions",
+        "stepmark.replays.replay_verb:plan",
+    ),
 }
 
 

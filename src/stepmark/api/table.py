@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from typing import Any
 
-from stepmark.core.columns import Column, Row, Unit
-from stepmark.core.errors import StepmarkError
+from stepmark.ground.errors import StepmarkError
+from stepmark.tables.columns import Column, Row, Unit
 
 _MOST_SHOWN = 40  # rows of a table in a notebook
 _UNITS = {

@@ -5,10 +5,10 @@ import os
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.run import Run
 from stepmark.api.table import Table
-from stepmark.app.trace import StepTimes, step_times
-from stepmark.core.errors import StepmarkError
-from stepmark.core.trace_options import BreakdownOptions
-from stepmark.report.trace_breakdown import STEP_COLUMNS
+from stepmark.ground.errors import StepmarkError
+from stepmark.traces.trace import StepTimes, step_times
+from stepmark.traces.trace_breakdown import STEP_COLUMNS
+from stepmark.traces.trace_options import BreakdownOptions
 
 
 class Trace(Table):

@@ -11,13 +11,14 @@ from pathlib import Path
 from stepmark.api.keywords import names_of, read, spells_keywords
 from stepmark.api.model import Model
 from stepmark.api.table import Table
-from stepmark.app import workload_files, workload_flags, workload_show
-from stepmark.app.workload import generate, with_times
-from stepmark.core import workload as core
-from stepmark.core.columns import Row
-from stepmark.core.workload_options import Rows
-from stepmark.workload.formats import native, op_csv
-from stepmark.workload.rules import find_rule
+from stepmark.step import native
+from stepmark.step import workload as core
+from stepmark.tables.columns import Row
+from stepmark.workloads import workload_files, workload_flags, workload_show
+from stepmark.workloads.formats import op_csv
+from stepmark.workloads.rules import find_rule
+from stepmark.workloads.workload import generate, with_times
+from stepmark.workloads.workload_options import Rows
 
 
 class Workload(Table):

@@ -17,8 +17,8 @@ from typer._click import shell_completion
 from typer.main import get_command
 
 from stepmark.cli.main import COMPLETE, app
-from stepmark.core.errors import StepmarkError
-from stepmark.core.options import REQUIRED, Names, flag, load, words_of
+from stepmark.ground.errors import StepmarkError
+from stepmark.ground.options import REQUIRED, Names, flag, load, words_of
 
 _PROGRAM = "stepmark"
 _ZSH_FILES = "compset -P '*='; _files"
@@ -48,13 +48,13 @@ def names_of(kind: Names, runs: Path) -> list[str]:
         case "":
             return []
         case "model":
-            return [*load("stepmark.core.model:load_models")()]
+            return [*load("stepmark.model.model:load_models")()]
         case "device":
-            return ["cuda", "cpu", *load("stepmark.core.device:load_devices")()]
+            return ["cuda", "cpu", *load("stepmark.model.device:load_devices")()]
         case "framework":
-            return [*load("stepmark.workload.rules:RULES")]
+            return [*load("stepmark.workloads.rules:RULES")]
         case "format":
-            return [*load("stepmark.workload.formats:FORMATS")]
+            return [*load("stepmark.workloads.formats:FORMATS")]
         case "run":
             folders = load("stepmark.store.reader:list_runs")(runs)
             return ["latest", *(folder.name for folder in folders)]

@@ -1,6 +1,6 @@
-"""From options classes to commands: `verb(CommOptions, "stepmark.app.comm:run", doc)`.
+"""From options classes to commands: `verb(CommOptions, "stepmark.collectives.comm:run", doc)`.
 
-A handler is named as text and imported when it is called, so --help reads no other room.
+A handler is named as text and imported when it is called, so --help reads no other folder.
 """
 
 import inspect
@@ -13,9 +13,9 @@ import typer.core
 import typer.main
 
 from stepmark.cli import help_page
-from stepmark.core import options
-from stepmark.core.errors import ConfigError, not_one_of
-from stepmark.core.options import Option
+from stepmark.ground import options
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.options import Option
 
 T = TypeVar("T")
 Builder = Callable[[list[str]], Any]  # makes a command from its arguments

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from stepmark.core import options
-from stepmark.core.options import Option
+from stepmark.ground import options
+from stepmark.ground.options import Option
 
 WIDTH = 100  # columns, on a terminal that has them
 _WIDEST = 34  # of the options; the help of a longer one begins on a line of its own

@@ -8,9 +8,9 @@ import typer
 
 from stepmark.cli import main
 from stepmark.cli.flags import Command, as_typed, click_command, verb
-from stepmark.core.errors import ConfigError, not_one_of
-from stepmark.core.launch_options import RESUME, LaunchOptions
-from stepmark.core.options import build, load
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.options import build, load
+from stepmark.launching.launch_options import RESUME, LaunchOptions
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
 _RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the ranks"
@@ -59,7 +59,9 @@ def command(arguments: Sequence[str]) -> Any:
         "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
         "launch --follow 123456",
     )
-    return verb(LaunchOptions, "stepmark.app.launch:run", doc, *examples, command=_Command)
+    return verb(
+        LaunchOptions, "stepmark.launching.launch:run", doc, *examples, command=_Command
+    )
 
 
 def check(words: Sequence[str]) -> None:
@@ -98,4 +100,4 @@ def _check_models(options: Any) -> None:
         for name in (value,) if isinstance(value, str) else value:
             if "/" in name or name.endswith(".json"):
                 continue
-            load("stepmark.app.models:read_models")(name)
+            load("stepmark.workloads.models:read_models")(name)

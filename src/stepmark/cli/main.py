@@ -14,9 +14,9 @@ import typer
 from stepmark import __version__
 from stepmark.cli.flags import group, verb
 from stepmark.cli.verbs import TOPICS, VERBS
-from stepmark.core.errors import ConfigError, StepmarkError, nearest
-from stepmark.core.options import load
-from stepmark.launch import outer_launcher, signals
+from stepmark.ground import outer_launcher, signals
+from stepmark.ground.errors import ConfigError, StepmarkError, nearest
+from stepmark.ground.options import load
 
 COMPLETE = "_STEPMARK_COMPLETE"  # set by the scripts of shells, see completion.py
 _SIGNAL_S = 0.5  # in which a launcher signals all ranks
@@ -93,11 +93,11 @@ def main() -> None:
 def _job_status() -> int:
     """Run the command line as the leading agent of a job, or serve its leader."""
     try:
-        job = load("stepmark.launch.job:current")()
+        job = load("stepmark.measuring.job:current")()
         if not job.leads:
-            code: int = load("stepmark.launch.agent:serve")(job)
+            code: int = load("stepmark.measuring.agent:serve")(job)
             return code
-        leader = load("stepmark.launch.leader:leader")()
+        leader = load("stepmark.measuring.leader:leader")()
     except StepmarkError as error:
         return _complain(str(error), error.exit_code)
     code = 1

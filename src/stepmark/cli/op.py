@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from stepmark.cli.flags import Command, verb
-from stepmark.core.errors import not_one_of
-from stepmark.core.op_options import LAYER, options_class
-from stepmark.core.ops import FAMILIES
-from stepmark.core.options import options
+from stepmark.ground.errors import not_one_of
+from stepmark.ground.options import options
+from stepmark.model.ops import FAMILIES
+from stepmark.operators.op_options import LAYER, options_class
 
 _DOC = "Measure operators: one family, or all of a model's layer."
 _LAYER = "Every operator of one layer of a model, its head, loss and optimizer."
@@ -92,4 +92,6 @@ def command(arguments: Sequence[str]) -> Any:
     doc = _DOC if family is None else _about(family)
     examples = _EXAMPLES.get(family or LAYER, ())
     kind = type("_Command", (_Command,), {"family": family})
-    return verb(options_class(family), "stepmark.app.op:run", doc, *examples, command=kind)
+    return verb(
+        options_class(family), "stepmark.operators.op:run", doc, *examples, command=kind
+    )

@@ -1,9 +1,9 @@
 """stepmark runs: list, show, export and query what earlier runs measured."""
 
 from stepmark.cli.flags import builder, group
-from stepmark.core.runs_options import ExportOptions, ListOptions, ShowOptions, SqlOptions
+from stepmark.runs.runs_options import ExportOptions, ListOptions, ShowOptions, SqlOptions
 
-_HANDLERS = "stepmark.app.runs"
+_HANDLERS = "stepmark.runs.runs"
 _LIST, _SHOW = "One row per run, oldest first.", "The rows of one run."
 _EXPORT = "Write a run's rows for another tool."
 _SQL = "Query all runs."

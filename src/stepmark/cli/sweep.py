@@ -4,10 +4,10 @@ from collections.abc import Iterator, Sequence
 from itertools import islice, product
 from typing import Any
 
+from stepmark.cases.sweep import MEASURING, MOST, Setting, split_values
 from stepmark.cli.flags import verb
 from stepmark.cli.launch import Wrapper, check_arguments
-from stepmark.core.sweep import MEASURING, MOST, Setting, split_values
-from stepmark.core.sweep_options import SweepOptions
+from stepmark.comparison.sweep_options import SweepOptions
 
 
 class _Command(Wrapper):
@@ -35,4 +35,4 @@ def command(arguments: Sequence[str]) -> Any:
         "sweep --set ac=none,full -- train llama-3.1-8b",
         "sweep --python .venv-a,.venv-b -- op gemm --model llama-3.1-8b",
     )
-    return verb(SweepOptions, "stepmark.app.sweep:run", doc, *examples, command=_Command)
+    return verb(SweepOptions, "stepmark.comparison.sweep:run", doc, *examples, command=_Command)

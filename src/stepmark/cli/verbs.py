@@ -21,8 +21,8 @@ class Verb:
 VERBS = {
     "run": Verb(
         "The main job: predict a training step, measure it, explain it.",
-        "stepmark.app.run:run",
-        "stepmark.core.run_options:RunOptions",
+        "stepmark.runs.run:run",
+        "stepmark.runs.run_options:RunOptions",
         "Calibrate, predict a training step, train it, and say where the difference goes.",
         (
             "run",
@@ -32,8 +32,8 @@ VERBS = {
     ),
     "doctor": Verb(
         "Show devices, peaks, health and what would run.",
-        "stepmark.app.doctor:run",
-        "stepmark.core.node_options:DoctorOptions",
+        "stepmark.nodes.doctor:run",
+        "stepmark.nodes.node_options:DoctorOptions",
         "What this machine is; what would be measured, what not, and why.",
         (
             "doctor",
@@ -43,8 +43,8 @@ VERBS = {
     ),
     "check": Verb(
         "Measure a reference run's cases again; is any slower?",
-        "stepmark.app.check:run",
-        "stepmark.core.check_options:CheckOptions",
+        "stepmark.comparison.check:run",
+        "stepmark.comparison.check_options:CheckOptions",
         "Measure a reference run's cases again; exit 1 if any is slower beyond noise.",
         (
             "check --baseline latest",
@@ -53,8 +53,8 @@ VERBS = {
     ),
     "compare": Verb(
         "Runs, nccl-tests files, CSVs: ratios and verdicts.",
-        "stepmark.app.compare:run",
-        "stepmark.core.compare_options:CompareOptions",
+        "stepmark.comparison.compare_verb:run",
+        "stepmark.comparison.compare_options:CompareOptions",
         "Ratio of speeds per size or shape, its 99 % interval over launches, and a verdict.",
         (
             "compare before=RUN1 after=RUN2",
@@ -64,8 +64,8 @@ VERBS = {
     ),
     "report": Verb(
         "Write report.html of a run.",
-        "stepmark.app.runs:run_report",
-        "stepmark.core.runs_options:ReportOptions",
+        "stepmark.runs.runs:run_report",
+        "stepmark.runs.runs_options:ReportOptions",
         "Write report.html of a run: roofline, tables, curves, commands, environment. Of two "
         "runs: the ledgers of their profiled training steps.",
         (
@@ -75,8 +75,8 @@ VERBS = {
     ),
     "comm": Verb(
         "Measure collectives: nccl-tests' flags, no MPI.",
-        "stepmark.app.comm:run",
-        "stepmark.core.comm_options:CommOptions",
+        "stepmark.collectives.comm:run",
+        "stepmark.collectives.comm_options:CommOptions",
         "Measure collectives: nccl-tests' flags, table and figures; no MPI.",
         (
             "comm all_reduce -b 1K -e 1G",
@@ -86,8 +86,8 @@ VERBS = {
     ),
     "train": Verb(
         "Measure training steps: single, DDP, FSDP, TP, PP.",
-        "stepmark.app.train:run",
-        "stepmark.core.train_options:TrainOptions",
+        "stepmark.training.train:run",
+        "stepmark.training.train_options:TrainOptions",
         "Train for real: steps of single, DDP, FSDP, TP, PP by phase, MFU by convention.",
         (
             "train llama-3.1-8b --strategy fsdp --mbs 1,2 --compile",
@@ -97,8 +97,8 @@ VERBS = {
     ),
     "calibrate": Verb(
         "Measure the parts from which a step is predicted.",
-        "stepmark.app.calibrate:run",
-        "stepmark.core.train_options:CalibrateOptions",
+        "stepmark.predictions.calibrate:run",
+        "stepmark.training.train_options:CalibrateOptions",
         "Measure the parts of one training step: kernels, host, collectives, power.",
         (
             "calibrate llama-3.1-8b --nproc 8",
@@ -107,8 +107,8 @@ VERBS = {
     ),
     "predict": Verb(
         "Step time, memory, power of a configuration.",
-        "stepmark.app.predict:run",
-        "stepmark.core.predict_options:PredictOptions",
+        "stepmark.predictions.predict:run",
+        "stepmark.predictions.predict_options:PredictOptions",
         "Predict a training step from measured parts, or from a device's data sheet.",
         (
             "predict llama-3.1-70b --nproc 1024 --tp 8 --device h200",
@@ -118,8 +118,8 @@ VERBS = {
     ),
     "replay": Verb(
         "Run the messages of a workload file on real ranks.",
-        "stepmark.app.replay:run",
-        "stepmark.core.replay_options:ReplayOptions",
+        "stepmark.replays.replay_verb:run",
+        "stepmark.replays.replay_options:ReplayOptions",
         "Run a workload's messages, and the time of its computation, on real ranks.",
         (
             "replay workload.json --nproc 8",
@@ -128,8 +128,8 @@ VERBS = {
     ),
     "resume": Verb(
         "Measure what is left of a run that was cut short.",
-        "stepmark.app.measure:resume",
-        "stepmark.core.option_groups:ResumeOptions",
+        "stepmark.measuring.measure:resume",
+        "stepmark.ground.option_groups:ResumeOptions",
         "Measure what is left of a run that was cut short; measured cases are skipped.",
         (
             "resume",
@@ -149,8 +149,8 @@ VERBS = {
     ),
     "watch": Verb(
         "Your own job, unmodified: its steps, messages, slow rank.",
-        "stepmark.app.watch:run",
-        "stepmark.core.watch_options:WatchOptions",
+        "stepmark.watching.watch:run",
+        "stepmark.watching.watch_options:WatchOptions",
         "Run a job as it is, with NCCL's log and a profile of a few steps; print what it does.",
         (
             "watch -- torchrun --nproc-per-node 8 train.py",
@@ -163,8 +163,8 @@ VERBS = {
     ),
     "logs": Verb(
         "Read NCCL logs, flight-recorder dumps, tables of results.",
-        "stepmark.app.logs:run",
-        "stepmark.core.log_options:LogsOptions",
+        "stepmark.job_logs.logs:run",
+        "stepmark.job_logs.log_options:LogsOptions",
         "Read a job's logs: transports, mistakes, hangs, and how often each message is sent.",
         (
             "logs nccl-*.log",

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from stepmark.cli.flags import Command, builder, group, verb
-from stepmark.core.errors import ConfigError
-from stepmark.core.options import options
-from stepmark.core.workload_options import (
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import options
+from stepmark.workloads.workload_options import (
     CaptureOptions,
     ConvertOptions,
     FillOptions,
@@ -15,14 +15,14 @@ from stepmark.core.workload_options import (
     ShowOptions,
 )
 
-_HANDLERS = "stepmark.app.workload"
+_HANDLERS = "stepmark.workloads.workload"
 _SPELLINGS = {option.name: option.spellings for option in options(GenerateOptions)}
 _YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none")
 
 
 def _flags() -> Any:
     """Return the module of the frameworks' settings, which --help of `workload` never needs."""
-    from stepmark.app import workload_flags  # noqa: PLC0415
+    from stepmark.workloads import workload_flags  # noqa: PLC0415
 
     return workload_flags
 
@@ -161,7 +161,7 @@ app = group(
             "Times of computation, measured on this device (--measure) or from sources.",
             _builder(
                 FillOptions,
-                "stepmark.app.workload_fill:run",
+                "stepmark.replays.workload_fill:run",
                 "Write a workload with times of its computation: measured on this device "
                 "(--measure), else of --compute-from, else those that it has.",
                 "workload fill w.json --measure -o timed.json",
@@ -172,7 +172,7 @@ app = group(
             "From your own PyTorch code, run on fake tensors and fake ranks.",
             _builder(
                 CaptureOptions,
-                "stepmark.app.workload_capture:run",
+                "stepmark.capture.workload_capture:run",
                 "Record what PyTorch code does: fake tensors, fake ranks.",
                 "workload capture job.py:build --world-size 8 -o w.json",
             ),

@@ -14,12 +14,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from stepmark.core.case import OpCase
-from stepmark.core.comm_case import CommCase
-from stepmark.core.commands import command_of
-from stepmark.core.errors import ConfigError, not_one_of
-from stepmark.core.ops import FAMILIES
-from stepmark.core.record import (
+from stepmark.cases.case import OpCase
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.record import (
     SCHEMA,
     AnyCase,
     Failed,
@@ -28,9 +25,12 @@ from stepmark.core.record import (
     RunInfo,
     Skipped,
 )
-from stepmark.core.replay_case import ReplayCase
-from stepmark.core.train_case import TrainCase
-from stepmark.store.export import finite
+from stepmark.cases.replay_case import ReplayCase
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.ops import FAMILIES
+from stepmark.store.commands import command_of
+from stepmark.tables.export import finite
 
 T = TypeVar("T")
 NOTHING: Mapping[str, Any] = MappingProxyType({})

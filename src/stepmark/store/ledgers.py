@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
-from stepmark.core.errors import ConfigError
-from stepmark.core.ledger import Group, Ledger, MeasuredLedger
+from stepmark.ground.errors import ConfigError
+from stepmark.timeline.ledger import Group, Ledger, MeasuredLedger
 
 FILE = "ledgers.json"
 

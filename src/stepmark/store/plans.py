@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from stepmark.core.errors import ConfigError
-from stepmark.core.plan import PLAN_SCHEMA, Entry, Plan
+from stepmark.cases.plan import PLAN_SCHEMA, Entry, Plan
+from stepmark.ground.errors import ConfigError
 from stepmark.store import codec
 
 FILE = "plan.jsonl"

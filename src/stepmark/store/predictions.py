@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from stepmark.core.errors import ConfigError
+from stepmark.ground.errors import ConfigError
 
 FILE, HASH_FILE = "prediction.json", "prediction.sha256"
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from stepmark.core.errors import ConfigError
-from stepmark.store.files import open_bytes
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import open_bytes
 from stepmark.store.reader import RUN, Run
 
 if TYPE_CHECKING:

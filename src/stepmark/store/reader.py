@@ -12,10 +12,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.core.commands import command_of
-from stepmark.core.errors import ConfigError
-from stepmark.core.record import Environment, Measured, Record, RunInfo
-from stepmark.store import codec, files
+from stepmark.cases.record import Environment, Measured, Record, RunInfo
+from stepmark.ground import files
+from stepmark.ground.errors import ConfigError
+from stepmark.store import codec
+from stepmark.store.commands import command_of
 from stepmark.store.sweeps import is_sweep
 
 RUN, RECORDS, PLAN = "run.json", "records.jsonl", "plan.jsonl"

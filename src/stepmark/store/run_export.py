@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from stepmark.core.errors import ConfigError, not_one_of
-from stepmark.core.record import RunInfo
+from stepmark.cases.record import RunInfo
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.files import config_errors
 from stepmark.store import codec
-from stepmark.store.export import (
+from stepmark.tables.export import (
     Row,
     cell,
     columns_of,
@@ -19,7 +20,6 @@ from stepmark.store.export import (
     write_json,
     write_parquet,
 )
-from stepmark.store.files import config_errors
 
 Kind = Literal["csv", "json", "parquet", "tensorboard", "wandb", "mlflow"]
 

@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
-from stepmark.core.errors import ConfigError, StepmarkError
-from stepmark.core.record import Environment, Measured, Record, RunInfo
-from stepmark.core.stats import slowest_per_sample
-from stepmark.store import codec, files, reader
+from stepmark.cases.record import Environment, Measured, Record, RunInfo
+from stepmark.ground import files
+from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.stats import slowest_per_sample
+from stepmark.store import codec, reader
 
 MAX_SAMPLES_IN_LINE = 4096
 

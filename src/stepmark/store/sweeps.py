@@ -10,9 +10,9 @@ from pathlib import Path
 
 import msgspec
 
-from stepmark.core.errors import ConfigError
-from stepmark.core.sweep import SCHEMA, Sweep, Try
-from stepmark.store import files
+from stepmark.cases.sweep import SCHEMA, Sweep, Try
+from stepmark.ground import files
+from stepmark.ground.errors import ConfigError
 
 FILE = "sweep.json"
 

@@ -1,0 +1,96 @@
+"""Case of an operator: one measurement to make. The content of a case is its identity."""
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from stepmark.ground.dtypes import DType
+from stepmark.model.ops import FAMILY_OF, Op, Phase
+
+# A sustained rate needs this much work of its own kernel before the first sample.
+SOAK_S = 2.0
+# Of the time that a budget leaves for soak and samples, at most this share is soak.
+SOAK_SHARE = 0.3
+
+
+class Rate(StrEnum):
+    """How hard the device works while it is timed.
+
+    burst: at most 20 ms of work after 1 s idle. sustained: after a soak of its kernel. half:
+    10 ms of work, then idle as long, again and again: full clock at a known load.
+    """
+
+    BURST = "burst"
+    SUSTAINED = "sustained"
+    HALF = "half"
+
+
+class ClockName(StrEnum):
+    """Timing method of operators; docs/definitions.md says what each includes."""
+
+    AUTO = "auto"
+    ROTATE = "event-rotate"
+    FLUSH = "event-flush"
+    HOT = "event-hot"
+    GRAPH = "graph-rotate"
+    HOST = "host"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Label:
+    """Place of an operator in a model. Several labels may share one case."""
+
+    model: str = ""
+    role: str = ""
+    phase: Phase | None = None
+    # How often this operator runs in one forward and backward pass of one layer (or of the
+    # head, loss or optimizer) for one microbatch.
+    count: int = 1
+    mbs: int | None = None
+
+
+def identity_hash(identity: object) -> str:
+    """Return the SHA-256 of the canonical JSON of an identity."""
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCase:
+    """One operator: how it is run, how it is timed. Everything but labels is its identity."""
+
+    kind: ClassVar[str] = "op"  # the tag in plan.jsonl and the key of the bench
+    op: Op
+    backend: str
+    device: str = "cuda"  # or cpu
+    num_ranks: int = 1
+    clock: ClockName = ClockName.AUTO
+    rate: Rate = Rate.SUSTAINED
+    labels: tuple[Label, ...] = ()  # places in models that this measurement stands for
+    # e.g. "1/64" when the shape is a scaled-down stand-in; shown in every row.
+    scale: str = ""
+
+    @property
+    def family(self) -> str:
+        return FAMILY_OF[type(self.op)]
+
+    @property
+    def dtype(self) -> DType:
+        return self.op.dtype
+
+    @property
+    def case_id(self) -> str:
+        """SHA-256 of the canonical JSON of what is measured and how. Labels do not count."""
+        identity = {
+            "family": self.family,
+            "op": dataclasses.asdict(self.op),
+            "backend": self.backend,
+            "device": self.device,
+            "num_ranks": self.num_ranks,
+            "clock": self.clock,
+            "rate": self.rate,
+        }
+        return identity_hash(identity)

@@ -1,0 +1,194 @@
+"""Case of one collective of one size: how it is called and how it is timed."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+from stepmark.cases.case import Label, identity_hash
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.collectives import (
+    FACTS,
+    Api,
+    Collective,
+    Matrix,
+    Mode,
+    RedOp,
+    busbw_factor,
+    groups,
+    largest_buffer,
+    num_parts,
+    spread_counts,
+)
+
+
+def default_mode(device: str, backend: str, collective: Collective) -> Mode:
+    """Return the mode without --mode: without the host where calls can be enqueued ahead.
+
+    Calls of gloo, and torch's barrier, return when they are complete.
+    """
+    waits = device != "cuda" or backend == "gloo" or collective is Collective.BARRIER
+    return Mode.QUEUED if waits else Mode.AHEAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommCase:
+    """One measurement of communication. All fields but labels and matrix_file are its identity.
+
+    num_ranks is the size of each measured communicator, world_size the number of started
+    ranks. Ranks outside every communicator wait.
+    """
+
+    kind: ClassVar[str] = "comm"
+
+    collective: Collective
+    count: int  # elements, in the unit that model/collectives.py defines
+    dtype: DType
+    num_ranks: int
+    world_size: int
+    redop: RedOp = RedOp.NONE
+    root: int = -1
+    in_place: bool = False
+    mode: Mode = Mode.QUEUED
+    aligned: bool = True  # blocking: ranks start each call together
+    api: Api = Api.TORCH
+    backend: str = "nccl"
+    device: str = "cuda"
+    calls_per_group: int = 1  # operations issued in one group call
+    split: str = ""  # e.g. "mod 4": several concurrent communicators
+    pair: tuple[int, int] | None = None  # source and destination
+    spread: float | None = None  # of all_to_all_v
+    matrix: Matrix | None = None  # of all_to_all_v, elements
+    matrix_file: str = ""  # file of the matrix; for its command only
+    skew_s: float = 0.0  # the last rank arrives this much after the first
+    max_ctas: int | None = None  # thread blocks a communicator may use
+    beside: str = ""  # concurrent compute, e.g. "gemm:8192"
+    labels: tuple[Label, ...] = ()  # messages of models with this size; no identity
+
+    def __post_init__(self) -> None:
+        facts = FACTS[self.collective]
+        if facts.reduces == (self.redop is RedOp.NONE):
+            raise ConfigError("redop", self.redop, f"one that fits {self.collective}")
+        if facts.rooted and not 0 <= self.root < self.num_ranks:
+            raise ConfigError("root", self.root, f"a rank from 0 to {self.num_ranks - 1}")
+        if facts.pair and (self.pair is None or self.pair[0] == self.pair[1]):
+            raise ConfigError("pair", self.pair, "two different ranks")
+
+    @property
+    def family(self) -> str:
+        return self.collective.value
+
+    @property
+    def has_default_mode(self) -> bool:
+        return self.mode is default_mode(self.device, self.backend, self.collective)
+
+    @property
+    def scale(self) -> str:
+        return ""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """Return the participating world ranks, in the order of samples and checks."""
+        return self.pair or tuple(range(self.world_size if self.split else self.num_ranks))
+
+    @property
+    def communicators(self) -> list[tuple[int, ...]]:
+        """Return the world ranks of each communicator."""
+        return groups(self.world_size, self.split) if self.split else [self.members]
+
+    @property
+    def counts(self) -> Matrix:
+        """Return the elements from rank i to rank j of an all_to_all_v."""
+        if self.matrix is not None:
+            return self.matrix
+        return spread_counts(
+            self.num_ranks, self.count, self.spread or 0.0, self.dtype.itemsize
+        )
+
+    def send_count(self, index: int) -> int:
+        """Return the elements in the send buffer of this rank of the communicator."""
+        return self._buffers(index)[0]
+
+    def recv_count(self, index: int) -> int:
+        """Return the elements in the receive buffer of this rank of the communicator."""
+        return self._buffers(index)[1]
+
+    def _buffers(self, index: int) -> tuple[int, int]:  # noqa: PLR0911, a row per collective
+        n, c, is_root = self.num_ranks, self.count, index == self.root
+        match self.collective:
+            case Collective.ALL_GATHER:
+                return c, n * c
+            case Collective.REDUCE_SCATTER:
+                return n * c, c
+            case Collective.ALL_TO_ALL:
+                return n * c, n * c
+            case Collective.ALL_TO_ALL_V:
+                return sum(self.counts[index]), sum(row[index] for row in self.counts)
+            case Collective.GATHER:
+                return c, n * c if is_root else 0
+            case Collective.SCATTER:
+                return n * c if is_root else 0, c
+            case Collective.INCAST:
+                return (0, (n - 1) * c) if is_root else (c, 0)
+            case Collective.MULTICAST:
+                return ((n - 1) * c, 0) if is_root else (0, c)
+            case Collective.P2P:
+                return (c, 0) if index == 0 else (0, c)
+            case Collective.BARRIER:
+                return 0, 0
+            case _:  # every rank has the whole buffer; broadcast and reduce use one side
+                return c, c
+
+    @property
+    def message_bytes(self) -> int:
+        """Return S of algbw = S / time: the largest send or receive buffer of any rank."""
+        if self.collective is Collective.BARRIER:
+            return 0
+        if self.collective is Collective.ALL_TO_ALL_V:
+            return largest_buffer(self.counts) * self.dtype.itemsize
+        return num_parts(self.collective, self.num_ranks) * self.count * self.dtype.itemsize
+
+    @property
+    def busbw_factor(self) -> float:
+        return busbw_factor(self.collective, self.num_ranks)
+
+    @property
+    def case_id(self) -> str:
+        """Return the SHA-256 of the canonical JSON of all fields but labels and matrix_file."""
+        identity = dataclasses.asdict(self)
+        del identity["matrix_file"], identity["labels"]
+        return identity_hash(identity)
+
+
+_COALESCED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+_POINT_TO_POINT = (
+    Collective.SENDRECV,
+    Collective.P2P,
+    Collective.P2P_BOTH,
+    Collective.PING_PONG,
+    Collective.INCAST,
+    Collective.MULTICAST,
+)
+
+
+def unsupported(case: CommCase) -> str | None:
+    """Return why the case's API cannot run it, as far as can be told beforehand."""
+    if case.api is Api.NCCL:
+        if case.calls_per_group > 1 and case.collective is Collective.PING_PONG:
+            return "grouped, the way back of a ping_pong would not wait for the way there"
+        return None
+    if case.dtype in ("uint32", "uint64"):
+        return f"{case.dtype} is no type of torch.distributed; use --api nccl"
+    if case.calls_per_group > 1 and case.collective not in _COALESCED:
+        return f"torch.distributed groups {', '.join(_COALESCED)} only; use --api nccl"
+    return _unsupported_by_gloo(case) if case.backend == "gloo" else None
+
+
+def _unsupported_by_gloo(case: CommCase) -> str | None:
+    if case.dtype.is_fp8 and case.collective not in _POINT_TO_POINT:
+        return "gloo has no fp8 collectives"
+    if case.redop is RedOp.MULSUM or (case.redop is RedOp.AVG and case.dtype.is_integer):
+        return f"gloo has no {case.redop} of {case.dtype}"
+    if case.calls_per_group > 1:
+        return "gloo does not issue several calls as one"
+    return None

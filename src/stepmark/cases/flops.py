@@ -1,0 +1,91 @@
+"""Floating-point operations of one token trained, in named conventions. Pure arithmetic.
+
+A multiply and an add are two; only matrix products count. The backward pass of a product has
+twice its FLOPs (of the data, of the weight). Sources:
+causal      products of the model once forward and backward; of attention's scores the half
+            under the diagonal: T^2 / 2 pairs per head and sequence, so a token sees T / 2 keys
+            (not (T + 1) / 2), as model/ops/attention.py and Megatron-Bridge do. That a fused
+            kernel computes q k.T again in its backward pass is not counted.
+torchtitan  6 (N - N_embedding) + 12 L H Dh T (torchtitan, models/utils.py): the whole square.
+            Where query and value heads differ in width, 12 Dh is 6 (d_qk + d_v), as there.
+palm-all    6 N + 12 L H Dh T with N of everything stored (appendix B of PaLM,
+            arXiv:2204.02311, with the embedding tables in N); of no meaning for experts.
+hfu         causal, and the forward products that checkpointing runs again (Korthikanti et
+            al., arXiv:2205.05198): those that torch executes (cases/recompute.py). The last
+            product of a block is none of them, unless its result is needed.
+"""
+
+from dataclasses import dataclass
+
+from stepmark.cases.recompute import rerun_products
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import Recompute
+from stepmark.model.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFlops:
+    """FLOPs per trained token, over all ranks that share its work."""
+
+    causal: float
+    torchtitan: float
+    palm_all: float | None  # None: the model has experts
+    hfu: float  # causal and recomputed
+
+
+def per_token(case: TrainCase) -> TokenFlops:
+    """Return the FLOPs of one token of this case."""
+    model = case.model
+    causal = 3 * forward(model)
+    return TokenFlops(
+        causal=causal,
+        torchtitan=torchtitan(model),
+        palm_all=palm_all(model),
+        hfu=causal + recomputed(case),
+    )
+
+
+def forward(model: ModelConfig) -> float:
+    """Return one token's forward products with the head, without the embedding lookup."""
+    return 2 * model.num_active_matmul_params + model.num_layers * scores(model)
+
+
+def scores(model: ModelConfig) -> float:
+    """Return q k.T and p v of one token in one layer, forward, under the causal mask."""
+    pairs = model.seq_len**2 // 2
+    return 2 * pairs * model.num_heads * (model.d_qk + model.d_v) / model.seq_len
+
+
+def torchtitan(model: ModelConfig) -> float:
+    """Count active parameters of experts, and a tied table once, as the head."""
+    num_params = model.num_active_params - model.num_embedding_params
+    return 6 * num_params + _square(model)
+
+
+def palm_all(model: ModelConfig) -> float | None:
+    return None if model.moe else 6 * model.num_params + _square(model)
+
+
+def _square(model: ModelConfig) -> float:
+    """Return the scores of all T keys, forward and backward: 12 L H Dh T with heads Dh wide."""
+    width = model.num_heads * (model.d_qk + model.d_v)
+    return 6 * model.num_layers * width * model.seq_len
+
+
+def recomputed(case: TrainCase) -> float:
+    """Return the forward products that the backward pass runs again, per token.
+
+    With OPS attention is kept.
+    """
+    model = case.model
+    attention = 0.0 if case.recompute is Recompute.OPS else scores(model)
+    total = 0.0
+    for index, is_checkpointed in enumerate(case.is_checkpointed):
+        if is_checkpointed:
+            linears = model.linears(index >= model.num_dense_layers)
+            # Rows of routed experts are weighted after their last product.
+            again = rerun_products(
+                len(linears), case.recompute, saves_last=linears[-1].is_routed
+            )
+            total += 2 * sum(linears[place].num_active for place in again) + attention
+    return total

@@ -1,0 +1,69 @@
+"""Case of a replay: a workload on real ranks. Its workload lies in the plan of the run."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import ClassVar
+
+from stepmark.cases.case import Label, identity_hash
+
+
+class Compute(StrEnum):
+    """What a replay does where the workload computes."""
+
+    NONE = "none"  # nothing: messages only
+    SLEEP = "sleep"  # the device (on a CPU the rank) is busy for the operation's time
+    REAL = "real"  # the operators, as `stepmark op` runs them
+
+
+class Pace(StrEnum):
+    """When a rank issues operations."""
+
+    FREE = "free"  # as soon as it can
+    ORIGINAL = "original"  # not before their starts in the trace that the file is of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayCase:
+    """One workload. digest: SHA-256 of its native file, as it runs."""
+
+    kind: ClassVar[str] = "replay"
+    file: str  # of the workload, as the user named it
+    digest: str
+    num_ranks: int
+    device: str = "cuda"  # or cpu
+    compute: Compute = Compute.NONE
+    blocking: bool = False  # the host waits for each operation
+    pace: Pace = Pace.FREE
+    shrunk_from: int = 0  # ranks of the file; 0: as many as run
+    compute_from: str = ""  # source of the times of computation; "": the file
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def family(self) -> str:
+        return "replay"
+
+    @property
+    def case_id(self) -> str:
+        """SHA-256 of the canonical JSON of what runs and how."""
+        names = ("digest", "num_ranks", "device", "compute", "blocking")
+        identity = {name: getattr(self, name) for name in names}
+        if self.pace is not Pace.FREE:  # cases of older runs keep their identity
+            identity["pace"] = self.pace
+        return identity_hash({"replay": identity})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """What a replay measured beside its iterations.
+
+    spans: file in the run's traces folder, float64 [rank][pass][operation][2] in seconds: start
+    since that of the step, and duration; not a number where it was not timed. Passes are
+    iterations of their own, in which every operation is timed. blocked_s: by rank and
+    iteration, how long the host waited for messages; empty on a GPU. event_s: what the two
+    events of an operation add to its time, on a GPU.
+    """
+
+    spans: str
+    num_passes: int
+    blocked_s: tuple[tuple[float, ...], ...] = ()
+    event_s: float = 0.0

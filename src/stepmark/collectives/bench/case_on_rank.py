@@ -1,0 +1,251 @@
+"""One case of communication on this rank: buffers, check, clock."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.plan import CommHow
+from stepmark.cases.record import Check
+from stepmark.collectives.bench import data, timing
+from stepmark.collectives.bench.communicators import Communicator
+from stepmark.ground.options import load
+from stepmark.measuring.context import MeasureContext
+from stepmark.measuring.verify import TORCH_DTYPE, merge
+from stepmark.model.collectives import Collective, Mode
+
+if TYPE_CHECKING:
+    from stepmark.collectives.bench.concurrent_compute import ConcurrentCompute
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def needed_bytes(case: CommCase, index: int) -> int:
+    """Return the bytes of one operand set on the rank with this index in its communicator."""
+    sent, received = case.send_count(index), case.recv_count(index)
+    elements = max(sent, received) if case.in_place else sent + received
+    return elements * case.dtype.itemsize
+
+
+def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
+    """Return flat send and recv buffers; in place they share storage as in nccl-tests."""
+    sent, received = case.send_count(index), case.recv_count(index)
+    dtype = TORCH_DTYPE[case.dtype]
+    if not case.in_place:
+        return (
+            torch.empty(sent, dtype=dtype, device=device),
+            torch.empty(received, dtype=dtype, device=device),
+        )
+    buffer = torch.empty(max(sent, received), dtype=dtype, device=device)
+    part = slice(index * case.count, (index + 1) * case.count)
+    match case.collective:
+        case Collective.ALL_GATHER:
+            return buffer[part], buffer
+        case Collective.REDUCE_SCATTER:
+            return buffer, buffer[part]
+        case _:
+            return buffer, buffer
+
+
+# Minimum sample duration, which amortizes timer overhead. Ranks also end a call some
+# microseconds apart in varying order, which the slowest rank of a short sample counts as time:
+# on 4 x H200 single calls of 0.3 to 1.2 ms read 0.5 to 1.5 % too long.
+_SAMPLE_S = 5e-3
+_MOST_CALLS = 500
+_MOST_SAMPLES = 1000  # of a batch
+_FEWEST_GRAPHS = 5
+_MAX_SETS = 128
+NOT_CHECKED = Check(
+    max_rel_err=0.0, tolerance=0.0, num_wrong=0, num_compared=0, reference="not checked"
+)
+
+
+def local_case(case: CommCase, rank: int) -> tuple[CommCase, int] | None:
+    """Return the case of this rank's communicator alone, and the rank's index in that."""
+    for members in case.communicators:
+        if rank in members:
+            alone = dataclasses.replace(case, split="", world_size=case.num_ranks)
+            return alone, members.index(rank)
+    return None
+
+
+class CaseOnRank:
+    """One rank's part of a case. Outside the communicator each step does nothing."""
+
+    def __init__(
+        self,
+        case: CommCase,
+        context: MeasureContext,
+        communicator: Communicator | None,
+        how: CommHow,
+    ) -> None:
+        self._context, self._communicator, self._how = context, communicator, how
+        self._world_case = case
+        self._local = local_case(case, context.ranks.rank)
+        self._sets: list[Pair] = []
+        self._calls: list[Callable[[], object]] = []
+
+    @property
+    def num_sets(self) -> int:
+        return len(self._sets)
+
+    def allocate(self, num_sets: int) -> None:
+        """Allocate operand sets, filled with the data of a check."""
+        if self._local is None:
+            return
+        case, index = self._local
+        for _ in range(num_sets):
+            send, recv = allocate_buffers(case, index, self._context.ranks.device)
+            data.poison(recv)
+            data.fill(case, index, send, 0)
+            self._sets.append((send, recv))
+
+    def sets_that_fit(self) -> int:
+        """Return how many sets exceed twice the cache together, within half of free memory."""
+        if self._local is None:
+            return _MAX_SETS
+        set_bytes = max(needed_bytes(*self._local), 1)
+        needed = math.ceil(2 * self._context.cache_bytes / set_bytes) + 1
+        fitting = self._context.free_bytes() // 2 // set_bytes
+        return max(1, min(needed, fitting, _MAX_SETS))
+
+    def check(self) -> Check:
+        """Check every element that the call delivers, in `how.checks` rounds."""
+        if self._local is None or not self._sets:
+            return NOT_CHECKED
+        # Grouped calls on one set would reduce it several times.
+        case, index = dataclasses.replace(self._local[0], calls_per_group=1), self._local[1]
+        send, recv = self._sets[0]
+        call, checks = self._bound(case, index, (send, recv)), list[Check]()
+        if self._world_case.mode is Mode.GRAPH:
+            call()  # makes connections, which cannot be captured
+            self._wait()
+            call = timing.capture(call, 1).replay
+        for turn in range(self._how.checks):
+            data.poison(recv)
+            data.fill(case, index, send, turn)
+            call()
+            self._wait()
+            checks.append(data.check(case, index, recv, turn))
+        return merge(checks) if checks else NOT_CHECKED
+
+    def bind(self) -> None:
+        if self._local is not None:
+            case, index = self._local
+            self._calls = [self._bound(case, index, pair) for pair in self._sets]
+
+    def _bound(self, case: CommCase, index: int, pair: Pair) -> Callable[[], object]:
+        assert self._communicator is not None
+        return self._communicator.bind(case, index, *pair)
+
+    def warm_up(self) -> None:
+        for i in range(self._how.warmups if self._calls else 0):
+            self._calls[i % len(self._calls)]()
+        self._wait()
+
+    def estimate(self) -> float:
+        """Return approximate seconds per call. Every rank makes as many calls, or some wait."""
+        if not self._calls:
+            return 0.0
+        call: Callable[[], object] = timing.Rotation(self._calls)
+        count, turns = 1, 3
+        if self._world_case.mode is Mode.GRAPH:
+            # Issued one by one, short calls would be bound by the host.
+            call, count, turns = timing.capture(call, 20).replay, 20, 2
+            call()
+            self._wait()
+        begin = time.perf_counter()
+        for _ in range(turns):
+            call()
+        self._wait()
+        return (time.perf_counter() - begin) / turns / count
+
+    def timer(self, estimate_s: float) -> timing.Timer:
+        """Return the timer of the case. Equal estimates give all ranks the same k."""
+        case, ranks = self._world_case, self._context.ranks
+        name = "blocking-free" if case.mode is Mode.BLOCKING and not case.aligned else case.mode
+        if self._local is None:
+            return timing.IdleTimer(ranks, f"{name}/{timing.VERSION}", name == "blocking")
+        calls, wait_s = self._calls, self.arrival_s()
+        k = self._calls_per_sample(estimate_s)
+        if case.device == "cpu":
+            return timing.HostTimer(calls, ranks, k, name=name, wait_s=wait_s)
+        match case.mode:
+            case Mode.QUEUED | Mode.AHEAD:
+                is_ahead = case.mode is Mode.AHEAD
+                return timing.StreamTimer(calls, ranks, k, is_ahead=is_ahead, wait_s=wait_s)
+            case Mode.GRAPH:
+                return timing.GraphTimer(calls, ranks, k, wait_s=wait_s)
+            case Mode.BLOCKING:
+                return timing.BlockingTimer(calls, ranks, aligned=case.aligned, wait_s=wait_s)
+
+    def arrival_s(self) -> float:
+        """Return the arrival delay of this rank after the first: evenly spaced by rank."""
+        if self._local is None:
+            return 0.0
+        case, index = self._local
+        return case.skew_s * index / max(1, case.num_ranks - 1)
+
+    def concurrent_compute(self) -> "ConcurrentCompute | None":
+        """Return the concurrent compute; only then are all operators imported."""
+        if self._local is None or not self._world_case.beside:
+            return None
+        make = load("stepmark.collectives.bench.concurrent_compute:make")
+        compute: ConcurrentCompute = make(self._world_case.beside, self._context)
+        return compute
+
+    @property
+    def operations_per_call(self) -> int:
+        """Divisor of a call's time: operations in a group, both directions of a ping-pong."""
+        both_ways = 2 if self._world_case.collective is Collective.PING_PONG else 1
+        return both_ways * self._world_case.calls_per_group
+
+    def _calls_per_sample(self, estimate_s: float) -> int:
+        case = self._world_case
+        if case.mode is Mode.BLOCKING or (case.skew_s and case.mode is not Mode.GRAPH):
+            return 1
+        iterations = self._how.iterations
+        k = max(1, min(_MOST_CALLS, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
+        if case.mode is Mode.GRAPH:
+            # As nccl-tests: -n calls are captured, and the graph is launched several times.
+            return min(_MOST_CALLS, iterations or k)
+        k = min(k, self._most_calls)
+        # Few calls still give enough samples to show their spread.
+        return k if iterations is None else min(k, max(1, iterations // 5))
+
+    def samples(self, calls_per_sample: int) -> tuple[int | None, int]:
+        """Return the samples of -n, or None to sample until they suffice; and those of a batch.
+
+        calls_per_sample: k of all ranks.
+        """
+        iterations = self._how.iterations
+        most = max(1, min(_MOST_SAMPLES, self._most_calls // calls_per_sample))
+        if iterations is None:
+            return None, most
+        if self._world_case.mode is Mode.GRAPH:
+            return max(_FEWEST_GRAPHS, self._how.graphs), most
+        return math.ceil(iterations / calls_per_sample), most
+
+    @property
+    def _most_calls(self) -> int:
+        """Return how many calls may be enqueued together."""
+        if self._world_case.mode is not Mode.AHEAD:
+            return _MOST_CALLS * _MOST_SAMPLES
+        return max(1, timing.MOST_AHEAD // self.operations_per_call)
+
+    def _wait(self) -> None:
+        if self._context.ranks.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+
+
+def backend_run(case: CommCase) -> str:
+    """Return the library that carried the messages, with its version."""
+    if case.backend != "nccl":
+        return case.backend
+    name = "rccl" if torch.version.hip else "nccl"
+    version = torch.cuda.nccl.version()
+    return f"{name} {'.'.join(map(str, version))}" if isinstance(version, tuple) else name

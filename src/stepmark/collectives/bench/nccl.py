@@ -1,0 +1,316 @@
+"""Call collectives of the NCCL (or RCCL) that torch has loaded, by ctypes.
+
+The communicator is our own, so that nothing of torch.distributed is in the time, and all types,
+reductions and placements of the library can be measured. Numbers and layouts are those of
+src/nccl.h.in of NVIDIA/nccl 2.28; RCCL has the same.
+"""
+
+import ctypes
+import functools
+from collections.abc import Callable
+from ctypes import POINTER, byref, c_char, c_char_p, c_int, c_size_t, c_uint, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from stepmark.cases.comm_case import CommCase
+from stepmark.collectives.bench.data import Move, moves
+from stepmark.collectives.bench.values import PREMUL_FACTOR, narrow
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.collectives import FACTS, Collective, RedOp
+
+# Value of rank 0, given to all: rank 0 passes bytes, the others None.
+Share = Callable[[bytes | None], bytes]
+# A function of the library with its arguments; returns an ncclResult_t.
+Call = Callable[[], int]
+
+_SONAMES = ("libnccl.so.2", "librccl.so.1")
+# Numbers of ncclDataType_t.
+_DTYPE = {
+    dtype: number
+    for number, dtype in enumerate(
+        (
+            *(DType.INT8, DType.UINT8, DType.INT32, DType.UINT32, DType.INT64, DType.UINT64),
+            *(DType.FP16, DType.FP32, DType.FP64, DType.BF16, DType.FP8_E4M3, DType.FP8_E5M2),
+        )
+    )
+}
+_REDOP = {RedOp.SUM: 0, RedOp.PROD: 1, RedOp.MAX: 2, RedOp.MIN: 3, RedOp.AVG: 4}
+_WHOLE = {
+    Collective.ALL_REDUCE: "ncclAllReduce",
+    Collective.REDUCE_SCATTER: "ncclReduceScatter",
+    Collective.REDUCE: "ncclReduce",
+    Collective.ALL_GATHER: "ncclAllGather",
+    Collective.BROADCAST: "ncclBroadcast",
+}
+# NCCL 2.28 and later; before, and in RCCL, sends and receives in a group do the same.
+_WHOLE_SINCE_2_28 = {
+    Collective.ALL_TO_ALL: "ncclAlltoAll",
+    Collective.GATHER: "ncclGather",
+    Collective.SCATTER: "ncclScatter",
+}
+_SCALAR_ON_HOST = 1
+_MAGIC = 0xCAFEBEEF
+_UNDEFINED = -(2**31)
+
+
+class NcclError(RuntimeError):
+    """Raised where a call of the library fails, with its name, code and the last error."""
+
+
+class _UniqueId(ctypes.Structure):
+    _fields_ = (("internal", c_char * 128),)
+
+
+class _Config(ctypes.Structure):
+    """The fields of ncclConfig_t that we need: the library fills those after `size`."""
+
+    _fields_ = (
+        ("size", c_size_t),
+        ("magic", c_uint),
+        ("version", c_uint),
+        ("blocking", c_int),
+        ("cga_cluster_size", c_int),
+        ("min_ctas", c_int),
+        ("max_ctas", c_int),
+        ("net_name", c_char_p),
+        ("split_share", c_int),
+        ("traffic_class", c_int),
+    )
+
+
+def find_library(maps: Path = Path("/proc/self/maps")) -> str:
+    """Return the path of the library in this process, else a name that the loader finds.
+
+    Raises ConfigError where there is none.
+    """
+    names = ("libnccl.so", "librccl.so")
+    for line in maps.read_text().splitlines() if maps.exists() else ():
+        path = line.split(maxsplit=5)[-1]
+        if path.rpartition("/")[2].startswith(names):
+            return path
+    for name in _SONAMES:
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return name
+    raise ConfigError("api", "nccl", "torch: this torch has no libnccl or librccl loaded")
+
+
+@functools.lru_cache(maxsize=4)
+def load(path: str) -> ctypes.CDLL:
+    """Return the library, with argument types of functions whose arguments are not prepared.
+
+    A CDLL releases the interpreter's lock during calls, so that another thread can abort.
+    """
+    library = ctypes.CDLL(path)
+    library.ncclGetErrorString.restype = c_char_p
+    library.ncclGetLastError.restype = c_char_p
+    library.ncclGetLastError.argtypes = [c_void_p]
+    place: list[Any] = [POINTER(c_void_p), c_int, _UniqueId, c_int]
+    library.ncclCommInitRank.argtypes = place
+    library.ncclCommInitRankConfig.argtypes = [*place, POINTER(_Config)]
+    premul: list[Any] = [POINTER(c_int), c_void_p, c_int, c_int, c_void_p]
+    library.ncclRedOpCreatePreMulSum.argtypes = premul
+    library.ncclRedOpDestroy.argtypes = [c_int, c_void_p]
+    library.ncclCommDestroy.argtypes = [c_void_p]
+    library.ncclCommAbort.argtypes = [c_void_p]
+    return library
+
+
+class Communicator:
+    """This rank in an NCCL communicator. Every member makes it at the same time.
+
+    max_ctas: thread blocks that it may use; None: as many as the library likes. The current
+    CUDA device becomes the rank's.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        index: int,
+        share: Share,
+        max_ctas: int | None = None,
+        path: str | None = None,
+    ) -> None:
+        self._library: Any = load(path or find_library())
+        self._num_ranks, self._index = num_ranks, index
+        self._comm = c_void_p()
+        self._premul: dict[DType, int] = {}
+        unique = _UniqueId()
+        if index == 0:
+            self._do("ncclGetUniqueId", byref(unique))
+        sent = share(bytes(unique) if index == 0 else None)
+        unique = _UniqueId.from_buffer_copy(sent)
+        place = (byref(self._comm), num_ranks, unique, index)
+        if max_ctas is None:
+            self._do("ncclCommInitRank", *place)
+        else:
+            self._do("ncclCommInitRankConfig", *place, byref(self._config(max_ctas)))
+
+    def bind(
+        self,
+        case: CommCase,
+        index: int,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        stream: int | None = None,
+    ) -> Callable[[], None]:
+        """Return the call, ready to be made on a stream; None: on the one that is current now.
+
+        `index` is as in the case's buffers. The pointers decide whether it is in place. The
+        call keeps the tensors. Raises ConfigError for a ping-pong in a group, whose second half
+        would not wait for the first.
+        """
+        if stream is None:
+            stream = torch.cuda.current_stream().cuda_stream
+        assert (case.num_ranks, index) == (self._num_ranks, self._index)
+        if case.calls_per_group > 1 and case.collective is Collective.PING_PONG:
+            raise ConfigError("m", case.calls_per_group, "1 for ping_pong")
+        calls = _Calls(self._library, self._comm, case, index, send, recv, stream)
+        if case.redop is not RedOp.NONE:
+            calls.redop = c_int(self._redop(case.redop, case.dtype))
+        steps = list(calls.steps())
+        if case.calls_per_group > 1:
+            steps = calls.group(steps * case.calls_per_group)
+        return self._issue(steps, (send, recv, calls.token))
+
+    def abort(self) -> None:
+        """End blocked collectives; to be called from another thread."""
+        comm, self._comm = self._comm, c_void_p()
+        if comm:
+            self._library.ncclCommAbort(comm)
+
+    def close(self) -> None:
+        """Close it; every member calls it when idle. Bound calls must not be made again."""
+        for op in self._premul.values():
+            self._library.ncclRedOpDestroy(op, self._comm)
+        self._premul = {}
+        comm, self._comm = self._comm, c_void_p()
+        if comm:
+            self._succeed("ncclCommDestroy", self._library.ncclCommDestroy(comm))
+
+    def _issue(self, steps: list[Call], keep: object) -> Callable[[], None]:
+        if len(steps) == 1:
+            (only,) = steps
+
+            def issue_one(keep: object = keep) -> None:
+                if result := only():
+                    self._fail(steps, 0, result)
+
+            return issue_one
+
+        def issue(keep: object = keep) -> None:
+            for step in steps:
+                if result := step():
+                    self._fail(steps, steps.index(step), result)
+
+        return issue
+
+    def _fail(self, steps: list[Call], at: int, result: int) -> None:
+        """Leave the groups that are open, then raise."""
+        names = [step.func.__name__ for step in steps[: at + 1]]  # type: ignore[attr-defined]
+        try:
+            self._succeed(names[-1], result)
+        finally:
+            opened = names[:-1].count("ncclGroupStart")
+            for _ in range(opened - names.count("ncclGroupEnd")):
+                self._library.ncclGroupEnd()
+
+    def _redop(self, redop: RedOp, dtype: DType) -> int:
+        if redop is not RedOp.MULSUM:
+            return _REDOP[redop]
+        if dtype not in self._premul:
+            factor = narrow(torch.tensor([PREMUL_FACTOR], dtype=torch.float64), dtype)
+            op = c_int()
+            where = (factor.data_ptr(), _DTYPE[dtype], _SCALAR_ON_HOST, self._comm)
+            self._do("ncclRedOpCreatePreMulSum", byref(op), *where)
+            self._premul[dtype] = op.value
+        return self._premul[dtype]
+
+    def _config(self, max_ctas: int) -> _Config:
+        version = c_int()
+        self._do("ncclGetVersion", byref(version))
+        return _Config(
+            size=ctypes.sizeof(_Config),
+            magic=_MAGIC,
+            version=version.value,
+            blocking=_UNDEFINED,
+            cga_cluster_size=_UNDEFINED,
+            min_ctas=_UNDEFINED,
+            max_ctas=max_ctas,
+            net_name=None,
+            split_share=_UNDEFINED,
+            traffic_class=_UNDEFINED,
+        )
+
+    def _do(self, name: str, *arguments: object) -> None:
+        self._succeed(name, getattr(self._library, name)(*arguments))
+
+    def _succeed(self, name: str, result: int) -> None:
+        """Raise NcclError unless the result is ncclSuccess."""
+        if result:
+            meaning = self._library.ncclGetErrorString(result) or b"unknown"
+            last = self._library.ncclGetLastError(self._comm) or b""
+            text = f"{name}: {meaning.decode(errors='replace')} ({result})"
+            detail = last.decode(errors="replace").strip()
+            raise NcclError(f"{text}: {detail}" if detail else text)
+
+
+class _Calls:
+    """The library's calls for one case on one rank, their arguments ready."""
+
+    def __init__(
+        self,
+        library: Any,
+        comm: c_void_p,
+        case: CommCase,
+        index: int,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        stream: int,
+    ) -> None:
+        self._library, self._case, self._index = library, case, index
+        self._send, self._recv = send.data_ptr(), recv.data_ptr()
+        self._kind = c_int(_DTYPE[case.dtype])
+        self._end = (c_void_p(comm.value), c_void_p(stream))
+        self.redop = c_int()
+        is_barrier = case.collective is Collective.BARRIER
+        self.token = torch.zeros(1, device=send.device) if is_barrier else None
+
+    def group(self, calls: list[Call]) -> list[Call]:
+        """Return these calls as one group. Groups may nest."""
+        start, end = self._library.ncclGroupStart, self._library.ncclGroupEnd
+        return [functools.partial(start), *calls, functools.partial(end)]
+
+    def steps(self) -> list[Call]:
+        """Return the calls in the order in which they are made."""
+        case, facts = self._case, FACTS[self._case.collective]
+        if self.token is not None:
+            self._send = self._recv = self.token.data_ptr()
+            token = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
+            return [self._whole("ncclAllReduce", *token)]
+        name = _WHOLE.get(case.collective, "")
+        newer = _WHOLE_SINCE_2_28.get(case.collective, "")
+        if name or (newer and hasattr(self._library, newer)):
+            redop = [self.redop] if facts.reduces else []
+            root = [c_int(case.root)] if facts.rooted else []
+            return [self._whole(name or newer, c_size_t(case.count), self._kind, *redop, *root)]
+        calls = [self._move(move) for move in moves(case, self._index)]
+        in_turn = len(calls) == 1 or case.collective is Collective.PING_PONG
+        return calls if in_turn else self.group(calls)
+
+    def _whole(self, name: str, *middle: object) -> Call:
+        buffers = (c_void_p(self._send), c_void_p(self._recv))
+        return functools.partial(getattr(self._library, name), *buffers, *middle, *self._end)
+
+    def _move(self, move: Move) -> Call:
+        buffer = self._send if move.from_send else self._recv
+        address = c_void_p(buffer + move.at * self._case.dtype.itemsize)
+        arguments = (address, c_size_t(move.count), self._kind, c_int(move.peer))
+        name = "ncclSend" if move.sends else "ncclRecv"
+        return functools.partial(getattr(self._library, name), *arguments, *self._end)

@@ -1,0 +1,156 @@
+"""stepmark comm: measure a plan of collectives; show nccl-tests' table, wide columns, files."""
+
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from stepmark.cases.plan import CommHow, How, Plan, entries
+from stepmark.collectives import comm_plan, comm_remarks, nccl_tests
+from stepmark.collectives.comm_options import CommOptions
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import new_file
+from stepmark.ground.options import build, load, plain
+from stepmark.measuring import delivery
+from stepmark.measuring.machine import Machine
+from stepmark.measuring.measure import measure_or_list
+from stepmark.model.collectives import FACTS, Api, Collective, placements
+from stepmark.store.view import View, print_text, show_rows, view
+from stepmark.tables.columns import aligned
+from stepmark.workloads.models import file_notes
+
+_DEFAULT_STEP = (4, True)
+_STYLES = {"param": "stepmark.collectives.peer_formats:param_comms"}
+
+
+def run(options: CommOptions) -> int:
+    """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
+    if options.list_all:
+        print_text(_list())
+        return 0
+    if options.print_as:
+        _check_names(options)
+        load("stepmark.collectives.comm_workload:print_commands")(options)
+        return 0
+    return measure_or_list(
+        lambda machine: plan(options, machine), options, lambda: _check_output_file(options)
+    )
+
+
+def plan(options: CommOptions, machine: Machine) -> Plan:
+    """Plan every case of the options. Raises ConfigError."""
+    _check_names(options)
+    device = machine.device
+    world_size = machine.num_ranks(options.nproc, "all" if device == "cuda" else "2")
+    of_workload = "stepmark.collectives.comm_workload:plan"
+    make_cases = load(of_workload) if options.from_workload else comm_plan.plan
+    cases, notes = make_cases(options, device, world_size)
+    return Plan(
+        command="comm",
+        argv=tuple(sys.argv[1:]),
+        options=plain(options),
+        device=device,
+        world_size=world_size,
+        how=How(comm=_how(options)),
+        entries=entries(cases, options.launches),
+        notes=(*notes, *file_notes(options.model)),
+    )
+
+
+def _check_names(options: CommOptions) -> None:
+    if not options.names and not options.from_workload:
+        raise ConfigError("collective", "missing", "a name; `stepmark comm --list` shows them")
+
+
+def _how(options: CommOptions) -> CommHow:
+    """Return how calls are timed, from the options that are given."""
+    values: dict[str, Any] = {
+        "iterations": options.iters,
+        "graphs": options.cudagraph,
+        "warmups": options.warmup_iters,
+        "checks": options.check,
+        "timeout_s": options.timeout,
+        "budget_s": options.budget,
+    }
+    return CommHow(**{name: value for name, value in values.items() if value is not None})
+
+
+def _list() -> list[str]:
+    """Return the table of `comm --list`: every collective and what it supports."""
+    cells = [["name", "busbw/algbw", "size counts", "torch", "nccl"]]
+    for collective in Collective:
+        facts = FACTS[collective]
+        forms = (
+            "/".join("in" if inside else "out" for inside in placements(collective, api))
+            for api in (Api.TORCH, Api.NCCL)
+        )
+        cells.append([collective.value, facts.busbw, facts.parts, *forms])
+    return [
+        *aligned(cells, [False] * len(cells[0])),
+        "p2p-matrix: every ordered pair, bandwidth and latency, one pair at a time",
+        "out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.",
+    ]
+
+
+def _check_output_file(options: CommOptions) -> None:
+    if target := options.output_file:
+        if Path(target).suffix != ".json":
+            raise ConfigError("-J", target, "a name that ends in .json")
+        if not options.dry_run:
+            delivery.make_folder("-J", Path(target).parent)
+
+
+def show(path: Path, values: Mapping[str, object], code: int) -> int:
+    """Show the run and write its files. Returns the exit code."""
+    options = build(CommOptions, values)
+    run = view(path)
+    _write_files(run, options)
+    if not options.to_stdout:
+        _show(run, options)
+    return delivery.finish(run, path, code)
+
+
+def _show(run: View, options: CommOptions) -> None:
+    if options.style:
+        texts: dict[str, str] = load(_STYLES[options.style])(run.records, run.run)
+        sys.stdout.write("\n".join(texts.values()))
+        return
+    if options.wide:
+        show_rows(run)
+        return
+    matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.known) > 1]
+    drawn = {matrix.family for matrix in matrices}
+    for matrix in matrices:
+        print_text([*comm_remarks.matrix_lines(matrix), ""])
+    rest = [row for row in run.comm_rows if row["family"] not in drawn]
+    if rest:
+        step, is_terminal = step_asked(options), sys.stdout.isatty()
+        print_text(
+            nccl_tests.output_lines(rest, run.run, step=step, head_per_table=is_terminal)
+        )
+
+
+def step_asked(options: CommOptions) -> tuple[int, bool] | None:
+    """Return the step of the sizes and whether it is a factor; None for sizes of a model."""
+    if options.model or options.from_workload:
+        return None
+    if options.factor:
+        return round(options.factor), True
+    if options.step:
+        return options.step, False
+    # One size alone has nccl-tests' own default.
+    is_one = options.begin is not None and options.begin == options.end
+    return None if is_one else _DEFAULT_STEP
+
+
+def _write_files(run: View, options: CommOptions) -> None:
+    delivery.write_rows(run.comm_rows, options, by="family")
+    if target := options.output_file:
+        ended_at = datetime.now(UTC).isoformat(timespec="seconds")
+        make_document = load("stepmark.collectives.peer_formats:json_document")
+        document = make_document(run.comm_rows, run.run, sys.argv, ended_at=ended_at)
+        file = new_file(Path(target))
+        load("stepmark.tables.export:write_json")(document, file)
+        if file != Path(target):
+            sys.stderr.write(f"{target} exists: written to {file}\n")

@@ -1,0 +1,273 @@
+"""The options of `stepmark comm`: nccl-tests' flags and more; and those that measure a case."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from stepmark.ground.dtypes import MESSAGE_DTYPES, DType, parse_dtype
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.option_groups import MeasureOptions, Ranks
+from stepmark.ground.options import (
+    Reader,
+    Size,
+    WholeNumbers,
+    Words,
+    between,
+    comma_list,
+    flag,
+    group,
+    words_of,
+)
+from stepmark.ground.units import parse_duration
+from stepmark.model.collectives import (
+    FACTS,
+    Api,
+    Collective,
+    Mode,
+    RedOp,
+    collective_named,
+    num_parts,
+)
+
+if TYPE_CHECKING:
+    from stepmark.cases.comm_case import CommCase
+
+MATRIX_OF_PAIRS = "p2p_matrix"
+_MAX_SKEW_S = 1.0
+COLLECTIVES = (*Collective, "p2p-matrix")
+REDOPS = tuple(redop for redop in RedOp if redop is not RedOp.NONE)
+
+
+def collective_name(text: str, _field: str = "") -> str:
+    """Return our name of a collective as nccl-tests, PARAM or torch spells it."""
+    name = collective_named(text).replace("-", "_").removesuffix("_base")  # all_gather_base
+    if name not in set(Collective) and name != MATRIX_OF_PAIRS:
+        raise not_one_of("collective", text, COLLECTIVES)
+    return name
+
+
+def _redop(text: str, field: str) -> RedOp:
+    if text.lower() not in REDOPS:
+        raise not_one_of(field, text, REDOPS, " or all")
+    return RedOp(text.lower())
+
+
+def _root(text: str, field: str) -> int:
+    word = text.strip().lower()
+    if word not in ("-1", "all") and not word.isdecimal():
+        raise ConfigError(field, text, "a rank, or -1 for all in turn")
+    return int(word) if word.isdecimal() else -1
+
+
+def _pair(text: str, field: str) -> tuple[int, int]:
+    ranks = [word.strip() for word in text.split(",")]
+    if len(ranks) != 2 or not all(word.isdecimal() for word in ranks):
+        raise ConfigError(field, text, "two ranks such as 0,1")
+    if int(ranks[0]) == int(ranks[1]):
+        raise ConfigError(field, text, "two different ranks")
+    return int(ranks[0]), int(ranks[1])
+
+
+def _skew(text: str, field: str) -> float:
+    skew_s = parse_duration(text, field)
+    if skew_s > _MAX_SKEW_S:
+        raise ConfigError(field, text, f"at most {_MAX_SKEW_S:g}s")
+    return skew_s
+
+
+_Dtype = Reader(
+    read=lambda text, field: parse_dtype(text, field, MESSAGE_DTYPES), choices=MESSAGE_DTYPES
+)
+Dtypes = Annotated[tuple[DType, ...], comma_list(_Dtype, MESSAGE_DTYPES)]
+RedOps = Annotated[tuple[RedOp, ...], comma_list(Reader(read=_redop, choices=REDOPS), REDOPS)]
+Ctas = Annotated[tuple[int, ...], comma_list(between(1, 64))]
+Root = Annotated[int, Reader(read=_root, metavar="RANK")]
+Pair = Annotated[
+    tuple[int, int],
+    Reader(read=_pair, show=lambda pair: ",".join(map(str, pair)), metavar="RANK,RANK"),
+]
+# All digits: the delay is a part of the case's identity.
+Skew = Annotated[float, Reader(read=_skew, show=lambda s: f"{s!r}s", metavar="DURATION")]
+Name = Annotated[str, Reader(read=collective_name, choices=COLLECTIVES)]
+
+
+@group
+class Sweep:
+    """Sizes."""
+
+    begin: Size | None = flag("smallest size [1K]", "-b", "--begin")
+    end: Size | None = flag("largest size [1G on accelerators, 4M on a CPU]", "-e", "--end")
+    step: Size | None = flag("add this many bytes per size", "-i", "--step", rare=True)
+    factor: float | None = flag("multiply the size by [4]", "-f", "--factor")
+
+
+@group
+class ModelMessages:
+    """Sizes of a model or workload, instead of a sweep."""
+
+    model: str | None = flag("message sizes of training these models", names="model")
+    mbs: WholeNumbers | None = flag("sequences per micro-batch [1]", "--mbs", "--bsz")
+    seq_len: Annotated[int, between(1, 2**30)] | None = flag(
+        "sequence length instead of the model's", rare=True
+    )
+    message: Words | None = flag(
+        "only these of a model: activation, layer, moe_layer, dispatch", rare=True
+    )
+    from_workload: str | None = flag("the distinct collectives of a workload file")
+
+
+@group
+class Operation:
+    """Operation."""
+
+    dtype: Dtypes | None = flag(
+        f"type(s), or all: {', '.join(MESSAGE_DTYPES)} [fp32]", "--dtype", "-d"
+    )
+    redop: RedOps | None = flag("reduction(s), or all [sum]", "--redop", "-o")
+    root: Root | None = flag("root rank; -1 = each in turn [0]", "--root", "-r", rare=True)
+    placement: Annotated[str, words_of("both", "in", "out")] = flag(
+        "in place, out of place, or both", default="both"
+    )
+    pair: Pair | None = flag("p2p, ping_pong: source and destination [0,1]", rare=True)
+    partners: Annotated[int, between(1, 2**20)] | None = flag(
+        "p2p-matrix: each rank sends to this many others [all]", rare=True
+    )
+    bidirectional: bool = flag("p2p: both directions at once", default=False, rare=True)
+    imbalance: Annotated[float, between(0.0, 1.0)] | None = flag(
+        "all_to_all_v: 0 = even, 1 = by distance [1]", "--imbalance", "--spread", rare=True
+    )
+    matrix: str | None = flag(
+        "all_to_all_v: file of bytes from row to column", metavar="PATH", rare=True
+    )
+
+
+def _one_thread(text: str, field: str) -> int:
+    if text != "1":
+        rule = "it must be 1, since each GPU has a process; --nproc sets how many there are"
+        raise ConfigError(field, text, rule)
+    return 1
+
+
+@group
+class Communicators:
+    """Ranks."""
+
+    nproc: str | None = flag("ranks [all accelerators; 2 on a CPU]", "--nproc", "-g")
+    threads: Annotated[int, Reader(read=_one_thread, metavar="1")] = flag(
+        "threads per process: 1, since each GPU has a process",
+        "-t",
+        "--nthreads",
+        default=1,
+        rare=True,
+    )
+    ranks: Ranks | None = flag("communicators over the first 2,4,8 ranks", rare=True)
+    group_split: str | None = flag(
+        "communicators side by side: mod 4, div 8, and 0x7 (NCCL_TESTS_SPLIT)", rare=True
+    )
+    api: Api = flag("torch.distributed, or libnccl itself", default=Api.TORCH)
+    backend: str | None = flag("of torch.distributed [nccl; gloo on a CPU]", rare=True)
+    max_ctas: Ctas | None = flag("thread blocks per communicator, e.g. 1,4,16", rare=True)
+
+
+@group
+class Calls:
+    """Calls."""
+
+    mode: Mode | None = flag("how calls follow each other [queued-ahead; queued on a CPU]")
+    cudagraph: Annotated[int, between(0, 10**6)] = flag(
+        "above 0: as --mode graph", "-G", "--cudagraph", default=0, rare=True
+    )
+    blocking: Annotated[int, between(0, 3)] = flag(
+        "1 and 3: as --mode blocking; 2: without a common start",
+        "-z",
+        "--blocking",
+        default=0,
+        rare=True,
+    )
+    no_align: bool = flag("blocking: no common start of each call", default=False, rare=True)
+    iters: Annotated[int, between(1, 10**6)] | None = flag(
+        "timed calls [until the median is within 0.5 %, at most 1 s]", "-n", "--iters"
+    )
+    warmup_iters: Annotated[int, between(0, 10**4)] | None = flag(
+        "calls before [5]", "-w", "--warmup-iters", rare=True
+    )
+    check: Annotated[int, between(0, 1000)] | None = flag(
+        "checked calls; 0 = none [1]", "-c", "--check"
+    )
+    agg_iters: Annotated[int, between(1, 1024)] = flag(
+        "operations issued as one", "-m", "--agg-iters", default=1, rare=True
+    )
+    launches: Annotated[int, between(1, 100)] = flag(
+        "times that all is measured, with new communicators", default=1
+    )
+    arrival_skew: Skew | None = flag(
+        "the last rank arrives this late, e.g. 50us", "--arrival-skew", "--skew", rare=True
+    )
+    overlap_with: Words | None = flag(
+        "concurrent compute: gemm:8192, copy:256M, attention:BxSxHxD",
+        "--overlap-with",
+        "--with",
+    )
+
+
+@group
+class Tables:
+    """Tables."""
+
+    wide: bool = flag("p50, p99, min, max, spread, slowest rank, % of link", default=False)
+    output_file: str | None = flag(
+        "nccl-tests' JSON; never overwrites", "-J", "--output-file", metavar="PATH", rare=True
+    )
+    style: Annotated[str, words_of("param")] | None = flag("that tool's columns", rare=True)
+    print_as: Annotated[str, words_of("nccl-tests", "rccl-tests")] | None = flag(
+        "their commands for the same, run nothing",
+        "--print",
+        rare=True,
+    )
+    list_all: bool = flag("what there is to measure", "--list", default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommOptions(
+    Sweep, ModelMessages, Operation, Communicators, Calls, Tables, MeasureOptions
+):
+    """stepmark comm."""
+
+    names: tuple[Name, ...] = flag(
+        ", ".join(COLLECTIVES), default=(), argument=True, metavar="NAME"
+    )
+
+
+def options_of(case: "CommCase") -> CommOptions:
+    """Return the options that measure this case, with concurrent compute also without it."""
+    facts = FACTS[case.collective]
+    size = None
+    if case.message_bytes and case.matrix is None:
+        parts = num_parts(case.collective, case.num_ranks)
+        size = case.count * parts * case.dtype.itemsize
+    # A split or a pair determines the number of ranks of a communicator.
+    is_smaller = case.num_ranks != case.world_size and not (case.split or case.pair)
+    is_default = case.backend == ("nccl" if case.device == "cuda" else "gloo")
+    return CommOptions(
+        names=(case.family,),
+        begin=size,
+        end=size,
+        dtype=(case.dtype,),
+        redop=None if case.redop in (RedOp.NONE, RedOp.SUM) else (case.redop,),
+        root=(case.root or None) if facts.rooted else None,
+        placement="in" if case.in_place else "out",
+        pair=case.pair,
+        imbalance=None if case.matrix or case.spread == 1.0 else case.spread,
+        matrix=case.matrix_file or None,
+        device=case.device,
+        nproc=str(case.world_size),
+        ranks=(case.num_ranks,) if is_smaller else None,
+        group_split=case.split or None,
+        api=case.api,
+        backend=None if is_default else case.backend,
+        max_ctas=None if case.max_ctas is None else (case.max_ctas,),
+        mode=None if case.has_default_mode else case.mode,
+        no_align=not case.aligned,
+        agg_iters=case.calls_per_group,
+        arrival_skew=case.skew_s or None,
+        overlap_with=(case.beside,) if case.beside else None,
+    )

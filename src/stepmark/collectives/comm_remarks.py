@@ -1,0 +1,285 @@
+"""Remarks on measured collectives: comment lines of a table, and matrices of pairs of ranks."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from statistics import median
+
+from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
+from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.model.collectives import FACTS, Collective
+from stepmark.tables.columns import Row, aligned, digits, number, text
+from stepmark.tables.row_tables import grouped, validity_counts
+
+# A rank is named if it delays the others by this share of the time and by this long, in at
+# least this share of the sizes.
+WAIT_SHARE, WAIT_S, OF_SIZES = 0.05, 1e-6, 1 / 3
+NO_STRAGGLER = "slowest rank: none that delays the others"
+# A fit that misses a point by more than this is not shown.
+WORST_FIT = 0.3
+
+MODES = {
+    "queued-ahead": "calls back to back on the stream, enqueued before the first one starts",
+    "queued": "calls back to back on the stream, as nccl-tests",
+    "graph": "calls captured into one graph, as nccl-tests -G",
+    "blocking": "the host waits for each call, as nccl-tests -z",
+}
+
+
+def remarks(rows: Sequence[Row]) -> list[str]:
+    """Return comment lines below one table; none for pairs, which have a matrix."""
+    ran = [row for row in rows if number(row, "time_s")]
+    if not ran or FACTS[Collective(text(ran[0], "collective"))].pair:
+        return []
+    lines = [_spread(ran), *straggler(ran), *fits(ran), _host(ran), *_beside(ran)]
+    if counted := validity_counts(ran):
+        lines.append(f"doubtful: {counted}; --wide shows which")
+    return [f"# {line}" for line in lines if line]
+
+
+def setting_line(rows: Sequence[Row]) -> str:
+    """Return how the calls were made: the mode and all that is not the default."""
+    row = rows[0]
+    mode, group = text(row, "mode"), number(row, "calls_per_group") or 1
+    api = "torch.distributed" if row["api"] == "torch" else "libnccl"
+    how = MODES[mode] if row["device"] != "cpu" else MODES[mode].replace(" on the stream", "")
+    words = [f"mode {mode} ({how})", f"{api}, backend {row['backend']}"]
+    words += ["ranks not aligned"] if mode == "blocking" and not row["aligned"] else []
+    words += [f"{group:g} calls per group"] if group > 1 else []
+    words += [f"split {row['split']}, {row['num_ranks']} ranks each"] if row["split"] else []
+    words += [f"spread {row['spread']}"] if row["spread"] is not None else []
+    skew = number(row, "skew_s")
+    words += [f"last rank delayed by {format_time(skew)}"] if skew else []
+    words += [f"at most {row['max_ctas']} CTAs"] if row["max_ctas"] is not None else []
+    words += [f"beside {row['beside']}"] if row["beside"] else []
+    return f"# {'; '.join(words)}; time = median of the slowest rank"
+
+
+def straggler(rows: Sequence[Row]) -> list[str]:
+    """Return a line about the rank that delays the others."""
+    if not FACTS[Collective(text(rows[0], "collective"))].synchronizing:
+        return []
+    sizes = {row["size_bytes"] for row in rows}
+    costly = [
+        row
+        for row in rows
+        if row["waited_for_rank"] is not None
+        and (wait := number(row, "waited_for_s") or 0.0) > WAIT_S
+        and wait > WAIT_SHARE * (number(row, "time_s") or 0.0)
+    ]
+    of_rank = Counter(
+        rank for rank, _ in {(row["waited_for_rank"], row["size_bytes"]) for row in costly}
+    )
+    rank, num_sizes = max(of_rank.items(), key=lambda item: item[1], default=(None, 0))
+    if num_sizes < OF_SIZES * len(sizes) or not num_sizes:
+        return [NO_STRAGGLER]
+    delayed = [row for row in costly if row["waited_for_rank"] == rank]
+    worst = max(delayed, key=lambda row: number(row, "waited_for_s") or 0.0)
+    wait, time_s = number(worst, "waited_for_s") or 0.0, number(worst, "time_s") or 1.0
+    return [
+        f"slowest rank: {rank}, which delays the others in {num_sizes} of {len(sizes)} sizes "
+        f"by up to {format_time(wait)} ({100 * wait / time_s:.0f} % of the time at "
+        f"{format_bytes(number(worst, 'size_bytes') or 0)})"
+    ]
+
+
+def fits(rows: Sequence[Row]) -> list[str]:
+    """Return time = alpha + S / beta of each placement, by segment of sizes."""
+    if text(rows[0], "collective") == Collective.BARRIER:
+        return []
+    lines = []
+    for group in grouped(rows, ("placement",)):
+        placement = group[0]["placement"]
+        points = [(number(row, "size_bytes") or 0, number(row, "time_s") or 0) for row in group]
+        segments = piecewise(points)
+        if not segments:
+            lines.append(f"fit {placement}: none, it needs {MIN_POINTS} sizes")
+        elif max(segment.fit.worst_rel for segment in segments) > WORST_FIT:
+            lines.append(f"fit {placement}: none, no line comes within {WORST_FIT:.0%}")
+        else:
+            lines += [f"fit {placement}, {_segment(segment)}" for segment in segments]
+    return lines
+
+
+def _segment(segment: Segment) -> str:
+    beta = segment.fit.beta_bytes_per_s
+    line = format_time(segment.fit.alpha_s)
+    line += " whatever the size" if beta is None else f" + size / {beta / GB:.4g} GB/s"
+    sizes = f"{format_bytes(segment.first_bytes)} to {format_bytes(segment.last_bytes)}"
+    return f"{sizes}: {line}, off by at most {100 * segment.fit.worst_rel:.1f} %"
+
+
+def _spread(rows: Sequence[Row]) -> str:
+    samples = sorted(int(number(row, "n") or 0) for row in rows)
+    launches = int(max(number(row, "launches") or 0 for row in rows))
+    spreads = [s for row in rows if (s := number(row, "launch_spread_pct")) is not None]
+    counts = f"{samples[0]} to {samples[-1]}" if samples[0] != samples[-1] else f"{samples[0]}"
+    apart = f", medians of launches at most {max(spreads):.1f} % apart" if spreads else ""
+    plural = "es" if launches > 1 else ""
+    ending = "" if counts == "1" else "s"
+    return f"{counts} sample{ending} each in {launches} launch{plural}{apart}"
+
+
+def _beside(rows: Sequence[Row]) -> list[str]:
+    """Return how much collective and compute slow each other down, by size."""
+    return [
+        f"beside {row['beside']}, {format_bytes(number(row, 'size_bytes') or 0)}"
+        f" {row['placement']}: {_times(row, 'slowdown')} its time alone, the compute"
+        f" {_times(row, 'slowdown_beside')}"
+        for row in rows
+        if row["beside"]
+    ]
+
+
+def _times(row: Row, key: str) -> str:
+    value = number(row, key)
+    return "n/a" if value is None else f"x {value:.3g}"
+
+
+def _host(rows: Sequence[Row]) -> str:
+    issues = [value for row in rows if (value := number(row, "issue_s")) is not None]
+    lates = [value for row in rows if (value := number(row, "late_s")) is not None]
+    words = [f"host launch overhead {_range(issues)} per call"] if issues else []
+    words += [f"arrival skew {_range(lates)}"] if lates else []
+    return "; ".join(words)
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = format_time(min(values)), format_time(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+# A link this far under the median (over it, for a time) is named.
+SLOW = 0.9
+
+# A call whose issuing takes this share of its time is bound by the host.
+HOST_SHARE = 0.5
+
+_KINDS = {
+    "p2p": ("bandwidth, one direction", "GB/s", True),
+    "p2p_both": ("bandwidth per direction, both at once", "GB/s", True),
+    "ping_pong": ("latency, one way of a ping-pong", "us", False),
+}
+
+
+_SETTING = ("dtype", "mode", "api")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairMatrix:
+    """values[i][j] is from ranks[i] to ranks[j]; None where nothing was measured."""
+
+    family: str
+    title: str
+    unit: str
+    more_is_better: bool
+    size_bytes: int
+    setting: str  # values of _SETTING
+    ranks: tuple[int, ...]
+    # The best sample of each link: a slow link is slow even then.
+    best: tuple[tuple[float | None, ...], ...]
+    host_bound: bool  # issuing a call takes about as long as the call
+    values: tuple[tuple[float | None, ...], ...]
+
+    @property
+    def known(self) -> list[tuple[int, int, float]]:
+        """Return (source, destination, value) of all measured links."""
+        return [
+            (self.ranks[i], self.ranks[j], value)
+            for i, line in enumerate(self.values)
+            for j, value in enumerate(line)
+            if value is not None
+        ]
+
+    @property
+    def median(self) -> float:
+        return median(value for *_, value in self.known)
+
+    @property
+    def slow(self) -> list[tuple[int, int, float]]:
+        """Return links whose best sample is worse than SLOW of the median link, worst first.
+
+        There is none where the host bounds the latency.
+        """
+        if self.host_bound:
+            return []
+        bests = (value for line in self.best for value in line if value is not None)
+        slow = [
+            link
+            for link, best in zip(self.known, bests, strict=True)
+            if (best < SLOW * self.median if self.more_is_better else best * SLOW > self.median)
+        ]
+        return sorted(slow, key=itemgetter(2), reverse=not self.more_is_better)
+
+
+def matrices(rows: Sequence[Row]) -> list[PairMatrix]:
+    """Return bandwidths at the largest size measured, latencies at the smallest."""
+    pairs = (
+        row
+        for row in rows
+        if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS
+    )
+    return [_matrix(group) for group in grouped(pairs, ("family", *_SETTING))]
+
+
+def _matrix(rows: Sequence[Row]) -> PairMatrix:
+    family = text(rows[0], "family")
+    title, unit, more_is_better = _KINDS[family]
+    sizes = [int(number(row, "size_bytes") or 0) for row in rows]
+    size = max(sizes) if more_is_better else min(sizes)
+    cells: dict[tuple[int, int], float] = {}
+    bests: dict[tuple[int, int], float] = {}
+    issues = []
+    for row in rows:
+        value = (
+            number(row, "busbw_gb_s")
+            if more_is_better
+            else (number(row, "time_s") or 0.0) * 1e6
+        )
+        if row["size_bytes"] == size and value is not None:
+            source, destination = map(int, text(row, "pair").split("-"))
+            cells[source, destination] = value
+            time_s, min_s = number(row, "time_s") or 0.0, number(row, "min_s") or 0.0
+            share = min_s / time_s if time_s else 1.0
+            bests[source, destination] = value / share if more_is_better else value * share
+            # One call goes there and back, the time is one way.
+            issues.append((number(row, "issue_s") or 0.0) / 2 / time_s if time_s else 0.0)
+    ranks = tuple(sorted({rank for pair in cells for rank in pair}))
+    return PairMatrix(
+        family=family,
+        title=title,
+        unit=unit,
+        more_is_better=more_is_better,
+        size_bytes=size,
+        setting=" ".join(text(rows[0], key) for key in _SETTING),
+        ranks=ranks,
+        best=tuple(tuple(bests.get((i, j)) for j in ranks) for i in ranks),
+        host_bound=not more_is_better
+        and rows[0]["mode"] not in ("graph", "queued-ahead")
+        and median(issues) > HOST_SHARE,
+        values=tuple(tuple(cells.get((i, j)) for j in ranks) for i in ranks),
+    )
+
+
+def matrix_lines(matrix: PairMatrix) -> list[str]:
+    """Return the matrix, source by line and destination by column, then the slow links."""
+    cells = [["from \\ to", *map(str, matrix.ranks)]]
+    for rank, values in zip(matrix.ranks, matrix.values, strict=True):
+        cells.append([str(rank), *("-" if v is None else digits(v, 3) for v in values)])
+    unit = f"{matrix.title} ({matrix.unit})"
+    return [
+        f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}",
+        *aligned(cells, [True] * len(cells[0])),
+        *slow_lines(matrix),
+    ]
+
+
+def slow_lines(matrix: PairMatrix) -> list[str]:
+    middle = f"median {digits(matrix.median, 3)}"
+    if matrix.host_bound:
+        return [f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"]
+    return [
+        f"slow: {source} -> {destination} {digits(value, 3)} {matrix.unit}, {middle}"
+        for source, destination, value in matrix.slow
+    ] or [f"no slow link, {middle} {matrix.unit}"]

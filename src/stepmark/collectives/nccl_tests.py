@@ -1,0 +1,297 @@
+"""Rows of collectives as nccl-tests prints them, so that its readers read ours.
+
+Column layout and number rule of nccl-tests 2.17.4 and later (src/util.cu); facts without a
+column are in `#` lines below each table. time is the median over samples of the
+slowest rank, where nccl-tests has the mean.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from stepmark import __version__
+from stepmark.cases.record import RunInfo
+from stepmark.collectives.comm_remarks import remarks, setting_line
+from stepmark.ground.dtypes import DType
+from stepmark.model.collectives import Collective, groups
+from stepmark.tables.columns import Row, TableLine, number, text
+from stepmark.tables.row_tables import grouped
+
+TYPE_NAMES = {
+    DType.FP64: "double",
+    DType.FP32: "float",
+    DType.BF16: "bfloat16",
+    DType.FP16: "half",
+    DType.FP8_E4M3: "f8e4m3",
+    DType.FP8_E5M2: "f8e5m2",
+}
+_TEST_NAMES = {
+    Collective.ALL_TO_ALL: "alltoall_perf",
+    Collective.ALL_TO_ALL_V: "alltoallv_perf",
+}
+
+# A block has a header of its own, and a table for each value of TABLE.
+_BLOCK = (
+    *("collective", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
+    *("device", "calls_per_group", "spread", "skew_s", "max_ctas", "beside"),
+)
+TABLE = ("dtype", "redop", "root", "pair")
+PLACEMENTS = ("out-of-place", "in-place")
+NA_HALF = f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"
+
+_LEAD = "# {:>10}  {:>12}  {:>8}  {:>6}  {:>6}"
+_HALF = "  {:>7}  {:>6}  {:>6}  {:>6}"
+_HEAD = (
+    _LEAD.format("", "", "", "", "")
+    + "           out-of-place                       in-place          ",
+    _LEAD.format("size", "count", "type", "redop", "root")
+    + 2 * _HALF.format("time", "algbw", "busbw", "#wrong")
+    + " ",
+    _LEAD.format("(B)", "(elements)", "", "", "")
+    + 2 * _HALF.format("(us)", "(GB/s)", "(GB/s)", "")
+    + " ",
+)
+# The cells of a line, for a terminal that is narrower.
+_HALVES = {"out-of-place": range(5, 9), "in-place": range(9, 13)}
+_HEAD_CELLS = (
+    (*("",) * 5, *("out",) * 4, *("in",) * 4),
+    ("size", "count", "type", "redop", "root", *2 * ("time", "algbw", "busbw", "#wrong")),
+    ("(B)", "(elements)", "", "", "", *2 * ("(us)", "(GB/s)", "(GB/s)", "")),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameters:
+    """Values of nccl-tests' parameter line."""
+
+    min_bytes: int
+    max_bytes: int
+    step: int
+    step_is_factor: bool
+    warmup_iters: int
+    iters: int
+    agg_iters: int
+    validation: int
+    graph: int
+
+
+def output_lines(
+    rows: Sequence[Row],
+    run: RunInfo,
+    *,
+    step: tuple[int, bool] | None = None,
+    head_per_table: bool = False,
+) -> list[str]:
+    """Return all rows: one complete output per collective and setting.
+
+    step is the one asked for, and whether it is a factor; None takes it from the rows.
+    head_per_table: repeat the head, as parts of a table on a narrow terminal need it.
+    """
+    lines: list[str] = []
+    for block in grouped(rows, _BLOCK):
+        parameters = parameters_of(block)
+        if step is not None:
+            parameters = replace(parameters, step=step[0], step_is_factor=step[1])
+        lines += [*([""] if lines else []), *_block(block, run, parameters, head_per_table)]
+    return lines
+
+
+def test_name(collective: str) -> str:
+    """Return the name of nccl-tests' program, or the name that it would have."""
+    return _TEST_NAMES.get(Collective(collective), f"{collective}_perf")
+
+
+def type_name(dtype: str) -> str:
+    return TYPE_NAMES.get(DType(dtype), dtype)
+
+
+def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
+    """Return the rows of one table by size, both placements side by side."""
+    joined: dict[tuple[float, float], dict[str, Row]] = {}
+    for row in rows:
+        size, count = number(row, "size_bytes") or 0, number(row, "count") or 0
+        joined.setdefault((size, count), {})[text(row, "placement")] = row
+    return [joined[size] for size in sorted(joined)]
+
+
+def float_text(value: float, width: int) -> str:
+    """Print up to two decimals that fit, else an exponent, as nccl-tests' getFloatStr."""
+    for places in (2, 1, 0):
+        printed = f"{value:{width}.{places}f}"
+        if len(printed) <= width:
+            return printed
+    return f"{value:{width}.{1 if width >= 7 else 0}e}"
+
+
+def parameters_of(rows: Sequence[Row]) -> Parameters:
+    """Read the rows of one block. One size alone has nccl-tests' default step."""
+    sizes = sorted({int(number(row, "size_bytes") or 0) for row in rows})
+    ratios = {high / low for low, high in pairwise(sizes) if low}
+    steps = {high - low for low, high in pairwise(sizes)} or {2**20}
+    is_factor = len(ratios) == 1 and len(sizes) > 2
+    ran = [row for row in rows if row["n"]]
+    is_graph = any(row["mode"] == "graph" for row in ran)
+    calls = min((int(number(row, "calls_per_sample") or 1) for row in ran), default=0)
+    samples = min((int(number(row, "n") or 0) for row in ran), default=0)
+    return Parameters(
+        min_bytes=sizes[0],
+        max_bytes=sizes[-1],
+        step=round(ratios.pop()) if is_factor else min(steps),
+        step_is_factor=is_factor,
+        warmup_iters=min((int(number(row, "warmup_calls") or 0) for row in ran), default=0),
+        iters=calls if is_graph else calls * samples,
+        agg_iters=int(number(rows[0], "calls_per_group") or 1),
+        validation=int(any(row["num_wrong"] is not None for row in ran)),
+        graph=samples if is_graph else 0,
+    )
+
+
+def _block(
+    rows: Sequence[Row], run: RunInfo, parameters: Parameters, head_per_table: bool
+) -> list[str]:
+    name = test_name(text(rows[0], "collective"))
+    lines = _header(rows, run, parameters, name)
+    tables = grouped(rows, TABLE)
+    for place, table in enumerate(tables):
+        if len(tables) > 1:
+            lines.append(_table_line(table[0]))
+        sizes = lines_of(table)
+        printed = _table_lines(sizes)
+        lines += printed if not place or head_per_table else printed[len(_HEAD) :]
+        lines += [reason for halves in sizes for reason in _reasons(halves)]
+        lines += remarks(table)
+    return [*lines, *_footer(rows, name)]
+
+
+def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str) -> list[str]:
+    p = parameters
+    nccl = run.environment.versions.get("nccl")
+    library = f", nccl {nccl}" if nccl else ""
+    unit = "factor" if p.step_is_factor else "bytes"
+    return [
+        f"# stepmark {__version__}, torch {run.environment.torch}{library}; "
+        "layout of nccl-tests, run " + run.run_id,
+        f"# Collective test starting: {name}",
+        f"# nThread 1 nGpus 1 minBytes {p.min_bytes} maxBytes {p.max_bytes} "
+        f"step: {p.step}({unit}) warmup iters: {p.warmup_iters} iters: {p.iters} "
+        f"agg iters: {p.agg_iters} validation: {p.validation} graph: {p.graph} unalign: 0",
+        setting_line(rows),
+        "#",
+        "# Using devices",
+        *(_rank_line(device) for device in devices_of(rows, run)),
+        "#",
+    ]
+
+
+def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
+    """Return the devices of the ranks that take part, under the keys of nccl-tests' JSON.
+
+    A CPU, which has no PCI address, gets 0000:00:00 for parsers that expect one.
+    """
+    world = int(number(rows[0], "world_size") or 0)
+    split = text(rows[0], "split")
+    colour = {
+        rank: index for index, members in enumerate(groups(world, split)) for rank in members
+    }
+    alone = int(number(rows[0], "num_ranks") or 0)
+    last = world if split or rows[0]["pair"] else alone
+    return [
+        {
+            "rank": device.rank,
+            "group": colour.get(device.rank, 0),
+            "pid": device.pid,
+            "hostname": device.host or run.environment.host,
+            "device": device.index,
+            "device_hex": device.bus_id or "0000:00:00",
+            "device_info": device.name,
+        }
+        for device in run.environment.devices
+        if device.rank < last
+    ]
+
+
+def _rank_line(device: Mapping[str, object]) -> str:
+    return (
+        "#  Rank {rank:2} Group {group:2} Pid {pid:6} on {hostname:>10} device {device:2} "
+        "[{device_hex}] {device_info}"
+    ).format(**device)
+
+
+def _table_line(row: Row) -> str:
+    words = [type_name(text(row, "dtype"))]
+    words += [] if row["redop"] == "none" else [text(row, "redop")]
+    words += [] if row["root"] == -1 else [f"root {row['root']}"]
+    words += [f"pair {text(row, 'pair').replace('-', ' -> ')}"] if row["pair"] else []
+    return f"# {', '.join(words)}"
+
+
+def _table_lines(sizes: Sequence[Mapping[str, Row]]) -> list[str]:
+    """Return the head and a line per size; in parts, figures come before what is the same."""
+    timed = [halves for halves in sizes if any(row["time_s"] for row in halves.values())]
+    data = [_size_line(halves) for halves in timed]
+    cells = [*_HEAD_CELLS, *(line.split() for line in data)]
+    ran = [
+        p for p in PLACEMENTS if any(p in halves and halves[p]["time_s"] for halves in timed)
+    ]
+    places = [0, *(place for p in ran for place in _HALVES[p]), 1, 2, 3, 4]
+    is_right = [True] * len(places)
+    return [
+        TableLine.of(line, [words[place] for place in places], is_right)
+        for line, words in zip((*_HEAD, *data), cells, strict=True)
+    ]
+
+
+def _size_line(halves: Mapping[str, Row]) -> str:
+    cells = (_half(halves.get(placement)) for placement in PLACEMENTS)
+    return _lead(next(iter(halves.values()))) + "".join(cells)
+
+
+def _reasons(halves: Mapping[str, Row]) -> list[str]:
+    """Return a reason for each half without figures."""
+    return [
+        f"# {row['size_bytes']} {placement} {row['status']}: {row['message']}"
+        for placement in PLACEMENTS
+        if (row := halves.get(placement)) and row["message"]
+    ]
+
+
+def _lead(row: Row) -> str:
+    return (
+        f"{row['size_bytes']:12}  {row['count']:12}  {type_name(text(row, 'dtype')):>8}  "
+        f"{text(row, 'redop'):>6}  {row['root']:6}"
+    )
+
+
+def _half(row: Row | None) -> str:
+    time_s = number(row, "time_s") if row else None
+    if row is None or time_s is None:
+        return NA_HALF
+    wrong = number(row, "num_wrong")
+    rates = (number(row, "algbw_gb_s"), number(row, "busbw_gb_s"))
+    algbw, busbw = ("N/A" if rate is None else float_text(rate, 6) for rate in rates)
+    # One column narrower where nothing was checked, as in nccl-tests.
+    wrong_text = "    N/A" if wrong is None else f"  {wrong:>6g}"
+    return f"  {float_text(time_s * 1e6, 7)}  {algbw:>6}  {busbw:>6}{wrong_text}"
+
+
+def out_of_bounds(rows: Sequence[Row]) -> int:
+    """Return the number of measurements with a wrong element."""
+    return sum(1 for row in rows if row["num_wrong"])
+
+
+def average_busbw(rows: Sequence[Row]) -> float | None:
+    """Return the unweighted mean over sizes and placements, as nccl-tests prints it."""
+    rates = [rate for row in rows if (rate := number(row, "busbw_gb_s")) is not None]
+    return sum(rates) / len(rates) if rates else None
+
+
+def _footer(rows: Sequence[Row], name: str) -> list[str]:
+    wrong, average = out_of_bounds(rows), average_busbw(rows)
+    return [
+        f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
+        f"# {'Avg bus bandwidth':<20} : {'N/A' if average is None else f'{average:g}'} ",
+        "#",
+        f"# Collective test concluded: {name}",
+        "#",
+        "",
+    ]

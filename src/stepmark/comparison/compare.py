@@ -1,0 +1,343 @@
+"""Comparison of sides with a baseline, line by line, with a verdict on each ratio."""
+
+import math
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress
+from statistics import fmean, median
+
+from stepmark.comparison.compare_notes import context_notes, notes_on
+from stepmark.comparison.comparison import (
+    UNKNOWN,
+    Cell,
+    Comparison,
+    Line,
+    Overall,
+    Series,
+    Side,
+)
+from stepmark.comparison.series import NAMING, STRICT, Joined, join, named_apart
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.launches import Row, Sample
+from stepmark.ground.ratio import (
+    BUSY,
+    CONFIDENCE,
+    EFFECT_FLOOR,
+    Ratio,
+    Verdict,
+    holm,
+)
+from stepmark.ground.units import KIB, MIB
+from stepmark.ground.verdicts import judge, judge_mean
+
+# Sizes at which collectives vary differently: latency, protocols, bandwidth.
+_BANDS = (64 * KIB, 4 * MIB)
+STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of a comparison. `noise` is the relative standard deviation of one launch."""
+
+    floor: float = EFFECT_FLOOR
+    noise: float | None = None
+    statistic: str = "median"  # of the samples of a launch
+    allowed: tuple[str, ...] = ()  # fields of join.STRICT that may differ
+    fail_if_slower: float | None = None
+    smallest_bytes: int | None = None  # of the geometric mean
+    largest_bytes: int | None = None
+    recorded: tuple[Side, ...] = ()  # runs with several launches: their spread
+    # Runs on the same machine with the same software as a side, by its name.
+    history: Mapping[str, tuple[Side, ...]] = field(default_factory=dict)
+
+
+def compare(sides: Sequence[Side], options: Options) -> Comparison:
+    """Compare every other side with the first. Raises ConfigError where nothing is paired."""
+    if len(sides) < 2:
+        raise ConfigError("sides", len(sides), "two or more")
+    if len({side.name for side in sides}) < len(sides):
+        names = ", ".join(side.name for side in sides)
+        raise ConfigError("sides", names, "different names, e.g. tcp=a.txt plugin=b.txt")
+    sides, options = _named_apart(sides, options)
+    base, *others = sides
+    cells: dict[int, dict[str, Cell]] = {}
+    means: list[Overall] = []
+    notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
+    notes += context_notes(sides)
+    if options.statistic != "median":
+        notes.append(f"of the samples of a launch the {options.statistic} counts")
+    for other in others:
+        joined = join(base, other, options.allowed)
+        notes += joined.notes
+        both = _pairs(base, other, joined)
+        ratios = _judge(base, other, both, options)
+        for (place, base_series, other_series), judged in zip(
+            joined.pairs, ratios, strict=True
+        ):
+            row = cells.setdefault(place, {base.name: _cell(base_series, None, options)})
+            row[other.name] = _cell(_completed(other_series, base_series), judged, options)
+        if mean := _overall(base, other, both, options):
+            means.append(mean)
+        notes += notes_on(base.name, other.name, both)
+    lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
+    notes += _unused(lines, options)
+    return Comparison(
+        names=tuple(side.name for side in sides),
+        lines=lines,
+        overall=tuple(means),
+        notes=tuple(dict.fromkeys(notes)),
+        too_slow=_too_slow(lines, options),
+        fail_if_slower=options.fail_if_slower,
+    )
+
+
+def _named_apart(sides: Sequence[Side], options: Options) -> tuple[Sequence[Side], Options]:
+    """Return all that is read with names that tell models apart."""
+    past = list(options.history.values())
+    sides, recorded, *past = named_apart([sides, options.recorded, *past])
+    history = dict(zip(options.history, past, strict=True))
+    return sides, replace(options, recorded=recorded, history=history)
+
+
+def rows_by_line(base: Side, other: Side) -> dict[int, Row]:
+    """Return what is judged, by the line's place in the baseline, whatever else differs."""
+    ((base, other),) = named_apart([(base, other)])
+    joined, options = join(base, other, STRICT), Options()
+    places = [place for place, *_ in joined.pairs]
+    return {
+        place: _row(base, other, *pair, options)
+        for place, pair in zip(places, _pairs(base, other, joined), strict=True)
+        if all(series.launches for series in pair)
+    }
+
+
+def _pairs(base: Side, other: Side, joined: Joined) -> list[tuple[Series, Series]]:
+    """Return the pairs of two sides; of sides by round, only with rounds that both have."""
+    by_round = base.by_round and other.by_round
+    return [
+        (_of_rounds(a, b), _of_rounds(b, a)) if by_round else (a, b) for _, a, b in joined.pairs
+    ]
+
+
+def _of_rounds(series: Series, other: Series) -> Series:
+    common = {name: v for name, v in series.launches.items() if name in other.launches}
+    return replace(series, launches=common)
+
+
+def _line(series: Series, cells: Mapping[str, Cell]) -> Line:
+    return Line(
+        fields=series.fields,
+        size_bytes=series.size_bytes,
+        unit=series.unit,
+        cells=cells,
+    )
+
+
+def _completed(series: Series, base: Series) -> Series:
+    """Return the series with the baseline's bus bandwidth factor if it states no ranks."""
+    if series.busbw_factor or series.fields.get("num_ranks") is not None:
+        return series
+    return replace(series, busbw_factor=base.busbw_factor)
+
+
+def _centres(series: Series, statistic: str) -> dict[str, float]:
+    return {launch: STATISTICS[statistic](values) for launch, values in series.launches.items()}
+
+
+def _times(series: Series, statistic: str) -> dict[str, float]:
+    """Return centres as times; for a rate, the time of one unit."""
+    centres = _centres(series, statistic)
+    return centres if series.is_time else {k: 1 / value for k, value in centres.items()}
+
+
+def _cell(series: Series, judged: Ratio | None, options: Options) -> Cell:
+    centres = _centres(series, options.statistic)
+    logs = [math.log(value) for value in centres.values()]
+    return Cell(
+        fields=series.fields,
+        size_bytes=series.size_bytes,
+        busbw_factor=series.busbw_factor,
+        value=math.exp(fmean(logs)) if logs else None,
+        below=series.below,
+        num_launches=len(centres),
+        num_values=sum(map(len, series.launches.values())),
+        ratio=judged,
+    )
+
+
+def _judge(
+    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
+) -> list[Ratio | None]:
+    """Return the ratio of each pair with its verdict; None where a value is only bounded."""
+    rows = {
+        place: _row(base, other, *pair, options)
+        for place, pair in enumerate(pairs)
+        if all(series.launches for series in pair)
+    }
+    judged = dict(zip(rows, judge(list(rows.values()), floor=options.floor), strict=True))
+    return [_checked(pair, judged.get(place)) for place, pair in enumerate(pairs)]
+
+
+def _checked(pair: tuple[Series, Series], judged: Ratio | None) -> Ratio | None:
+    """Return the ratio without a verdict where the values cannot carry one."""
+    if judged is None:
+        return None
+    if pair[0].unit == UNKNOWN:
+        return _ratio_only(judged, "--unit rate or time")
+    if any(s.busy and s.fields.get("device_type") == "cpu" for s in pair):
+        # Other work may slow one side more than the other, in every round.
+        return replace(judged, verdict=Verdict.CANNOT_TELL, reason=BUSY)
+    values = max(sum(map(len, series.launches.values())) for series in pair)
+    return _ratio_only(judged, "one value") if judged.low is None and values == 1 else judged
+
+
+def _row(base: Side, other: Side, first: Series, second: Series, options: Options) -> Row:
+    fields = first.fields
+    band = None if first.size_bytes is None else bisect(_BANDS, first.size_bytes)
+    kind = (first.unit, *(fields.get(n) for n in ("family", "method", "device_type")), band)
+    return Row(
+        kind=kind,
+        base=_sample(base, first, options),
+        other=_sample(other, second, options),
+        by_round=base.by_round and other.by_round,
+        noise=options.noise,
+    )
+
+
+def _sample(side: Side, series: Series, options: Options) -> Sample:
+    past = [p for s in options.history.get(side.name, ()) for p in _past(s, series, options)]
+    if not past and (recorded := _recorded(series, options)):
+        past = _by_run(_logs(recorded[1], options.statistic))
+    return Sample(
+        logs=_logs(series, options.statistic),
+        starts=series.starts,
+        past=tuple(past),
+        rounding=series.rounding,
+    )
+
+
+def _past(side: Side, series: Series, options: Options) -> list[dict[str, float]]:
+    """Return the launches of the same measurement in a run of history."""
+    return [
+        run
+        for other in side.series
+        if (other.fields, other.size_bytes, other.unit)
+        == (series.fields, series.size_bytes, series.unit)
+        for run in _by_run(_logs(other, options.statistic))
+    ]
+
+
+def _by_run(logs: Mapping[str, float]) -> list[dict[str, float]]:
+    runs: dict[str, dict[str, float]] = {}
+    for launch, log in logs.items():
+        runs.setdefault(launch.partition("/")[0], {})[launch] = log
+    return list(runs.values())
+
+
+def _logs(series: Series, statistic: str) -> dict[str, float]:
+    return {launch: math.log(time) for launch, time in _times(series, statistic).items()}
+
+
+def _ratio_only(measured: Ratio, reason: str) -> Ratio:
+    return Ratio(
+        speed=measured.speed, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
+    )
+
+
+def _is_same_kind(recorded: Series, series: Series) -> bool:
+    """Whether both are the same measurement at the same size, by the fields that both state."""
+    same_size = recorded.size_bytes == series.size_bytes and recorded.unit == series.unit
+    stated = (
+        (recorded.fields.get(name), series.fields.get(name)) for name in (*STRICT, *NAMING)
+    )
+    return same_size and all(
+        left == right or left in (None, "") or right in (None, "") for left, right in stated
+    )
+
+
+def _recorded(series: Series, options: Options) -> tuple[str, Series] | None:
+    """Return the recorded side with several launches of the same kind, and those launches."""
+    for side in options.recorded:
+        for recorded in side.series:
+            if len(recorded.launches) > 1 and _is_same_kind(recorded, series):
+                return side.name, recorded
+    return None
+
+
+def _overall(
+    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
+) -> Overall | None:
+    """Return the geometric mean: each launch gives the mean of its logarithms over all lines.
+
+    None over lines of several units, such as a trainer's seconds and samples/s.
+    """
+    pairs = [
+        pair
+        for pair in pairs
+        if all(series.launches for series in pair) and _in_range(pair[0].size_bytes, options)
+    ]
+    if len({first.unit for first, _ in pairs}) != 1:
+        return None
+    rows = [_row(base, other, *pair, options) for pair in pairs]
+    mean = judge_mean(rows, floor=options.floor)
+    if mean is None:
+        speeds = [math.exp(fmean(row.base.mean - row.other.mean for row in rows))]
+        values = max(len(v) for pair in pairs for s in pair for v in s.launches.values())
+        reason = "lines without an interval"
+        if all(len(series.launches) == 1 for pair in pairs for series in pair):
+            reason = "one value" if values == 1 else "one launch"
+        mean = Ratio(
+            speed=speeds[0], low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
+        )
+    if pairs[0][0].unit == UNKNOWN:
+        mean = _ratio_only(mean, "--unit rate or time")
+    sizes = [first.size_bytes for first, _ in pairs if first.size_bytes is not None]
+    return Overall(
+        name=other.name,
+        ratio=mean,
+        num_lines=len(pairs),
+        smallest_bytes=min(sizes, default=None),
+        largest_bytes=max(sizes, default=None),
+    )
+
+
+def _unused(lines: Sequence[Line], options: Options) -> list[str]:
+    """Return notes on options that had no effect."""
+    repeated = any(
+        sum(cell.num_launches > 1 for cell in line.cells.values()) > 1 for line in lines
+    )
+    notes = []
+    if options.noise is not None and repeated:
+        notes.append("--noise is not used where both sides have several launches")
+    if options.recorded and not any(_recorded_in(line, options) for line in lines):
+        notes.append("--noise-from has several launches of nothing that is compared")
+    return notes
+
+
+def _recorded_in(line: Line, options: Options) -> bool:
+    like = Series(fields=line.fields, size_bytes=line.size_bytes, unit=line.unit, launches={})
+    return _recorded(like, options) is not None
+
+
+def _in_range(size: int | None, options: Options) -> bool:
+    if size is None:
+        return options.smallest_bytes is None and options.largest_bytes is None
+    low = options.smallest_bytes is None or size >= options.smallest_bytes
+    return low and (options.largest_bytes is None or size <= options.largest_bytes)
+
+
+def _too_slow(lines: Sequence[Line], options: Options) -> tuple[tuple[int, str], ...] | None:
+    """Return lines that are certainly slower than the limit, after Holm over all of them."""
+    limit = options.fail_if_slower
+    if limit is None:
+        return None
+    tested = [
+        (place, name, p)
+        for place, line in enumerate(lines)
+        for name, cell in line.cells.items()
+        if cell.ratio and (p := cell.ratio.p_slower(limit)) is not None
+    ]
+    # One-sided: the interval leaves half of what it leaves out on this side.
+    is_slower = holm([p for *_, p in tested], (1 - CONFIDENCE) / 2)
+    return tuple((place, name) for place, name, _ in compress(tested, is_slower))

@@ -1,0 +1,398 @@
+"""Records to series, and the pairs of series of two sides.
+
+A field with one value, the same on both sides, distinguishes nothing; one that varies within a
+side is part of a line's name; one that is constant in each side and differs between them is
+what is compared, or a reason to refuse.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from stepmark.cases.case import OpCase, Rate
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.record import Measured, Record, RunInfo, is_busy
+from stepmark.cases.replay_case import ReplayCase
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import DataParallel, Recompute
+from stepmark.comparison.comparison import Fields, Series, Side
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.stats import slowest_per_sample
+from stepmark.ground.units import format_bytes
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_names import distinct_names
+
+# Fields of a training case that are taken as they are.
+_TRAIN_VALUES = (
+    *("compile_mode", "grad_sync", "attention", "loss_chunks", "cuda_graph", "clip", "reshard"),
+    *("prefetch", "blocks_per_group", "reduce_dtype", "bucket_mb", "async_tp", "pp_schedule"),
+    *("pp_microbatches", "data", "workers", "backend", "scale", "lr", "seed"),
+)
+
+
+def context(info: RunInfo) -> dict[str, str]:
+    """Return host, device, versions and variables: what a comparison may be about."""
+    environment = info.environment
+    names = dict.fromkeys(device.name for device in environment.devices)
+    libraries = {
+        name: value
+        for name, value in environment.versions.items()
+        if name in ("cuda", "hip", "driver", "nccl", "rccl")
+    }
+    variables = {
+        name: value
+        for name, value in environment.variables.items()
+        if not name.startswith(("TORCHELASTIC", "STEPMARK"))
+    }
+    where = {"host": environment.host, "device": ", ".join(names)}
+    return {**where, "torch": environment.torch, **libraries, **variables}
+
+
+def series_of_records(records: Iterable[Record]) -> tuple[list[Series], tuple[str, ...]]:
+    """Return the correct results of a run, and notes on what does not count."""
+    by_case: dict[tuple[str, str], list[Measured]] = {}
+    wrong = 0
+    for record in records:
+        if isinstance(record, Measured) and any(record.samples.seconds):
+            if record.num_wrong:
+                wrong += 1
+                continue
+            # The automatic clock may choose another one in another launch.
+            case = record.train if isinstance(record.case, TrainCase) else record.case
+            key = (case.case_id, record.samples.method)
+            by_case.setdefault(key, []).append(record)
+    notes = [f"{wrong} wrong results are left out"] if wrong else []
+    if any(len(by_process(launches)) < len(launches) for launches in by_case.values()):
+        notes.append(
+            "launches of one process count as one: other processes can differ by more; start "
+            "the job several times, or without torchrun, srun and mpirun"
+        )
+    return list(map(_of_records, by_case.values())), tuple(notes)
+
+
+def by_process(records: Iterable[Measured]) -> dict[str, list[Measured]]:
+    """Return records of a case by process, under the name of the first launch in it.
+
+    New communicators in the same processes are no new launch: what varies between processes
+    does not vary between them. Records of older releases do not say, and stand alone.
+    """
+    names: dict[object, str] = {}
+    processes: dict[str, list[Measured]] = {}
+    for record in records:
+        name = f"{record.run_id}/{record.launch}"
+        levels = record.levels
+        process = (record.run_id, levels.machine, levels.process) if levels else name
+        processes.setdefault(names.setdefault(process, name), []).append(record)
+    return processes
+
+
+def _of_records(records: Sequence[Measured]) -> Series:
+    """Return seconds of the slowest rank by launch: of each sample, or cycle of training."""
+    case = records[0].case
+    method = records[0].samples.method
+    processes = by_process(records)
+    starts = {name: min(r.started_at for r in own) for name, own in processes.items()}
+    launches = {
+        name: tuple(itertools.chain.from_iterable(map(_slowest, own)))
+        for name, own in processes.items()
+    }
+    busy = frozenset(
+        name for name, own in processes.items() if any(is_busy(r.telemetry) for r in own)
+    )
+    if isinstance(case, TrainCase):
+        fields = _train_fields(records[0].train, method)
+        return Series(
+            fields=fields, launches=launches, starts=starts, busy=busy, model=case.model
+        )
+    if isinstance(case, CommCase):
+        return Series(
+            fields=_comm_fields(case, method),
+            size_bytes=case.message_bytes,
+            launches=launches,
+            busbw_factor=case.busbw_factor or None,
+            starts=starts,
+            busy=busy,
+        )
+    if isinstance(case, ReplayCase):
+        kept = ("family", "digest", "num_ranks", "compute", "blocking")
+        fields = {name: getattr(case, name) for name in kept}
+        more = {"method": method, "device_type": case.device}
+        return Series(fields={**fields, **more}, launches=launches, starts=starts, busy=busy)
+    soaks = [record.samples.soak_s for record in records if not record.samples.warmup_calls]
+    return Series(
+        fields=_op_fields(case, method),
+        launches=launches,
+        starts=starts,
+        soak_s=min(soaks, default=None) if case.rate is Rate.SUSTAINED else None,
+        busy=busy,
+    )
+
+
+def _slowest(record: Measured) -> tuple[float, ...]:
+    seconds = record.samples.seconds
+    if isinstance(record.case, TrainCase):
+        # A median of single samples would leave out an optimizer that only some of them have.
+        return mean_of_cycles(seconds, record.case.cycle)
+    return tuple(slowest_per_sample(seconds))
+
+
+def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[float, ...]:
+    """Return the mean sample of each whole cycle, of the rank that took longest for it.
+
+    Without a whole cycle, return the slowest rank's time of each sample.
+    """
+    end = len(seconds[0]) // cycle * cycle
+    return tuple(
+        max(math.fsum(values[first : first + cycle]) for values in seconds) / cycle
+        for first in range(0, end, cycle)
+    ) or tuple(slowest_per_sample(seconds))
+
+
+def _train_fields(case: TrainCase, method: str) -> Fields:
+    """Leave out the dtype: precisions are techniques, which may be compared."""
+    some, every = case.recompute_blocks
+    blocks = f" {some}/{every}" if case.recompute is Recompute.BLOCKS else ""
+    sharded = case.data_parallel is DataParallel.FSDP
+    return {
+        "family": case.family,
+        "model": case.model.name,
+        "num_ranks": case.num_ranks,
+        "mbs": case.mbs,
+        "seq_len": case.model.seq_len,
+        "schedule": case.schedule.value,
+        "grad_accum": case.grad_accum,
+        "method": method,
+        "strategy": case.strategy,
+        # The strategy names all other axes.
+        "dp_replicate": case.parallel.dp_replicate if sharded else None,
+        "precision": case.precision.value,
+        "fp8": case.fp8.value,
+        "fp8_head": case.fp8_head,
+        "fp8_all_gather": case.fp8_all_gather,
+        "compile": case.compile.value,
+        "recompute": case.recompute.value + blocks,
+        **{name: getattr(case, name) for name in _TRAIN_VALUES},
+        "device_type": case.device,
+    }
+
+
+def _comm_fields(case: CommCase, method: str) -> Fields:
+    return {
+        "family": case.collective.value,
+        "dtype": case.dtype.value,
+        "redop": case.redop.value,
+        "root": case.root,
+        "placement": "in-place" if case.in_place else "out-of-place",
+        "num_ranks": case.num_ranks,
+        "world_size": case.world_size,
+        "method": method,
+        "api": case.api.value,
+        "backend": case.backend,
+        "calls_per_group": case.calls_per_group,
+        "split": case.split,
+        "pair": f"{case.pair[0]}-{case.pair[1]}" if case.pair else "",
+        "spread": case.spread,
+        "skew_s": case.skew_s,
+        "max_ctas": case.max_ctas,
+        "beside": case.beside,
+        "matrix": None if case.matrix is None else str(hash(case.matrix)),
+        "device_type": case.device,
+    }
+
+
+def _op_fields(case: OpCase, method: str) -> Fields:
+    op = dataclasses.asdict(case.op)
+    plain = {
+        name: value if isinstance(value, str | int | float | bool | None) else str(value)
+        for name, value in op.items()
+    }
+    return {
+        "family": case.family,
+        "shape": case.op.shape_text,
+        **plain,
+        "dtype": case.dtype.value,
+        "phase": str(plain.get("phase", "")),
+        "backend": case.backend,
+        "rate_kind": case.rate.value,
+        "num_ranks": case.num_ranks,
+        "scale": case.scale,
+        "method": method,
+        "clock": case.clock.value,
+        "device_type": case.device,
+    }
+
+
+# Fields whose difference makes figures incomparable, unless --allow or --force is given.
+STRICT = (
+    *("method", "rate_kind", "num_ranks", "world_size", "dtype", "placement"),
+    *("skew_s", "beside"),
+    # The tokens of a training step.
+    *("mbs", "seq_len", "schedule", "grad_accum"),
+)
+# Fields that always name a line: they are no settings.
+NAMING = ("family", "shape", "label", "model", "phase", "pair")
+# Fields that are worth a note where one side does not state them.
+_NOTED = (*STRICT, *NAMING, "redop", "root", "api")
+# Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
+SAME_SIZE = 0.01
+
+Value = str | int | float | bool | None
+Key = tuple[tuple[str, Value], ...]
+
+
+def named_apart(groups: Sequence[Sequence[Side]]) -> list[tuple[Side, ...]]:
+    """Return sides whose series name their model apart from others of the same name.
+
+    The groups are what one comparison reads; a model has the same name in all of them.
+    """
+    sides = [side for group in groups for side in group]
+    models = [s.model for side in sides for s in side.series if s.model is not None]
+    names = distinct_names(models)
+    return [tuple(_named(side, names) for side in group) for group in groups]
+
+
+def _named(side: Side, names: Mapping[ModelConfig, str]) -> Side:
+    series = tuple(
+        s if s.model is None else dataclasses.replace(s, fields=_of_model(s, names[s.model]))
+        for s in side.series
+    )
+    return dataclasses.replace(side, series=series)
+
+
+def _of_model(series: Series, name: str) -> Fields:
+    return {**series.fields, "model": name}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """Pairs of series, and notes on those without a partner."""
+
+    pairs: list[tuple[int, Series, Series]]  # first the index in base.series
+    notes: list[str]
+
+
+def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
+    """Pair the series of two sides. Raises ConfigError where none may be compared."""
+    notes, key_names = _key_names(base, other, allowed)
+    pairs = _pairs(base, other, key_names)
+    matched = {id(other_series) for _, _, other_series in pairs}
+    if not pairs:
+        apart = [n for n in key_names if _values(base, n).isdisjoint(_values(other, n))]
+        reason = f" ({_difference(base, other, apart)})" if apart else ""
+        raise ConfigError(
+            "compare",
+            f"{base.name} with {other.name}",
+            f"there must be something in common: {_about(base)}; {_about(other)}{reason}",
+        )
+    for side, count, against in ((base, len(pairs), other), (other, len(matched), base)):
+        if left := len(side.series) - count:
+            notes.append(
+                f"{left} of {len(side.series)} of {side.name} are not in {against.name}"
+            )
+    return Joined(pairs=pairs, notes=notes)
+
+
+def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return notes on what differs, and the fields that name a line."""
+    notes, names = [], []
+    for name in dict.fromkeys(key for s in (*base.series, *other.series) for key in s.fields):
+        base_values, other_values = _values(base, name), _values(other, name)
+        if base_values == other_values:
+            names.append(name)
+        elif not _stated(base_values) or not _stated(other_values):
+            if name in _NOTED and (_stated(base_values) or _stated(other_values)):
+                silent = other if _stated(base_values) else base
+                notes.append(f"{silent.name} does not state {name}: taken as the same")
+        elif len(base_values) == len(other_values) == 1 and name not in NAMING:
+            (a,), (b,) = base_values, other_values
+            if name in STRICT and name not in allowed:
+                sides = f"the same in {base.name} and {other.name}"
+                raise ConfigError(name, f"{a} and {b}", f"{sides}; or --allow {name}, --force")
+            notes.append(f"{name} differs: {base.name} {a}, {other.name} {b}")
+        else:
+            names.append(name)
+    return notes, names
+
+
+def _difference(base: Side, other: Side, names: Sequence[str]) -> str:
+    """Say which fields differ; of a model, in what."""
+    verb = "differs" if len(names) == 1 else "differ"
+    text = f"{', '.join(names)} {verb}"
+    models = [*_values(base, "model"), *_values(other, "model")]
+    if "model" in names and len(models) == 2:
+        text += f": {models[0]} and {models[1]}"
+    return text
+
+
+def _values(side: Side, name: str) -> set[Value]:
+    return {series.fields.get(name) for series in side.series}
+
+
+def _stated(values: set[Value]) -> bool:
+    return bool(values - {None, ""})
+
+
+def _key(series: Series, names: Iterable[str]) -> Key:
+    return (("unit", series.unit), *((name, series.fields.get(name)) for name in names))
+
+
+def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[tuple[int, Series, Series]]:
+    """Pair by key and size; then sizes without a partner with the nearest that is left."""
+    base_table, other_table = _by_key(base, names), _by_key(other, names)
+    place = {id(series): number for number, series in enumerate(base.series)}
+    pairs: list[tuple[int, Series, Series]] = []
+    for key in (key for key in base_table if key in other_table):
+        base_sizes, other_sizes = base_table[key], other_table[key]
+        same: list[tuple[int | None, int | None]] = [
+            (size, size) for size in base_sizes if size in other_sizes
+        ]
+        left = {size for size in other_sizes.keys() - base_sizes.keys() if size is not None}
+        for size in sorted(filter(None, base_sizes.keys() - other_sizes.keys())):
+            near = min(left, key=lambda other_size: abs(other_size - size), default=None)
+            if near is not None and abs(near - size) <= SAME_SIZE * size:
+                left.remove(near)
+                same.append((size, near))
+        for base_size, other_size in same:
+            series = _only(base, base_sizes[base_size])
+            partner = _only(other, other_sizes[other_size])
+            pairs.append((place[id(series)], series, partner))
+    return sorted(pairs, key=lambda pair: pair[0])
+
+
+def _by_key(side: Side, names: Sequence[str]) -> dict[Key, dict[int | None, list[Series]]]:
+    """Return the series by key, then by size."""
+    table: dict[Key, dict[int | None, list[Series]]] = {}
+    for series in side.series:
+        sizes = table.setdefault(_key(series, names), {})
+        sizes.setdefault(series.size_bytes, []).append(series)
+    return table
+
+
+def _only(side: Side, group: Sequence[Series]) -> Series:
+    """Return the only series. Raises ConfigError where several fit one of the other side."""
+    if len(group) > 1:
+        fields, others = group[0].fields, group[1].fields
+        name = next((n for n in fields if fields.get(n) != others.get(n)), "compare")
+        values = f"{fields.get(name)} and {others.get(name)}"
+        allowed = "one of them: the other side does not say which"
+        raise ConfigError(name, f"{side.name} has {values}", allowed)
+    return group[0]
+
+
+def _about(side: Side) -> str:
+    kinds = dict.fromkeys(
+        " ".join(
+            str(s.fields[name])
+            for name in ("family", "dtype", "placement")
+            if s.fields.get(name)
+        )
+        or ("times" if s.is_time else s.unit)
+        for s in side.series
+    )
+    sizes = [s.size_bytes for s in side.series if s.size_bytes is not None]
+    text = f"{side.name} has {', '.join(list(kinds)[:4])}"
+    if sizes:
+        text += f" from {format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
+    return text

@@ -1,0 +1,156 @@
+"""A sweep from its first try to its results: rounds, comparison, recommendation, files."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from stepmark.cases.sweep import Setting, Sweep
+from stepmark.comparison import comparison_text as drawn
+from stepmark.comparison import recommendation, sweep_run, tuner_verb
+from stepmark.comparison.comparison_text import printed
+from stepmark.comparison.recommendation import Advice
+from stepmark.comparison.sweep_options import SweepOptions
+from stepmark.comparison.sweep_race import Result, compare_settings
+from stepmark.comparison.sweep_run import Means
+from stepmark.comparison.tuner_verb import ProbeError
+from stepmark.ground.errors import worst
+from stepmark.ground.files import write_text
+from stepmark.ground.options import load
+from stepmark.ground.signals import catching
+from stepmark.measuring.delivery import write_files
+from stepmark.store.codec import to_plain
+from stepmark.store.sweeps import Journal
+from stepmark.store.view import console, print_text
+
+
+def run(
+    sweep: Sweep,
+    path: Path | None,
+    request: tuner_verb.Request | None,
+    options: SweepOptions,
+    base: Mapping[str, str],
+) -> int:
+    """Measure what is missing, compare and recommend. Returns the exit code."""
+    means = Means(base=base, budget_s=options.budget, say=_say)
+    for note in sweep.notes:
+        _say(f"# {note}")
+    opened = Journal.go_on(path) if path else Journal.create(options.out, sweep)
+    with opened as journal, catching() as signals:
+        if journal.sweep != sweep:
+            journal.change(
+                repeats=sweep.repeats,
+                timeout_s=sweep.timeout_s,
+                baseline=sweep.baseline,
+                min_gain=sweep.min_gain,
+                selection=sweep.selection,
+            )
+        number = sweep_run.make(journal, means, signals)
+        if number is None:
+            code = _show(journal, request, options, means, signals)
+            number = signals[0] if signals else None
+        if number is not None:
+            word = "interrupted" if number == 2 else "terminated"
+            _say(f"{word}; go on with: stepmark sweep --resume {journal.path}")
+            return 128 + number
+    _say(f"sweep {journal.path}")
+    return code
+
+
+def _show(
+    journal: Journal,
+    request: tuner_verb.Request | None,
+    options: SweepOptions,
+    means: Means,
+    signals: list[int],
+) -> int:
+    sweep = journal.sweep
+    result = compare_settings(journal.path, sweep)
+    code = 3 if sweep.failed else 0
+    failed = [
+        f"failed: {name} in round {last.round} after {last.seconds:.1f} s: {last.outcome}, "
+        f"exit code {last.exit_code}" + "".join(f"\n  {line}" for line in last.stderr)
+        for name, last in sweep.failed.items()
+    ]
+    if result is None:
+        for line in failed:
+            _say(line)
+        _say("nothing to compare: the baseline and another setting must be measured")
+        return 3
+    lines = [*failed, *_advice_lines(result.advice, sweep)]
+    _files(result, sweep, options, lines)
+    if not options.to_stdout:
+        printed(result.comparison, console())
+        if result.fresh:
+            sys.stdout.write("\nfresh rounds, which had no part in the selection:\n")
+            printed(result.fresh, console())
+        print_text(lines)
+        sys.stdout.flush()
+    else:
+        for line in lines:
+            _say(line)
+    if request is None:
+        return code
+    try:
+        remarks, tuned = tuner_verb.emit(journal, result.advice, request, means, signals)
+    except ProbeError:
+        if not signals:
+            raise
+        return code  # a signal ended the probe
+    for line in remarks:
+        _say(line)
+    return worst(code, tuned)
+
+
+def _advice_lines(advice: Advice, sweep: Sweep) -> list[str]:
+    settings = {setting.name: setting for setting in sweep.settings}
+    base = settings[sweep.baseline]
+    exports = {name: export_lines(setting, base) for name, setting in settings.items()}
+    lines = recommendation.text_of(advice, exports)
+    swept = {name for name, _ in sweep.settings[0].variables}
+    by_size = len({span.winner for span in advice.ranges}) > 1
+    if by_size and sweep.command[0] == "comm" and swept & set(tuner_verb.CHOSEN):
+        lines.append("by size only a tuner plugin can set it: --emit-tuner FILE")
+    return lines
+
+
+def export_lines(setting: Setting, base: Setting) -> str:
+    """Return shell lines that turn the baseline into a setting."""
+    values = [f"{name}={shlex.quote(value)}" for name, value in setting.variables if value]
+    in_base = {name for name, value in base.variables if value}
+    unset = [name for name, value in setting.variables if not value and name in in_base]
+    flags = setting.command(())
+    lines = [f"export {' '.join(values)}"] if values else []
+    lines += [f"unset {' '.join(unset)}"] if unset else []
+    lines += [f"and in the command: {shlex.join(flags)}"] if flags else []
+    if setting.executable != base.executable:
+        lines.append(f"with {shlex.quote(setting.executable or sys.executable)}")
+    return "\n".join(lines)
+
+
+def _files(result: Result, sweep: Sweep, options: SweepOptions, lines: Sequence[str]) -> None:
+    comparison = result.comparison
+    rows = drawn.rows(comparison)
+    document = {
+        "sweep": sweep.sweep_id,
+        "command": list(sweep.command),
+        "baseline": sweep.baseline,
+        "lines": rows,
+        "overall": drawn.overall_rows(comparison),
+        "fresh_lines": drawn.rows(result.fresh) if result.fresh else [],
+        "selection": to_plain(sweep.selection) if sweep.selection else None,
+        "dropped": dict(sweep.dropped),
+        "recommended": result.advice.single,
+        "ranges": recommendation.rows(result.advice),
+        "failed": [to_plain(failure) for failure in sweep.failed.values()],
+        "notes": list(comparison.notes),
+    }
+    write_files(options, "sweep", document, rows)
+    if target := options.html:
+        page = load("stepmark.comparison.comparison_page:html")  # with plotly
+        write_text(target, page(comparison, lines), "html")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()

@@ -1,0 +1,216 @@
+"""The tries of a sweep: their order, each in fresh processes, and their outcomes."""
+
+import itertools
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from stepmark.cases.plan import ROUND
+from stepmark.cases.record import Environment
+from stepmark.cases.sweep import Outcome, Setting, Sweep, Try
+from stepmark.comparison import sweep_race
+from stepmark.ground.errors import ConfigError
+from stepmark.measuring import child
+from stepmark.store.reader import read_info
+from stepmark.store.sweeps import Journal
+
+ORDERS = ("interleaved", "fixed")
+PROGRAM = (sys.executable, "-m", "stepmark")
+_LAST_LINES = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Means:
+    """The environment, program and budget of tries. `say` gets a line per try."""
+
+    base: Mapping[str, str]  # environment
+    program: Sequence[str] = PROGRAM
+    budget_s: float | None = None
+    say: Callable[[str], None] = lambda text: None
+
+
+def environment(setting: Setting, base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a try: the user's own, but for the swept variables."""
+    changes = dict(setting.variables)
+    variables = {name: value for name, value in base.items() if name not in changes}
+    return variables | {name: value for name, value in changes.items() if value}
+
+
+def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[int]:
+    """Return the places of the settings in a round. Interleaved: a new order each round.
+
+    Then no setting always follows the same one, and a drift of the machine affects all alike.
+    """
+    places = list(range(num_settings))
+    if order == "interleaved":
+        random.Random(f"{seed} {number}").shuffle(places)
+    return places
+
+
+def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
+    """Run what is missing of a sweep. Returns the signal that ended it early, if one did.
+
+    A new round begins only when the budget has room for it and for the fresh rounds that would
+    confirm its result, by the longest launch so far, including those before a --resume.
+    """
+    started_s = time.monotonic()
+    for number in itertools.count(1):
+        launches = _launches_left(journal.sweep, means.budget_s, started_s)
+        if number > 1 and all(attempt.round < number for attempt in journal.sweep.tries):
+            for remark in sweep_race.decide(journal, number - 1, launches=launches):
+                means.say(remark)
+        sweep = journal.sweep
+        if number > sweep.last_round:
+            return None
+        missing = _missing(journal, number)
+        if missing and number > 1 and launches < sweep_race.launches_of_round(sweep, number):
+            means.say(f"budget: {number - 1} of {sweep.last_round} rounds")
+            return None
+        for setting in missing:
+            if signals:
+                return signals[0]
+            attempt = _try(journal, setting, number, means, signals)
+            if attempt is None:
+                return signals[0]
+            journal.add(attempt)
+            means.say(_line(journal, attempt))
+            if attempt.outcome is Outcome.INTERRUPTED:
+                return signals[0]
+    return None
+
+
+def _launches_left(sweep: Sweep, budget_s: float | None, started_s: float) -> float:
+    """Return for how many launches the budget has room, as long as the longest so far."""
+    if budget_s is None:
+        return math.inf
+    seconds = [t.seconds for t in sweep.tries if t.outcome is not Outcome.INTERRUPTED]
+    return (budget_s - (time.monotonic() - started_s)) // max(seconds, default=1e-9)
+
+
+def _missing(journal: Journal, number: int) -> list[Setting]:
+    """Return the settings left in this round, in its order, without those that failed."""
+    sweep = journal.sweep
+    names = sweep.members(number) - sweep.failed.keys()
+    order = order_of(len(sweep.settings), number, order=sweep.order, seed=sweep.seed)
+    return [
+        setting
+        for setting in (sweep.settings[place] for place in order)
+        if setting.name in names and (number, setting.name) not in sweep.done
+    ]
+
+
+def _try(
+    journal: Journal, setting: Setting, number: int, means: Means, signals: Sequence[int]
+) -> Try | None:
+    """Run a setting. Returns None when a signal came before the command was started."""
+    sweep = journal.sweep
+    place = [each.name for each in sweep.settings].index(setting.name)
+    count = sum((each.round, each.setting) == (number, setting.name) for each in sweep.tries)
+    again = f"-{count + 1}" if count else ""
+    stem = journal.path / "output" / f"round{number}-setting{place}{again}"
+    # A folder of its own, so that no other process's run is taken for this try's.
+    runs = journal.path / "runs" / stem.name
+    started_at = time.time()
+    ended = child.run(
+        [*setting.program(means.program), *setting.command(sweep.command), "--out", str(runs)],
+        {**environment(setting, means.base), ROUND: str(number)},
+        out=stem.with_suffix(".out"),
+        err=stem.with_suffix(".err"),
+        limit_s=sweep.timeout_s,
+        signals=signals,
+    )
+    written = sorted(file.parent.name for file in runs.glob("*/run.json"))
+    run = f"{stem.name}/{written[0]}" if written else ""
+    outcome = _outcome(ended, run)
+    last = _last_lines(stem.with_suffix(".err")) if outcome is not Outcome.DONE else ()
+    if ended.survivors:
+        pids = ", ".join(map(str, ended.survivors))
+        last = (*last, f"SIGKILL did not end pid {pids}")
+    return Try(
+        round=number,
+        setting=setting.name,
+        outcome=outcome,
+        exit_code=ended.exit_code,
+        seconds=ended.seconds,
+        started_at=started_at,
+        run=run,
+        stderr=last,
+        differs=_differs(journal, setting, run) if outcome is Outcome.DONE else (),
+    )
+
+
+def _outcome(ended: child.Ended, run: str) -> Outcome:
+    if ended.interrupted:
+        return Outcome.INTERRUPTED
+    if ended.timed_out:
+        return Outcome.TIMEOUT
+    if ended.exit_code == 1 and run:  # a measured check failed; a crash ends with 1, too
+        return Outcome.WRONG
+    return Outcome.DONE if ended.exit_code == 0 and run else Outcome.FAILED
+
+
+def _last_lines(file: Path) -> tuple[str, ...]:
+    with file.open("rb") as stream:
+        stream.seek(max(0, os.fstat(stream.fileno()).st_size - 8192))
+        lines = stream.read().decode(errors="replace").splitlines()
+    return tuple(line[:500] for line in lines if line.strip())[-_LAST_LINES:]
+
+
+def _differs(journal: Journal, setting: Setting, run: str) -> tuple[str, ...]:
+    """Return how the environment differs from the interpreter's first try.
+
+    Swept variables do not count.
+    """
+    runs, sweep = journal.path / "runs", journal.sweep
+    same = {each.name for each in sweep.settings if each.executable == setting.executable}
+    tries = (each for each in sweep.tries if each.setting in same)
+    first = next((each.run for each in tries if each.outcome is Outcome.DONE), run)
+    try:
+        before, now = (read_info(runs / name).environment for name in (first, run))
+    except ConfigError as error:
+        return (str(error),)
+    swept = {name for setting in sweep.settings for name, _ in setting.variables}
+    old, new = _facts(before, swept), _facts(now, swept)
+    names = dict.fromkeys((*old, *new))
+    return tuple(
+        f"{name}: {old.get(name, 'unset')} -> {new.get(name, 'unset')}"
+        for name in names
+        if old.get(name) != new.get(name)
+    )
+
+
+# Variables that are set anew for each launch, or by stepmark.
+_OWN = ("TORCHELASTIC", "STEPMARK", "OMP_", "MASTER_")
+
+
+def _facts(environment: Environment, swept: set[str]) -> dict[str, str]:
+    devices = (f"{device.name} {device.power_limit_w} W" for device in environment.devices)
+    variables = {
+        name: value
+        for name, value in environment.variables.items()
+        if name not in swept and not name.startswith(_OWN)
+    }
+    return {
+        "host": environment.host,
+        "devices": "; ".join(devices),
+        "torch": environment.torch,
+        "stepmark": environment.git_commit or environment.stepmark,
+        **environment.versions,
+        **variables,
+    }
+
+
+def _line(journal: Journal, attempt: Try) -> str:
+    sweep = journal.sweep
+    done = sum(t.outcome is not Outcome.INTERRUPTED for t in sweep.tries)
+    numbers = range(1, sweep.last_round + 1)
+    left = sum(len(_missing(journal, number)) for number in numbers)
+    why = f": {attempt.stderr[-1]}" if attempt.stderr else ""
+    kind = "fresh round" if sweep.is_fresh(attempt.round) else "round"
+    head = f"[{done}/{done + left}] {kind} {attempt.round}, {attempt.setting}"
+    return f"{head}: {attempt.outcome}, {attempt.seconds:.1f} s{why}"

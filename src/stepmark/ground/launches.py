@@ -1,0 +1,106 @@
+"""Rows of a comparison: the launches of two sides, and how they lie in time."""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from statistics import fmean
+
+from stepmark.ground.variance import Residuals
+
+
+class Order(StrEnum):
+    """How the launches of two sides lie in time. PAIRED: in rounds, with one of each side."""
+
+    PAIRED = "paired"
+    MIXED = "mixed"
+    BLOCKS = "blocks"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """Logarithms of times of one side of a row, by launch.
+
+    starts: when launches began, if known. past: runs of the same on the same machine and
+    software. rounding: unit of the last printed digit, relative.
+    """
+
+    logs: Mapping[str, float]
+    starts: Mapping[str, float] = field(default_factory=dict)
+    past: tuple[Mapping[str, float], ...] = ()
+    rounding: float = 0.0
+
+    @property
+    def mean(self) -> float:
+        return fmean(self.logs.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Two sides of a measurement. Rows of one kind vary alike.
+
+    by_round: a launch is a round, and its name the same on both sides. by_step: a launch is a
+    step of the same processes. noise: relative standard deviation of a launch, as stated; it
+    counts where a side has a single one.
+    """
+
+    kind: Hashable
+    base: Sample
+    other: Sample
+    by_round: bool = False
+    by_step: bool = False
+    noise: float | None = None
+
+    @property
+    def stated(self) -> float | None:
+        """Return the stated noise where it counts."""
+        is_single = min(len(self.base.logs), len(self.other.logs)) == 1
+        return self.noise if is_single else None
+
+    @property
+    def order(self) -> Order:
+        names = self.base.logs.keys()
+        if self.by_round and len(names) > 1 and names == self.other.logs.keys():
+            return Order.PAIRED
+        times = [
+            [sample.starts.get(launch) for launch in sample.logs]
+            for sample in (self.base, self.other)
+        ]
+        known = [[time for time in side if time is not None] for side in times]
+        if not all(known) or known != times:
+            return Order.UNKNOWN
+        apart = max(known[0]) < min(known[1]) or max(known[1]) < min(known[0])
+        return Order.BLOCKS if apart else Order.MIXED
+
+
+def past_runs(past: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
+    """Return runs with several launches, and those with one as if they were launches of one."""
+    single = {launch: log for run in past if len(run) == 1 for launch, log in run.items()}
+    several = [run for run in past if len(run) > 1]
+    return [*several, single] if len(single) > 1 else several
+
+
+def _residuals(logs: Iterable[float]) -> list[float]:
+    values = list(logs)
+    mean = fmean(values)
+    return [value - mean for value in values]
+
+
+def squares_within(runs: Iterable[Mapping[str, float]]) -> tuple[float, int]:
+    """Return the sum of squared residuals within runs, and its degrees of freedom."""
+    residuals = [_residuals(run.values()) for run in runs if run]
+    return (
+        math.fsum(x * x for run in residuals for x in run),
+        sum(len(run) - 1 for run in residuals),
+    )
+
+
+def launch_groups(rows: Iterable[Mapping[str, float]]) -> list[list[Residuals]]:
+    """Return residuals of rows with several launches, grouped by launches."""
+    groups: dict[tuple[str, ...], list[Residuals]] = {}
+    for logs in rows:
+        if len(logs) > 1:
+            launches = tuple(sorted(logs))
+            groups.setdefault(launches, []).append(_residuals(logs[name] for name in launches))
+    return list(groups.values())

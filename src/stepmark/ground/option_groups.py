@@ -1,0 +1,137 @@
+"""Groups of options that several verbs share."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import Duration, between, comma_list, flag, group
+
+Degree = Annotated[int, between(1, 2**20)]
+Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]  # limits: --nproc
+MICRO_BATCH = ("--mbs", "--bsz", "--micro-batch", "--micro-batch-size", "--batch-size")
+
+RUN_NAME = "run id or its beginning, a path, or latest"
+
+
+@group
+class Files:
+    """Files."""
+
+    json: str | None = flag("rows as JSON; - = stdout, DIR/ = a file in it", metavar="PATH")
+    csv: str | None = flag("rows as CSV; - = stdout, DIR/ = a file in it", metavar="PATH")
+
+    @property
+    def to_stdout(self) -> bool:
+        """Whether stdout is one of the files, so that nothing else may be printed there."""
+        return "-" in (self.json, self.csv)
+
+    def check_stdout(self) -> None:
+        """Raise ConfigError for two outputs on stdout."""
+        if self.json == self.csv == "-":
+            raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
+
+
+@group
+class RunsFolder:
+    """Runs."""
+
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+
+
+@group
+class RunFolder:
+    """Run."""
+
+    out: str | None = flag("folder for run directories [runs]", metavar="DIR")
+    dry_run: bool = flag("list the cases, run none", default=False)
+
+
+@group
+class Output(RunFolder, Files):
+    """Run."""
+
+    resume: str | None = flag(
+        "go on with this run: skip measured cases, retry failed", rare=True, names="run"
+    )
+    force: bool = flag("resume although the environment differs", default=False, rare=True)
+
+
+@group
+class Device:
+    """Device."""
+
+    device: str | None = flag(
+        "cuda or cpu; with --dry-run any, e.g. h200 [cuda if any]", names="device"
+    )
+
+
+@group
+class Budget:
+    """Time limits."""
+
+    budget: Duration | None = flag("time for all cases together, e.g. 60s")
+
+
+@group
+class TimeLimits(Budget):
+    """Time limits."""
+
+    timeout: Duration | None = flag(
+        "a case that takes longer has failed [600s; comm 60s]", "--timeout", "-T"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureOptions(Output, TimeLimits, Device):
+    """Options of every verb that measures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumeOptions:
+    """Run."""
+
+    run: str = flag(RUN_NAME, default="latest", argument=True, metavar="ID", names="run")
+    out: Path = flag("folder of runs", "--out", "--runs", default=Path("runs"), metavar="DIR")
+    force: bool = flag("resume although the environment differs", default=False)
+
+
+@group
+class ModelChoice:
+    """Model."""
+
+    model: str | None = flag("model name, or a file such as config.json", names="model")
+    scale: str | None = flag("1/64: scaled-down widths; tiny: a tiny model")
+    seq_len: int | None = flag("tokens per sequence [the model's]", "--seq-len", "--seq-length")
+
+
+@group
+class Axes:
+    """Layout."""
+
+    tp: Degree | None = flag(
+        "tensor-parallel degree [1]", "--tp", "--tp-num", "--tensor-model-parallel-size"
+    )
+    pp: Degree | None = flag(
+        "pipeline-parallel degree [1]",
+        "--pp",
+        "--pp-num",
+        "--pipeline-model-parallel",
+        "--pipeline-model-parallel-size",
+    )
+    cp: Degree | None = flag(
+        "context-parallel degree: ranks of a sequence [1]", "--cp", "--context-parallel-size"
+    )
+    ep: Degree | None = flag(
+        "expert-parallel degree, within the data ranks [1]",
+        "--ep",
+        "--expert-model-parallel-size",
+        "--expert-parallel-size",
+        "--ep-num",
+    )
+    dp_replicate: Degree | None = flag(
+        "copies, each over the other ranks (HSDP)",
+        "--dp-replicate",
+        "--num-distributed-optimizer-instances",
+        rare=True,
+    )

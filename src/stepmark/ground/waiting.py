@@ -1,0 +1,55 @@
+"""Say on stderr what the program waits for, so that no silence is long."""
+
+import os
+import sys
+import threading
+
+from stepmark.ground import outer_launcher
+
+_PATIENCE_S = 2.0
+_CLEAR = "\x1b[K"  # to the end of the line
+
+
+class Waiting:
+    """A line that appears once the wait takes longer than 2 s.
+
+    A terminal shows the seconds and in the end nothing; a file gets the line once. Of the ranks
+    of a launcher only the first writes it.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._show, daemon=True)
+        if outer_launcher.is_first():
+            self._thread.start()
+
+    def __enter__(self) -> "Waiting":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._done.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _show(self) -> None:
+        if self._done.wait(_PATIENCE_S):
+            return
+        if not sys.stderr.isatty() or os.environ.get("TERM") == "dumb":
+            _write(f"# {self._what} ...\n")
+            return
+        seconds = int(_PATIENCE_S)
+        while True:
+            _write(f"\r{self._what}: {seconds} s{_CLEAR}")
+            if self._done.wait(1.0):
+                break
+            seconds += 1
+        _write(f"\r{_CLEAR}")
+
+
+def _write(text: str) -> None:
+    sys.stderr.write(text)
+    sys.stderr.flush()

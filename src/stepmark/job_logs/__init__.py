@@ -1,0 +1,10 @@
+"""Logs and dumps of jobs: `stepmark logs` says what hangs or fails, and why.
+
+- log_options.py, logs.py, log_sources.py: the verb, and its files sorted by content.
+- nccl_log/: debug logs of NCCL and RCCL.
+- flight_recorder/: dumps of torch's flight recorder.
+- job_output/, failures.py: tracebacks, time-outs, signals; the meaning of each.
+- inspector.py: lines of NCCL's inspector.
+- one_cause.py: a log and dumps of one job joined.
+- log_summary.py: facts and findings as lines and rows.
+"""

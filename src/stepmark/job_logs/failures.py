@@ -1,0 +1,384 @@
+"""Lines by which a job says that it failed, with their meaning and what to do.
+
+Over 250 lines: a table that is read from top to bottom, the special before the general.
+"""
+
+import re
+from typing import NamedTuple
+
+from stepmark.findings.log_facts import Role
+
+
+class FailureRule(NamedTuple):
+    """`pattern` is searched in a line; `text` is what it means, `action` what to do."""
+
+    rule: str
+    role: Role
+    pattern: re.Pattern[str]
+    text: str
+    action: str
+
+
+def _rule(rule: str, role: Role, pattern: str, text: str, action: str) -> FailureRule:
+    return FailureRule(f"failure-{rule}", role, re.compile(pattern), text, action)
+
+
+_HARDWARE, _CAUSE, _VAGUE = Role.HARDWARE, Role.CAUSE, Role.VAGUE
+_WAIT, _CONSEQUENCE = Role.WAIT, Role.CONSEQUENCE
+
+FAILURES: tuple[FailureRule, ...] = (
+    # What only follows from another failure, before the patterns that it would also fit.
+    _rule(
+        "aborted",
+        _CONSEQUENCE,
+        r"communicator was aborted|error set by ProcessGroupNCCL|Process group has been aborted"
+        r"|Some NCCL operations have failed|To avoid data inconsistency",
+        "A rank gave up its communicators after a failure or time-out.",
+        "Look at the first failure of the job.",
+    ),
+    _rule(
+        "store-lost",
+        _CONSEQUENCE,
+        r"(?:store->get|TCPStore|sendBytes|recvValue|recvBytes|key-value store)[^\n]*"
+        r"(?:Connection reset|Broken pipe|Connection was likely closed|closed by peer)"
+        r"|failed to check the \"should dump\" flag",
+        "The connection to the TCPStore (rank 0 or torchrun) broke: its process ended first, "
+        "or the network failed.",
+        "Look at the output of rank 0 and of torchrun on the first node.",
+    ),
+    _rule(
+        "peer-closed",
+        _CONSEQUENCE,
+        r"Connection closed by (?:remote )?peer|remote process (?:exited|has terminated)"
+        r"|[Cc]all to (?:recv|send)\w* (?:from|to) .*(?:Broken pipe|Connection reset)"
+        r"|ncclRemoteError|Socket recv failed while polling|\[Proxy Service\S* \d+\] Failed to"
+        r"|Connection reset by peer|Broken pipe|BrokenPipeError|ConnectionResetError",
+        "A connection to another process was closed: that one ended first, or the network "
+        "between them failed.",
+        "Look at the logs of the other ranks for an earlier failure, then at the network.",
+    ),
+    _rule(
+        "worker-lost",
+        _CONSEQUENCE,
+        r"WorkerProc initialization failed|Engine core initialization failed|EngineDeadError"
+        r"|Exiting gracefully|DataLoader worker \(pid\(s\)|ProcessRaisedException|RayTaskError"
+        r"|ActorDiedError|WorkerCrashedError",
+        "A parent process reports that one of its workers failed.",
+        "Look at the worker's own failure.",
+    ),
+    # The machine.
+    _rule(
+        "gpu-lost",
+        _HARDWARE,
+        r"fallen off the bus|Xid \(PCI[^)]*\): 79\b|GPU is lost|GPU has been lost",
+        "A GPU is gone from the PCI bus (Xid 79): power, heat, or a hardware fault.",
+        "Drain the node; reset or replace the GPU.",
+    ),
+    _rule(
+        "gpu-hardware",
+        _HARDWARE,
+        r"uncorrectable (?:ECC|NVLink)"
+        r"|Xid \(PCI[^)]*\): (?:48|63|64|74|92|94|95|119|120|140)\b",
+        "A GPU reports an uncorrectable hardware error (memory, NVLink or firmware).",
+        "Drain the node and look at dmesg and nvidia-smi -q; reset or replace the GPU.",
+    ),
+    _rule(
+        "node-lost",
+        _HARDWARE,
+        r"DUE TO NODE FAILURE|Node failure on|NODE_FAIL|failed health check|Kernel panic",
+        "A node failed.",
+        "Take the node out and start again from the last checkpoint.",
+    ),
+    _rule(
+        "host-memory",
+        _HARDWARE,
+        r"oom[-_]kill|Out of memory: Kill|emory cgroup out of memory|: Out Of Memory"
+        r"|OOMKilled|OOM Killed|Cannot allocate memory|^MemoryError\b"
+        r"|DefaultCPUAllocator: (?:can't|not enough)|std::bad_alloc",
+        "The host ran out of memory, and the kernel or the scheduler killed a process.",
+        "Ask for more host memory, or use less: data-loader workers, pinned buffers, offload.",
+    ),
+    # Causes.
+    _rule(
+        "shm-attach",
+        _CAUSE,
+        r"attaching to shared memory segment",
+        "A rank does not see the shared memory segment of another one of its host: they run in "
+        "containers with separate /dev/shm, or it was removed.",
+        "Share /dev/shm (--ipc=host), or set NCCL_SHM_DISABLE=1 to confirm.",
+    ),
+    _rule(
+        "shm",
+        _CAUSE,
+        r"creating shared memory segment|failed to extend /dev/shm|posix_fallocate failed"
+        r"|/dev/shm.*No space left|insufficient shared memory"
+        r"|DataLoader worker .* killed by signal: Bus error",
+        "A segment in /dev/shm could not be created: it is full or too small (containers have "
+        "64 MiB by default), or stale segments fill it.",
+        "Enlarge it (--shm-size, emptyDir with medium Memory), and remove stale "
+        "/dev/shm/nccl-* files.",
+    ),
+    _rule(
+        "disk-full",
+        _CAUSE,
+        r"\[Errno 28\]|No space left on device|Disk quota exceeded|\[Errno 122\]",
+        "A file could not be written: the disk is full or the quota is used up.",
+        "Free space, or write elsewhere.",
+    ),
+    _rule(
+        "gpu-memory",
+        _CAUSE,
+        r"(?:CUDA|HIP|GPU|XPU) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
+        r"|(?:Cuda|HIP) failure (?:\d+ )?'out of memory'|Failed to CUDA (?:c|m)alloc",
+        "A rank ran out of GPU memory.",
+        "Reduce the micro-batch, use activation checkpointing or more sharding, and look for "
+        "other processes on the GPU.",
+    ),
+    _rule(
+        "duplicate-gpu",
+        _CAUSE,
+        r"Duplicate GPU detected",
+        "Two ranks use the same GPU.",
+        "Give each rank its own: torch.cuda.set_device(LOCAL_RANK) before the first "
+        "collective, and no more ranks per node than GPUs in CUDA_VISIBLE_DEVICES.",
+    ),
+    _rule(
+        "version",
+        _CAUSE,
+        r"Mismatched NCCL version|version mismatch with remote",
+        "Ranks run different versions of NCCL and cannot form a communicator.",
+        "Use the same image, or the same torch and NCCL, on all nodes.",
+    ),
+    _rule(
+        "mismatch",
+        _CAUSE,
+        r"[Cc]ollective mismatch|Mismatched collective|[Mm]essage truncated"
+        r"|receiv(?:ed|ing) \d+ bytes instead of|Detected mismatch between collectives",
+        "NCCL itself saw ranks issue different collectives or sizes, or differ in settings.",
+        "Compare the calls of the ranks (NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG="
+        "DETAIL), and the NCCL_ variables of the nodes.",
+    ),
+    _rule(
+        "no-algorithm",
+        _CAUSE,
+        r"[Nn]o algorithm/protocol",
+        "NCCL has no algorithm and protocol for a call: NCCL_ALGO or NCCL_PROTO excludes all "
+        "that the function has.",
+        "Remove NCCL_ALGO and NCCL_PROTO.",
+    ),
+    _rule(
+        "nvls",
+        _CAUSE,
+        r"NVLink SHARP \(NVLS\)|bind NVLS|NVLS.*[Mm]ulticast.*(?:fail|error)"
+        r"|nvls\.cc:\d+ NCCL WARN .*(?:[Ff]ail|rror)",
+        "NVLink multicast memory could not be set up: the Fabric Manager or an NVSwitch is in "
+        "a bad state. NCCL_NVLS_ENABLE=0 avoids it.",
+        "Restart the Fabric Manager or reset the node; NCCL_NVLS_ENABLE=0 until then.",
+    ),
+    _rule(
+        "fabric-manager",
+        _CAUSE,
+        r"system not yet initialized|(?:[Ff]ailure|[Ee]rror) 802\b",
+        "The GPUs are not initialized (CUDA error 802): the Fabric Manager does not run or has "
+        "another version than the driver.",
+        "Start nvidia-fabricmanager in the driver's version.",
+    ),
+    _rule(
+        "p2p",
+        _CAUSE,
+        r"P2P is disabled between NVLINK",
+        "Two GPUs joined by NVLink refuse peer access: likely a hardware fault.",
+        "Look at nvidia-smi nvlink -s and at dmesg.",
+    ),
+    _rule(
+        "peer-access",
+        _CAUSE,
+        r"peer access is not supported|to open CUDA IPC handle|IpcOpenMemHandle|IpcGetMemHandle"
+        r"|ncclP2pImportShareableBuffer|cuMemImportFromShareableHandle"
+        r"|p2p\.cc:\d+ NCCL WARN (?:Cuda|HIP) failure",
+        "A rank cannot map the GPU memory of another one (CUDA or HIP IPC).",
+        "Give ranks of a host the same visible devices and IPC namespace, and check the "
+        "driver; NCCL_P2P_DISABLE=1 confirms.",
+    ),
+    _rule(
+        "no-interface",
+        _CAUSE,
+        r"no socket interface found|No usable listening interface|No IP interface found"
+        r"|is neither AF_INET\(?2?\)? nor AF_INET6",
+        "No network interface fits NCCL_SOCKET_IFNAME.",
+        "Set NCCL_SOCKET_IFNAME to an interface that `ip addr` lists on this host, or unset "
+        "it.",
+    ),
+    _rule(
+        "driver",
+        _CAUSE,
+        r"driver version is insufficient|not supported in the installed CUDA driver"
+        r"|no kernel image is available|forward compatibility was attempted",
+        "The driver or the GPU does not fit the CUDA version of the libraries.",
+        "Update the driver, or use a build for it.",
+    ),
+    _rule(
+        "no-gpu",
+        _CAUSE,
+        r"no (?:CUDA|ROCm)-capable device|No (?:CUDA|HIP) GPUs are available"
+        r"|invalid device ordinal|Invalid rank requested",
+        "A rank found no GPU, or asked for one that is not visible.",
+        "Compare ranks per node with CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES).",
+    ),
+    _rule(
+        "ib-connect",
+        _CAUSE,
+        r"ibv_modify_qp",
+        "Two adapters could not be connected: they do not reach each other (wrong GID index, "
+        "VLAN or rail), or the port is down.",
+        "Test the pair with ib_write_bw; check NCCL_IB_GID_INDEX, NCCL_IB_HCA, NCCL_CROSS_NIC.",
+    ),
+    _rule(
+        "ib-event",
+        _CAUSE,
+        r"[Gg]ot async event|async fatal event",
+        "An InfiniBand adapter reported an event: its port, link or queue failed.",
+        "Look at the link and cable of the adapter (ibstat, dmesg, error counters).",
+    ),
+    _rule(
+        "plugin",
+        _CAUSE,
+        r"(?:NCCL WARN|WARN:.*) NET/OFI .*(?:[Ff]ail|[Cc]ouldn't|[Uu]nable|rror)"
+        r"|WARN.*[Ff]ailed to initialize (?:any )?NET",
+        "The network plugin failed to start.",
+        "Check that the fabric's devices are in the container and that plugin, libfabric and "
+        "NCCL fit together.",
+    ),
+    _rule(
+        "assert",
+        _CAUSE,
+        r"device-side assert|Assertion `.*` failed|HSA_STATUS_ERROR_EXCEPTION",
+        "A kernel of the job failed an assertion, often an index out of bounds.",
+        "Run again with CUDA_LAUNCH_BLOCKING=1 to see the operator that fails.",
+    ),
+    _rule(
+        "illegal-access",
+        _CAUSE,
+        r"illegal memory access|illegal instruction was|misaligned address|hipErrorIllegal"
+        r"|Memory access fault by GPU|unspecified launch failure",
+        "A kernel of the job read or wrote memory that is not its own.",
+        "Run again with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer to see which.",
+    ),
+    _rule(
+        "rendezvous",
+        _VAGUE,
+        r"client socket has (?:timed out|failed)|DistNetworkError|RendezvousConnectionError"
+        r"|RendezvousTimeoutError|EADDRINUSE|[Aa]ddress already in use",
+        "The ranks did not find each other at the rendezvous (MASTER_ADDR and MASTER_PORT).",
+        "Check that the first node runs, and that its address and port are reachable and free.",
+    ),
+    # Errors that do not say their cause.
+    _rule(
+        "ib-retry",
+        _VAGUE,
+        r"Got completion .*(?:status=12\b|error 12\b|\(12\))",
+        "InfiniBand gave up after retries (status 12): the other end died, a link flaps, or "
+        "NCCL_IB_TIMEOUT is too short.",
+        "Look for an earlier failure of the peer, then at the links between the two hosts.",
+    ),
+    _rule(
+        "ib",
+        _VAGUE,
+        r"Got completion .*(?:status|error)",
+        "An InfiniBand operation failed; the status in the line says how.",
+        "Look for an earlier failure of the peer, then at the two adapters.",
+    ),
+    _rule(
+        "connect",
+        _VAGUE,
+        r"[Cc]onnect\w* .*(?:refused|timed out|[Nn]o route|unreachable|connection abort)",
+        "A host could not be reached over TCP.",
+        "Check the firewall and the interface (NCCL_SOCKET_IFNAME) between the two hosts.",
+    ),
+    _rule(
+        "cuda",
+        _VAGUE,
+        r"Cuda failure|HIP failure|(?:CUDA|HIP|Triton) [Ee]rror|CUDNN_STATUS_|CUBLAS_STATUS_"
+        r"|Test CUDA failure|ncclUnhandledCudaError",
+        "A call of the GPU's runtime failed.",
+        "Look at the kernel's log (dmesg, Xid), and run again with CUDA_LAUNCH_BLOCKING=1.",
+    ),
+    _rule(
+        "nccl",
+        _VAGUE,
+        r"NCCL error(?: in|:)|NCCL Error \d|Test NCCL failure|ncclSystemError|ncclInternalError"
+        r"|ncclInvalidUsage|unhandled system error|encountered a fatal error",
+        "A call of NCCL failed, and this line does not say why.",
+        "Run again with NCCL_DEBUG=INFO: the WARN line before the error names the cause.",
+    ),
+    # Waits.
+    _rule(
+        "store-wait",
+        _WAIT,
+        r"store->get.*[Tt]imeout|Timeout waiting for key|DistStoreError|wait timeout after"
+        r"|Timed out waiting \d+ms for",
+        "A rank waited in vain for another one to register: that one did not start, is "
+        "late, or waits elsewhere.",
+        "Look at what the rank named in the line did; all ranks must create groups in one "
+        "order.",
+    ),
+    _rule(
+        "heartbeat",
+        _WAIT,
+        r"watchdog got stuck for|Heartbeat monitor timed out|detected no heartbeat",
+        "The watchdog thread of a rank hung in a call of CUDA or NCCL, and its process was "
+        "ended.",
+        "Find what blocks: a rank that left, or the GIL held in a CUDA call (py-spy dump).",
+    ),
+)
+
+
+def classify(line: str) -> FailureRule | None:
+    """Return the first rule that knows the line."""
+    return next((rule for rule in FAILURES if rule.pattern.search(line)), None)
+
+
+SIGNALS: dict[int, tuple[str, Role, str, str]] = {
+    9: (
+        "failure-killed",
+        Role.SIGNAL,
+        "was killed (SIGKILL)",
+        "See who sent it: the kernel for want of memory (dmesg), the scheduler, or a person.",
+    ),
+    11: (
+        "failure-segfault",
+        Role.SIGNAL,
+        "crashed (SIGSEGV)",
+        "Run again with PYTHONFAULTHANDLER=1, or open the core dump.",
+    ),
+    7: (
+        "failure-bus",
+        Role.SIGNAL,
+        "crashed (SIGBUS)",
+        "Usual with a full /dev/shm, or a file that shrank while it was mapped.",
+    ),
+    6: (
+        "failure-abort",
+        _VAGUE,
+        "aborted (SIGABRT)",
+        "The line before says why: an uncaught C++ exception or a watchdog.",
+    ),
+    15: (
+        "failure-stopped",
+        _CONSEQUENCE,
+        "was told to stop (SIGTERM)",
+        "Look at the first failure of the job.",
+    ),
+    2: (
+        "failure-terminated",
+        Role.ENDED,
+        "was interrupted (SIGINT)",
+        "Somebody stopped the job.",
+    ),
+}
+
+
+def signal_of(exit_code: int) -> int | None:
+    """Return the signal that a process ended with: -9 of Python, 137 of a shell."""
+    number = -exit_code if exit_code < 0 else exit_code - 128
+    return number if 0 < number < 65 else None

@@ -1,0 +1,317 @@
+"""Read failures in the output of a job: tracebacks, time-outs, signals, launchers' reports.
+
+Lines of NCCL's own INFO messages are not passed here.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from stepmark.findings.finding import Evidence
+from stepmark.findings.log_facts import AbsentRank, Failure, GroupProgress, Role
+from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
+from stepmark.job_logs.failures import classify
+from stepmark.job_logs.job_output.exits import ProcessExits
+from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
+from stepmark.job_logs.job_output.watchdog import WatchdogLines
+
+_MAX_FAILURES = 2000
+_MAX_FRAMES = 2000
+_MAX_QUIET = 50_000
+_DIGITS = b"0123456789"
+_MAX_LINE_BYTES = 64 * 1024
+# They say less than any other failure of their role, even an earlier one.
+_GENERAL = frozenset({"failure-nccl", "failure-exit", "failure-abort", "failure-unknown"})
+
+# A line with none of these words states no failure. Plain `in` is faster than one expression.
+_WORDS = (
+    *(b"rror", b"xception", b"ailed", b"ailure", b"atal", b"FATAL", b"FAILED", b"ignal"),
+    *(b"SIG", b"illed", b"imeout", b"imed out", b"bort", b"xit", b"EXIT", b"Traceback"),
+    *(b"Xid", b"oom", b"OOM", b"ut of memory", b"Out Of Memory", b"egmentation", b"segfault"),
+    *(b"Assertion", b"CANCELLED", b"terminat", b"ismatch", b"PG ", b"collective #", b"panic"),
+    *(b"PG_", b"WARN", b"died", b"closed", b"Interrupt", b"bus", b"NODE", b"Root Cause"),
+    *(b"truncated", b"peer", b"got stuck", b"eartbeat", b"destroy_process_group", b"Rank "),
+    *(b"annot allocate", b"No space left", b"quota", b"llegal ", b"lready in use", b"-capable"),
+    *(b"GPUs are", b"insufficient", b"Duplicate GPU", b"ncorrectable", b"misaligned", b"GPU "),
+)
+_CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
+
+_FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
+_RAISED = re.compile(
+    r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
+    r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Expired|Mismatch))(?::\s|:?$)"
+)
+_NAMED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::\s|$)")
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|^<|/lib/python3|^/usr/lib/python")
+
+_ENDED = re.compile(
+    r"DUE TO TIME LIMIT|DUE TO PREEMPTION|CANCELLED AT|Received \d+ death signal"
+    r"|got signal: \d+|^KeyboardInterrupt|received SIG(?:TERM|INT)"
+)
+_TEARDOWN = re.compile(
+    r"closing signal SIG|Killing subprocess|destroy_process_group\(\) was not called"
+    r"|dump signal|preparing to dump debug info|First PG on this rank"
+    r"|terminate called|Stack trace of the failed collective|what\(\):|ChildFailedError"
+    r"|Exception raised from |resource_tracker: There appear|taking the entire process down"
+    r"|^Failures:|FAILED$|CalledProcessError|one or more processes exited|non-zero exit"
+    r"|returned a non-zero|Terminating (?:job step|StepId)|signal_name|Signal \d+ \(SIG"
+)
+# Warnings that a healthy job may print as well.
+_REMARK = re.compile(
+    r"destroy_process_group\(\) was not called|resource_tracker: There appear|dump signal"
+    r"|preparing to dump debug info|First PG on this rank|what\(\):|FAILED$|^Failures:"
+    r"|Stack trace of the failed|Exception raised from |signal_name|Signal \d+ \(SIG"
+)
+_UNKNOWN = re.compile(
+    r"(?<![\w=\"'])(?:FATAL|Fatal|fatal)(?: [Ee]rror|:| )|core dumped|^panic: "
+    r"|Unhandled exception|Uncaught exception|\[?F\d{3,4} \d\d:\d\d:\d\d"
+    r"|\[E\d{3,4} .*ProcessGroup|MPI_ABORT was invoked|BAD TERMINATION"
+)
+_QUIET = re.compile(r"^\s*(?:frame #|#\d+ )|Environment variable \S+ is deprecated")
+
+
+@dataclass(slots=True)
+class _Traceback:
+    """A traceback that is being printed."""
+
+    place: str = ""
+    place_evidence: Evidence | None = None
+    is_user: bool = False
+    num_lines: int = 0
+    was_indented: bool = False
+    is_ignored: bool = False
+
+
+@dataclass(slots=True)
+class OutputReader:
+    """Collects failures, line by line."""
+
+    failures: dict[tuple[str, int | None, str, str], Failure] = field(default_factory=dict)
+    _open: dict[str, _Traceback] = field(default_factory=dict)
+    _exits: ProcessExits = field(default_factory=ProcessExits)
+    _watchdog: WatchdogLines = field(default_factory=WatchdogLines)
+    _ignores_next: bool = False
+    _quiet: set[bytes] = field(default_factory=set)  # lines without any word, less digits
+    _says_why: bool = False  # the next line is NCCL's last error, of any words
+    _clock: float | None = None
+    _file: str = ""
+    _file_index: int = 0
+
+    @property
+    def num_found(self) -> int:
+        """Number of failures, ends of processes and time-outs so far."""
+        return len(self.failures) + len(self._exits.exits) + len(self._watchdog.timeouts)
+
+    @property
+    def is_remark_only(self) -> bool:
+        roles = {one.role for one in self.failures.values()}
+        return roles == {Role.REMARK} and not self._exits.exits and not self._watchdog.timeouts
+
+    def enter_file(self, file: str, index: int) -> None:
+        self._file, self._file_index, self._clock = file, index, None
+        self._open.clear()
+        self._exits.block, self._exits.file_index = "", index
+
+    def read(self, line: bytes, number: int, process: str = "") -> None:
+        """Read a line; process: host:pid of a WARN line of NCCL."""
+        is_inside = self._open or self._exits.block or self._says_why
+        if not is_inside:
+            shape = line.translate(None, _DIGITS)
+            if shape in self._quiet:
+                return
+            # The words have no digit, so they are in the shape of any line that has one.
+            if not any(word in shape for word in _WORDS):
+                if len(self._quiet) < _MAX_QUIET:
+                    self._quiet.add(shape)
+                return
+        self._says_why = line.rstrip().endswith(b"Last error:")
+        whole = printable(line)
+        rank, tag, body = split_tag(whole)
+        evidence = Evidence(file=self._file, line=number, text=whole)
+        if clock := _CLOCK.search(whole, 0, 120):
+            hours, minutes, seconds = clock.groups()
+            self._clock = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+            self._exits.clock = self._clock
+        if self._traceback(body, tag, rank, evidence):
+            return
+        if self._exits.block and self._exits.summary(body, evidence):
+            return
+        if _QUIET.search(body):
+            return
+        for read in (self._watchdog.read, self._exits.read, self._ended):
+            if read(body, rank, evidence):
+                return
+        self._other(body, rank, process, evidence)
+
+    def _traceback(self, body: str, tag: str, rank: int | None, evidence: Evidence) -> bool:
+        """Read a line of a traceback; return whether it was one."""
+        if "Traceback (most recent call last)" in body:
+            self._open[tag] = _Traceback(is_ignored=self._ignores_next)
+            self._ignores_next = False
+            return True
+        self._ignores_next = body.startswith("Exception ignored in")
+        current = self._open.get(tag)
+        if current is None:
+            return False
+        current.num_lines += 1
+        if frame := _FRAME.match(body):
+            path, number, function = frame.groups()
+            is_user = not _LIBRARY.search(path)
+            if is_user or not current.is_user:
+                current.place = f"{path}:{number}" + (f" in {function}" if function else "")
+                current.place_evidence = evidence
+                current.is_user = is_user
+            current.was_indented = body[:1].isspace()
+            return True
+        is_raised = _RAISED.match(body) or (current.was_indented and _NAMED.match(body))
+        if is_raised and current.place:
+            del self._open[tag]
+            if not current.is_ignored:
+                self._raised(body, rank, current, evidence)
+            return True
+        if current.num_lines > _MAX_FRAMES:
+            del self._open[tag]
+        current.was_indented = body[:1].isspace()
+        return body[:1].isspace() or not body
+
+    def _raised(
+        self, body: str, rank: int | None, traceback: _Traceback, evidence: Evidence
+    ) -> None:
+        if self._ended(body, rank, evidence) or "ChildFailedError" in body:
+            return
+        self._exits.read(body, rank, evidence)
+        rule = classify(body)
+        if (
+            rule is None
+            and "DistBackendError" in body
+            and self._watchdog.read(body, rank, evidence)
+        ):
+            return
+        self._add(
+            rule.rule if rule else "failure-python",
+            rule.role if rule else Role.CAUSE,
+            rule.text if rule else "A Python exception was not caught.",
+            rule.action if rule else "Look at the line of code that raised it.",
+            rank,
+            "",
+            evidence,
+            detail=body.strip()[:300],
+            place=traceback.place,
+            place_evidence=traceback.place_evidence,
+        )
+
+    def _ended(self, body: str, rank: int | None, evidence: Evidence) -> bool:
+        """Read that the job was ended from outside."""
+        match = _ENDED.search(body)
+        if match is None:
+            return False
+        is_late = "TIME LIMIT" in body
+        self._add(
+            "failure-time-limit" if is_late else "failure-terminated",
+            Role.ENDED,
+            "The scheduler ended the job at its time limit."
+            if is_late
+            else "The job was ended from outside: by a person, the scheduler, or a time limit.",
+            "Look at what the job did last: it may have hung before.",
+            None,
+            "",
+            evidence,
+        )
+        return True
+
+    def _other(self, body: str, rank: int | None, process: str, evidence: Evidence) -> None:
+        """Read an error that one line states."""
+        rule = classify(body)
+        if rule is not None and not (rule.role >= Role.VAGUE and _TEARDOWN.search(body)):
+            detail = body if _RAISED.match(body) else ""
+            self._add(
+                rule.rule,
+                rule.role,
+                rule.text,
+                rule.action,
+                rank,
+                process,
+                evidence,
+                detail=detail,
+            )
+        elif _TEARDOWN.search(body):
+            role = Role.REMARK if _REMARK.search(body) else Role.CONSEQUENCE
+            text = "Processes of the job were told to stop, or cleaned up, after a failure."
+            self._add("failure-teardown", role, text, "", None, "", evidence)
+        elif _RAISED.match(body):
+            text, action = "A Python exception was raised.", "Look for its traceback."
+            self._add(
+                "failure-python", Role.CAUSE, text, action, rank, process, evidence, detail=body
+            )
+        elif not process and _UNKNOWN.search(body):
+            text = f"A line looks fatal, and no rule knows it: {body.strip()[:160]}"
+            action = "Read the lines around it."
+            self._add("failure-unknown", Role.VAGUE, text, action, rank, "", evidence)
+
+    def _add(
+        self,
+        rule: str,
+        role: Role,
+        text: str,
+        action: str,
+        rank: int | None,
+        process: str,
+        evidence: Evidence,
+        detail: str = "",
+        place: str = "",
+        place_evidence: Evidence | None = None,
+    ) -> None:
+        key = (rule, rank, process, f"{role}{detail[:120]}")
+        known = self.failures.get(key)
+        if known is not None:
+            self.failures[key] = replace(known, lines=known.lines + 1)
+        elif len(self.failures) < _MAX_FAILURES:
+            self.failures[key] = Failure(
+                rule=rule,
+                role=role,
+                text=text,
+                action=action,
+                rank=rank,
+                process=process,
+                time_s=self._clock,
+                file_index=self._file_index,
+                evidence=evidence,
+                detail=detail.strip()[:300],
+                place=place,
+                place_evidence=place_evidence,
+            )
+
+    def result(
+        self, rank_of: Callable[[str], int | None]
+    ) -> tuple[tuple[Failure, ...], tuple[GroupProgress, ...], tuple[AbsentRank, ...]]:
+        """Return all failures in their order; rank_of: of a process, host:pid or pid."""
+        failures = [
+            replace(one, rank=rank_of(one.process) if one.rank is None else one.rank)
+            for one in self.failures.values()
+        ]
+        failures += self._exits.failures(rank_of)
+        failures.sort(
+            key=lambda one: (
+                one.role,
+                one.rule in _GENERAL,
+                -1.0 if one.time_s is None else one.time_s,
+                one.file_index,
+                one.evidence.line,
+            )
+        )
+        return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
+
+
+def is_job_output(path: Path) -> bool:
+    """Return whether a text file states a failure or has lines of NCCL. Raises ConfigError."""
+    if is_binary(read_head(path)):
+        return False
+    reader = OutputReader()
+    with open_binary(path) as stream:
+        for number, line in enumerate(iter(partial(stream.readline, _MAX_LINE_BYTES), b""), 1):
+            reader.read(line, number)
+            if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
+                return True
+    return False

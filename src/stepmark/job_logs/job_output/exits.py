@@ -1,0 +1,138 @@
+"""How processes of a job ended, as their launchers, shells and the kernel report it."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from stepmark.findings.finding import Evidence
+from stepmark.findings.log_facts import Failure, Role
+from stepmark.job_logs.failures import SIGNALS, classify, signal_of
+from stepmark.job_logs.job_output.lines import numbers_of
+
+FIRST_FAILURE = "first observed failure"
+_CHILD = re.compile(r"failed \(exitcode: (-?\d{1,4})\) local_rank: \d+ \(pid: (\d+)\)")
+_BLOCK_RANK = re.compile(r"^\s*rank\s+: (\d{1,8}) \(local_rank")
+_BLOCK_EXIT = re.compile(r"^\s*exitcode\s+: (-?\d{1,4}) +\(pid: (\d+)\)")
+_SRUN = re.compile(
+    r"srun: error: ([\w.\-]+): tasks? ([\d,\-\[\]]{1,200}): (Killed|Segmentation fault"
+    r"|Bus error|Aborted|Terminated|Exited with exit code (\d{1,3}))"
+)
+_ON_SIGNAL = re.compile(
+    r"process rank (\d+) with PID (\d+) on node \S+ exited on signal (\d{1,2})"
+    r"|(?:died with <Signals\.\w+: |Caught signal )(\d{1,2})\b"
+    r"|(?:terminated with signal |Program terminated with signal |killed by signal: )"
+    r"(SIG[A-Z]+|Killed|Aborted|Segmentation fault)"
+    r"|(?:^|line \d+: +\d+ )(Killed|Segmentation fault|Bus error|Aborted)\b"
+    r"|Fatal Python error: (Segmentation fault|Aborted|Bus error)"
+    r"|\[\d+\]: (segfault) at "
+)
+_EXIT_CODE = re.compile(
+    r"(?:exits with return code = |return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status) "
+    r"|EXIT CODE: |exit(?:ed with)?(?: exit)? (?:code|status):? |exitcode ?[:=] ?)"
+    r"(-?[1-9]\d{0,2})\b"
+)
+_SIGNAL_NUMBERS = {
+    **{"Killed": 9, "SIGKILL": 9, "Segmentation fault": 11, "SIGSEGV": 11, "segfault": 11},
+    **{"Bus error": 7, "SIGBUS": 7, "Aborted": 6, "SIGABRT": 6, "Terminated": 15},
+    **{"SIGTERM": 15, "SIGINT": 2},
+}
+
+
+@dataclass(slots=True)
+class _Exit:
+    """How a process ended, as its launcher reports it."""
+
+    code: int
+    rank: int | None
+    process: str
+    is_first: bool  # torchrun's "first observed failure"
+    evidence: Evidence
+    time_s: float | None
+    file_index: int
+
+
+@dataclass(slots=True)
+class ProcessExits:
+    """Ends of processes, one per process."""
+
+    exits: dict[str, _Exit] = field(default_factory=dict)
+    block: str = ""  # of torchrun's summary that is being read: "first", "other"
+    clock: float | None = None
+    file_index: int = 0
+    _block_rank: int | None = None
+
+    def failures(self, rank_of: Callable[[str], int | None]) -> list[Failure]:
+        return [_of_exit(exit_, rank_of) for exit_ in self.exits.values()]
+
+    def summary(self, body: str, evidence: Evidence) -> bool:
+        """Read a line of torchrun's list of failures."""
+        if body.startswith("====="):
+            self.block = ""
+        elif match := _BLOCK_RANK.match(body):
+            self._block_rank = int(match[1])
+        elif end := _BLOCK_EXIT.match(body):
+            is_first = self.block == "first"
+            exit_ = self._add_exit(int(end[1]), self._block_rank, f"pid {end[2]}", evidence)
+            exit_.is_first = exit_.is_first or is_first
+        elif "Root Cause (first observed failure)" in body:
+            self.block = "first"
+        else:
+            return bool(
+                re.match(r"^\s*(?:time|host|error_file|traceback)\s+:|^-{5}|^\[\d+\]:", body)
+            )
+        return True
+
+    def read(self, body: str, rank: int | None, evidence: Evidence) -> bool:
+        """Read how a process ended."""
+        if child := _CHILD.search(body):
+            self._add_exit(int(child[1]), None, f"pid {child[2]}", evidence)
+        elif tasks := _SRUN.search(body):
+            code = int(tasks[4]) if tasks[4] else -_SIGNAL_NUMBERS[tasks[3]]
+            for task in numbers_of(tasks[2].strip("[]"))[:64]:
+                self._add_exit(code, task, f"task {task}", evidence)
+        elif signal := _ON_SIGNAL.search(body):
+            mpi_rank, pid, on, by, *names = signal.groups()
+            name = next((name for name in names if name), "")
+            number = int(on or by) if on or by else _SIGNAL_NUMBERS.get(name, 0)
+            who = int(mpi_rank) if mpi_rank else rank
+            self._add_exit(-number, who, f"pid {pid}" if pid else f"? {who} {number}", evidence)
+        elif (code_line := _EXIT_CODE.search(body)) and classify(body) is None:
+            self._add_exit(int(code_line[1]), rank, f"? {rank} {code_line[1]}", evidence)
+        elif "Root Cause (first observed failure)" in body or body.startswith("Failures:"):
+            self.block = "first" if "Root" in body else "other"
+        else:
+            return False
+        return True
+
+    def _add_exit(self, code: int, rank: int | None, process: str, evidence: Evidence) -> _Exit:
+        new = _Exit(code, rank, process, False, evidence, self.clock, self.file_index)
+        exit_ = self.exits.setdefault(process, new)
+        exit_.rank = rank if exit_.rank is None else exit_.rank
+        return exit_
+
+
+def _of_exit(exit_: _Exit, rank_of: Callable[[str], int | None]) -> Failure:
+    """Return the failure; its text is a predicate: the subject is the process."""
+    number = signal_of(exit_.code)
+    if number in SIGNALS:
+        rule, role, text, action = SIGNALS[number]
+    elif number is not None:
+        rule, role, text = "failure-signal", Role.SIGNAL, f"ended on signal {number}"
+        action = "Look at the lines before it."
+    else:
+        rule, role, text = "failure-exit", Role.VAGUE, f"ended with exit code {exit_.code}"
+        action = "Look for its traceback or last line; set TORCHELASTIC_ERROR_FILE to keep it."
+    if role is Role.CONSEQUENCE and exit_.is_first:
+        role = Role.ENDED
+    return Failure(
+        rule=rule,
+        role=role,
+        text=text,
+        action=action,
+        rank=exit_.rank if exit_.rank is not None else rank_of(exit_.process),
+        process="" if exit_.process.startswith("?") else exit_.process,
+        time_s=exit_.time_s,
+        file_index=exit_.file_index,
+        evidence=exit_.evidence,
+        detail=FIRST_FAILURE if exit_.is_first else "",
+    )

@@ -1,0 +1,43 @@
+"""Options of `stepmark logs`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from stepmark.ground.option_groups import Files, RunsFolder
+from stepmark.ground.options import REQUIRED, between, flag
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessageView:
+    """Messages."""
+
+    histogram: bool = flag("how often each message size", default=False)
+    by: str | None = flag("tell apart: collective,dtype,group,phase or fewer [all]")
+    bins: str | None = flag("craypat, pow2, exact, or edges 1K,64K,1M [exact while few]")
+    ranks: int | None = flag("ranks of communicators that do not state them", rare=True)
+    curve: str | None = flag("run or file with measured times: what messages cost")
+    steps: Annotated[int, between(1, 2**31)] | None = flag(
+        "training steps in the files, for figures per step"
+    )
+    tuning: bool = flag("algorithm and protocol by size, as logged", default=False)
+    html: str | None = flag("figures of the histogram as one page", metavar="PATH")
+    force: bool = flag("accept a curve of another number of ranks", default=False, rare=True)
+
+    @property
+    def shows_histogram(self) -> bool:
+        """Whether an option asks for the histogram, or implies it."""
+        implied = (self.by, self.bins, self.curve, self.html)
+        return self.histogram or any(value is not None for value in implied)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogsOptions(MessageView, Files, RunsFolder):
+    """Tables."""
+
+    files: tuple[str, ...] = flag(
+        "files, folders and quoted patterns of one job",
+        default=REQUIRED,
+        argument=True,
+        metavar="FILE...",
+    )
+    tables: bool = flag("list and validate tables of results", default=False)

@@ -1,0 +1,291 @@
+"""The inputs of stepmark logs: files sorted by what they contain, each kind read alike."""
+
+import glob
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from stepmark.cases.message import Histogram
+from stepmark.findings.finding import Finding
+from stepmark.findings.histogram import ranks_seen, with_ranks
+from stepmark.findings.log_facts import LogFacts
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import decode, is_binary, read_head
+from stepmark.ground.units import ranks_text
+from stepmark.job_logs import log_summary
+from stepmark.job_logs.flight_recorder import looks_like_flight_recorder, read_flight_recorder
+from stepmark.job_logs.flight_recorder.findings import findings
+from stepmark.job_logs.flight_recorder.groups import progress
+from stepmark.job_logs.inspector import looks_like_inspector, read_inspector
+from stepmark.job_logs.job_output import is_job_output
+from stepmark.job_logs.nccl_log import looks_like_log, read_log
+from stepmark.job_logs.nccl_log.diagnosis import diagnose
+from stepmark.job_logs.one_cause import join_findings
+from stepmark.text_tables import looks_like_tables
+from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table
+
+MAX_FILES = 100_000
+# Files of a folder that may be output of a job; a named file may have any name.
+_OUTPUT_SUFFIXES = frozenset({"", ".out", ".err", ".log", ".txt", ".gz", ".stdout", ".stderr"})
+LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "tables"
+OUTPUT = "job output"  # a log without lines of NCCL
+
+
+@dataclass(slots=True, kw_only=True)
+class Inputs:
+    """Paths by kind. A job's output that is a log with tables is in both."""
+
+    paths: dict[str, list[Path]] = field(default_factory=lambda: defaultdict(list))
+    unknown: list[tuple[Path, str]] = field(default_factory=list)  # in folders, with the reason
+    # Of the only file, if it had to be read whole to see what it is.
+    facts: dict[Path, LogFacts] = field(default_factory=dict)
+
+
+def collect(words: Sequence[str], *, only_tables: bool = False) -> Inputs:
+    """Sort the files that the words name. Raises ConfigError.
+
+    Refused are a name without a file, a named file of no known kind, and a folder or pattern
+    without any file of a known kind.
+    """
+    inputs = Inputs()
+    sorted_paths: set[Path] = set()
+    for word in words:
+        paths, is_named = _expand(word)
+        is_known = [
+            path.resolve() in sorted_paths
+            or _sort(
+                path,
+                inputs,
+                is_named=is_named,
+                is_only=is_named and len(words) == 1,
+                only_tables=only_tables,
+            )
+            for path in paths
+        ]
+        sorted_paths.update(path.resolve() for path in paths)
+        if not any(is_known):
+            raise ConfigError("file", word, "a folder or pattern with logs, dumps or tables")
+    return inputs
+
+
+def _expand(word: str) -> tuple[list[Path], bool]:
+    """Return (files, whether one was named). Existing names may contain pattern signs."""
+    path = Path(word)
+    try:
+        if not word:
+            raise ValueError("an empty name")
+        if path.is_dir():
+            return _limited(word, (p for p in path.rglob("*") if p.is_file())), False
+        if path.exists():
+            return [path], True
+        matches = glob.glob(word, recursive=True) if glob.has_magic(word) else []
+    except (OSError, ValueError) as error:
+        raise ConfigError("file", word, f"a name that can be read ({error})") from None
+    files = _limited(word, (file for file in map(Path, matches) if file.is_file()))
+    if not files:
+        raise ConfigError("file", word, "a file, a folder or a quoted pattern that exists")
+    return files, False
+
+
+def _limited(word: str, files: Iterator[Path]) -> list[Path]:
+    """Return the files sorted, so that equal folders give equal output."""
+    limited = list(itertools.islice(files, MAX_FILES + 1))
+    if len(limited) > MAX_FILES:
+        raise ConfigError("file", word, f"at most {MAX_FILES} files")
+    return sorted(limited)
+
+
+def _sort(
+    path: Path, inputs: Inputs, *, is_named: bool, is_only: bool, only_tables: bool
+) -> bool:
+    """Add the file to the inputs, and return whether it is of a known kind."""
+    try:
+        kinds = kinds_of(path)
+        is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
+        if not only_tables and kinds <= {TABLES} and is_output:
+            is_log = _read_only(path, inputs) if is_only else is_job_output(path)
+            kinds |= {LOG} if is_log else set()
+    except ConfigError as error:
+        if is_named:
+            raise
+        inputs.unknown.append((path, error.allowed))
+        return False
+    if only_tables:
+        kinds = {TABLES} if is_named or TABLES in kinds else set()
+    if not kinds and is_named:
+        if looks_like_profiler_table(read_head(path)):
+            raise ConfigError(
+                "file", path, f"use stepmark trace breakdown {path} for its tables"
+            )
+        allowed = (
+            "an NCCL log, a flight-recorder dump, inspector lines, a table, or output of a job "
+            "that failed"
+        )
+        raise ConfigError("file", path, f"{allowed}; --tables searches it for tables anyway")
+    if not kinds:
+        inputs.unknown.append((path, "it contains nothing that stepmark recognizes"))
+    for kind in kinds:
+        inputs.paths[kind].append(path)
+    return bool(kinds)
+
+
+def _read_only(path: Path, inputs: Inputs) -> bool:
+    """Read the only file, and return whether it has lines of NCCL or states a failure."""
+    if is_binary(read_head(path)):
+        return False
+    try:
+        facts = inputs.facts[path] = read_log([path])
+    except ConfigError:
+        return False
+    is_log = bool(facts.processes or facts.versions) or facts.has_failed
+    return is_log or any(state.waits_in is not None for state in facts.progress)
+
+
+def kinds_of(path: Path) -> set[str]:
+    """Return what a file contains, by its first 64 KiB. Raises ConfigError."""
+    head = read_head(path)
+    if not head.strip():
+        raise ConfigError("file", path, "a file with content; this one is empty")
+    if looks_like_inspector(head):
+        return {INSPECTOR}
+    if looks_like_flight_recorder(head):
+        return {FLIGHT}
+    is_report = head.startswith(b"{\n") and path.suffix == ".json"  # ours may quote a log
+    kinds = {LOG} if looks_like_log(head) and not is_report else set()
+    if not is_binary(head) and looks_like_tables(decode(head)):
+        kinds.add(TABLES)
+    return kinds
+
+
+Rows = list[dict[str, object]]
+_MAX_RANKS_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One job's files of one kind."""
+
+    kind: str
+    files: tuple[str, ...]
+    histogram: Histogram
+    num_ranks_seen: int
+    findings: tuple[Finding, ...]
+    lines: tuple[str, ...]  # a description, shown before the findings
+    rows: tuple[tuple[str, Rows], ...] = ()  # further tables by name
+    tuning: tuple[dict[str, object], ...] = ()  # NCCL's choices by size, as its log has them
+
+
+def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
+    """Read one source per kind of file. Raises ConfigError.
+
+    Messages of two kinds may be of one job, so they are never added; a log and dumps are taken
+    as of one job, with one cause.
+    """
+    readers: dict[str, Callable[[list[Path]], Source]] = {
+        LOG: partial(_log, num_ranks, inputs.facts if num_ranks is None else {}),
+        FLIGHT: _flight_recorder,
+        INSPECTOR: _inspector,
+    }
+    paths = inputs.paths
+    by_kind = {kind: read(paths[kind]) for kind, read in readers.items() if paths[kind]}
+    if LOG in by_kind and FLIGHT in by_kind:
+        both = join_findings(by_kind[LOG].findings, by_kind[FLIGHT].findings)
+        for kind, joined in zip((LOG, FLIGHT), both, strict=True):
+            by_kind[kind] = replace(by_kind[kind], findings=tuple(joined))
+    sources = list(by_kind.values())
+    if num_ranks is None:
+        return sources
+    return [
+        replace(source, histogram=with_ranks(source.histogram, num_ranks)) for source in sources
+    ]
+
+
+def _log(
+    num_ranks: int | None, known: Mapping[Path, LogFacts], paths: Sequence[Path]
+) -> Source:
+    facts = known.get(paths[0]) or read_log(paths, num_ranks=num_ranks)
+    return Source(
+        kind=LOG if facts.has_messages else OUTPUT,
+        files=tuple(map(str, paths)),
+        histogram=facts.messages,
+        num_ranks_seen=max(len(facts.processes), ranks_seen(facts.messages)),
+        findings=tuple(diagnose(facts)),
+        lines=tuple(log_summary.fact_lines(facts)),
+        tuning=tuple(log_summary.choice_rows(facts)),
+        rows=(
+            ("facts", log_summary.fact_rows(facts)),
+            ("communicators", log_summary.communicator_rows(facts)),
+            ("transports", log_summary.transport_rows(facts)),
+            ("predictions", log_summary.prediction_rows(facts)),
+        ),
+    )
+
+
+def _flight_recorder(paths: Sequence[Path]) -> Source:
+    facts = read_flight_recorder(paths)
+    dumps = facts.dumps
+    ranks = [dump.rank for dump in dumps if dump.rank is not None]
+    versions = dict.fromkeys(dump.version or "unknown" for dump in dumps)
+    nccl = dict.fromkeys(dump.nccl for dump in dumps if dump.nccl)
+    num_operations = sum(len(dump.operations) for dump in dumps)
+    lines = [
+        f"flight recorder: {len(dumps)} dump{'s' if len(dumps) > 1 else ''}"
+        + (f", {ranks_text(ranks)}" if ranks else ", rank unknown")
+        + f", {num_operations} operations, format {', '.join(versions)}"
+        + (f", NCCL {', '.join(nccl)}" if nccl else "")
+    ]
+    rows: Rows = [asdict(rank) for rank in progress(dumps)]
+    lines += [_progress_text(r) for r in rows[:_MAX_RANKS_SHOWN] if r["first"] is not None]
+    more = len(rows) - _MAX_RANKS_SHOWN
+    lines += [f"  ... and {more} more; --json or --csv has all"] * (more > 0)
+    lines += [f"  not in the histogram: {n} {reason}" for reason, n in facts.uncounted.items()]
+    return Source(
+        kind=FLIGHT,
+        files=tuple(map(str, paths)),
+        histogram=facts.histogram,
+        num_ranks_seen=len(dumps),
+        findings=tuple(findings(dumps)),
+        lines=tuple(lines),
+        rows=(("ranks", rows),),
+    )
+
+
+def _progress_text(row: dict[str, object]) -> str:
+    rank = "?" if row["rank"] is None else row["rank"]
+    last = "none" if row["last_completed"] is None else row["last_completed"]
+    return (
+        f"  rank {rank}, group {row['group']}: collectives {row['first']} to "
+        f"{row['last_enqueued']} enqueued, last completed {last}"
+    )
+
+
+def _inspector(paths: Sequence[Path]) -> Source:
+    facts = read_inspector(paths)
+    calls = sum(tally.calls for tally in facts.histogram.values())
+    clocks = ", ".join(
+        f"{n} {source or 'unnamed clock'}" for source, n in facts.timing_sources.items()
+    )
+    rows: Rows = [
+        {"collective": name, "algorithm": algorithm, "protocol": protocol, "calls": n}
+        for (name, algorithm, protocol), n in facts.algorithms.items()
+    ]
+    lines = [
+        f"inspector: {calls} operations of {facts.num_ranks_seen} ranks, format "
+        f"{', '.join(facts.versions) or 'unknown'}, timed by: {clocks}"
+    ]
+    lines += [
+        f"  {row['collective']}: {row['algorithm']} {row['protocol']}, {row['calls']} calls"
+        for row in rows
+    ]
+    return Source(
+        kind=INSPECTOR,
+        files=tuple(map(str, paths)),
+        histogram=facts.histogram,
+        num_ranks_seen=facts.num_ranks_seen,
+        findings=facts.findings,
+        lines=tuple(lines),
+        rows=(("algorithms", rows),) if rows else (),
+    )

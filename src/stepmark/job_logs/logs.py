@@ -1,0 +1,368 @@
+"""stepmark logs: NCCL logs, flight-recorder dumps, inspector lines and tables of results."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from io import StringIO
+
+from rich.console import Console
+
+from stepmark import text_tables as tables
+from stepmark.collectives.measured_curves import read_curves
+from stepmark.findings import expected, histogram
+from stepmark.findings.finding import Finding, Severity
+from stepmark.findings.histogram import (
+    calls_and_bytes,
+    lines,
+    parse_bins,
+    summary,
+    unknown_ranks,
+)
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import write_text
+from stepmark.ground.options import load, plain
+from stepmark.ground.reading import Table
+from stepmark.ground.units import format_bytes, format_time
+from stepmark.ground.waiting import Waiting
+from stepmark.job_logs import log_summary
+from stepmark.job_logs.log_options import LogsOptions, MessageView
+from stepmark.job_logs.log_sources import (
+    LOG,
+    TABLES,
+    Inputs,
+    Rows,
+    Source,
+    collect,
+    read_sources,
+)
+from stepmark.job_logs.log_summary import print_tables
+from stepmark.store.view import print_text
+from stepmark.tables.export import write_json, write_tables
+from stepmark.text_tables.validate import validate
+
+_OF_MESSAGES = tuple(field.name for field in fields(MessageView))
+_MAX_FINDINGS = 200
+_MAX_EVIDENCE = 3
+_MAX_CONSEQUENCES = 8
+# Links of a chain that show a failure, instead of leading to it.
+_LABELS = {"raised-at": "at:", "first-failure": "seen:"}
+_MAX_CHARACTERS = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceView:
+    """A source with its histogram as the options ask for it."""
+
+    source: Source
+    rows: Rows  # of the histogram
+    totals: dict[str, float | int] | None  # by the curve
+
+    @property
+    def named_rows(self) -> dict[str, Rows]:
+        return {
+            "histogram": self.rows,
+            "tuning": list(self.source.tuning),
+            **dict(self.source.rows),
+        }
+
+
+def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
+    """Yield a summary; with --histogram or --tuning only these and the problems."""
+    source = view.source
+    if not options.shows_histogram and not options.tuning:
+        yield _answer(source.findings)
+        yield from source.lines
+        yield from finding_text(source.findings)
+        yield from _histogram_summary(source, options.steps)
+        return
+    yield f"# {source.kind}: {files_text(source)}"
+    if options.tuning:
+        yield from _tuning_text(source)
+    if options.shows_histogram:
+        yield from _histogram_text(view, options)
+    problems = [each for each in source.findings if each.severity is Severity.PROBLEM]
+    yield from finding_text(problems)
+
+
+def _answer(findings: Sequence[Finding]) -> str:
+    """Return the worst finding in one line; without a problem, that there is none."""
+    counts = Counter(finding.severity for finding in findings)
+    others = [f"{counts[kind]} {kind}{'s' * (counts[kind] > 1)}" for kind in Severity]
+    tally = ", ".join(reversed([text for text in others if not text.startswith("0 ")]))
+    for finding in findings:
+        if finding.severity is Severity.PROBLEM:
+            return f"answer     {finding.text} ({tally})"
+    return f"answer     nothing states a failure or a hang ({tally or 'no findings'})"
+
+
+def _histogram_summary(source: Source, steps: int | None) -> Iterator[str]:
+    if not source.histogram:
+        return
+    yield "messages (--histogram shows all sizes):"
+    yield from (f"  {line}" for line in summary(source.histogram, source.num_ranks_seen))
+    if steps:
+        yield f"  {_per_step(source, steps)}"
+    if line := unknown_ranks(source.histogram):
+        yield f"  {line}"
+
+
+def _histogram_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
+    if not view.rows:
+        yield "no messages: a log has them with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL"
+        return
+    if line := unknown_ranks(view.source.histogram):
+        yield f"# {line}"
+    yield from lines(view.rows)
+    if options.steps:
+        yield f"# {_per_step(view.source, options.steps)}"
+    if view.totals is not None:
+        yield from _curve_text(view.totals, options)
+
+
+def _per_step(source: Source, steps: int) -> str:
+    rank_steps = steps * max(source.num_ranks_seen, 1)
+    calls, num_bytes = (total / rank_steps for total in calls_and_bytes(source.histogram))
+    return f"{calls:.4g} calls of {format_bytes(num_bytes)} per rank and step"
+
+
+def _curve_text(totals: dict[str, float | int], options: LogsOptions) -> Iterator[str]:
+    seconds = totals["seconds_per_rank"]
+    line = f"# by {options.curve} these messages take {format_time(seconds)} per rank"
+    if options.steps:
+        line += f", {format_time(totals['seconds_per_rank_and_step'])} per step"
+    yield f"{line}, one after another and without waiting"
+    yield from expected.beyond_curve(totals)
+
+
+def _tuning_text(source: Source) -> Iterator[str]:
+    if not source.tuning:
+        yield "no choice of algorithms: a log has them with NCCL_DEBUG_SUBSYS=TUNING"
+    for row in source.tuning:
+        is_known = row["size_bytes"] is not None
+        size = row["size_bytes"] if is_known else row["printed_bytes"]
+        assert isinstance(size, int)
+        channels = "" if row["channels"] is None else f", {row['channels']} channels"
+        call = f"{row['collective'] or 'call'} of {format_bytes(size)}"
+        choice = f"{row['algorithm']} {row['protocol']}{channels}, {row['calls']} calls"
+        yield f"{call}{'' if is_known else ' as printed'}: {choice}"
+
+
+def finding_text(findings: Sequence[Finding]) -> Iterator[str]:
+    """Yield each finding: the first lines that prove it, what led to it, what follows."""
+    for finding in findings[:_MAX_FINDINGS]:
+        yield from _one_finding(finding, f"{finding.severity}:", "")
+    if len(findings) > _MAX_FINDINGS:
+        yield f"... and {len(findings) - _MAX_FINDINGS} more; --json has all"
+
+
+def _one_finding(finding: Finding, label: str, indent: str) -> Iterator[str]:
+    yield f"{indent}{label} {finding.text} [{finding.rule}]"
+    is_short = indent or finding.severity is Severity.NOTE
+    evidence = finding.evidence[: 1 if is_short else _MAX_EVIDENCE]
+    for line in evidence:
+        number = f":{line.line}" if line.line else ""
+        yield f"{indent}    {line.file}{number}: {line.text[:_MAX_CHARACTERS]}"
+    if finding.count > len(evidence) > 0:
+        yield f"{indent}    {finding.count} in all"
+    for link in finding.chain:
+        label = "dumps:" if link.rule.startswith("fr-") else "because:"
+        yield from _one_finding(link, _LABELS.get(link.rule, label), f"{indent}  ")
+    if finding.action and not indent:
+        yield f"  do: {finding.action}"
+    for consequence in finding.consequences[:_MAX_CONSEQUENCES]:
+        yield from _one_finding(consequence, "consequence:", f"{indent}  ")
+    if len(finding.consequences) > _MAX_CONSEQUENCES:
+        more = len(finding.consequences) - _MAX_CONSEQUENCES
+        yield f"{indent}  ... and {more} more consequences; --json has all"
+
+
+def table_text(table: Table) -> list[str]:
+    """Return its name, its contents, and how each fact is known."""
+    text = StringIO()
+    print_tables([(table, ())], Console(file=text), file_width=200)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def files_text(source: Source) -> str:
+    """Return the files of a source in a few words."""
+    first = source.files[0]
+    return first if len(source.files) == 1 else f"{first} and {len(source.files) - 1} more"
+
+
+TableFindings = tuple[Table, tuple[Finding, ...]]
+
+
+def run(options: LogsOptions) -> int:
+    """Print and write what the files contain. Return 1 where a job fails or hangs."""
+    _check(options)
+    with Waiting("finding the kinds of the files"):
+        inputs = collect(options.files, only_tables=options.tables)
+    for path, reason in inputs.unknown:
+        sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
+    with Waiting("reading the logs"):
+        report = read_report(inputs, options)
+    if not options.to_stdout:
+        print_text(report.text())
+    report.write()
+    return report.exit_code
+
+
+def _check(options: LogsOptions) -> None:
+    """Refuse options that contradict each other. Raises ConfigError."""
+    options.check_stdout()
+    if options.bins:
+        parse_bins(options.bins)  # before logs are read
+    for name, value in plain(options).items() if options.tables else ():
+        if name in _OF_MESSAGES:
+            rule = "it cannot be combined with --tables, which reads no messages"
+            raise ConfigError(name, value, rule)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogReport:
+    """Everything that was found in the files."""
+
+    options: LogsOptions
+    views: tuple[SourceView, ...]
+    tables: tuple[TableFindings, ...]
+    without_tables: tuple[str, ...]  # files that were searched in vain
+
+    @property
+    def findings(self) -> list[Finding]:
+        return [
+            *(finding for view in self.views for finding in view.source.findings),
+            *(finding for _, findings in self.tables for finding in findings),
+        ]
+
+    @property
+    def exit_code(self) -> int:
+        """1 where a job fails, hangs or gives wrong data."""
+        return int(any(each.severity is Severity.PROBLEM for each in self.findings))
+
+    def text(self) -> Iterator[str]:
+        """Yield lines for a terminal."""
+        for place, view in enumerate(self.views):
+            yield from [""] * (place > 0)
+            yield from source_text(view, self.options)
+        if self.views and self.tables:
+            yield ""
+        for table, findings in self.tables:
+            yield from table_text(table)
+            yield from finding_text(findings)
+        for file in self.without_tables:
+            yield f"{file}: no table found"
+
+    def write(self) -> None:
+        """Write the files that the options name. Raises ConfigError."""
+        if self.options.json:
+            write_json(self.document(), self.options.json, "logs")
+        if self.options.csv:
+            write_tables(self._csv_tables(), self.options.csv, "csv")
+        if self.options.html:
+            sections = [
+                (
+                    f"{view.source.kind}: {files_text(view.source)}",
+                    view.rows,
+                    view.source.findings,
+                )
+                for view in self.views
+            ]
+            page = load("stepmark.findings.histogram_figures:page")  # with plotly
+            write_text(self.options.html, page("stepmark logs", sections), "html")
+
+    def document(self) -> dict[str, object]:
+        """Return everything as plain values, whatever options limit the text."""
+        return {
+            "sources": [
+                {
+                    "kind": view.source.kind,
+                    "files": view.source.files,
+                    "findings": list(map(_finding_row, view.source.findings)),
+                    "histogram": view.rows,
+                    "tuning": list(view.source.tuning),
+                    "curve": view.totals,
+                    **dict(view.source.rows),
+                }
+                for view in self.views
+            ],
+            "tables": [
+                asdict(table) | {"findings": list(map(_finding_row, findings))}
+                for table, findings in self.tables
+            ],
+            "exit_code": self.exit_code,
+        }
+
+    def _csv_tables(self) -> dict[str, Rows]:
+        """Return what was requested, or everything that has rows."""
+        options = self.options
+        requested = {"histogram": options.shows_histogram, "tuning": options.tuning}
+        has_request = any(requested.values())
+        rows_by_name: dict[str, Rows] = {}
+        for view in self.views:
+            label = {"source": view.source.kind} if len(self.views) > 1 else {}
+            for name, rows in view.named_rows.items():
+                if not has_request or requested.get(name):
+                    rows_by_name.setdefault(name, []).extend(label | row for row in rows)
+        if not has_request or not self.views:
+            if self.tables:
+                rows_by_name["tables"] = log_summary.rows(self.tables)
+            rows_by_name["findings"] = list(map(_finding_row, self.findings))
+        return {name: rows for name, rows in rows_by_name.items() if rows} or {"findings": []}
+
+
+def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
+    """Read all inputs. Raises ConfigError."""
+    sources = read_sources(inputs, options.ranks)
+    views = tuple(_view(source, options) for source in sources)
+    # A request for the messages of a job's output is no request for its tables.
+    is_about_messages = views and (options.shows_histogram or options.tuning)
+    logs = set(inputs.paths[LOG] if is_about_messages else ())
+    by_file = {path: tables.find(path) for path in inputs.paths[TABLES] if path not in logs}
+    if not views and options.curve:
+        allowed = "given with logs, dumps or inspector lines to compare with"
+        raise ConfigError("curve", options.curve, allowed)
+    if not views and options.html:
+        allowed = "given with logs, dumps or inspector lines: tables have no histogram"
+        raise ConfigError("html", options.html, allowed)
+    return LogReport(
+        options=options,
+        views=views,
+        tables=tuple(
+            (table, tuple(validate(table))) for group in by_file.values() for table in group
+        ),
+        without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
+    )
+
+
+def _view(source: Source, options: LogsOptions) -> SourceView:
+    bins = parse_bins(options.bins) if options.bins else None
+    by = histogram.BY if options.by is None else histogram.parse_by(options.by)
+    num_ranks = source.num_ranks_seen
+    durations, totals = None, None
+    if options.curve:
+        curves = read_curves(options.curve, options.runs)
+        durations = expected.expected(source.histogram, curves, force=options.force)
+        totals = expected.totals(source.histogram, durations, num_ranks)
+        if options.steps:
+            totals["seconds_per_rank_and_step"] = totals["seconds_per_rank"] / options.steps
+    rows = histogram.rows(
+        source.histogram, by=by, bins=bins, num_ranks_seen=num_ranks, expected=durations
+    )
+    return SourceView(source=source, rows=rows, totals=totals)
+
+
+def _finding_row(finding: Finding) -> dict[str, object]:
+    first = finding.evidence[0] if finding.evidence else None
+    return {
+        "severity": finding.severity.value,
+        "rule": finding.rule,
+        "text": finding.text,
+        "count": finding.count,
+        "file": first.file if first else None,
+        "line": first.line or None if first else None,
+        "evidence": [asdict(line) for line in finding.evidence],
+        "action": finding.action,
+        "chain": [_finding_row(link) for link in finding.chain],
+        "consequences": [_finding_row(one) for one in finding.consequences],
+    }

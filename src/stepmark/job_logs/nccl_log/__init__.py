@@ -1,0 +1,393 @@
+"""Read debug logs of NCCL and RCCL (NCCL_DEBUG=INFO or TRACE), of any size, as facts.
+
+Files are read once, in blocks. A line of a call is looked up by what does not change from call
+to call (writer, collective, count to communicator), so it is parsed once; other lines are
+dispatched by their first word.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from stepmark.findings.finding import Evidence
+from stepmark.findings.log_facts import LogFacts
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.garbage import no_collection
+from stepmark.ground.read_text import printable
+from stepmark.job_logs.job_output.lines import has_nccl_line
+from stepmark.job_logs.nccl_log import handlers
+from stepmark.job_logs.nccl_log.call_cache import MAX_BUFFERS, MAX_CACHED, CallCache
+from stepmark.job_logs.nccl_log.collector import Collector
+from stepmark.job_logs.nccl_log.lines import (
+    FIRST,
+    MAX_LINE_BYTES,
+    OTHER,
+    UNKNOWN,
+    UNKNOWN_WRITER,
+    CallCounter,
+    LogMessage,
+    ParsedCall,
+    Writer,
+    batches,
+    parse_call,
+    parse_coll,
+    segments,
+    unstamped,
+    writer_of,
+)
+
+_VERSIONS = (b"NCCL version", b"RCCL version", b"HIP version", b"ROCm version")
+_MAX_LINES = 2**32 - 1
+
+
+def looks_like_log(head: bytes) -> bool:
+    """Return whether the start of a file has a line of NCCL's or RCCL's debug output."""
+    return has_nccl_line(head) or any(
+        line.lstrip().startswith(_VERSIONS[:2]) for line in head.split(b"\n")
+    )
+
+
+def read_log(paths: Sequence[Path], *, num_ranks: int | None = None) -> LogFacts:
+    """Return the facts of one job's logs: one file, or one per process, plain or gzip.
+
+    num_ranks: of communicators whose size the log does not state. Raises ConfigError where a
+    file cannot be read or holds no line of NCCL's.
+    """
+    if not paths:
+        raise ConfigError("file", "", "at least one log file")
+    if num_ranks is not None and num_ranks < 1:
+        raise ConfigError("num-ranks", num_ranks, "a number from 1")
+    reader = _Reader()
+    with no_collection():
+        for index, path in enumerate(paths):
+            reader.read(path, index)
+        facts = reader.collector.result(paths, reader.num_lines, num_ranks)
+    return replace(facts, has_messages=reader.num_logs > 0)
+
+
+class _Reader:
+    """One pass over all files."""
+
+    def __init__(self) -> None:
+        self.collector = Collector()
+        self.num_lines = 0
+        self.num_logs = 0  # files with messages of NCCL
+        self._cache = CallCache()
+        self._choices: dict[bytes, list[int]] = {}
+        self._writers: dict[bytes, Writer] = {}
+        self._file, self._index, self._has_messages = "", 0, False
+        self.collector.forget_counters = self._cache.forget
+
+    def read(self, path: Path, index: int) -> None:
+        """Read one file. Raises ConfigError."""
+        self._file, self._index, self._has_messages = str(path), index, False
+        self.collector.output.enter_file(self._file, index)
+        num_failures = self.collector.output.num_found
+        self._cache.clear()
+        self._choices.clear()
+        is_empty = True
+        for first, lines in batches(path):
+            if first + len(lines) > _MAX_LINES:
+                raise ConfigError("file", path, f"a log of fewer than {_MAX_LINES} lines")
+            if is_empty and not any(lines):
+                lines[:] = [b""]
+            elif is_empty:
+                is_empty = False
+                self._refuse_binary(path, lines)
+            self._scan(lines, first)
+            self.num_lines += len(lines) - 1
+        if is_empty:
+            raise ConfigError("file", path, "a log with content; this one is empty")
+        has_failures = self.collector.output.num_found > num_failures
+        self.num_logs += self._has_messages
+        if not self._has_messages and not has_failures:
+            raise ConfigError("file", path, "a log of NCCL or RCCL; no line of either is in it")
+
+    @staticmethod
+    def _refuse_binary(path: Path, lines: Sequence[bytes]) -> None:
+        head = b"\n".join(lines[:64])[:65536]
+        if head.count(b"\0") > len(head) // 10 and not looks_like_log(head):
+            allowed = "a text file, or a compressed one; this one is binary"
+            raise ConfigError("file", path, allowed)
+
+    def _scan(self, lines: list[bytes], first: int) -> None:
+        """Read all lines but the last, which is only for looking ahead."""
+        choice_of, parse = self._choices.get, self._parse
+        counter_of = self._cache.counters.get
+        read_plain, heads = self._plain, self._cache.heads
+        ahead, has_ignored = lines.pop(), False
+        for number, line in enumerate(lines, first):
+            at = line.find(b" opCount ")
+            if at >= 0:
+                low = line.find(b" count ", at)
+                comm = line.find(b" comm ", low)
+                # A missing part gives a key that no table has.
+                if low - at < MAX_BUFFERS:
+                    try:
+                        calls, comms, thread = heads[line[:at]]
+                        append = comms[line[comm : line.rfind(b" stream ")]]
+                        append(calls[line[low:comm]] | thread | number)
+                        continue
+                    except KeyError:
+                        pass
+            else:
+                choice = choice_of(line)
+                if choice is not None:
+                    choice[0] += 1
+                    continue
+                at = line.find(b"NCCL ")
+                if at < 0:
+                    read_plain(line, number)
+                    continue
+                if line[at + 5 : at + 10] == b"INFO ":
+                    end = line.find(b" ", at + 10)
+                    if line[at + 10 : end] in _IGNORED:
+                        has_ignored = True
+                        continue
+                elif line[at + 5 : at + 10] == b"CALL ":
+                    counter = counter_of(_api_key(line, at))
+                    if counter is not None:
+                        counter.calls += 1
+                        counter.append(counter.base | number)
+                        continue
+            offset = number - first + 1
+            parse(line, number, lines[offset] if offset < len(lines) else ahead)
+        lines.append(ahead)
+        self._has_messages = self._has_messages or has_ignored
+
+    def _plain(self, line: bytes, number: int) -> None:
+        """Read a line that no NCCL wrote, or one of its version."""
+        if line.startswith(_VERSIONS):
+            self._parse(line, number, b"")
+        elif line:
+            self.collector.output.read(line, number)
+
+    def _parse(self, line: bytes, number: int, following: bytes) -> None:
+        """Read a line that has no counter yet."""
+        line = unstamped(line.rstrip(b"\r"))
+        parts = segments(line[:MAX_LINE_BYTES])
+        for part in parts:
+            if b" opCount " in part:
+                self._coll(part, number, following, is_cacheable=len(parts) == 1)
+            else:
+                self._message(part, number, following)
+
+    def _coll(self, line: bytes, number: int, following: bytes, *, is_cacheable: bool) -> None:
+        at = line.find(b" opCount ")
+        low, high = line.find(b" count ", at), line.rfind(b" stream ")
+        comm = line.find(b" comm ", low)
+        is_whole = at < low < comm < high and low - at < MAX_BUFFERS
+        parts = (line[:at], line[low:comm], line[comm:high])
+        if is_whole and self._cache.count(parts, number):
+            return
+        key = line[:at] + line[low:high] if is_whole else b""
+        counter = self._cache.counters.get(key) if key else None
+        if counter is None:
+            self._has_messages = True
+            name = max(0, line.rfind(b"NCCL ", 0, at))
+            parsed = parse_coll(line)
+            if (parsed is None or not parsed.pointer) and b"NCCL" not in following:
+                joined = parse_coll(line.rstrip() + b" " + following.strip() + b" ")
+                parsed = joined or parsed
+            message = self._log_message(line, name, number, following)
+            counter = self._call_counter(message, parsed, is_api=False)
+            if counter is None:
+                return
+            if key and is_cacheable and parsed and parsed.pointer:
+                if counter.base:
+                    self._cache.add_parts(parts, counter, message.process)
+                else:
+                    self._cache.add(key, counter)
+        counter.calls += 1
+        counter.append(counter.base | number)
+
+    def _call_counter(
+        self, message: LogMessage, parsed: ParsedCall | None, *, is_api: bool
+    ) -> CallCounter | None:
+        """Return the counter of a call, whose communicator later lines of links refer to."""
+        calls = self.collector.calls
+        if parsed is None or not parsed.pointer:
+            calls.broken.add(message.process)
+        if parsed is None:
+            calls.unread += 1
+            return None
+        handle = self.collector.communicators.of(message, parsed.pointer.decode())
+        if not handle.process:
+            calls.broken.add("")
+        handle.num_ranks = handle.num_ranks or parsed.num_ranks
+        if handle.rank is None and not handle.comm_id:
+            handle.rank = parsed.global_rank
+        handle.device = message.device if handle.device is None else handle.device
+        sequence = handle.api if is_api else handle.coll
+        sequence.enter_file(self._index)
+        if sequence.first_op_count is None:
+            sequence.first_op_count = parsed.op_count
+        thread = UNKNOWN if not message.process else FIRST if message.is_main else OTHER
+        counter = calls.counter(sequence, parsed.call, thread, is_compared=bool(handle.pointer))
+        if not counter.calls:
+            counter.first = (self._index, message.number)
+        return counter
+
+    def _message(self, line: bytes, number: int, following: bytes) -> None:
+        at = line.find(b"NCCL ")
+        kind = line[at + 5 : at + 10] if at >= 0 else b""
+        if kind == b"CALL ":
+            self._api_call(line, at, number)
+        elif kind in (b"INFO ", b"TRACE"):
+            text = line[at + 10 :].lstrip() if kind == b"TRACE" else line[at + 10 :]
+            message = self._log_message(line, at, number, following, text)
+            self._has_messages = True
+            self._info(message, line)
+        elif kind == b"WARN ":
+            message = self._log_message(line, at, number, following, line[at + 10 :])
+            self._has_messages = True
+            self.collector.warn(message)
+        elif line.startswith(_VERSIONS):
+            message = self._log_message(line, -1, number, following, line)
+            self._has_messages = self._has_messages or line.startswith(_VERSIONS[:2])
+            handlers.version(self.collector, message)
+        else:
+            self.collector.output.read(line, number)
+
+    def _info(self, message: LogMessage, line: bytes) -> None:
+        word = message.text.split(" ", 1)[0]
+        handler = _HANDLERS.get(word)
+        if handler is not None:
+            handler(self.collector, message)
+        elif word.startswith("NET/"):
+            handlers.net(self.collector, message)
+        elif " set by environment to " in message.text:
+            handlers.variable(self.collector, message)
+        elif " Bytes -> " in message.text:
+            self._choice(message, line)
+        elif word.isascii() and word.isdecimal():
+            handlers.channel_counts(self.collector, message)
+        elif "|" in message.text:
+            handle = self.collector.communicators.latest(message)
+            self.collector.predictions.add_row(
+                message, handle.key if handle else message.process
+            )
+
+    def _choice(self, message: LogMessage, line: bytes) -> None:
+        counter = self.collector.choices.counter(message)
+        if counter is None:
+            return
+        counter[0] += 1
+        if len(self._choices) >= MAX_CACHED:
+            self._choices.clear()
+        # A time in the line is constant for a size.
+        self._choices[line] = counter
+
+    def _api_call(self, line: bytes, at: int, number: int) -> None:
+        self._has_messages = True
+        message = self._log_message(line, at, number, b"", line[at + 10 :])
+        parsed = parse_call(line[at + 10 :])
+        if parsed is None:
+            handlers.init_call(self.collector, message)
+            return
+        counter = self._call_counter(message, parsed, is_api=True)
+        if counter is not None:
+            self._cache.add(_api_key(line, at), counter)
+            counter.calls += 1
+            counter.append(counter.base | number)
+
+    def _log_message(
+        self, line: bytes, at: int, number: int, following: bytes, text: bytes = b""
+    ) -> LogMessage:
+        lead = line[: max(at, 0)]
+        writer = self._writers.get(lead)
+        if writer is None:
+            writer = writer_of(line, at) if at > 0 else UNKNOWN_WRITER
+            if writer.process and writer.process not in self.collector.processes:
+                evidence = Evidence(file=self._file, line=number, text=printable(line))
+                self.collector.processes[writer.process] = evidence
+            if len(self._writers) >= MAX_CACHED:
+                self._writers.clear()
+            self._writers[lead] = writer
+        self.collector.num_messages[writer.process] += bool(text)
+        return LogMessage(
+            process=writer.process,
+            host=writer.host,
+            is_main=writer.is_main,
+            device=writer.device,
+            text=printable(text),
+            file=self._file,
+            number=number,
+            line=line,
+            following=following,
+        )
+
+
+def _api_key(line: bytes, at: int) -> bytes:
+    """Return what does not change from call to call: all but the buffers and the stream."""
+    head = line.find(b"(", at)
+    low = line.find(b",", line.find(b",", head) + 1)
+    return line[:head] + line[low : line.rfind(b",")]
+
+
+def _harmless(collector: Collector, message: LogMessage) -> None:
+    if message.text.startswith(HARMLESS):
+        collector.count_similar(collector.harmless, message)
+
+
+def _p2p(collector: Collector, message: LogMessage) -> None:
+    if message.text.startswith("P2P is disabled"):
+        collector.count_similar(collector.p2p_disabled, message)
+    else:
+        handlers.plugin_loaded(collector, message)
+
+
+def _nvls(collector: Collector, message: LogMessage) -> None:
+    handlers.multicast(collector, message)
+    handlers.multicast_group(collector, message)
+
+
+# Lines that look like errors in virtual machines and containers, and have no effect.
+HARMLESS = (
+    "dlvsym failed on mlx5dv",
+    "Topology detection : could not read",
+    "Topology detection: could not read",
+    "Could not get speed from",
+    "Could not find real path of",
+)
+
+_HANDLERS: dict[str, Callable[[Collector, LogMessage], None]] = {
+    **dict.fromkeys(("NCCL", "RCCL", "HIP", "ROCm", "cudaDriverVersion"), handlers.version),
+    **dict.fromkeys(
+        (
+            *("NET/Plugin", "NET/Plugin:", "TUNER/Plugin:", "TUNER/Plugin", "ENV/Plugin:"),
+            *("PROFILER/Plugin:", "PROFILER/Plugin", "GIN/Plugin:", "RMA/Plugin:"),
+        ),
+        handlers.plugin,
+    ),
+    **dict.fromkeys(("Successfully", "External", "Failed"), handlers.plugin_loaded),
+    **dict.fromkeys(("Bootstrap", "Bootstrap:"), handlers.bootstrap),
+    **dict.fromkeys(
+        (
+            *("comm", "[Rank", "ncclCommInitRank", "ncclCommInitRankConfig"),
+            *("ncclCommInitRankScalable", "ncclCommInitAll", "ncclCommSplit"),
+            *("ncclCommShrink", "ncclCommGrow"),
+        ),
+        handlers.communicator,
+    ),
+    **dict.fromkeys(("dlvsym", "Topology", "Could"), _harmless),
+    "P2P": _p2p,
+    "Using": handlers.network,
+    "GPU": handlers.net,
+    "Init": handlers.init_time,
+    "Channel": handlers.channel,
+    "Ring": handlers.ring,
+    "CollNet": handlers.collnet,
+    "Trees": handlers.trees,
+    "Pattern": handlers.graph,
+    "NVLS": _nvls,
+}
+
+# First words of frequent lines that state no fact of use here.
+_IGNORED = frozenset(
+    {
+        *(b"New", b"Connected", b"Allocated", b"UDS", b"Imported", b"Tree", b"===", b"+"),
+        *(b"threadThresholds", b"[Proxy", b"Setting", b"CC", b"proxyProgressAsync", b"Mem"),
+        *(b"ncclPollProxyResponse", b"Received", b"Check", b"Comm", b"TOPO/NET", b"RAS"),
+    }
+)

@@ -1,0 +1,324 @@
+"""Collect the facts of a debug log while it is read, and return them at the end."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Container, Mapping, Sequence, Set
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from stepmark.findings.finding import Evidence
+from stepmark.findings.log_facts import (
+    Communicator,
+    GpuDirect,
+    Interface,
+    LogFacts,
+    NicUse,
+    Occurrences,
+    Plugin,
+    Transport,
+)
+from stepmark.ground.read_text import printable
+from stepmark.job_logs.failures import classify
+from stepmark.job_logs.job_output import OutputReader
+from stepmark.job_logs.nccl_log import mismatch
+from stepmark.job_logs.nccl_log.communicators import (
+    CommHandle,
+    CommunicatorTable,
+    PredictionTable,
+    TuningChoices,
+    communicators_of,
+)
+from stepmark.job_logs.nccl_log.ghosts import MIN_RATIO, ghosts
+from stepmark.job_logs.nccl_log.histogram import histogram_of
+from stepmark.job_logs.nccl_log.lines import Calls, LogMessage
+
+_MAX_EVIDENCE = 3
+_MAX_SIMILAR = 500
+_NUMBER = re.compile(r"0x[0-9a-f]+|\d+")
+_GPUDIRECT = re.compile(
+    r"^(?:NET/(.+?) ?: )?GPU Direct RDMA (Enabled|Disabled) for (?:GPU (\S+) / )?"
+    r"HCA (\S+?)(?: '([^']*)')?(?: \(distance (\w+) (?:<=|>) (\w+)\))?(?:[, ].*)?$"
+)
+
+Key = TypeVar("Key")
+
+
+class Link(NamedTuple):
+    """A connection as a line of one of its channels states it."""
+
+    kind: str
+    source: int
+    target: int | None
+
+    def is_within(self, num_ranks: int | None) -> bool:
+        """Return whether the communicator has these ranks; a torn line may name others."""
+        return num_ranks is None or max(self.source, self.target or 0) < num_ranks
+
+
+@dataclass(slots=True)
+class OccurrenceCounter:
+    """Counts lines that state the same, and keeps the first."""
+
+    lines: int = 0
+    processes: set[str] = field(default_factory=set)
+    hosts: dict[str, None] = field(default_factory=dict)
+    evidence: list[Evidence] = field(default_factory=list)
+
+    def add(self, message: LogMessage) -> None:
+        self.lines += 1
+        self.hosts[message.host] = None
+        if message.process:
+            self.processes.add(message.process)
+        if len(self.evidence) < _MAX_EVIDENCE:
+            self.evidence.append(message.evidence())
+
+    def result(self, torn: Set[str]) -> Occurrences:
+        return Occurrences(
+            lines=self.lines,
+            processes=len(self.processes - torn),
+            hosts=tuple(self.hosts),
+            evidence=tuple(self.evidence),
+        )
+
+
+@dataclass(slots=True)
+class LinkLines:
+    """Number of lines of a connection's sending and receiving side, and the first line."""
+
+    first: LogMessage
+    sides: list[int] = field(default_factory=lambda: [0, 0])
+    gdrdma: list[int] = field(default_factory=lambda: [0, 0])
+    pxn: list[int] = field(default_factory=lambda: [0, 0])
+
+    @property
+    def channels(self) -> int:
+        return max(self.sides)
+
+    def add(self, other: "LinkLines") -> None:
+        for side in (0, 1):
+            self.sides[side] += other.sides[side]
+            self.gdrdma[side] += other.gdrdma[side]
+            self.pxn[side] += other.pxn[side]
+
+    def sides_with(self, lines: Sequence[int]) -> list[bool]:
+        """Return for each side whether most of its lines state it: a torn one may not."""
+        pairs = zip(lines, self.sides, strict=True)
+        return [2 * part > whole for part, whole in pairs if whole]
+
+
+SimilarTable = dict[str, tuple[str, OccurrenceCounter]]
+
+
+class Collector:
+    """Facts that the handlers of lines have recorded so far."""
+
+    def __init__(self) -> None:
+        self.communicators = CommunicatorTable()
+        self.calls = Calls()
+        self.output = OutputReader()
+        self.predictions = PredictionTable()
+        self.choices = TuningChoices()
+        self.processes: dict[str, Evidence] = {}  # with their first line
+        self.num_messages: Counter[str] = Counter()  # by process, without calls
+        self.versions: dict[tuple[str, str], OccurrenceCounter] = {}
+        self.environment: dict[tuple[str, str], OccurrenceCounter] = {}
+        self.networks: dict[str, OccurrenceCounter] = {}
+        self.nvls: dict[bool, OccurrenceCounter] = {}
+        self.warnings: SimilarTable = {}
+        self.harmless: SimilarTable = {}
+        self.p2p_disabled: SimilarTable = {}
+        self.links: dict[tuple[int, Link], LinkLines] = {}
+        # By communicator, rank and device.
+        self.nics: dict[tuple[int, int, int], LinkLines] = {}
+        self.forget_counters: Callable[[str], None] = lambda process: None
+        self.plugins: dict[Plugin, OccurrenceCounter] = {}
+        self.interfaces: dict[Interface, OccurrenceCounter] = {}
+        self.gpudirect: dict[GpuDirect, OccurrenceCounter] = {}
+
+    def count(self, table: dict[Key, OccurrenceCounter], key: Key, message: LogMessage) -> None:
+        """Count a line of the fact `key`."""
+        table.setdefault(key, OccurrenceCounter()).add(message)
+
+    def count_similar(self, table: SimilarTable, message: LogMessage) -> None:
+        """Count a line among those that differ from it in numbers alone."""
+        key = _NUMBER.sub("#", message.text)[:300]
+        if key in table or len(table) < _MAX_SIMILAR:
+            table.setdefault(key, (message.text, OccurrenceCounter()))[1].add(message)
+
+    def warn(self, message: LogMessage) -> None:
+        """Count a WARN line, also as a failure if a rule knows it."""
+        self.count_similar(self.warnings, message)
+        if classify(printable(message.line)) is not None:
+            self.output.read(message.line, message.number, message.process)
+
+    def add_plugin(
+        self, message: LogMessage, kind: str, event: str, name: str, api: int | None = None
+    ) -> None:
+        self.count(self.plugins, Plugin(kind, event, name, api), message)
+
+    def add_interface(self, message: LogMessage, role: str, name: str, address: str) -> None:
+        self.count(self.interfaces, Interface(role, name, address), message)
+
+    def add_gpudirect(self, message: LogMessage) -> None:
+        if match := _GPUDIRECT.match(message.text):
+            net, state, gpu, index, name, distance, level = match.groups()
+            device = name or (f"GPU {gpu} / HCA {index}" if gpu else f"HCA {index}")
+            use = GpuDirect(state == "Enabled", net or "", device, distance, level)
+        else:
+            use = GpuDirect(False, "OFI", message.text, None, None)
+        self.count(self.gpudirect, use, message)
+
+    def result(self, files: Sequence[Path], num_lines: int, num_ranks: int | None) -> LogFacts:
+        """Return all facts, after the last line was read."""
+        known = [handle for handle in self.communicators.handles if handle.is_known]
+        lines_of = self.num_messages.copy()
+        for handle in known:
+            lines_of[handle.process] += handle.sequence.num_calls
+        torn = ghosts(lines_of)
+        whole = [handle for handle in known if handle.comm_id]
+        handles = [
+            handle
+            for handle in known
+            if handle.process not in torn and not _is_cut(handle, whole)
+        ]
+        processes = tuple(name for name in self.processes if name not in torn)
+        hosts = dict.fromkeys(name.rpartition(":")[0] for name in processes)
+        compared = mismatch.compare_sequences(handles, self.calls, files)
+        messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
+        communicators = communicators_of(handles)
+        failures, progress, absent = self.output.result(_rank_by_process(communicators))
+        return LogFacts(
+            files=tuple(str(path) for path in files),
+            num_lines=num_lines,
+            hosts=tuple(hosts),
+            processes=processes,
+            torn=tuple(self.processes[name] for name in self.processes if name in torn),
+            torn_lines=sum(lines_of[name] for name in torn),
+            versions=_results(self.versions, torn),
+            environment=_results(self.environment, torn),
+            networks=_results(self.networks, torn),
+            nvls=_results(self.nvls, torn),
+            communicators=communicators,
+            transports=self._transports(communicators, torn),
+            nics=self._nic_uses(torn),
+            plugins=_results(self.plugins, torn),
+            interfaces=_results(self.interfaces, torn),
+            gpudirect=_results(self.gpudirect, torn),
+            predictions=tuple(self.predictions.cells.values()),
+            choices=self.choices.result(handles, self.calls, num_ranks),
+            warnings=_results(dict(self.warnings.values()), torn),
+            harmless=_results(dict(self.harmless.values()), torn),
+            p2p_disabled=_results(dict(self.p2p_disabled.values()), torn),
+            messages=messages,
+            mismatches=tuple(compared.mismatches),
+            behind=tuple(compared.lagging),
+            peers=tuple(compared.peers),
+            lost=tuple(compared.lost),
+            failures=failures,
+            progress=progress,
+            absent=absent,
+            unread_calls=self.calls.unread,
+            rounded_calls=num_rounded,
+        )
+
+    def _transports(
+        self, communicators: Sequence[Communicator], torn: Container[str]
+    ) -> tuple[Transport, ...]:
+        hosts = {
+            group.key: {member.rank: member.host for member in group.members}
+            for group in communicators
+        }
+        nodes = {group.key: group.num_nodes for group in communicators}
+        # Every process of a communicator logs its own side of a link.
+        joined: dict[tuple[str, Link], LinkLines] = {}
+        num_kinds = Counter[str]()
+        for (index, link), lines in self.links.items():
+            handle = self.communicators.handles[index]
+            if handle.process in torn or not link.is_within(handle.num_ranks):
+                continue
+            num_kinds[link.kind] += sum(lines.sides)
+            joined.setdefault((handle.key, link), LinkLines(lines.first)).add(lines)
+        cut = _cut_kinds(num_kinds)
+        transports = []
+        for (communicator, link), lines in joined.items():
+            if link.kind in cut:
+                continue
+            host_of = hosts.get(communicator, {})
+            target = None if link.target is None else host_of.get(link.target)
+            link_hosts = (host_of.get(link.source), target)
+            transports.append(
+                Transport(
+                    communicator=communicator,
+                    kind=link.kind,
+                    source=link.source,
+                    target=link.target,
+                    same_host=_same_host(link.kind, link_hosts, nodes.get(communicator)),
+                    channels=lines.channels,
+                    gdrdma=all(lines.sides_with(lines.gdrdma)),
+                    pxn=any(lines.sides_with(lines.pxn)),
+                    evidence=lines.first.evidence(),
+                )
+            )
+        return tuple(transports)
+
+    def _nic_uses(self, torn: Container[str]) -> tuple[NicUse, ...]:
+        return tuple(
+            NicUse(
+                communicator=self.communicators.handles[index].key,
+                rank=rank,
+                host=lines.first.host,
+                device=device,
+                channels=lines.channels,
+                evidence=lines.first.evidence(),
+            )
+            for (index, rank, device), lines in self.nics.items()
+            if self.communicators.handles[index].process not in torn
+        )
+
+
+def _is_cut(handle: CommHandle, whole: Sequence[CommHandle]) -> bool:
+    """Return whether the pointer is the beginning of one whose start the log has."""
+    return not (handle.comm_id or handle.sequence) and any(
+        handle.process in ("", other.process) and other.pointer.startswith(handle.pointer)
+        for other in whole
+    )
+
+
+def _cut_kinds(num_kinds: Mapping[str, int]) -> set[str]:
+    """Return kinds of torn lines: less, or more, than the words of a far more frequent one."""
+    return {
+        kind
+        for kind, lines in num_kinds.items()
+        for other, others in num_kinds.items()
+        if lines * MIN_RATIO <= others
+        and kind != other
+        and (other.startswith(kind) or kind.startswith(other))
+    }
+
+
+def _rank_by_process(groups: Sequence[Communicator]) -> Callable[[str], int | None]:
+    """Return a function from host:pid, or "pid N", to the rank in the largest communicator."""
+    by_size = sorted(groups, key=lambda group: group.num_ranks or 0)
+    ranks = {
+        name: member.rank
+        for group in by_size
+        for member in group.members
+        for name in (member.process, f"pid {member.process.rpartition(':')[2]}")
+        if member.rank is not None and member.process
+    }
+    return ranks.get
+
+
+def _results(table: Mapping[Key, OccurrenceCounter], torn: Set[str]) -> dict[Key, Occurrences]:
+    return {key: counter.result(torn) for key, counter in table.items()}
+
+
+def _same_host(
+    kind: str, hosts: tuple[str | None, str | None], nodes: int | None
+) -> bool | None:
+    if kind == "SHM" or (kind.startswith("P2P/") and kind != "P2P/MNNVL") or nodes == 1:
+        return True
+    if kind.startswith("COLLNET/"):
+        return False
+    return None if None in hosts else hosts[0] == hosts[1]

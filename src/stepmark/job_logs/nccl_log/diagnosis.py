@@ -1,0 +1,322 @@
+"""Find what a debug log shows to be wrong, slow, or harmless although it looks bad.
+
+Every rule quotes the lines that prove it; without them it reports nothing. Over 250 lines: each
+rule is short, and they are read side by side.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.log_facts import (
+    IssuedCall,
+    LaggingRank,
+    LogFacts,
+    Occurrences,
+    PeerDifference,
+)
+from stepmark.job_logs.failures import classify
+from stepmark.job_logs.nccl_log import network_rules, start_rules
+from stepmark.job_logs.nccl_log.causes import linked
+from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
+
+# NVLink systems of the last generations run 12 to 32 channels.
+MIN_CHANNELS = 8
+
+_ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
+
+
+def diagnose(facts: LogFacts) -> list[Finding]:
+    """Return all findings, problems first, each with the lines that show it."""
+    findings = [finding for rule in RULES for finding in rule(facts)]
+    return sorted(linked(facts, findings), key=lambda finding: _ORDER.index(finding.severity))
+
+
+def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
+    """Report WARN lines that no rule knows as they stand: as failures if they look fatal."""
+    for warning, lines in facts.warnings.items():
+        text = f"NCCL warns: {warning.rstrip('.')}."
+        if classify(lines.evidence[0].text) is not None or _harmless_text(warning):
+            continue
+        if facts.has_failed or _FALLS_BACK.search(warning) or not _FATAL.search(warning):
+            yield finding_of("warning", Severity.WARNING, text, [lines])
+            continue
+        text = f"A warning of NCCL looks fatal, and no rule knows it: {warning.rstrip('.')}."
+        finding = finding_of("failure-unknown", Severity.PROBLEM, text, [lines])
+        yield replace(finding, action="Read the lines around it, and whether the job went on.")
+
+
+_FATAL = re.compile(
+    r"\b(?:fail|error|fatal|abort|could ?n.t|could not|cannot|can.t|unable|invalid|mismatch"
+    r"|corrupt|unhandled|exited|terminated|timed[ -]?out|timeout|hanging|deadlock|no such)",
+    re.IGNORECASE,
+)
+_FALLS_BACK = re.compile(
+    r"\b(?:default(?:ing|s) to|using (?:the )?default|fall(?:ing|s)?[ -]?back|ignor(?:ed|ing)"
+    r"|will not be used|performance)",
+    re.IGNORECASE,
+)
+
+
+_ALIGN = (
+    "Make the ranks issue the same collectives in one order, with equal counts, types and "
+    "roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code."
+)
+
+
+def call_mismatch(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks that issued different collectives at the same place."""
+    for mismatch in facts.mismatches:
+        sides = "; ".join(
+            f"{plural(number, 'rank')} ({_rank(side)}) issued {side.call}"
+            for side, number in zip(mismatch.sides, mismatch.ranks, strict=True)
+        )
+        call = f"Call {mismatch.position + 1} of communicator {mismatch.communicator}"
+        text = f"{call} differs: {sides}"
+        severity = Severity.PROBLEM if mismatch.certain else Severity.WARNING
+        if not mismatch.certain:
+            text += ". No line confirms that these ranks form one communicator"
+        evidence = [side.evidence for side in mismatch.sides]
+        finding = finding_of("call-mismatch", severity, text + ".", evidence)
+        yield replace(finding, action=_ALIGN)
+
+
+def peer_differences(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks that received other sizes, or other numbers of calls, than were sent."""
+    groups: dict[tuple[str, bool], list[PeerDifference]] = {}
+    for pair in facts.peers:
+        is_paired = pair.num_sent == pair.num_received
+        groups.setdefault((pair.communicator, is_paired), []).append(pair)
+    for (communicator, is_paired), pairs in groups.items():
+        parts = (
+            f"rank {pair.source} sent {comma_list(pair.sent)} to rank {pair.target}, which "
+            f"expected {comma_list(pair.received)}"
+            if is_paired
+            else f"rank {pair.source} issued {plural(pair.num_sent, 'send')} to rank "
+            f"{pair.target}, which issued {plural(pair.num_received, 'receive')}"
+            for pair in pairs
+        )
+        text = f"In communicator {communicator} sends and receives do not match: "
+        text += "; ".join(list(parts)[:4])
+        text += "" if len(pairs) <= 4 else f"; and {plural(len(pairs) - 4, 'pair')} more"
+        lines = [line for pair in pairs for line in pair.evidence]
+        if is_paired:
+            severity = Severity.PROBLEM if pairs[0].certain else Severity.WARNING
+            finding = finding_of("p2p-mismatch", severity, text + ".", lines)
+            yield replace(finding, action=_SPLITS)
+        else:
+            text += ". Lines were lost, the log was copied while the job ran, or it hung here."
+            yield finding_of("p2p-unpaired", Severity.WARNING, text, lines)
+
+
+_SPLITS = (
+    "Exchange the split sizes before an uneven all_to_all: what a rank sends to another must "
+    "be what that one expects."
+)
+
+
+def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks that issued fewer collectives than others when the log ended."""
+    groups: dict[str, list[LaggingRank]] = {}
+    for lagging in facts.behind:
+        groups.setdefault(lagging.communicator, []).append(lagging)
+    for communicator, ranks in groups.items():
+        ranks.sort(key=lambda rank: rank.issued)
+        worst = ranks[0]
+        name = f"rank {worst.rank}" if worst.rank is not None else worst.process
+        last = f"its last is {worst.last.call}" if worst.last else "it issued none"
+        text = (
+            f"In communicator {communicator} {name} issued {worst.issued} of {worst.most} "
+            f"collectives: {last}, and it did not issue {worst.missing.call}, which "
+            f"{_rank(worst.missing)} did"
+        )
+        if len(ranks) > 1:
+            others = (rank.process if rank.rank is None else rank.rank for rank in ranks[1:])
+            text += f". Also behind: {comma_list(others)}"
+        if not facts.has_failed:
+            text += ". The job hangs here, unless lines were lost or it still ran"
+        calls = [worst.missing, *(rank.last for rank in ranks if rank.last)]
+        evidence = [call.evidence for call in calls]
+        yield finding_of("behind", Severity.WARNING, text + ".", evidence)
+
+
+_ONE_FILE = "Write one file per process: NCCL_DEBUG_FILE with %h.%p."
+
+
+def lost_lines(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks whose log lacks calls that their peers have."""
+    for lost in facts.lost:
+        name = f"rank {lost.rank}" if lost.rank is not None else lost.process
+        text = (
+            f"The log of {name} lacks at least {plural(lost.lines, 'call')} of communicator "
+            f"{lost.communicator} between others: lines were lost, and counts of calls are too "
+            "low, or lines of others are there twice"
+        )
+        if not lost.certain:
+            text += ", or it issued fewer calls: opCount does not count in this log"
+        finding = finding_of("lost-lines", Severity.WARNING, f"{text}.", [lost.before.evidence])
+        yield replace(finding, action=_ONE_FILE)
+
+
+def _rank(side: IssuedCall) -> str:
+    return side.process if side.rank is None else f"rank {side.rank}"
+
+
+_SWITCHES = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE")
+
+
+def forced_settings(facts: LogFacts) -> Iterator[Finding]:
+    """Report variables for debugging that were left on."""
+    for (name, value), lines in facts.environment.items():
+        if name in _SWITCHES and value not in ("0", ""):
+            way = name.removeprefix("NCCL_").removesuffix("_DISABLE")
+            text = f"{name} is {value}: NCCL may not use {way}."
+        elif name == "NCCL_ALGO":
+            text = f"NCCL_ALGO is {value}: NCCL's own choice by size is switched off."
+        elif name == "NCCL_PROTO":
+            text = f"NCCL_PROTO is {value}: NCCL's own choice by size is switched off."
+            if "LL128" in value.upper() and "^" not in value:
+                text += " LL128 where NCCL does not enable it by itself can corrupt data."
+        else:
+            continue
+        yield finding_of("forced-setting", Severity.WARNING, text, [lines])
+
+
+def nvls_off(facts: LogFacts) -> Iterator[Finding]:
+    """Report that reductions in the NVLink switch are off."""
+    disabled = facts.environment.get(("NCCL_NVLS_ENABLE", "0"))
+    without = [
+        comm.channels.evidence
+        for comm in facts.communicators
+        if comm.channels and comm.channels.nvls == 0 and (comm.local_ranks or 0) > 2
+    ]
+    absent = facts.nvls.get(False)
+    if disabled:
+        text = "NCCL_NVLS_ENABLE is 0: no reductions in the NVLink switch (NVLS)."
+        yield finding_of("nvls-off", Severity.WARNING, text, [disabled, *without])
+    elif absent and True not in facts.nvls:
+        text = "No GPU has NVLink multicast (NVLS): normal before Hopper and without NVSwitch."
+        yield finding_of("nvls-off", Severity.NOTE, text, [absent])
+    elif absent is None and without:
+        text = "Communicators have no channels for reductions in the NVLink switch (NVLS)."
+        yield finding_of("nvls-off", Severity.NOTE, text, without)
+    elif absent:
+        text = "Some GPUs have NVLink multicast (NVLS) and others do not."
+        yield finding_of("nvls-off", Severity.WARNING, text, [absent, facts.nvls[True]])
+
+
+def few_channels(facts: LogFacts) -> Iterator[Finding]:
+    """Report an NVLink system with so few channels that they cannot fill the links."""
+    for comm in facts.communicators:
+        counts, nvlink = comm.channels, any(g.path_intra == "NVL" for g in comm.graphs)
+        if counts is None or counts.coll >= MIN_CHANNELS or (comm.num_ranks or 0) < 2:
+            continue
+        limits = {
+            name: lines
+            for (name, _), lines in facts.environment.items()
+            if name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
+        }
+        if not nvlink and not limits:
+            continue
+        text = f"Communicator {comm.key} has {plural(counts.coll, 'channel')} for collectives"
+        text += ", few for NVLink" if nvlink else ""
+        text += f"; {comma_list(limits)} is set" if limits else ""
+        lines: list[Occurrences | Evidence] = [counts.evidence, *limits.values()]
+        yield finding_of("few-channels", Severity.WARNING, text + ".", lines)
+
+
+def harmless(facts: LogFacts) -> Iterator[Finding]:
+    """Report lines that look like errors and are none."""
+    groups: dict[str, list[Occurrences]] = {}
+    for message, occurrences in (*facts.harmless.items(), *facts.warnings.items()):
+        if text := _harmless_text(message):
+            groups.setdefault(text, []).append(occurrences)
+    for text, lines in groups.items():
+        yield finding_of("harmless", Severity.NOTE, text, lines)
+
+
+def _harmless_text(message: str) -> str:
+    return next((text for part, text in _HARMLESS if part in message[:160]), "")
+
+
+def cut_lines(facts: LogFacts) -> Iterator[Finding]:
+    """Report lines of calls that end before their count and type."""
+    if facts.unread_calls:
+        text = (
+            f"{plural(facts.unread_calls, 'call')} could not be counted: the line is cut off. "
+            "The calls of its process are not compared with other ranks."
+        )
+        yield finding_of("cut-lines", Severity.NOTE, text, [])
+
+
+def torn_lines(facts: LogFacts) -> Iterator[Finding]:
+    """Report lines that were left out, as their process never existed."""
+    if facts.torn_lines:
+        text = (
+            f"{plural(facts.torn_lines, 'line')} were left out: torn or interleaved, they name "
+            "a process that is a part of another one's name. Counts of calls may be too low."
+        )
+        finding = finding_of("torn-lines", Severity.WARNING, text, facts.torn)
+        yield replace(finding, count=facts.torn_lines, action=_ONE_FILE)
+
+
+_HARMLESS = (
+    (
+        "dlvsym failed on mlx5dv",
+        "libmlx5 lacks a function that NCCL can use; NCCL works without it. Harmless.",
+    ),
+    (
+        "Topology detection",
+        "Virtual machines hide the speed of their PCI links and NCCL assumes one. Harmless "
+        "unless the rings are poor: then NCCL_TOPO_FILE describes the machine.",
+    ),
+    (
+        "Could not get speed from",
+        "The interface does not report its speed and NCCL assumes 10 Gb/s. Harmless if NCCL's "
+        "network is another one, or there is one node.",
+    ),
+    ("Could not find real path of", "A PCI path is hidden by the virtual machine. Harmless."),
+    (
+        "Failed to open libibverbs",
+        "No library of InfiniBand: NCCL uses another network. Harmless without InfiniBand.",
+    ),
+    (
+        "NUMA auto balancing",
+        "The kernel moves pages between NUMA nodes, which makes times vary "
+        "(kernel.numa_balancing=0 stops it). No failure.",
+    ),
+    (
+        "iommu=pt",
+        "The kernel runs without iommu=pt, which RCCL advises. No failure by itself.",
+    ),
+    (
+        "ollNetPlugin",
+        "The network plugin offers no reduction in the network (CollNet). Harmless unless that "
+        "was wanted.",
+    ),
+)
+
+RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
+    unknown_warnings,
+    call_mismatch,
+    peer_differences,
+    lagging_ranks,
+    lost_lines,
+    start_rules.init_incomplete,
+    start_rules.mixed_versions,
+    network_rules.wrong_interface,
+    network_rules.net_socket,
+    network_rules.plugins,
+    network_rules.no_gpudirect,
+    network_rules.nic_imbalance,
+    network_rules.shm_instead_of_p2p,
+    forced_settings,
+    nvls_off,
+    few_channels,
+    start_rules.slow_init,
+    harmless,
+    cut_lines,
+    torn_lines,
+    start_rules.several_jobs,
+)

@@ -1,0 +1,303 @@
+"""Rules on the network of a job, and what all rules share: findings, lists, nodes.
+
+Long (over 250 lines) because each rule is short and they are read side by side.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.log_facts import Interface, LogFacts, NicUse, Occurrences, Plugin
+
+_VIRTUAL = re.compile(r"^(docker|virbr|veth|br-|cni|flannel|cali|vmnet|lxc|podman)")
+_ADDRESS = re.compile(r"^(\d+)\.(\d+)\.\d+\.\d+$")
+_MAX_EVIDENCE = 4
+SOCKET = "NET/Socket"
+
+
+def finding_of(
+    rule: str, severity: Severity, text: str, lines: Iterable[Occurrences | Evidence]
+) -> Finding:
+    """Return a finding with the first lines of each kind, and the number of all lines."""
+    firsts: list[Evidence] = []
+    more: list[Evidence] = []
+    count = 0
+    for kind in lines:
+        quoted = (kind,) if isinstance(kind, Evidence) else kind.evidence
+        count += 1 if isinstance(kind, Evidence) else kind.lines
+        firsts += quoted[:1]
+        more += quoted[1:]
+    evidence = tuple(dict.fromkeys([*firsts, *more]))[:_MAX_EVIDENCE]
+    return Finding(rule=rule, severity=severity, text=text, evidence=evidence, count=count)
+
+
+def is_multi_node(facts: LogFacts) -> bool | None:
+    """Return whether the job spans nodes; None where no line shows it.
+
+    NCCL's own count decides: containers of one machine have several host names.
+    """
+    counts = [
+        communicator.num_nodes
+        for communicator in facts.communicators
+        if communicator.num_nodes is not None
+    ]
+    if counts:
+        return max(counts) > 1
+    if len(facts.hosts) > 1 or any(way.same_host is False for way in facts.transports):
+        return True
+    return None
+
+
+def comma_list(words: Iterable[object], most: int = 8) -> str:
+    """Return the first of many, e.g. "0, 1, 2 and 5 more"."""
+    texts = [str(word) for word in words]
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
+def plural(number: int, noun: str) -> str:
+    """Return e.g. "1 line", "3 lines"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def net_socket(facts: LogFacts) -> Iterator[Finding]:
+    """Report that TCP sockets carry the data between nodes, or would."""
+    ways = [way for way in facts.transports if way.kind == SOCKET]
+    lines: list[Occurrences | Evidence] = [way.evidence for way in ways]
+    if socket_lines := facts.networks.get("Socket"):
+        lines.append(socket_lines)
+    if not lines:
+        return
+    if ways and all(way.same_host for way in ways):
+        text = "GPUs of one host exchange data through TCP sockets."
+        yield finding_of("net-socket", Severity.WARNING, text, lines)
+        return
+    if not _socket_between_nodes(facts):
+        alone = is_multi_node(facts) is False
+        text = "NCCL's network is TCP sockets. "
+        text += "The job ran on one node" if alone else "No line shows a second node"
+        text += ": data between its GPUs does not use them."
+        yield finding_of("net-socket", Severity.NOTE, text, lines)
+        return
+    text = "Data between nodes goes through TCP sockets, at a fraction of what a fabric carries"
+    failed = [p for p in facts.plugins if p.event == "failed" and p.name[:2] == "IB"]
+    if failed:
+        text += f"; InfiniBand was tried: {comma_list(sorted({p.name for p in failed}))}"
+    lines += _lines(facts, failed)
+    yield finding_of("net-socket", Severity.WARNING, text + ".", lines)
+
+
+def _socket_between_nodes(facts: LogFacts) -> bool:
+    """Return whether data between nodes goes through TCP sockets."""
+    if any(way.kind == SOCKET and way.same_host is not True for way in facts.transports):
+        return True
+    return "Socket" in facts.networks and is_multi_node(facts) is True
+
+
+def plugins(facts: LogFacts) -> Iterator[Finding]:
+    """Report a plugin that was requested and did not load, is missing, or has an older API."""
+    for kind in ("NET", "TUNER", "PROFILER", "ENV", "COLLNET"):
+        requested, missing, symbols, loaded = (
+            [plugin for plugin in facts.plugins if (plugin.kind, plugin.event) == (kind, event)]
+            for event in ("asked", "missing", "symbol", "loaded")
+        )
+        requested = [plugin for plugin in requested if plugin.name != "none"]
+        set_to = [
+            value
+            for name, value in facts.environment
+            if name == f"NCCL_{kind}_PLUGIN" and value not in ("", "none")
+        ]
+        if not loaded and not requested and set_to and missing:
+            text = f"NCCL_{kind}_PLUGIN asks for {comma_list(set_to)}, which was not found"
+            text += f" ({_names(missing)}): NCCL uses its own."
+            settings = [facts.environment[f"NCCL_{kind}_PLUGIN", value] for value in set_to]
+            lines = [*settings, *_lines(facts, missing)]
+            yield finding_of("plugin-not-loaded", Severity.WARNING, text, lines)
+        elif (requested or (symbols and kind != "COLLNET")) and not loaded:
+            origin = f"{_names(requested)} was requested" if requested else "was found"
+            text = f"The {kind} plugin {origin} and did not load"
+            if missing:
+                text += f"; not found: {_names(missing)}"
+            elif symbols:
+                text += "; the library lacks every version of the interface that NCCL looks for"
+            lines = _lines(facts, [*requested, *missing, *symbols])
+            yield finding_of("plugin-not-loaded", Severity.WARNING, text + ".", lines)
+        elif symbols and loaded:
+            newest = max(plugin.api or 0 for plugin in symbols)
+            api = f" (v{loaded[0].api})" if loaded[0].api else ""
+            text = (
+                f"The {kind} plugin has no interface v{newest}; NCCL then loaded an older one, "
+                f"{loaded[0].name}{api}. Harmless: NCCL tries the newest version first."
+            )
+            lines = _lines(facts, [*symbols, *loaded])
+            yield finding_of("plugin-older-api", Severity.NOTE, text, lines)
+        elif symbols:
+            text = (
+                "The network plugin offers no reduction in the network (CollNet). Harmless "
+                "unless that was wanted."
+            )
+            lines = _lines(facts, symbols)
+            yield finding_of("plugin-no-collnet", Severity.NOTE, text, lines)
+        elif missing and kind == "NET":
+            yield _missing(facts, missing)
+
+
+def _names(plugins: Sequence[Plugin]) -> str:
+    return comma_list(dict.fromkeys(plugin.name for plugin in plugins if plugin.name))
+
+
+def _lines(facts: LogFacts, plugins: Sequence[Plugin]) -> list[Occurrences]:
+    return [facts.plugins[plugin] for plugin in plugins]
+
+
+def _missing(facts: LogFacts, missing: Sequence[Plugin]) -> Finding:
+    names, lines = _names(missing) or "none found", _lines(facts, missing)
+    if _socket_between_nodes(facts):
+        text = (
+            f"No network plugin ({names}), and data between nodes goes through TCP sockets: a "
+            "fabric other than InfiniBand or RoCE (EFA, Slingshot) needs its plugin."
+        )
+        return finding_of("plugin-missing", Severity.WARNING, text, lines)
+    text = f"No network plugin ({names}): NCCL uses its own network. Harmless"
+    text += " on one node." if is_multi_node(facts) is False else " with InfiniBand or RoCE."
+    return finding_of("plugin-missing", Severity.NOTE, text, lines)
+
+
+def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
+    """Report connections of a fabric that stage data in host memory, and the printed reason."""
+    fabric = [
+        way for way in facts.transports if way.kind.startswith("NET/") and way.kind != SOCKET
+    ]
+    staged = [way for way in fabric if not way.gdrdma]
+    reasons = [use for use in facts.gpudirect if not use.enabled and use.net != "Socket"]
+    if staged:
+        total = sum(way.channels for way in fabric)
+        slow = sum(way.channels for way in staged)
+        text = f"{slow} of {total} connections over {staged[0].kind} go without GPUDirect RDMA"
+    elif (
+        reasons
+        and not fabric
+        and facts.networks.keys() - {"Socket"}
+        and is_multi_node(facts) is not False
+    ):
+        text = "GPUDirect RDMA is switched off for the network's adapters"
+    else:
+        return
+    text += ": each byte is copied through host memory"
+    distant = [reason for reason in reasons if reason.distance]
+    if distant:
+        text += (
+            f"; GPU and adapter are {distant[0].distance} apart and NCCL_NET_GDR_LEVEL allows "
+            f"{distant[0].level}"
+        )
+    elif reasons:
+        text += "; the adapter's driver does not offer it (nvidia_peermem, dma-buf)"
+    lines: list[Occurrences | Evidence] = [way.evidence for way in staged[:1]]
+    lines += [facts.gpudirect[reason] for reason in reasons]
+    lines += [way.evidence for way in staged[1:]]
+    yield finding_of("no-gpudirect", Severity.WARNING, text + ".", lines)
+
+
+def shm_instead_of_p2p(facts: LogFacts) -> Iterator[Finding]:
+    """Report GPUs of one host that exchange data through host memory."""
+    ways = [way for way in facts.transports if way.kind == "SHM"]
+    if not ways:
+        return
+    direct = sum(way.channels for way in facts.transports if way.kind.startswith("P2P/"))
+    shared = sum(way.channels for way in ways)
+    text = (
+        f"{shared} of {shared + direct} connections between GPUs of one host go through shared "
+        "host memory instead of GPU to GPU"
+    )
+    lines: list[Occurrences | Evidence] = [way.evidence for way in ways[:1]]
+    for (name, value), setting in facts.environment.items():
+        if name in ("NCCL_P2P_DISABLE", "NCCL_P2P_LEVEL") and value != "0":
+            text += f"; {name} is {value}"
+            lines.append(setting)
+    if facts.p2p_disabled:
+        text += "; the driver refuses peer access"
+        lines += facts.p2p_disabled.values()
+    lines += [way.evidence for way in ways[1:]]
+    yield finding_of("shm-instead-of-p2p", Severity.WARNING, text + ".", lines)
+
+
+def wrong_interface(facts: LogFacts) -> Iterator[Finding]:
+    """Report hosts that connect on an interface which only exists inside each of them."""
+    if is_multi_node(facts) is not True or len(facts.hosts) < 2:
+        return
+    bootstrap: dict[Interface, Occurrences] = {}
+    for interface, lines in facts.interfaces.items():
+        name, role = interface.name, interface.role
+        if role == "bootstrap":
+            bootstrap[interface] = lines
+        elif role != "oob" and not (role == "socket" and "Socket" in facts.networks):
+            continue
+        text = f"{_ROLES[role]} uses {name} ({interface.address})"
+        if name == "lo" or interface.address.startswith(("127.", "::1")):
+            text += ": other hosts cannot reach it."
+            yield finding_of("wrong-interface", Severity.PROBLEM, text, [lines])
+        elif _VIRTUAL.match(name):
+            text += ", a bridge inside the host; NCCL_SOCKET_IFNAME names another."
+            yield finding_of("wrong-interface", Severity.WARNING, text, [lines])
+    yield from _mixed_interfaces(bootstrap)
+
+
+_ROLES = {
+    "bootstrap": "The bootstrap",
+    "oob": "The InfiniBand set-up",
+    "socket": "Data over sockets",
+}
+
+
+def _mixed_interfaces(interfaces: Mapping[Interface, Occurrences]) -> Iterator[Finding]:
+    by_name: dict[str, Occurrences] = {}
+    by_network: dict[str, Occurrences] = {}
+    for interface, lines in interfaces.items():
+        by_name.setdefault(interface.name, lines)
+        if match := _ADDRESS.match(interface.address):
+            by_network.setdefault(f"{match[1]}.{match[2]}.*", lines)
+    if len(by_name) > 1:
+        text = (
+            f"Hosts start on interfaces of different names ({comma_list(by_name)}). Right if "
+            "these reach each other."
+        )
+        yield finding_of("mixed-interfaces", Severity.NOTE, text, by_name.values())
+    elif len(by_network) > 1:
+        names = comma_list(by_network)
+        text = f"Hosts start on addresses of different networks ({names}). Right if routed."
+        yield finding_of("mixed-interfaces", Severity.NOTE, text, by_network.values())
+
+
+def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
+    """Report ranks of a host that share an adapter while other adapters carry nothing."""
+    by_host: dict[tuple[str, str], list[NicUse]] = {}
+    for use in facts.nics:
+        by_host.setdefault((use.communicator, use.host), []).append(use)
+    for (_, host), uses in by_host.items():
+        ranks: dict[int, set[int]] = {}
+        for use in uses:
+            ranks.setdefault(use.device, set()).add(use.rank)
+        adapters = _adapters(facts, host)
+        idle = sorted(adapters - ranks.keys())
+        crowded = max(ranks, key=lambda index: len(ranks[index]))
+        if not idle or len(ranks[crowded]) < 2:
+            continue
+        text = (
+            f"On {host} ranks {comma_list(sorted(ranks[crowded]))} share network device "
+            f"{crowded} while {plural(len(idle), 'device')} ({comma_list(idle)}) of "
+            f"{len(adapters)} carry nothing."
+        )
+        lines = [use.evidence for use in uses if use.device == crowded]
+        yield finding_of("nic-imbalance", Severity.WARNING, text, lines)
+
+
+def _adapters(facts: LogFacts, host: str) -> set[int]:
+    """Return the adapters that the host lists; else those that any host uses."""
+    in_use = {way.kind for way in facts.transports if way.kind.startswith("NET/")}
+    role = "socket" if in_use == {SOCKET} else "ib"
+    names = {
+        interface.name
+        for interface, lines in facts.interfaces.items()
+        if interface.role == role and host in lines.hosts
+    }
+    return {use.device for use in facts.nics} | set(range(len(names)))

@@ -1,0 +1,6 @@
+"""Start a verb on several hosts: `stepmark launch`.
+
+- launch_options.py, launch.py: options and the verb.
+- scripts.py: texts that start one process per host or per rank.
+- slurm.py, follow.py: submit a script and follow its job.
+"""

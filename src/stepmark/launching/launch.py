@@ -1,0 +1,118 @@
+"""stepmark launch: print or submit what starts a measuring verb on several hosts."""
+
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from pathlib import Path
+
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.options import dashed, plain
+from stepmark.launching import scripts, slurm
+from stepmark.launching.follow import follow
+from stepmark.launching.launch_options import TARGETS, LaunchOptions, SlurmJob
+from stepmark.measuring.hosts import read_hosts
+from stepmark.model.fabrics import Setting, load_fabrics
+
+_HOST_SCRIPTS: dict[str, Callable[[LaunchOptions, Sequence[Setting], Sequence[str]], str]] = {
+    "torchrun": scripts.torchrun,
+    "mpirun": scripts.mpirun,
+    "pssh": scripts.pssh,
+}
+_LIST = "list"
+
+
+def run(options: LaunchOptions) -> int:
+    """Print the script, or submit it and follow the job. Returns the exit code."""
+    if options.fabric == (_LIST,):
+        _check_others(options, "fabric")
+        _list_fabrics()
+        return 0
+    cancels = options.on_interrupt == "cancel"
+    target = _target(options)
+    if target == "follow":
+        assert options.follow is not None
+        _check_others(options, "follow", "on_interrupt")
+        return follow(options.follow, cancel=cancels)
+    _check(options, target)
+    settings = settings_of(options)
+    if target != "slurm":
+        hosts = read_hosts(options.hosts or "")
+        sys.stdout.write(_HOST_SCRIPTS[target](options, settings, hosts))
+        return 0
+    script = scripts.slurm(options, settings)
+    if not options.submit:
+        sys.stdout.write(script)
+        return 0
+    job_id = slurm.submit(script)
+    sys.stderr.write(f"job {job_id}: submitted\n")
+    output = Path(os.getcwd(), f"{options.name}-{job_id}.out")
+    return follow(job_id, output, cancel=cancels)
+
+
+def _target(options: LaunchOptions) -> str:
+    named = [name for name in (*TARGETS, "follow") if getattr(options, name)]
+    targets = ", ".join(f"--{name}" for name in (*TARGETS, "follow"))
+    if not named:
+        raise ConfigError("target", None, f"give one of {targets}")
+    if len(named) > 1:
+        raise ConfigError(named[1], "given", f"it cannot stand beside --{named[0]}")
+    return named[0]
+
+
+def _check_others(options: LaunchOptions, *names: str) -> None:
+    """Refuse what has no effect beside the first of these options. Raises ConfigError."""
+    for name, value in plain(options).items():
+        if name not in names:
+            text = " ".join(value) if name == "words" else value
+            raise ConfigError(dashed(name), text, f"it has no effect beside --{names[0]}")
+
+
+def _check(options: LaunchOptions, target: str) -> None:
+    """Refuse options that contradict each other. Raises ConfigError."""
+    if not options.words:
+        raise ConfigError("command", None, "give -- and a verb that measures")
+    if target == "slurm":
+        if options.hosts:
+            raise ConfigError("hosts", options.hosts, "only without --slurm; use --nodelist")
+    else:
+        if not options.hosts:
+            raise ConfigError("hosts", None, "give --hosts a,b or a file with one per line")
+        for name in ("nodes", *(field.name for field in fields(SlurmJob))):
+            if getattr(options, name) not in (None, False, "leave"):
+                raise ConfigError(dashed(name), getattr(options, name), "only with --slurm")
+    if options.gpus_per_node and options.nproc_per_node:
+        allowed = "only without GPUs: there is one rank per GPU"
+        raise ConfigError("nproc-per-node", options.nproc_per_node, allowed)
+    if not options.ranks_per_host:
+        field = "nproc-per-node" if options.gpus_per_node == 0 else "gpus-per-node"
+        value = None if options.nproc_per_node is None else 0
+        raise ConfigError(field, value, "--gpus-per-node, or --nproc-per-node for CPU ranks")
+    if options.container_mounts and not options.container:
+        raise ConfigError("container-mounts", options.container_mounts, "only with --container")
+
+
+def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
+    """Return the variables of --fabric and of --export, which overrides. Raises ConfigError."""
+    settings: dict[str, Setting] = {}
+    fabrics = load_fabrics()
+    for name in options.fabric or ():
+        if name not in fabrics:
+            raise not_one_of("fabric", name, fabrics, f", or {_LIST}")
+        settings |= {setting.name: setting for setting in fabrics[name].settings}
+    for text in options.export:
+        for pair in re.split(r",(?=[A-Za-z_]\w*=)", text):  # values may have commas
+            name, equals, value = pair.partition("=")
+            if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
+                raise ConfigError("export", pair, "NAME=VALUE, or several with commas")
+            settings[name] = Setting(name=name, value=value, why="--export")
+    return tuple(settings.values())
+
+
+def _list_fabrics() -> None:
+    for fabric in load_fabrics().values():
+        sys.stdout.write(f"{fabric.name}: {fabric.about}\n")
+        for setting in fabric.settings:
+            sys.stdout.write(f"  {setting.name}={setting.value}  # {setting.why}\n")
+            sys.stdout.write(f"    {setting.source}\n")

@@ -1,0 +1,168 @@
+"""Slurm's commands: submit a script, and what became of a job."""
+
+import re
+import signal
+import subprocess
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+from stepmark.ground.errors import EXIT_CODES, StepmarkError
+
+_LIMIT_S = 60.0  # of one of Slurm's commands; a busy controller takes seconds
+# Exit code and sentence of the states in which a job ends, but COMPLETED and FAILED.
+ENDS = {
+    "TIMEOUT": (143, "it reached its time limit"),
+    "DEADLINE": (143, "it reached its deadline"),
+    "CANCELLED": (143, "it was cancelled"),
+    "PREEMPTED": (143, "a job of higher priority took its hosts"),
+    "REVOKED": (143, "another cluster runs it"),
+    "NODE_FAIL": (3, "a host failed; with --requeue the job would restart"),
+    "OUT_OF_MEMORY": (3, "a process ran out of memory of the host"),
+    "BOOT_FAIL": (3, "a host did not boot"),
+}
+_NOT_STARTED = 53  # Slurm's signal number for an output file that cannot be opened
+_KEPT = "finished cases are recorded"
+
+
+@cache
+def pending_reasons() -> Mapping[str, str]:
+    """Return why a job is pending, by the beginning of Slurm's reason."""
+    text = files("stepmark").joinpath("data", "slurm.toml").read_text(encoding="utf-8")
+    reasons: dict[str, str] = tomllib.loads(text)["pending"]
+    return reasons
+
+
+class SlurmError(StepmarkError):
+    """A command of Slurm that is missing, refuses, or does not reach its server."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job as Slurm shows it. exit_code: CODE:SIGNAL; output: path, "" where unknown."""
+
+    state: str
+    reason: str = ""
+    exit_code: str = "0:0"
+    nodes: str = ""
+    restarts: int = 0
+    output: str = ""
+
+    @property
+    def text(self) -> str:
+        """State, with the reason of a pending job."""
+        if self.state == "PENDING" and self.reason not in ("", "None"):
+            fits = [name for name in pending_reasons() if self.reason.startswith(name)]
+            why = f": {pending_reasons()[max(fits, key=len)]}" if fits else ""
+            return f"PENDING ({self.reason}){why}"
+        again = f", restart {self.restarts}" if self.restarts else ""
+        return f"{self.state} on {self.nodes}{again}" if self.state == "RUNNING" else self.state
+
+    @property
+    def end(self) -> tuple[int, str] | None:
+        """Exit code and a sentence; None for a job that has not ended."""
+        if self.state in ENDS:
+            code, why = ENDS[self.state]
+            return code, f"{why}; {_KEPT}"
+        if self.state == "COMPLETED":
+            return 0, "done"
+        return self._failure() if self.state == "FAILED" else None
+
+    def _failure(self) -> tuple[int, str]:
+        code, number = (int(part) for part in self.exit_code.split(":")[:2])
+        if number == _NOT_STARTED or not (code or number):
+            return 3, "Slurm could not start its script: is the working directory there?"
+        code = 128 + number if number else code
+        if code in EXIT_CODES:
+            return code, f"stepmark ended with exit code {code}"
+        if code - 128 in set(signal.Signals):
+            return 3, f"{signal.Signals(code - 128).name} ended stepmark; {_KEPT}"
+        return 3, f"its script ended with exit code {code}"
+
+
+def submit(script: str) -> str:
+    """Return the id of a new job. Raises SlurmError for what sbatch refuses."""
+    done = _run(["sbatch", "--parsable"], script)
+    if done.returncode:
+        raise SlurmError(f"sbatch refused the job: {_complaint(done)}")
+    return done.stdout.strip().partition(";")[0]  # ID;CLUSTER
+
+
+def cancel(job_id: str) -> None:
+    """Cancel a job. Raises SlurmError."""
+    done = _run(["scancel", job_id])
+    if done.returncode:
+        raise SlurmError(f"scancel refused: {_complaint(done)}")
+
+
+def look(job_id: str) -> Job | None:
+    """Return a job; None for one that Slurm does not know, or no longer.
+
+    squeue is used where scontrol is refused, sacct where the job has been forgotten. Raises
+    SlurmError where the controller does not answer.
+    """
+    shown = _run(["scontrol", "-o", "show", "job", job_id])
+    if shown.returncode == 0 and "JobState=" in shown.stdout:
+        return _parsed(shown.stdout.splitlines()[0])
+    if "Invalid job id" not in shown.stderr:
+        queue = _run(["squeue", "--noheader", "-j", job_id, "-o", "%T|%r|%N"])
+        if queue.returncode == 0 and queue.stdout.strip():
+            state, reason, nodes = queue.stdout.splitlines()[0].split("|")
+            return Job(state=state, reason=reason, nodes=nodes)
+        if queue.returncode and "Invalid job id" not in queue.stderr:
+            raise SlurmError(f"Slurm does not answer: {_complaint(shown)}")
+    return _accounted(job_id)
+
+
+def _parsed(line: str) -> Job:
+    fields = dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", line))
+    return Job(
+        state=fields["JobState"].partition(" ")[0],
+        reason=fields.get("Reason", ""),
+        exit_code=fields.get("ExitCode", "0:0"),
+        nodes=fields.get("NodeList", ""),
+        restarts=int(fields.get("Restarts", 0)),
+        output=fields.get("StdOut", ""),
+    )
+
+
+def _accounted(job_id: str) -> Job | None:
+    """Return a job of the accounting database, which many sites do not have."""
+    try:
+        done = _run(["sacct", "-n", "-P", "-X", "-j", job_id, "-o", "State,ExitCode"])
+    except SlurmError:
+        return None
+    if done.returncode or "|" not in done.stdout:
+        return None
+    state, exit_code = done.stdout.splitlines()[0].split("|")
+    return Job(state=state.partition(" ")[0], exit_code=exit_code)  # CANCELLED by 1000
+
+
+def _run(command: list[str], text: str = "") -> "subprocess.CompletedProcess[str]":
+    try:
+        return subprocess.run(
+            command,
+            input=text,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT_S,
+            check=False,
+            start_new_session=True,  # a Ctrl-C is not its
+        )
+    except FileNotFoundError:
+        raise SlurmError(
+            f"{command[0]} is missing: submit and follow jobs on a login node of Slurm, or "
+            "print the script without --submit"
+        ) from None
+    except subprocess.TimeoutExpired:
+        raise SlurmError(f"{command[0]} does not answer within {_LIMIT_S:.0f} s") from None
+
+
+def _complaint(done: "subprocess.CompletedProcess[str]") -> str:
+    lines = [re.sub(r"^\w+: (error|fatal): ", "", text) for text in done.stderr.splitlines()]
+    return "; ".join(filter(None, lines)) or f"exit code {done.returncode}"

@@ -1,0 +1,137 @@
+"""The context of a measurement: ranks, device capabilities, cache size and free memory."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from stepmark.cases.record import Failed, Levels
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground import garbage
+from stepmark.measuring.environment import capabilities
+from stepmark.measuring.ranks import Ranks, join
+from stepmark.model.ops.backends import Capabilities
+from stepmark.step.workload import Workload
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasureContext:
+    """This rank's context in a run.
+
+    folder: run directory for traces, the same on every rank; None where none is written.
+    failures: failed records of the run from before these processes started.
+    on_blocked(record, position): called on rank 0, in a thread, when another rank failed and
+    this one is blocked in a collective that the failed rank abandoned; it must not return
+    where it can record the failure.
+    largest_mbs(case, device_bytes): estimate of the micro-batch that fits; None: no estimate.
+    workload: that is replayed.
+    levels: of what is measured now.
+    """
+
+    ranks: Ranks
+    capabilities: Capabilities
+    cache_bytes: int
+    free_bytes: Callable[[], int]
+    device_index: int | None  # for telemetry; None on CPU
+    run_id: str = ""
+    folder: Path | None = None
+    failures: tuple[Failed, ...] = ()
+    on_blocked: Callable[[Failed, int], None] = lambda _record, _position: None
+    largest_mbs: Callable[[TrainCase, int], int] | None = None
+    workload: Workload | None = None
+    levels: Levels | None = None
+
+
+def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContext:
+    """Join the other ranks and describe this rank's device; arguments as of `ranks.join`."""
+    ranks = join(device_type, for_meshes=for_meshes)
+    device = ranks.device
+
+    def free_bytes() -> int:
+        if device.type == "cuda":
+            return torch.cuda.mem_get_info(device)[0]
+        return int(psutil.virtual_memory().available) // ranks.num_ranks
+
+    return MeasureContext(
+        ranks=ranks,
+        capabilities=capabilities(device),
+        cache_bytes=torch.cuda.get_device_properties(device).L2_cache_size
+        if device.type == "cuda"
+        else _cpu_cache_bytes(),
+        free_bytes=free_bytes,
+        device_index=device.index,
+    )
+
+
+def _cpu_cache_bytes() -> int:
+    """Return the size of the largest cache that Linux reports; 32 MiB where it reports none."""
+    sizes_kib = [32 * 2**10]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        if text.endswith("K") and text[:-1].isdecimal():
+            sizes_kib.append(int(text[:-1]))
+    return max(sizes_kib) * 2**10
+
+
+@contextlib.contextmanager
+def own_stream(context: MeasureContext) -> Iterator[None]:
+    """Run everything of a case on one side stream.
+
+    Autograd runs a backward pass on the stream of its forward pass, and a graph cannot be
+    captured from the default stream.
+    """
+    device = context.ranks.device
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        yield
+    torch.cuda.synchronize(device)
+
+
+@contextlib.contextmanager
+def quick_release() -> Iterator[None]:
+    """Exempt all present objects from the garbage collection of `release`.
+
+    Torch's modules alone take it a tenth of a second, longer than many a case.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    """Collect garbage, then suspend it: samples begin with an empty heap of cycles."""
+    gc.collect()
+    with garbage.no_collection():
+        yield
+
+
+def release(context: MeasureContext) -> None:
+    """Free the memory of a finished case."""
+    gc.collect()
+    if context.ranks.device.type == "cuda":
+        with contextlib.suppress(RuntimeError):  # is_broken reports it
+            # A workspace per stream, 32 MiB, keeps a segment that the next case would count.
+            getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+            torch.cuda.empty_cache()
+
+
+def is_broken(context: MeasureContext) -> bool:
+    """Return whether an error has left a CUDA context in which every further call fails."""
+    device = context.ranks.device
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize(device)
+    except RuntimeError:
+        return True
+    return False

@@ -1,0 +1,229 @@
+"""Facts needed to judge a figure: machine, devices, versions, variables, commit."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+import torch
+
+from stepmark import __version__
+from stepmark.cases.plan import ROUND
+from stepmark.cases.record import DeviceInfo, Environment, Levels
+from stepmark.measuring.nvidia import pci_bus_id, torch_device_info
+from stepmark.measuring.ranks import Ranks
+from stepmark.measuring.telemetry import open_gpu
+from stepmark.model.ops.backends import MODULES, Capabilities
+
+PREFIXES = (
+    *("NCCL_", "RCCL_", "CUDA_", "HIP_", "ROCR_", "HSA_", "TORCH_", "PYTORCH_"),
+    *("TORCHINDUCTOR_", "TORCHDYNAMO_"),
+    *("OMP_", "MKL_", "GLOO_", "SLURM_"),
+)
+SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "JWT", "AUTH")
+REDACTED = "<redacted>"
+URL_LOGIN = re.compile(r"://[^/\s]*@")
+
+PACKAGES = ("triton", "pytorch-triton-rocm", "flash_attn", "transformer_engine", "torchao")
+
+
+def levels(ranks: Ranks) -> Levels:
+    """Return the levels of what these processes measure first; all ranks call it."""
+    hosts = ranks.gather(platform.node())
+    began_at = datetime.fromtimestamp(psutil.Process().create_time(), UTC)
+    sweep_round = os.environ.get(ROUND)
+    return Levels(
+        machine=", ".join(dict.fromkeys(hosts)),
+        process=f"{os.getpid()} {began_at.isoformat(timespec='milliseconds')}",
+        communicator=1,
+        round=int(sweep_round) if sweep_round else None,
+    )
+
+
+def process_age_s() -> float:
+    began_at: float = psutil.Process().create_time()
+    return time.time() - began_at
+
+
+def capture(devices: Sequence[DeviceInfo]) -> Environment:
+    """Return the environment of this host, with the devices of all ranks, by rank."""
+    system = platform.uname()
+    return Environment(
+        host=system.node,
+        os=os_name(Path("/etc/os-release")),
+        kernel=f"{system.system} {system.release}",
+        cpu=cpu_name(Path("/proc/cpuinfo")),
+        num_cores=num_cores(),
+        memory_bytes=memory_bytes(),
+        python=platform.python_version(),
+        torch=str(torch.__version__),
+        versions=versions(),
+        devices=tuple(devices),
+        # For a copy of the tree without its history.
+        git_commit=os.environ.get("STEPMARK_COMMIT")
+        or git_commit(Path(__file__).resolve().parents[3]),
+        stepmark=__version__,
+        variables=captured_variables(os.environ),
+        warnings=device_warnings(devices),
+    )
+
+
+def local_device(device: torch.device, rank: int) -> DeviceInfo:
+    """Return the facts on the device of this rank."""
+    return dataclasses.replace(_local_device(device, rank), pid=os.getpid())
+
+
+def _local_device(device: torch.device, rank: int) -> DeviceInfo:
+    if device.type != "cuda":
+        return DeviceInfo(
+            rank=rank,
+            index=device.index or 0,
+            name=cpu_name(Path("/proc/cpuinfo")),
+            memory_bytes=memory_bytes(),
+            host=platform.node(),
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    gpu = open_gpu(index)
+    info = gpu.device_info(rank) if gpu else torch_device_info(index, rank)
+    # Without the function's number, as nccl-tests prints it.
+    return dataclasses.replace(info, bus_id=pci_bus_id(index).removesuffix(".0"))
+
+
+# Triton is not imported for this: that is slow, and fails without a driver.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+def capabilities(device: torch.device) -> Capabilities:
+    """Return the facts from which support of an operator is decided."""
+    on_gpu = device.type == "cuda"
+    return Capabilities(
+        device_type=device.type,
+        capability=torch.cuda.get_device_capability(device) if on_gpu else (0, 0),
+        is_rocm=torch.version.hip is not None,
+        has_compiler=compiler() is not None,
+        modules=frozenset(name for name in MODULES if importlib.util.find_spec(name)),
+    )
+
+
+def compiler() -> str | None:
+    """Return the C++ compiler that torch.compile would find."""
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+def versions() -> dict[str, str]:
+    """Return versions of drivers and packages without importing any package."""
+    by_package = {"cuda": torch.version.cuda or "", "hip": torch.version.hip or ""}
+    if torch.cuda.is_available():
+        gpu = open_gpu(torch.cuda.current_device())
+        by_package["driver"] = gpu.driver() if gpu else ""
+        by_package["cudnn"] = str(torch.backends.cudnn.version() or "")
+        if torch.distributed.is_available() and torch.distributed.is_nccl_available():
+            name = "rccl" if torch.version.hip else "nccl"
+            by_package[name] = ".".join(map(str, torch.cuda.nccl.version()))
+    by_package |= {name: package_version(name) for name in PACKAGES}
+    return {name: version for name, version in by_package.items() if version}
+
+
+def package_version(name: str) -> str:
+    """Return the version from the package's metadata; "" where it is not installed."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def captured_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that control the measured libraries, secrets redacted."""
+    names = sorted(name for name in variables if name.startswith(PREFIXES))
+    return {name: redact(name, variables[name]) for name in names}
+
+
+def redact(name: str, value: str) -> str:
+    if any(word in name.upper() for word in SECRET_NAMES):
+        return REDACTED
+    return URL_LOGIN.sub(f"://{REDACTED}@", value)
+
+
+def git_commit(root: Path) -> str:
+    """Return the commit of the checkout at `root`, "+dirty" where its tree differs, or ""."""
+    if not (root / ".git").exists():  # installed, perhaps inside someone else's checkout
+        return ""
+    commit = _git(root, "rev-parse", "HEAD")
+    return commit + ("+dirty" if commit and _git(root, "status", "--porcelain") else "")
+
+
+def _git(root: Path, *args: str) -> str:
+    command = ["git", "--no-optional-locks", "-C", str(root), *args]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.strip()
+
+
+def num_cores() -> int:
+    """Return the number of cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+
+
+def memory_bytes() -> int:
+    """Return the size of the host's memory, or a container's smaller limit."""
+    limit = cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
+    total = int(psutil.virtual_memory().total)
+    return total if limit is None else min(total, limit)
+
+
+def cgroup_limit(membership: Path, mount: Path) -> int | None:
+    """Return the smallest memory.max from our cgroup (v2) to the root; None if unlimited."""
+    lines = read_fact(membership).splitlines()
+    path = next((line[3:] for line in lines if line.startswith("0::")), "/").strip("/")
+    groups = [mount / path, *(mount / path).parents]
+    texts = [read_fact(group / "memory.max") for group in groups if group != mount.parent]
+    limits = [int(text) for text in texts if text.isdigit()]
+    return min(limits, default=None)
+
+
+def cpu_name(cpuinfo: Path) -> str:
+    match = re.search(r"^model name\s*:\s*(.+)$", read_fact(cpuinfo), re.MULTILINE)
+    return match[1].strip() if match else platform.processor() or platform.machine()
+
+
+def os_name(release: Path) -> str:
+    match = re.search(r'^PRETTY_NAME="?([^"\n]+)', read_fact(release), re.MULTILINE)
+    return match[1] if match else platform.system()
+
+
+def read_fact(path: Path) -> str:
+    """Return the stripped text; "" if unreadable, as the speed of an interface that is down."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def device_warnings(devices: Sequence[DeviceInfo]) -> tuple[str, ...]:
+    """Return the reasons why figures of these devices are hard to compare with others."""
+    names = sorted({device.name for device in devices})
+    mixed = [f"mixed device models: {', '.join(names)}"] if len(names) > 1 else []
+    return (*mixed, *(text for device in devices for text in _limits(device)))
+
+
+def _limits(device: DeviceInfo) -> list[str]:
+    where = f"{device.host or 'host'} device {device.index}"
+    limit, default = device.power_limit_w, device.default_power_limit_w
+    texts = []
+    if limit is not None and default is not None and limit < default:
+        texts.append(f"{where}: power limited to {limit:.0f} W, default {default:.0f} W")
+    if device.persistence is False:
+        texts.append(f"{where}: persistence mode is off")
+    return texts

@@ -1,0 +1,176 @@
+"""Verify results: compare with a reference of higher precision, and poison the output before.
+
+max_rel_err = max |out - ref| / max(|ref|, rms(ref)): relative where an element is large, and
+relative to the tensor where cancellation made it small.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from stepmark.cases.record import Check
+from stepmark.ground.dtypes import DType
+
+# Half a unit in the last place: the largest relative error of one rounding to nearest.
+# TF32 keeps 10 bits of each factor, and some hardware truncates instead of rounding.
+UNIT_ROUNDOFF = {
+    DType.FP64: 2.0**-53,
+    DType.FP32: 2.0**-24,
+    DType.TF32: 2.0**-10,
+    DType.BF16: 2.0**-8,
+    DType.FP16: 2.0**-11,
+    DType.FP8_E4M3: 2.0**-4,
+    DType.FP8_E5M2: 2.0**-3,
+}
+TORCH_DTYPE: dict[DType, torch.dtype] = {
+    DType.FP64: torch.float64,
+    DType.FP32: torch.float32,
+    DType.TF32: torch.float32,
+    DType.BF16: torch.bfloat16,
+    DType.FP16: torch.float16,
+    DType.FP8_E4M3: torch.float8_e4m3fn,
+    DType.FP8_E5M2: torch.float8_e5m2,
+    DType.INT8: torch.int8,
+    DType.UINT8: torch.uint8,
+    DType.INT32: torch.int32,
+    DType.UINT32: torch.uint32,
+    DType.INT64: torch.int64,
+    DType.UINT64: torch.uint64,
+}
+INT_POISON = 0x5A  # repeated in every byte
+SAMPLES = 64
+_CHUNK = 2**24  # elements converted to fp64 at a time
+
+
+def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> float:
+    """Return the allowed max_rel_err of a result in `dtype` that sums `length` products.
+
+    4 roundoffs per rounding on the way (4: the worst of millions of elements, whose errors
+    scatter by one), and 8 sqrt(length) roundoffs of the accumulator. fp8 products accumulate in
+    about 14 bits on Hopper (DeepSeek-V3 report, section 3.5.2) and are stored as bf16.
+    """
+    accumulator = UNIT_ROUNDOFF[DType.FP64 if dtype is DType.FP64 else DType.FP32]
+    stored = UNIT_ROUNDOFF[dtype]
+    if dtype.is_fp8 and length > 1:
+        accumulator, stored = 2.0**-14, UNIT_ROUNDOFF[DType.BF16]
+    return 4 * roundings * stored + 8 * math.sqrt(length) * accumulator
+
+
+def poison(tensor: Tensor) -> None:
+    """Fill with NaN (integers: 0x5A in every byte), to detect a result that is not written."""
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        tensor.detach().fill_(math.nan)
+    elif tensor.is_floating_point():
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in e4m3fn and in e5m2
+    else:
+        tensor.fill_(int.from_bytes(bytes([INT_POISON] * tensor.element_size()), "little"))
+
+
+def poisoned_result(run: Callable[[], object]) -> tuple[Tensor, ...]:
+    """Return the result of an operator that allocates it: poison one, free it, run again.
+
+    The allocator reuses the memory, so that a kernel that writes nothing cannot return the
+    right values of an earlier call.
+    """
+    first = run()
+    for tensor in (first,) if isinstance(first, Tensor) else tuple(_tensors(first)):
+        poison(tensor)
+    del first
+    result = run()
+    return (result,) if isinstance(result, Tensor) else tuple(_tensors(result))
+
+
+def _tensors(values: object) -> Iterable[Tensor]:
+    assert isinstance(values, tuple | list)
+    return (value for value in values if isinstance(value, Tensor))
+
+
+def compare(out: Tensor, ref: Tensor, tolerance: float, reference_name: str) -> Check:
+    """Check all elements of `out`. One that is not finite is wrong, with an infinite error."""
+    assert out.shape == ref.shape, (out.shape, ref.shape)
+    out64, ref64 = out.detach().double(), ref.detach().double()
+    scale = ref64.abs().clamp_min(ref64.square().mean().sqrt())
+    error = (out64 - ref64).abs()
+    relative = torch.where(error == 0, 0.0, error / scale)
+    relative = torch.where(out64.isfinite() & ref64.isfinite(), relative, math.inf)
+    return Check(
+        max_rel_err=float(relative.max()) if relative.numel() else 0.0,
+        tolerance=tolerance,
+        num_wrong=int((relative > tolerance).sum()),
+        num_compared=relative.numel(),
+        reference=reference_name,
+    )
+
+
+def finite(out: Tensor, tolerance: float) -> Check:
+    """Count elements that are not finite as wrong; compare no value."""
+    flat = out.detach().flatten().split(_CHUNK)
+    wrong = sum(int((~part.isfinite()).sum()) for part in flat)
+    error = math.inf if wrong else 0.0
+    return Check(
+        max_rel_err=error, tolerance=tolerance, num_wrong=wrong, num_compared=0, reference=""
+    )
+
+
+def merge(checks: Iterable[Check]) -> Check:
+    """Return all checks as one. The first names the reference; tolerance is the loosest."""
+    parts = list(checks)
+    return Check(
+        max_rel_err=max(part.max_rel_err for part in parts),
+        tolerance=max(part.tolerance for part in parts),
+        num_wrong=sum(part.num_wrong for part in parts),
+        num_compared=sum(part.num_compared for part in parts),
+        reference=parts[0].reference,
+    )
+
+
+def sample(length: int, device: torch.device, count: int = SAMPLES) -> Tensor:
+    """Return up to `count` evenly spaced positions in [0, length), first and last included."""
+    steps = min(count, length)
+    positions = torch.linspace(0, length - 1, steps, dtype=torch.float64, device=device)
+    return positions.round().long()
+
+
+def take(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+    """Return index_select in fp64; through bytes for fp8, which has no index_select."""
+    if tensor.is_floating_point() and tensor.element_size() == 1:
+        picked = tensor.view(torch.uint8).index_select(dim, index).view(tensor.dtype)
+        return picked.float().double()
+    return tensor.index_select(dim, index).double()
+
+
+def product_check(
+    a_MK: Tensor,
+    b_KN: Tensor,
+    y_MN: Tensor,
+    tolerance: float,
+    *,
+    scale_M1: Tensor | float = 1.0,
+    scale_1N: Tensor | float = 1.0,
+) -> Check:
+    """Check y = scale_M1 * (a @ b) * scale_1N in fp64: sampled rows and columns, all finite."""
+    rows, columns = sample(y_MN.shape[0], y_MN.device), sample(y_MN.shape[1], y_MN.device)
+    y_RN, y_MC = take(y_MN, 0, rows), take(y_MN, 1, columns)
+    ref_RN = _product(take(a_MK, 0, rows), b_KN) * scale_1N
+    ref_MC = _product(take(b_KN, 1, columns).t(), a_MK.t()).t() * scale_M1
+    ref_RN *= scale_M1[rows] if isinstance(scale_M1, Tensor) else scale_M1
+    ref_MC *= scale_1N[:, columns] if isinstance(scale_1N, Tensor) else scale_1N
+    name = f"fp64, {len(rows)} rows and {len(columns)} columns"
+    return merge(
+        [
+            compare(y_RN, ref_RN, tolerance, name),
+            compare(y_MC, ref_MC, tolerance, name),
+            finite(y_MN, tolerance),
+        ]
+    )
+
+
+def _product(a_RK: Tensor, b_KN: Tensor) -> Tensor:
+    """Return a @ b in fp64, converting a slice of b's columns at a time."""
+    width = max(1, _CHUNK // max(1, b_KN.shape[0]))
+    parts = b_KN.split(width, dim=1)
+    # fp8 has no direct conversion to fp64 everywhere.
+    narrow = b_KN.element_size() == 1
+    return torch.cat([a_RK @ (part.float() if narrow else part).double() for part in parts], 1)

@@ -1,0 +1,9 @@
+"""Models and machines: what is known of them without running anything.
+
+- model.py, model_names.py: widths and parameter counts of a transformer; names of models.
+- parallel.py: the degree of each axis of a layout.
+- ops/: operators by shape, with FLOPs and bytes.
+- collectives.py: the sizes and bus bandwidths of collectives, and which ranks take part.
+- device.py, fabrics.py: data sheets of devices; variables for kinds of networks.
+- kernel_groups.py: groups of GPU kernels by name.
+"""

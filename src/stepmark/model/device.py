@@ -1,0 +1,198 @@
+"""Limits of devices: dense peaks, memory and links, read from data/hardware.toml.
+
+That file defines units and conventions and gives a source for every figure.
+"""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from types import MappingProxyType
+from typing import Any
+
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError, not_one_of
+
+_PEAK = "peak_flops_per_s"
+_CLOCK_OF = "rated_clock_hz_of"
+_TEXTS = ("vendor", "device_is")
+_FIGURES = (
+    "rated_clock_hz",
+    "hbm_bytes_per_s",
+    "hbm_bytes",
+    "l2_bytes",
+    "l3_bytes",
+    "link_bytes_per_s",
+    "link_domain",
+    "tdp_w",
+)
+_REQUIRED = {"names", *_TEXTS, _PEAK, "sources"}
+_KEYS = _REQUIRED | {"aliases", "capability", _CLOCK_OF, *_FIGURES, "link_kind"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """Data sheet of one device as torch counts devices. None: no source states the figure."""
+
+    key: str
+    names: tuple[str, ...]  # exact names in torch, NVML or amdsmi
+    vendor: str
+    device_is: str  # "one GPU", "one GCD, half a card"
+    peak_flops_per_s: Mapping[DType, float]  # dense, of a matrix multiplication
+    rated_clock_hz: float | None = None  # clock of the 16-bit peak
+    # Types rated otherwise.
+    rated_clock_hz_of: Mapping[DType, float] = field(default_factory=dict)
+    hbm_bytes_per_s: float | None = None
+    hbm_bytes: int | None = None
+    l2_bytes: int | None = None  # of the whole device; torch reports one die's on MI300X
+    l3_bytes: int | None = None  # Infinity Cache
+    link_kind: str | None = None
+    link_bytes_per_s: float | None = None  # per direction, all links of the device
+    link_domain: int | None = None  # devices that these links connect; None: those of a host
+    tdp_w: float | None = None
+    aliases: tuple[str, ...] = ()  # as people call it
+    capability: tuple[int, int] = (0, 0)  # as torch.cuda.get_device_capability has it
+    sources: Mapping[str, str]  # figure -> URL
+
+    @property
+    def last_level_cache_bytes(self) -> int | None:
+        """Return the size that a working set must far exceed for its bytes to come from HBM."""
+        return self.l2_bytes if self.l3_bytes is None else self.l3_bytes
+
+    def peak(self, dtype: DType) -> float | None:
+        """Return dense FLOP/s at the rated clock; None for a type without a stated peak."""
+        return self.peak_flops_per_s.get(dtype)
+
+    def rated_clock(self, dtype: DType) -> float | None:
+        """Return the clock in Hz of peak(dtype). On Hopper fp32 is rated above bf16."""
+        return self.rated_clock_hz_of.get(dtype, self.rated_clock_hz)
+
+    def max_flops_per_s(self, dtype: DType, max_clock_hz: float | None) -> float | None:
+        """Return the upper limit of executed FLOP/s: peak x max clock / rated clock.
+
+        max_clock_hz is the highest clock the device can run at (NVML: max SM clock), not the
+        current one and not an average.
+
+        The limit is None if the peak, the rated clock or max_clock_hz is unknown. The peak
+        itself is not a limit: an H100 is rated at 1.83 GHz but runs short work at up to
+        1.98 GHz, and then exceeds its bf16 peak.
+        """
+        peak, rated_hz = self.peak(dtype), self.rated_clock(dtype)
+        if peak is None or rated_hz is None or max_clock_hz is None:
+            return None
+        if max_clock_hz <= 0:
+            raise ValueError(f"max_clock_hz must be positive or None, got {max_clock_hz}")
+        return peak * max_clock_hz / rated_hz
+
+
+@cache
+def load_devices() -> Mapping[str, DeviceSpec]:
+    """Return all devices by key, read-only."""
+    text = files("stepmark").joinpath("data", "hardware.toml").read_text(encoding="utf-8")
+    return MappingProxyType(parse_devices(text))
+
+
+def find_device(name: str) -> DeviceSpec | None:
+    """Return the device with exactly this name, or None; never a similar one."""
+    return next((spec for spec in load_devices().values() if name in spec.names), None)
+
+
+def find_device_by_alias(text: str) -> DeviceSpec | None:
+    """Return the device of this key, alias or reported name, whatever its case."""
+    alias = text.strip().lower()
+    for device in load_devices().values():
+        if alias in (device.key, *device.aliases, *(name.lower() for name in device.names)):
+            return device
+    return None
+
+
+def unknown_device(
+    name: str, *others: str, note: str = "", field: str = "device"
+) -> ConfigError:
+    """Return the error of a device that nobody knows. others: more names that are valid."""
+    devices = load_devices()
+    aliases = (alias for device in devices.values() for alias in device.aliases)
+    return not_one_of(field, name, (*others, *devices), note, aliases)
+
+
+def parse_devices(text: str) -> dict[str, DeviceSpec]:
+    """Parse the text of hardware.toml. Raise ValueError that names the malformed entry."""
+    devices = {key: _device(key, table) for key, table in tomllib.loads(text).items()}
+    owner: dict[str, str] = {}
+    for device in devices.values():
+        for name in device.names:
+            if name in owner:
+                raise ValueError(f"{device.key}: name {name!r} is also a name of {owner[name]}")
+            owner[name] = device.key
+    return devices
+
+
+def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
+    if unknown := table.keys() - _KEYS:
+        raise ValueError(f"{key}: unknown field {', '.join(sorted(unknown))}")
+    if missing := _REQUIRED - table.keys():
+        raise ValueError(f"{key}: missing {', '.join(sorted(missing))}")
+    if not table["names"] or not all(isinstance(n, str) and n for n in table["names"]):
+        raise ValueError(f"{key}: names must be one or more non-empty strings")
+    figures = {name: table[name] for name in _FIGURES if name in table}
+    for name, value in figures.items():
+        _check_positive(f"{key}.{name}", value)
+    if ("link_kind" in table) != ("link_bytes_per_s" in table):
+        raise ValueError(f"{key}: link_kind and link_bytes_per_s must be given together")
+    peaks = _by_dtype(f"{key}.{_PEAK}", table[_PEAK])
+    clocks = _by_dtype(f"{key}.{_CLOCK_OF}", table.get(_CLOCK_OF, {}))
+    if stray := clocks.keys() - peaks.keys():
+        raise ValueError(f"{key}.{_CLOCK_OF}: no peak for {', '.join(sorted(stray))}")
+    if clocks and "rated_clock_hz" not in table:
+        raise ValueError(f"{key}: {_CLOCK_OF} needs rated_clock_hz")
+    _check_sources(key, table["sources"], {*figures, _PEAK}, {f"{_PEAK}.{t}" for t in peaks})
+    return DeviceSpec(
+        key=key,
+        names=tuple(table["names"]),
+        **{name: table[name] for name in _TEXTS},
+        peak_flops_per_s=peaks,
+        rated_clock_hz_of=clocks,
+        **figures,
+        link_kind=table.get("link_kind"),
+        aliases=_aliases(key, table.get("aliases", [])),
+        capability=_capability(key, table.get("capability", [0, 0])),
+        sources=MappingProxyType(dict(table["sources"])),
+    )
+
+
+def _aliases(key: str, words: Any) -> tuple[str, ...]:
+    if not isinstance(words, list) or not all(
+        isinstance(w, str) and w.islower() for w in words
+    ):
+        raise ValueError(f"{key}: aliases must be words in lower case")
+    return tuple(words)
+
+
+def _capability(key: str, numbers: Any) -> tuple[int, int]:
+    if not isinstance(numbers, list) or [type(n) for n in numbers] != [int, int]:
+        raise ValueError(f"{key}: capability must be two whole numbers")
+    return numbers[0], numbers[1]
+
+
+def _by_dtype(where: str, table: dict[str, Any]) -> Mapping[DType, float]:
+    for name, value in table.items():
+        if name not in set(DType):
+            raise ValueError(f"{where}: {name!r} is not one of {', '.join(DType)}")
+        _check_positive(f"{where}.{name}", value)
+    return MappingProxyType({DType(name): float(value) for name, value in table.items()})
+
+
+def _check_positive(where: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        raise ValueError(f"{where}: {value!r} is not a positive number")
+
+
+def _check_sources(key: str, sources: dict[str, Any], needed: set[str], more: set[str]) -> None:
+    if missing := needed - sources.keys():
+        raise ValueError(f"{key}: no source for {', '.join(sorted(missing))}")
+    if stray := sources.keys() - needed - more:
+        raise ValueError(f"{key}: a source but no figure for {', '.join(sorted(stray))}")
+    for name, url in sources.items():
+        if not isinstance(url, str) or not url.startswith("https://"):
+            raise ValueError(f"{key}.sources.{name}: {url!r} is not an https URL")

@@ -1,0 +1,102 @@
+"""Attention, softmax(q @ k.T) @ v, in all variants that training uses."""
+
+from dataclasses import dataclass
+
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops.fields import MULTIPLIED, Operator, Phase, choice, count, validate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention(Operator):
+    """Scaled dot-product attention on one rank.
+
+    q [batch, seq_q, heads, head_dim_qk], k [batch, seq_kv, kv_heads, head_dim_qk],
+    v [batch, seq_kv, kv_heads, head_dim_v]. `varlen` packs sequences of these lengths into
+    one row (batch 1, seq_q = seq_kv = their sum) that do not attend to each other. `window`
+    w > 0: a query attends to its own key and the w - 1 keys before it. Bytes and memory are of
+    a fused kernel; the math backend adds its score matrix.
+    """
+
+    batch: int = count("sequences")
+    seq_q: int = count("queries per sequence")
+    seq_kv: int = count("keys per sequence")
+    heads: int = count("query heads")
+    kv_heads: int = count("key/value heads")
+    head_dim_qk: int = count("width of a query and key head", high=2**16)
+    head_dim_v: int = count("width of a value head", high=2**16)
+    causal: bool = choice("mask the future", default=True)
+    window: int = count("sliding window in keys; 0 = none", low=0, default=0)
+    varlen: tuple[int, ...] = count("packed sequence lengths, e.g. 1024+512", default=())
+    dtype: DType = choice("element type", default=DType.BF16, allowed=MULTIPLIED)
+    phase: Phase = choice("pass", default=Phase.FWD, allowed=("fwd", "bwd"))
+
+    def __post_init__(self) -> None:
+        validate(self)
+        if self.heads % self.kv_heads:
+            raise ConfigError("heads", self.heads, f"a multiple of kv-heads ({self.kv_heads})")
+        if self.causal and self.seq_q != self.seq_kv:
+            # Backends differ in where they place the diagonal in this case.
+            raise ConfigError(
+                "seq-kv", self.seq_kv, f"equal to --seq-q ({self.seq_q}) with a causal mask"
+            )
+        if self.window and not self.causal:
+            raise ConfigError("window", self.window, "0 without a causal mask")
+        if self.varlen and (self.batch != 1 or sum(self.varlen) != self.seq_q):
+            raise ConfigError(
+                "varlen",
+                self.varlen,
+                f"it needs --batch 1, and a sum equal to --seq-q ({self.seq_q})",
+            )
+        if self.varlen and self.seq_q != self.seq_kv:
+            raise ConfigError("seq-kv", self.seq_kv, "equal to --seq-q with --varlen")
+
+    @property
+    def pairs(self) -> int:
+        """Return the query-key pairs of one head over the batch. A causal mask counts half.
+
+        Source of the half: flash-attention, benchmarks/benchmark_flash_attention.py.
+        """
+        lengths = self.varlen or (self.seq_q,) * self.batch
+        if not self.causal:
+            return sum(length * (length if self.varlen else self.seq_kv) for length in lengths)
+        total = 0
+        for length in lengths:
+            width = min(self.window or length, length)
+            total += length * width - width * width // 2 if width < length else length**2 // 2
+        return total
+
+    @property
+    def shape_text(self) -> str:
+        seq = f"s{self.seq_q}" if self.seq_q == self.seq_kv else f"s{self.seq_q}/{self.seq_kv}"
+        heads = f"h{self.heads}/{self.kv_heads} d{self.head_dim_qk}/{self.head_dim_v}"
+        words = [f"b{self.batch} {seq} {heads}"]
+        words += ["causal"] if self.causal else []
+        words += [f"window {self.window}"] if self.window else []
+        words += [f"packed {len(self.varlen)}"] if self.varlen else []
+        return " ".join(words)
+
+    @property
+    def flops(self) -> int:
+        """Return the FLOPs of fwd (q k.T, p v) or bwd (q k.T again, dp, dv, dq, dk).
+
+        With equal head widths bwd is 2.5 x fwd, as in the flash-attention papers.
+        """
+        d_qk, d_v = self.head_dim_qk, self.head_dim_v
+        widths = d_qk + d_v if self.phase is Phase.FWD else 3 * d_qk + 2 * d_v
+        return 2 * self.pairs * self.heads * widths
+
+    @property
+    def _elements(self) -> tuple[int, int, int]:
+        """Return the elements of q, of k and v together, and of the output."""
+        rows_q, rows_kv = self.batch * self.seq_q, self.batch * self.seq_kv
+        q = rows_q * self.heads * self.head_dim_qk
+        kv = rows_kv * self.kv_heads * (self.head_dim_qk + self.head_dim_v)
+        return q, kv, rows_q * self.heads * self.head_dim_v
+
+    @property
+    def bytes_moved(self) -> int:
+        """Return fwd: q, k, v in, o out; bwd: q, k, v, o, do in, dq, dk, dv out."""
+        q, kv, out = self._elements
+        elements = q + kv + out if self.phase is Phase.FWD else 2 * (q + kv + out)
+        return elements * self.dtype.itemsize

@@ -1,0 +1,109 @@
+"""Declarations of operator fields: meaning, range and default."""
+
+import dataclasses
+import types
+import typing
+from enum import StrEnum
+from typing import Any
+
+from stepmark.ground.dtypes import OPERATOR_DTYPES, DType
+from stepmark.ground.errors import ConfigError, not_one_of
+
+# Larger than any tensor dimension that fits a device; it catches typing errors.
+MAX_DIM = 2**40
+
+
+class Phase(StrEnum):
+    """Part of a training step. bwd = dgrad and wgrad together; step = fwd, bwd, optimizer."""
+
+    FWD = "fwd"
+    DGRAD = "dgrad"
+    WGRAD = "wgrad"
+    BWD = "bwd"
+    OPTIM = "optim"
+    STEP = "step"
+
+
+# Element types of operators that only move data, and of those that matrix units may compute.
+STORED = (DType.BF16, DType.FP16, DType.FP32, DType.FP64)
+MULTIPLIED = (*STORED, DType.TF32)
+
+
+class Operator:
+    """Base of all families: what is true of an operator unless its family says otherwise."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        validate(self)
+
+    @property
+    def flops(self) -> int:
+        """Return 0, as of operators without matrix products."""
+        return 0
+
+    @property
+    def bytes_moved(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def memory_bytes(self) -> int:
+        """Return the size of a kernel that keeps its operands and results alone."""
+        return self.bytes_moved
+
+
+def count(
+    meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = dataclasses.MISSING
+) -> Any:
+    """Declare a field that holds a whole number from low to high."""
+    metadata = {"help": meaning, "low": low, "high": high}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def choice(meaning: str, *, default: Any, allowed: tuple[str, ...] = ()) -> Any:
+    """Declare a field that holds a member of an enum, or one of `allowed`."""
+    return dataclasses.field(default=default, metadata={"help": meaning, "allowed": allowed})
+
+
+def validate(op: Any) -> None:
+    """Check every field against its declaration. Raise ConfigError.
+
+    A plain value of an equivalent type (skew=1, phase="bwd") is converted to the declared type,
+    so that equal operators compare equal in `case_id`, in sets and in match statements.
+    """
+    for field in dataclasses.fields(op):
+        name, meta = field.name.replace("_", "-"), field.metadata
+        value = _typed(name, field.type, getattr(op, field.name))
+        object.__setattr__(op, field.name, value)
+        if "low" in meta:
+            for item in value if isinstance(value, tuple) else (value,):
+                if not meta["low"] <= item <= meta["high"]:  # NaN is outside every range
+                    raise ConfigError(name, item, f"from {meta['low']} to {meta['high']}")
+        if isinstance(value, DType) and value.is_integer:
+            raise not_one_of(name, value, OPERATOR_DTYPES)
+        allowed = meta.get("allowed")
+        if allowed and value not in allowed:
+            raise not_one_of(name, value, allowed)
+
+
+def _typed(name: str, hint: Any, value: Any) -> Any:
+    """Return `value` as the field's declared type."""
+    if isinstance(hint, types.UnionType):  # X | None
+        if value is None:
+            return None
+        hint = hint.__args__[0]
+    if typing.get_origin(hint) is tuple:
+        if not isinstance(value, tuple | list):
+            raise ConfigError(name, value, "a list of whole numbers")
+        return tuple(_typed(name, int, item) for item in value)
+    if issubclass(hint, StrEnum):
+        try:
+            return hint(value)
+        except ValueError:
+            raise not_one_of(name, value, hint) from None
+    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value) if abs(value) <= MAX_DIM else value
+    if not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool):
+        words = {int: "a whole number", float: "a number", bool: "true or false"}
+        raise ConfigError(name, value, words.get(hint, "text"))
+    return value

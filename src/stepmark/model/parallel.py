@@ -1,0 +1,66 @@
+"""Parallel layout of a model: the degree of each axis."""
+
+import math
+from dataclasses import dataclass, fields
+
+from stepmark.ground.errors import ConfigError
+from stepmark.model.model import ModelConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Degree of each axis. ep uses ranks of dp_shard: an expert has dp_shard / ep shards.
+
+    Source: torchtitan, distributed/parallel_dims.py.
+    """
+
+    tp: int = 1
+    ep: int = 1
+    dp_shard: int = 1
+    dp_replicate: int = 1
+    pp: int = 1
+    cp: int = 1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not is_whole or not 1 <= value <= 2**20:
+                name = field.name.replace("_", "-")
+                raise ConfigError(name, value, "a whole number from 1 to 1048576")
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks; ep uses ranks of dp_shard."""
+        return math.prod((self.pp, self.dp_replicate, self.dp_shard, self.cp, self.tp))
+
+    @property
+    def data_ranks(self) -> int:
+        """Return the number of different micro-batches that are processed at the same time."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Return the number of ranks over which gradients are averaged: data and cp ranks."""
+        return self.data_ranks * self.cp
+
+    def check(self, model: ModelConfig) -> None:
+        """Raise ConfigError if the model cannot be divided this way."""
+        divides = [("heads", model.num_heads), ("vocab_size", model.vocab_size)]
+        if model.mla is None:
+            divides.append(("kv_heads", model.num_kv_heads))
+        if model.ffn_hidden_size:
+            divides.append(("ffn_hidden_size", model.ffn_hidden_size))
+        if model.moe and model.moe.shared_ffn_hidden_size:
+            divides.append(("shared ffn_hidden_size", model.moe.shared_ffn_hidden_size))
+        for name, size in divides:
+            if size % self.tp:
+                raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {name} ({size})")
+        if self.ep > 1 and model.moe is None:
+            raise ConfigError("ep", self.ep, f"1, because {model.name} has no experts")
+        if model.moe and model.moe.num_experts % self.ep:
+            raise ConfigError("ep", self.ep, f"a divisor of {model.moe.num_experts} experts")
+        if max(self.dp_shard, self.ep) % min(self.dp_shard, self.ep):
+            raise ConfigError(
+                "dp-shard", self.dp_shard, f"a multiple or divisor of ep ({self.ep})"
+            )

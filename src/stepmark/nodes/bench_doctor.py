@@ -1,0 +1,263 @@
+"""Examine this machine: its devices, what can be measured on it, what not, and why."""
+
+import dataclasses
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from stepmark.cases.record import DeviceInfo, Environment, Telemetry
+from stepmark.collectives.bench.nccl import find_library
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.units import GIB, format_bytes
+from stepmark.measuring import amd
+from stepmark.measuring.environment import (
+    capabilities,
+    capture,
+    compiler,
+    local_device,
+    read_fact,
+)
+from stepmark.measuring.nvidia import IDLE, Health, Links
+from stepmark.measuring.telemetry import cpu_reading, open_gpu
+from stepmark.model.device import find_device
+from stepmark.model.ops import FAMILIES, Gemm, Op
+from stepmark.model.ops.backends import Capabilities
+from stepmark.operators.bench import IMPLS
+from stepmark.operators.bench.call import Impl
+
+MIN_CORES_PER_GPU = 4
+OTHERS_SHARE = 0.05  # of a card's memory in use before we start
+
+# Types of products whose support differs.
+_GEMM_DTYPES = (DType.BF16, DType.FP32, DType.FP8_E4M3)
+
+
+def samples(family: str) -> list[Op]:
+    """Return small operators from which support of a family is decided."""
+    kind = FAMILIES[family]
+    sizes = {
+        field.name: max(64, field.metadata["low"])
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING
+    }
+    if kind is Gemm:
+        return [Gemm(**sizes, dtype=dtype) for dtype in _GEMM_DTYPES]
+    return [kind(**sizes)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """One device, and the peaks that its figures are compared with."""
+
+    info: DeviceInfo
+    peak_flops_per_s: dict[str, float]  # by dtype; empty where the device is unknown
+    hbm_bytes_per_s: float | None
+    peak_reason: str  # why there is no peak; "" where there is
+    now: Telemetry
+    links: Links
+    health: Health
+    others_bytes: int | None  # memory in use that is not ours
+    note: str  # "written, not run" where this path never ran on its hardware
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nic:
+    """One network interface or InfiniBand port."""
+
+    name: str
+    kind: str  # "net" or "infiniband"
+    state: str
+    rate: str  # as the kernel reports it, e.g. "400 Gb/sec (4X NDR)"; "" unknown
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    """Support of one backend of one family on this machine."""
+
+    family: str
+    backend: str
+    dtype: str
+    reason: str | None  # why it would be skipped
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transport:
+    """Support of one transport of `stepmark comm` on this machine."""
+
+    api: str
+    backend: str
+    reason: str | None  # why not
+    note: str = ""  # its description, or "written, not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Findings:
+    """The report of `stepmark doctor`."""
+
+    environment: Environment
+    devices: tuple[Device, ...]
+    peer_access: tuple[tuple[bool, ...], ...]  # [from][to]; a device reaches itself
+    nics: tuple[Nic, ...]
+    backends: tuple[Backend, ...]
+    transports: tuple[Transport, ...]
+    shm_bytes: int | None
+    compiler: str | None
+    warnings: tuple[str, ...]
+
+
+def examine() -> Findings:
+    """Examine this machine without starting a process or allocating memory on a device."""
+    torch_devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    torch_devices = torch_devices or [torch.device("cpu")]
+    devices = tuple(examine_device(d, rank) for rank, d in enumerate(torch_devices))
+    environment = capture([device.info for device in devices])
+    shm_bytes = shared_memory(Path("/dev/shm"))
+    host = host_warnings(environment, shm_bytes, compiler())
+    warnings = (warning for device in devices for warning in warnings_of(device))
+    return Findings(
+        environment=environment,
+        devices=devices,
+        peer_access=peer_access(),
+        nics=nics(Path("/sys/class")),
+        backends=backends(IMPLS, capabilities(torch_devices[0])),
+        transports=tuple(transports()),
+        shm_bytes=shm_bytes,
+        compiler=compiler(),
+        warnings=(*environment.warnings, *host, *warnings),
+    )
+
+
+def examine_device(device: torch.device, rank: int) -> Device:
+    info = local_device(device, rank)
+    gpu = open_gpu(info.index) if device.type == "cuda" else None
+    spec = find_device(info.name)
+    health = gpu.health() if gpu else Health()
+    own = torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+    used_bytes = health.memory_used_bytes
+    peaks = spec.peak_flops_per_s if spec else {}
+    unknown = f"{info.name!r} is not in hardware.toml: peaks n/a, measured ceiling instead"
+    return Device(
+        info=info,
+        peak_flops_per_s={str(dtype): peak for dtype, peak in peaks.items()},
+        hbm_bytes_per_s=spec.hbm_bytes_per_s if spec else None,
+        peak_reason="" if spec else unknown,
+        now=gpu.reading() if gpu else Telemetry() if device.type == "cuda" else cpu_reading(),
+        links=gpu.links() if gpu else Links(),
+        health=health,
+        others_bytes=None if used_bytes is None else used_bytes - own,
+        note=amd.NOTE if device.type == "cuda" and torch.version.hip else "",
+    )
+
+
+def backends(
+    impls: Mapping[str, Mapping[str, Impl]], capable: Capabilities
+) -> tuple[Backend, ...]:
+    """Return every backend of every family, and why it would be skipped here."""
+    return tuple(
+        Backend(
+            family=family,
+            backend=name,
+            dtype=str(getattr(op, "dtype", "bytes")),
+            reason=impl.unsupported(op, capable),
+        )
+        for family, table in impls.items()
+        for op in samples(family)
+        for name, impl in table.items()
+    )
+
+
+def transports() -> Iterator[Transport]:
+    """Yield the ways to run a collective: torch's back ends, and libnccl itself."""
+    count, hip = torch.cuda.device_count(), torch.version.hip is not None
+    few = None if count > 1 else f"{count} accelerators, and it takes two"
+    rocm = "RCCL: written, not run" if hip else ""
+    is_available = dist.is_available()
+    gloo = None if is_available and dist.is_gloo_available() else "not in this torch"
+    yield Transport(api="torch", backend="gloo", reason=gloo, note="on the CPU")
+    nccl = few if is_available and dist.is_nccl_available() else "not in this torch"
+    yield Transport(api="torch", backend="nccl", reason=nccl, note=rocm)
+    try:
+        path = find_library()
+    except ConfigError:
+        reason = "no libnccl or librccl in this torch"
+        yield Transport(api="nccl", backend="nccl", reason=reason)
+        return
+    yield Transport(api="nccl", backend="nccl", reason=few, note=rocm or path)
+
+
+def peer_access() -> tuple[tuple[bool, ...], ...]:
+    indices = range(torch.cuda.device_count())
+    return tuple(
+        tuple(a == b or torch.cuda.can_device_access_peer(a, b) for b in indices)
+        for a in indices
+    )
+
+
+def nics(root: Path) -> tuple[Nic, ...]:
+    """Return network interfaces except lo, then InfiniBand ports, from /sys/class."""
+    ports = []
+    for path in sorted((root / "net").glob("*")):
+        if path.name != "lo" and path.is_dir():
+            speed = read_fact(path / "speed")  # Mb/s; -1 or unreadable where there is no link
+            rate = f"{int(speed) / 1000:g} Gb/s" if speed.isdigit() and int(speed) else ""
+            state = read_fact(path / "operstate")
+            ports.append(Nic(name=path.name, kind="net", state=state, rate=rate))
+    for port in sorted((root / "infiniband").glob("*/ports/*")):
+        name = f"{port.parent.parent.name}:{port.name}"
+        state = read_fact(port / "state").partition(": ")[2].lower()
+        ports.append(
+            Nic(name=name, kind="infiniband", state=state, rate=read_fact(port / "rate"))
+        )
+    return tuple(ports)
+
+
+def shared_memory(path: Path) -> int | None:
+    """Return the size of /dev/shm, which NCCL and data loaders share."""
+    return shutil.disk_usage(path).total if path.is_dir() else None
+
+
+def host_warnings(
+    environment: Environment, shm_bytes: int | None, cxx: str | None
+) -> list[str]:
+    num_gpus = torch.cuda.device_count()
+    texts = []
+    if shm_bytes is not None and shm_bytes < GIB:
+        texts.append(f"/dev/shm has {format_bytes(shm_bytes)}; NCCL wants 1 GiB or more")
+    if num_gpus and environment.num_cores < MIN_CORES_PER_GPU * num_gpus:
+        texts.append(f"{environment.num_cores} CPU cores for {num_gpus} GPUs: launches suffer")
+    if cxx is None:
+        texts.append("no C++ compiler: torch.compile cases will be skipped")
+    return texts
+
+
+def warnings_of(device: Device) -> list[str]:
+    """Return the present problems of one device."""
+    health, links, where = device.health, device.links, f"device {device.info.index}"
+    texts = []
+    if health.ecc_uncorrected:
+        texts.append(f"{where}: {health.ecc_uncorrected} uncorrected ECC errors in its life")
+    if health.remapped_rows or health.remap_pending or health.remap_failed:
+        state = "failed" if health.remap_failed else "pending" if health.remap_pending else ""
+        texts.append(
+            f"{where}: {health.remapped_rows or 0} memory rows remapped {state}".strip()
+        )
+    if words := [word for word in device.now.throttle if word != IDLE]:
+        texts.append(f"{where}: throttled now: {', '.join(words)}")
+    if _below(links.pcie_width, links.pcie_max_width):
+        texts.append(f"{where}: PCIe x{links.pcie_width} of x{links.pcie_max_width}")
+    if _below(links.pcie_generation, links.pcie_max_generation):
+        now, most = links.pcie_generation, links.pcie_max_generation
+        texts.append(f"{where}: PCIe gen{now} of gen{most} (some cards save power when idle)")
+    others_bytes = device.others_bytes or 0
+    if device.info.memory_bytes and others_bytes > OTHERS_SHARE * device.info.memory_bytes:
+        texts.append(f"{where}: {format_bytes(others_bytes)} of its memory is in use by others")
+    return texts
+
+
+def _below(now: int | None, most: int | None) -> bool:
+    return now is not None and most is not None and now < most

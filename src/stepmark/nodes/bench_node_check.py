@@ -1,0 +1,172 @@
+"""State and memory of one device, for `stepmark doctor --nodes`."""
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from stepmark.ground.units import GIB, MIB, format_bytes
+from stepmark.measuring.nvidia import pci_bus_id
+from stepmark.nodes.bench_doctor import Device, examine_device, warnings_of
+
+# Alternating and constant bits as 64-bit words; with None a word holds its own address.
+PATTERNS: tuple[int | None, ...] = (0, -1, 0x5555555555555555, ~0x5555555555555555, None)
+SHARE = 0.9  # of the free memory of a GPU that is tested
+CPU_BYTES = 128 * MIB  # of a rank on a CPU: host memory belongs to the whole machine
+_BLOCK_BYTES = GIB
+# Lines of the kernel that report a fault of a GPU: NVIDIA's driver, AMD's driver.
+_FAULT = re.compile(r"NVRM: Xid|amdgpu.*(ring \w+ timeout|GPU reset|uncorrectable)")
+_DMESG_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """State of a device at one moment. faults: the kernel's lines; None: not readable."""
+
+    device: Device
+    faults: tuple[str, ...] | None
+    faults_reason: str  # why they are not readable
+
+
+def state(kind: str) -> State:
+    """Return the state of the first visible device, with the kernel's lines on it."""
+    examined = examine_device(torch.device(kind, 0), 0)
+    if kind == "cpu":
+        return State(device=examined, faults=None, faults_reason="a CPU has none")
+    address = pci_bus_id(0).rpartition(".")[0]
+    lines, reason = _kernel_lines()
+    faults = tuple(line for line in lines if _FAULT.search(line) and address in line)
+    return State(device=examined, faults=None if reason else faults, faults_reason=reason)
+
+
+def _kernel_lines() -> tuple[list[str], str]:
+    """Return the lines of dmesg, or why they cannot be read."""
+    if shutil.which("dmesg") is None:
+        return [], "there is no dmesg"
+    try:
+        done = subprocess.run(
+            ["dmesg"], capture_output=True, timeout=_DMESG_S, check=False, errors="replace"
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"dmesg did not end within {_DMESG_S:.0f} s"
+    if done.returncode:
+        return [], (done.stderr.strip() or "dmesg failed").splitlines()[-1]
+    return done.stdout.splitlines(), ""
+
+
+def failures(before: State, after: State) -> list[str]:
+    """Return what went wrong between two states, and faults that need a reset or a repair."""
+    texts = []
+    old, new = before.device.health, after.device.health
+    if (num_new := (new.ecc_uncorrected or 0) - (old.ecc_uncorrected or 0)) > 0:
+        texts.append(f"{num_new} uncorrected ECC errors during the check")
+    if (num_new := (new.remapped_rows or 0) - (old.remapped_rows or 0)) > 0:
+        texts.append(f"{num_new} memory rows remapped during the check")
+    if new.remap_pending:
+        texts.append("a memory row waits to be remapped: reset the GPU")
+    if new.remap_failed:
+        texts.append("a memory row could not be remapped: replace the GPU")
+    lines = (
+        (after.faults or ())[len(before.faults or ()) :] if before.faults is not None else ()
+    )
+    texts += [f"during the check the kernel reported: {line}" for line in lines[:3]]
+    return texts
+
+
+def not_tested(state: State) -> list[str]:
+    """Return what this device does not report, with the reason."""
+    health, texts = state.device.health, []
+    if health.ecc_uncorrected is None:
+        texts.append("ECC errors: the device does not report them")
+    if health.remapped_rows is None:
+        texts.append("remapped memory rows: the device does not report them")
+    if state.faults is None:
+        texts.append(f"Xid messages of the kernel: {state.faults_reason}")
+    return texts
+
+
+def notes(before: State, after: State) -> list[str]:
+    """Return present problems that do not fail a device, such as reasons of a low clock."""
+    texts = [*warnings_of(before.device), *warnings_of(after.device)]
+    if before.faults:
+        texts.append(f"{len(before.faults)} faults in the kernel's log: {before.faults[-1]}")
+    return [text.partition(": ")[2] or text for text in dict.fromkeys(texts)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryTest:
+    """Result of a memory test: each byte was written and read once per pattern."""
+
+    num_bytes: int
+    num_patterns: int
+    num_wrong: int  # wrong bytes over all patterns
+
+    @property
+    def text(self) -> str:
+        size = format_bytes(self.num_bytes)
+        return f"{self.num_wrong} wrong bytes in {size}, {self.num_patterns} patterns"
+
+
+def check_memory(
+    kind: str,
+    *,
+    limit_s: float,
+    num_bytes: int | None = None,
+    between: Callable[[Sequence[Tensor]], object] = lambda blocks: None,
+) -> MemoryTest:
+    """Write patterns to most of the first visible device's free memory and read them back.
+
+    It takes about limit_s at most.
+
+    All blocks are written before the first is read, so that caches do not serve the reads and
+    a wrong address line shows. num_bytes: the size instead. between: what runs between
+    writing and reading.
+    """
+    device, begin = torch.device(kind, 0), time.monotonic()
+    count, num_wrong = 0, 0
+    blocks = _blocks(device, num_bytes or _free_bytes(device))
+    scratch = torch.empty_like(blocks[0])
+    firsts = [sum(len(block) for block in blocks[:index]) for index in range(len(blocks))]
+    for pattern in PATTERNS:
+        spent_s = time.monotonic() - begin
+        if count and spent_s * (count + 1) / count > limit_s:
+            break
+        for block, first in zip(blocks, firsts, strict=True):
+            _fill(block, pattern, first)
+        between(blocks)
+        for block, first in zip(blocks, firsts, strict=True):
+            expected = scratch[: len(block)]
+            _fill(expected, pattern, first)
+            wrong = block != expected
+            if wrong.any():
+                pair = block[wrong].view(torch.uint8), expected[wrong].view(torch.uint8)
+                num_wrong += int((pair[0] != pair[1]).sum())
+        count += 1
+    size = sum(block.nbytes for block in blocks)
+    return MemoryTest(num_bytes=size, num_patterns=count, num_wrong=num_wrong)
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cpu":
+        return CPU_BYTES
+    return int(torch.cuda.mem_get_info(device)[0] * SHARE)
+
+
+def _blocks(device: torch.device, num_bytes: int) -> list[Tensor]:
+    """Allocate that much; less than a block for scratch values and comparisons is kept free."""
+    size = min(_BLOCK_BYTES, max(8, num_bytes // 16))
+    # The scratch block, the mask of a comparison, and its allocator's rounding.
+    count = max(1, num_bytes // size - 2)
+    return [torch.empty(size // 8, dtype=torch.int64, device=device) for _ in range(count)]
+
+
+def _fill(words: Tensor, pattern: int | None, first: int) -> None:
+    if pattern is None:
+        torch.arange(first, first + len(words), out=words)
+    else:
+        words.fill_(pattern)

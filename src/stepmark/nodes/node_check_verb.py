@@ -1,0 +1,313 @@
+"""stepmark doctor --nodes: check the devices of this host, and judge all hosts together.
+
+Each device is measured by a child process with a time limit, because a stuck driver call cannot
+be interrupted. This process loads no driver. Hosts meet in files only.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.record import AnyCase
+from stepmark.collectives.comm_options import MATRIX_OF_PAIRS, CommOptions
+from stepmark.ground import outer_launcher
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import write_text
+from stepmark.ground.options import argv, dashed, plain
+from stepmark.ground.signals import catching
+from stepmark.ground.units import MIB
+from stepmark.measuring import child
+from stepmark.measuring.delivery import make_folder, write_files
+from stepmark.measuring.machine import Machine
+from stepmark.model.collectives import Collective
+from stepmark.nodes import node_checks
+from stepmark.nodes.device_check import result_of
+from stepmark.nodes.node_check import NodeCheck, Remark, merged
+from stepmark.nodes.node_check_text import printed, rows
+from stepmark.nodes.node_options import DoctorOptions
+from stepmark.nodes.node_verdict import FleetVerdict, Outcome, judge
+from stepmark.store import plans
+from stepmark.store.reader import is_run, read_info
+from stepmark.store.runs import new_run_id
+from stepmark.store.view import console
+
+_DEVICE_CHECK = "stepmark.nodes.device_check"
+FAILING = "failing_nodes.txt"
+_OUT = Path("node-check")
+_LIST_S = 120.0  # for a driver to list its devices
+_GRACE_S = 3.0  # from SIGTERM to SIGKILL
+_BUDGET_S = {"cuda": 60.0, "cpu": 5.0}
+_LAUNCHES = {"cuda": 5, "cpu": 2}  # Student's t over fewer than five has wide intervals
+_TIMEOUT_S = 600.0
+_MESSAGE_BYTES = {"cuda": 64 * MIB, "cpu": MIB}
+_FOR_VERDICT = (
+    "nodes",
+    "read_from",
+    "pairs",
+    "expect",
+    "gpus_per_node",
+    "floor",
+    "json",
+    "csv",
+)
+_FABRIC = "network between hosts: give a run of comm p2p-matrix on them as --pairs"
+
+
+def run(options: DoctorOptions) -> int:
+    """Check this host, or judge the checks of --from. Returns the exit code."""
+    if options.read_from is not None:
+        for name, value in plain(options).items():
+            if name not in _FOR_VERDICT:
+                raise ConfigError(dashed(name), value, "it has no effect with --from")
+        checks = node_checks.read_all(options.read_from)
+        if options.pairs is not None:
+            checks = _with_pairs(checks, options.pairs)
+        return _conclude(checks, options, options.read_from)
+    if options.expect:
+        raise ConfigError("expect", ",".join(options.expect), "only with --from")
+    if options.pairs is not None:
+        raise ConfigError("pairs", options.pairs, "only with --from")
+    is_in_job = outer_launcher.is_rank()
+    if not outer_launcher.leave():
+        return 0  # another rank of this host checks it
+    out = options.out or _OUT
+    make_folder("out", out)
+    name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
+    with catching() as signals:
+        check = _Host(name, out, options, signals).check()
+    if signals:
+        return 128 + signals[0]
+    file = out / node_checks.FOLDER / f"{name}.json"
+    make_folder("out", file.parent)
+    node_checks.write(check, file)
+    if is_in_job:
+        sys.stderr.write(f"{file}; verdict: stepmark doctor --nodes --from {out}\n")
+        return 0  # a failing node must not end the check of the others
+    return _conclude(node_checks.read_all(out), options, out)  # with hosts checked before
+
+
+def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
+    """Return the checks with rates between their hosts, of a run. Raises ConfigError."""
+    if not is_run(path):
+        raise ConfigError("pairs", path, "the folder of a run, with its run.json")
+    names = {_short(check.host): check.host for check in checks}
+    hosts = {device.rank: device.host for device in read_info(path).environment.devices}
+    for host in hosts.values():
+        if _short(host) not in names:
+            raise ConfigError(
+                "pairs", path, f"a run on hosts of --from; {host} is none of them"
+            )
+
+    def where(case: AnyCase) -> tuple[str, ...]:
+        if not isinstance(case, CommCase) or case.collective is Collective.PING_PONG:
+            return ()
+        ends = tuple(names[_short(hosts[rank])] for rank in case.pair or ())
+        return ends if len(set(ends)) == 2 else ()
+
+    first = checks[0]
+    empty = NodeCheck(host=first.host, checked_at=first.checked_at)
+    result = result_of(path, empty, where)
+    # Pairs inside a host may have the same size: they are another figure.
+    network = tuple(replace(f, name=f"network {f.name}") for f in result.figures)
+    result = replace(result, figures=network)
+    if result == empty:
+        raise ConfigError("pairs", path, "a run of comm p2p-matrix on two hosts or more")
+    others = [
+        replace(check, not_tested=tuple(r for r in check.not_tested if r.text != _FABRIC))
+        for check in checks
+    ]
+    return [merged(others[0], [result]), *others[1:]]
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0]
+
+
+def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path) -> int:
+    """Print the verdict and write its files. Returns the exit code."""
+    for host in options.expect or ():
+        if "[" in host or "]" in host:
+            allowed = "names with commas between them (scontrol show hostnames lists them)"
+            raise ConfigError("expect", host, allowed)
+    verdict = judge(
+        checks,
+        floor=options.floor,
+        expected=options.expect or (),
+        gpus_per_node=options.gpus_per_node,
+    )
+    hosts = verdict.failing_hosts
+    write_text(folder / FAILING, ",".join(hosts) + "\n" if hosts else "", "out")
+    document = {
+        "nodes": msgspec.to_builtins(verdict.nodes),
+        "figures": rows(verdict),
+        "remarks": [
+            {"kind": kind, "where": remark.where, "text": remark.text}
+            for check in checks
+            for kind in ("failures", "unclear", "not_tested", "notes")
+            for remark in getattr(check, kind)
+        ],
+    }
+    write_files(options, "nodes", document, rows(verdict))
+    if not options.to_stdout:
+        printed(verdict, checks, console())
+    sys.stderr.write(f"nodes to avoid: {len(hosts)}, in {folder / FAILING}\n")
+    return exit_code(verdict)
+
+
+def exit_code(verdict: FleetVerdict) -> int:
+    """Return 1 if a node failed or is slow, 3 if one cannot be judged, else 0."""
+    if verdict.failing_hosts:
+        return 1
+    return 3 if any(node.outcome is Outcome.CANNOT_TELL for node in verdict.nodes) else 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Host:
+    """The check of this host. signals: those that the user has sent meanwhile."""
+
+    name: str
+    out: Path
+    options: DoctorOptions
+    signals: Sequence[int]
+
+    def check(self) -> NodeCheck:
+        now = datetime.now(UTC)
+        folder = self.out / "runs" / self.name / new_run_id(now)
+        make_folder("out", folder)
+        empty = NodeCheck(host=self.name, checked_at=now.isoformat(timespec="seconds"))
+        here, problem = self._machine(folder)
+        if here is None:
+            return merged(empty, [self._failed(empty, self.name, problem)])
+        count = here.num_ranks(self.options.nproc, "all")
+        sys.stderr.write(f"checking {count} devices of {self.name} at the same time\n")
+        with ThreadPoolExecutor(count) as pool:
+            devices = [
+                pool.submit(self._device, index, count, here.device, folder, empty)
+                for index in range(count)
+            ]
+        checks = [device.result() for device in devices]
+        not_tested = [_FABRIC]
+        if count == 1:
+            not_tested.append("collectives inside the node: it needs a second device")
+        elif any(check.stage for check in checks):
+            not_tested.append("collectives inside the node: not all devices could be measured")
+        elif not self.signals:
+            checks.append(self._collectives(count, here.device, folder, empty))
+        remarks = tuple(Remark(where=self.name, text=text) for text in not_tested)
+        num_devices = here.num_accelerators or 0
+        whole = replace(empty, num_devices=num_devices, not_tested=remarks)
+        return merged(whole, checks)
+
+    def _machine(self, folder: Path) -> tuple[Machine | None, str]:
+        """Return the machine, which another process examines, or why it is not known."""
+        words = [_DEVICE_CHECK, "list", self.options.device or ""]
+        ended = self._run(folder / "list", words, _LIST_S)
+        if ended.exit_code == 0:
+            answer = json.loads((folder / "list.out").read_text())
+            return Machine(**answer), ""
+        return None, _how_it_ended(ended, _LIST_S, "listing devices", folder / "list.err")
+
+    def _device(
+        self, index: int, count: int, device: str, folder: Path, empty: NodeCheck
+    ) -> NodeCheck:
+        """Measure one device in a process of its own, which sees no other device."""
+        place, stem = f"{self.name}/{index}", folder / f"device-{index}"
+        file = stem.with_suffix(".json")
+        budget_s = self.options.budget or _BUDGET_S[device]
+        launches = self.options.launches or _LAUNCHES[device]
+        words = [_DEVICE_CHECK, "check", str(file), device, place, str(budget_s), str(launches)]
+        limit_s = self.options.timeout or _TIMEOUT_S
+        ended = self._run(stem, words, limit_s, _only(index, count, device))
+        result = node_checks.read(file, "out") if file.is_file() else empty
+        if ended.exit_code == 0:
+            return result
+        stage = result.stage or "starting"
+        text = _how_it_ended(ended, limit_s, stage, stem.with_suffix(".err"))
+        result = merged(result, [self._failed(empty, place, text)])
+        return replace(result, stage=stage)
+
+    def _collectives(
+        self, count: int, device: str, folder: Path, empty: NodeCheck
+    ) -> NodeCheck:
+        """Measure pairs and an all-reduce through `stepmark comm`."""
+        limit_s = self.options.timeout or _TIMEOUT_S
+        runs = folder / "comm"
+        options = CommOptions(
+            names=(MATRIX_OF_PAIRS, "all_reduce"),
+            begin=_MESSAGE_BYTES[device],
+            end=_MESSAGE_BYTES[device],
+            launches=self.options.launches or _LAUNCHES[device],
+            device=device,
+            nproc=str(count),
+            budget=self.options.budget or _BUDGET_S[device],
+            out=str(runs),
+        )
+        ended = self._run(folder / "collectives", ["stepmark", "comm", *argv(options)], limit_s)
+
+        def where(case: AnyCase) -> tuple[str, ...]:
+            if not isinstance(case, CommCase) or case.collective is Collective.PING_PONG:
+                return ()
+            return tuple(f"{self.name}/{rank}" for rank in case.pair or ()) or (self.name,)
+
+        result = empty
+        for path in runs.glob(f"*/{plans.FILE}"):
+            result = result_of(path.parent, empty, where)
+        if ended.exit_code == 0 or (result.failures and not ended.timed_out):
+            return result
+        text = _how_it_ended(ended, limit_s, "collectives", folder / "collectives.err")
+        return merged(result, [self._failed(empty, self.name, text)])
+
+    def _run(
+        self,
+        stem: Path,
+        words: Sequence[str],
+        limit_s: float,
+        changes: dict[str, str] | None = None,
+    ) -> child.Ended:
+        """Run `python -m WORDS`, with its output beside the results."""
+        paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        return child.run(
+            [sys.executable, "-m", *words],
+            {**os.environ, **path, **(changes or {})},
+            out=stem.with_suffix(".out"),
+            err=stem.with_suffix(".err"),
+            limit_s=limit_s,
+            signals=self.signals,
+            grace_s=_GRACE_S,
+        )
+
+    @staticmethod
+    def _failed(empty: NodeCheck, place: str, text: str) -> NodeCheck:
+        return replace(empty, failures=(Remark(where=place, text=text),))
+
+
+def _only(index: int, count: int, device: str) -> dict[str, str]:
+    """Return the variables that show a process one device, or its share of the cores."""
+    if device == "cpu":
+        cores = max(1, (os.cpu_count() or 1) // count)
+        return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(cores))}
+    names = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+    name = next((name for name in names if os.environ.get(name)), names[1])
+    visible = [word.strip() for word in os.environ.get(name, "").split(",") if word.strip()]
+    return {name: visible[index] if visible else str(index)}
+
+
+def _how_it_ended(ended: child.Ended, limit_s: float, stage: str, err: Path) -> str:
+    """Return why a child process has no complete result."""
+    if ended.timed_out:
+        text = f"stuck while {stage}: not done within {limit_s:.0f} s, killed"
+        if ended.survivors:
+            pids = ", ".join(map(str, ended.survivors))
+            text += f"; SIGKILL does not end process {pids}: reboot the host"
+        return text
+    last = err.read_text(errors="replace").strip().splitlines()[-1:] or ["no message"]
+    return f"ended with exit code {ended.exit_code} while {stage}: {last[0]}"

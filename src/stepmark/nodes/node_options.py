@@ -1,0 +1,43 @@
+"""Options of `stepmark doctor`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from stepmark.ground.option_groups import Files
+from stepmark.ground.options import Duration, Share, Words, between, flag, group, words_of
+
+
+@group
+class NodeChecks:
+    """Node check."""
+
+    nodes: bool = flag("check this host's devices before a big job", default=False)
+    out: Path | None = flag("folder that all hosts share [node-check]", metavar="DIR")
+    read_from: Path | None = flag(
+        "measure nothing: the verdict on all hosts that wrote into DIR", "--from", metavar="DIR"
+    )
+    pairs: Path | None = flag(
+        "with --from: a run of `comm p2p-matrix` on these hosts, for the network", metavar="RUN"
+    )
+    expect: Words | None = flag(
+        "hosts that must have written into --from, comma-separated", rare=True
+    )
+    gpus_per_node: Annotated[int, between(0, 1024)] | None = flag(
+        "a host with others fails", rare=True
+    )
+    floor: Share = flag("slowdown that is accepted, against the others' median", default=0.05)
+    device: Annotated[str, words_of("cuda", "cpu")] | None = flag(
+        "cuda or cpu [cuda where there is one]"
+    )
+    nproc: str | None = flag("devices to check [all; 1 on a CPU]")
+    budget: Duration | None = flag("time for the rates of a device [60s; 5s on a CPU]")
+    launches: Annotated[int, between(1, 100)] | None = flag(
+        "times each rate is measured [5; 2 on a CPU]", rare=True
+    )
+    timeout: Duration | None = flag("a device that takes longer is stuck [600s]", rare=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoctorOptions(NodeChecks, Files):
+    """stepmark doctor."""

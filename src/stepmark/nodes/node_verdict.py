@@ -1,0 +1,320 @@
+"""Verdicts of a node check: each rate against the others' median and the data sheet.
+
+docs/howto/check-nodes.md derives the rules.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from statistics import fmean, median
+
+from stepmark.ground.launches import launch_groups, squares_within
+from stepmark.ground.ratio import CONFIDENCE, interval
+from stepmark.ground.variance import Pool, pool_of, total
+from stepmark.nodes.node_check import Figure, NodeCheck, host_of
+
+MIN_OTHERS = 2  # with one other, nobody knows which of the two is as it should be
+# Share of the data sheet's peak that a working device exceeds, by family. Sustained bf16
+# products reach 68 to 71 % on the H200 and H100 of results/, a copy 89 to 90 %. The limit of
+# products is lower because a power cap lowers their clock, on some devices to half the peak.
+LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
+_P_INTERVAL = 0.5 + CONFIDENCE / 2
+
+
+class Outcome(StrEnum):
+    """Outcome of a figure or node, from the mildest to the gravest."""
+
+    HEALTHY = "healthy"
+    CANNOT_TELL = "cannot tell"
+    SLOW = "slow"
+    FAILED = "failed"
+
+
+_BAD = (Outcome.SLOW, Outcome.FAILED)
+
+
+def gravest(outcomes: Iterable[Outcome]) -> Outcome:
+    return max(outcomes, key=list(Outcome).index, default=Outcome.CANNOT_TELL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureVerdict:
+    """A figure against the others: its speed over their median, with a 99 % interval."""
+
+    figure: Figure
+    outcome: Outcome
+    reason: str
+    speed: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeVerdict:
+    """The outcome of a host, and the reasons for what is not healthy, the gravest first."""
+
+    host: str
+    outcome: Outcome
+    num_devices: int
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetVerdict:
+    """All hosts by name, and all their figures."""
+
+    nodes: tuple[NodeVerdict, ...]
+    figures: tuple[FigureVerdict, ...]
+
+    @property
+    def failing_hosts(self) -> tuple[str, ...]:
+        """Hosts that a job should avoid."""
+        return tuple(node.host for node in self.nodes if node.outcome in _BAD)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reason:
+    """A sentence about a place, and the outcome that it stands for."""
+
+    place: str
+    outcome: Outcome
+    text: str
+
+
+def judge(
+    checks: Sequence[NodeCheck],
+    *,
+    floor: float,
+    expected: Sequence[str] = (),
+    gpus_per_node: int | None = None,
+) -> FleetVerdict:
+    """Judge all hosts together. floor: slowdown against the others that is accepted."""
+    figures = tuple(judge_figures([f for check in checks for f in check.figures], floor))
+    counts = {check.host: check.num_devices for check in checks}
+    reasons: dict[str, list[_Reason]] = {host: [] for host in (*counts, *expected)}
+    for host in reasons.keys() - counts.keys():
+        text = "no result of this expected host"
+        reasons[host].append(_Reason(host, Outcome.FAILED, text))
+    for check in checks:
+        reasons[check.host] += _reasons_of(check, gpus_per_node)
+    for reason in (*_of_places(figures), *_of_pairs(figures)):
+        reasons[host_of(reason.place)].append(reason)
+    return FleetVerdict(
+        nodes=tuple(
+            NodeVerdict(
+                host=host,
+                outcome=gravest(reason.outcome for reason in reasons[host]),
+                num_devices=counts.get(host, 0),
+                reasons=_texts(reasons[host]),
+            )
+            for host in sorted(reasons)
+        ),
+        figures=figures,
+    )
+
+
+def _texts(reasons: Sequence[_Reason]) -> tuple[str, ...]:
+    """Return what is not healthy, the gravest first; equal texts of several places once."""
+    if not reasons:
+        return ("nothing was measured",)
+    places: dict[tuple[Outcome, str], list[str]] = {}
+    for reason in reasons:
+        if reason.outcome is not Outcome.HEALTHY:
+            places.setdefault((reason.outcome, reason.text), []).append(reason.place)
+    order = list(Outcome)
+    return tuple(
+        f"{', '.join(dict.fromkeys(places[key]))}: {key[1]}"
+        for key in sorted(places, key=lambda key: -order.index(key[0]))
+    )
+
+
+def _reasons_of(check: NodeCheck, gpus_per_node: int | None) -> Iterator[_Reason]:
+    """Yield the reasons that need no comparison with others."""
+    if gpus_per_node is not None and check.num_devices != gpus_per_node:
+        text = f"{check.num_devices} GPUs, where --gpus-per-node is {gpus_per_node}"
+        yield _Reason(check.host, Outcome.FAILED, text)
+    for remark in check.failures:
+        yield _Reason(remark.where, Outcome.FAILED, remark.text)
+    for remark in check.unclear:
+        yield _Reason(remark.where, Outcome.CANNOT_TELL, remark.text)
+
+
+def judge_figures(figures: Sequence[Figure], floor: float) -> Iterator[FigureVerdict]:
+    """Yield a verdict per figure, in groups of comparable ones."""
+    groups: dict[tuple[str, str, str, int], list[Figure]] = {}
+    for figure in figures:
+        key = (figure.name, figure.unit, figure.device, len(figure.where))
+        groups.setdefault(key, []).append(figure)
+    for members in groups.values():
+        others = _Others(members)
+        medians = [others.medians(index) for index in range(len(members))]
+        pools = _pool(members, [figure.values for figure in members]), _pool(members, medians)
+        for figure, values in zip(members, medians, strict=True):
+            yield _judged(figure, values, pools, floor)
+
+
+def _logs(figure: Figure, values: Sequence[float]) -> Mapping[str, float]:
+    """Return logarithms by launch. Devices of a host are measured in the same launches."""
+    host = host_of(figure.where[0])
+    return {f"{host} {launch}": math.log(value) for launch, value in enumerate(values)}
+
+
+def _pool(figures: Sequence[Figure], values: Sequence[Sequence[float]]) -> Pool | None:
+    """Return the pool of comparable figures; None without two launches of one."""
+    return pool_of(
+        launch_groups(
+            _logs(figure, own)
+            for figure, own in zip(figures, values, strict=True)
+            if figure.value is not None
+        )
+    )
+
+
+def _judged(
+    figure: Figure,
+    others: Sequence[float],
+    pools: tuple[Pool | None, Pool | None],
+    floor: float,
+) -> FigureVerdict:
+    value = figure.value
+    if value is None:
+        return FigureVerdict(
+            figure=figure, outcome=Outcome.CANNOT_TELL, reason="no finite rate"
+        )
+    limit = LEAST_SHARE.get(figure.name.split()[0])
+    if limit and figure.peak and value < limit * figure.peak:
+        reason = f"{value / figure.peak:.0%} of the peak; a working device has {limit:.0%}"
+        return FigureVerdict(figure=figure, outcome=Outcome.FAILED, reason=reason)
+    if not others:
+        reason = f"fewer than {MIN_OTHERS} others to compare with"
+        return FigureVerdict(figure=figure, outcome=Outcome.CANNOT_TELL, reason=reason)
+    speed, low, high = _against(figure, others, pools)
+    outcome, reason = Outcome.CANNOT_TELL, "one launch" if len(others) == 1 else "equal values"
+    if low is None or high is None:
+        pass
+    elif high < 1 - floor:
+        outcome, reason = Outcome.SLOW, f"{speed:.3f} of the others' median"
+    elif low >= 1 - floor:
+        outcome, reason = Outcome.HEALTHY, ""
+    else:
+        reason = f"{low:.3f} to {high:.3f} of the others' median"
+    return FigureVerdict(
+        figure=figure, outcome=outcome, reason=reason, speed=speed, low=low, high=high
+    )
+
+
+def _against(
+    figure: Figure, others: Sequence[float], pools: tuple[Pool | None, Pool | None]
+) -> tuple[float, float | None, float | None]:
+    """Return the speed over that of the others and its 99 % interval, if that is known."""
+    sides = [_logs(figure, values) for values in (figure.values, others)]
+    log_speed = fmean(sides[0].values()) - fmean(sides[1].values())
+    squares, df = squares_within(sides[:1])
+    parts = []
+    for logs, pool in zip(sides, pools, strict=True):
+        if len(logs) > 1 and pool is not None:
+            launch = pool.moderated(*squares_within([logs]))
+            parts.append(launch.scaled(1 / len(logs)))
+    if len(parts) < len(sides) or (df and squares == 0):  # equal values prove nothing
+        return math.exp(log_speed), None, None
+    low, speed, high = interval(log_speed, total(parts).quantile(_P_INTERVAL))
+    return speed, low, high
+
+
+class _Others:
+    """Medians of comparable figures, launch by launch, without those that share a place."""
+
+    def __init__(self, figures: Sequence[Figure]) -> None:
+        self._figures = figures
+        self._at: dict[str, list[int]] = {}
+        for index, figure in enumerate(figures):
+            for place in figure.where:
+                self._at.setdefault(place, []).append(index)
+        valid = [index for index, figure in enumerate(figures) if figure.value is not None]
+        longest = max((len(figures[index].values) for index in valid), default=0)
+        # By launch: rising values with the indices of their figures, and where each stands.
+        self._ordered = [
+            sorted(
+                (figures[index].values[launch], index)
+                for index in valid
+                if len(figures[index].values) > launch
+            )
+            for launch in range(longest)
+        ]
+        self._position = [
+            {index: position for position, (_, index) in enumerate(ordered)}
+            for ordered in self._ordered
+        ]
+
+    def medians(self, index: int) -> list[float]:
+        """Return the median of the others by launch; none of a launch with too few."""
+        places = self._figures[index].where
+        near = {other for place in places for other in self._at[place]}
+        medians = []
+        for launch, ordered in enumerate(self._ordered[: len(self._figures[index].values)]):
+            positions = self._position[launch]
+            left_out = sorted(positions[other] for other in near if other in positions)
+            count = len(ordered) - len(left_out)
+            if count < MIN_OTHERS:
+                continue
+            middle = {(count - 1) // 2, count // 2}
+            medians.append(median(ordered[_shifted(rank, left_out)][0] for rank in middle))
+        return medians
+
+
+def _shifted(rank: int, left_out: Sequence[int]) -> int:
+    """Return the position of the rank-th value once rising positions are left out."""
+    for position in left_out:
+        rank += position <= rank
+    return rank
+
+
+def _of_places(figures: Iterable[FigureVerdict]) -> Iterator[_Reason]:
+    """Yield the reason of each figure of one place."""
+    for verdict in figures:
+        if len(verdict.figure.where) == 1:
+            text = f"{verdict.figure.name}: {verdict.reason}"
+            yield _Reason(verdict.figure.where[0], verdict.outcome, text)
+
+
+def _of_pairs(figures: Iterable[FigureVerdict]) -> Iterator[_Reason]:
+    """Yield the reasons from figures of pairs.
+
+    A place is slow if all its pairs are, while pairs among others are not. A slow pair of two
+    other places does not tell which of them is the cause.
+    """
+    groups: dict[tuple[str, str, str], list[FigureVerdict]] = {}
+    for verdict in figures:
+        if len(verdict.figure.where) == 2:
+            figure = verdict.figure
+            groups.setdefault((figure.name, figure.unit, figure.device), []).append(verdict)
+    for (name, _, _), verdicts in groups.items():
+        pairs: dict[str, list[FigureVerdict]] = {}
+        for verdict in verdicts:
+            for place in verdict.figure.where:
+                pairs.setdefault(place, []).append(verdict)
+        suspects = {
+            place for place, own in pairs.items() if all(v.outcome in _BAD for v in own)
+        }
+        if all(verdict.outcome in _BAD for verdict in verdicts):
+            suspects = set()  # nothing tells them from the others
+        for place, own in pairs.items():
+            if place in suspects:
+                text = f"{name}: all {len(own)} pairs are slow"
+                yield _Reason(place, Outcome.SLOW, text)
+            else:
+                yield _of_good_end(
+                    place, name, [v for v in own if not suspects & set(v.figure.where)]
+                )
+
+
+def _of_good_end(place: str, name: str, pairs: Sequence[FigureVerdict]) -> _Reason:
+    """Return the reason from a place's pairs, without those of which the other end is slow."""
+    if slow := ["-".join(v.figure.where) for v in pairs if v.outcome in _BAD]:
+        text = f"{name}: slow; which end is the cause is not known: {', '.join(slow)}"
+        return _Reason(place, Outcome.CANNOT_TELL, text)
+    if any(verdict.outcome is Outcome.HEALTHY for verdict in pairs):
+        return _Reason(place, Outcome.HEALTHY, "")
+    reason = pairs[0].reason if pairs else "no pair"
+    return _Reason(place, Outcome.CANNOT_TELL, f"{name}: {reason}")

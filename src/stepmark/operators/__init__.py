@@ -1,0 +1,7 @@
+"""Operators on one device: `stepmark op`.
+
+- op_options.py, op_plan.py: options, and the cases that follow from them.
+- op.py: the verb.
+- bench/: implementations and their timing, with torch.
+- op_columns.py, styles.py: rows; the columns of other benchmarks.
+"""

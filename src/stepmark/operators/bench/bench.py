@@ -1,0 +1,323 @@
+"""Measure one operator: allocate, check, choose a clock, soak, sample."""
+
+import contextlib
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import cast
+
+import torch
+
+from stepmark.cases.case import ClockName, OpCase, Rate
+from stepmark.cases.plan import Entry, OpHow
+from stepmark.cases.record import Check, Measured, Samples
+from stepmark.ground.stats import slowest_per_sample
+from stepmark.ground.units import format_bytes
+from stepmark.measuring import clock as clocks
+from stepmark.measuring.clock import BURST_IDLE_S, Effort, is_enough
+from stepmark.measuring.context import MeasureContext, no_collection, own_stream, release
+from stepmark.measuring.ranks import Ranks, agreed, measured_by
+from stepmark.measuring.run_cases import Bench, SetUpTime
+from stepmark.measuring.telemetry import Sampler
+from stepmark.operators.bench import IMPLS
+from stepmark.operators.bench.call import Call, Impl
+
+# Work between two agreements of the ranks.
+_BATCH_S = {Rate.BURST: 20e-3, Rate.SUSTAINED: 0.1, Rate.HALF: 10e-3}
+_MAX_SETS = 128
+# The load of earlier cases counts as soak if it ended less than this before.
+_PAUSE_S = 1.0
+# What a case soaks itself at least: a power cap lowers the clock within tenths of a second.
+_OWN_SOAK_S = 0.3
+_MAX_CACHES = 64
+
+
+@dataclass(slots=True)
+class Load:
+    """How long the device has been under full load, without a longer pause."""
+
+    _seconds: float = 0.0
+    _ended_s: float = -math.inf
+
+    def seconds(self) -> float:
+        """Return the seconds of load that still count."""
+        return self._seconds if time.monotonic() - self._ended_s < _PAUSE_S else 0.0
+
+    def ended(self, begin_s: float, before_s: float, *, is_full: bool) -> None:
+        """Count the load from begin_s on, after before_s of it. Others end it."""
+        self._ended_s = time.monotonic()
+        self._seconds = before_s + self._ended_s - begin_s if is_full else 0.0
+
+
+@dataclass(slots=True)
+class OperatorBench(Bench):
+    """Measures operators on the first num_ranks ranks at once; the others wait."""
+
+    context: MeasureContext
+    how: OpHow
+    budget_s: float | None = None
+    effort: Effort = field(init=False)
+    _members: dict[int, Ranks | None] = field(default_factory=dict)
+    _load: Load = field(default_factory=Load)
+    _set_up: SetUpTime = field(default_factory=SetUpTime)
+
+    def __post_init__(self) -> None:
+        how = self.how
+        self.effort = Effort(sample_s=how.sample_s, soak_s=how.soak_s, num_samples=how.steps)
+
+    def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
+        case = cast("OpCase", entry.case)
+        ranks = self.context.ranks
+        impl = IMPLS[case.family].get(case.backend)
+        if impl is None:
+            names = ", ".join(IMPLS[case.family])
+            return f"no backend {case.backend} for {case.family}; there is {names}", None
+        if case.num_ranks > ranks.num_ranks:
+            return f"needs {case.num_ranks} ranks, {ranks.num_ranks} were started", None
+        if reason := impl.unsupported(case.op, self.context.capabilities):
+            return reason, None
+        needed = case.op.memory_bytes + impl.extra_bytes(case.op)
+        free = self._free_bytes(case)
+        if needed > free * 0.95 and ranks.rank < case.num_ranks:
+            return f"needs {format_bytes(needed)}, {format_bytes(free)} are free", needed
+        return None
+
+    def measure(self, entry: Entry, share_s: float | None) -> Measured:
+        case, world = cast("OpCase", entry.case), self.context.ranks
+        if case.num_ranks not in self._members:
+            self._members[case.num_ranks] = world.first(case.num_ranks)
+
+        def by(ranks: Ranks) -> Measured:
+            return self._measure(case, ranks, share_s)
+
+        with _threads_of(case, world):
+            return measured_by(world, self._members[case.num_ranks], by)
+
+    def _free_bytes(self, case: OpCase) -> int:
+        """Return the free memory of a rank; on a CPU with the share of waiting ranks."""
+        free = self.context.free_bytes()
+        if case.device != "cpu":
+            return free
+        return free * self.context.ranks.num_ranks // case.num_ranks
+
+    def limit_s(self, share_s: float | None) -> float:
+        return self.how.timeout_s + self.effort.soak_s + self.effort.sample_s
+
+    def _measure(self, case: OpCase, ranks: Ranks, share_s: float | None) -> Measured:
+        begin, timed_s = time.monotonic(), 0.0
+        effort = self.effort
+        if share_s is not None:
+            effort = effort.shortened(max(ranks.gather(self._set_up.rest_of(share_s))))
+        context = replace(self.context, ranks=ranks, free_bytes=lambda: self._free_bytes(case))
+        try:
+            with own_stream(context):
+                impl = IMPLS[case.family][case.backend]
+                record = _measure(
+                    case, impl, context, effort, load=self._load, warmups=self.how.warmups
+                )
+            timed_s = record.samples.wall_s
+            return record
+        finally:
+            self._set_up.add(time.monotonic() - begin - timed_s)
+
+
+@contextlib.contextmanager
+def _threads_of(case: OpCase, world: Ranks) -> Iterator[None]:
+    """Give the cores of waiting ranks to those that measure, on a CPU.
+
+    Ranks share the cores equally unless OMP_NUM_THREADS was set to something else.
+    """
+    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    is_shared = threads == max(1, cores // world.num_ranks)
+    if case.device != "cpu" or case.num_ranks >= world.num_ranks or not is_shared:
+        yield
+        return
+    torch.set_num_threads(max(1, cores // case.num_ranks))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(
+    case: OpCase,
+    impl: Impl,
+    context: MeasureContext,
+    effort: Effort,
+    *,
+    load: Load,
+    warmups: int | None,
+) -> Measured:
+    """Measure the case; its ranks call it. warmups: calls in place of the soak."""
+    started_at, device = time.time(), context.ranks.device
+    num_sets = _num_sets(case, impl, context)
+    first, check, peak_bytes = agreed(context.ranks, lambda: _checked_set(case, impl, context))
+    others: list[Call] = agreed(
+        context.ranks, lambda: [impl.make(case.op, device) for _ in range(1, num_sets)]
+    )
+    timer, estimate_s = _bind(case, impl, context, [item.run for item in (first, *others)])
+    sampler = Sampler(context.device_index)
+    loaded_s = context.ranks.decide(load.seconds)
+    begin, is_full = time.monotonic(), case.rate is Rate.SUSTAINED
+    soak_s = 0.0
+    with no_collection():
+        if warmups is not None:
+            calls = [first] if case.clock is ClockName.HOT else [first, *others]
+            soak_s = agreed(context.ranks, lambda: _warm_up(case, calls, warmups))
+        elif is_full:
+            own_s = min(effort.soak_s, max(_OWN_SOAK_S, effort.soak_s - loaded_s))
+            soak_s = loaded_s + agreed(context.ranks, lambda: _soak(timer, estimate_s, own_s))
+        with sampler:
+            seconds, batches = _collect(case, context, timer, estimate_s, effort)
+    load.ended(begin, loaded_s, is_full=is_full)
+    by_rank = context.ranks.gather((seconds, check, sampler.telemetry()))
+    all_seconds, checks, telemetry = zip(*by_rank, strict=True)
+    return Measured(
+        run_id=context.run_id,
+        case=case,
+        samples=Samples(
+            seconds=tuple(map(tuple, all_seconds)),
+            method=timer.method,
+            calls_per_sample=timer.calls_per_sample,
+            num_sets=num_sets,
+            soak_s=soak_s,
+            warmup_calls=warmups or 0,
+            wall_s=time.monotonic() - begin,
+            batches=batches,
+        ),
+        checks=checks,
+        telemetry=telemetry,
+        backend_run=first.backend_run,
+        peak_memory_bytes=peak_bytes,
+        started_at=started_at,
+    )
+
+
+def _checked_set(
+    case: OpCase, impl: Impl, context: MeasureContext
+) -> tuple[Call, Check, int | None]:
+    """Return an operand set, its check, and the peak memory of a call on it; None on a CPU.
+
+    The peak is of its operands, results and workspace: the reference of the check is freed
+    before, and so are the workspaces of its products.
+    """
+    device = context.ranks.device
+    if device.type == "cpu":
+        call = impl.make(case.op, device)
+        return call, call.verify(), None
+    before_bytes = torch.cuda.memory_allocated(device)
+    call = impl.make(case.op, device)
+    check = call.verify()
+    release(context)
+    torch.cuda.reset_peak_memory_stats(device)
+    call.run()
+    return call, check, torch.cuda.max_memory_allocated(device) - before_bytes
+
+
+def _bind(
+    case: OpCase, impl: Impl, context: MeasureContext, calls: clocks.Calls
+) -> tuple[clocks.Timer, float]:
+    """Return the timer that all ranks use, and the slowest rank's estimate of one call."""
+    kind = context.ranks.device.type
+    estimates = context.ranks.gather(
+        agreed(context.ranks, lambda: clocks.estimate(calls, kind))
+    )
+    estimate_s = max(call_s for call_s, _ in estimates)
+
+    def bind(name: ClockName = case.clock) -> clocks.Timer:
+        return clocks.choose(
+            name,
+            calls,
+            call_s=estimate_s,
+            launch_s=max(launch_s for _, launch_s in estimates),
+            device_type=kind,
+            capturable=impl.capturable,
+            l2_bytes=context.cache_bytes,
+        )
+
+    timer = agreed(context.ranks, bind)
+    if len(set(context.ranks.gather((timer.method, timer.calls_per_sample)))) > 1:
+        # Some rank could not capture its graph: then no rank uses graphs.
+        timer = agreed(context.ranks, lambda: bind(ClockName.ROTATE))
+    return timer, estimate_s
+
+
+def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
+    """Return the operand sets of which calls touch more than twice the cache.
+
+    They take at most half of the free memory; a table of which a call reads few rows is not
+    copied beyond 64 caches.
+    """
+    op, cache_bytes = case.op, context.cache_bytes
+    if case.clock is ClockName.HOT and context.ranks.device.type != "cpu":
+        return 1
+    touched = min(op.memory_bytes, op.bytes_moved)
+    needed = max(2, math.ceil(2 * cache_bytes / max(touched, 1)) + 1)
+    largest = max(2, _MAX_CACHES * cache_bytes // max(op.memory_bytes, 1))
+    fitting = int(context.free_bytes() / 2 / max(op.memory_bytes + impl.extra_bytes(op), 1))
+    return int(context.ranks.decide(lambda: max(1, min(needed, largest, fitting, _MAX_SETS))))
+
+
+def _warm_up(case: OpCase, calls: Sequence[Call], count: int) -> float:
+    """Call the operator exactly `count` times. Returns the wall time in seconds.
+
+    The operands of the first sample are those that were used longest ago.
+    """
+    begin = time.monotonic()
+    for index in range(-count, 0):
+        calls[index % len(calls)].run()
+    if case.device != "cpu":
+        torch.cuda.synchronize()
+    return time.monotonic() - begin
+
+
+def _soak(timer: clocks.Timer, estimate_s: float, soak_s: float) -> float:
+    """Run the case itself until its device is as warm as in a long job."""
+    begin = time.monotonic()
+    while (spent := time.monotonic() - begin) < soak_s:
+        timer.sample(_batch(timer, estimate_s, min(_BATCH_S[Rate.SUSTAINED], soak_s - spent)))
+    return time.monotonic() - begin
+
+
+def _batch(timer: clocks.Timer, estimate_s: float, seconds: float) -> int:
+    """Return the number of samples that take about `seconds`."""
+    return max(1, min(1000, int(seconds / max(estimate_s * timer.calls_per_sample, 1e-9))))
+
+
+def _collect(
+    case: OpCase,
+    context: MeasureContext,
+    timer: clocks.Timer,
+    estimate_s: float,
+    effort: Effort,
+) -> tuple[list[float], tuple[int, ...]]:
+    """Sample in batches until rank 0 decides from all ranks' maxima that they suffice.
+
+    Returns the samples, and how many each batch has. A fixed number of samples is kept exactly.
+    """
+    length = min(_BATCH_S[case.rate], effort.sample_s / 4)
+    count = _batch(timer, estimate_s, length)
+    resume_at = 0.0
+    seconds: list[float] = []
+    batches: list[list[float]] = []  # slowest rank per sample
+    begin = time.monotonic()
+
+    def enough() -> bool:
+        return is_enough(batches, time.monotonic() - begin, effort, case.rate)
+
+    while True:  # rank 0 ends it, for all
+        if case.rate is Rate.BURST:
+            time.sleep(BURST_IDLE_S)
+        elif case.rate is Rate.HALF:
+            time.sleep(max(0.0, resume_at - time.monotonic()))
+        context.ranks.barrier()
+        if effort.num_samples is not None:
+            count = min(count, effort.num_samples - len(seconds))
+        batch = agreed(context.ranks, lambda: timer.sample(count))  # noqa: B023  called at once
+        resume_at = time.monotonic() + sum(batch) * timer.calls_per_sample
+        seconds += batch
+        batches.append(slowest_per_sample(context.ranks.gather(batch)))
+        if context.ranks.decide(enough):
+            return seconds, tuple(map(len, batches))

@@ -1,0 +1,109 @@
+"""Time of a collective: from a measured curve, or from the device's links."""
+
+from collections.abc import Iterable
+from math import log
+
+from stepmark.cases.comm_curve import ABOVE, MEASURED, Curve
+from stepmark.cases.message import RECV, SEND
+from stepmark.ground.errors import ConfigError
+from stepmark.model.collectives import Collective
+from stepmark.model.device import DeviceSpec
+from stepmark.step.workload import CommOp, Group
+from stepmark.timeline.step_cost import Source
+
+# Share of the links that large collectives reach (480 of 900 GB/s busbw of an all-reduce, 8 x
+# H100, nccl-tests' published outputs), and the latency of one hop of a ring.
+_LINK_SHARE = 0.8
+_HOP_S = 2.5e-6
+_PAIRS = ("p2p", "sendrecv")
+
+
+class CommCosts:
+    """Seconds of collectives once all ranks have begun; notes say where each is from."""
+
+    def __init__(
+        self,
+        curves: Iterable[Curve],
+        device: DeviceSpec | None,
+        ranks_per_host: int | None = None,
+    ) -> None:
+        """ranks_per_host: a group that reaches further takes curves over hosts, if there are.
+
+        None: all groups are inside a host.
+        """
+        self._ranks_per_host = ranks_per_host
+        self._curves: dict[str, list[Curve]] = {}
+        for curve in curves:
+            self._curves.setdefault(curve.collective, []).append(curve)
+        self._device = device
+        self.sources: dict[str, Source] = {}
+        self.of_one_host: set[str] = set()  # collectives over hosts, by curves inside of one
+
+    def __call__(self, op: CommOp, group: Group) -> float:
+        """Return the seconds. Raises ConfigError where neither a curve nor a link is known."""
+        num_bytes = op.message_bytes(group)
+        if not num_bytes or group.size < 2:
+            return 0.0
+        names = _PAIRS if op.collective in (SEND, RECV) else (op.collective,)
+        curves = [curve for name in names for curve in self._curves.get(name, ())]
+        of_level = self._of_level(curves, group)
+        if curves and not of_level:
+            return self._at_another_level(curves, op, group, num_bytes)
+        curves = of_level
+        same = [c for c in curves if c.num_ranks == group.size or op.collective in (SEND, RECV)]
+        if same:
+            time_s, mark = same[0].time_s(num_bytes)
+            self._note(op, Source.MEASURED if mark in (MEASURED, ABOVE) else Source.SCALED)
+            return time_s
+        if curves:
+            self._note(op, Source.SCALED)
+            return _scaled(curves, op, group, num_bytes)
+        link = self._device.link_bytes_per_s if self._device else None
+        if link is None:
+            if self._device is None:
+                allowed = f"one with {op.collective}, as `stepmark calibrate` measures it"
+                raise ConfigError("calibration", "missing", allowed)
+            raise ConfigError("device", self._device.key, "a device whose links are known")
+        self._note(op, Source.ROOFLINE)
+        return latency_s(op, group) + op.bus_bytes(group) / (link * _LINK_SHARE)
+
+    def _at_another_level(
+        self, curves: list[Curve], op: CommOp, group: Group, num_bytes: int
+    ) -> float:
+        """Return the time by curves inside a host for a group over hosts, or the reverse."""
+        self._note(op, Source.SCALED)
+        if self._spans_hosts(group):
+            self.of_one_host.add(op.collective)
+        return _scaled(curves, op, group, num_bytes)
+
+    def _spans_hosts(self, group: Group) -> bool:
+        return self._ranks_per_host is not None and group.reach >= self._ranks_per_host
+
+    def _of_level(self, curves: list[Curve], group: Group) -> list[Curve]:
+        """Return the curves over hosts for a group over hosts, else those inside one."""
+        if self._ranks_per_host is None:
+            return curves
+        spans = self._spans_hosts(group)
+        return [c for c in curves if c.num_hosts is None or (c.num_hosts > 1) == spans]
+
+    def _note(self, op: CommOp, source: Source) -> None:
+        self.sources[op.collective] = source
+
+
+def latency_s(op: CommOp, group: Group) -> float:
+    """Return the part of the time that does not depend on the bandwidth: hops of a ring."""
+    if op.collective in (SEND, RECV):
+        return _HOP_S
+    passes = 2 if op.collective == Collective.ALL_REDUCE else 1
+    return passes * (group.size - 1) * _HOP_S
+
+
+def _scaled(curves: list[Curve], op: CommOp, group: Group, num_bytes: int) -> float:
+    """Return the time at the bus bandwidth of the curve of the nearest number of ranks."""
+    nearest = min(curves, key=lambda curve: abs(log(curve.num_ranks / group.size)))
+    other = Group(digits=((nearest.num_ranks, 1),))
+    time_s, _ = nearest.time_s(num_bytes)
+    own, measured = op.bus_bytes(group) / op.message_bytes(group), 1.0
+    if op.message_bytes(other):
+        measured = op.bus_bytes(other) / op.message_bytes(other)
+    return time_s * own / measured

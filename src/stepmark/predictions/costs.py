@@ -1,0 +1,281 @@
+"""Costs of a step's operations: measured in a profiled step, by themselves, or by roofline.
+
+A profiled step of the same model with few layers has the kernels of every operation, by its
+role and phase. What torch.compile fuses has the role of the module that is compiled; its time
+is divided among the operations inside. All measured time goes to some operation.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import NamedTuple
+
+from stepmark.model.device import DeviceSpec
+from stepmark.model.ops import Op, Phase
+from stepmark.step.roofline import roofline_time
+from stepmark.step.trace_ops import COMM, MEMORY, OpTable
+from stepmark.step.workload import ComputeOp, Kernel, Workload
+from stepmark.timeline.ledger import Work, work_of, work_of_op
+from stepmark.timeline.step_cost import OpCost, Source, known_time
+
+_PASS = {Phase.FWD: "fwd", Phase.OPTIM: "optim"}
+_SHORT_NS = 3000  # a kernel of the optimizer that combines norms takes less
+_END = ("head", "head.norm", "loss", "output")
+_UPDATE = ("clip", "update")
+
+
+def pass_of(phase: str) -> str:
+    """Return fwd, bwd or optim; all gradients are bwd."""
+    return _PASS.get(Phase(phase), "bwd") if phase else ""
+
+
+class _Key(NamedTuple):
+    """What operations of all layers and micro-batches have in common."""
+
+    module: str
+    phase: Phase
+    is_recomputed: bool
+    work: Work
+    section: str
+
+
+def _key(op: ComputeOp) -> _Key:
+    section = _section(op.module, op.layer)
+    return _Key(op.module, op.phase, op.recompute, work_of_op(op), section)
+
+
+def _section(role: str, layer: int | None) -> str:
+    if layer is not None:
+        return "block"
+    return next((part[-1] for part in (_END, _UPDATE) if role in part), role)
+
+
+def _amount(op: ComputeOp, work: Work) -> float:
+    """Return the measure by which time of this kind is divided among operations."""
+    flops, num_bytes = op.op.flops, op.op.bytes_moved
+    if work in (Work.MATMUL, Work.ATTENTION) and flops:
+        return float(flops)
+    return float(num_bytes or 1)
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Measured time and kernels of a key, per amount of its operations."""
+
+    time_per_amount: dict[Work, float]
+    num_kernels: float  # of one operation
+    num_short: float  # those of them whose number does not depend on the amount
+    kernels_per_amount: float  # the others
+    shapes: set[Op | Kernel]
+
+
+class ProfiledCosts:
+    """Costs of operations as a profiled step had them.
+
+    workload: of the profiled case; table: its kernels at full clock, of a rank of `stage`.
+    """
+
+    def __init__(self, workload: Workload, table: OpTable, stage: int = 0) -> None:
+        ops = [
+            op for op in workload.expand(stage) if isinstance(op, ComputeOp) and not op.is_wait
+        ]
+        counts = Counter(_key(op) for op in ops)
+        self._rates = {
+            key: _Rate({}, num_kernels=0.0, num_short=0.0, kernels_per_amount=0.0, shapes=set())
+            for key in counts
+        }
+        amounts: dict[tuple[_Key, Work], float] = defaultdict(float)
+        for op in ops:
+            self._rates[_key(op)].shapes.add(op.op)
+            for work in Work:
+                amounts[_key(op), work] += _amount(op, work)
+        rows = _rows(table)
+        self._named = {key for row in rows for key in self._rates if _is_named(key, row)}
+        for row in rows:
+            keys = self._targets(row)
+            total = sum(amounts[key, row.work] for key in keys)
+            for key in keys:
+                rate = self._rates[key]
+                share = amounts[key, row.work] / total
+                times = rate.time_per_amount
+                times[row.work] = times.get(row.work, 0.0) + row.time_s / total
+                num_kernels = row.num_kernels * share / counts[key]
+                rate.num_kernels += num_kernels
+                if row.is_short:
+                    rate.num_short += num_kernels
+                else:
+                    rate.kernels_per_amount += row.num_kernels / total
+
+    def _targets(self, row: "_Row") -> list[_Key]:
+        """Return the keys of the operations that the measured work is a part of."""
+        section, roles = _section(row.role, row.layer), row.role.split(" | ")
+        tests: tuple[Callable[[_Key], bool], ...] = (
+            lambda key: key.module in roles and key.phase == row.phase,
+            lambda key: key.module in roles,
+            # What other rows name is no part of work that has only the name of its block.
+            lambda key: (
+                key.section == section and key.work is row.work and key not in self._named
+            ),
+            lambda key: key.section == section and key.work is row.work,
+            lambda key: key.section == section and key.work is Work.ELEMENTWISE,
+            lambda key: key.section == section,
+            lambda key: key.work is row.work,
+            lambda key: True,
+        )
+        keys = list(self._rates)
+        same_pass = [key for key in keys if pass_of(key.phase) == pass_of(row.phase)]
+        pool = [key for key in same_pass if key.is_recomputed is row.is_recomputed]
+        for candidates in (pool, same_pass, keys):
+            for test in tests:
+                if chosen := [key for key in candidates if test(key)]:
+                    return chosen
+        raise AssertionError("a step has operations")
+
+    def __call__(self, op: ComputeOp) -> OpCost | None:
+        """Return the cost; None for an operation that the profiled step has not."""
+        rate = self._rates.get(_key(op))
+        if rate is None:
+            return None
+        # The optimizer's kernels go through all parameters, 320 chunks each
+        # (aten/src/ATen/native/cuda/MultiTensorApply.cuh): time and number are proportional,
+        # but for those that combine norms.
+        is_optim = op.phase is Phase.OPTIM
+        kernels = rate.num_short + rate.kernels_per_amount * _amount(op, Work.OPTIMIZER)
+        return OpCost(
+            time_s={
+                work: per_amount * _amount(op, work)
+                for work, per_amount in rate.time_per_amount.items()
+            },
+            num_kernels=kernels if is_optim else rate.num_kernels,
+            source=Source.MEASURED if is_optim or op.op in rate.shapes else Source.SCALED,
+        )
+
+
+def _is_named(key: _Key, row: "_Row") -> bool:
+    is_same_pass = pass_of(key.phase) == pass_of(row.phase)
+    is_role = key.module in row.role.split(" | ")
+    return is_role and is_same_pass and key.work is row.work
+
+
+class _Row(NamedTuple):
+    """Work of one kind in a place; median over the profiled steps."""
+
+    role: str
+    layer: int | None  # 0 for every layer
+    phase: str
+    is_recomputed: bool
+    work: Work
+    is_short: bool  # of the optimizer
+    time_s: float
+    num_kernels: float
+
+
+def _rows(table: OpTable) -> list[_Row]:
+    sums: dict[tuple[str, int | None, str, bool, Work, bool], dict[int, list[int]]] = {}
+    for op in table.ops:
+        key = op.key
+        if key.kind == COMM:
+            continue
+        is_copy = key.kind == MEMORY
+        work = Work.COPY if is_copy else work_of(key.name, key.role, key.phase)
+        is_short = work is Work.OPTIMIZER and op.time_ns < _SHORT_NS * op.kernels
+        place = (
+            *(key.role, None if key.layer is None else 0),
+            *(key.phase, key.is_recomputed, work, is_short),
+        )
+        total = sums.setdefault(place, {}).setdefault(op.step, [0, 0])
+        total[0] += op.time_ns
+        total[1] += op.kernels
+    num_steps = len(table.steps)
+    rows = []
+    for place, by_step in sums.items():
+        missing = [[0, 0]] * (num_steps - len(by_step))
+        times, kernels = zip(*by_step.values(), *missing, strict=True)
+        rows.append(_Row(*place, median(times) * 1e-9, median(kernels)))
+    return rows
+
+
+# Rows of SimAI's text. AICB gives attention_column and attention_row half of the attention
+# block each, with its norm and its core, so that such a row has no single kind of work.
+_ROW_WORKS = (
+    (("grad_param_compute", "optimizer"), Work.OPTIMIZER),
+    (("cross_entropy", "loss"), Work.LOSS),
+    (("embedding", "layernorm", "norm", "head_norm"), Work.ELEMENTWISE),
+)
+
+
+def _work_of_row(name: str) -> Work:
+    works = (work for starts, work in _ROW_WORKS if name.startswith(starts))
+    return next(works, Work.FILE)
+
+
+def file_cost(op: ComputeOp, *, has_rows: bool = False) -> OpCost | None:
+    """Return the cost by the time that a workload file has of the operation.
+
+    has_rows: operations are rows of SimAI's text.
+    """
+    time_s, work = known_time(op), work_of_op(op)
+    if has_rows:
+        work = _work_of_row(op.module)
+    elif isinstance(op.op, Kernel):
+        work = work_of(op.op.name, op.module, op.phase)  # by its name in a trace
+    return None if time_s is None else OpCost(time_s={work: time_s}, source=Source.FILE)
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorCosts:
+    """Costs of operators that were measured by themselves, in seconds."""
+
+    times_s: Mapping[Op, float]
+
+    def __call__(self, op: ComputeOp) -> OpCost | None:
+        time_s = None if isinstance(op.op, Kernel) else self.times_s.get(op.op)
+        if time_s is None:
+            return None
+        return OpCost(time_s={work_of_op(op): time_s}, source=Source.OPERATOR)
+
+
+# Share of the roofline that operations reach. Products: 0.70 to 0.76 of the peak for large
+# shapes on A100 (SimuMax, its measured tables of efficiencies). Attention: forward up to 0.75,
+# backward about 0.55 of the peak on H100 (FlashAttention-3, arXiv:2407.08608, figures 5 and 6).
+# Memory: a copy reaches 4.26 of 4.8 TB/s on H200, AdamW 3.41 (docs/LOG.md).
+_EFFICIENCY = {
+    Work.MATMUL: 0.73,
+    Work.ATTENTION: 0.6,
+    Work.ELEMENTWISE: 0.8,
+    Work.LOSS: 0.8,
+    Work.OPTIMIZER: 0.71,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RooflineCosts:
+    """Costs by data sheet: the roofline over a published efficiency."""
+
+    device: DeviceSpec
+
+    def __call__(self, op: ComputeOp) -> OpCost | None:
+        bound_s = roofline_time(op.op, self.device)
+        if bound_s is None:
+            return None
+        work = work_of_op(op)
+        return OpCost(time_s={work: bound_s / _EFFICIENCY[work]}, source=Source.ROOFLINE)
+
+
+CostOf = Callable[[ComputeOp], OpCost | None]
+
+
+def first_of(
+    sources: Iterable[CostOf], host_s: Callable[[ComputeOp], float] = lambda _op: 0.0
+) -> CostOf:
+    """Return the cost of the first source that has one, with the host's time added."""
+    known = tuple(sources)
+
+    def cost(op: ComputeOp) -> OpCost | None:
+        for source in known:
+            if (found := source(op)) is not None:
+                return replace(found, host_s=host_s(op))
+        return None
+
+    return cost

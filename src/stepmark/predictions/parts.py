@@ -1,0 +1,423 @@
+"""The measured parts of a calibration run, as costs of a training case."""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+
+from stepmark.cases.case import OpCase, Rate
+from stepmark.cases.comm_curve import Curve
+from stepmark.cases.record import METHOD_VERSIONS, Measured, Telemetry
+from stepmark.cases.train_case import TrainCase
+from stepmark.collectives.measured_curves import run_curves
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.stats import slowest_per_sample
+from stepmark.ground.units import format_time
+from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.model import ModelConfig
+from stepmark.model.ops import Attention, Copy, Gemm, Op, Phase
+from stepmark.predictions import contention, power, step
+from stepmark.predictions.comm import CommCosts
+from stepmark.predictions.comm_contention import comm_slowdown
+from stepmark.predictions.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
+from stepmark.predictions.likeness import is_like, missing_profile, nearest_profile
+from stepmark.step.trace_ops import COMPUTE, OpTable
+from stepmark.step.workload import CommOp, ComputeOp, Workload
+from stepmark.store.view import median_s, read_aloud
+from stepmark.tables.launches import OpLaunches, pooled
+from stepmark.timeline.ledger import Idle, Work, work_of
+from stepmark.timeline.step_cost import Costs, OpCost, PowerModel
+from stepmark.timeline.trace_columns import RankTrace
+from stepmark.traces.kineto.arrivals import RankParts, rank_parts
+from stepmark.traces.kineto.kernels import measured_ops
+from stepmark.traces.trace_files import map_traces, recorded_traces
+from stepmark.traces.trace_options import KernelsOptions
+from stepmark.workloads.rules.pytorch.case import of_case
+
+_MOST_BUSY = 1.1  # of a step, in kernels of compute: no stream has more
+_NOTABLE = 0.1  # scaling of computation on a host
+_NOTHING = OpCost(time_s={}, num_kernels=0.0)
+_PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
+_PowerRecord = tuple[Measured, float, float]  # with mean clock and power
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What one sitting on one machine measured for a case.
+
+    compute: sources of costs of operations, the best first. compute_slowdown, comm_slowdown: as
+    in Costs, where they are known. memory: cases of few layers with their allocated and
+    reserved bytes.
+    """
+
+    run: str
+    device: DeviceSpec | None
+    device_name: str
+    compute: tuple[CostOf, ...]
+    host_s: Callable[[ComputeOp | CommOp], float]
+    gap_s: float | None  # None: no step was profiled
+    compute_slowdown: Mapping[Work, float]
+    comm_slowdown: float | None
+    is_host: bool
+    curves: tuple[Curve, ...]
+    power: PowerModel | None
+    memory: tuple[tuple[TrainCase, int, int], ...]
+    memory_bytes: int | None  # of the device
+    step: tuple[TrainCase, float] | None  # calibrated step, its measured seconds
+    notes: tuple[str, ...]
+
+
+def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Parts:
+    """Return the parts of a run. case: what is predicted; None: a workload of a file.
+
+    Raises ConfigError for a run that has nothing for the case, or that was measured by another
+    version of a timing method unless `force`.
+    """
+    run = read_aloud(path)
+    records = [record for record in run.latest if isinstance(record, Measured)]
+    if not run.info.environment.devices:
+        raise ConfigError("calibration", path.name, "a run whose run.json names its device")
+    for record in records:
+        version = record.samples.method.rpartition("/")[2]
+        if version not in map(str, METHOD_VERSIONS[record.case.kind]) and not force:
+            allowed = f"measured as this release does, not by {record.samples.method}"
+            raise ConfigError("calibration", path.name, f"{allowed}; or --force")
+    notes: list[str] = []
+    steps = [record for record in records if isinstance(record.case, TrainCase)]
+    compute: list[CostOf] = []
+    curves = tuple(run_curves(path))
+    is_host, shallow = False, None
+    gap_s: float | None = None
+    host_s: Callable[[ComputeOp | CommOp], float] = _no_host
+    memory: list[tuple[TrainCase, int, int]] = []
+    calibrated: tuple[TrainCase, float] | None = None
+    if case is not None:
+        profiled = nearest_profile(steps, case)
+        if profiled is None:
+            raise ConfigError("calibration", path.name, missing_profile(steps, case))
+        shallow = _shallow(path, profiled, curves, notes)
+        if shallow.is_host:
+            shallow = _slowed(shallow, CommCosts(curves, None), notes)
+        calibrated = replace(profiled.train, labels=()), shallow.step_s
+        compute.append(shallow.costs)
+        gap_s, is_host = shallow.gap_s, shallow.is_host
+        if not is_host:
+            host_s = _host_times(steps, case, notes)
+        memory = list(_memory(steps, case))
+    times = {
+        launches.case.op: launches.time_s
+        for launches in pooled(_operators(records), OpLaunches)
+    }
+    compute.append(OperatorCosts(times))
+    first = run.info.environment.devices[0]
+    return Parts(
+        run=path.name,
+        device=find_device(first.name),
+        device_name=first.name,
+        compute=tuple(compute),
+        host_s=host_s,
+        gap_s=gap_s,
+        compute_slowdown=shallow.compute_slowdown if shallow else {},
+        comm_slowdown=shallow.comm_slowdown if shallow else None,
+        is_host=is_host,
+        curves=curves,
+        power=_power(records, shallow),
+        memory=tuple(memory),
+        memory_bytes=first.memory_bytes,
+        step=calibrated,
+        notes=tuple(notes),
+    )
+
+
+def _no_host(_op: ComputeOp | CommOp) -> float:
+    return 0.0
+
+
+def _operators(records: Iterable[Measured]) -> Iterator[Measured]:
+    """Yield sustained operators with right results."""
+    for record in records:
+        is_sustained = isinstance(record.case, OpCase) and record.case.rate is Rate.SUSTAINED
+        if is_sustained and not record.num_wrong and record.samples.seconds:
+            yield record
+
+
+@dataclass(frozen=True, slots=True)
+class _Profile:
+    table: OpTable
+    parts: RankParts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shallow:
+    """A profiled step of few layers, with the times of its kernels without contention.
+
+    times, times_in_blocks: of all and of those of its blocks, with pauses and back to back, by
+    kind of work; step_s: unprofiled, back to back, with clock_and_power of the first device."""
+
+    workload: Workload
+    costs: CostOf
+    gap_s: float
+    compute_slowdown: Mapping[Work, float]
+    comm_slowdown: float | None
+    is_host: bool
+    step_s: float
+    clock_and_power: tuple[float, float] | None
+    times: tuple[dict[Work, float], dict[Work, float]]
+    times_in_blocks: tuple[dict[Work, float], dict[Work, float]]
+
+
+def _shallow(
+    path: Path, record: Measured, curves: Iterable[Curve], notes: list[str]
+) -> _Shallow:
+    """Read a profiled step. Of a GPU the steps in the first half of the trace are back to back,
+    those in the second half have pauses, and are at full clock.
+    """
+    assert record.training is not None
+    workload = of_case(record.train)
+    files = recorded_traces(path, record.training)
+    traces = map_traces(KernelsOptions(files=files), partial(_reduce, workload), shares=False)
+    assert traces is not None
+    for info in (result.info for result in traces.results):
+        if damage := [each for each in info.damage if each.kind != "rounded"]:
+            raise ConfigError("trace", info.file, f"a whole trace: {damage[0].text}")
+    ranks = [(result.info, result.value) for result in traces.results]
+    table, parts = ranks[0][1].table, ranks[0][1].parts
+    if not table.ops:
+        raise ConfigError("trace", files[0], "a trace with operations of a step")
+    notes += table.notes
+    step_s = mean(slowest_per_sample(record.samples.seconds)) * record.training.cycle
+    compute_ns = sum(op.time_ns for op in table.ops if op.key.kind == COMPUTE)
+    kernels_s = compute_ns * 1e-9 / len(table.steps)
+    if not table.is_host and kernels_s > _MOST_BUSY * step_s:
+        text = f"{format_time(kernels_s)} of kernels in a step of {format_time(step_s)}"
+        raise ConfigError("trace", files[0], f"one of this step, not with {text}")
+    half = len(table.steps) // 2 if "-paused" in files[0] else 0
+    if table.is_host:
+        scaled, gap_s = _unprofiled(table, record)
+        tables = [scaled]
+    else:
+        tables = [profile.table for _, profile in ranks]
+        steps = parts.times.steps[: half or None]
+        gap_ns = sum(step.idle.kernel_gap_ns for step in steps if step.idle)
+        gap_s = gap_ns * 1e-9 / max(1, sum(step.num_events for step in steps))
+    full, slowdown = _alone(tables, slice(half, None))
+    limited, _ = _alone(tables, slice(half))
+    by_rank = {info.rank or 0: (info, profile.parts) for info, profile in ranks}
+    return _Shallow(
+        workload=workload,
+        costs=ProfiledCosts(workload, full),
+        gap_s=gap_s,
+        compute_slowdown=slowdown,
+        comm_slowdown=comm_slowdown(by_rank, curves),
+        is_host=table.is_host,
+        step_s=step_s,
+        clock_and_power=_clock_and_power(record),
+        times=(_times(full), _times(limited)),
+        times_in_blocks=(_times(full, in_blocks=True), _times(limited, in_blocks=True)),
+    )
+
+
+def _slowed(shallow: _Shallow, comm: CommCosts, notes: list[str]) -> _Shallow:
+    """Return the step on a host, with the costs with which it takes its measured time."""
+    costs = Costs(
+        compute=lambda op: shallow.costs(op) or _NOTHING,
+        comm=comm,
+        gap_s=shallow.gap_s,
+        gap=Idle.HOST,
+        compute_slowdown=shallow.compute_slowdown,
+        comm_slowdown=shallow.comm_slowdown or 1.0,
+    )
+    factor = step.host_factor(shallow.workload, costs, shallow.step_s)
+    if abs(factor - 1) > _NOTABLE:
+        times = f"{factor:.2f} of its profiled time"
+        notes.append(f"computation takes {times}, as the calibrated step did unprofiled")
+
+    def slowed(op: ComputeOp) -> OpCost | None:
+        cost = shallow.costs(op)
+        if cost is None:
+            return None
+        return replace(cost, time_s={work: factor * t for work, t in cost.time_s.items()})
+
+    return replace(shallow, costs=slowed, gap_s=factor * shallow.gap_s)
+
+
+def _alone(tables: Iterable[OpTable], place: slice) -> tuple[OpTable, Mapping[Work, float]]:
+    """Return the first rank's table of some of the steps without contention, and this."""
+    parts = [_with_steps(table, table.steps[place]) for table in tables]
+    found = contention.contention(parts)
+    return found.alone(parts[0]), found.slowdown
+
+
+def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
+    ops = tuple(op for op in table.ops if op.step in steps)
+    return replace(table, steps=steps, ops=ops)
+
+
+def _times(table: OpTable, *, in_blocks: bool = False) -> dict[Work, float]:
+    """Return the time of a step's kernels by kind of work; of those in transformer blocks."""
+    times: dict[Work, float] = {}
+    for op in table.ops:
+        if op.key.kind == COMPUTE and not (in_blocks and op.key.layer is None):
+            work = work_of(op.key.name, op.key.role, op.key.phase)
+            times[work] = times.get(work, 0.0) + op.time_ns * 1e-9 / len(table.steps)
+    return times
+
+
+def _reduce(workload: Workload, trace: RankTrace) -> _Profile:
+    table = measured_ops(trace, workload=workload)
+    return _Profile(table, rank_parts(trace, lambda _number: True))
+
+
+def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
+    """Return times of at most the unprofiled phases, and the time between operations."""
+    assert record.training is not None
+    facts = record.training
+    passes_s = {
+        name: median(slowest_per_sample(getattr(facts, field)))
+        for name, field in _PASSES.items()
+        if getattr(facts, field)
+    }
+    # In a pipeline a pass also waits for other stages: how much of it is between operations is
+    # not known, and all of it counts as slower compute.
+    is_pipeline = record.train.parallel.pp > 1
+    num_steps, rest_s, kernels, factors = len(table.steps), 0.0, 0, dict[str, float]()
+    for name, pass_s in passes_s.items():
+        own = [op for op in table.ops if pass_of(op.key.phase) == name]
+        total_s = sum(op.time_ns for op in own) * 1e-9 / num_steps
+        factors[name] = min(1.0, pass_s / total_s) if total_s else 1.0
+        rest_s += 0.0 if is_pipeline else max(0.0, pass_s - total_s)
+        kernels += sum(op.kernels for op in own)
+    ops = tuple(
+        replace(op, time_ns=round(op.time_ns * factors.get(pass_of(op.key.phase), 1.0)))
+        for op in table.ops
+    )
+    return replace(table, ops=ops), rest_s * num_steps / max(1, kernels)
+
+
+def _unscaled(model: ModelConfig) -> dict[str, object]:
+    """Return what a model shares with its scaled forms: name, layers, and kinds of modules.
+
+    The host launches the same operations for any widths.
+    """
+    moe = model.moe and (
+        *(model.moe.num_experts, model.moe.top_k, model.moe.num_shared_experts),
+        *(model.moe.first_dense_layers, model.moe.router_bias),
+    )
+    return {
+        "name": model.name.partition("@")[0],
+        "num_layers": model.num_layers,
+        "activation": model.activation,
+        "norm": model.norm,
+        "tied_embeddings": model.tied_embeddings,
+        "biases": (model.qkv_bias, model.linear_bias),
+        "qk_norm": model.qk_norm,
+        "has_positions": bool(model.max_positions),
+        "moe": moe,
+        "mla": model.mla and model.mla.q_lora_rank is not None,
+    }
+
+
+def _host_times(
+    steps: Iterable[Measured], case: TrainCase, notes: list[str]
+) -> Callable[[ComputeOp | CommOp], float]:
+    """Return the host's time for an operation, by pass, from a step of tiny widths."""
+
+    def is_like_it(record: Measured) -> bool:
+        own, facts = record.train, record.training
+        wide = replace(own, model=case.model, mbs=case.mbs, parallel=case.parallel)
+        is_same = _unscaled(own.model) == _unscaled(case.model)
+        return bool(own.scale and is_same and facts and facts.fwd_s) and is_like(wide, case)
+
+    def distance(record: Measured) -> tuple[bool, int]:
+        # The step itself may be among them: it has more tokens.
+        return record.train.grad_accum != case.grad_accum, record.train.tokens_per_step
+
+    record = min(filter(is_like_it, steps), key=distance, default=None)
+    if record is None or record.training is None:
+        notes.append("the host's time was not calibrated: it counts as ahead of the device")
+        return _no_host
+    counts = {"fwd": 0, "bwd": 0, "optim": 0}
+    for op in of_case(record.train).expand():
+        counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait
+    per_op = {
+        name: median(slowest_per_sample(seconds)) / counts[name]
+        for name, field in _PASSES.items()
+        if counts[name] and (seconds := getattr(record.training, field))
+    }
+    return lambda op: per_op.get(pass_of(op.phase), 0.0)
+
+
+def _memory(steps: Iterable[Measured], case: TrainCase) -> Iterator[tuple[TrainCase, int, int]]:
+    for record in steps:
+        facts = record.training
+        if not facts or not is_like(record.train, case):
+            continue
+        allocated = max((b for b in facts.allocated_bytes if b), default=0)
+        reserved = max((b for b in facts.reserved_bytes if b), default=0)
+        if allocated and reserved:
+            yield record.train, allocated, reserved
+
+
+def _power(records: Iterable[Measured], shallow: _Shallow | None) -> PowerModel | None:
+    """Return the power model, where all its operators were measured with their energy."""
+    readings: dict[tuple[type[Op], Rate], _PowerRecord] = {}
+    for record in records:
+        op = record.case.op if isinstance(record.case, OpCase) else None
+        is_backward = isinstance(op, Attention) and op.phase is not Phase.FWD
+        if op and not is_backward and (clock_and_power := _clock_and_power(record)):
+            key = type(op), record.operator.rate
+            if key not in readings or median_s(readings[key][0]) < median_s(record):
+                readings[key] = record, *clock_and_power
+    needed = itertools.product((Gemm, Attention, Copy), (Rate.HALF, Rate.SUSTAINED))
+    if any(key not in readings for key in needed):
+        return None
+    product, attention = (
+        _reading(readings[op, Rate.HALF], readings[op, Rate.SUSTAINED])
+        for op in (Gemm, Attention)
+    )
+    model = power.fit(
+        product,
+        attention,
+        copy_w=readings[Copy, Rate.SUSTAINED][2],
+        idle_w=readings[Copy, Rate.HALF][2],
+        product_flops=readings[Gemm, Rate.SUSTAINED][0].operator.op.flops,
+    )
+    if shallow is None or shallow.is_host:
+        return model
+    model = power.with_sensitivities(model, *shallow.times)
+    costs = Costs(
+        compute=lambda op: shallow.costs(op) or _NOTHING,
+        comm=lambda *_: 0.0,
+        gap_s=shallow.gap_s,
+    )
+    if clock_and_power := shallow.clock_and_power:
+        calibrated = shallow.workload, costs
+        if any(isinstance(op, CommOp) for op in shallow.workload.expand()):
+            model = step.anchored_power(model, *calibrated, clock_and_power[0])
+        else:
+            model = step.fitted_power(model, *calibrated, shallow.step_s, *clock_and_power)
+    # Products of a whole step are those of its blocks, not of the head as in a shallow one.
+    return power.with_sensitivities(model, *shallow.times_in_blocks)
+
+
+def _reading(half: _PowerRecord, sustained: _PowerRecord) -> power.Reading:
+    (record, full_clock_hz, part_w), samples = half, half[0].samples
+    span_s = samples.wall_s - samples.soak_s
+    busy_s = sum(samples.seconds[0]) * samples.calls_per_sample
+    return power.Reading(
+        full_clock_s=median_s(record),
+        full_clock_hz=full_clock_hz,
+        duty=min(1.0, busy_s / span_s),
+        part_w=part_w,
+        sustained_s=median_s(sustained[0]),
+        sustained_w=sustained[2],
+    )
+
+
+def _clock_and_power(record: Measured) -> tuple[float, float] | None:
+    """Return the means of the first device; None where it has no clock or energy counter."""
+    state = record.telemetry[0] if record.telemetry else Telemetry()
+    clock_hz, watts = state.clock_hz, state.mean_power_w
+    return (clock_hz, watts) if clock_hz and watts and state.energy_j else None

@@ -1,0 +1,102 @@
+"""The options of `stepmark predict`."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.option_groups import Files
+from stepmark.ground.options import Reader, flag, group
+from stepmark.training.train_options import CaseOptions
+
+# What --what-if changes: bandwidth of the links between GPUs, of memory, the rate of products
+# and attention, each by a factor; and the power limit in watts.
+FACTORS, WATTS = ("link", "hbm", "flops"), "power"
+
+
+def _read_what_if(text: str, field: str) -> tuple[tuple[str, float], ...]:
+    changes: dict[str, float] = {}
+    for word in filter(None, map(str.strip, text.split(","))):
+        name, _, value = word.partition("=")
+        unit = "W" if name == WATTS else "x"
+        number = value.removesuffix(unit)
+        is_number = number.replace(".", "", 1).isdecimal() and len(number) <= 12
+        is_valid = name in (*FACTORS, WATTS) and value.endswith(unit) and is_number
+        if not is_valid or not 0 < float(number) < math.inf or name in changes:
+            allowed = (
+                "changes such as link=2x,hbm=1.5x,flops=2x,power=1000W, above 0, each once"
+            )
+            raise ConfigError(field, word, allowed)
+        changes[name] = float(number)
+    if not changes:
+        raise ConfigError(field, text, "at least one change, such as link=2x")
+    return tuple(changes.items())
+
+
+def show_what_if(changes: tuple[tuple[str, float], ...]) -> str:
+    return ",".join(
+        f"{name}={value:g}{'W' if name == WATTS else 'x'}" for name, value in changes
+    )
+
+
+Changes = Annotated[
+    tuple[tuple[str, float], ...],
+    Reader(read=_read_what_if, show=show_what_if, metavar="link=2x,..."),
+]
+
+
+@group
+class Basis:
+    """Prediction."""
+
+    from_run: str | None = flag("predict the step of this run; options change it", names="run")
+    calibration: str | None = flag(
+        "run with measured parts [the latest of this device]", names="run"
+    )
+    device: str | None = flag(
+        "predict for this device, e.g. h200, from its data sheet", names="device"
+    )
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+    gbs: int | None = flag(
+        "sequences per optimizer step [mbs x data ranks x grad-accum]",
+        "--gbs",
+        "--global-batch",
+    )
+    what_if: Changes | None = flag(
+        "change the device: bandwidth of links or memory (hbm), FLOP/s (flops) by a factor; "
+        "power=1000W limits it"
+    )
+    force: bool = flag(
+        "use a calibration of another device or version", default=False, rare=True
+    )
+
+
+@group
+class PredictionFiles(Files):
+    """Files."""
+
+    timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH")
+    html: str | None = flag("ledger and timeline as one page; needs no network", metavar="PATH")
+
+    @property
+    def to_stdout(self) -> bool:
+        return "-" in (self.json, self.csv, self.timeline, self.html)
+
+    def check_stdout(self) -> None:
+        names = [n for n in ("json", "csv", "timeline", "html") if getattr(self, n) == "-"]
+        if len(names) > 1:
+            raise ConfigError(names[1], "-", f"a path: stdout is already taken by --{names[0]}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PredictOptions(Basis, CaseOptions, PredictionFiles):
+    """stepmark predict."""
+
+    models: tuple[str, ...] = flag(
+        "model name, config.json, or a workload of any format",
+        default=(),
+        argument=True,
+        metavar="MODEL|WORKLOAD",
+        names="model",
+    )

@@ -1,0 +1,377 @@
+"""Targets of `stepmark predict`: a case or a workload file, with measured parts or none."""
+
+import contextlib
+import operator
+import shlex
+import socket
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from stepmark.cases.record import Measured, RunInfo
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import argv
+from stepmark.measuring.machine import Machine, machine
+from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
+from stepmark.predictions.calibrate import HOST
+from stepmark.predictions.likeness import is_like
+from stepmark.predictions.parts import Parts, read_parts
+from stepmark.predictions.predict_options import PredictOptions
+from stepmark.step.workload import Workload
+from stepmark.store.reader import find_run, list_runs, read_info, read_records
+from stepmark.training import train_plan
+from stepmark.training.train_options import TrainOptions, given_options, options_of
+from stepmark.workloads import file_times, workload_files
+from stepmark.workloads.models import read_models
+from stepmark.workloads.rules.pytorch.case import of_case
+
+_NO_EFFECT = ("text", "text_file", "workers", "seed", "lr", "compile_fallback")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What is predicted. case: None for a workload file; times_of_file: by its own times."""
+
+    name: str
+    workload: Workload
+    case: TrainCase | None
+    device: DeviceSpec | None
+    device_name: str
+    parts: Parts | None
+    calibration: Path | None = None  # the run of the parts
+    times_of_file: bool = False
+
+
+def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
+    """Return what is predicted, and notes on its calibration or options."""
+    for name in _NO_EFFECT:
+        value = getattr(options, name)
+        if value not in (None, False):
+            raise ConfigError(name, value, "left out: it does not change a prediction")
+    if options.force and not (options.calibration or options.from_run):
+        raise ConfigError("force", "given", "only with --calibration or --from-run")
+    file = _workload_file(options)
+    if file is not None:
+        return _file_target(options, file)
+    base = find_run(options.runs, options.from_run) if options.from_run else None
+    here = _machine(options, base)
+    train = _train_options(options, base)
+    case = _case(options, train, here)
+    workload = of_case(case)
+    path = _calibration(options, here, case, base)
+    try:
+        parts = read_parts(path, case, force=options.force) if path else None
+    except ConfigError as error:
+        if error.field == "calibration" and path == base:
+            raise ConfigError("from-run", error.value, error.allowed) from None
+        raise
+    device = parts.device if parts else find_device(here.name)
+    if parts is None and device is None:
+        allowed = "a calibration of this machine (stepmark calibrate), or --device and its name"
+        raise ConfigError("calibration", "missing", allowed)
+    target = Target(
+        name=f"{case.model.name} {case.strategy}",
+        workload=workload,
+        case=case,
+        device=device,
+        device_name=parts.device_name if parts else here.name,
+        parts=parts,
+        calibration=path,
+    )
+    notes = _run_notes(options, train, here, case, base) if base else []
+    if path:
+        return target, [*notes, *_origin_notes(path, here)]
+    return target, [*notes, *_unused(options, train, here, case, workload)]
+
+
+def _run_notes(
+    options: PredictOptions, train: TrainOptions, here: Machine, case: TrainCase, base: Path
+) -> list[str]:
+    """Return a note on what decides the step and is the run's, which has another device."""
+    of_run = _machine(replace(options, device=None), base)
+    if (of_run.device, of_run.name) == (here.device, here.name or of_run.name):
+        return []
+    given, kept = given_options(options), dict[str, Any]()
+    for name, value in given_options(train).items():
+        if name in given or name in ("models", "model"):
+            continue
+        with contextlib.suppress(ConfigError):  # another option needs it
+            if _case(options, _without(name, train), here).case_id == case.case_id:
+                continue
+        kept[name] = value
+    if not kept:
+        return []
+    words = shlex.join(argv(TrainOptions(**kept)))
+    return [f"the step keeps these options of the run, which is of {of_run.name}: {words}"]
+
+
+def _unused(
+    options: PredictOptions,
+    train: TrainOptions,
+    here: Machine,
+    case: TrainCase,
+    workload: Workload,
+) -> list[str]:
+    """Return a note on the given options without which the data sheet's step is the same."""
+    names: list[str] = []
+    for name in reversed(given_options(train)):  # --compile-mode before --compile
+        fewer = _without(name, train)
+        try:
+            without = _case(options, fewer, here)
+            if _sizes(without) != _sizes(case) or without.case_id == case.case_id:
+                continue
+            step = of_case(without)
+        except ConfigError:  # another option needs it
+            continue
+        parts = ((w.blocks, w.stages, w.groups) for w in (workload, step))
+        if operator.eq(*parts):
+            names.append(name)
+            train = fewer
+    shown = ", ".join(f"--{name.replace('_', '-')}" for name in names)
+    return [f"by the data sheet the step takes as long without {shown}"] if names else []
+
+
+def _without(name: str, train: TrainOptions) -> TrainOptions:
+    return replace(train, **{name: getattr(TrainOptions(), name)})
+
+
+def _sizes(case: TrainCase) -> tuple[object, ...]:
+    """Return what no two equal steps differ in; workloads take longer to compare."""
+    return case.model, case.parallel, case.mbs, case.grad_accum
+
+
+def _workload_file(options: PredictOptions) -> str | None:
+    """Return the argument if it is a file or folder that is no model's config."""
+    if len(options.models) != 1:
+        return None
+    path = Path(options.models[0])
+    is_there = options.models[0] == "-" or path.exists()
+    is_config = path.name == "config.json" or (path / "config.json").is_file()
+    is_config |= path.suffix == ".toml"
+    return options.models[0] if is_there and not is_config else None
+
+
+def _file_target(options: PredictOptions, file: str) -> tuple[Target, list[str]]:
+    given = {**given_options(options), "gbs": options.gbs, "from_run": options.from_run}
+    for name, value in given.items():
+        if name != "models" and value is not None:
+            raise ConfigError(name, "given", "left out: a workload file says what its step is")
+    workload = workload_files.read(file)
+    if not workload.stages:
+        raise ConfigError("workload", file, "a workload with the operations of a step")
+    parts, notes = None, []
+    device = _spec(options.device) if options.device else None
+    if options.calibration:
+        path = find_run(options.runs, options.calibration)
+        here = Machine(device="cuda", name=device.names[0] if device else "", is_here=False)
+        _check_device(read_info(path), here, force=options.force)
+        parts = read_parts(path, None, force=options.force)
+        device, notes = parts.device, _origin_notes(path, here)
+    own = find_device(str(workload.settings.get("devices")))  # of a trace
+    is_timed = file_times.any_in(workload) and (not options.device or device == own)
+    if device is None and parts is None:
+        device = (own if is_timed else None) or find_device(machine(None).name)
+        if device is None and not is_timed:
+            raise ConfigError("device", "missing", "the name of a device, e.g. h200")
+    target = Target(
+        name=workload.name,
+        workload=workload,
+        case=None,
+        device=device,
+        device_name=parts.device_name if parts else device.names[0] if device else "unknown",
+        parts=parts,
+        times_of_file=is_timed,
+    )
+    return target, notes
+
+
+def _spec(name: str) -> DeviceSpec:
+    spec = find_device_by_alias(name)
+    if spec is None:
+        raise unknown_device(name)
+    return spec
+
+
+def _machine(options: PredictOptions, base: Path | None) -> Machine:
+    """Return the machine that is predicted: the one of --device, of the run, or this one."""
+    if options.device in ("cpu", "cuda"):
+        return machine(options.device)
+    if options.device:
+        spec = _spec(options.device)
+        return replace(machine(spec.key, dry_run=True), assumes_host=False)
+    if base is None and options.calibration:
+        base = find_run(options.runs, options.calibration)
+    if base is None:
+        return machine(None)
+    info = read_info(base)
+    devices = info.environment.devices
+    if any(record.case.device == "cpu" for record in read_records(base)):
+        return Machine(device="cpu", name=devices[0].name)
+    first = devices[0]
+    return Machine(
+        device="cuda",
+        name=first.name,
+        num_accelerators=None,
+        memory_bytes=first.memory_bytes,
+        is_here=False,
+    )
+
+
+def _train_options(options: PredictOptions, base: Path | None) -> TrainOptions:
+    """Return the options of the step; those that are not given are the run's."""
+    given = given_options(options)
+    if base is None:
+        return TrainOptions(**given)
+    return TrainOptions(**{**_options_of_run(base, options), **given})
+
+
+def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainCase:
+    """Return the case of these options. Raises ConfigError for none or several."""
+    if options.gbs is not None:
+        train = replace(train, grad_accum=None)
+    read_models(",".join(train.model_names))  # a wrong name goes before a missing --nproc
+    world_size = here.num_ranks(train.nproc, train_plan.default_nproc(train, here.device))
+    case = train_plan.only_case(train, here.device, world_size)
+    if options.gbs is None:
+        return case
+    per_micro_step = case.mbs * case.parallel.data_ranks
+    if options.gbs < 1 or options.gbs % per_micro_step:
+        allowed = f"a multiple of --mbs x data ranks ({per_micro_step})"
+        raise ConfigError("gbs", options.gbs, allowed)
+    count = options.gbs // per_micro_step
+    if options.grad_accum not in (None, count):
+        allowed = f"--mbs x data ranks ({per_micro_step}) x --grad-accum ({options.grad_accum})"
+        raise ConfigError("gbs", options.gbs, allowed)
+    return train_plan.only_case(replace(train, grad_accum=count), here.device, world_size)
+
+
+def _options_of_run(base: Path, given: PredictOptions) -> dict[str, Any]:
+    """Return the options of the training step that the run measured, but for those given.
+
+    The step of a calibration has all layers, as its part for the host has them. Raises
+    ConfigError where a run has several steps and what is given does not tell which.
+    """
+    cases = [
+        record.train
+        for record in read_records(base)
+        if isinstance(record, Measured) and record.training
+    ]
+    own = [case for case in cases if {label.role for label in case.labels} != {HOST}]
+    if not own:
+        raise ConfigError("from-run", base.name, "a run that measured a training step")
+    if steps := [case for case in own if not case.labels]:
+        return _one_of(steps, base, given)
+    deepest = max(own, key=lambda case: case.model.num_layers)
+    options = options_of(deepest)
+    if deepest.labels:
+        layers = max(case.model.num_layers for case in cases)
+        name = options.model_names[0]
+        (model,) = read_models(name, options.scale, deepest.parallel.tp)
+        options = replace(options, num_layers=None if layers == model.num_layers else layers)
+    return _kept(options, given)
+
+
+def _one_of(steps: list[TrainCase], base: Path, given: PredictOptions) -> dict[str, Any]:
+    """Return the options of the step of the model that is given, or of the only step."""
+    of_all = {case.case_id: options_of(case) for case in steps}.values()
+    if names := _names(given):
+        read_models(",".join(names))  # a wrong name goes before a run of others
+    named = [each for each in of_all if names == each.model_names]
+    kept = [_kept(options, given) for options in named or of_all]
+    if any(options != kept[0] for options in kept):
+        values = [_kept(each, None) for each in of_all]
+        words = (
+            shlex.join(
+                argv(TrainOptions(**{n: v for n, v in own.items() if _differs(n, values)}))
+            )
+            for own in values
+        )
+        allowed = "a run of one step, or with the options of one of its steps"
+        raise ConfigError("from-run", base.name, f"{allowed}: {'; '.join(words)}")
+    return kept[0]
+
+
+def step_words(case: TrainCase) -> tuple[str, ...]:
+    """Return the options that make `predict` predict this step, as words."""
+    return tuple(argv(TrainOptions(**_kept(options_of(case), None))))
+
+
+def _differs(name: str, values: list[dict[str, Any]]) -> bool:
+    return any(own.get(name) != values[0].get(name) for own in values)
+
+
+def _names(options: TrainOptions | PredictOptions) -> tuple[str, ...]:
+    return options.model_names if options.models or options.model else ()
+
+
+def _kept(options: TrainOptions, given: PredictOptions | None) -> dict[str, Any]:
+    """Return the options of a run that stay; another model has its own layers and tokens."""
+    left_out = {*_NO_EFFECT, *(given_options(given) if given else ())}
+    if given and _names(given) not in ((), options.model_names):
+        left_out |= {"models", "model", "num_layers", "seq_len", "scale"}
+    return {n: v for n, v in given_options(options).items() if n not in left_out}
+
+
+def _calibration(
+    options: PredictOptions, here: Machine, case: TrainCase, base: Path | None
+) -> Path | None:
+    """Return the run whose parts are used; None: a data sheet is."""
+    if options.calibration:
+        path = find_run(options.runs, options.calibration)
+        _check_device(read_info(path), here, force=options.force)
+        return path
+    if base is not None:
+        with contextlib.suppress(ConfigError):  # of another device
+            _check_device(read_info(base), here)
+            return base
+        return None if options.device else base
+    if options.device not in (None, "cpu", "cuda"):
+        return None
+    for path in sorted(list_runs(options.runs), reverse=True):
+        with contextlib.suppress(ConfigError):  # damaged, or of another device
+            _check_device(read_info(path), here)
+            if any(
+                isinstance(record, Measured)
+                and record.training
+                and record.training.traces
+                and is_like(record.train, case)
+                for record in read_records(path)
+            ):
+                return path
+    return None
+
+
+def _check_device(info: RunInfo, here: Machine, *, force: bool = False) -> None:
+    """Refuse a calibration of another device; that of a CPU is its host."""
+    names = {device.name for device in info.environment.devices}
+    own = here.name
+    if here.device == "cpu" and here.is_here:
+        names, own = {info.environment.host}, socket.gethostname()
+    if own and names != {own} and not force:
+        allowed = f"a run on {own}, not {', '.join(sorted(names)) or 'an unknown device'}"
+        raise ConfigError("calibration", info.run_id, f"{allowed}; or --force")
+
+
+def _origin_notes(path: Path, here: Machine) -> list[str]:
+    """Return where and when parts were measured, and how this differs from here and now."""
+    info = read_info(path)
+    own, created_at = info.environment, datetime.fromisoformat(info.created_at)
+    devices = ", ".join(sorted({device.name for device in own.devices}))
+    text = f"measured parts: run {path.name} of {created_at:%Y-%m-%d %H:%M} UTC on {devices}"
+    text += f" of host {own.host}"
+    if days := (datetime.now(UTC) - created_at).days:
+        text += f", {days} day{'s' * (days > 1)} ago"
+    differences = []
+    if here.is_here and own.host != socket.gethostname():
+        differences.append(f"this host is {socket.gethostname()}")
+    if here.is_here and own.torch != (torch := metadata.version("torch")):
+        differences.append(f"torch was {own.torch}, not {torch}")
+    if here.name and {here.name} != {device.name for device in own.devices}:
+        differences.append(f"they are not of {here.name}")
+    return [
+        text,
+        *(f"the parts may not hold: {difference}" for difference in differences),
+    ]

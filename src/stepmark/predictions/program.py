@@ -1,0 +1,251 @@
+"""Programs of pipeline stages, from which step_events.py or free_steps.py simulates a step.
+
+Computation of one stream without a dependency on another stream in between is one Segment, and
+collectives of a group call are one Call. Equal blocks share both.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from stepmark.cases.message import SEND
+from stepmark.predictions.works import Call, Clock, Merged, Part, Placed, Segment
+from stepmark.step.workload import (
+    COMPUTE,
+    Block,
+    CommOp,
+    ComputeOp,
+    Operation,
+    Run,
+    Workload,
+    parse_after,
+)
+from stepmark.step.workload_stages import stages_of, transfer_of
+from stepmark.timeline.step_cost import Costs, OpCost
+
+_WAIT = OpCost(time_s={}, num_kernels=0.0)
+
+
+class Program:
+    """One stage's items in issue order, each a Segment or a Call.
+
+    begins, issues: when the host begins to issue an item, and when it can start. deps: items of
+    the step on other streams that it waits for; dependents wait for it, next_dependents do in
+    the next step. queues: items by stream; the first is COMPUTE. bounds: items at which a
+    repetition of the steady state begins, and where the last ends.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.works: list[Segment | Call] = []
+        self.offsets: list[tuple[int, int]] = []  # layer and micro-batch
+        self.streams: list[int] = []
+        self.begins: list[float] = []
+        self.issues: list[float] = []
+        self.deps: list[list[int]] = []
+        self.dependents: list[list[int]] = [[] for _ in range(size)]
+        self.next_dependents: list[list[int]] = [[] for _ in range(size)]
+        self.queues: list[list[int]] = [[]]
+        self.ordinals: list[list[int]] = []  # of a call's parts, among those of their key
+        self._num_parts: Counter[object] = Counter()
+        self.host_s = 0.0
+        self.bounds: list[int] = []
+
+    def add(
+        self, work: Segment | Call, offset: tuple[int, int], stream: int, deps: Iterable[int]
+    ) -> None:
+        index = len(self.works)
+        self.works.append(work)
+        self.offsets.append(offset)
+        self.streams.append(stream)
+        self.deps.append([dep for dep in deps if self.streams[dep] != stream])
+        for dep in self.deps[index]:
+            self.dependents[dep].append(index)
+        if stream == len(self.queues):
+            self.queues.append([])
+        self.queues[stream].append(index)
+        ordinals: list[int] = []
+        for part in work.parts if isinstance(work, Call) else ():
+            ordinals.append(self._num_parts[part.key])
+            self._num_parts[part.key] += 1
+        self.ordinals.append(ordinals)
+        self.begins.append(self.host_s)
+        first_s = work.host_s if isinstance(work, Call) else work.issues[0]
+        self.issues.append(self.host_s + first_s)
+        self.host_s += work.host_s
+
+    def waits_for(self, item: int, other: int) -> bool:
+        """Return whether an item waits for another, or for a later one of its stream."""
+        stream = self.streams[other]
+        return any(dep >= other and self.streams[dep] == stream for dep in self.deps[item])
+
+
+def _moved(placed: Iterable[Placed], layer: int, microbatch: int) -> Iterator[Placed]:
+    for work, own, mb in placed:
+        yield work, layer + own, microbatch + mb
+
+
+class Compiler:
+    """Compiles the stages of a workload. Costs are those of operations with relative layers.
+
+    merges: what is on the computation's stream and inside a stage becomes Merged.
+    """
+
+    def __init__(self, workload: Workload, costs: Costs, clock: Clock, *, merges: bool) -> None:
+        self._workload, self._costs, self._clock = workload, costs, clock
+        self._merges = merges
+        self._op_costs: dict[int, OpCost] = {}
+        self._blocks: dict[tuple[str, int], list[Placed]] = {}
+        self._names = {
+            item.name
+            for block in workload.blocks.values()
+            for item in block
+            if not isinstance(item, Run) and item.name
+        }
+        self._after: dict[str, tuple[str, int]] = {}
+        self._awaited = {
+            self._parsed(text)[0]
+            for block in workload.blocks.values()
+            for item in block
+            if not isinstance(item, Run)
+            for text in item.after
+        }
+
+    def program(self, stage: int, repeated: Run | None = None) -> Program:
+        """Return a stage's step. repeated: the Run of its step whose bounds are wanted."""
+        items = self._workload.blocks[self._workload.stages[stage].step]
+        place = items.index(repeated) if repeated else len(items)
+        placed = self._placed(items[:place], stage)
+        bounds: list[int] = []
+        if repeated:
+            body = self._block(repeated.block, stage)
+            first = len(placed)
+            bounds = [first + len(body) * index for index in range(repeated.times + 1)]
+            for layer, microbatch in repeated.places(0, 0):
+                placed += _moved(body, layer, microbatch)
+            placed += self._placed(items[place + 1 :], stage)
+        program = self._linked(placed)
+        program.bounds = bounds
+        return program
+
+    def _block(self, name: str, stage: int) -> list[Placed]:
+        if (name, stage) not in self._blocks:
+            self._blocks[name, stage] = self._placed(self._workload.blocks[name], stage)
+        return self._blocks[name, stage]
+
+    def _placed(self, items: Block, stage: int) -> list[Placed]:
+        """Return the Segments and Calls of a block's items."""
+        placed: list[Placed] = []
+        pending: list[Operation] = []
+        for item in items:
+            if isinstance(item, Run):
+                self._close(placed, pending, stage)
+                body = self._block(item.block, stage)
+                for layer, microbatch in item.places(0, 0):
+                    placed += _moved(body, layer, microbatch)
+                continue
+            if pending and not self._continues(pending[-1], item):
+                self._close(placed, pending, stage)
+            pending.append(item)
+        self._close(placed, pending, stage)
+        return self._merged(placed) if self._merges else placed
+
+    def _merged(self, placed: Sequence[Placed]) -> list[Placed]:
+        groups: list[list[Placed]] = []
+        for each in placed:
+            if groups and groups[-1][-1][0].leads and each[0].follows:
+                groups[-1].append(each)
+            else:
+                groups.append([each])
+        return [
+            group[0] if len(group) == 1 else (Merged(group, self._awaited), 0, 0)
+            for group in groups
+        ]
+
+    def _continues(self, last: Operation, item: Operation) -> bool:
+        if isinstance(item, CommOp):
+            return item.fused and isinstance(last, CommOp) and last.stream == item.stream
+        is_free = not item.after and last.name not in self._awaited
+        return is_free and isinstance(last, ComputeOp) and last.stream == item.stream
+
+    def _close(self, placed: list[Placed], pending: list[Operation], stage: int) -> None:
+        """Make operations a Segment or a Call."""
+        if not pending:
+            return
+        computes = [op for op in pending if isinstance(op, ComputeOp)]
+        if computes:
+            op_costs = [self._cost(op) for op in computes]
+            work: Segment | Call = Segment(computes, op_costs, self._costs, self._clock)
+        else:
+            work = self._call([op for op in pending if isinstance(op, CommOp)], stage)
+        is_inside = isinstance(work, Segment) or [part.key for part in work.parts] == [None]
+        if is_inside and work.ops[0].stream == COMPUTE:
+            work.follows = not any(op.after for op in work.named)
+            work.leads = not any(op.name in self._awaited for op in work.named)
+        placed.append((work, 0, 0))
+        pending.clear()
+
+    def _cost(self, op: ComputeOp) -> OpCost:
+        if op.is_wait:
+            return _WAIT
+        if id(op) not in self._op_costs:
+            self._op_costs[id(op)] = self._costs.compute(op)
+        return self._op_costs[id(op)]
+
+    def _call(self, ops: list[CommOp], stage: int) -> Call:
+        """Return a call; sends and receipts inside a stage run at the same time."""
+        workload, parts = self._workload, list[Part]()
+        sent = received = inside = 0.0
+        is_inside = False
+        for op in ops:
+            group = workload.groups[op.group]
+            time_s = self._costs.comm(op, group)
+            if op.peer is not None:
+                if transfer := transfer_of(workload, stage, op):
+                    parts.append(Part(time_s, transfer, 2))
+                    continue
+                if op.collective == SEND:
+                    sent += time_s
+                else:
+                    received += time_s
+            elif len(stages := stages_of(workload, stage, group)) > 1:
+                parts.append(Part(time_s, (op.group, stages), len(stages)))
+                continue
+            else:
+                inside += time_s
+            is_inside = True
+        if is_inside:
+            parts.append(Part(inside + max(sent, received)))
+        return Call(tuple(ops), tuple(parts), sum(map(self._costs.host_comm_s, ops)))
+
+    def _parsed(self, text: str) -> tuple[str, int]:
+        if text not in self._after:
+            is_name = text in self._names
+            self._after[text] = (text, 0) if is_name else parse_after(text)
+        return self._after[text]
+
+    def _linked(self, placed: Sequence[Placed]) -> Program:
+        """Resolve the names for which items wait."""
+        program = Program(len(placed))
+        numbers = {COMPUTE: 0}
+        newest: dict[str, list[int]] = defaultdict(list)  # items by name
+        earlier: list[
+            tuple[int, str, int]
+        ] = []  # item, name, how many back from the step's end
+        for index, (work, layer, microbatch) in enumerate(placed):
+            deps = set[int]()
+            for op in work.named:
+                for name, back in map(self._parsed, op.after):
+                    if back < len(newest[name]):
+                        deps.add(newest[name][-1 - back])
+                    else:
+                        earlier.append((index, name, back - len(newest[name])))
+                if op.name in self._awaited:
+                    newest[op.name].append(index)
+            stream = numbers.setdefault(work.ops[0].stream, len(numbers))
+            program.add(work, (layer, microbatch), stream, deps - {index})
+        for index, name, back in earlier:
+            if back < len(newest[name]):
+                dep = newest[name][-1 - back]
+                # The step begins when the computation before has ended.
+                if program.streams[dep] not in (0, program.streams[index]):
+                    program.next_dependents[dep].append(index)
+        return program

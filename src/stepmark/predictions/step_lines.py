@@ -1,0 +1,168 @@
+"""Lines of a simulated step: a sum over its items, which calls of communication cut."""
+
+import math
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from stepmark.predictions.step_events import Lane
+from stepmark.predictions.works import Busy, Call, Segment
+from stepmark.timeline.ledger import CONTENTION, RECOMPUTED, TRANSFER, Group, Idle, Line, Work
+
+
+class _Cover(NamedTuple):
+    """Time in which a call has the line of communication. began: of the call."""
+
+    start: float
+    end: float
+    name: str
+    began: float
+
+
+def seconds_of(
+    lane: Lane, end: float, length_s: float
+) -> tuple[dict[Line, float], dict[str, float], float]:
+    """Return the seconds of a stage's window by line, of what is within, and of messages.
+
+    end: of the window. What is left of the window is idle.
+    """
+    start = end - length_s
+    busy = _serial([each for each in lane.busy if each.end > start and each.start < end])
+    total = _under([_Cover(start, end, "", start)], busy)
+    calls = _covers(_calls(lane), start, end)
+    moves = _covers([(*times, TRANSFER) for times in lane.transferred], start, end)
+    hidden, moving = _under(calls, busy), _under(moves, busy)
+    contention_s = sum(each.extra_s for each in busy)
+    lines, recomputed_s = defaultdict[Line, float](float), 0.0
+    for (_, work, is_recomputed), time_s in total.items():
+        lines[_line(work)] += time_s
+        recomputed_s += time_s * is_recomputed * isinstance(work, Work)
+    for (name, work, _), time_s in hidden.items():
+        lines[_line(work)] -= time_s
+        if _is_compute(work):
+            lines[Group.OVERLAPPED, work] += time_s
+            lines[Group.COMM, name] -= time_s
+    for call in calls:
+        lines[Group.COMM, call.name] += call.end - call.start
+        for name, time_s in _own_first(call, busy):
+            lines[Group.COMM, call.name] -= time_s
+            lines[Group.COMM, name] += time_s
+    moved_s: float = sum(move.end - move.start for move in moves)
+    moved_s += sum(time_s for (_, work, _), time_s in total.items() if _is_call(work))
+    moved_s -= sum(time_s for (_, work, _), time_s in moving.items() if _is_call(work))
+    computed_s = sum(time_s for (_, work, _), time_s in moving.items() if _is_compute(work))
+    within = {
+        CONTENTION: contention_s,
+        RECOMPUTED: recomputed_s,
+        TRANSFER: moved_s - computed_s,
+    }
+    return lines, within, moved_s
+
+
+def _is_call(work: str) -> bool:
+    return not isinstance(work, Work | Idle)
+
+
+def _is_compute(work: str) -> bool:
+    return isinstance(work, Work) and work is not Work.COPY
+
+
+def _line(work: str) -> Line:
+    """Return the line of work where no other call is."""
+    if isinstance(work, Idle):
+        return Group.IDLE, work
+    if _is_call(work):
+        return Group.COMM, work
+    return (Group.COPIES if work is Work.COPY else Group.COMPUTE), work
+
+
+def _calls(lane: Lane) -> Iterator[tuple[float, float, str]]:
+    """Yield start, end and name of calls; NaN: not yet."""
+    for step in lane.steps:
+        for work, start, end in zip(lane.program.works, step.starts, step.ends, strict=True):
+            if isinstance(work, Call):
+                yield start, end, work.ops[0].collective
+
+
+def _covers(
+    calls: Iterable[tuple[float, float, str]], start: float, end: float
+) -> list[_Cover]:
+    """Return the pieces of a window in which calls run; the one that began first has each."""
+    covers, now = list[_Cover](), start
+    clipped = sorted(
+        (max(first, start), name, end if math.isnan(last) else min(last, end))
+        for first, last, name in calls
+        if first < end and not last <= start
+    )
+    for first, name, last in clipped:
+        if last > now:
+            covers.append(_Cover(max(first, now), last, name, first))
+            now = last
+    return covers
+
+
+def _under(
+    covers: Iterable[_Cover], busy: Sequence[Busy]
+) -> dict[tuple[str, str, bool], float]:
+    """Return the seconds of work in these times, by their name, work and recomputation."""
+    counts = Counter[tuple[str, Segment, float, float, bool]]()
+    place = 0
+    for start, end, name, _ in covers:
+        while place < len(busy) and busy[place].end <= start:
+            place += 1
+        index = place
+        while index < len(busy) and (each := busy[index]).start < end:
+            first = each.progress(start) if start > each.start else each.first
+            last = each.progress(end) if end < each.end else each.last
+            counts[name, each.segment, first, last, each.slow] += 1
+            index += 1
+    times = defaultdict[tuple[str, str, bool], float](float)
+    for (name, segment, first, last, slow), count in counts.items():
+        for (work, is_recomputed), time_s in segment.times(first, last, slow=slow).items():
+            times[name, work, is_recomputed] += count * time_s
+    return times
+
+
+def _serial(busy: list[Busy]) -> list[Busy]:
+    """Return computation in order; of pieces that run at once only the one that has the time.
+
+    Compute goes before copies, these before gaps, and then the one that began first.
+    """
+    busy.sort(key=lambda each: each.start)
+    if not any(after.start < before.end for before, after in pairwise(busy)):
+        return busy
+    pieces: list[tuple[int, float, float, Busy]] = []  # rank, start, end
+    for each in busy:
+        now = each.start
+        for piece, time_s in each.pieces:
+            work, _ = each.segment.kinds[piece]
+            rank = 0 if _is_compute(work) else 1 if isinstance(work, Work) else 2
+            pieces.append((rank, now, now := now + time_s, each))
+    cuts = sorted({time for _, start, end, _ in pieces for time in (start, end)})
+    serial: list[Busy] = []
+    for start, end in pairwise(cuts):
+        running = [piece for piece in pieces if piece[1] <= start < piece[2]]
+        if running:
+            each = min(running, key=lambda piece: piece[:2])[3]
+            progress = each.progress(start), each.progress(end)
+            serial.append(
+                each._replace(start=start, end=end, first=progress[0], last=progress[1])
+            )
+    return serial
+
+
+def _own_first(call: _Cover, busy: Sequence[Busy]) -> Iterator[tuple[str, float]]:
+    """Yield the call on the compute stream that has the start of this time, and how long.
+
+    Calls that begin at the same nanosecond are ordered by name.
+    """
+    index = bisect_right(busy, call.start, key=lambda each: each.start) - 1
+    if index >= 0 and busy[index].end > call.start:
+        segment, begin = busy[index].segment, busy[index].start
+        piece = bisect_right(segment.ends, call.start - begin, hi=len(segment.kinds)) - 1
+        work, _ = segment.kinds[piece]
+        began = round((begin + segment.ends[piece]) * 1e9)
+        if _is_call(work) and (began, work) < (round(call.began * 1e9), call.name):
+            yield work, min(call.end, begin + segment.ends[piece + 1]) - call.start

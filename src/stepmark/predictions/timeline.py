@@ -1,0 +1,295 @@
+"""Simulation of one steady training step of a workload.
+
+Steps are simulated one after the other until one repeats the step before. If none does, since
+contention lets steps alternate where host and device are equally fast, the median one counts.
+Of many micro-batches, a few are simulated until their steady state repeats; each of the others
+then adds as much as one more does.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from stepmark.ground.errors import ConfigError
+from stepmark.predictions.free_steps import FreeSteps, is_serial
+from stepmark.predictions.program import Compiler, Program
+from stepmark.predictions.spans import spans
+from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
+from stepmark.predictions.step_lines import seconds_of
+from stepmark.predictions.works import Call, Clock
+from stepmark.step.workload import Workload
+from stepmark.step.workload_stages import num_steady, shortened, steady_run
+from stepmark.timeline.ledger import (
+    CONTENTION,
+    TRANSFER,
+    WAITING,
+    Group,
+    Idle,
+    Ledger,
+    Work,
+)
+from stepmark.timeline.prediction import Span, Timeline
+from stepmark.timeline.step_cost import Costs
+
+_REPEATS = 4  # of a steady state that are simulated first
+_SAME = 1e-9  # of a step: times that differ less are equal
+_NS = 1e9
+
+
+def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> Timeline:
+    """Return a steady step of all pipeline stages, one rank of each.
+
+    clock: factor on the time of computation by kind of work; missing: 1. Raises ConfigError for
+    a workload whose stages wait for each other.
+    """
+    workload.check()
+    total, kept = num_steady(workload), _REPEATS
+    while True:
+        few = shortened(workload, kept) if kept < total else workload
+        less = max(0, total - kept)
+        programs = partial(_programs, few, costs, clock or {}, repeats=less > 0)
+        free = _steady(few, _ahead(costs, programs), less)
+        if free:
+            host_s = [free.host_s(lane) for lane in free.lanes]
+            if max(host_s) <= free.step_s:
+                return free.timeline(is_host_bound=False)
+            # Faster hosts are ahead of their device.
+            slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
+            slow = Simulator(programs(merges=False), costs.comm_slowdown, slowest)
+            bound = _steady(few, slow, less)
+            if bound and bound.follows_host():
+                return bound.timeline(is_host_bound=True)
+        kept *= 2
+
+
+def _programs(
+    workload: Workload, costs: Costs, clock: Clock, *, repeats: bool, merges: bool
+) -> list[Program]:
+    """Return the programs of all stages. repeats: with the bounds of the steady state."""
+    compiler = Compiler(workload, costs, clock, merges=merges)
+    programs = [
+        compiler.program(stage, steady_run(workload, stage) if repeats else None)
+        for stage in range(len(workload.stages))
+    ]
+    for stage, program in enumerate(programs):
+        if not program.queues[0]:
+            allowed = (
+                f'one with operations on the stream "compute" in every stage (not in {stage})'
+            )
+            raise ConfigError("workload", workload.name, allowed)
+    return programs
+
+
+def _ahead(costs: Costs, programs: Callable[..., list[Program]]) -> Simulator | FreeSteps:
+    """Return a simulation with hosts that are ahead of their devices."""
+    if costs.comm_slowdown == 1 and all(x == 1 for x in costs.compute_slowdown.values()):
+        merged = programs(merges=True)
+        free = FreeSteps(merged)
+        if is_serial(merged) and free.run(1):
+            return free
+    return Simulator(programs(merges=False), costs.comm_slowdown)
+
+
+def _steady(
+    workload: Workload, simulator: Simulator | FreeSteps, less: int
+) -> "_Steady | None":
+    """Simulate until a step repeats; None: its micro-batches do not yet."""
+    lanes = simulator.lanes
+    for number in range(MOST_STEPS):
+        if not simulator.run(number + 1):
+            raise ConfigError("workload", workload.name, _deadlock(lanes))
+        is_alone = len(lanes) == 1 and not lanes[0].has_host and not lanes[0].steps[0].num_left
+        if (number == 0 and is_alone) or (number and _is_repeated(lanes, number)):
+            period_s = _period(lanes, number) if less else 0.0
+            return None if period_s is None else _found(simulator, number, less, period_s)
+    if less:
+        return None
+    ends = lanes[0].ends
+    later = range(MOST_STEPS // 2, MOST_STEPS)
+    durations = [lane.ends[-1] - lane.ends[later[0]] for lane in lanes]
+    if max(durations) - min(durations) > min(durations) / len(later):
+        allowed = "one whose stages communicate in each step"
+        raise ConfigError("workload", workload.name, allowed)
+    middle = sorted(later, key=lambda number: ends[number] - ends[number - 1])[len(later) // 2]
+    return _found(simulator, middle, 0, 0.0)
+
+
+def _found(
+    simulator: Simulator | FreeSteps, number: int, less: int, period_s: float
+) -> "_Steady":
+    if isinstance(simulator, FreeSteps):
+        simulator.record(number)
+    return _Steady(simulator, number, less, period_s)
+
+
+def _deadlock(lanes: Sequence[Lane]) -> str:
+    waiting = []
+    for lane in lanes:
+        for stream in lane.streams:
+            if stream.step is not None and stream.place < len(stream.items):
+                work = lane.program.works[stream.items[stream.place]]
+                if isinstance(work, Call):
+                    op = work.ops[0]
+                    waiting.append(f"stage {lane.stage} for {op.collective} ({op.module})")
+    return f"one whose stages do not wait for each other: {', '.join(waiting[:3])}"
+
+
+def _is_repeated(lanes: Sequence[Lane], number: int) -> bool:
+    """Return whether a step is the one before, later by the same time in all stages."""
+    step_s = lanes[0].ends[number] - lanes[0].ends[number - 1]
+    return all(
+        lane.unfinished[number] == lane.unfinished[number - 1]
+        and abs(lane.ends[number] - lane.ends[number - 1] - step_s) <= _SAME * step_s
+        and _is_later(
+            lane.steps[number - 1],
+            lane.steps[number],
+            range(len(lane.program.works)),
+            0,
+            step_s,
+        )
+        for lane in lanes
+    )
+
+
+def _is_later(before: Step, after: Step, items: range, distance: int, time_s: float) -> bool:
+    """Return whether items are later by this time, as far as they have begun and ended."""
+    most = _SAME * time_s
+    for old, new in ((before.starts, after.starts), (before.ends, after.ends)):
+        for item in items:
+            if abs(new[item + distance] - old[item] - time_s) > most:
+                return False
+    return True
+
+
+def _period(lanes: Sequence[Lane], number: int) -> float | None:
+    """Return the time between the last repetitions of the steady state; None: not steady."""
+    periods = [_main_end(lane, number, -1) - _main_end(lane, number, -2) for lane in lanes]
+    for lane in lanes:
+        bounds, step = lane.program.bounds, lane.steps[number]
+        size = bounds[1] - bounds[0]
+        items = range(bounds[-4], bounds[-2])
+        if not _is_later(step, step, items, size, periods[0]):
+            return None
+    return periods[0]
+
+
+def _main_end(lane: Lane, number: int, bound: int) -> float:
+    """Return when the computation before a bound of the steady state has ended."""
+    queue, step = lane.program.queues[0], lane.steps[number]
+    place = bisect_right(queue, lane.program.bounds[bound] - 1)
+    return step.ends[queue[place - 1]] if place else lane.ends[number - 1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Steady:
+    """A steady step. less: repetitions of its steady state that are left out."""
+
+    simulator: Simulator | FreeSteps
+    number: int
+    less: int
+    period_s: float
+
+    @property
+    def lanes(self) -> Sequence[Lane]:
+        return self.simulator.lanes
+
+    def start(self, lane: Lane) -> float:
+        return lane.ends[self.number - 1] if self.number else 0.0
+
+    @property
+    def step_s(self) -> float:
+        lane = self.lanes[0]
+        return lane.ends[self.number] - self.start(lane) + self.less * self.period_s
+
+    def host_s(self, lane: Lane) -> float:
+        """Return the host's time of a whole step."""
+        return lane.program.host_s + self.less * _host_period(lane)
+
+    def follows_host(self) -> bool:
+        """Return whether a repetition that is left out takes as long on the host."""
+        return not self.less or all(
+            abs(_host_period(lane) - self.period_s) <= _SAME * self.step_s
+            for lane in self.lanes
+            if lane.has_host
+        )
+
+    def timeline(self, *, is_host_bound: bool) -> Timeline:
+        parts = [self._ledger(lane) for lane in self.lanes]
+        ledgers = tuple(own for own, _ in parts)
+        computing = [own.total(Group.COMPUTE) + own.total(Group.OVERLAPPED) for own in ledgers]
+        slowest = computing.index(max(computing))
+        own, moving_ns = parts[slowest]
+        busy_s = dict.fromkeys(Work, 0.0)
+        for (group, name), time_ns in own.lines.items():
+            if group in (Group.COMPUTE, Group.OVERLAPPED):
+                busy_s[Work(name)] += time_ns / _NS
+        return Timeline(
+            step_s=self.step_s,
+            ledgers=ledgers,
+            slowest=slowest,
+            busy_s=busy_s,
+            contention_s=own.within[CONTENTION] / _NS,
+            comm_s=moving_ns / _NS,
+            exposed_s=own.within[TRANSFER] / _NS,
+            bubble_s=own.within[WAITING] / _NS,
+            num_kernels=_num_kernels(self.lanes[slowest], self.less),
+            is_host_bound=is_host_bound,
+            spans=self.spans,
+        )
+
+    def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
+        """Return the ledger of a step, and in how many ns messages move.
+
+        It is that of what was simulated, and that of the repetitions left out. The largest line
+        has what rounding leaves.
+        """
+        whole_s = self.step_s - self.less * self.period_s
+        lines, within, moved_s = seconds_of(lane, lane.ends[self.number], whole_s)
+        if self.less:
+            end = _main_end(lane, self.number, -1)
+            more, more_within, more_moved_s = seconds_of(lane, end, self.period_s)
+            for line, time_s in more.items():
+                lines[line] = lines.get(line, 0.0) + self.less * time_s
+            for name, time_s in more_within.items():
+                within[name] += self.less * time_s
+            moved_s += self.less * more_moved_s
+        # A stage whose host is simulated waits for the issue of something, others for a stage.
+        idle = Group.IDLE, Idle.HOST if lane.has_host else Idle.RANK
+        rest_s = self.step_s - sum(lines.values())
+        if abs(rest_s) > _SAME * self.step_s:  # less is what sums of floats leave
+            lines[idle] = lines.get(idle, 0.0) + rest_s
+        window_ns = round(self.step_s * _NS)
+        times_ns = {line: round(time_s * _NS) for line, time_s in lines.items()}
+        times_ns[max(times_ns, key=times_ns.__getitem__)] += window_ns - sum(times_ns.values())
+        own = Ledger(window_ns=window_ns, lines={line: t for line, t in times_ns.items() if t})
+        exposed_ns = own.total(Group.COMM)
+        parts = {name: round(time_s * _NS) for name, time_s in within.items()}
+        # Rounded lines differ by 1 ns each at most; a stage waits for nobody if that is all.
+        if exposed_ns - parts[TRANSFER] <= len(lines):
+            parts[TRANSFER] = exposed_ns
+        parts[WAITING] = exposed_ns - parts[TRANSFER]
+        own = replace(own, within=parts)
+        return own, round(moved_s * _NS)
+
+    def spans(self) -> Iterator[Span]:
+        """Yield what runs in the step; repetitions that are left out are one span."""
+        for lane in self.lanes:
+            hole_s = _main_end(lane, self.number, -1) - self.start(lane) if self.less else 0.0
+            yield from spans(lane, self.number, self.less, hole_s, self.less * self.period_s)
+
+
+def _host_period(lane: Lane) -> float:
+    """Return the host's time of one repetition of the steady state."""
+    program = lane.program
+    if not program.bounds:
+        return 0.0
+    begins = [*program.begins, program.host_s]
+    return begins[program.bounds[-1]] - begins[program.bounds[-2]]
+
+
+def _num_kernels(lane: Lane, less: int) -> float:
+    program = lane.program
+    counts = [work.num_kernels for work in program.works]
+    more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if less else 0.0
+    return sum(counts) + less * more

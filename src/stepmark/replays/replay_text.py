@@ -1,0 +1,216 @@
+"""Tables of a replay: iterations, messages by kind and size, and every operation.
+
+times: seconds as float64 [rank][pass][operation], not a number where nothing was timed. The
+time of a message is the longest of its ranks, time_min the shortest: that of the rank that came
+last, thus the wire's share, from which bus bandwidth is where all ranks must come.
+"""
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean, median, stdev
+from typing import TYPE_CHECKING, Any
+
+from stepmark.cases.comm_curve import MEASURED, Curve
+from stepmark.cases.message import RECV, SEND
+from stepmark.model.collectives import FACTS, Collective
+from stepmark.step.rank_program import program
+from stepmark.step.workload import CommOp, Group, Workload, pass_of
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Times = npt.NDArray[np.float64]
+
+Row = dict[str, Any]
+_OUTLIER = 1.1  # an iteration that takes so many times the median
+
+
+def iterations(seconds: Sequence[Sequence[float]], blocked_s: Sequence[Sequence[float]]) -> Row:
+    """Return the iterations by their slowest rank, and each rank's time in messages.
+
+    jitter_pct: standard deviation of the iterations, of their mean.
+    """
+    slowest = [max(each) for each in zip(*seconds, strict=True)]
+    typical, average = median(slowest), mean(slowest)
+    return {
+        "seconds": slowest,
+        "median_s": typical,
+        "mean_s": average,
+        "min_s": min(slowest),
+        "max_s": max(slowest),
+        "jitter_pct": 100 * stdev(slowest) / average if len(slowest) > 1 else None,
+        "outliers": [i for i, s in enumerate(slowest) if s > _OUTLIER * typical],
+        "blocked_s_by_rank": [median(own) for own in blocked_s],
+    }
+
+
+def operation_rows(workload: Workload, times: "Times") -> list[Row]:
+    """Return a row per message of each stage, in the order of its program."""
+    rows = []
+    for message in _messages(workload, times):
+        op, samples = message.op, message.samples
+        longest, shortest = (
+            (median(each) for each in zip(*samples, strict=True)) if samples else (None, None)
+        )
+        group, wire_s = workload.groups[op.group], _wire_s(op, longest, shortest)
+        rows.append(
+            {
+                "stage": message.stage,
+                "operation": message.number,
+                **_identity(op, workload),
+                "module": op.module,
+                "layer": op.layer,
+                "microbatch": op.microbatch,
+                "stream": op.stream,
+                "time_s": longest,
+                "time_min_s": shortest,
+                "algbw_bytes_per_s": _rate(op.message_bytes(group), wire_s),
+                "busbw_bytes_per_s": _rate(op.bus_bytes(group), wire_s),
+            }
+        )
+    return rows
+
+
+def summary_rows(workload: Workload, times: "Times", curves: Iterable[Curve] = ()) -> list[Row]:
+    """Return a row per pass, collective, group, type and size, over all calls and passes.
+
+    curves: of collectives alone. alone_pct: of the bandwidth alone, what is left in the step.
+    """
+    alone = {(curve.collective, curve.num_ranks): curve for curve in curves}
+    samples: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
+    first: dict[tuple[Any, ...], CommOp] = {}
+    numbers = Counter[tuple[Any, ...]]()
+    for message in _messages(workload, times):
+        if message.is_first:
+            key = tuple(_identity(message.op, workload).values())
+            samples[key] += message.samples
+            numbers[key] += 1
+            first.setdefault(key, message.op)
+    rows = []
+    for key, own in samples.items():
+        op = first[key]
+        longest = sorted(each for each, _ in own)
+        shortest = median(each for _, each in own) if own else None
+        figures: Row = dict.fromkeys(("mean_s", "p50_s", "p99_s", "min_s", "max_s"))
+        if longest:
+            figures = {
+                "mean_s": mean(longest),
+                "p50_s": median(longest),
+                "p99_s": longest[math.ceil(0.99 * len(longest)) - 1],
+                "min_s": longest[0],
+                "max_s": longest[-1],
+            }
+        wire_s = _wire_s(op, figures["p50_s"], shortest)
+        rate = _rate(op.bus_bytes(workload.groups[op.group]), wire_s)
+        counts = {"operations": numbers[key], "samples": len(own)}
+        alone_s = _alone_s(op, workload.groups[op.group], alone)
+        share = 100 * alone_s / wire_s if alone_s and wire_s else None
+        more = {
+            "time_min_s": shortest,
+            "busbw_bytes_per_s": rate,
+            "alone_s": alone_s,
+            "alone_pct": share,
+        }
+        rows.append({**_identity(op, workload), **counts, **figures, **more})
+    return sorted(rows, key=lambda row: -(row["mean_s"] or 0.0) * row["operations"])
+
+
+def _alone_s(op: CommOp, group: Group, alone: dict[tuple[str, int], Curve]) -> float | None:
+    """Return the time of a collective alone; None outside of what was measured."""
+    curve = alone.get((op.collective, group.size))
+    num_bytes = op.message_bytes(group)
+    if curve is None or not num_bytes:
+        return None
+    time_s, mark = curve.time_s(num_bytes)
+    return time_s if mark == MEASURED else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Message:
+    """A message of a stage's program. samples: longest and shortest time of its ranks by call.
+
+    A call is of one communicator in one pass; without calls nothing was timed. is_first: no
+    earlier stage has the message, too.
+    """
+
+    stage: int
+    number: int  # in the program
+    op: CommOp
+    samples: list[tuple[float, float]]
+    is_first: bool
+
+
+def _messages(workload: Workload, times: "Times") -> Iterator[_Message]:
+    """Yield the messages of each stage; those over several stages are matched by order."""
+    per_stage = workload.world_size // len(workload.stages)
+    programs = [program(workload, n * per_stage) for n in range(len(workload.stages))]
+    places: list[dict[str, list[int]]] = []  # of collectives, by group
+    for steps in programs:
+        places.append(defaultdict(list))
+        for number, step in enumerate(steps):
+            if isinstance(step.op, CommOp) and step.op.collective not in (SEND, RECV):
+                places[-1][step.op.group].append(number)
+    for stage, steps in enumerate(programs):
+        calls = Counter[str]()
+        for number, step in enumerate(steps):
+            op = step.op
+            if not isinstance(op, CommOp):
+                continue
+            ranks, call = range(stage * per_stage, (stage + 1) * per_stage), calls[op.group]
+            parts: dict[tuple[int, ...], list[int]] = {(rank,): [number] for rank in ranks}
+            if op.collective not in (SEND, RECV):
+                calls[op.group] += 1
+                parts = {}
+                for members in {workload.groups[op.group].members(rank) for rank in ranks}:
+                    own = [places[rank // per_stage][op.group] for rank in members]
+                    # Stages that do not agree: of the other one nothing is known.
+                    parts[members] = [each[call] if call < len(each) else -1 for each in own]
+            if len(step.members) > 1:
+                is_first = all(members[0] >= ranks[0] for members in map(sorted, parts))
+                samples = list(_samples(parts, times))
+                yield _Message(stage, number, op, samples, is_first)
+
+
+def _samples(
+    parts: Mapping[tuple[int, ...], Sequence[int]], times: "Times"
+) -> Iterator[tuple[float, float]]:
+    """Yield the longest and shortest time of each call that was timed.
+
+    parts: by the ranks of each communicator, the place of the message in their programs.
+    """
+    for members, numbers in parts.items():
+        pairs = zip(members, numbers, strict=True)
+        of_ranks = [times[rank, :, place].tolist() for rank, place in pairs if place >= 0]
+        for own in zip(*of_ranks, strict=True):
+            if timed := [each for each in own if not math.isnan(each)]:
+                yield max(timed), min(timed)
+
+
+def _identity(op: CommOp, workload: Workload) -> Row:
+    group = workload.groups[op.group]
+    return {
+        "pass": pass_of(op),
+        "collective": op.collective,
+        "group": op.group,
+        "group_size": group.size,
+        "dtype": str(op.dtype),
+        "message_bytes": op.message_bytes(group),
+    }
+
+
+def _wire_s(op: CommOp, longest: float | None, shortest: float | None) -> float | None:
+    """Return the time of which the bandwidth is: the shortest only where all ranks must come.
+
+    A rank of a broadcast may end before others begin. A send or receive may be buffered, or
+    wait for the other rank: it has no bandwidth.
+    """
+    if op.collective in (SEND, RECV):
+        return None
+    return shortest if FACTS[Collective(op.collective)].synchronizing else longest
+
+
+def _rate(num_bytes: float, time_s: float | None) -> float | None:
+    return num_bytes / time_s if time_s and num_bytes else None

@@ -1,0 +1,193 @@
+"""--dry-run: print a plan on any machine, for any device, or write it as JSON or CSV.
+
+Products and attention have the time that prediction gives them by the device's data sheet.
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from stepmark.cases.case import Label, OpCase, Rate
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.flops import per_token
+from stepmark.cases.plan import Plan
+from stepmark.cases.record import AnyCase
+from stepmark.cases.replay_case import ReplayCase
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.units import MIB, TFLOP, format_bytes, format_time
+from stepmark.measuring.machine import Machine
+from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.ops import Phase
+from stepmark.predictions.costs import RooflineCosts
+from stepmark.predictions.prediction import by_sheet
+from stepmark.step.roofline import limit_of
+from stepmark.step.workload import CommOp, ComputeOp
+from stepmark.store.commands import command_of
+from stepmark.tables.export import write_csv, write_json
+from stepmark.timeline.ledger import Work, work_of_op
+from stepmark.training.train_plan import estimated_memory
+from stepmark.workloads.rules.pytorch.case import of_case
+
+Row = dict[str, Any]
+
+
+def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = None) -> None:
+    """Print the cases of a plan for this machine, or write them to --json and --csv."""
+    cases = [entry.case for entry in plan.entries if entry.launch == 1]
+    device = find_device(here.name)
+    rows = [row for case in cases for row in _rows(case, device)]
+    is_predicted = any(row.get("predicted_s") for row in rows)
+    source = [f"predicted times are {by_sheet(here.name)}"] if is_predicted else []
+    for note in (*plan.notes, *source):
+        sys.stderr.write(f"# {note}\n")
+    for target, write in ((json, write_json), (csv, write_csv)):
+        if target:
+            write(rows, target)
+    if "-" not in (json, csv):
+        sys.stdout.write("".join(f"{_LINES[row['kind']](row)}\n" for row in rows))
+        sys.stdout.flush()
+    count = f"{len(cases)} case{'s' if len(cases) != 1 else ''}"
+    count += f", {len(rows)} rows" if len(rows) != len(cases) else ""
+    launches = max(entry.launch for entry in plan.entries)
+    is_repeated = launches > 1 and len(plan.entries) == launches * len(cases)
+    count += f", in {launches} launches" if is_repeated else ""
+    sys.stderr.write(f"{count}; none was run\n")
+
+
+def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:
+    if isinstance(case, OpCase):
+        rows = [_operator_row(case, label, device) for label in case.labels or (Label(),)]
+    elif isinstance(case, ReplayCase):
+        rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
+    else:
+        rows = [_collective_row(case) if isinstance(case, CommCase) else _step_row(case)]
+    identity = {"case_id": case.case_id, "command": command_of(case)}
+    return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
+
+
+def _operator_row(case: OpCase, label: Label, device: DeviceSpec | None) -> Row:
+    return {
+        "model": label.model,
+        "role": label.role,
+        "pass": str(label.phase or ""),
+        "mbs": label.mbs,
+        "shape": case.op.shape_text,
+        "dtype": str(case.dtype),
+        "backend": case.backend,
+        "rate": str(case.rate),
+        "ranks": case.num_ranks,
+        "memory_bytes": case.op.memory_bytes,
+        "flops": case.op.flops,
+        "bytes_moved": case.op.bytes_moved,
+        **_predicted(case, device),
+    }
+
+
+def _predicted(case: OpCase, device: DeviceSpec | None) -> Row:
+    """Return the time of a product or of attention, its rate, and what bounds it."""
+    op = ComputeOp(op=case.op, phase=Phase.FWD, module="")
+    is_product = work_of_op(op) in (Work.MATMUL, Work.ATTENTION)
+    cost = RooflineCosts(device)(op) if device and is_product else None
+    if device is None or cost is None:
+        return dict.fromkeys(("predicted_s", "predicted_tflops", "bound"))
+    return {
+        "predicted_s": cost.total_s,
+        "predicted_tflops": case.op.flops / cost.total_s / TFLOP,
+        "bound": limit_of(case.op, device.peak(case.dtype), device.hbm_bytes_per_s),
+    }
+
+
+def _collective_row(case: CommCase) -> Row:
+    return {
+        "size_bytes": case.message_bytes,
+        "count": case.count,
+        "dtype": str(case.dtype),
+        "redop": str(case.redop),
+        "root": case.root,
+        "in_place": case.in_place,
+        "ranks": case.num_ranks,
+        "mode": str(case.mode),
+        "api": str(case.api),
+        "backend": case.backend,
+    }
+
+
+def _step_row(case: TrainCase) -> Row:
+    """Return the figures of one optimizer step, of which --schedule micro measures parts.
+
+    FLOPs are of all ranks, with recomputation; messages are of the pipeline stage with most.
+    """
+    calls, message_bytes, reason = _messages(case)
+    memory = estimated_memory(case)
+    return {
+        "model": case.model.name,
+        "strategy": case.strategy,
+        "mbs": case.mbs,
+        "seq_len": case.model.seq_len,
+        "dtype": str(case.dtype),
+        "ranks": case.num_ranks,
+        "flops": round(per_token(case).hfu * case.tokens_per_step * case.grad_accum),
+        "message_calls": calls,
+        "message_bytes": message_bytes,
+        "messages_unknown": reason,
+        "memory_bytes": memory.allocated_bytes,
+        "reserved_bytes": memory.reserved_bytes,
+    }
+
+
+def _messages(case: TrainCase) -> tuple[int | None, int | None, str]:
+    """Return calls and message bytes of one optimizer step, or why they are unknown."""
+    try:
+        workload = of_case(case)
+    except ConfigError as error:
+        return None, None, str(error)
+    stages = [
+        [(op, times) for op, times in workload.tally(index).items() if isinstance(op, CommOp)]
+        for index in range(len(workload.stages))
+    ]
+    total_bytes = [
+        sum(op.message_bytes(workload.groups[op.group]) * times for op, times in stage)
+        for stage in stages
+    ]
+    busiest = total_bytes.index(max(total_bytes))
+    return sum(times for _, times in stages[busiest]), total_bytes[busiest], ""
+
+
+def _operator_line(row: Row) -> str:
+    names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
+    words = " ".join(row[name] for name in names if row[name])
+    words += "" if row["rate"] == Rate.SUSTAINED else f" {row['rate']}"
+    traffic, memory = format_bytes(row["bytes_moved"]), format_bytes(row["memory_bytes"])
+    text = f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
+    if not row["predicted_s"]:
+        return text
+    rate = f"{row['predicted_tflops']:.4g} TFLOP/s"
+    time = format_time(row["predicted_s"])
+    return f"{text}, predicted {time} at {rate}, bound by {row['bound']}"
+
+
+def _step_line(row: Row) -> str:
+    memory, reserved = (
+        format_bytes(round(row[name] / MIB) * MIB)
+        for name in ("memory_bytes", "reserved_bytes")
+    )
+    messages = f"messages unknown: {row['messages_unknown']}"
+    if not row["messages_unknown"]:
+        size = format_bytes(row["message_bytes"])
+        messages = f"{row['message_calls']} messages ({size}) per rank"
+    flops = f"{_flops(row)} TFLOP per step of all ranks"
+    memory = f"about {memory} of memory per rank ({reserved} reserved)"
+    return f"{row['command']}  # {flops}, {messages}, {memory}"
+
+
+def _flops(row: Row) -> str:
+    return f"{row['flops'] / TFLOP:.4g}"
+
+
+_LINES: dict[str, Callable[[Row], str]] = {
+    "op": _operator_line,
+    "comm": lambda row: f"{row['command']}  # {format_bytes(row['size_bytes'])}",
+    "train": _step_line,
+    "replay": lambda row: row["command"],
+}

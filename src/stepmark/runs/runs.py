@@ -1,0 +1,201 @@
+"""stepmark runs and report: list, show, export and query earlier runs; the page of one."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from stepmark.cases.record import RunInfo
+from stepmark.collectives.comm_summary import comm_lines
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import write_text
+from stepmark.ground.option_groups import Files
+from stepmark.ground.options import load
+from stepmark.ground.waiting import Waiting
+from stepmark.measuring.delivery import write_files
+from stepmark.predictions.predicted_steps import StepReport
+from stepmark.runs import summary
+from stepmark.runs.runs_options import (
+    ExportOptions,
+    ListOptions,
+    ReportOptions,
+    ShowOptions,
+    SqlOptions,
+)
+from stepmark.store import query
+from stepmark.store.codec import to_plain
+from stepmark.store.reader import Run, find_run, list_runs, read
+from stepmark.store.run_export import export
+from stepmark.store.view import (
+    View,
+    print_text,
+    read_aloud,
+    say,
+    show_rows,
+    sql_types,
+    view,
+)
+from stepmark.tables.columns import aligned
+from stepmark.tables.export import columns_of
+
+Row = dict[str, object]
+
+
+def print_list(options: ListOptions) -> None:
+    """Print one row per run, oldest first."""
+    rows = [_run_row(read(path)) for path in list_runs(options.runs)]
+    if not rows:
+        sys.stderr.write(f"no runs in {options.runs}\n")
+    if sys.stdout.isatty() and not options.to_stdout:  # a table is too wide for most
+        write_files(options, "runs", rows, rows)
+        print_text(line for row in rows for line in _run_lines(row))
+    else:
+        _deliver(rows, options, "runs")
+
+
+def show(options: ShowOptions) -> None:
+    """Print the rows of one run, and its predicted steps. Raises ConfigError if changed."""
+    path = find_run(options.runs, options.run)
+    run = view(path)
+    rows, info = run.all_rows, run.run
+    write_files(options, info.run_id, {"run": to_plain(info), "rows": rows}, rows)
+    if not options.to_stdout:
+        print_run(path, run)
+
+
+def print_run(path: Path, run: View) -> None:
+    """Print a run: where it was measured, its rows, its predicted steps."""
+    _print_header(run.run)
+    show_rows(run)
+    report: StepReport | None = load("stepmark.runs.step_report:step_report")(path, run)
+    if report is not None:
+        print_text((*_summary(run), *report.lines()))
+
+
+def _summary(run: View) -> list[str]:
+    """Return one finding per line."""
+    operators = summary.summary_lines(run.run, run.rows) if run.rows else []
+    others = comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
+    return ["", *operators, *others]
+
+
+def export_run(options: ExportOptions) -> None:
+    """Write a run's rows for another tool."""
+    run = view(find_run(options.runs, options.run))
+    rows, info = run.all_rows, run.run
+    export(rows, info, Path(options.path), options.to, sql_types())
+    if options.path != "-":
+        message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"
+        sys.stderr.write(message)
+
+
+def run_query(options: SqlOptions) -> None:
+    """Query all runs."""
+    runs = [read_aloud(path) for path in list_runs(options.runs)]
+    columns, values = query.sql(runs, options.query)
+    rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in values]
+    _deliver(rows, options, "query")
+
+
+def _print_header(info: RunInfo) -> None:
+    environment = info.environment
+    names = ", ".join(
+        f"{n} x {name}" for name, n in Counter(d.name for d in environment.devices).items()
+    )
+    sys.stdout.write(f"{info.run_id}  {info.command}\n")
+    versions = f"torch {environment.torch}, stepmark {environment.stepmark}"
+    commit = environment.git_commit or "unknown"
+    sys.stdout.write(f"{names}, {versions}, commit {commit}\n\n")
+
+
+def _run_row(run: Run) -> Row:
+    """Return the row of a run; its last column names what cannot be read."""
+    devices = run.info.environment.devices
+    counts = {
+        kind: sum(record.kind == kind for record in run.latest)
+        for kind in ("measured", "skipped", "failed")
+    }
+    facts = {
+        "created_at": run.info.created_at,
+        "device": devices[0].name if devices else None,
+        "ranks": len(devices),
+        "torch": run.info.environment.torch,
+        "cases": run.info.num_cases,
+    }
+    return {
+        "run": run.path.name,
+        **(facts if run.is_known else dict.fromkeys(facts)),
+        **counts,
+        "command": run.info.command if run.is_known else None,
+        **({"unreadable": "; ".join(run.notes)} if run.notes else {}),
+    }
+
+
+def _run_lines(row: Row) -> Iterator[str]:
+    """Yield a run in two lines, and a third with what cannot be read."""
+    counts = [f"{row[kind]} {kind}" for kind in ("measured", "skipped", "failed") if row[kind]]
+    facts = f"{row['ranks']} x {row['device']}, torch {row['torch']}"
+    yield f"{row['run']}  {facts}: {', '.join(counts) or 'nothing measured'}"
+    yield f"    {row['command']}"
+    if "unreadable" in row:
+        yield f"    {row['unreadable']}"
+
+
+def _deliver(rows: list[Row], files: Files, name: str) -> None:
+    """Write the files, and print a table unless stdout is one of them."""
+    write_files(files, name, rows, rows)
+    if rows and not files.to_stdout:
+        columns = columns_of(rows)
+        cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
+        print_text(aligned(cells, [False] * len(columns)))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def run_report(options: ReportOptions) -> None:
+    """Write the page of a run, or of two side by side, and print where it is."""
+    path = find_run(options.runs, options.run)
+    with Waiting(f"writing the page of {path.name}"):
+        if options.other is None:
+            target = write_page(path, options.out)
+        else:
+            other = find_run(options.runs, options.other)
+            target = options.out or path / f"report-{other.name}.html"
+            page = load("stepmark.runs.step_ledger:comparison_page")(path, other)
+            write_text(target, page, "out")
+    sys.stdout.write(f"{target}\n")
+
+
+def write_page(path: Path, target: Path | None = None) -> Path:
+    """Write the page of the run at `path`."""
+    run = view(path)
+    report = load("stepmark.runs.step_report:reported")(path, run)
+    if isinstance(report, ConfigError):
+        say([str(report)])
+    return write_run_page(path, run, report, target)
+
+
+def write_run_page(
+    path: Path,
+    run: View,
+    report: StepReport | ConfigError | None,
+    target: Path | None = None,
+) -> Path:
+    """Write the page of a run. report: of the steps that it predicted, if any."""
+    target = target or path / "report.html"
+    html = load("stepmark.runs.run_page:html")  # with plotly
+    sections: dict[str, str] = {}
+    if report:
+        names = ("headline", "answer", "evidence")
+        sections = {n: load(f"stepmark.predictions.ledger_page:{n}")(report) for n in names}
+    if run.replay_rows:
+        logs = load("stepmark.replays.replay_log_verb:of_run")(path, run.records)
+        replays = load("stepmark.replays.replay_page:sections")
+        sections["replays"] = "\n".join(replays(*each) for each in logs)
+    rows = run.rows, run.device, run.comm_rows, run.train_rows
+    write_text(target, html(run.run, run.records, *rows, **sections), "out")
+    return target

@@ -1,0 +1,351 @@
+"""The predicted step of a run: committed before it is measured, and compared afterwards."""
+
+import csv
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from stepmark.cases.plan import STEP_LAUNCH, Plan
+from stepmark.cases.record import Measured
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.train_words import shape_text
+from stepmark.cases.training import CompileScope
+from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.predictions import predict
+from stepmark.predictions import prediction as report
+from stepmark.predictions.interval import PastPrediction, interval
+from stepmark.predictions.parts import read_parts
+from stepmark.predictions.predict_target import Target, step_words
+from stepmark.predictions.predicted_steps import Step, StepReport
+from stepmark.replays import replay_log_verb
+from stepmark.runs.step_ledger import measured_ledger
+from stepmark.runs.suggestions import Measurement, suggestions
+from stepmark.store import ledgers, predictions
+from stepmark.store.view import View, median_s
+from stepmark.tables.columns import Row, number, text
+from stepmark.timeline import ledger_text as report_ledger
+from stepmark.timeline.ledger import Group, Ledger, MeasuredLedger, StepPower
+from stepmark.workloads.rules.pytorch.case import of_case
+
+VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
+_TABLE = "predictions.csv"
+_SLOWED = 0.98  # of the highest clock of any rank
+_CLOCK_STEP_S = 1.0  # by which a clock may be set back
+
+
+def commit(run: Path, plan: Plan) -> None:
+    """Write the predictions of the steps of later launches, or why there is none.
+
+    Raises ConfigError for a prediction that was changed after it was committed.
+    """
+    if predictions.read(run) is not None:
+        return
+    document = predicted_steps(run, plan)
+    digest = predictions.commit(run, document)
+    for entry in document["predictions"]:
+        predicted = entry["prediction"]
+        text = f"no prediction: {entry['problem']}"
+        if predicted:
+            least = "at least " * predicted["is_lower_bound"]
+            step = f"{predicted['name']}: {least}{predicted['step_s'] * 1e3:.1f} ms"
+            text = "\nnote: ".join((f"predicted step of {step}", *predicted["notes"]))
+        sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"committed before the measurement: sha256 {digest}\n")
+
+
+def predicted_steps(run: Path, plan: Plan) -> dict[str, Any]:
+    """Return the predictions of the steps of later launches, as they are committed."""
+    cases = {e.case.case_id: e.case for e in plan.entries if plan.is_predicted(e)}
+    entries: list[dict[str, Any]] = []
+    for case_id, case in cases.items():
+        assert isinstance(case, TrainCase)
+        entry: dict[str, Any] = {"case_id": case_id, "prediction": None, "problem": ""}
+        try:
+            entry["prediction"] = _prediction(run, case)
+        except StepmarkError as error:
+            entry["problem"] = str(error)
+        entries.append(entry)
+    return {
+        "schema": 1,
+        "version": VERSION,
+        "created_at": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "predictions": entries,
+    }
+
+
+def _prediction(run: Path, case: TrainCase) -> Row:
+    parts = read_parts(run, case)
+    target = Target(
+        name=f"{case.model.name} {case.strategy}",
+        workload=of_case(case),
+        case=case,
+        device=parts.device,
+        device_name=parts.device_name,
+        parts=parts,
+        calibration=run,
+    )
+    about = predict.facts(target)
+    prediction, notes = predict.predict(target, {})
+    notes += predict.calibration_notes(target)
+    document = report.document(about, prediction, notes)
+    around = interval(
+        past_predictions(), stratum(case, str(document["bound"])), prediction.step_s
+    )
+    low_high = around.low_s, around.high_s
+    return {**document, "interval_s": low_high, "interval": str(around)}
+
+
+def stratum(case: TrainCase, bound: str) -> tuple[str, str, str]:
+    """Return what past predictions must share with a case.
+
+    These are the bound and the type of device, the strategy, and whether it is compiled.
+    """
+    strategy = case.data_parallel.value if case.num_ranks > 1 else "single"
+    if max(case.parallel.tp, case.parallel.pp) > 1:
+        strategy = case.strategy
+    is_compiled = case.compile is not CompileScope.NONE
+    # Shipped predictions are of GPUs; they say nothing of a CPU, whose cores others may share.
+    where = bound if case.device == "cuda" else f"{bound}, {case.device}"
+    return where, strategy, "compiled" if is_compiled else "eager"
+
+
+def past_predictions() -> Sequence[PastPrediction]:
+    """Return the committed table of predictions of this version."""
+    path = files("stepmark").joinpath("data", _TABLE)
+    if not path.is_file():
+        return ()
+    with path.open(encoding="utf-8") as file:
+        return tuple(
+            PastPrediction(
+                stratum=(row["bound"], row["strategy"], row["compiled"]),
+                predicted_s=float(row["predicted_s"]),
+                measured_s=float(row["measured_s"]),
+            )
+            for row in csv.DictReader(file)
+            if int(row["version"]) == VERSION
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """The committed prediction of a step. problem: why there is none, "" with one.
+
+    ledgers: by pipeline stage.
+    """
+
+    case_id: str
+    problem: str
+    step_s: float = 0.0
+    bound: str = ""
+    device: str = ""
+    interval: str = ""
+    has_interval: bool = False
+    power: StepPower = StepPower()
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    ledgers: tuple[Ledger, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commitment:
+    """The committed predictions of a run. digest: their hash."""
+
+    steps: tuple[Committed, ...]
+    version: int
+    created_at: str
+    digest: str
+
+
+def commitment(path: Path) -> Commitment | None:
+    """Return what a run predicted; None where it predicts nothing.
+
+    Raises ConfigError for a prediction that was changed after it was committed.
+    """
+    found = predictions.read(path)
+    if found is None:
+        return None
+    document, digest = found
+    steps = []
+    for entry in document["predictions"]:
+        own = Committed(case_id=entry["case_id"], problem=entry["problem"])
+        if (known := entry["prediction"]) is not None:
+            lines: dict[int, dict[tuple[Group, str], int]] = {}
+            for row in known["ledger"]:
+                key = Group(row["group"]), str(row["line"])
+                lines.setdefault(row["stage"], {})[key] = row["time_ns"]
+            parts = {stage: dict[str, int]() for stage in lines}
+            for row in known.get("ledger_parts", ()):
+                parts[row["stage"]][str(row["part"])] = row["time_ns"]
+            sizes = known["memory"] or {}
+            own = replace(
+                own,
+                **{name: known[name] for name in ("step_s", "bound", "device", "interval")},
+                has_interval=None not in known.get("interval_s", (None,)),
+                allocated_bytes=sizes.get("allocated_bytes"),
+                reserved_bytes=sizes.get("reserved_bytes"),
+                power=StepPower(**{n: known[n] for n in ("clock_hz", "power_w", "energy_j")}),
+                ledgers=tuple(
+                    Ledger(window_ns=sum(each.values()), lines=each, within=parts[stage])
+                    for stage, each in lines.items()
+                ),
+            )
+        steps.append(own)
+    return Commitment(
+        steps=tuple(steps),
+        version=document["version"],
+        created_at=document["created_at"],
+        digest=digest,
+    )
+
+
+def step_report(path: Path, run: View) -> StepReport | None:
+    """Return the report of the steps that a run predicted; None where it predicts none.
+
+    Raises ConfigError for a prediction that was changed after it was committed.
+    """
+    committed = commitment(path)
+    if committed is None:
+        return None
+    created_at = datetime.fromisoformat(committed.created_at).timestamp()
+    steps: list[Step] = []
+    notes: list[str] = []
+    is_before, kept = True, ledgers.read(path)
+    for own in committed.steps:
+        if own.problem:
+            notes.append(f"no prediction: {own.problem}")
+        elif not own.has_interval:
+            notes.append(f"prediction: {own.interval}")
+        records = records_of(run, own.case_id)
+        for record in records:
+            if record.started_at < created_at - _CLOCK_STEP_S:
+                is_before = False
+                notes.append("the step was measured before its prediction was committed")
+            if record.training and record.training.traces:
+                try:
+                    measured = kept.get(own.case_id) or measured_ledger(path, record)
+                except ConfigError as error:
+                    notes.append(f"no ledger: {error}")
+                    continue
+                steps.append(_step(own, record, measured, path, run))
+                notes += [*measured.notes, *_heat_notes(record)]
+        has_ledger = own.case_id in {step.case_id for step in steps}
+        if own.ledgers and records and (len(records) > 1 or not has_ledger):
+            notes.append(_totals(own, records))
+    return StepReport(
+        steps=tuple(steps),
+        notes=tuple(dict.fromkeys(notes)),
+        digest=committed.digest,
+        committed_at=f"{datetime.fromtimestamp(created_at, UTC):%Y-%m-%d %H:%M:%S} UTC",
+        is_before=is_before,
+    )
+
+
+def reported(path: Path, run: View) -> StepReport | ConfigError | None:
+    """Return the report, or what is wrong with the prediction."""
+    try:
+        return step_report(path, run)
+    except ConfigError as error:
+        return error
+
+
+def _replayed(path: Path, run: View, measured: MeasuredLedger) -> tuple[str, ...]:
+    """Return what a run says of the replay of its step."""
+    step_s = measured.ledger.window_ns / 1e9
+    logs = replay_log_verb.of_run(path, run.records)
+    return tuple(line for _, log in logs for line in log.beside(step_s))
+
+
+def records_of(run: View, case_id: str) -> list[Measured]:
+    """Return what was measured of a case after its prediction.
+
+    A step of as few layers as its calibration has is measured for this in the first launch.
+    """
+    return [
+        record
+        for record in run.records
+        if isinstance(record, Measured)
+        and record.case.case_id == case_id
+        and record.launch >= STEP_LAUNCH
+    ]
+
+
+def _totals(own: Committed, records: Sequence[Measured]) -> str:
+    """Return the times of a step that has no ledger, of all launches."""
+    case = records[0].train
+    ran = [record for record in records if any(record.samples.seconds)]
+    times = [f"{1e3 * median_s(record) * case.cycle:.1f}" for record in ran]
+    name = f"{case.model.name} {shape_text(case)}"
+    measured = f"measured {' and '.join(times)} ms" if times else "not measured"
+    return f"{name}: {measured}, predicted {1e3 * own.step_s:.1f} ms ({own.interval})"
+
+
+def _step(
+    own: Committed, record: Measured, measured: MeasuredLedger, path: Path, run: View
+) -> Step:
+    case = record.train
+    devices = ", ".join(sorted({device.name for device in run.run.environment.devices}))
+    name = f"{case.model.name} {case.strategy} on {case.num_ranks} x {devices}"
+    place = case.case_id, record.launch
+    rows = [r for r in run.train_rows if (r.get("case_id"), r.get("launch")) == place]
+    row = next((row for row in rows if row["rank"] is None), {})
+    ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
+    measured_steps = [each for each in run.records if isinstance(each, Measured)]
+    ids = {each.case.case_id for each in measured_steps if each.launch >= STEP_LAUNCH}
+    options = step_words(case) if len(ids) > 1 else ()
+    return Step(
+        case_id=case.case_id,
+        name=f"{case.model.name} {shape_text(case)}",
+        predicted=ledger,
+        measured=measured,
+        power=(own.power, _measured_power(record, measured)),
+        sentence=report_ledger.sentence(
+            name,
+            measured.ledger,
+            ledger,
+            interval=own.interval if own.has_interval else "",
+            mfu_pct=number(row, "mfu_pct"),
+            validity=text(row, "validity"),
+        ),
+        replayed=_replayed(path, run, measured),
+        suggestions=suggestions(
+            Measurement(
+                case=case,
+                predicted=ledger,
+                measured=measured.ledger,
+                run=str(path),
+                step=options,
+                has_trace=measured.profiled is not None,
+                row=row,
+                environment=run.run.environment,
+            )
+        ),
+    )
+
+
+def _heat_notes(record: Measured) -> Iterator[str]:
+    """Yield which GPUs were slowed down by heat, which no prediction includes."""
+    clocks = [state.clock_hz for state in record.telemetry if state.clock_hz]
+    hot = [
+        f"{rank} ({state.clock_hz / 1e6:.0f} MHz)" if state.clock_hz else str(rank)
+        for rank, state in enumerate(record.telemetry)
+        if any(reason.startswith("thermal") for reason in state.throttle)
+        and (not clocks or (state.clock_hz or 0.0) < _SLOWED * max(clocks))
+    ]
+    if hot:
+        name = f"{record.train.model.name} {record.train.strategy}"
+        which = "GPU of rank" if len(hot) == 1 else "GPUs of ranks"
+        yield f"{name}: heat slowed down the {which} {', '.join(hot)}, which is not predicted"
+
+
+def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
+    """Return clock, power and energy of the measured rank's GPU."""
+    if record.train.device != "cuda":
+        return StepPower()
+    state = record.telemetry[measured.rank]
+    watts = state.mean_power_w
+    energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9
+    return StepPower(clock_hz=state.clock_hz, power_w=watts, energy_j=energy_j)

@@ -1,0 +1,10 @@
+"""The workload of a training step: a tree of modules, and a program per stage.
+
+- module.py, layout.py, tree.py: a module on one rank; its sharding; the tree of a model.
+- workload.py: operations and messages of a step, as one program per stage.
+- workload_check.py, workload_stages.py: consistency of a workload; what its stages share.
+- fold_items.py: long lists become blocks that repeat.
+- rank_program.py: what each rank issues in order, and what each operation waits for.
+- native.py, source_file.py: our file of a workload; files from elsewhere.
+- roofline.py: lower bounds of times. trace_ops.py: operations as a profiler measured them.
+"""

@@ -1,0 +1,391 @@
+"""One module tree per model and layout: operations, parameters and activations of a rank.
+
+Operator cases, workload rules, FLOPs, parameter counts and memory derive from it. Paths are the
+module names of the step that `stepmark train` runs (training/transformer.py). A leaf
+multiplies the rows of all tensor-parallel ranks, or its own share of them. FLOPs of a rank
+/ twins, summed over ranks, are the model's.
+
+Experts: with balanced routing a rank of ep x etp computes as many rows as it sends out, those
+of its etp peers included, over 1 / etp of the width of num_experts / ep experts.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground.dtypes import DType
+from stepmark.model.model import Linear, ModelConfig
+from stepmark.model.ops import (
+    Activation,
+    Attention,
+    CrossEntropy,
+    GroupedGemm,
+    Norm,
+    Op,
+    Phase,
+    Rope,
+)
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.layout import (
+    Inputs,
+    ShardLayout,
+    linear_products,
+    table_lookup,
+    tensor_sum,
+)
+from stepmark.step.module import Kept, Module, Param, between, both, role_of, work_of
+from stepmark.step.workload import Kernel
+
+
+def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
+    """Return the modules of one pipeline stage on one rank."""
+    layout.check(model)
+    builder = TreeBuilder(model=model, layout=layout, inputs=inputs)
+    pp = layout.axes.pp
+    small, rest = divmod(model.num_layers, pp)
+    start = layout.stage * small + min(layout.stage, rest)
+    stop = start + small + (layout.stage < rest)
+    units = [builder.embedding()] if layout.stage == 0 else []
+    dense = model.num_dense_layers
+    for first, last, moe in ((start, min(stop, dense), False), (max(start, dense), stop, True)):
+        if first < last:
+            unit = replace(builder.block(moe=moe), name=f"blocks.{first}", times=last - first)
+            units.append(unit)
+    if layout.stage == pp - 1:
+        units.append(builder.output())
+    return Module(inside=tuple(units))
+
+
+def stage_of_case(case: TrainCase, stage: int) -> Module:
+    """Return the modules of a training case's stage, not divided by tp and ep."""
+    return _stage(case.model, case.parallel.cp, case.parallel.pp, stage)
+
+
+@lru_cache(maxsize=64)
+def _stage(model: ModelConfig, cp: int, pp: int, stage: int) -> Module:
+    layout = ShardLayout(axes=ParallelConfig(cp=cp, pp=pp), stage=stage)
+    return build(model, layout, Inputs(mbs=1, seq_len=model.seq_len))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeBuilder:
+    """Factory of a model's units: embedding, dense and MoE block, output."""
+
+    model: ModelConfig
+    layout: ShardLayout
+    inputs: Inputs
+
+    @property
+    def _tp(self) -> int:
+        return self.layout.axes.tp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one cp rank, before tensor parallelism divides them."""
+        return self.inputs.mbs * self.inputs.seq_len // self.layout.axes.cp
+
+    @property
+    def own_tokens(self) -> int:
+        """Rows of norms and residuals."""
+        return self.tokens // self.layout.row_parts or 1
+
+    @property
+    def own_twins(self) -> int:
+        return self._tp // self.layout.row_parts
+
+    def embedding(self) -> Module:
+        """Return the tables of tokens and, if learned, of positions."""
+        model, width = self.model, self.model.hidden_size
+        lookup = table_lookup(self.tokens * width * self.inputs.plain_dtype.itemsize)
+        tables = [("tokens", model.vocab_size // self._tp)]
+        tables += [("positions", model.max_positions)] if model.max_positions else []
+        leaves = []
+        for name, rows in tables:
+            param = Param(
+                name=f"embedding.{name}.weight", shape=(rows, width), part="embedding"
+            )
+            work = work_of("embedding", *lookup, layer=None) if name == "tokens" else ()
+            leaf = Module(
+                name=name, role="embedding", work=work, params=(param,), has_input_grad=False
+            )
+            leaves.append(leaf)
+        return Module(name="embedding", inside=tuple(leaves))
+
+    def output(self) -> Module:
+        """Return the last norm, the head and the loss."""
+        model, width = self.model, self.model.hidden_size
+        vocab = model.vocab_size // (1 if self.layout.whole_loss else self._tp)
+        loss = CrossEntropy(tokens=self.tokens, vocab=vocab, dtype=self.inputs.plain_dtype)
+        head = self.linear(Linear("head", model.vocab_size, width, "out"), "head")
+        norm = self._residual_norm("norm", "head.norm")
+        inside = (
+            replace(norm, keeps=Kept(whole=width)),
+            replace(head, keeps=Kept(whole=width)),
+            between("loss", *both(loss)),
+        )
+        outside = tuple(
+            replace(
+                leaf,
+                work=tuple(replace(op, layer=None) for op in leaf.work),
+                params=tuple(
+                    replace(param, name=f"output.{param.name}") for param in leaf.params
+                ),
+            )
+            for leaf in inside
+        )
+        return Module(name="output", inside=outside)
+
+    def block(self, *, moe: bool) -> Module:
+        """Return attention and MLP or experts, each with its norm and its residual sum."""
+        linears = list(self._fused(self.model.linears(moe)))
+        attention = [linear for linear in linears if linear.name.startswith("attention.")]
+        rest = linears[len(attention) :]
+        return Module(
+            name="block",
+            inside=(
+                self._residual_norm("attention_norm", "attention.norm"),
+                Module(name="attention", inside=tuple(self._attention(attention))),
+                self._residual("attention.residual"),
+                self._residual_norm("ffn_norm", "mlp.norm"),
+                self._experts(rest) if moe else Module(name="ffn", inside=self._mlp(rest)),
+                self._residual("mlp.residual"),
+            ),
+        )
+
+    def _fused(self, linears: Iterable[Linear]) -> Iterator[Linear]:
+        """Yield the products as the framework fuses them."""
+        fused, gate = self.layout.fused, None
+        for linear in linears:
+            role = linear.name.rpartition(".")[2]
+            together = "experts" if "held" in linear.name else "gate_up"
+            if role == "qkv" and "qkv" not in fused:
+                for name in "qkv":
+                    rows = self.model.num_heads if name == "q" else self.model.num_kv_heads
+                    rows *= self.model.head_dim
+                    yield replace(linear, name=f"attention.{name}", out=rows)
+            elif role == "gate" and together in fused:
+                gate = linear
+            elif role == "up" and gate is not None:
+                yield replace(linear, name=f"{gate.name}_up", out=2 * linear.out)
+                gate = None
+            else:
+                yield linear
+
+    def _attention(self, linears: list[Linear]) -> Iterator[Module]:
+        model = self.model
+        for linear in linears:
+            if linear.name == "attention.out":
+                yield from self._qk_norms()
+                yield from self._scores()
+                out = linear
+                continue
+            leaf = self.linear(linear, role_of(linear.name))
+            if linear is linears[0]:
+                leaf = replace(leaf, keeps=Kept(whole=model.hidden_size))
+            elif linear.name.endswith("up"):  # the latent vector is kept before its norm, too
+                norm = linear.name.replace("up", "norm")
+                yield self._norm(norm, role_of(norm), linear.width)
+                leaf = replace(leaf, keeps=Kept(divided=linear.width))
+            yield leaf
+        yield replace(self.linear(out, role_of(out.name)), keeps=Kept(divided=out.width))
+
+    def _qk_norms(self) -> Iterator[Module]:
+        model = self.model
+        for name, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
+            if model.qk_norm:
+                rows = self.tokens * heads // self._tp
+                norm = self._norm(
+                    f"attention.{name}", f"attention.{name}", model.head_dim, rows
+                )
+                yield replace(norm, keeps=Kept())
+
+    def _scores(self) -> Iterator[Module]:
+        """Yield rotary positions, and softmax(q k.T) v.
+
+        Under context parallelism each rank has a chunk of the head and one of the tail of a
+        sequence. Together they have as many pairs of queries and keys as seq_len / cp queries
+        with seq_len / 2 keys each: the count is exact, the shape stands for the two chunks.
+        """
+        model, inputs, cp = self.model, self.inputs, self.layout.axes.cp
+        heads, kv_heads = model.num_heads // self._tp, model.num_kv_heads // self._tp
+        local_seq = inputs.seq_len // cp
+        if not model.max_positions:
+            mla = model.mla
+            rope = Rope(
+                batch=inputs.mbs,
+                seq=local_seq,
+                heads=heads,
+                kv_heads=1 if mla else kv_heads,
+                head_dim=mla.qk_rope_head_dim if mla else model.head_dim,
+                dtype=inputs.plain_dtype,
+            )
+            rope_width = (model.num_heads + model.num_kv_heads) * model.d_qk
+            rope_width = model.num_heads * mla.qk_nope_head_dim if mla else rope_width
+            yield replace(
+                between("attention.rope", *both(rope)), keeps=Kept(divided=rope_width)
+            )
+        core = Attention(
+            batch=inputs.mbs,
+            seq_q=local_seq,
+            seq_kv=inputs.seq_len // 2 if cp > 1 else local_seq,
+            heads=heads,
+            kv_heads=heads if model.mla else kv_heads,
+            head_dim_qk=model.d_qk,
+            head_dim_v=model.d_v,
+            causal=cp == 1,
+            dtype=inputs.plain_dtype,
+        )
+        # Keys and values of all ranks of cp.
+        keys = cp * model.num_kv_heads * (model.d_qk + model.d_v)
+        keeps = Kept(divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads)
+        yield replace(between("attention.core", *both(core)), keeps=keeps)
+
+    def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
+        *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)
+        width = linears[-1].width
+        if not is_shared:  # shared experts have the router's input
+            ups[0] = replace(ups[0], keeps=Kept(whole=self.model.hidden_size))
+        name = down.role.replace("down", "activation")
+        activation = self._activation(name, self.tokens, width // self._tp, width)
+        keeps = Kept(divided=width)
+        return (*self._with_grad_sum(ups, self.tokens), activation, replace(down, keeps=keeps))
+
+    def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
+        """kept_width: per token over all tp ranks. Eager SwiGLU keeps silu(gate), too."""
+        kind, dtype = self.model.activation, self.inputs.plain_dtype
+        is_gated = kind == "swiglu"
+        op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
+        keeps = (
+            Kept(divided=2 * kept_width, eager=kept_width)
+            if is_gated
+            else Kept(divided=kept_width)
+        )
+        return replace(between(role, *both(op)), keeps=keeps)
+
+    def _experts(self, linears: list[Linear]) -> Module:
+        """Return router, routed experts and shared ones."""
+        model, moe = self.model, self.model.moe
+        assert moe is not None
+        router, *rest = linears
+        routed = [linear for linear in rest if linear.copies > 1 or "held" in linear.name]
+        keeps = Kept(whole=model.hidden_size, divided=4 * moe.num_experts)
+        *ups, down = (self._grouped(linear) for linear in routed)
+        rows, width = self.expert_rows, moe.ffn_hidden_size // self.layout.expert_tp
+        copies, inner = moe.top_k * model.hidden_size, moe.top_k * moe.ffn_hidden_size
+        ups[0] = replace(ups[0], keeps=Kept(divided=copies))
+        expert_modules = (
+            *self._with_grad_sum(ups, rows),
+            self._activation("mlp.experts_activation", rows, width, inner),
+            replace(down, keeps=Kept(divided=inner + copies)),
+        )
+        inside = [
+            replace(self.linear(router, "mlp.router"), keeps=keeps),
+            Module(name="ffn.held", inside=expert_modules),
+        ]
+        if shared := rest[len(routed) :]:
+            shared_modules = self._mlp(shared, is_shared=True)
+            inside.append(Module(name="ffn.shared", inside=shared_modules))
+        bias: tuple[Param, ...] = ()
+        if moe.router_bias:
+            param = Param(name="ffn.router_bias", shape=(moe.num_experts,), part="mlp.router")
+            bias = (replace(param, is_trained=False),)
+        return Module(name="ffn", params=bias, inside=tuple(inside))
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows of one rank's experts."""
+        moe, etp = self.model.moe, self.layout.expert_tp
+        assert moe is not None
+        rows = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
+        return self.inputs.expert_rows or rows
+
+    def _grouped(self, linear: Linear) -> Module:
+        etp, ep, inputs = self.layout.expert_tp, self.layout.axes.ep, self.inputs
+        out = linear.out // etp if linear.split == "out" else linear.out
+        width = linear.width // etp if linear.split == "in" else linear.width
+        count, role = linear.copies // ep, role_of(linear.name)
+        rows, dtype = self.expert_rows, inputs.plain_dtype
+        ops: list[Op | Kernel]
+        phases = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
+        if dtype is DType.FP64:  # no operator: experts one by one
+            ops = [Kernel(name="experts", flops=2 * rows * out * width)] * 3
+        else:
+            product = GroupedGemm(
+                num_groups=count, tokens=rows, n=out, k=width, skew=inputs.skew, dtype=dtype
+            )
+            ops = [replace(product, phase=phase) for phase in phases]
+        # Without sequence parallelism every tp rank has all rows; ranks of another part of the
+        # width do other work.
+        twins = max(1, self.own_twins // etp)
+        param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
+        work = work_of(role, *zip(phases, ops, strict=True))
+        return Module(name=linear.name, role=role, work=work, params=(param,), twins=twins)
+
+    def linear(self, linear: Linear, role: str) -> Module:
+        """Return y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
+        out = linear.out // self._tp if linear.split == "out" else linear.out
+        width = linear.width // self._tp if linear.split == "in" else linear.width
+        rows, twins = (self.tokens, 1) if linear.split else (self.own_tokens, self.own_twins)
+        weight = Param(name=f"{linear.name}.weight", shape=(out, width), part=role)
+        weight = replace(weight, is_partial=not linear.split)
+        bias = replace(weight, name=f"{linear.name}.bias", shape=(out,))
+        bias = replace(bias, is_partial=linear.split != "out")
+        return Module(
+            name=linear.name,
+            role=role,
+            work=work_of(role, *linear_products(self.inputs, rows, out, width)),
+            params=(weight, bias) if linear.has_bias else (weight,),
+            twins=twins,
+            is_linear=True,
+        )
+
+    def _norm(
+        self, name: str, role: str, width: int, rows: int = 0, *, kind: str = "rmsnorm"
+    ) -> Module:
+        """rows: of a norm over heads; 0: the rank's own share of the tokens."""
+        op = Norm(
+            tokens=rows or self.own_tokens,
+            hidden=width,
+            kind=kind,
+            dtype=self.inputs.plain_dtype,
+        )
+        param = Param(name=f"{name}.weight", shape=(width,), part=role, is_partial=True)
+        twins = 1 if rows else self.own_twins
+        return Module(
+            name=name,
+            role=role,
+            work=work_of(role, *both(op)),
+            params=(param,),
+            twins=twins,
+            keeps=Kept(divided=width),
+        )
+
+    def _residual_norm(self, name: str, role: str) -> Module:
+        """Return a norm of the residual stream, of the model's kind."""
+        model = self.model
+        is_layernorm = model.norm == "layernorm"
+        norm = self._norm(name, role, model.hidden_size, kind=model.norm)
+        weight = replace(norm.params[0], is_norm=True)
+        bias = replace(weight, name=f"{name}.bias")
+        return replace(
+            norm,
+            params=(weight, bias) if is_layernorm else (weight,),
+            keeps=Kept(divided=model.hidden_size, statistics=1 + is_layernorm),
+        )
+
+    def _residual(self, role: str) -> Module:
+        """Return x + f(x)."""
+        return replace(self._sum(role, self.own_tokens), twins=self.own_twins)
+
+    def _sum(self, role: str, rows: int) -> Module:
+        return tensor_sum(
+            role, rows * self.model.hidden_size * self.inputs.plain_dtype.itemsize
+        )
+
+    def _with_grad_sum(self, ups: list[Module], rows: int) -> list[Module]:
+        """Add up the input's gradients of gate and up, two products of it, after gate's."""
+        if len(ups) == 1:
+            return ups
+        gate, up = ups
+        return [replace(gate, work=(*gate.work, *self._sum(gate.role, rows).bwd)), up]

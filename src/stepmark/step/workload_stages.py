@@ -1,0 +1,130 @@
+"""Pipeline stages of a workload: which communicate, and what repeats in their programs."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from stepmark.cases.message import RECV, SEND
+from stepmark.step.workload import Block, CommOp, ComputeOp, Group, Run, Workload, pass_of
+
+
+class Transfer(NamedTuple):
+    """Messages from a stage to another in one direction of the model, first in, first out."""
+
+    sender: int
+    receiver: int
+    phase: str
+
+
+def transfer_of(workload: Workload, stage: int, op: CommOp) -> Transfer | None:
+    """Return the transfer of a send or recv of a stage's ranks; None inside the stage.
+
+    Context parallelism's ring, e.g., is inside a stage.
+    """
+    if op.collective not in (SEND, RECV) or len(workload.stages) == 1:
+        return None
+    assert op.peer is not None
+    group, per_stage = workload.groups[op.group], workload.world_size // len(workload.stages)
+    other = _neighbour(group, stage * per_stage, op.peer) // per_stage
+    if other == stage or not 0 <= other < len(workload.stages):
+        return None
+    pair = (stage, other) if op.collective == SEND else (other, stage)
+    return Transfer(*pair, op.phase)
+
+
+def missing_pipeline(workload: Workload) -> str:
+    """Return "one of 8 stages" if the others are not in the workload, "" if it has all."""
+    if len(workload.stages) != 1:
+        return ""
+    size = workload.settings.get("pp")  # from line 1 of SimAI's text
+    sends = any(
+        isinstance(op, CommOp) and op.collective in (SEND, RECV) and op.group == "pp"
+        for op in workload.tally(0)
+    )
+    if sends:
+        size = workload.groups["pp"].size
+    if isinstance(size, int) and size > 1:
+        return f"one of {size} stages"
+    return "one of several stages" if sends else ""
+
+
+def _neighbour(group: Group, rank: int, distance: int) -> int:
+    """Return the world rank so many group ranks after a rank, modulo the size."""
+    index, scale = 0, 1
+    for size, stride in group.digits:
+        index += rank // stride % size * scale
+        scale *= size
+    index, other = (index + distance) % scale, group.first(rank)
+    for size, stride in group.digits:
+        other += index % size * stride
+        index //= size
+    return other
+
+
+def stages_of(workload: Workload, stage: int, group: Group) -> tuple[int, ...]:
+    """Return the stages whose ranks are in the group of a stage's first rank."""
+    if len(workload.stages) == 1:  # the groups of a capture belong to the rank that ran
+        return (stage,)
+    per_stage = workload.world_size // len(workload.stages)
+    ranks = {group.first(stage * per_stage)}
+    for size, stride in group.digits:
+        step = max(1, min(size, per_stage // stride))  # ranks between are in the same stages
+        places = {*range(0, size, step), size - 1}
+        ranks = {rank + place * stride for rank in ranks for place in places}
+    return tuple(sorted({rank // per_stage for rank in ranks}))
+
+
+def shortened(workload: Workload, num_repeats: int) -> Workload:
+    """Reduce the steady state to this many repeats in the stage that has the fewest.
+
+    Every other stage loses as many repeats.
+    """
+    less = num_steady(workload) - num_repeats
+    if less <= 0:
+        return workload
+    blocks = dict(workload.blocks)
+    stages = []
+    for index, stage in enumerate(workload.stages):
+        run = steady_run(workload, index)
+        assert run is not None
+        name = f"{stage.step}, shortened {index}"
+        blocks[name] = tuple(
+            replace(run, times=run.times - less) if item is run else item
+            for item in blocks[stage.step]
+        )
+        stages.append(replace(stage, step=name))
+    return replace(workload, blocks=blocks, stages=tuple(stages))
+
+
+def num_steady(workload: Workload) -> int:
+    """Return repeats of the steady state in the stage that has the fewest."""
+    runs = (steady_run(workload, index) for index in range(len(workload.stages)))
+    return min(run.times if run else 0 for run in runs)
+
+
+def steady_run(workload: Workload, stage: int) -> Run | None:
+    """Return the longest run of a step that repeats forwards and backwards together."""
+    blocks, cache = workload.blocks, dict[str, frozenset[str]]()
+    runs = [
+        item
+        for item in blocks[workload.stages[stage].step]
+        if isinstance(item, Run)
+        and item.microbatch_step
+        and {"forward", "backward"} <= _passes(blocks, item.block, cache)
+    ]
+    return max(runs, key=lambda run: run.times, default=None)
+
+
+def _passes(
+    blocks: Mapping[str, Block], block: str, cache: dict[str, frozenset[str]]
+) -> frozenset[str]:
+    """Return the passes that a block computes."""
+    if block not in cache:
+        found: set[str] = set()
+        for item in blocks[block]:
+            if isinstance(item, Run):
+                found |= _passes(blocks, item.block, cache)
+            elif isinstance(item, ComputeOp) and not item.is_wait:
+                found.add(pass_of(item))
+        cache[block] = frozenset(found)
+    return cache[block]

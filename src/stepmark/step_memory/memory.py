@@ -1,0 +1,146 @@
+"""Device memory of a training step: estimated, corrected by measured cases, and judged.
+
+The estimate replays the step's tensors through torch's allocator, so that blocks that are
+larger than their tensors and segments that stay reserved count. It leaves out the CUDA context,
+kernels and NCCL's buffers, for which a verdict allows. Experts over ranks are estimated with
+balanced routing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
+from typing import Literal
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import Fp8, Recompute
+from stepmark.ground.units import GIB
+from stepmark.step.module import Module
+from stepmark.step_memory.step_memory import StepMemory
+
+_TOO_MANY = 2**24  # sequences
+_PURPOSES = ("weights", "gradients", "optimizer", "gathered", "activations", "working", "head")
+# Errors of allocated and reserved bytes, as shares of the estimate: a little more than the
+# largest ones on one to four H200s with torch 2.11, 0.005 and 0.089
+# (tests/step_memory/test_memory_measured.py).
+_ERRORS = 0.01, 0.09
+# Routing decides how many rows the fullest rank of experts gets, and sizes differ in each step.
+_ERRORS_OF_EXPERTS = 0.11, 0.55
+_ERRORS_NOT_MEASURED = 0.05, 0.2  # an assumption
+# Context, kernels and NCCL's buffers, which torch does not allocate: an assumption.
+_LEAST_OUTSIDE, _MOST_OUTSIDE, _MOST_OUTSIDE_OF_RANKS = GIB // 4, GIB, 3 * GIB
+
+# (case, pipeline stage) -> its modules, before tensor and expert parallelism divide them
+Tree = Callable[[TrainCase, int], Module]
+Verdict = Literal["fits", "runs out of memory", "uncertain"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainMemory:
+    """Estimated bytes on the fullest rank, by purpose when most are allocated."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    gathered_bytes: int  # what FSDP gathers and reduces, or autocast's copies of weights
+    activations_bytes: int  # kept from forward to backward
+    working_bytes: int  # gradients of activations, rotary tables, cuBLAS's workspaces
+    head_bytes: int  # logits, their log-softmax and gradient
+    rounding_bytes: int  # of blocks that are larger than their tensors
+    reserved_bytes: int  # segments, at most
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Return the bytes of all blocks, torch's max_memory_allocated()."""
+        num_bytes: int = sum(asdict(self).values()) - self.reserved_bytes
+        return num_bytes
+
+
+@lru_cache(maxsize=64)  # options that fit are looked for among few cases
+def estimate(case: TrainCase, tree: Tree) -> TrainMemory:
+    """Return the memory of the fullest rank: one of the first or the last pipeline stage."""
+    stages = sorted({0, case.parallel.pp - 1})
+    estimates = [_of_stage(case, stage, tree(case, stage)) for stage in stages]
+    return max(estimates, key=lambda memory: memory.allocated_bytes)
+
+
+def _of_stage(case: TrainCase, stage: int, root: Module) -> TrainMemory:
+    step = StepMemory(case, stage, root)
+    step.steps(1)
+    step.heap.reset_peaks()  # as training/loop.py does after the first sample
+    step.steps(1)
+    heap = step.heap
+    return TrainMemory(
+        **{f"{purpose}_bytes": heap.at_peak[purpose] for purpose in _PURPOSES},
+        rounding_bytes=heap.peak_allocated - heap.at_peak.total(),
+        reserved_bytes=heap.peak_reserved,
+    )
+
+
+def calibrated(
+    case: TrainCase, tree: Tree, measured: Sequence[tuple[TrainCase, int, int]] = ()
+) -> tuple[int, int]:
+    """Return allocated and reserved bytes, corrected by those of measured cases.
+
+    measured: the same training with fewer layers, with its allocated and reserved bytes. What
+    the estimate misses of the deepest one is added; a slope through two depths would multiply
+    noise by the number of layers. Where nothing was measured, it is the estimate.
+    """
+    memory = estimate(case, tree)
+    if not measured:
+        return memory.allocated_bytes, memory.reserved_bytes
+    known, allocated, reserved = max(measured, key=lambda item: item[0].model.num_layers)
+    base = estimate(known, tree)
+    allocated += memory.allocated_bytes - base.allocated_bytes
+    reserved += memory.reserved_bytes - base.reserved_bytes
+    return allocated, max(allocated, reserved)
+
+
+def verdict(case: TrainCase, allocated: int, reserved: int, device_bytes: int) -> Verdict:
+    """Return whether predicted bytes fit on a device, "uncertain" within the measured errors.
+
+    Segments that are reserved and not allocated can be given back, so a step surely runs out of
+    memory only by what it allocates; it surely fits only if what it reserves does.
+    """
+    allocated_error, reserved_error = _errors(case)
+    outside = _MOST_OUTSIDE if case.num_ranks == 1 else _MOST_OUTSIDE_OF_RANKS
+    if reserved * (1 + reserved_error) + outside <= device_bytes:
+        return "fits"
+    if allocated * (1 - allocated_error) + _LEAST_OUTSIDE > device_bytes:
+        return "runs out of memory"
+    return "uncertain"
+
+
+def _errors(case: TrainCase) -> tuple[float, float]:
+    if case.parallel.ep > 1:
+        return _ERRORS_OF_EXPERTS
+    is_measured = (
+        case.parallel.tp == case.parallel.pp == case.loss_chunks == 1
+        and case.recompute is not Recompute.OPS
+        and case.fp8 in (Fp8.NONE, Fp8.TENSORWISE)
+        and not (case.cuda_graph or case.compiles_graphs)
+    )
+    return _ERRORS if is_measured else _ERRORS_NOT_MEASURED
+
+
+def largest_mbs(
+    case: TrainCase,
+    device_bytes: int,
+    tree: Tree,
+    measured: Sequence[tuple[TrainCase, int, int]] = (),
+) -> int:
+    """Return the largest micro-batch that fits by verdict; 0 if not even one sequence does."""
+
+    parts = case.num_microbatches
+
+    def fits(mbs: int) -> bool:
+        # A pipeline's microbatches are rounded up, so that several mbs are one case.
+        other = replace(case, mbs=-(-mbs // parts) * parts)
+        return verdict(other, *calibrated(other, tree, measured), device_bytes) == "fits"
+
+    low, high = 0, 1
+    while high < _TOO_MANY and fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low

@@ -1,0 +1,364 @@
+"""Tensors of a training step of training on one rank, as they come and go."""
+
+from collections.abc import Iterable
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import GradSync, Precision, Recompute
+from stepmark.ground.dtypes import DType
+from stepmark.ground.units import MIB
+from stepmark.step.module import Module
+from stepmark.step_memory.allocator import Allocator, Block
+from stepmark.step_memory.fsdp_memory import FsdpMemory
+from stepmark.step_memory.step_tensors import FP32, Formats, Unit, UnitBuilder, Weight
+
+# cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
+_WORKSPACES = (32 * MIB, 32 * MIB)
+# torch's gradient of a lookup adds sorted segments of tokens where there are more than a few.
+_FEW_LOOKUPS, _LOOKUPS_PER_SEGMENT = 3072, 10
+
+_Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
+
+
+def _passes(case: TrainCase, rank: int, units: list[Unit]) -> list[tuple[bool, list[Unit]]]:
+    """Return passes of a micro-step, forward or not, until more of them need no more memory.
+
+    With 1F1B a rank is ahead by as many microbatches as ranks follow it. With interleaved
+    stages it begins with a round through the first one and two passes for each later rank
+    (torch/distributed/pipelining/schedules.py).
+    """
+    stages, per_round = [units], case.num_microbatches
+    later = case.parallel.pp - 1 - rank
+    ahead, total = later + 1, later + 2  # with one of those that find gradients
+    if case.num_stages > case.parallel.pp:
+        num_blocks = sum(unit.name == "block" for unit in units)
+        middle = (units[0].name == "embedding") + -(-num_blocks // 2)
+        stages = [units[:middle], units[middle:]]
+        rounds = max(1, case.num_microbatches // case.parallel.pp)
+        per_round //= rounds
+        ahead, total = per_round + 2 * later + 1, 2 * per_round * min(rounds, 2)
+    total = min(total, len(stages) * case.num_microbatches)
+    turns = [number // per_round % len(stages) for number in range(total)]
+    forward = [(True, stages[turn]) for turn in turns]
+    passes = forward[:ahead]
+    for number, turn in enumerate(turns):
+        passes += [(False, stages[-1 - turn]), *forward[ahead + number : ahead + number + 1]]
+    return passes
+
+
+class StepMemory:
+    """Replay of a pipeline stage's start and of optimizer steps."""
+
+    def __init__(self, case: TrainCase, stage: int, root: Module) -> None:
+        self.heap = Allocator()
+        self._case, axes = case, case.parallel
+        self._formats = Formats(case)
+        self._keeps_grads = case.cuda_graph or case.compiles_graphs
+        # By DDP's hook: gradients in bf16 beside those in fp32.
+        self._compresses = self._formats.is_ddp and case.reduce_dtype is DType.BF16
+        self._compresses = self._compresses and self._formats.stored_itemsize == FP32
+        self._row_bytes = case.model.hidden_size * self._formats.itemsize
+        self._tokens = -(-case.mbs // case.num_microbatches) * case.model.seq_len // axes.cp
+        self._units = UnitBuilder(case).units(root, stage)
+        self._passes = _passes(case, stage, self._units)
+        self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
+        self._fsdp = FsdpMemory(case, self.heap, self._units)
+        self._added: list[Block] = []  # gradients that a compiled graph returns to be added
+        self._has_moments = False
+        self._start()
+
+    def steps(self, count: int) -> None:
+        """Run optimizer steps. Micro-steps after the second one repeat it."""
+        micro_steps = min(self._case.grad_accum, 2)
+        for _ in range(count):
+            for number in range(micro_steps):
+                self._micro_step(is_last=number == micro_steps - 1)
+            self._optimize()
+
+    # Start
+
+    def _start(self) -> None:
+        case, model = self._case, self._case.model
+        for weight in self._weights:
+            self.heap.allocate(weight.stored * self._formats.stored_itemsize, "weights")
+        if not model.max_positions:
+            width = model.mla.qk_rope_head_dim if model.mla else model.d_qk
+            for _ in "cos", "sin":
+                self.heap.allocate(model.seq_len // case.parallel.cp * width * FP32, "working")
+        self._initialize()
+        if case.precision is Precision.MASTER:
+            for purpose in ("weights", "gradients"):
+                for weight in self._weights:
+                    self.heap.allocate(weight.stored * FP32, purpose)
+        if self._keeps_grads:
+            for weight in self._weights:
+                weight.grad = self.heap.allocate(
+                    weight.numel * self._formats.grad_itemsize, "gradients"
+                )
+        if self._formats.is_ddp:
+            self._allocate_buckets()
+        for num_bytes in _WORKSPACES if case.device == "cuda" else ():
+            self.heap.allocate(num_bytes, "working")
+
+    def _initialize(self) -> None:
+        """Draw whole matrices in fp32, one at a time, of which a rank keeps its part."""
+        for weight in self._weights:
+            if len(weight.param.shape) > 1:
+                whole = self.heap.allocate(weight.param.numel * FP32, "working")
+                if weight.stored != weight.param.numel:
+                    self.heap.free(self.heap.allocate(weight.stored * FP32, "working"))
+                self.heap.free(whole)
+
+    def _allocate_buckets(self) -> None:
+        """Allocate DDP's buckets: they are the gradients, the last parameter's first.
+
+        torch limits the first one to 1 MiB only where no size is given, and ours is.
+        """
+        limit = self._case.bucket_mb * MIB
+        filled = 0
+        for weight in reversed(self._weights):
+            filled += weight.numel * self._formats.stored_itemsize
+            if filled >= limit:
+                self.heap.allocate(filled, "gradients")
+                filled = 0
+        if filled:
+            self.heap.allocate(filled, "gradients")
+
+    # A step
+
+    def _micro_step(self, *, is_last: bool) -> None:
+        is_reduced = is_last or self._case.grad_sync is GradSync.EVERY
+        kept: list[tuple[list[Unit], list[_Kept]]] = []
+        for number, (is_forward, units) in enumerate(self._passes):
+            if is_forward:
+                kept.append((units, self._forward(units)))
+                continue
+            first = next(each for each in kept if each[0] is units)
+            kept.remove(first)
+            is_over = all(units is not later for _, later in self._passes[number + 1 :])
+            reduces = is_reduced and is_over
+            self._backward(*first, reduces=reduces, reshards=is_over)
+        if self._case.precision is Precision.MASTER:
+            self._drop_grads()
+
+    def _forward(self, units: list[Unit]) -> list[_Kept]:
+        kept: list[_Kept] = []
+        for unit in units:
+            self._fsdp.gather(unit)
+            if unit.name == "embedding":
+                kept.append([])
+            elif unit.is_checkpointed:
+                if self._formats.casts and not self._formats.is_compiled:
+                    self._cast(unit.all_weights)
+                sizes = self._checkpoint_sizes(unit)
+                kept.append(
+                    [[self.heap.allocate(size * self._tokens, "activations")] for size in sizes]
+                )
+            else:
+                kept.append(self._keep(unit))
+                if unit.name == "output":
+                    kept[-1].append(self._loss(unit))
+            self._fsdp.reshard(unit)
+        self._fsdp.end_forward()
+        for unit in units:  # autocast's cache ends with its region
+            if unit.is_checkpointed:
+                self._free_copies(unit.all_weights)
+        return kept
+
+    def _cast(self, weights: Iterable[Weight]) -> None:
+        """Make autocast's copies, which products keep for their backward pass."""
+        for weight in weights:
+            if weight.copy_itemsize and weight.copy is None:
+                weight.copy = self.heap.allocate(
+                    weight.copy_itemsize * weight.numel, "gathered"
+                )
+
+    def _free_copies(self, weights: Iterable[Weight]) -> None:
+        for weight in weights:
+            if weight.copy is not None:
+                self.heap.free(weight.copy)
+                weight.copy = None
+
+    def _keep(self, unit: Unit) -> _Kept:
+        kept: _Kept = []
+        for leaf, weights in zip(unit.leaves, unit.weights, strict=True):
+            self._cast(weights)
+            sizes = (size * self._tokens for size in leaf.keeps)
+            kept.append([self.heap.allocate(size, "activations") for size in sizes])
+        return kept
+
+    def _checkpoint_sizes(self, unit: Unit) -> list[int]:
+        """Return bytes per token of what a checkpointed block keeps."""
+        if self._case.recompute is not Recompute.OPS:
+            return [self._row_bytes // self._case.parallel.tp]
+        # Attention with its statistics, and the outputs of the first, third, ... product.
+        model, axes = self._case.model, self._case.parallel
+        gathered = (axes.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
+        sizes = [
+            self._row_bytes,
+            model.num_heads * (model.d_v * self._formats.itemsize + FP32),
+            gathered * self._formats.itemsize,
+            sum([leaf.output for leaf in unit.leaves if leaf.output][::2]),
+        ]
+        return [size // axes.tp for size in sizes if size]
+
+    def _loss(self, unit: Unit) -> list[Block]:
+        """Compute logits and loss, with chunks also gradients; return what is kept."""
+        case, tokens = self._case, -(-self._tokens // self._case.loss_chunks)
+        logits = tokens * case.model.vocab_size
+        if case.loss_chunks == 1:
+            block = self.heap.allocate(self._formats.itemsize * logits, "head")
+            if self._formats.is_compiled:
+                return [block]
+            fp32, log_softmax = (self.heap.allocate(FP32 * logits, "head") for _ in range(2))
+            self.heap.free(fp32, block)
+            return [log_softmax]
+        (head,) = unit.weights[1]
+        grad_input = self.heap.allocate(self._tokens * self._row_bytes, "head")
+        total: Block | None = None
+        for _ in range(2):
+            made = [self.heap.allocate(self._formats.itemsize * logits, "head")]
+            if not self._formats.is_compiled:
+                made += [self.heap.allocate(FP32 * logits, "head") for _ in range(3)]
+            made.append(self.heap.allocate(tokens * self._row_bytes, "head"))
+            made.append(self.heap.allocate(self._formats.itemsize * head.numel, "head"))
+            if self._formats.casts:
+                made.append(self.heap.allocate(FP32 * head.numel, "head"))
+            total = total or self.heap.allocate(
+                self._formats.grad_itemsize * head.numel, "head"
+            )
+            self.heap.free(*made)
+        assert total is not None
+        return [grad_input, total]
+
+    def _backward(
+        self, units: list[Unit], kept: list[_Kept], *, reduces: bool, reshards: bool
+    ) -> None:
+        is_last = units[-1].name == "output"
+        grad = self._allocate_rows(0 if is_last else self._row_bytes)
+        for unit, blocks in zip(reversed(units), reversed(kept), strict=True):
+            self._fsdp.gather_again(unit)
+            if unit.name == "output":
+                grad = self._output_backward(unit, blocks, grad)
+            elif unit.name == "block":
+                grad = self._block_backward(unit, blocks, grad)
+            else:
+                grad = self._lookup_backward(unit, grad)
+            self.heap.free(*self._added)
+            self._added.clear()
+            if self._compresses:
+                numel = sum(weight.numel for weight in unit.all_weights)
+                self.heap.free(self.heap.allocate(2 * numel, "gathered"))
+            self._fsdp.reduce(unit, reduces=reduces, reshards=reshards)
+        self.heap.free(grad)
+        self._fsdp.end_backward()
+
+    def _output_backward(self, unit: Unit, kept: _Kept, grad: Block) -> Block:
+        case, logits = self._case, self._tokens * self._case.model.vocab_size
+        self.heap.free(grad)
+        *kept, last = kept
+        if case.loss_chunks > 1:
+            new, total = last
+            self._add_grads(unit.weights[1])
+            self.heap.free(total)
+        else:
+            if not self._formats.is_compiled:  # else the gradient takes the place of the logits
+                grads = [self.heap.allocate(FP32 * logits, "head") for _ in range(2)]
+                self.heap.free(grads[0], *last)
+                last = [self.heap.allocate(self._formats.itemsize * logits, "head")]
+                self.heap.free(grads[1])
+            (head,) = unit.weights[1]
+            if head.is_fp8 and self._formats.is_compiled:  # and transposed
+                fp8 = [self.heap.allocate(logits, "head") for _ in range(2)]
+                self.heap.free(*last)
+                last = fp8
+            product = self.heap.allocate(head.numel * self._formats.itemsize, "gradients")
+            self.heap.free(*kept.pop(1))
+            new = self._allocate_rows(self._row_bytes)
+            self.heap.free(*last)
+            self._add_grad(head, product)
+        grad = self._allocate_rows(unit.leaves[0].input_grad)
+        self._add_grads(unit.weights[0])
+        self.heap.free(new, *(block for blocks in kept for block in blocks))
+        return grad
+
+    def _allocate_rows(self, bytes_per_token: int) -> Block:
+        return self.heap.allocate(self._tokens * bytes_per_token, "working")
+
+    def _block_backward(self, unit: Unit, kept: _Kept, grad: Block) -> Block:
+        """Walk modules backwards. Residual sums pass the gradient on without a copy."""
+        saved: list[Block] = []
+        if unit.is_checkpointed:
+            saved = [block for blocks in kept for block in blocks]
+            kept = self._keep(unit)
+        waiting: Block | None = None  # gradient around the modules since a residual sum
+        for leaf, weights, blocks in reversed(
+            list(zip(unit.leaves, unit.weights, kept, strict=True))
+        ):
+            if leaf.is_residual:
+                waiting = grad
+                continue
+            new = self._allocate_rows(leaf.input_grad)
+            self._add_grads(weights)
+            self.heap.free(*blocks)
+            if grad is not waiting:
+                self.heap.free(grad)
+            if leaf.is_norm and waiting:
+                self.heap.free(waiting)
+                waiting = None
+            grad = new
+        self.heap.free(*saved)
+        return grad
+
+    def _lookup_backward(self, unit: Unit, grad: Block) -> Block:
+        """Return a gradient of no size: tokens have none."""
+        tokens, hidden = self._tokens, self._case.model.hidden_size
+        if self._formats.casts:
+            cast = self._allocate_rows(hidden * FP32)
+            self.heap.free(grad)
+            grad = cast
+        for (table,) in reversed(unit.weights):
+            new = self.heap.allocate(self._formats.grad_itemsize * table.numel, "gradients")
+            if tokens > _FEW_LOOKUPS and table is unit.weights[0][0]:
+                segments = tokens // _LOOKUPS_PER_SEGMENT
+                segments += min(tokens, table.numel // hidden)
+                self.heap.free(self.heap.allocate(segments * hidden * FP32, "working"))
+            self._keep_grad(table, new)
+        self.heap.free(grad)
+        return self._allocate_rows(0)
+
+    def _add_grads(self, weights: list[Weight]) -> None:
+        for weight in weights:
+            product = self.heap.allocate(weight.numel * self._formats.itemsize, "gradients")
+            self._add_grad(weight, product)
+
+    def _add_grad(self, weight: Weight, new: Block) -> None:
+        self._free_copies([weight])
+        if self._formats.casts:
+            product, new = new, self.heap.allocate(weight.numel * FP32, "gradients")
+            self.heap.free(product)
+        self._keep_grad(weight, new)
+
+    def _keep_grad(self, weight: Weight, new: Block) -> None:
+        if weight.grad is None and not self._formats.is_ddp:
+            weight.grad = new
+        elif self._formats.is_compiled:
+            self._added.append(new)
+        else:
+            self.heap.free(new)
+
+    def _drop_grads(self) -> None:
+        for weight in self._weights:
+            if weight.grad is not None and not self._keeps_grads:
+                self.heap.free(weight.grad)
+                weight.grad = None
+        self._fsdp.drop_grads()
+
+    def _optimize(self) -> None:
+        is_master = self._case.precision is Precision.MASTER
+        size = FP32 if is_master else self._formats.stored_itemsize
+        for weight in self._weights if not self._has_moments else ():
+            for _ in "first", "second":
+                self.heap.allocate(weight.stored * size, "optimizer")
+        self._has_moments = True
+        if not is_master:
+            self._drop_grads()

@@ -1,0 +1,201 @@
+"""Units of a training step on one rank: their parameters, and what their modules keep.
+
+Parameters are tensors as torch has them; activations are those that modules' `keeps` count.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.step.module import Module, Param
+from stepmark.step_memory.allocator import Block
+
+FP32 = 4
+_STORED_ITEMSIZE = {
+    Precision.AMP: FP32,
+    Precision.MASTER: 2,
+    Precision.BF16: 2,
+    Precision.FP32: FP32,
+}
+
+
+class Formats:
+    """How a case stores and computes, with bytes of an element."""
+
+    def __init__(self, case: TrainCase) -> None:
+        self.is_fsdp = case.data_parallel is DataParallel.FSDP
+        self.is_ddp = case.data_parallel is DataParallel.DDP
+        self.is_compiled = case.compile is not CompileScope.NONE
+        self.casts = case.precision is Precision.AMP and not self.is_fsdp  # autocast
+        self.itemsize = FP32 if case.precision is Precision.FP32 else 2  # of an activation
+        self.stored_itemsize = _STORED_ITEMSIZE[case.precision]
+        self.grad_itemsize = FP32 if self.casts else self.itemsize
+
+
+@dataclass(slots=True, eq=False)
+class Weight:
+    """A parameter on this rank: elements before and after FSDP divides it."""
+
+    param: Param
+    numel: int
+    stored: int
+    is_fp8: bool  # as an operand of its product
+    is_gathered_fp8: bool
+    gathered_itemsize: int
+    copy_itemsize: int  # of a copy for its product; 0: none
+    grad: Block | None = None
+    copy: Block | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """A module with none inside: bytes per token that it keeps, and of its input's gradient."""
+
+    keeps: tuple[int, ...]
+    input_grad: int
+    output: int  # a product's, before tensor parallelism divides it
+    is_norm: bool
+    is_residual: bool
+
+
+@dataclass(slots=True)
+class Unit:
+    """A block, or one end of the model. Leaves are in forward order."""
+
+    name: str
+    leaves: tuple[Leaf, ...]
+    weights: list[list[Weight]]  # by leaf
+    is_checkpointed: bool = False
+    groups: "list[Group]" = field(default_factory=list)
+
+    @property
+    def all_weights(self) -> list[Weight]:
+        return [weight for weights in self.weights for weight in weights]
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Parameters that FSDP gathers and reduces together."""
+
+    weights: list[Weight]
+    num_units: int
+    has_blocks: bool
+    reshards: bool  # after the forward pass
+    in_backward: bool = True  # gathered for it
+    buffer: Block | None = None
+    whole: list[Block] = field(default_factory=list)
+    partial: Block | None = None  # what resharding over some ranks leaves
+    sharded_grad: Block | None = None
+    units_done: int = 0
+
+
+class UnitBuilder:
+    """Factory of the units of a pipeline stage."""
+
+    def __init__(self, case: TrainCase) -> None:
+        self._case, self._formats = case, Formats(case)
+
+    def units(self, root: Module, stage: int) -> list[Unit]:
+        case, units = self._case, list[Unit]()
+        num_layers, stages = case.model.num_layers, case.parallel.pp
+        index = 0 if stage == 0 else num_layers - num_layers // stages
+        for module in root.inside:
+            is_block = module.name.startswith("blocks")
+            leaves = [leaf for leaf in module.walk() if not leaf.inside]
+            shapes = tuple(self._leaves(leaves))
+            for _ in range(module.times):
+                unit = Unit(
+                    "block" if is_block else module.name,
+                    shapes,
+                    [[self._weight(param) for param in leaf.params] for leaf in leaves],
+                    is_block and case.is_checkpointed[index],
+                )
+                units.append(unit)
+                index += is_block
+        if case.model.tied_embeddings:
+            _tie(units[0], units[-1])
+        return units
+
+    def _leaves(self, modules: list[Module]) -> Iterator[Leaf]:
+        model, tp, size = self._case.model, self._case.parallel.tp, self._formats.itemsize
+        outputs, follows_product = model.hidden_size, False
+        for module in modules:
+            keeps, param = module.keeps, next(iter(module.params), None)
+            is_eager = not self._formats.is_compiled
+            if self._case.parallel.ep > 1 and ".experts" in module.role:
+                is_eager = True  # Dynamo leaves out what the exchange of rows calls
+            eager = keeps.eager if is_eager else 0
+            if self._case.parallel.ep > 1 and module.role == "mlp.experts_down" and model.moe:
+                eager += model.moe.top_k * model.hidden_size  # index_copy keeps its source
+            divided = keeps.divided
+            if (
+                self._case.parallel.cp > 1
+            ):  # k is kept once gathered, outputs by chunk and joined
+                if module.role == "attention.rope" and not model.mla:
+                    divided -= model.num_kv_heads * model.d_qk
+                elif module.role == "attention.out":
+                    divided *= 2
+            widths = [keeps.whole, divided // tp, eager // tp]
+            tensors = [size * width for width in widths] + [FP32 * keeps.statistics // tp]
+            if self._is_fp8(param) and self._formats.is_compiled:
+                # The product's input in FP8; attention's output is kept as such, too.
+                fp8 = keeps.whole + keeps.divided // tp
+                is_attention = module.name.endswith("attention.out")
+                tensors = [fp8, *(tensors if is_attention else ())]
+            width, output = model.hidden_size, 0
+            if param is not None and len(param.shape) > 1:
+                copies = model.moe.top_k if model.moe and param.is_expert else 1
+                width, output = copies * param.shape[-1], copies * param.shape[-2]
+                outputs = output // tp + (outputs if follows_product else 0)
+                follows_product = True
+            elif param is None:
+                width, follows_product = outputs, False
+            yield Leaf(
+                keeps=tuple(filter(None, tensors)),
+                input_grad=size * width,
+                output=size * output,
+                is_norm=param is not None and param.is_norm,
+                is_residual=module.role.endswith("residual"),
+            )
+
+    def _is_fp8(self, param: Param | None) -> bool:
+        """Return whether a product of this weight is in FP8."""
+        case = self._case
+        if case.fp8 is Fp8.NONE or param is None or len(param.shape) != 2:
+            return False
+        if param.part == "embedding" or "router" in param.part:
+            return False
+        return case.fp8_head or param.part != "head"
+
+    def _weight(self, param: Param) -> Weight:
+        case, axes = self._case, self._case.parallel
+        numel = param.numel // (1 if param.is_partial else axes.tp)
+        numel //= axes.ep if param.is_expert else 1
+        ranks = axes.dp_shard * axes.cp // (axes.ep if param.is_expert else 1)
+        ranks = ranks if self._formats.is_fsdp else 1
+        is_fp8 = self._is_fp8(param)
+        is_gathered_fp8 = is_fp8 and case.fp8_all_gather
+        copy_itemsize = 2 if self._formats.casts and param.part != "embedding" else 0
+        if is_fp8 and self._formats.is_compiled:
+            # Casts are kept; of gathered ones those that torch 2.13's partitioner transposes.
+            is_gated = case.model.activation == "swiglu"
+            transposed = ("mlp.down", "mlp.up") if is_gated else ("mlp.down",)
+            copy_itemsize = int(not is_gathered_fp8 or param.part in transposed)
+        return Weight(
+            param=param,
+            numel=numel,
+            stored=-(-numel // ranks),
+            is_gathered_fp8=is_gathered_fp8,
+            gathered_itemsize=1 if is_gathered_fp8 else self._formats.itemsize,
+            is_fp8=is_fp8,
+            copy_itemsize=copy_itemsize,
+        )
+
+
+def _tie(first: Unit, last: Unit) -> None:
+    """Let the head have the table where both are here."""
+    if (first.name, last.name) == ("embedding", "output"):
+        (table, head) = first.weights[0][0], last.weights[1][0]
+        table.is_fp8, table.copy_itemsize = head.is_fp8, head.copy_itemsize
+        last.weights[1] = [table]

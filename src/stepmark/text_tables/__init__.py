@@ -1,0 +1,95 @@
+"""Find the tables of results in a file by its content, whatever its name.
+
+- nccl_text.py, nccl_lines.py, nccl_notes.py, nccl_json.py: nccl-tests and rccl-tests.
+- result_csv.py, slide_tables.py, printed_figures.py: CSVs, slides, printed numbers.
+- validate.py: figures of a table against each other.
+- profiler_table.py, profiler_text.py, perftools.py, profiler_checks.py: tables of profilers.
+- profiler_tables_verb.py, profiler_tables_text.py: `stepmark trace breakdown FILE`.
+"""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+from stepmark.ground.garbage import no_collection
+from stepmark.ground.read_text import lines_of, read_text
+from stepmark.ground.reading import Table
+from stepmark.ground.units import format_bytes
+from stepmark.text_tables import nccl_json, nccl_text, result_csv, slide_tables
+
+_MARKS = re.compile(
+    r"^\#?\s*nThreads?:? +\d+ +nGpus:? +\d"
+    r"|^\S*\s*\#\s+(?:size|bytes)\s+(?:count|N)\s+type\b"
+    r"|out-of-place\s+in-place"
+    r"|Collective test starting:|Out of bounds values\s*:|Avg bus bandwidth\s*:"
+    r"|^[^\n\d]{0,40}\d{1,19}[\s|]+\d{1,19}[\s|]+"
+    r"(?:u?int(?:8|32|64)|half|float|double|bfloat16|f8e\wm\d|fp8\w*)[\s|]"
+    r"|_samples_per_second|_steps_per_second|\"(?:out_of_place|alg_bw|algBw)\""
+    r"|^(?:numCycle|collective),\s?\S|^family,(?:[\w.]+,){3}",
+    re.MULTILINE,
+)
+_HEAD = 65536
+
+
+def find(path: Path) -> list[Table]:
+    """Return all tables of a file, in order of appearance and numbered from 1.
+
+    Raises ConfigError for a file that cannot be read, is empty or binary. A text without any
+    table gives an empty list.
+    """
+    with no_collection():
+        return tables_of(read_text(path), str(path))
+
+
+def tables_of(text: str, file: str) -> list[Table]:
+    """Return all tables of a text that was read already."""
+    tables = sorted(_read(text, file), key=lambda table: table.first_line)
+    return [
+        replace(table, index=index, notes=(*table.notes, *repeat_notes(table)))
+        for index, table in enumerate(tables, 1)
+    ]
+
+
+def repeat_notes(table: Table) -> tuple[str, ...]:
+    """Return a note on the sizes and labels that occur more than once."""
+    counts = Counter(
+        reading.measurement for reading in table.readings if reading.size_bytes != 0
+    )
+    if max(counts.values(), default=0) < 2:
+        return ()
+    names = {
+        reading.label or format_bytes(reading.size_bytes or 0): None
+        for reading in table.readings
+        if counts[reading.measurement] > 1
+    }
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    sizes = ", ".join(list(names)[:3]) + more
+    return (f"repeats: the table has {sizes} up to {max(counts.values())} times",)
+
+
+def looks_like_tables(head: str) -> bool:
+    """Return whether the beginning of a text has marks of a table; a quick test for sorting.
+
+    A log of NCCL alone has none. It may be wrong either way: tables may begin after the head.
+    """
+    head = head[:_HEAD]
+    return bool(_MARKS.search(head)) or bool(slide_tables.read(lines_of(head), ""))
+
+
+def _read(text: str, file: str) -> list[Table]:
+    head = text[:_HEAD].lstrip()
+    if result_csv.is_stepmark(head):
+        return result_csv.read_stepmark(text, file)
+    if result_csv.is_rccl(head):
+        return result_csv.read_rccl(text, file)
+    if head[:1] in ("{", "["):
+        tables = nccl_json.read(text, file) or result_csv.read_rccl_json(text, file)
+        if tables:
+            return tables
+    lines = lines_of(text)
+    return [
+        *nccl_text.read(lines, file),
+        *slide_tables.read(lines, file),
+        *slide_tables.read_trainer(lines, file),
+    ]

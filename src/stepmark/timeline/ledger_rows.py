@@ -1,0 +1,106 @@
+"""The few lines of a ledger that a reader sees first, rounded so that they still add up."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from stepmark.tables.columns import aligned
+from stepmark.timeline.ledger import Group, Ledger
+from stepmark.timeline.ledger_text import UNEXPLAINED, doubt, lines_of, words_of
+
+_SMALLEST_SHARE = 0.01  # of the step: shorter lines are one
+_MOST_ROWS = 10
+_PLACES = ((100e6, 1), (10e6, 2), (0.0, 3))  # of ms, by the length of the step in ns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerRow:
+    """A line of one or several ledgers in ms.
+
+    group: None for unexplained time, and for the other lines together.
+    """
+
+    words: str
+    group: Group | None
+    times_ms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerTable:
+    """Rows that add up, as shown, to the step of each ledger."""
+
+    rows: tuple[LedgerRow, ...]
+    steps_ms: tuple[float, ...]
+    places: int
+
+    def shown(self, time_ms: float) -> str:
+        return f"{time_ms:,.{self.places}f}"
+
+    def signed(self, time_ms: float) -> str:
+        return f"{time_ms:+,.{self.places}f}"
+
+
+def ledger_table(ledgers: Sequence[Ledger]) -> LedgerTable:
+    """Return the largest lines of the ledgers by group; the others are one row.
+
+    Times are rounded such that those of a ledger add up to its rounded step.
+    """
+    longest_ns = max(own.window_ns for own in ledgers)
+    places = next(places for least_ns, places in _PLACES if longest_ns >= least_ns)
+    lines = [line for group in Group for line in lines_of(ledgers, group)]
+    longest = {line: max(abs(own.lines.get(line, 0)) for own in ledgers) for line in lines}
+    large = [line for line in lines if longest[line] >= _SMALLEST_SHARE * longest_ns]
+    large = sorted(large, key=lambda line: -longest[line])[:_MOST_ROWS]
+    rest = [line for line in lines if line not in large]
+    if len(rest) == 1:
+        large, rest = [*large, *rest], []
+    kept = [line for line in lines if line in large]
+    columns = []
+    for own in ledgers:
+        times_ns = [own.lines.get(line, 0) for line in kept]
+        times_ns += [sum(own.lines.get(line, 0) for line in rest)] if rest else []
+        columns.append(_rounded(times_ns, places))
+    names: list[tuple[str, Group | None]] = [
+        (words_of(line), None if line == UNEXPLAINED else line[0]) for line in kept
+    ]
+    names += [(f"{len(rest)} other lines", None)] if rest else []
+    return LedgerTable(
+        rows=tuple(
+            LedgerRow(words=name, group=group, times_ms=times)
+            for (name, group), times in zip(names, zip(*columns, strict=True), strict=True)
+        ),
+        steps_ms=tuple(round(sum(column), places) for column in columns),
+        places=places,
+    )
+
+
+def _rounded(times_ns: Sequence[int], places: int) -> list[float]:
+    """Return times in ms, rounded up or down such that they add up to their rounded sum.
+
+    Those with the largest remainder are rounded up.
+    """
+    unit_ns = 10 ** (6 - places)
+    units = [time_ns // unit_ns for time_ns in times_ns]
+    missing = round(sum(times_ns) / unit_ns) - sum(units)
+    by_remainder = sorted(range(len(units)), key=lambda i: -(times_ns[i] % unit_ns))
+    for index in by_remainder[:missing]:
+        units[index] += 1
+    return [round(count / 10**places, places) for count in units]
+
+
+def short_lines(predicted: Ledger | None, measured: Ledger) -> Iterator[str]:
+    """Yield the measured ledger beside the predicted one, in ms; the last line is the step."""
+    table = ledger_table([measured] if predicted is None else [predicted, measured])
+    names = ("measured",) if predicted is None else ("predicted", "measured", "difference")
+    # Lines of which a profile knows too little have no share.
+    has_share = not doubt(measured)
+    cells = [["where the step goes, in ms", *names, *(["share"] if has_share else [])]]
+    total = LedgerRow(words="step: the sum of the lines", group=None, times_ms=table.steps_ms)
+    for row in (*table.rows, total):
+        times = [table.shown(time_ms) for time_ms in row.times_ms]
+        if predicted is not None:
+            times.append(table.signed(row.times_ms[1] - row.times_ms[0]))
+        share = 100 * row.times_ms[-1] / table.steps_ms[-1] if table.steps_ms[-1] else 0.0
+        cells.append([row.words, *times, *([f"{share:.1f} %"] if has_share else [])])
+    lines = aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
+    rule = "-" * max(map(len, lines))
+    yield from (*lines[:-1], rule, lines[-1])

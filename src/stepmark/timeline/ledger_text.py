@@ -1,0 +1,360 @@
+"""Ledgers of steps as rows, in ns, and as text, in ms: of traces, and two beside each other."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import mean, median
+
+from stepmark.ground.units import ranks_text
+from stepmark.tables.columns import (
+    COUNT,
+    FLAG,
+    NUMBER,
+    PERCENT,
+    TEXT,
+    Column,
+    Row,
+    aligned,
+    digits,
+)
+from stepmark.tables.columns import rows as rows_of
+from stepmark.timeline.ledger import (
+    RECOMPUTED,
+    WAITING,
+    Group,
+    Idle,
+    Ledger,
+    Line,
+    MeasuredLedger,
+    StepPower,
+)
+from stepmark.timeline.trace_breakdown import StepTimes
+
+DEFINITIONS = "docs/traces.md"
+NAMES = ("predicted", "measured")
+_NOTABLE_PCT = 1.0
+_MOST_UNEXPLAINED_PCT = 10.0  # of a step whose profile tells where its time goes
+_AVOIDABLE = (Idle.HOST, Idle.LAUNCH_GAP, Idle.DATA, Idle.RANK)
+UNEXPLAINED: Line = Group.IDLE, str(Idle.UNEXPLAINED)
+_MS = 1e6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankLedger:
+    """Ledger of a step of one rank's trace."""
+
+    rank: int
+    times: StepTimes
+    ledger: Ledger
+
+    @property
+    def step(self) -> int | None:
+        return self.times.step
+
+
+# Ledger, group, line, time, and whether it counts: parts of lines do not.
+_Item = tuple[RankLedger, str, str, int, bool]
+STEP_COLUMNS: tuple[Column[_Item], ...] = (
+    Column("rank", lambda o: o[0].rank, COUNT),
+    Column("device", lambda o: o[0].times.device, COUNT),
+    Column("step", lambda o: o[0].step, COUNT),
+    Column("window_ns", lambda o: o[0].ledger.window_ns, COUNT),
+    Column("group", lambda o: o[1], TEXT),
+    Column("line", lambda o: o[2], TEXT),
+    Column("time_ns", lambda o: o[3], COUNT),
+    Column("share_pct", lambda o: 100 * o[3] / (o[0].ledger.window_ns or 1), PERCENT),
+    Column("is_part", lambda o: o[4], FLAG),
+)
+
+
+def step_rows(steps: Sequence[RankLedger]) -> list[Row]:
+    """Return a row per line of each step. Rows that are no parts add up to the window."""
+    items: list[_Item] = []
+    for each in steps:
+        lines = sorted(each.ledger.lines.items(), key=lambda item: -item[1])
+        items += [(each, str(group), name, ns, False) for (group, name), ns in lines]
+        items += [(each, "within", name, ns, True) for name, ns in each.ledger.within.items()]
+    return rows_of(STEP_COLUMNS, items)
+
+
+def step_lines(steps: Sequence[RankLedger]) -> Iterator[str]:
+    """Yield each line of the steps: mean, share, spread over ranks and steps."""
+    if not steps:
+        yield "no times of any step"
+        return
+    ledgers = [each.ledger for each in steps]
+    several = len(steps) > 1
+    titles = ("mean", "share", "min", "median", "max") if several else ("time", "share")
+    cells = [[f"{_which(steps)}, in ms", *titles]]
+    window_ns = mean(each.window_ns for each in ledgers)
+    parts = [(t, [ns for ns in times if ns is not None]) for t, times in _parts(ledgers)]
+    for title, values in [*_table(ledgers), *parts]:
+        share = f"{100 * mean(values) / window_ns:.1f} %" if window_ns else "n/a"
+        spread = (min(values), median(values), max(values)) if several else ()
+        cells.append([title, _ms(mean(values)), share, *map(_ms, spread)])
+    yield from aligned(cells, [False, *[True] * len(titles)])
+    yield from ["", f"Definitions: {DEFINITIONS}."]
+
+
+def _which(steps: Sequence[RankLedger]) -> str:
+    numbers = {each.step for each in steps if each.step is not None}
+    which = ranks_text(numbers).replace("rank", "step") if numbers else "whole trace"
+    is_host = all(each.times.device is None for each in steps)
+    where = " on the host (no GPU events)" * is_host
+    return f"{which} of {ranks_text({each.rank for each in steps})}{where}"
+
+
+def _table(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int]]]:
+    """Yield titles, indented, with the times of each ledger: step, groups, lines.
+
+    Unexplained time is none of a group: it may be negative, which idle time is not.
+    """
+    yield "step", [own.window_ns for own in ledgers]
+    rest = [own.lines.get(UNEXPLAINED, 0) for own in ledgers]
+    for group in Group:
+        if lines := [line for line in lines_of(ledgers, group) if line != UNEXPLAINED]:
+            totals = [own.total(group) for own in ledgers]
+            if group is Group.IDLE:
+                totals = [total - ns for total, ns in zip(totals, rest, strict=True)]
+            yield f"  {group}", totals
+            for line in lines:
+                yield f"    {line[1]}", [own.lines.get(line, 0) for own in ledgers]
+    if any(rest):
+        yield f"  {Idle.UNEXPLAINED}", rest
+
+
+def _parts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int | None]]]:
+    """Yield titles and times of what lines consist of, where a ledger has it."""
+    for name in dict.fromkeys(name for own in ledgers for name in own.within):
+        yield f"of which {name}", [own.within.get(name) for own in ledgers]
+
+
+def lines_of(ledgers: Sequence[Ledger], group: Group) -> list[Line]:
+    """Return the lines of a group in any of the ledgers, the largest first."""
+    lines = {line for own in ledgers for line in own.lines if line[0] is group}
+    return sorted(lines, key=lambda n: (-max(abs(o.lines.get(n, 0)) for o in ledgers), n[1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A line of two ledgers."""
+
+    line: Line
+    first_ns: int
+    second_ns: int
+
+    @property
+    def ns(self) -> int:
+        return self.second_ns - self.first_ns
+
+
+def differences(first: Ledger, second: Ledger) -> list[Difference]:
+    """Return every line of either ledger, by group, the largest first."""
+    both = (first, second)
+    return [
+        Difference(
+            line=line,
+            first_ns=first.lines.get(line, 0),
+            second_ns=second.lines.get(line, 0),
+        )
+        for group in Group
+        for line in lines_of(both, group)
+    ]
+
+
+def largest_difference(first: Ledger, second: Ledger) -> Difference:
+    """Return the largest difference, where work counts alone and under communication together.
+
+    How much of it communication covers depends on ranks that come late, not on the work.
+    """
+    sums: dict[Line, tuple[int, int]] = {}
+    for each in differences(first, second):
+        group, name = each.line
+        line = (Group.COMPUTE if group is Group.OVERLAPPED else group), name
+        first_ns, second_ns = sums.get(line, (0, 0))
+        sums[line] = first_ns + each.first_ns, second_ns + each.second_ns
+    return max(
+        (Difference(line=line, first_ns=a, second_ns=b) for line, (a, b) in sums.items()),
+        key=lambda each: abs(each.ns),
+    )
+
+
+def absolute_ns(first: Ledger, second: Ledger) -> int:
+    """Return the sum of absolute differences, which do not cancel as those of steps may."""
+    return sum(abs(each.ns) for each in differences(first, second))
+
+
+def difference_lines(
+    first: Ledger, second: Ledger, names: tuple[str, str] = NAMES
+) -> Iterator[str]:
+    """Yield two ledgers as a table: times in ms, differences in % of the second step."""
+    cells = [["in ms", *names, f"{names[1]} - {names[0]}", f"% of {names[1]}"]]
+    step_ns = second.window_ns
+    both = (first, second)
+    table: list[tuple[str, Sequence[int | None]]] = [*_table(both), *_parts(both)]
+    for title, (first_ns, second_ns) in table:
+        times = ["" if ns is None else _ms(ns) for ns in (first_ns, second_ns)]
+        apart = ["", ""]
+        if first_ns is not None and second_ns is not None:
+            ns = second_ns - first_ns
+            apart = [_signed(ns / _MS, 3), _signed(_percent(ns, step_ns), 1)]
+        cells.append([title, *times, *apart])
+    total_ns = absolute_ns(first, second)
+    share = "" if not step_ns else f"{_percent(total_ns, step_ns):.1f}"
+    cells.append(["sum of absolute differences of lines", "", "", _ms(total_ns), share])
+    yield from aligned(cells, [False, *[True] * 4])
+
+
+_Quantity = tuple[str, str, float | None, float | None]  # name, unit, predicted, measured
+POWER_COLUMNS: tuple[Column[_Quantity], ...] = (
+    Column("quantity", lambda o: o[0], TEXT),
+    Column("unit", lambda o: o[1], TEXT),
+    Column("predicted", lambda o: o[2], NUMBER),
+    Column("measured", lambda o: o[3], NUMBER),
+    Column(
+        "difference_pct",
+        lambda o: None if not o[3] or o[2] is None else 100 * (1 - o[2] / o[3]),
+        PERCENT,
+    ),
+)
+
+
+def power_rows(predicted: StepPower, measured: StepPower) -> list[Row]:
+    """Return clock, power and energy of the step on one GPU, as predicted and measured."""
+    items: list[_Quantity] = [
+        ("SM clock", "MHz", _mhz(predicted.clock_hz), _mhz(measured.clock_hz)),
+        ("power", "W", predicted.power_w, measured.power_w),
+        ("energy", "J", predicted.energy_j, measured.energy_j),
+    ]
+    return rows_of(POWER_COLUMNS, items)
+
+
+def _mhz(clock_hz: float | None) -> float | None:
+    return None if clock_hz is None else clock_hz / 1e6
+
+
+def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
+    """Yield the rows that are known on either side; what is unknown is n/a."""
+    cells = [["", "predicted", "measured", "measured - predicted, % of measured"]]
+    for row in power_rows(predicted, measured):
+        values = row["predicted"], row["measured"], row["difference_pct"]
+        if values[:2] != (None, None):
+            shown = [NUMBER.show(v) if v is not None else "n/a" for v in values[:2]]
+            change = "" if values[2] is None else _signed(float(str(values[2])), 1)
+            cells.append([f"{row['quantity']} ({row['unit']})", *shown, change])
+    if len(cells) > 1:
+        yield from aligned(cells, [False, True, True, True])
+
+
+def source_line(measured: MeasuredLedger) -> str:
+    """Return which step was measured, and what became of the profiler's cost."""
+    if measured.profiled is None:
+        return f"measured: the lines of rank {measured.rank}; its trace is not kept in the run"
+    which = f"step {measured.step}, the median of {measured.num_steps}, of rank {measured.rank}"
+    if measured.num_ranks > 1:
+        which += f", which works the longest of {measured.num_ranks}"
+    cost_ns = measured.profiled.window_ns - measured.ledger.window_ns
+    than = f"{_ms(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
+    text = f"{which}: {_ms(measured.profiled.window_ns)} ms with the profiler, {than}"
+    rest_ns = measured.ledger.lines.get(UNEXPLAINED, 0)
+    return f"measured: {text}" + f"; {_ms(rest_ns)} ms are unexplained" * bool(rest_ns)
+
+
+def sentence(
+    subject: str,
+    measured: Ledger,
+    predicted: Ledger | None = None,
+    *,
+    interval: str = "",
+    mfu_pct: float | None = None,
+    validity: str = "",
+) -> str:
+    """Return the answer: how long the step takes, where the prediction differs, what to gain.
+
+    subject: model, strategy and devices. interval: of the prediction, as text. validity: what
+    speaks against the measurement.
+    """
+    parts = [f"{subject}: measured {_short(measured.window_ns)} ms"]
+    if validity:
+        parts[0] += f" (doubtful: {validity})"
+    unknown = doubt(measured)
+    if predicted is not None:
+        facts = "; ".join(filter(None, (_error(predicted, measured), interval)))
+        parts[0] += f", predicted {_short(predicted.window_ns)} ms ({facts})"
+        largest = largest_difference(predicted, measured)
+        if largest.ns and not unknown:
+            total = f"line differences add up to {_short(absolute_ns(predicted, measured))} ms"
+            than = f"{'longer' if largest.ns > 0 else 'shorter'} than predicted"
+            where = f"{words_of(largest.line)}, {_short(abs(largest.ns))} ms {than}"
+            parts.append(f"{total}, the largest is {where}")
+    if mfu_pct is not None:
+        parts.append(f"{mfu_pct:.0f} % MFU")
+    return "; ".join([*parts, unknown or to_gain(measured)])
+
+
+def _error(predicted: Ledger, measured: Ledger) -> str:
+    """Return how far the predicted step is from the measured one."""
+    error = _percent(predicted.window_ns - measured.window_ns, measured.window_ns)
+    side = "high" if error > 0 else "low"
+    return f"{abs(error):.1f} % too {side}" if abs(error) >= 0.05 else "within 0.05 %"
+
+
+def doubt(measured: Ledger) -> str:
+    """Return why the lines are not known; "" where the profile explains the step."""
+    rest_ns = measured.lines.get(UNEXPLAINED, 0)
+    share = _percent(rest_ns, measured.window_ns)
+    if abs(share) < _MOST_UNEXPLAINED_PCT:
+        return ""
+    text = f"the profile leaves {_short(rest_ns)} ms ({share:.1f} %) of the step unexplained"
+    if rest_ns < 0:
+        more = f"{_short(-rest_ns)} ms ({-share:.1f} %)"
+        text = f"what was profiled takes {more} longer than the step without the profiler"
+    return f"{text}: its lines, and what there is to gain, are not known"
+
+
+def words_of(line: Line) -> str:
+    """Return a line in words, without its group's heading."""
+    group, name = line
+    return {
+        Group.COMPUTE: name,
+        Group.OVERLAPPED: f"{name} under communication",
+        Group.COMM: f"exposed {name}",
+        Group.COPIES: f"exposed {name}",
+        Group.IDLE: f"idle time ({name})" if name != Idle.UNEXPLAINED else "unexplained time",
+    }[group]
+
+
+def to_gain(measured: Ledger) -> str:
+    """Return the largest time that is no necessary work, with its share of the step."""
+    times = {
+        "exposed communication": measured.total(Group.COMM),
+        "copies": measured.total(Group.COPIES),
+        "recomputation": measured.within.get(RECOMPUTED, 0),
+    }
+    for cause in _AVOIDABLE:
+        line = Group.IDLE, str(cause)
+        times[words_of(line)] = measured.lines.get(line, 0)
+    name, time_ns = max(times.items(), key=lambda item: item[1])
+    share = _percent(time_ns, measured.window_ns)
+    if share < _NOTABLE_PCT:
+        return f"nothing above {_NOTABLE_PCT:.0f} % of the step to gain but by faster work"
+    if name == "exposed communication":
+        is_waiting = 2 * measured.within.get(WAITING, 0) > time_ns
+        name += f", mostly {WAITING if is_waiting else lines_of([measured], Group.COMM)[0][1]}"
+    return f"at most {_short(time_ns)} ms ({share:.1f} %) to gain from {name}"
+
+
+def _percent(part: float, whole: float) -> float:
+    return 100 * part / whole if whole else 0.0
+
+
+def _signed(value: float, places: int) -> str:
+    return f"{value:+.{places}f}"
+
+
+def _short(nanoseconds: float) -> str:
+    """Return milliseconds with three digits."""
+    return digits(nanoseconds / _MS, 3)
+
+
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / _MS:.3f}"

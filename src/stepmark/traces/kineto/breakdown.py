@@ -1,0 +1,217 @@
+"""Compute, exposed communication, exposed copies and idle of each step, exact to the ns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from stepmark.model.kernel_groups import COPIES, group_of
+from stepmark.timeline.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
+from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.traces.kineto import idle, launches, links
+from stepmark.traces.kineto.checks import device_of, missing_work
+from stepmark.traces.kineto.host_times import host_times
+from stepmark.traces.kineto.intervals import Intervals, clip, join, time_before, union, without
+from stepmark.traces.kineto.windows import (
+    Windows,
+    gpu_windows,
+    in_windows,
+    is_communication,
+    label_times,
+)
+
+if TYPE_CHECKING:
+    from stepmark.timeline.trace_columns import Ints
+    from stepmark.traces.kineto.windows import Flags
+
+Selects = Callable[[int], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One GPU, and the steps of it that are selected.
+
+    rows: of its events; call, is_comm, is_memory, place: of each, its launch call, whether it
+    is communication, whether it is another copy or memset, and the place of its step among
+    `numbers` and `windows`, or NONE. all_windows: also of steps that are not selected.
+    """
+
+    trace: RankTrace
+    device: int
+    rows: Ints
+    call: Ints
+    is_comm: Flags
+    is_memory: Flags
+    place: Ints
+    numbers: tuple[int | None, ...]
+    windows: Windows
+    all_windows: Windows
+
+    def times(self, which: Flags) -> Intervals:
+        """Return when any of these of its events run."""
+        rows = self.rows[which]
+        return union(self.trace.gpu.start[rows], self.trace.gpu.end[rows])
+
+
+def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
+    """Return the times of a trace. selects: which steps, by number."""
+    if not trace.gpu.start.size:
+        steps, missing = links.steps(trace), tuple(missing_work(trace))
+        times = _no_times(steps) if missing else host_times(trace, steps, selects)
+        return replace(times, damage=missing)
+    steps, own = gpus(trace, selects)
+    outside = [_outside(gpu) for gpu in own]
+    with_work = {steps.numbers[i] for i in np.unique(steps.of_gpu) if i != NONE}
+    chosen = np.concatenate([gpu.rows[gpu.place != NONE] for gpu in own])
+    return RankTimes(
+        is_marked=steps.is_marked,
+        all_steps=steps.numbers if steps.is_marked else (),
+        empty_steps=tuple(sorted(set(steps.numbers) - with_work)),
+        steps=tuple(step for gpu in own for step in _step_times(gpu)),
+        comms=tuple(comm for gpu in own for comm in _comm_times(gpu)),
+        kernels=tuple(kernel for gpu in own for kernel in _kernel_times(gpu)),
+        launches=tuple(launches.launch_times(trace, links.launches(trace), chosen)),
+        copies=tuple(launches.copy_times(trace, chosen)),
+        num_outside=sum(count for count, _ in outside),
+        outside_ns=sum(time_ns for _, time_ns in outside),
+    )
+
+
+def gpus(trace: RankTrace, selects: Selects) -> tuple[links.Steps, list[Gpu]]:
+    """Return the steps of a trace with GPU events, and its GPUs by their number."""
+    steps, call = links.steps(trace), links.launches(trace)
+    if steps.is_marked and (steps.of_gpu == NONE).all():
+        steps = links.whole(trace)
+    is_comm, device = is_communication(trace), device_of(trace)
+    is_memory = ~is_comm & (trace.gpu.kind != GpuKind.KERNEL)
+    result = []
+    for number in np.unique(device).tolist():
+        rows = np.flatnonzero(device == number)
+        windows = gpu_windows(trace, steps, rows)
+        index = np.unique(steps.of_gpu[rows])
+        index = index[index != NONE]
+        if steps.is_marked:
+            index = index[[selects(steps.numbers[i]) for i in index]]
+        place = np.full(len(steps.numbers) + 1, NONE, np.int64)  # the last one is for NONE
+        place[index] = np.arange(index.size)
+        result.append(
+            Gpu(
+                trace=trace,
+                device=number,
+                rows=rows,
+                call=call[rows],
+                is_comm=is_comm[rows],
+                is_memory=is_memory[rows],
+                place=place[steps.of_gpu[rows]],
+                numbers=tuple(steps.numbers[i] if steps.is_marked else None for i in index),
+                windows=Windows(windows.start[index], windows.end[index]),
+                all_windows=windows,
+            )
+        )
+    return steps, result
+
+
+def _no_times(steps: links.Steps) -> RankTimes:
+    numbers = steps.numbers if steps.is_marked else ()
+    return RankTimes(is_marked=steps.is_marked, all_steps=numbers, empty_steps=(), steps=())
+
+
+def _outside(gpu: Gpu) -> tuple[int, int]:
+    """Return the number of events that no window contains, and the time out of windows."""
+    start, end = gpu.trace.gpu.start[gpu.rows], gpu.trace.gpu.end[gpu.rows]
+    inside = union(gpu.all_windows.start, gpu.all_windows.end)
+    is_inside = time_before(inside, end) > time_before(inside, start)
+    return int((~is_inside & (end > start)).sum()), without(union(start, end), inside).total
+
+
+def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
+    is_compute = ~gpu.is_comm & ~gpu.is_memory
+    compute, comm, memory = map(gpu.times, (is_compute, gpu.is_comm, gpu.is_memory))
+    kernels = join(compute, comm)
+    busy = join(kernels, memory)
+    exposed = without(comm, compute), without(memory, kernels)
+    sums = [
+        in_windows(times, gpu.windows).tolist()
+        for times in (compute, comm, memory, *exposed, busy)
+    ]
+    gaps = idle.idle_gaps(gpu.trace, gpu.rows, gpu.call, busy, gpu.windows)
+    idle_times = idle.idle_times(gaps, len(gpu.numbers))
+    depths = launches.queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
+    for number, step in enumerate(gpu.numbers):
+        first, last = int(gpu.windows.start[number]), int(gpu.windows.end[number])
+        own = gpu.place == number
+        own_ns = clip(gpu.times(own), first, last).total
+        compute_ns, comm_ns, memory_ns, exposed_comm_ns, exposed_memory_ns, busy_ns = (
+            each[number] for each in sums
+        )
+        yield StepTimes(
+            device=gpu.device,
+            step=step,
+            start_ns=first,
+            end_ns=last,
+            compute_ns=compute_ns,
+            comm_ns=comm_ns,
+            exposed_comm_ns=exposed_comm_ns,
+            memory_ns=memory_ns,
+            exposed_memory_ns=exposed_memory_ns,
+            idle_ns=last - first - busy_ns,
+            other_steps_ns=busy_ns - own_ns,
+            num_events=int(own.sum()),
+            idle=idle_times[number],
+            queue=depths[number],
+        )
+
+
+def _comm_times(gpu: Gpu) -> Iterator[CommTimes]:
+    """Yield times of communication by step, collective and group."""
+    trace = gpu.trace
+    compute = gpu.times(~gpu.is_comm & ~gpu.is_memory)
+    rows, place = gpu.rows[gpu.is_comm], gpu.place[gpu.is_comm]
+    comm = links.gpu_comms(trace)[0][rows]
+    ids, of_row = np.unique(
+        np.where(comm == NONE, -2 - trace.gpu.name[rows], comm), return_inverse=True
+    )
+    kinds = [_comm_kind(trace, number) for number in ids.tolist()]
+    labels = list(dict.fromkeys(kinds))
+    label = np.array([labels.index(kind) for kind in kinds], np.int64)[of_row]
+    columns = trace.gpu.start[rows], trace.gpu.end[rows], label, place
+    for which, number, count, time_ns, exposed_ns in label_times(columns, compute, gpu.windows):
+        yield CommTimes(
+            device=gpu.device,
+            step=gpu.numbers[number],
+            **dict(labels[which]),
+            num_events=count,
+            time_ns=time_ns,
+            exposed_ns=exposed_ns,
+        )
+
+
+def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
+    """Return what CommTimes says of it. number: of its arguments; below 0, of its name."""
+    if number < 0:
+        return (("kernel", trace.names[-2 - number].partition("(")[0]),)
+    args = trace.comm_args[number]
+    return tuple(
+        (name, getattr(args, name))
+        for name in ("collective", "group", "group_desc", "group_size")
+    )
+
+
+def _kernel_times(gpu: Gpu) -> Iterator[KernelTimes]:
+    trace, is_own = gpu.trace, gpu.place != NONE
+    rows = gpu.rows[is_own]
+    groups = list(dict.fromkeys((COPIES, *map(group_of, trace.names))))
+    group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
+    of_row = np.where(trace.gpu.kind[rows] == GpuKind.KERNEL, group[trace.gpu.name[rows]], 0)
+    keys = [gpu.place[is_own], of_row]
+    for (number, which), sums in links.sums(keys, [(trace.gpu.end - trace.gpu.start)[rows]]):
+        yield KernelTimes(
+            device=gpu.device,
+            step=gpu.numbers[number],
+            group=groups[which],
+            num_events=sums[0],
+            time_ns=sums[1],
+        )

@@ -1,0 +1,144 @@
+"""stepmark trace breakdown: where the time of each step went."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from stepmark.findings import histogram
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import write_text
+from stepmark.ground.options import load
+from stepmark.ground.read_text import read_head
+from stepmark.ground.units import ranks_text
+from stepmark.store.view import print_text
+from stepmark.tables.columns import Row
+from stepmark.tables.export import write_json, write_tables
+from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
+from stepmark.timeline.trace_breakdown import RankTimes
+from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
+from stepmark.timeline.trace_timeline import Timeline
+from stepmark.traces import trace_breakdown as report
+from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
+from stepmark.traces.kineto.matching import Messages
+from stepmark.traces.kineto.timeline import timeline
+from stepmark.traces.trace_files import damage_notes, map_traces
+from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
+
+
+def breakdown(options: BreakdownOptions) -> int:
+    """Print and write the breakdown of traces, or the tables of a profiler in a text file."""
+    options.check_stdout()
+    if _is_table(options.files):
+        for name in ("html", "steps", "ranks"):
+            if getattr(options, name) is not None:
+                raise ConfigError(name, "given", "it has no effect on a table as text")
+        return run_table(Path(options.files[0]), options.json, options.csv)
+    times = step_times(options)
+    if times is None:
+        return 0
+    tables = times.tables
+    if options.json:
+        header = {"world_size": times.world_size, "missing_ranks": times.missing_ranks}
+        document = header | {"notes": times.notes, "definitions": report.DEFINITIONS}
+        write_json(document | tables, options.json, "breakdown")
+    if options.csv:
+        filled = {name: rows for name, rows in tables.items() if rows}
+        write_tables(filled or {"steps": []}, options.csv, "csv")
+    if options.html:
+        page: str = load("stepmark.traces.trace_page:page")(  # with plotly
+            f"stepmark trace breakdown {' '.join(options.files)}",
+            tables,
+            times.timelines,
+            histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
+            list(times.lines(details=True)),
+        )
+        write_text(options.html, page, "html")
+    if not options.to_stdout:
+        print_text(times.lines(details=options.details))
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """Where the time of each step went, on each rank whose trace was read."""
+
+    world_size: int | None
+    missing_ranks: tuple[int, ...]
+    ranks: list[tuple[int, RankTimes]]
+    messages: Messages
+    timelines: dict[int, Timeline]  # by rank; none unless there is a page
+    notes: list[str]
+
+    @property
+    def tables(self) -> dict[str, list[Row]]:
+        """Return the rows that --json writes, by table."""
+        return report.tables(self.ranks)
+
+    def lines(self, *, details: bool) -> Iterator[str]:
+        """Yield the report as text. details: also launch calls and copies."""
+        yield from report.lines(self.ranks, details=details)
+        yield from (f"note: {note}" for note in self.notes)
+
+
+def step_times(options: BreakdownOptions) -> StepTimes | None:
+    """Read the traces. None on ranks of an outer launcher but the first."""
+    traces = map_traces(options, partial(_reduce, options))
+    if traces is None:
+        return None
+    by_rank = {r.info.rank or 0: (r.info, r.value[0]) for r in traces.results}
+    ranks, messages, notes = waiting_times(by_rank, options)
+    return StepTimes(
+        world_size=traces.world_size,
+        missing_ranks=traces.missing,
+        ranks=ranks,
+        messages=messages,
+        timelines={r.info.rank or 0: r.value[1] for r in traces.results if r.value[1]},
+        notes=[*traces.notes, *notes],
+    )
+
+
+def waiting_times(
+    by_rank: Mapping[int, tuple[RankInfo, RankParts]], inputs: TraceInputs
+) -> tuple[list[tuple[int, RankTimes]], Messages, list[str]]:
+    """Return the times of ranks, how they wait for each other, matched calls, and notes."""
+    inputs.check_steps(
+        {number for _, part in by_rank.values() for number in part.times.all_steps},
+        (info.file for info, part in by_rank.values() if not part.times.is_marked),
+    )
+    messages = matched(by_rank, inputs.has_step)
+    ranks = list(with_arrivals(by_rank, messages).items())
+    notes = list(damage_notes(_damage(ranks)))
+    if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
+        more = f"; and {len(reasons) - 3} more reasons" * (len(reasons) > 3)
+        text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])
+        notes.append(f"how ranks wait for each other is not known of {text}{more}")
+    return ranks, messages, notes
+
+
+def _is_table(files: Sequence[str]) -> bool:
+    path = Path(files[0])
+    return len(files) == 1 and path.is_file() and looks_like_profiler_table(read_head(path))
+
+
+def _reduce(options: BreakdownOptions, trace: RankTrace) -> tuple[RankParts, Timeline | None]:
+    """Return what is kept of a rank's trace, and a timeline for a page."""
+    parts = rank_parts(trace, options.has_step)
+    has_page = options.html and parts.times.steps
+    return parts, timeline(trace, options) if has_page else None
+
+
+def _damage(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[tuple[int, Damage]]:
+    """Yield what is wrong, or left out, with its rank."""
+    for rank, times in ranks:
+        yield from ((rank, damage) for damage in times.damage)
+        if count := times.num_outside:
+            text = (
+                f"GPU events ({times.outside_ns / 1e6:.3f} ms) lie outside the windows of all "
+                "steps: they are not counted"
+            )
+            yield rank, Damage(kind="outside", count=count, text=text)
+        if times.empty_steps:
+            steps = ranks_text(times.empty_steps).replace("rank", "step")
+            text = f"no window of {steps}, which launched nothing"
+            yield rank, Damage(kind="empty", count=1, text=text)

@@ -1,0 +1,396 @@
+"""The breakdown of traces as rows, in ns, and as text, in ms."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import mean, median
+
+from stepmark.ground.units import format_bytes, ranks_text
+from stepmark.tables.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View, aligned
+from stepmark.tables.columns import rows as rows_of
+from stepmark.timeline.trace_breakdown import RankTimes, StepTimes
+
+Ranks = Sequence[tuple[int, RankTimes]]
+_MOST_ROWS = 16  # of a table by rank; above, the slowest are shown
+_NOTABLE = 0.01  # share of a step from which the first sentence names a rank
+DEFINITIONS = "docs/traces.md"
+
+
+@dataclass(frozen=True, slots=True)
+class _RankStep:
+    """A step of a rank. base_ns: start of the first window, of all ranks if clocks agree."""
+
+    rank: int
+    times: StepTimes
+    base_ns: int
+
+
+def _of(*path: str) -> Callable[[_RankStep], object]:
+    def value(item: _RankStep) -> object:
+        part: object = item.times
+        for name in path:
+            part = None if part is None else getattr(part, name)
+        return part
+
+    return value
+
+
+def _overlap_pct(item: _RankStep) -> float | None:
+    times = item.times
+    return 100 * times.overlap_ns / times.comm_ns if times.comm_ns else None
+
+
+def _mean_depth(item: _RankStep) -> float | None:
+    queue, window_ns = item.times.queue, item.times.window_ns
+    return queue.depth_ns / window_ns if queue and window_ns else None
+
+
+STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
+    Column("rank", lambda o: o.rank, COUNT, "", SHOWN),
+    Column("device", _of("device"), TEXT, "GPU", SHOWN),
+    Column("step", _of("step"), TEXT, "", SHOWN),
+    Column("clock", lambda o: "host" if o.times.device is None else "gpu"),
+    Column("start_ns", _of("start_ns"), COUNT),
+    Column("end_ns", _of("end_ns"), COUNT),
+    Column("from_ns", lambda o: o.times.start_ns - o.base_ns, COUNT, "from", SHOWN),
+    Column("window_ns", _of("window_ns"), COUNT, "took", SHOWN),
+    Column("compute_ns", _of("compute_ns"), COUNT, "compute", SHOWN),
+    Column("exposed_comm_ns", _of("exposed_comm_ns"), COUNT, "exposed comm", SHOWN),
+    Column("exposed_waiting_ns", _of("exposed_waiting_ns"), COUNT, "waiting", SHOWN),
+    Column("exposed_copies_ns", _of("exposed_memory_ns"), COUNT, "exposed copies", SHOWN),
+    Column("idle_ns", _of("idle_ns"), COUNT, "idle", SHOWN),
+    Column("host_bound_ns", _of("idle", "host_bound_ns"), COUNT, "host-bound", SHOWN),
+    Column("launch_call_ns", _of("idle", "launch_call_ns"), COUNT),
+    Column("kernel_gap_ns", _of("idle", "kernel_gap_ns"), COUNT, "kernel gaps", SHOWN),
+    Column("unknown_idle_ns", _of("idle", "unknown_ns"), COUNT, "unknown", SHOWN),
+    Column("comm_ns", _of("comm_ns"), COUNT, "all comm", SHOWN),
+    Column("waiting_ns", _of("waiting_ns"), COUNT),
+    Column("overlap_ns", _of("overlap_ns"), COUNT),
+    Column("overlap_pct", _overlap_pct, NUMBER, "hidden %", SHOWN),
+    Column("copies_ns", _of("memory_ns"), COUNT),
+    Column("other_steps_ns", _of("other_steps_ns"), COUNT),
+    Column("events", _of("num_events"), COUNT, "", SHOWN),
+    Column("queue_mean_depth", _mean_depth, NUMBER, "queue", PAGE),
+    Column("queue_max_depth", _of("queue", "max"), COUNT, "deepest", PAGE),
+    Column("queue_empty_ns", _of("queue", "empty_ns"), COUNT),
+)
+_TABLES = {"communication": "comms", **{n: n for n in ("kernels", "launches", "copies")}}
+# What may make a rank late, and how that reads before its time.
+_CAUSES = {
+    "host_bound_ns": "whose host is late: host-bound for",
+    "compute_ns": "which computes longer:",
+    "idle_ns": "which is idle longer:",
+}
+_SUMMANDS = ("compute_ns", "exposed_comm_ns", "exposed_copies_ns", "idle_ns")
+PARTS = {
+    "step": "window_ns",
+    "  compute": "compute_ns",
+    "  exposed communication": "exposed_comm_ns",
+    "    waiting for other ranks": "exposed_waiting_ns",
+    "  exposed copies": "exposed_copies_ns",
+    "  idle": "idle_ns",
+    "    host-bound": "host_bound_ns",
+    "      during the launch call": "launch_call_ns",
+    "    kernel gaps": "kernel_gap_ns",
+    "    unknown": "unknown_idle_ns",
+    "all communication": "comm_ns",
+    "  waiting for other ranks": "waiting_ns",
+    "  hidden by compute": "overlap_ns",
+    "work of other steps in the window": "other_steps_ns",
+}
+
+
+def tables(ranks: Ranks) -> dict[str, list[Row]]:
+    """Return all rows by table."""
+    tabled = {"steps": rows_of(STEP_COLUMNS, _steps(ranks))}
+    for table, attribute in _TABLES.items():
+        tabled[table] = [
+            {"rank": rank} | asdict(item)
+            for rank, times in ranks
+            for item in getattr(times, attribute)
+        ]
+    tabled["arrivals"] = [
+        {"rank": rank, "steps": len(times.steps)} | asdict(times.arrivals)
+        for rank, times in ranks
+        if times.arrivals
+    ]
+    return tabled
+
+
+def _steps(ranks: Ranks) -> Iterator[_RankStep]:
+    starts = {
+        rank: min(s.start_ns for s in times.steps) for rank, times in ranks if times.steps
+    }
+    agreeing = {rank for rank, t in ranks if t.arrivals and t.arrivals.early_ns is not None}
+    common_ns = min((starts[rank] for rank in agreeing), default=0)
+    for rank, times in ranks:
+        for step in times.steps:
+            yield _RankStep(rank, step, common_ns if rank in agreeing else starts[rank])
+
+
+def lines(ranks: Ranks, *, details: bool = False) -> Iterator[str]:
+    """Yield the report as text: what was measured on GPUs, then what on hosts.
+
+    details: also launch calls, copies and the queue of launches.
+    """
+    tabled = tables(ranks)
+    clocks = [
+        clock for clock in ("gpu", "host") if any(r["clock"] == clock for r in tabled["steps"])
+    ]
+    if not clocks:
+        is_missing = any(
+            d.kind == "no-device-times" for _, times in ranks for d in times.damage
+        )
+        yield "no times of any step" if is_missing else "nothing ran in any step"
+    for place, clock in enumerate(clocks):
+        yield from [""] * (place > 0)
+        own = {row["rank"] for row in tabled["steps"] if row["clock"] == clock}
+        part = {name: [r for r in rows if r["rank"] in own] for name, rows in tabled.items()}
+        yield from _report(part, clock, details)
+    if clocks:
+        more = "" if details else "; launch calls and copies: trace breakdown --details"
+        yield from ["", f"Definitions: {DEFINITIONS}{more}."]
+
+
+def summary(ranks: Ranks) -> Iterator[str]:
+    """Yield the parts of a step alone: mean, share, spread."""
+    steps = tables(ranks)["steps"]
+    return _summary(steps) if steps else iter(())
+
+
+def _report(tabled: dict[str, list[Row]], clock: str, details: bool) -> Iterator[str]:
+    steps = tabled["steps"]
+    yield from [_headline(steps, tabled["arrivals"]), ""]
+    yield from _summary(steps)
+    yield ""
+    yield from _step_lines(steps, tabled["arrivals"], details)
+    yield from _arrival_lines(tabled["arrivals"])
+    kernels = "Kernels and copies" if clock == "gpu" else "Operators"
+    if rows := tabled["communication"]:
+        yield from ["", "Communication: ms of a step in which any call of a line runs, mean"]
+        yield from _means(rows, _comm_label, len(steps))
+    if rows := tabled["kernels"]:
+        yield from ["", f"{kernels}: ms of a step, sums over calls, mean"]
+        yield from _means(rows, lambda row: str(row["group"]), len(steps))
+    if details:
+        yield from _launch_lines(tabled["launches"])
+        yield from _copy_lines(tabled["copies"])
+
+
+def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
+    """Return where the time went, and which rank is waited for, else is the slowest."""
+    took, waiting = _sum(steps, "window_ns"), _waiting(steps, arrivals)
+    parts = []
+    for title, name in PARTS.items():
+        if name in _SUMMANDS and _share(time := _sum(steps, name), took) != "0.0 %":
+            cause = waiting * (name == "exposed_comm_ns")
+            for part in ("host_bound_ns", "unknown_idle_ns") * (name == "idle_ns"):
+                if 2 * (own := _sum(steps, part)) > time:
+                    words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
+                    cause = f" ({_ms(own / len(steps))} ms is {words})"
+            parts.append(f"{title.strip()} {_share(time, took)}{cause}")
+    times = {row["rank"]: _mean(steps, "window_ns", {row["rank"]}) for row in steps}
+    slowest = max(times, key=lambda rank: times[rank])
+    if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
+        parts.append(f"the slowest is rank {slowest} with {_ms(times[slowest])} ms")
+    average = " on average" * (len(steps) > 1)
+    where = " on the host (no GPU events)" * (steps[0]["clock"] == "host")
+    return f"{_which(steps)}{where}: {_ms(took / len(steps))} ms{average}: {', '.join(parts)}"
+
+
+def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
+    """Return what part of exposed communication is waiting, and for which rank."""
+    ranks = {row["rank"] for row in steps}
+    took, comm, waiting = (
+        _mean(steps, name, ranks)
+        for name in ("window_ns", "exposed_comm_ns", "exposed_waiting_ns")
+    )
+    if comm > _NOTABLE * took and any(row["exposed_waiting_ns"] is None for row in steps):
+        return " (how much of it is waiting for other ranks is not known)"
+    if waiting <= _NOTABLE * took or not _sum(arrivals, "caused_ns"):
+        return ""
+    worst = max(arrivals, key=lambda row: _ns(row, "caused_ns"))
+    is_most = 2 * _ns(worst, "caused_ns") > _sum(arrivals, "waiting_ns")
+    text = f"{_ms(waiting)} of {_ms(comm)} ms is waiting, "
+    text += f"{'mostly' if is_most else 'the most'} for rank {worst['rank']}"
+    for name, cause in _CAUSES.items():
+        own, others = (
+            _mean(steps, name, o) for o in ({worst["rank"]}, ranks - {worst["rank"]})
+        )
+        if own - others > waiting / 2:
+            return f" ({text}, {cause} {_ms(own)} ms, others {_ms(others)} ms)"
+    return f" ({text})"
+
+
+def _mean(steps: Sequence[Row], name: str, ranks: set[object]) -> float:
+    return mean([_ns(row, name) for row in steps if row["rank"] in ranks] or [0])
+
+
+def _which(steps: Sequence[Row]) -> str:
+    numbers = {int(str(row["step"])) for row in steps if row["step"] is not None}
+    which = ranks_text(numbers).replace("rank", "step") if numbers else "whole trace"
+    return f"{which} of {ranks_text({_ns(row, 'rank') for row in steps})}"
+
+
+def _summary(steps: Sequence[Row]) -> Iterator[str]:
+    """Yield each part of a step: mean, share, spread."""
+    titles = ("mean", "share", "min", "median", "max") if len(steps) > 1 else ("time", "share")
+    cells = [[f"{_which(steps)}, in ms", *titles]]
+    for title, name in PARTS.items():
+        known = [row for row in steps if row[name] is not None]
+        values = [_ns(row, name) for row in known]
+        if any(values):
+            share = _share(sum(values), _sum(known, "window_ns"))
+            spread = (min(values), median(values), max(values)) if len(steps) > 1 else ()
+            cells.append([title, _ms(mean(values)), share, *map(_ms, spread)])
+    yield from aligned(cells, [False, *[True] * len(titles)])
+
+
+def _step_lines(steps: Sequence[Row], arrivals: Sequence[Row], details: bool) -> Iterator[str]:
+    """Yield a line per rank and step, of the slowest where there are many."""
+    shown = list(steps)
+    ranks = {row["rank"] for row in steps}
+    is_common = ranks == {row["rank"] for row in arrivals if row["early_ns"] is not None}
+    since = "all ranks" if is_common else "each rank, as their clocks are not known to agree"
+    clock = f"; 'from' counts from the first of {since}" * (len(ranks) > 1)
+    if len(steps) > _MOST_ROWS:
+        shown = sorted(steps, key=lambda row: -_ns(row, "window_ns"))[:_MOST_ROWS]
+        yield f"The slowest {_MOST_ROWS} of {len(steps)}, in ms (--json has all){clock}:"
+    else:
+        yield f"By rank and step, in ms{clock}:"
+    devices = {(row["rank"], row["device"]) for row in steps}
+    has_several = len(devices) > len(ranks)
+    columns = [
+        column
+        for column in STEP_COLUMNS
+        if (View.PAGE if details else View.CONSOLE) in column.views
+        and any(row[column.name] for row in shown)
+        and (column.name != "device" or has_several)
+    ]
+    cells = [[column.title for column in columns]]
+    for row in shown:
+        cells.append([_cell(row, column.name) for column in columns])
+    yield from aligned(cells, [True] * len(columns))
+
+
+def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield which ranks the others wait for, the most first."""
+    if len(rows) < 2:
+        return
+    order = sorted(rows, key=lambda row: -_ns(row, "caused_ns"))
+    worst, num_others = order[0], len(rows) - 1
+    yield ""
+    if caused := _ns(worst, "caused_ns"):
+        each = _ms(caused / _ns(worst, "steps") / num_others)
+        yield (
+            f"The others wait for rank {worst['rank']} the most: {each} ms of a step on "
+            f"average, hidden or not. It arrives last in {worst['num_last']} of "
+            f"{worst['num_calls']} calls."
+        )
+    most = f", the {_MOST_ROWS} that are waited for the most" * (len(rows) > _MOST_ROWS)
+    yield f"Calls matched over ranks{most}; ms of a step, and of a call where it arrives early:"
+    cells = [["rank", "calls", "waits", "others wait for it", "last in", "early"]]
+    for row in order[:_MOST_ROWS]:
+        steps, calls = _ns(row, "steps"), _ns(row, "num_calls")
+        waits = _ms(_ns(row, "waiting_ns") / steps)
+        others = _ms(_ns(row, "caused_ns") / steps / num_others)
+        early = "n/a" if row["early_ns"] is None else _ms(_ns(row, "early_ns") / calls)
+        cells.append([str(row["rank"]), str(calls), waits, others, str(row["num_last"]), early])
+    yield from aligned(cells, [True] * len(cells[0]))
+
+
+def _cell(row: Row, name: str) -> str:
+    value = row[name]
+    if value is None:
+        return "all" if name == "step" else ""
+    if isinstance(value, float):
+        return f"{value:.1f}"
+    return _ms(_ns(row, name)) if name.endswith("_ns") else str(value)
+
+
+def _comm_label(row: Row) -> str:
+    if not row["collective"]:
+        is_gpu = row["device"] is not None
+        return f"{row['kernel']}{' (collective not stated)' * is_gpu}"
+    desc = row["group_desc"]
+    group = row["group"] if desc in ("", "undefined") else desc
+    return f"{row['collective']}, group {group} of {row['group_size'] or 'unknown size'}"
+
+
+def _by_label(
+    rows: Iterable[Row], label: Callable[[Row], str], time: str
+) -> dict[str, list[Row]]:
+    """Return rows by label, those that took the most time first."""
+    groups: dict[str, list[Row]] = {}
+    for row in rows:
+        groups.setdefault(label(row), []).append(row)
+    return dict(sorted(groups.items(), key=lambda item: -_sum(item[1], time)))
+
+
+def _means(rows: Sequence[Row], label: Callable[[Row], str], num_steps: int) -> Iterator[str]:
+    """Yield means by label over all ranks and steps, and the range of these."""
+    sums = ["time_ns", *["exposed_ns"] * ("exposed_ns" in rows[0])]
+    cells = [["", "calls", "time", *["exposed"] * (len(sums) - 1), "min", "max"]]
+    for key, own in _by_label(rows, label, "time_ns").items():
+        each: Counter[object] = Counter()
+        for row in own:
+            each[row["rank"], row["device"], row["step"]] += _ns(row, "time_ns")
+        least = min(each.values()) if len(each) == num_steps else 0
+        means = [_ms(_sum(own, name) / num_steps) for name in sums]
+        num_calls = _sum(own, "num_events") / num_steps
+        calls = f"{num_calls:.4g}" if num_calls < 1e3 else f"{num_calls:.0f}"
+        cells.append([key, calls, *means, _ms(least), _ms(max(each.values()))])
+    yield from aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
+
+
+def _launch_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield calls by name; medians and maxima are those of the rank with the largest."""
+    titles = (
+        "calls",
+        "events",
+        "mean",
+        "median",
+        "max",
+        "median delay",
+        "longer than their work",
+    )
+    cells = [["Launch calls, of all ranks and steps, in us", *titles]]
+    for name, own in _by_label(rows, lambda row: str(row["call"]), "total_ns").items():
+        calls, short = _sum(own, "num_calls"), _sum(own, "num_short")
+        names = ("median_ns", "max_ns", "median_delay_ns")
+        largest = (max(_ns(row, name) for row in own) for name in names)
+        times = [f"{value / 1e3:.1f}" for value in (_sum(own, "total_ns") / calls, *largest)]
+        counts = (str(calls), str(_sum(own, "num_events")))
+        cells.append([name, *counts, *times, f"{short} ({_share(short, calls)})"])
+    if rows:
+        yield from ["", *aligned(cells, [False, *[True] * 7])]
+
+
+def _copy_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield bandwidth of copies by kind: all bytes over the sum of durations."""
+    cells = [["Copies, of all ranks and steps", "copies", "bytes", "ms", "GB/s"]]
+    for name, own in _by_label(rows, lambda row: str(row["name"]), "time_ns").items():
+        time_ns, num_bytes = _sum(own, "time_ns"), _sum(own, "num_bytes")
+        is_known = all(row["num_bytes"] is not None for row in own)
+        rate = f"{num_bytes / time_ns:.4g}" if is_known and time_ns else "unknown"
+        size = format_bytes(num_bytes) if is_known else "unknown"
+        cells.append([name, str(_sum(own, "num_copies")), size, _ms(time_ns), rate])
+    if rows:
+        yield from ["", *aligned(cells, [False, *[True] * 4])]
+
+
+def _sum(rows: Iterable[Row], name: str) -> int:
+    return sum(_ns(row, name) for row in rows)
+
+
+def _ns(row: Row, name: str) -> int:
+    value = row[name]
+    return value if isinstance(value, int) else 0
+
+
+def _ms(nanoseconds: float) -> str:
+    return f"{nanoseconds / 1e6:.3f}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "n/a"

@@ -1,0 +1,324 @@
+"""The traces of one job: find them, read each in a process of its own, check they match.
+
+Memory does not grow with the number of ranks: a process keeps what `reduce` returns, which is
+small, and never the columns. Under torchrun, srun or mpirun each process reads its share, and
+rank 0 gets the results of all.
+"""
+
+import contextlib
+import glob
+import hashlib
+import itertools
+import multiprocessing
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from stepmark.cases.record import Measured
+from stepmark.cases.training import Training
+from stepmark.findings.log_facts import MAX_RANKS
+from stepmark.ground import outer_launcher
+from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.options import load
+from stepmark.ground.read_text import read_head
+from stepmark.ground.units import ranks_text
+from stepmark.ground.waiting import Waiting
+from stepmark.store.reader import find_run, read
+from stepmark.store.runs import TRACES
+from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
+from stepmark.traces.kineto.checks import checked
+from stepmark.traces.kineto.links import step_numbers
+from stepmark.traces.kineto.reader import read_trace
+from stepmark.traces.kineto.stream import looks_like_trace
+from stepmark.traces.trace_options import TraceInputs
+
+R = TypeVar("R")
+_SUFFIXES = (".json", ".json.gz")
+_RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)")
+_MAX_FILES = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankResult(Generic[R]):
+    """What was made of one rank's trace. info.rank is known, see `notes` of the set.
+
+    steps: that are marked. least_ranks: of the job, by the groups of its collectives.
+    """
+
+    info: RankInfo
+    value: R
+    steps: frozenset[int] = frozenset()
+    least_ranks: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSet(Generic[R]):
+    """Results of all traces of one job by rank, and what to say about them."""
+
+    results: tuple[RankResult[R], ...]
+    world_size: int
+    missing: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def map_traces(
+    inputs: TraceInputs, reduce: Callable[[RankTrace], R], *, shares: bool = True
+) -> TraceSet[R] | None:
+    """Return what `reduce` makes of each trace. None on ranks of a launcher but the first.
+
+    reduce: a function of a module, or a partial of one, as other processes get it.
+    shares: whether a launcher's ranks share the files; else the one that calls reads all.
+    Raises ConfigError for files that are no traces, or not of one job.
+    """
+    paths = trace_files(inputs)
+    work = partial(_read, reduce)
+    if not (shares and outer_launcher.is_rank()):
+        return _checked(_in_processes(work, paths, inputs.jobs), inputs)
+    outer_launcher.as_torchrun()
+    ranks = load("stepmark.measuring.ranks:join")("cpu")
+    try:
+        try:
+            mine: object = _in_processes(
+                work, paths[ranks.rank :: ranks.num_ranks], inputs.jobs
+            )
+        except StepmarkError as error:
+            mine = error
+        parts = ranks.gather(mine)
+    finally:
+        ranks.close()
+    for part in parts:
+        if isinstance(part, StepmarkError):
+            raise part
+    results = [result for part in parts for result in part]
+    return _checked(results, inputs) if ranks.rank == 0 else None
+
+
+def recorded_traces(run: Path, training: Training) -> tuple[str, ...]:
+    """Return the traces of a step that a run profiled. Raises ConfigError for another file."""
+    files = [run / TRACES / Path(name).name for name in training.traces]
+    for file, digest in itertools.zip_longest(files, training.trace_sha256):
+        if not file.is_file():
+            allowed = f"in {file.parent}; the run was kept without it"
+            raise ConfigError("trace", file.name, allowed)
+        with file.open("rb") as stream:
+            if digest not in (None, hashlib.file_digest(stream, "sha256").hexdigest()):
+                allowed = f"the one that run {run.name} recorded: it was changed or replaced"
+                raise ConfigError("trace", file.name, allowed)
+    return tuple(map(str, files))
+
+
+def trace_files(inputs: TraceInputs) -> list[Path]:
+    """Return the files of the traces. Raises ConfigError where there are none."""
+    paths: list[Path] = []
+    for word in inputs.files:
+        names = [path for path in _expand(word, inputs.runs) if path not in paths]
+        if not names and not paths:
+            raise ConfigError("trace", word, "a folder or pattern with .json or .json.gz files")
+        paths += names
+    if len(paths) > _MAX_FILES:
+        raise ConfigError("trace", len(paths), f"at most {_MAX_FILES} files")
+    return paths
+
+
+def _expand(word: str, runs: Path) -> list[Path]:
+    path = Path(word)
+    if path.is_dir():
+        folder = path / TRACES if (path / TRACES).is_dir() else path
+        named = (each for each in folder.rglob("*") if each.name.endswith(_SUFFIXES))
+        files = sorted(each for each in named if each.name[0] != "." and _is_trace(each))
+        return _of_steps(folder.parent, files) if folder.name == TRACES else files
+    if path.exists():
+        return [path]
+    if glob.has_magic(word):
+        return sorted(each for each in map(Path, glob.glob(word)) if each.is_file())
+    try:
+        run = find_run(runs, word)
+    except ConfigError as error:
+        allowed = f"a file or folder that exists, or {error.allowed}"
+        raise ConfigError("trace", word, allowed) from None
+    if not (run / TRACES).is_dir():
+        raise ConfigError("trace", word, "a run with traces: train --profile writes them")
+    return _expand(str(run / TRACES), runs)
+
+
+def _of_steps(run: Path, files: list[Path]) -> list[Path]:
+    """Return the traces of a run's steps; without one, those of its calibration."""
+    names: set[str] = set()
+    with contextlib.suppress(ConfigError):  # no run, or a damaged one
+        for record in read(run).records:
+            if isinstance(record, Measured) and record.training and not record.case.labels:
+                names |= {Path(name).name for name in record.training.traces}
+    return [file for file in files if file.name in names] or files
+
+
+def _is_trace(path: Path) -> bool:
+    """Return whether a file of a folder is a trace; a damaged one is left to the reader."""
+    try:
+        return path.is_file() and looks_like_trace(read_head(path))
+    except ConfigError:
+        return True
+
+
+def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
+    trace = checked(read_trace(path))
+    sizes = (
+        max(args.group_size or 1, 1 + max(args.ranks, default=0)) for args in trace.comm_args
+    )
+    return RankResult(
+        info=trace.info,
+        value=reduce(trace),
+        steps=frozenset(step_numbers(trace)),
+        least_ranks=max(sizes, default=1),
+    )
+
+
+def _in_processes(
+    work: Callable[[Path], RankResult[R]], paths: Sequence[Path], jobs: int | None
+) -> list[RankResult[R]]:
+    """Return results in the order of the paths."""
+    workers = min(jobs or _cores(), len(paths))
+    what = f"reading {len(paths)} trace{'s' * (len(paths) > 1)}"
+    if workers <= 1:
+        with Waiting(what):
+            return list(map(work, paths))
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        try:
+            results = pool.map(work, paths)
+            with Waiting(what):  # after the fork: a thread of ours would be lost in it
+                return list(results)
+        except BrokenProcessPool:
+            allowed = "read by processes that have enough memory; --jobs 1 needs the least"
+            raise ConfigError("trace", f"{len(paths)} files", allowed) from None
+
+
+def _cores() -> int:
+    """Return the cores this process may use, among those of a launcher's ranks here."""
+    return max(1, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[R]:
+    """Return the results by rank. Raises ConfigError for traces of different jobs."""
+    notes: list[str] = []
+    named = [_with_rank(result, len(results), notes) for result in results]
+    _refuse_two_jobs(named)
+    counts = Counter(result.info.rank for result in named)
+    for rank, count in counts.items():
+        if count > 1:
+            _refuse_twice(named, rank)
+    sizes = {result.info.world_size for result in named} - {None}
+    least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
+    world_size = next(iter(sizes), None) or min(least, MAX_RANKS)
+    known = {result.info.rank for result in named}
+    missing = tuple(sorted(set(range(world_size)) - known))
+    if missing:
+        notes.append(_missing_text(missing, world_size))
+    notes += _apart([result.info for result in named])
+    notes += _unequal_steps(named)
+    notes += damage_notes((r.info.rank or 0, damage) for r in named for damage in r.info.damage)
+    if inputs.ranks is not None:
+        if absent := set(inputs.ranks) - known:
+            allowed = f"ranks that have traces: {ranks_text(r or 0 for r in known)}"
+            raise ConfigError("ranks", min(absent), allowed)
+        named = [result for result in named if result.info.rank in inputs.ranks]
+    named.sort(key=lambda result: result.info.rank or 0)
+    return TraceSet(
+        results=tuple(named), world_size=world_size, missing=missing, notes=tuple(notes)
+    )
+
+
+def _with_rank(result: RankResult[R], num_files: int, notes: list[str]) -> RankResult[R]:
+    """Return the result with its rank: as the trace states it, else as its name does."""
+    info = result.info
+    if info.rank is not None:
+        return result
+    rank = rank_of(info)
+    source = "the only file" if rank is None else "its file's name"
+    if rank is None and num_files == 1:
+        rank = 0
+    if rank is None:
+        allowed = "a trace that states its rank, or a name such as rank3.json"
+        raise ConfigError("trace", info.file, allowed)
+    notes.append(f"rank {rank} is known from {source}: the trace does not state it")
+    return replace(result, info=replace(info, rank=rank))
+
+
+def rank_of(info: RankInfo) -> int | None:
+    """Return the rank that the trace or its name states."""
+    numbers = _RANK_IN_NAME.findall(Path(info.file).name)
+    return int(numbers[0]) if info.rank is None and len(numbers) == 1 else info.rank
+
+
+def _refuse_two_jobs(results: Sequence[RankResult[R]]) -> None:
+    """Refuse traces whose number of ranks or groups over all ranks differ."""
+    first = results[0].info
+    for other in (result.info for result in results[1:]):
+        for what, a, b in (
+            ("ranks", first.world_size, other.world_size),
+            ("backend", first.backend, other.backend),
+        ):
+            if a and b and a != b:
+                value = f"{first.file} ({what}: {a}) and {other.file} ({what}: {b})"
+                raise ConfigError("trace", value, "traces of one job")
+
+
+def _apart(infos: Sequence[RankInfo]) -> Iterator[str]:
+    """Yield a note where two traces were not taken at the same time."""
+    spans = [(info.first, info.last, info.rank) for info in infos if info.first is not None]
+    if spans:
+        late = max(spans)
+        early = min(spans, key=lambda span: span[1] or 0)
+        if late[0] > (early[1] or 0):
+            yield (
+                f"the traces of ranks {early[2]} and {late[2]} do not overlap in time: they "
+                "are of two jobs, or of two windows"
+            )
+
+
+def _unequal_steps(results: Sequence[RankResult[R]]) -> Iterator[str]:
+    """Yield a note where ranks have other steps than most of them."""
+    counts = Counter(result.steps for result in results)
+    usual = max(counts, key=lambda steps: counts[steps])
+    if len(counts) > 1:
+        others = [result for result in results if result.steps != usual]
+        first, expected = (
+            ranks_text(steps).replace("rank", "step") if steps else "no steps"
+            for steps in (others[0].steps, usual)
+        )
+        yield (
+            f"{ranks_text(result.info.rank or 0 for result in others)}: {first} are marked, "
+            f"on the other ranks {expected}: means over ranks are of different steps"
+        )
+
+
+def damage_notes(damages: Iterable[tuple[int, Damage]]) -> Iterator[str]:
+    """Yield what is wrong with ranks, once for all of them where it is of one kind."""
+    by_kind: dict[str, list[tuple[int, Damage]]] = {}
+    for rank, damage in damages:
+        by_kind.setdefault(damage.kind, []).append((rank, damage))
+    for cases in by_kind.values():
+        rank, most = max(cases, key=lambda case: (case[1].count, -case[0]))
+        text = f"{most.count} " * (most.count > 1) + most.text
+        affected = ranks_text(rank for rank, _ in cases)
+        yield f"{affected}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)
+
+
+def _refuse_twice(results: Sequence[RankResult[R]], rank: int | None) -> None:
+    files = [result.info.file for result in results if result.info.rank == rank]
+    value = f"{files[0]} and {files[1]}"
+    allowed = f"one trace of each rank; both are of rank {rank}: name the files of one window"
+    raise ConfigError("trace", value, allowed)
+
+
+def _missing_text(missing: Sequence[int], world_size: int) -> str:
+    return (
+        f"{len(missing)} of {world_size} ranks have no trace here ({ranks_text(missing)}): how "
+        "long the others wait for them is not known"
+    )

@@ -1,0 +1,287 @@
+"""stepmark trace kernels and compare: which operations the time of a step went to."""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from stepmark.cases.record import Measured
+from stepmark.cases.train_case import TrainCase
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.stats import slowest_per_sample, summarize
+from stepmark.ground.units import ranks_text
+from stepmark.model.ops import Gemm, GroupedGemm, Phase
+from stepmark.step.trace_ops import PRODUCTS
+from stepmark.step.workload import ComputeOp, Workload
+from stepmark.store.reader import read_records
+from stepmark.store.runs import TRACES
+from stepmark.store.view import print_text
+from stepmark.tables.columns import Row
+from stepmark.tables.export import write_csv, write_json
+from stepmark.timeline.trace_breakdown import RankTimes
+from stepmark.timeline.trace_columns import Damage, RankTrace
+from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_text
+from stepmark.traces.kineto.breakdown import breakdown
+from stepmark.traces.kineto.checks import missing_work
+from stepmark.traces.kineto.kernels import measured_ops
+from stepmark.traces.trace_breakdown import Ranks as Times
+from stepmark.traces.trace_files import TraceSet, damage_notes, map_traces, trace_files
+from stepmark.traces.trace_kernels_text import Ranks, RankSums
+from stepmark.traces.trace_options import CompareTracesOptions, KernelsOptions
+from stepmark.workloads.rules.pytorch.case import of_case
+from stepmark.workloads.workload_files import read as read_workload
+
+_MOST_NOTES = 8
+_TOLD = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
+Products = Counter[tuple[str, str]]  # calls by role and phase, of all steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Rank:
+    sums: RankSums
+    products: Products
+    with_recomputed: bool  # whether products counts those that are recomputed
+    missing: tuple[Damage, ...]  # why its times are none of the step: GPU work is missing
+    times: RankTimes | None = None
+
+
+def kernels(options: KernelsOptions) -> int:
+    """Print and write the table of operations."""
+    options.check_stdout()
+    found = _read(options)
+    if found is None:
+        return 0
+    ranks, _, notes = found
+    rows = trace_kernels_text.rows(ranks, options.by)
+    notes += trace_kernels_text.hints(rows, options.by)
+    if options.json:
+        document: Row = {"by": options.by, "ranks": [rank for rank, _ in ranks], "rows": rows}
+        document |= {"num_steps": trace_kernels_text.num_steps(ranks), "notes": notes}
+        document["definitions"] = trace_kernels_text.DEFINITIONS
+        write_json(document, options.json, "kernels")
+    if options.csv:
+        write_csv(rows, options.csv, "kernels")
+    if not options.to_stdout:
+        table = trace_kernels_text.lines(ranks, rows, options.by)
+        _print([*trace_kernels_text.header(ranks), *table], notes)
+    return 0
+
+
+def compare(options: CompareTracesOptions) -> int:
+    """Print and write the comparison of two traces: their steps, then their operations."""
+    options.check_stdout()
+    if len(options.files) != 2:
+        raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
+    sides, times, notes, heads = [], [], [], []
+    for name, word in zip("AB", options.files, strict=True):
+        found = _read(replace(options, files=(word,)), with_times=True)
+        if found is None:
+            return 0
+        ranks, own_times, own_notes = found
+        if not trace_kernels_text.num_steps(ranks):
+            reason = f" ({own_notes[-1]})" if own_notes else ""
+            raise ConfigError("trace", word, f"a trace with times of a step{reason}")
+        sides.append(ranks)
+        times.append(own_times)
+        heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(ranks)]
+        notes += [f"{name}: {note}" for note in own_notes]
+    a, b = sides
+    if a[0][1].is_host != b[0][1].is_host:
+        host = options.files[0 if a[0][1].is_host else 1]
+        allowed = "a trace with GPU events, as the other one: host and GPU times do not compare"
+        raise ConfigError("trace", host, allowed)
+    steps = trace_comparison.step_rows(times[0], times[1])
+    rows = trace_comparison.rows(a, b, options.by)
+    total = trace_comparison.total(a, b, rows)
+    notes += trace_comparison.remarks(a, b, [*steps, *rows])
+    if options.json:
+        num_steps = map(trace_kernels_text.num_steps, sides)
+        document: Row = dict(zip(("a", "b"), options.files, strict=True))
+        document |= dict(zip(("a_steps", "b_steps"), num_steps, strict=True))
+        document |= {"by": options.by, "step": steps, "rows": rows, "total": total}
+        write_json(document | {"notes": notes}, options.json, "compare")
+    if options.csv:
+        write_csv(rows, options.csv, "compare")
+    if not options.to_stdout:
+        table = trace_comparison.lines(rows, total, options.by)
+        _print([*trace_comparison.lines(steps, {}, "part"), "", *heads, *table], notes)
+    return 0
+
+
+def profile_lines(folder: Path, record: Measured) -> list[str]:
+    """Return what the traces of a training case say: its step, and the time by role."""
+    assert record.training is not None
+    paths = [folder / Path(name).name for name in record.training.traces]
+    options = KernelsOptions(files=tuple(str(path) for path in paths if path.is_file()))
+    if not options.files:
+        return ["the traces of the profile are not there"]
+    workload, notes = _workload(options)
+    try:
+        traces = map_traces(options, partial(_reduce_profile, options, workload), shares=False)
+    except ConfigError as error:
+        return [f"the profile cannot be read: {error}"]
+    assert traces is not None
+    times = _times(traces)
+    notes = [*notes, *_notes(traces, workload)]
+    ranks = _ranks(traces)
+    if not trace_kernels_text.num_steps(ranks):
+        return [*trace_kernels_text.header(ranks), *(f"note: {note}" for note in notes)]
+    # A rank's median: the first profiled step has the profiler's own start in it.
+    profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
+    unprofiled = summarize(slowest_per_sample(record.samples.seconds)).median
+    unprofiled *= record.training.cycle
+    rows = trace_kernels_text.rows(ranks, "role")
+    return [
+        f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
+        f"({profiled / unprofiled - 1:+.1%})",
+        *_without_profiler(times, unprofiled),
+        *("", *trace_breakdown.summary(times), ""),
+        *trace_kernels_text.header(ranks),
+        *trace_kernels_text.lines(ranks, rows, "role", most=24),
+        *(f"note: {note}" for note in notes),
+    ]
+
+
+def _without_profiler(times: Times, unprofiled_s: float) -> Iterator[str]:
+    """Yield what work of the GPU leaves of the unprofiled step: the profiler slows the host."""
+    work = [
+        summarize([(s.compute_ns + s.exposed_memory_ns) * 1e-9 for s in rank.steps]).median
+        for _, rank in times
+        if rank.steps and rank.steps[0].device is not None
+    ]
+    if work and max(work) < unprofiled_s:
+        rest_s = unprofiled_s - max(work)
+        yield (
+            f"compute and copies take {max(work) * 1e3:.1f} ms: {rest_s * 1e3:.1f} ms "
+            f"({rest_s / unprofiled_s:.1%}) of the unprofiled step are left for exposed "
+            "communication and idle time; what is more below is the profiler's"
+        )
+
+
+def _read(
+    options: KernelsOptions, *, with_times: bool = False
+) -> tuple[Ranks, Times, list[str]] | None:
+    """Return the sums of each rank, its times if they are asked for, and notes.
+
+    None on ranks of a launcher that do not report.
+    """
+    workload, notes = _workload(options)
+    reduce = _reduce_profile if with_times else _reduce
+    traces = map_traces(options, partial(reduce, options, workload))
+    if traces is None:
+        return None
+    options.check_steps(
+        {number for result in traces.results for number in result.steps},
+        (result.info.file for result in traces.results if not result.steps),
+    )
+    return _ranks(traces), _times(traces), [*traces.notes, *notes, *_notes(traces, workload)]
+
+
+def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace) -> _Rank:
+    table = measured_ops(trace, options.has_step, workload)
+    products: Products = Counter()
+    # On a host recomputation begins products that it then does not carry out.
+    is_partial = table.is_host and any(op.key.is_recomputed for op in table.ops)
+    for op in table.ops if workload else ():
+        if op.key.op in PRODUCTS and not (is_partial and op.key.is_recomputed):
+            products[op.key.role, op.key.phase] += op.calls
+    sums = trace_kernels_text.summed(table, options.by)
+    missing = tuple(missing_work(trace)) if table.is_host else ()
+    return _Rank(sums=sums, products=products, with_recomputed=not is_partial, missing=missing)
+
+
+def _reduce_profile(
+    options: KernelsOptions, workload: Workload | None, trace: RankTrace
+) -> _Rank:
+    times = breakdown(trace, options.has_step)
+    return replace(_reduce(options, workload, trace), times=times)
+
+
+def _ranks(traces: TraceSet[_Rank]) -> Ranks:
+    """Return the sums of each rank; times of hosts are not added to those of GPUs."""
+    values = {r.info.rank or 0: r.value for r in traces.results if not r.value.missing}
+    is_host = all(each.sums.is_host for each in values.values())
+    return [(rank, v.sums) for rank, v in values.items() if v.sums.is_host == is_host]
+
+
+def _times(traces: TraceSet[_Rank]) -> Times:
+    """Return the times of the ranks of `_ranks`, where they were asked for."""
+    ranks = {rank for rank, _ in _ranks(traces)}
+    found = ((result.info.rank or 0, result.value.times) for result in traces.results)
+    return [(rank, times) for rank, times in found if times is not None and rank in ranks]
+
+
+def _workload(options: KernelsOptions) -> tuple[Workload | None, list[str]]:
+    """Return the workload of --workload, or of the training case whose traces these are."""
+    if options.workload:
+        return read_workload(options.workload), []
+    file = trace_files(options)[0]
+    run = file.parent.parent
+    if file.parent.name != TRACES or not (run / "records.jsonl").is_file():
+        return None, []
+    for record in read_records(run):
+        case = record.case
+        if isinstance(case, TrainCase) and case.case_id[:16] in file.name:
+            try:
+                return of_case(case), []
+            except ConfigError as error:
+                return None, [f"roles come from annotations alone, no workload: {error}"]
+    return None, []
+
+
+def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
+    """Yield notes of ranks, and products whose number is not that of the workload."""
+    ranks: dict[str, list[int]] = defaultdict(list)
+    if workload is not None and workload.world_size != traces.world_size:
+        yield f"the workload has {workload.world_size} ranks, the job {traces.world_size}"
+    yield from damage_notes(
+        (result.info.rank or 0, each)
+        for result in traces.results
+        for each in result.value.missing
+    )
+    counted = {rank for rank, _ in _ranks(traces)}
+    for result in traces.results:
+        rank, sums = result.info.rank or 0, result.value.sums
+        texts = list(sums.notes)
+        if rank not in counted:
+            text = "no GPU events, as other ranks have: times of its host are left out"
+            texts = [] if result.value.missing else [text]
+        elif workload is not None and sums.steps and rank < workload.world_size:
+            texts += _wrong_counts(result.value, workload, workload.stage_of(rank))
+        for text in texts:
+            ranks[text].append(rank)
+    yield from (f"{ranks_text(ranks[text])}: {text}" for text in list(ranks)[:_MOST_NOTES])
+    if len(ranks) > _MOST_NOTES:
+        yield f"and {len(ranks) - _MOST_NOTES} more of this kind"
+
+
+def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]:
+    count = len(found.sums.steps)
+    expected: Products = Counter()
+    # A host multiplies experts one by one.
+    kinds = (Gemm,) if found.sums.is_host else (Gemm, GroupedGemm)
+    for op, calls in workload.tally(stage).items():
+        is_product = isinstance(op, ComputeOp) and isinstance(op.op, kinds)
+        if is_product and (found.with_recomputed or not op.recompute):
+            expected[op.module, str(op.phase)] += calls * count
+    unsure = [key for key in found.products if " | " in key[0] or key[1] not in _TOLD]
+    if unsure:
+        number = sum(found.products[key] for key in unsure) / count
+        yield f"{number:.4g} products per step have a shape of several roles or phases"
+    skipped = {role for roles, _ in unsure for role in roles.split(" | ")}
+    # Attention by products, as on a CPU, is one operation of a workload.
+    skipped |= {role for role, _ in found.products} - {"", *(role for role, _ in expected)}
+    for key in dict.fromkeys((*expected, *found.products)):
+        if found.products[key] != expected[key] and key not in unsure and key[0] not in skipped:
+            name = f"{key[0] or 'an unknown role'} {key[1]}"
+            yield (
+                f"{found.products[key] / count:.4g} products of {name} per step, "
+                f"the workload has {expected[key] / count:.4g}"
+            )
+
+
+def _print(lines: Sequence[str], notes: Sequence[str]) -> None:
+    print_text(lines)
+    sys.stdout.writelines(f"note: {note}\n" for note in notes)

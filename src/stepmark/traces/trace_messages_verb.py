@@ -1,0 +1,344 @@
+"""stepmark trace messages: how often each message was sent, how fast, and what that costs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stepmark.cases.message import RECV, SEND, Histogram, MessageKind
+from stepmark.collectives.measured_curves import read_curves
+from stepmark.findings import expected, histogram
+from stepmark.findings.expected import Expected
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import write_text
+from stepmark.ground.options import load
+from stepmark.ground.units import format_time
+from stepmark.job_logs.log_sources import Source, read_sources
+from stepmark.store.view import print_text
+from stepmark.tables.columns import Row
+from stepmark.tables.export import write_json, write_tables
+from stepmark.traces import trace_messages_text as report
+from stepmark.traces.kineto.matching import is_synchronizing, match
+from stepmark.traces.kineto.messages import RankMessages, rank_messages
+from stepmark.traces.trace_files import TraceSet, damage_notes, map_traces
+from stepmark.traces.trace_options import MessagesOptions
+from stepmark.traces.trace_sources import recorded, split_sources
+
+_MAX_NOTES = 40
+
+
+def messages(options: MessagesOptions) -> int:
+    """Print and write the histogram, the ranks and what a faster network gains."""
+    options.check_stdout()
+    for field, value in (("other-curve", options.other_curve), ("force", options.force)):
+        if value and not options.curve:
+            raise ConfigError(field, value, "given with --curve")
+    words, others = split_sources(options.files)
+    traces = map_traces(replace(options, files=tuple(words)), rank_messages)
+    if traces is None:
+        return 0
+    names = [Path(result.info.file).name for result in traces.results]
+    notes = (*traces.notes, *_lost(traces))
+    # Ranks whose GPU work is missing are left out, unless it is missing of all.
+    whole = tuple(result for result in traces.results if not result.value.damage)
+    traces = replace(traces, results=whole or traces.results, notes=notes)
+    sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
+    view = _View(options, traces, sources)
+    view.write()
+    if not options.to_stdout:
+        print_text(view.text())
+    return 0
+
+
+def _lost(traces: TraceSet[RankMessages]) -> Iterator[str]:
+    """Yield which ranks have calls and no times, and why."""
+    return damage_notes(
+        (r.info.rank or 0, damage) for r in traces.results for damage in r.value.damage
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """Times by a measured curve, in seconds per rank and step; totals of all calls."""
+
+    name: str
+    times: Mapping[MessageKind, Expected]
+    totals: Mapping[str, float | int]
+    all_s: float
+    timed_s: float  # of the calls that are timed
+    took_s: float  # what these took
+
+
+class _View:
+    """Everything that is shown, written as text, JSON, CSV and HTML."""
+
+    def __init__(
+        self, options: MessagesOptions, traces: TraceSet[RankMessages], sources: list[Source]
+    ) -> None:
+        self.options, self.traces, self.sources = options, traces, sources
+        by_rank = {r.info.rank or 0: (r.info, r.value) for r in traces.results}
+        options.check_steps(
+            {number for result in traces.results for number in result.value.numbers},
+            (result.info.file for result in traces.results if not result.value.is_marked),
+        )
+        self.matched = match(by_rank, options.has_step)
+        self.selected = {
+            rank: value.selected(options.has_step) for rank, (_, value) in by_rank.items()
+        }
+        self.curve = self._curve(options.curve)
+        self.other = self._curve(options.other_curve)
+        self.rows = report.rows(
+            self.matched.histogram,
+            self.matched.kernels,
+            self.matched.partial,
+            by=histogram.BY if options.by is None else histogram.parse_by(options.by),
+            bins=histogram.parse_bins(options.bins) if options.bins else None,
+            num_ranks=len(by_rank),
+            num_rank_steps=self.matched.num_steps,
+            expected=self.curve.times if self.curve else None,
+        )
+        self.ranks = list(self._rank_rows())
+        self.communicates = any(row["communication_s"] for row in self.ranks)
+        copies = [
+            copy[1:]
+            for rank, (_, value) in by_rank.items()
+            for copy in value.copies
+            if copy[0] in self.selected[rank]
+        ]
+        self.copies = report.copy_rows(copies, self.matched.num_steps)
+        self.compared = [
+            row
+            for source in sources
+            for row in report.compared(
+                self.matched.histogram,
+                self.matched.num_steps,
+                source.histogram,
+                source.num_ranks_seen,
+                source.kind,
+            )
+        ]
+
+    def _curve(self, name: str | None) -> _Curve | None:
+        if name is None:
+            return None
+        matched, steps = self.matched, self.matched.num_steps
+        known: Histogram = {
+            kind: tally
+            for kind, tally in matched.histogram.items()
+            if kind.message_bytes is not None
+            and (kind.collective in (SEND, RECV) or (kind.num_ranks or 1) > 1)
+        }
+        if not known:
+            allowed = "given for traces with messages of several ranks and known size"
+            raise ConfigError("curve", name, allowed)
+        times = expected.expected(
+            known, read_curves(name, self.options.runs), force=self.options.force
+        )
+        totals = expected.totals(matched.histogram, times, 1)
+        covered = [(matched.histogram[kind], time.seconds) for kind, time in times.items()]
+        return _Curve(
+            name=name,
+            times=times,
+            totals=totals,
+            all_s=totals["seconds_per_rank"] / steps,
+            timed_s=sum(tally.timed_calls * seconds for tally, seconds in covered) / steps,
+            took_s=sum(tally.seconds for tally, _ in covered) / steps,
+        )
+
+    def _rank_rows(self) -> Iterator[Row]:
+        for result in self.traces.results:
+            rank, value = result.info.rank or 0, result.value
+            waits, selected = self.matched.ranks[rank], self.selected[rank]
+            steps = max(len(selected), 1) * 1e9
+            times, is_timed = value.times, waits.timed > 0
+            sums = {
+                name: int(getattr(times, name)[selected].sum()) / steps if times else None
+                for name in ("window", "communication", "exposed")
+            }
+            is_compared = is_timed and self.matched.end_spread is not None
+            agree = is_timed and self.matched.clocks_agree
+            # Communication that no call explains may be transfer, too.
+            unexplained = (sums["communication"] or 0.0) - waits.kernels / steps
+            yield {
+                "rank": rank,
+                "steps": len(selected),
+                "calls_per_step": waits.calls / max(len(selected), 1),
+                "step_s": sums["window"],
+                "communication_s": sums["communication"],
+                "exposed_s": sums["exposed"],
+                "kernels_s": waits.kernels / steps if is_timed else None,
+                "transfer_s": waits.transfer / steps if is_timed else None,
+                "waiting_s": waits.waited / steps if is_timed else None,
+                "other_kernels_s": max(waits.other_kernels / steps, unexplained, 0.0),
+                "arrived_last": waits.last if is_compared else None,
+                "early_s": waits.early / steps if agree else None,
+                "early_per_call_s": waits.early / waits.timed / 1e9 if agree else None,
+            }
+
+    def _gains(self) -> Iterator[tuple[str, report.Gain]]:
+        if not self.communicates:
+            return
+        faster = 1 - 1 / self.options.network_speedup
+        shares = [(f"a network {self.options.network_speedup:g} times as fast", faster, faster)]
+        tallies = self.matched.histogram
+        total = sum(tally.seconds for tally in tallies.values())
+        if self.curve and self.other and total:
+            saved = sum(
+                tallies[kind].seconds * (1 - other.seconds / self.curve.times[kind].seconds)
+                for kind, other in self.other.times.items()
+                if kind in self.curve.times
+            )
+            what = f"with {self.options.other_curve} instead of {self.options.curve}"
+            shares.append((what, saved / total, 0.0))
+        for what, share, unknown_share in shares:
+            if result := report.gain(self.ranks, share, unknown_share):
+                yield what, result
+
+    def _verdict(self) -> Iterator[str]:
+        lost = "; ".join(_lost(self.traces))
+        reason = f"no step has times ({lost})" if lost else "no step with work is in the traces"
+        sends = any(kind.num_ranks != 1 for kind in self.matched.histogram)
+        if sends and self.ranks[0]["step_s"] and not self.communicates:
+            return report.verdict([], "calls between ranks have no times in these steps")
+        return report.verdict(self.ranks, reason)
+
+    def text(self) -> Iterator[str]:
+        """Yield lines for a terminal."""
+        ranks, counts = len(self.traces.results), sorted(map(len, self.selected.values()))
+        low, high = counts[0], counts[-1]
+        each = f"{f'{low} to ' * (low < high)}{high} step{'s' * (high != 1)} each"
+        if not any(result.value.is_marked for result in self.traces.results):
+            each = "without marks of steps: the whole trace is one"
+        yield (
+            f"# {ranks} of {self.traces.world_size} ranks, {each}; sizes as nccl-tests counts "
+            "them; latency: shortest kernel of any rank; waiting: the rest"
+        )
+        if self.rows:
+            yield from report.lines(self.rows)
+        else:
+            which = " of known size" if sum(self.matched.uncounted.values()) else ""
+            yield f"no message{which} of torch.distributed is in these steps"
+        yield from self._curve_text()
+        yield ""
+        yield from histogram.lines(self.ranks, report.RANK_COLUMNS)
+        if self.copies:
+            yield ""
+            yield from histogram.lines(self.copies, report.COPY_COLUMNS)
+        yield ""
+        yield from self._verdict()
+        for what, result in self._gains():
+            yield report.gain_line(what, result)
+        for source in self.sources:
+            yield ""
+            rows = [row for row in self.compared if row["source"] == source.kind]
+            yield from report.compared_lines(source.kind, len(source.files), rows)
+        notes = self.notes()
+        yield from [""] * bool(notes)
+        yield from (f"note: {note}" for note in notes[:_MAX_NOTES])
+        if len(notes) > _MAX_NOTES:
+            yield f"note: and {len(notes) - _MAX_NOTES} more; --json has all"
+
+    def _curve_text(self) -> Iterator[str]:
+        for curve in filter(None, (self.curve, self.other)):
+            line = f"# by {curve.name} these take {format_time(curve.all_s)} per rank and step"
+            if curve.timed_s and curve is self.curve:
+                took = "took at most" if self.matched.partial else "took"
+                times = f"{curve.took_s / curve.timed_s:.2f} times that"
+                line += f"; the timed ones take {format_time(curve.timed_s)} by it, and {took} "
+                line += f"{format_time(curve.took_s)}, {times}"
+            yield line
+            yield from expected.beyond_curve(curve.totals)
+
+    def notes(self) -> list[str]:
+        """Return what is not known, and why."""
+        matched = self.matched
+        notes = list(self.traces.notes)
+        notes += [
+            f"{count} {reason} are not counted"
+            for reason, count in matched.uncounted.items()
+            if count
+        ]
+        notes += [
+            f"untimed: {text} (calls: {count})" for text, count in matched.unmatched.items()
+        ]
+        unlinked: dict[str, list[int]] = {}
+        for result in self.traces.results:
+            for name, count, ns in result.value.calls.unlinked:
+                sums = unlinked.setdefault(name, [0, 0])
+                sums[0], sums[1] = sums[0] + count, sums[1] + ns
+        notes += [
+            f"{count} kernels {name[:60]} ({format_time(ns / 1e9)}) are of no "
+            "call in the traces (coalesced calls, replayed graphs, shared memory of GPUs): "
+            "their sizes are not known"
+            for name, (count, ns) in sorted(unlinked.items(), key=lambda item: -item[1][0])
+        ]
+        if other := [kind for kind in matched.histogram if not is_synchronizing(kind)]:
+            names = ", ".join(sorted({kind.collective for kind in other}))
+            notes.append(
+                f"a rank may end before others begin in {names}: their shortest kernel may be "
+                "less than the transfer, and is not counted as one by rank"
+            )
+        if matched.partial:
+            calls = sum(matched.histogram[kind].calls for kind in matched.partial)
+            notes.append(
+                f"of {calls} calls some ranks have no trace: their latency, waiting and bus "
+                "bandwidth are not known"
+            )
+        if matched.end_spread is not None and not matched.clocks_agree:
+            notes.append(
+                "how long before the last each rank arrived is not known: ends of a call are "
+                f"{format_time(matched.end_spread / 1e9)} apart (median): clocks may differ"
+            )
+        return notes
+
+    def document(self) -> dict[str, object]:
+        """Return everything as plain values."""
+        best = report.gain(self.ranks, 1.0, 1.0)
+        return {
+            "world_size": self.traces.world_size,
+            "rank_steps": self.matched.num_steps,
+            "histogram": self.rows,
+            "ranks": self.ranks,
+            "copies": self.copies,
+            "curve": self.curve
+            and {
+                "name": self.curve.name,
+                "expected_per_rank_step_s": self.curve.all_s,
+                "expected_of_timed_per_rank_step_s": self.curve.timed_s,
+                "took_per_rank_step_s": self.curve.took_s if self.curve.timed_s else None,
+                "uncovered_calls": self.curve.totals["uncovered_calls"],
+            },
+            "network": {
+                "step_s": best.step_s if best else None,
+                "most_gain_s": best.seconds if best else None,
+                "verdict": list(self._verdict()),
+                "gains": [
+                    {"network": what, "most_gain_s": result.seconds, "limited_by": result.rank}
+                    for what, result in self._gains()
+                ],
+            },
+            "end_spread_s": None
+            if self.matched.end_spread is None
+            else self.matched.end_spread / 1e9,
+            "sources": self.compared,
+            "notes": self.notes(),
+        }
+
+    def write(self) -> None:
+        """Write the files that the options name. Raises ConfigError."""
+        options = self.options
+        if options.html:
+            page = load("stepmark.findings.histogram_figures:page")  # with plotly
+            title = f"messages of {self.traces.world_size} ranks"
+            write_text(
+                options.html, page("stepmark trace messages", [(title, self.rows, ())]), "html"
+            )
+        if options.json:
+            write_json(self.document(), options.json, "messages")
+        if options.csv:
+            tables = {
+                "histogram": self.rows,
+                "ranks": self.ranks,
+                "copies": self.copies,
+                "sources": self.compared,
+            }
+            write_tables({n: rows for n, rows in tables.items() if rows}, options.csv, "csv")

@@ -1,0 +1,43 @@
+"""stepmark trace critical-path: what a step waited for, from its end back to its start."""
+
+import sys
+from functools import partial
+
+from stepmark.ground.errors import ConfigError
+from stepmark.store.view import print_text
+from stepmark.tables.export import write_json, write_tables
+from stepmark.traces import trace_path_text as report
+from stepmark.traces.kineto.critical_path import critical_path
+from stepmark.traces.kineto.step_work import StepWork, step_work
+from stepmark.traces.trace_files import map_traces
+from stepmark.traces.trace_options import CriticalPathOptions
+
+
+def run(options: CriticalPathOptions) -> int:
+    """Print and write the path of each chosen step."""
+    options.check_stdout()
+    traces = map_traces(options, partial(step_work, options))
+    if traces is None:
+        return 0
+    steps: dict[int | None, dict[int, StepWork]] = {}
+    for result in traces.results:
+        for work in result.value:
+            steps.setdefault(work.step, {})[result.info.rank or 0] = work
+    if not steps:
+        value = ", ".join(options.files)
+        allowed = "traces with GPU events: without any, trace breakdown shows the host"
+        raise ConfigError("trace", value, allowed)
+    if options.steps is None:  # the middle steps of the ranks may differ
+        step = max(steps, key=lambda step: len(steps[step]))
+        steps = {step: steps[step]}
+    paths = [critical_path(steps[step]) for step in sorted(steps, key=lambda step: step or 0)]
+    tables = report.tables(paths)
+    if options.json:
+        document = {"notes": traces.notes, "definitions": report.DEFINITIONS}
+        write_json(document | tables, options.json, "critical-path")
+    if options.csv:
+        write_tables(tables, options.csv, "csv")
+    if not options.to_stdout:
+        print_text(report.lines(paths))
+        sys.stdout.writelines(f"note: {note}\n" for note in traces.notes)
+    return 0

@@ -1,0 +1,214 @@
+"""stepmark trace to-workload: a measured step as a workload."""
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+from stepmark.ground import outer_launcher
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.units import ranks_text
+from stepmark.model.collectives import FACTS, Collective
+from stepmark.step.workload import CommOp, Group, Operation, Workload
+from stepmark.tables.export import is_folder
+from stepmark.traces.kineto.program import RankProgram, program, step_windows
+from stepmark.traces.trace_files import TraceSet, map_traces
+from stepmark.traces.trace_options import ToWorkloadOptions, TraceInputs
+from stepmark.workloads import file_times, workload_files
+from stepmark.workloads.formats.ranks import disagreements, group_of, name_of, stages_of
+
+_NO_NAME = ("", "undefined", "default_pg")
+_TIMES = (
+    "times of computations and of the host are those of {}, which waits least (of each stage); "
+    "those of collectives are the shortest of their ranks; reductions (sum, average) and roots "
+    "are not in a trace; waits between streams are inferred"
+)
+
+
+def to_workload(options: ToWorkloadOptions) -> int:
+    """Write the workload."""
+    if options.out != "-" and is_folder(options.out):
+        raise ConfigError("out", options.out, "a file, e.g. step.json: a workload is one file")
+    if workload := read(options, starts=options.starts):
+        workload_files.deliver(workload, workload_files.Target(to="native", out=options.out))
+    return 0
+
+
+def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
+    """Return one step of a job as a workload. None on ranks of a launcher but the first.
+
+    starts: operations keep their start times, so that no two are alike.
+    """
+    step = _step(inputs)
+    traces = map_traces(inputs, partial(program, step=step))
+    if traces is None:
+        return None
+    for note in traces.notes:
+        sys.stderr.write(f"note: {note}\n")
+    programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
+    if len(programs) < len(traces.results):
+        absent = {r.info.rank or 0 for r in traces.results} - programs.keys()
+        raise ConfigError("steps", step, f"a step of all ranks: {ranks_text(absent)} lack it")
+    for rank, each in programs.items():
+        if each.left_out and not any(isinstance(op, CommOp) for op in each.operations):
+            what = "; ".join(f"{count} {text}" for text, count in each.left_out.items())
+            allowed = f"traces that state the messages of the step: {what}"
+            raise ConfigError("trace", f"rank {rank}", allowed)
+    name = Path(inputs.files[0]).name or "trace"
+    workload = _workload(traces, programs, name, starts=starts)
+    for note in workload.notes:
+        sys.stderr.write(f"note: {note}\n")
+    return workload
+
+
+def _step(inputs: TraceInputs) -> int:
+    """Return the number of the step: the one of --steps, else that of median duration."""
+    if inputs.steps is not None:
+        (low, high), *others = inputs.steps
+        if others or low != high:
+            raise ConfigError("steps", f"{low}-{high}", "one step, e.g. 6")
+        return low
+    if outer_launcher.is_rank():  # whose other ranks do not learn which step it is
+        raise ConfigError("steps", "missing", "the number of a step, under a launcher")
+    traces = map_traces(inputs, partial(step_windows, inputs))
+    assert traces is not None
+    took = [result.value for result in traces.results]
+    whole = {
+        number: max(times[number] for times in took)
+        for number in took[0]
+        if all(number in times for times in took)
+    }
+    if not whole:
+        value = ", ".join(inputs.files)
+        raise ConfigError("trace", value, "traces with a step that has GPU events on all ranks")
+    return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
+
+
+def _workload(
+    traces: TraceSet[RankProgram | None],
+    programs: Mapping[int, RankProgram],
+    name: str,
+    *,
+    starts: bool,
+) -> Workload:
+    world, groups = traces.world_size, dict[str, Group]()
+    by_rank = {rank: _named(each, world, groups) for rank, each in programs.items()}
+    # Without their waits, which times decide.
+    bare = {rank: [replace(op, after=()) for op in own] for rank, own in by_rank.items()}
+    messages = {rank: [op for op in bare[rank] if isinstance(op, CommOp)] for rank in bare}
+    notes = list(_notes(programs))
+    first = min(programs)
+    if len(programs) < world:
+        unlike = [rank for rank in messages if messages[rank] != messages[first]]
+        if unlike:
+            allowed = (
+                f"traces of all {world} ranks: messages of ranks {first} and {unlike[0]} "
+                "differ, so that those of the others are not known"
+            )
+            raise ConfigError("trace", f"{len(programs)} ranks", allowed)
+        absent = ranks_text(set(range(world)) - programs.keys())
+        notes.append(f"{absent}: no trace is read; the program is that of rank {first}")
+    ranks: list[Sequence[Operation]] = []
+    slowest: list[int] = []  # the rank of each stage that waits least
+    begun: list[Sequence[float | None]] = []
+    for _, alike in groupby(range(world), lambda rank: messages.get(rank, messages[first])):
+        members = list(alike)
+        sent = {rank: _sent(programs[rank]) for rank in members if rank in programs}
+        rank = min(sent, key=lambda rank: sum(time or 0 for time in sent[rank]))
+        slowest.append(rank)
+        timed = _timed(rank, by_rank[rank], programs[rank].times, sent, groups)
+        ranks += [timed] * len(members)
+        begun += [programs[rank].starts_s] * len(members)
+        if unequal := [other for other in sent if bare[other] != bare[rank]]:
+            notes.append(
+                f"{ranks_text(unequal)}: the same messages as rank {rank}, but other "
+                "computations: those of that rank stand for them"
+            )
+    notes.append(_TIMES.format(ranks_text(set(slowest))))
+    stages, blocks = stages_of(ranks, begun if starts else None)
+    info = traces.results[0].info
+    workload = Workload(
+        name=name,
+        rules="trace",
+        source=", ".join(["torch.profiler", *map(" ".join, info.versions)]),
+        world_size=world,
+        settings={
+            "step": programs[first].step,
+            "devices": ", ".join(sorted(set(info.devices))),
+            **_durations(programs, slowest),
+        },
+        groups=groups,
+        blocks=blocks,
+        stages=stages,
+        notes=tuple(notes),
+    )
+    workload.check()
+    return replace(workload, notes=workload.notes + disagreements(workload))
+
+
+def _durations(programs: Mapping[int, RankProgram], slowest: Sequence[int]) -> dict[str, float]:
+    """Return the settings with times: of the step, and of the host where it takes longest."""
+    step_ns = max(each.window_ns for each in programs.values())
+    hosts = [programs[rank].host_ns for rank in slowest]
+    host_ns = max(hosts, key=lambda own: sum(own.values()))
+    host_s = {name: ns / 1e9 for name, ns in host_ns.items()}
+    return {file_times.STEP: step_ns / 1e9, **file_times.host_settings(host_s)}
+
+
+def _named(each: RankProgram, world: int, groups: dict[str, Group]) -> tuple[Operation, ...]:
+    """Return the operations with groups whose names are alike on all ranks."""
+    names = {}
+    for name, members in each.members.items():
+        group = group_of(members, f"group {name}")
+        desc = name.partition(" ")[2]
+        names[name] = name_of(group, world)
+        if desc not in _NO_NAME:
+            names[name] = f"{desc}: {names[name]}"
+        groups[names[name]] = group
+    return tuple(
+        replace(op, group=names[op.group]) if isinstance(op, CommOp) else op
+        for op in each.operations
+    )
+
+
+def _sent(program: RankProgram) -> list[int | None]:
+    """Return the times of the messages."""
+    pairs = zip(program.operations, program.times, strict=True)
+    return [time for op, time in pairs if isinstance(op, CommOp)]
+
+
+def _timed(
+    rank: int,
+    operations: Sequence[Operation],
+    times: Sequence[int | None],
+    sent: Mapping[int, Sequence[int | None]],
+    groups: Mapping[str, Group],
+) -> tuple[Operation, ...]:
+    """Return the operations of a rank with times in ns.
+
+    sent: times of the messages of each rank, of which the shortest is without waiting: that of
+    the last rank of a collective to arrive.
+    """
+    timed: list[Operation] = []
+    messages = zip(*sent.values(), strict=True)
+    for op, own in zip(operations, times, strict=True):
+        time = own
+        if isinstance(op, CommOp):
+            by_rank = dict(zip(sent, next(messages), strict=True))
+            known = [by_rank.get(member) for member in groups[op.group].members(rank)]
+            is_known = op.collective in FACTS and FACTS[Collective(op.collective)].synchronizing
+            time = min((each for each in known if each is not None), default=None)
+            if not is_known or None in known:
+                time = None
+        timed.append(op if time is None else replace(op, time_s=time / 1e9))
+    return tuple(timed)
+
+
+def _notes(programs: Mapping[int, RankProgram]) -> Iterator[str]:
+    left_out: Counter[str] = Counter()
+    for each in programs.values():
+        left_out += each.left_out
+    yield from (f"left out: {count} {what}" for what, count in left_out.most_common())

@@ -1,0 +1,11 @@
+"""Training steps on ranks, with torch: `stepmark train`.
+
+- train_options.py, train_plan.py, train_refusals.py: options, cases, and what cannot run.
+- train.py: the verb.
+- transformer.py, attention.py, layers.py, fp8_bias.py, triton_kernels.py: the decoder.
+- parallelize.py, model_parallel.py, precision.py: a model on ranks, and its number formats.
+- trainer.py, optimizer.py, data.py: one step.
+- bench.py, loop.py, profiling.py, annotations.py, messages.py, results.py: measure steps.
+- train_columns.py, training_rates.py, training_words.py: rows and what they mean.
+- training_printing.py, training_figures.py: on a terminal and on a page.
+"""

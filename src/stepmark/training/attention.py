@@ -1,0 +1,253 @@
+"""Causal self-attention with grouped heads, rotary positions and a choice of kernels.
+
+B batch, T tokens, S tokens of keys, C hidden width, H query heads, K key and value heads,
+G = H / K, D head width, E head width of values.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import CausalVariant
+
+from stepmark.model.model import MlaConfig, ModelConfig
+from stepmark.training.layers import Norm
+
+ROPE_BASE = 500_000.0  # Llama 3's
+
+KERNELS = {
+    "auto": None,  # torch's own order
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_WIDEST = 256  # head that the flash kernel takes
+
+# (q_BTHD, k_BTKD, v_BTKE, name of a kernel) -> y_BTHE, causal
+Attend = Callable[[Tensor, Tensor, Tensor, str], Tensor]
+
+
+def rope_tables(num_positions: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cos_TD and sin_TD in fp32 with two equal halves, in Hugging Face's order."""
+    exponents = torch.arange(0, width, 2, dtype=torch.float64, device=device) / width
+    positions_T = torch.arange(num_positions, dtype=torch.float64, device=device)
+    half = torch.outer(positions_T, ROPE_BASE**-exponents)
+    angles_TD = torch.cat((half, half), dim=-1)
+    return angles_TD.cos().float(), angles_TD.sin().float()
+
+
+def rotate(x_BTxD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Rotate x by its position in dimension 1, in fp32; any dimensions between T and D."""
+    num_tokens, width = x_BTxD.shape[1], x_BTxD.shape[-1]
+    shape = (num_tokens, *(1,) * (x_BTxD.dim() - 3), width)
+    cos, sin = cos_TD[:num_tokens].view(shape), sin_TD[:num_tokens].view(shape)
+    x = x_BTxD.float()
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BTxD.dtype)
+
+
+def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str) -> Tensor:
+    """Return softmax(q @ k.T / sqrt(D), causal) @ v as y_BTHE, by the kernel of that name.
+
+    The last query is aligned with the last key: fewer queries than keys are the last ones.
+    """
+    q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
+    width = v.shape[-1]
+    prefix = prefix_kernel(q, v, kernel) if q.shape[2] < k.shape[2] else ""
+    is_grouped = q.shape[1] != k.shape[1]
+    if is_grouped and kernel == "efficient":  # it does not support grouped heads
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+        is_grouped = False
+    if "flash" in (kernel, prefix) and width < q.shape[-1]:  # it supports one width only
+        v = functional.pad(v, (0, q.shape[-1] - width))
+    if prefix:
+        return _attend_prefix(q, k, v, prefix)[..., :width].transpose(1, 2)
+    is_square = q.shape[2] == k.shape[2]
+    backend = KERNELS[kernel]
+    with nullcontext() if backend is None else sdpa_kernel(backend):
+        y = functional.scaled_dot_product_attention(
+            *(q, k, v),
+            attn_mask=None if is_square else _aligned_last(q, k),
+            is_causal=is_square,
+            enable_gqa=is_grouped,
+        )
+    return y[..., :width].transpose(1, 2)
+
+
+def prefix_kernel(q: Tensor, v: Tensor, kernel: str) -> str:
+    """Return the kernel for the last queries and all keys: "flash", "efficient", or "".
+
+    "" is any kernel with a mask: it reads the mask and computes masked products nevertheless.
+    The two others skip these. Only their own operators align the last query with the last key;
+    is_causal of scaled_dot_product_attention aligns the first.
+    """
+    if not q.is_cuda or torch.version.hip or q.shape[-1] % 8 or v.shape[-1] % 8:
+        return ""
+    if kernel == "efficient":
+        return kernel
+    takes = q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= _WIDEST
+    return "flash" if takes and kernel in ("auto", "flash") else ""
+
+
+def _attend_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) -> Tensor:
+    if kernel == "flash":
+        y: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+            q_BHTD, k_BKSD, v_BKSE, is_causal=True
+        )[0]
+        return y
+    q, k, v = (x.transpose(1, 2) for x in (q_BHTD, k_BKSD, v_BKSE))
+    y = torch.ops.aten._efficient_attention_forward(
+        *(q, k, v),
+        bias=None,
+        cu_seqlens_q=None,
+        cu_seqlens_k=None,
+        max_seqlen_q=None,
+        max_seqlen_k=None,
+        dropout_p=0.0,
+        custom_mask_type=int(CausalVariant.LOWER_RIGHT),
+        compute_log_sumexp=True,
+    )[0]
+    return y.transpose(1, 2)
+
+
+def _aligned_last(q_BHTD: Tensor, k_BKSD: Tensor) -> Tensor:
+    """Return mask_TS, in which the last query is aligned with the last key."""
+    num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
+    mask_TS = torch.ones((num_queries, num_keys), dtype=torch.bool, device=q_BHTD.device)
+    return mask_TS.tril(num_keys - num_queries)
+
+
+@torch.library.custom_op("stepmark::join", mutates_args=())
+def join(parts: list[Tensor], dim: int) -> Tensor:
+    """Return torch.cat along a negative dim from -3 on, never fused with its consumers."""
+    # Above four dimensions CUDA copies the parts one by one, at half the rate.
+    rows = torch.cat([part.flatten(0, -4) for part in parts], dim).contiguous()
+    joined: Tensor = rows.unflatten(0, parts[0].shape[:-3])
+    return joined
+
+
+@join.register_fake
+def _(parts: list[Tensor], dim: int) -> Tensor:
+    shape = list(parts[0].shape)
+    shape[dim] = sum(part.shape[dim] for part in parts)
+    return parts[0].new_empty(shape)
+
+
+class _Split(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
+        ctx.dim = dim
+        parts: tuple[Tensor, ...] = x.split(sizes, dim)
+        return parts
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return join(list(grads), ctx.dim), None, None
+
+
+def split_joined(x: Tensor, sizes: tuple[int, ...], dim: int) -> tuple[Tensor, ...]:
+    """Return torch.split with a gradient that is written to memory before it is used.
+
+    Inductor would recompute it in each kernel that reads it: the search for its largest value
+    then took 8 times as long as reading memory does (H200, GPT-2 1.5B in FP8).
+    """
+    return _split(x, sizes, dim)
+
+
+_split: Callable[[Tensor, tuple[int, ...], int], tuple[Tensor, ...]] = _Split.apply
+
+
+class Attention(nn.Module):
+    """Grouped-query attention. Rows of qkv: per KV head its G queries, its key, its value."""
+
+    def __init__(self, model: ModelConfig, kernel: str) -> None:
+        super().__init__()
+        self.kernel = kernel
+        self.attend: Attend = causal_attention  # replaced under context parallelism
+        self.joins_gradients = False  # True pays off where qkv's gradient is cast to FP8
+        self.head_dim = model.head_dim
+        self.group_size = model.num_heads // model.num_kv_heads
+        width = model.num_heads * model.head_dim
+        rows = width + 2 * model.num_kv_heads * model.head_dim
+        self.qkv = nn.Linear(model.hidden_size, rows, bias=model.qkv_bias or model.linear_bias)
+        self.q_norm = Norm("rmsnorm", model.head_dim) if model.qk_norm else None
+        self.k_norm = Norm("rmsnorm", model.head_dim) if model.qk_norm else None
+        self.out = nn.Linear(width, model.hidden_size, bias=model.linear_bias)
+
+    def forward(
+        self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None
+    ) -> Tensor:
+        # The number of heads is inferred: under tensor parallelism it is this rank's.
+        heads = (-1, self.group_size + 2, self.head_dim)
+        qkv = self.qkv(x_BTC).unflatten(-1, heads)
+        sizes = (self.group_size, 1, 1)
+        parts = split_joined(qkv, sizes, -2) if self.joins_gradients else qkv.split(sizes, -2)
+        q_BTKGD, k_BTKD, v_BTKD = parts
+        if self.q_norm is not None and self.k_norm is not None:
+            q_BTKGD, k_BTKD = self.q_norm(q_BTKGD), self.k_norm(k_BTKD)
+        if cos_TD is not None and sin_TD is not None:
+            q_BTKGD = rotate(q_BTKGD, cos_TD, sin_TD)
+            k_BTKD = rotate(k_BTKD, cos_TD, sin_TD)
+        y_BTHD = self.attend(
+            q_BTKGD.flatten(2, 3), k_BTKD.flatten(2, 3), v_BTKD.flatten(2, 3), self.kernel
+        )
+        out_BTC: Tensor = self.out(y_BTHD.flatten(2))
+        return out_BTC
+
+
+class LatentAttention(nn.Module):
+    """Keys and values are projected up from a latent; one rotary key serves all heads."""
+
+    def __init__(self, model: ModelConfig, mla: MlaConfig, kernel: str) -> None:
+        super().__init__()
+        self.mla = mla
+        self.kernel = kernel
+        self.attend: Attend = causal_attention  # replaced under context parallelism
+        hidden, heads = model.hidden_size, model.num_heads
+        q_width = heads * model.d_qk
+        self.q: nn.Module = (
+            _compressed_query(hidden, mla.q_lora_rank, q_width)
+            if mla.q_lora_rank
+            else nn.Linear(hidden, q_width, bias=False)
+        )
+        kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+        down = mla.kv_lora_rank + mla.qk_rope_head_dim
+        self.kv_down = nn.Linear(hidden, down, bias=False)
+        self.kv_norm = Norm("rmsnorm", mla.kv_lora_rank)
+        self.kv_up = nn.Linear(mla.kv_lora_rank, kv_width, bias=False)
+        self.out = nn.Linear(heads * mla.v_head_dim, hidden, bias=False)
+
+    def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
+        nope, rope = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim
+        value = self.mla.v_head_dim
+        q_BTHD = self.q(x_BTC).unflatten(-1, (-1, nope + rope))
+        q_BTHN, q_BTHR = q_BTHD.split((nope, rope), dim=-1)
+        q_BTHD = torch.cat((q_BTHN, rotate(q_BTHR, cos_TR, sin_TR)), dim=-1)
+
+        latent_BTL, k_BTR = self.kv_down(x_BTC).split((self.mla.kv_lora_rank, rope), dim=-1)
+        kv = self.kv_up(self.kv_norm(latent_BTL)).unflatten(-1, (-1, nope + value))
+        k_BTHN, v_BTHE = kv.split((nope, value), dim=-1)
+        k_BT1R = rotate(k_BTR, cos_TR, sin_TR).unsqueeze(2)
+        k_BTHD = torch.cat((k_BTHN, k_BT1R.expand(-1, -1, k_BTHN.shape[2], -1)), dim=-1)
+
+        y_BTHE = self.attend(q_BTHD, k_BTHD, v_BTHE, self.kernel)
+        out_BTC: Tensor = self.out(y_BTHE.flatten(2))
+        return out_BTC
+
+
+def _compressed_query(hidden_size: int, rank: int, width: int) -> nn.Sequential:
+    """Return a projection of queries through a latent vector of their own."""
+    return nn.Sequential(
+        OrderedDict(
+            down=nn.Linear(hidden_size, rank, bias=False),
+            norm=Norm("rmsnorm", rank),
+            up=nn.Linear(rank, width, bias=False),
+        )
+    )

@@ -1,0 +1,339 @@
+"""From the options of `stepmark train` to its cases."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import (
+    CompileScope,
+    DataParallel,
+    Fp8,
+    GradSync,
+    Precision,
+    Recompute,
+    Schedule,
+)
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.units import format_bytes
+from stepmark.model.model import ModelConfig
+from stepmark.model.model_names import distinct_names
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.tree import stage_of_case
+from stepmark.step_memory import memory
+from stepmark.training import train_refusals
+from stepmark.training.train_options import SAME_IN_CASE, TrainOptions, options_of
+from stepmark.workloads.models import read_models
+
+# Micro-batches that --find-batch tries, until one is too large.
+_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_MOST_RANKS = 1024  # that are suggested for a step that does not fit
+_DATA_PARALLEL = ("ddp", "fsdp")
+_MODEL_AXES = ("tp", "pp", "cp")  # each is a strategy, too
+
+
+def cases(options: TrainOptions, device: str, world_size: int) -> list[TrainCase]:
+    """Plan all strategies, schedules, models and batches. Raises ConfigError."""
+    train_refusals.check_options(options)
+    planned: dict[str, TrainCase] = {}
+    for strategy, schedule in itertools.product(
+        options.strategy or ("",), options.schedule or (Schedule.STEP,)
+    ):
+        for case in _strategy_cases(options, strategy, schedule, device, world_size):
+            planned.setdefault(case.case_id, case)
+    kinds = {(case.model, case.strategy, case.schedule) for case in planned.values()}
+    if options.find_batch and len(kinds) > 1:
+        model_names = distinct_names(model for model, *_ in kinds)
+        names = ", ".join(
+            sorted(
+                f"{model_names[model]} {strategy} {schedule}"
+                for model, strategy, schedule in kinds
+            )
+        )
+        raise ConfigError("find-batch", names, "one model, one strategy and one schedule")
+    return list(planned.values())
+
+
+def only_case(options: TrainOptions, device: str, world_size: int) -> TrainCase:
+    """Return the case of options that give one. Raises ConfigError for several."""
+    planned = cases(options, device, world_size)
+    if len(planned) > 1:
+        fields: dict[str, Sequence[object]] = {
+            "model": options.model_names,
+            "strategy": options.strategy or (),
+            "schedule": options.schedule or (),
+            "mbs": options.mbs or (),
+        }
+        field, values = max(fields.items(), key=lambda item: len(item[1]))
+        allowed = f"one value: {len(planned)} steps are too many here"
+        raise ConfigError(field, ",".join(map(str, values)), allowed)
+    return planned[0]
+
+
+def _strategy_cases(
+    options: TrainOptions, strategy: str, schedule: Schedule, device: str, world_size: int
+) -> Iterator[TrainCase]:
+    strategy, parallel = layout(options, strategy, world_size)
+    techniques = _techniques(options, device, strategy, schedule, parallel)
+    kind = DataParallel(strategy) if strategy in _DATA_PARALLEL else DataParallel.NONE
+    for model, file in _models(options, parallel.tp):
+        for mbs in _batches(options, parallel):
+            case = TrainCase(
+                model=model,
+                mbs=mbs,
+                parallel=parallel,
+                data_parallel=kind,
+                device=device,
+                backend="nccl" if device == "cuda" else "gloo",
+                schedule=schedule,
+                model_file=file,
+                **techniques,
+            )
+            train_refusals.check(case, options)
+            yield case
+
+
+def _models(options: TrainOptions, tp: int) -> Iterator[tuple[ModelConfig, str]]:
+    """Yield each model with the file it was read from, "" for a built-in one."""
+    for name in options.model_names:
+        models = read_models(name, options.scale, tp)
+        is_file = Path(name).suffix == ".json" or Path(name).is_dir()
+        if len(models) != 1:
+            raise ConfigError("model", name, f"a file of one model, not {len(models)}")
+        (model,), seq_len = models, options.seq_len
+        most = model.max_positions or 2**24
+        if seq_len is not None and not 1 <= seq_len <= most:
+            raise ConfigError("seq-len", seq_len, f"from 1 to {most} for {model.name}")
+        model = dataclasses.replace(model, seq_len=seq_len or model.seq_len)
+        model = model.with_layers(options.num_layers or model.num_layers)
+        yield model, name if is_file else ""
+
+
+def _batches(options: TrainOptions, parallel: ParallelConfig) -> list[int]:
+    if options.mbs:
+        return sorted(set(options.mbs))
+    unit = 1
+    if parallel.pp > 1:  # a pipeline divides a micro-batch into parts
+        stages = parallel.pp * (2 if options.pp_schedule == "interleaved" else 1)
+        unit = options.pp_microbatches or stages
+    return [unit * count for count in _BATCHES] if options.find_batch else [unit]
+
+
+def _techniques(
+    options: TrainOptions,
+    device: str,
+    strategy: str,
+    schedule: Schedule,
+    parallel: ParallelConfig,
+) -> dict[str, Any]:
+    """Return every other field of a case, by name."""
+    on_gpu = device == "cuda"
+    fp8 = Fp8(options.fp8_recipe or Fp8.TENSORWISE) if options.fp8 else Fp8.NONE
+    precision = Precision.AMP if on_gpu or options.fp8 else Precision.FP32
+    precision = options.precision or precision
+    # As llm-train-bench: bf16 for FSDP, fp32 for DDP of fp32 weights.
+    is_low = precision in (Precision.BF16, Precision.MASTER)
+    is_low = is_low or (precision is Precision.AMP and strategy == "fsdp")
+    gathers_fp8 = strategy == "fsdp" and fp8 is Fp8.TENSORWISE
+    recompute, blocks = options.ac or options.sac_freq or (Recompute.NONE, (1, 1))
+    scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
+    values = {name: getattr(options, name) for name in SAME_IN_CASE}
+    return {
+        "grad_sync": GradSync.EVERY,
+        "grad_accum": 1 if schedule is Schedule.STEP else 8,
+        "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
+        "workers": 2 if on_gpu else 0,
+        **{name: value for name, value in values.items() if value is not None},
+        "precision": precision,
+        "fp8": fp8,
+        "fp8_head": bool(options.fp8_head),
+        "fp8_all_gather": (
+            gathers_fp8 if options.fp8_all_gather is None else options.fp8_all_gather
+        ),
+        "compile": scope if options.compile else CompileScope.NONE,
+        "recompute": recompute,
+        "recompute_blocks": blocks,
+        "data": options.text_file or ("text" if options.text else "random"),
+    }
+
+
+def placement_notes(cases: Sequence[TrainCase], ranks_per_host: int) -> list[str]:
+    """Return notes on tensor-parallel groups, of consecutive ranks, that reach over hosts."""
+    degrees = sorted({case.parallel.tp for case in cases})
+    return [
+        f"tp {tp}: its groups reach over hosts of {ranks_per_host} ranks, so each layer waits "
+        f"for the network; a tp that divides {ranks_per_host} keeps them inside"
+        for tp in degrees
+        if ranks_per_host % tp
+    ]
+
+
+def default_nproc(options: TrainOptions, device: str) -> str:
+    """Return --nproc, or all accelerators but for `single`; on a CPU as few as possible."""
+    if options.nproc:
+        return options.nproc
+    strategies = options.strategy or ("",)
+    if strategies == ("single",):
+        return "1"
+    if device == "cuda":
+        return "all"
+    return str(max(_fewest_ranks(options, strategy) for strategy in strategies))
+
+
+def _fewest_ranks(options: TrainOptions, strategy: str) -> int:
+    """Return ranks with which each axis that is given has its degree, and the strategy 2."""
+    degrees = {axis: getattr(options, axis) or 1 for axis in _MODEL_AXES}
+    if strategy in degrees:
+        degrees[strategy] = max(2, degrees[strategy])
+    data_ranks = 1
+    if strategy in _DATA_PARALLEL:
+        shards = max(2, options.ep or 1) if strategy == "fsdp" else 1
+        data_ranks = max(2, (options.dp_replicate or 1) * shards)
+    return data_ranks * math.prod(degrees.values())
+
+
+def layout(options: TrainOptions, strategy: str, world_size: int) -> tuple[str, ParallelConfig]:
+    """Return the strategy and how many ranks each axis has. Raises ConfigError.
+
+    strategy: "" for the default one.
+    """
+    degrees = {axis: getattr(options, axis) or 1 for axis in _MODEL_AXES}
+    strategy = strategy or _default_strategy(degrees, world_size)
+    others = math.prod(size for axis, size in degrees.items() if axis != strategy)
+    if world_size % others:
+        raise ConfigError("nproc", world_size, f"a multiple of {_product(degrees)}")
+    if strategy in degrees:
+        degree = world_size // others
+        value = getattr(options, strategy)
+        if value not in (None, degree):
+            allowed = f"{degree}, which is what {world_size} ranks leave for it"
+            raise ConfigError(strategy, value, allowed)
+        degrees[strategy] = degree
+    data_ranks = world_size // math.prod(degrees.values())
+    _check_ranks(strategy, degrees, data_ranks, world_size)
+    axes = _data_axes(options, strategy, data_ranks, degrees["cp"])
+    # cp alone keeps whole weights and reduces gradients, as DDP does.
+    return "ddp" if strategy == "cp" else strategy, ParallelConfig(**degrees, **axes)
+
+
+def _default_strategy(degrees: dict[str, int], world_size: int) -> str:
+    if world_size == 1:
+        return "single"
+    if math.prod(degrees.values()) == world_size:
+        if 1 < degrees["cp"] < world_size:
+            return "fsdp"  # tp and pp alone reduce no gradients
+        return next(axis for axis in ("pp", "tp", "cp") if degrees[axis] > 1)
+    return "fsdp"
+
+
+def _product(degrees: dict[str, int]) -> str:
+    """Return e.g. "--tp (2)" or "--tp x --pp (2 x 4 = 8)"."""
+    split = {axis: size for axis, size in degrees.items() if size > 1}
+    sizes = " x ".join(map(str, split.values()))
+    total = f" = {math.prod(split.values())}" if len(split) > 1 else ""
+    return f"{' x '.join(f'--{axis}' for axis in split)} ({sizes}{total})"
+
+
+def _check_ranks(
+    strategy: str, degrees: dict[str, int], data_ranks: int, world_size: int
+) -> None:
+    if strategy == "single" and world_size > 1:
+        raise ConfigError("nproc", world_size, "1 with --strategy single")
+    if degrees.get(strategy) == 1:
+        allowed = f"it needs at least 2 ranks, and has 1 of {world_size}"
+        raise ConfigError("strategy", strategy, allowed)
+    if strategy in _DATA_PARALLEL and data_ranks * degrees["cp"] == 1:
+        axes = f" next to {_product(degrees)}" if max(degrees.values()) > 1 else ""
+        allowed = f"it needs at least 2 data ranks{axes}, and has 1"
+        raise ConfigError("strategy", strategy, allowed)
+
+
+def _data_axes(
+    options: TrainOptions, strategy: str, data_ranks: int, cp: int
+) -> dict[str, int]:
+    copies, ep = options.dp_replicate, options.ep or 1
+    if strategy != "fsdp":
+        if copies not in (None, data_ranks):
+            raise ConfigError("dp-replicate", copies, f"{data_ranks} with {strategy}")
+        if ep > 1:
+            raise ConfigError("ep", ep, "1, or --strategy fsdp, whose ranks it divides")
+        return {"dp_replicate": data_ranks}
+    copies = copies or 1
+    if data_ranks % copies or copies == data_ranks * cp:
+        allowed = f"a divisor of {data_ranks} data ranks that leaves 2 or more to shard over"
+        raise ConfigError("dp-replicate", copies, allowed)
+    shards = data_ranks // copies
+    if shards * cp % ep:
+        raise ConfigError("ep", ep, f"a divisor of {shards * cp} FSDP ranks")
+    return {"dp_replicate": copies, "dp_shard": shards, "ep": ep}
+
+
+def estimated_memory(case: TrainCase) -> memory.TrainMemory:
+    """Estimate the memory of a rank from the modules of the step."""
+    return memory.estimate(case, stage_of_case)
+
+
+def largest_mbs(
+    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
+) -> int:
+    """Return the largest micro-batch that fits by estimate; 0 if not even one sequence does."""
+    return memory.largest_mbs(case, device_bytes, stage_of_case, measured)
+
+
+def check_memory(case: TrainCase, device_bytes: int) -> None:
+    """Raise ConfigError for a step that surely runs out of memory, by estimate.
+
+    device_bytes: of a GPU, or on a CPU the share of the host's memory that a rank has.
+    """
+    sizes = memory.calibrated(case, stage_of_case)
+    if memory.verdict(case, *sizes, device_bytes) == "runs out of memory":
+        needed, there = format_bytes(sizes[0]), format_bytes(device_bytes)
+        fitting = what_fits(case, device_bytes) if case.device == "cuda" else "--scale tiny"
+        allowed = f"one that fits into {there} (it needs {needed}){fitting and ', such as '}"
+        raise ConfigError("mbs", case.mbs, allowed + fitting)
+
+
+def what_fits(
+    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
+) -> str:
+    """Return options with which the step fits, by estimate; "" where none of these helps.
+
+    measured: as in predict.memory.calibrated.
+    """
+    if most := largest_mbs(case, device_bytes, measured):
+        return f"--mbs {most}"
+    full = replace(case, recompute=Recompute.FULL)
+    if case.recompute is Recompute.NONE and (most := largest_mbs(full, device_bytes)):
+        return f"--ac full --mbs {most}"
+    # Copies of the shards need memory that more shards do not.
+    is_copied = case.parallel.dp_replicate > 1
+    is_sharded = case.data_parallel is DataParallel.FSDP
+    unshared = " --dp-replicate 1" if is_copied and is_sharded else ""
+    mbs, words = case.num_microbatches, f"{unshared} --ac full"
+    sharded = replace(full, mbs=mbs, data_parallel=DataParallel.FSDP)
+    if case.precision is Precision.MASTER:  # the shards of amp are in fp32, too
+        sharded, words = replace(sharded, precision=Precision.AMP), f"{words} --precision amp"
+    count = case.num_ranks if is_copied else 2 * case.num_ranks
+    while count <= _MOST_RANKS:
+        shards = count // case.num_ranks * case.parallel.data_ranks
+        axes = replace(case.parallel, dp_replicate=1, dp_shard=shards)
+        wider = replace(sharded, parallel=axes)
+        sizes = memory.calibrated(wider, stage_of_case)
+        if memory.verdict(wider, *sizes, device_bytes) == "fits" and _is_possible(wider):
+            return f"--strategy fsdp --nproc {count}{words} --mbs {mbs}"
+        count *= 2
+    return ""
+
+
+def _is_possible(case: TrainCase) -> bool:
+    """Return whether the case runs with the options that it has."""
+    try:
+        train_refusals.check(case, options_of(case))
+    except ConfigError:
+        return False
+    return True

@@ -1,0 +1,346 @@
+"""One decoder for GPT-2, Llama, Mistral, Qwen, Mixtral and DeepSeek, written for one device.
+
+Parallelism, compilation and recomputation are applied from outside: linear layers are plain
+nn.Linear, blocks are named by their global index, and a range of them is a pipeline stage.
+Weights depend on a seed and their name alone, not on how they are sharded.
+
+B batch, T tokens, N = B * T, C hidden width, D rotary width of a head, V vocabulary.
+"""
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import functional
+
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.model import ModelConfig
+from stepmark.training.attention import KERNELS, Attention, LatentAttention, rope_tables
+from stepmark.training.layers import Experts, FeedForward, Norm
+
+# Selects a table's rows for this rank's tokens: context parallelism gives each rank its own.
+Rows = Callable[[Tensor], Tensor]
+
+
+def _all_rows(table: Tensor) -> Tensor:
+    return table
+
+
+class Embedding(nn.Module):
+    """x_BTC of tokens_BT in the dtype of the computation, with learned positions added."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        super().__init__()
+        self.positions_T: Tensor
+        self.tokens = nn.Embedding(model.vocab_size, model.hidden_size)
+        self.positions: nn.Embedding | None = None
+        self.own_rows: Rows = _all_rows
+        if model.max_positions:
+            self.positions = nn.Embedding(model.max_positions, model.hidden_size)
+            self.register_buffer("positions_T", torch.empty(0), persistent=False)
+            self.seq_len = model.seq_len
+            self.fill_tables()
+
+    def fill_tables(self) -> None:
+        """Write the tables, which are empty after creation on the meta device."""
+        if self.positions is not None:
+            device = self.positions_T.device
+            self.positions_T = self.own_rows(torch.arange(self.seq_len, device=device))
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTC: Tensor = self.tokens(tokens_BT)
+        if self.positions is not None:
+            x_BTC = x_BTC + self.positions(self.positions_T[: tokens_BT.shape[1]])
+        device = x_BTC.device.type
+        # fp32 tables would make the residual stream of all blocks fp32.
+        if torch.is_autocast_enabled(device):
+            x_BTC = x_BTC.to(torch.get_autocast_dtype(device))
+        return x_BTC
+
+
+class Block(nn.Module):
+    """Attention and MLP or experts, each on a norm and added to the residual stream."""
+
+    def __init__(self, model: ModelConfig, index: int, attention: str) -> None:
+        super().__init__()
+        self.attention_norm = Norm(model.norm, model.hidden_size)
+        self.attention: nn.Module = (
+            LatentAttention(model, model.mla, attention)
+            if model.mla
+            else Attention(model, attention)
+        )
+        self.ffn_norm = Norm(model.norm, model.hidden_size)
+        self.ffn: nn.Module = (
+            Experts(model, model.moe)
+            if model.moe and index >= model.moe.first_dense_layers
+            else FeedForward(
+                model.hidden_size,
+                model.ffn_hidden_size,
+                activation=model.activation,
+                bias=model.linear_bias,
+            )
+        )
+
+    def forward(
+        self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None
+    ) -> Tensor:
+        x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), cos_TD, sin_TD)
+        out_BTC: Tensor = x_BTC + self.ffn(self.ffn_norm(x_BTC))
+        return out_BTC
+
+
+class Output(nn.Module):
+    """Last norm and head: logits, or with labels the loss."""
+
+    def __init__(self, model: ModelConfig, loss_chunks: int) -> None:
+        super().__init__()
+        self.norm = Norm(model.norm, model.hidden_size)
+        self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
+        self.loss_chunks = loss_chunks
+        self.summed_loss = summed_loss
+
+    def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        """Return logits_BTV, or the mean cross-entropy over labels other than -100, in fp32."""
+        h_BTC: Tensor = self.norm(x_BTC)
+        if labels_BT is not None and self.loss_chunks > 1:
+            return chunked_loss(
+                self.head,
+                h_BTC.flatten(0, 1),
+                labels_BT.flatten(),
+                num_chunks=self.loss_chunks,
+                summed=self.summed_loss,
+            )
+        logits_BTV: Tensor = self.head(h_BTC)
+        if labels_BT is None:
+            return logits_BTV
+        return mean_loss(logits_BTV.flatten(0, 1), labels_BT.flatten())
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile it as one graph; with chunks the loss of a chunk, which takes gradients."""
+        if self.loss_chunks == 1:
+            super().compile(*args, **kwargs)
+            return
+        self.norm.compile(*args, **kwargs)
+        self.summed_loss = torch.compile(summed_loss, *args, **kwargs)
+
+
+class Transformer(nn.Module):
+    """The blocks of `layers`, by global index, with embedding and output at the ends.
+
+    There is an embedding where layers start at 0, an output where they end with the last.
+    Weights and tables have values only after init_weights.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        layers: range | None = None,
+        attention: str = "auto",
+        loss_chunks: int = 1,
+    ) -> None:
+        super().__init__()
+        self.cos_TD: Tensor | None
+        self.sin_TD: Tensor | None
+        layers = range(model.num_layers) if layers is None else layers
+        _check(model, layers, attention, loss_chunks)
+        self.model = model
+        self.own_rows: Rows = _all_rows
+        self.embedding = Embedding(model) if layers.start == 0 else None
+        self.blocks = nn.ModuleDict(
+            {str(index): Block(model, index, attention) for index in layers}
+        )
+        is_last = layers.stop == model.num_layers
+        self.output = Output(model, loss_chunks) if is_last else None
+        self.register_buffer("cos_TD", None, persistent=False)
+        self.register_buffer("sin_TD", None, persistent=False)
+        if not model.max_positions:
+            self.cos_TD = self.sin_TD = torch.empty(0)
+        self.fill_tables()
+        self.tie()
+
+    def forward(self, x: Tensor, labels_BT: Tensor | None = None) -> Tensor:
+        """Return x_BTC where there is no output; else logits_BTV, or with labels the loss.
+
+        x is tokens_BT where there is an embedding, else x_BTC of the previous stage.
+        """
+        if self.embedding is not None:
+            x = self.embedding(x)
+        for block in self.blocks.values():
+            x = block(x, self.cos_TD, self.sin_TD)
+        if self.output is not None:
+            x = self.output(x, labels_BT)
+        return x
+
+    def fill_tables(self) -> None:
+        """Write the rotary tables in place, in fp32 for any dtype of weights."""
+        if self.cos_TD is not None:
+            width = self.model.mla.qk_rope_head_dim if self.model.mla else self.model.d_qk
+            device = self.cos_TD.device
+            cos_TD, sin_TD = rope_tables(self.model.seq_len, width, device)
+            self.cos_TD, self.sin_TD = self.own_rows(cos_TD), self.own_rows(sin_TD)
+
+    def tie(self) -> None:
+        """Tie the head's weight to the token table again, after it was moved or emptied."""
+        embedding, output = self.embedding, self.output
+        if self.model.tied_embeddings and embedding is not None and output is not None:
+            output.head.weight = embedding.tokens.weight
+
+
+def _check(model: ModelConfig, layers: range, attention: str, loss_chunks: int) -> None:
+    inside = 0 <= layers.start < layers.stop <= model.num_layers
+    if not inside or layers.step != 1:
+        raise ConfigError("layers", layers, f"a part of the {model.num_layers} layers")
+    if attention not in KERNELS:
+        raise not_one_of("attention", attention, KERNELS)
+    if loss_chunks < 1:
+        raise ConfigError("loss_chunks", loss_chunks, "an integer from 1")
+
+
+IGNORED = -100  # label of a token that does not count
+
+# (head, x_NC, labels_N) -> fp32 sum over the labels that count
+SummedLoss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def mean_loss(logits_NV: Tensor, labels_N: Tensor) -> Tensor:
+    """Return the mean cross-entropy over the labels that count, in fp32."""
+    return functional.cross_entropy(logits_NV.float(), labels_N, ignore_index=IGNORED)
+
+
+def summed_loss(head: nn.Module, x_NC: Tensor, labels_N: Tensor) -> Tensor:
+    logits_NV: Tensor = head(x_NC)
+    return functional.cross_entropy(
+        logits_NV.float(), labels_N, ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def chunked_loss(
+    head: nn.Module,
+    x_NC: Tensor,
+    labels_N: Tensor,
+    *,
+    num_chunks: int,
+    summed: SummedLoss = summed_loss,
+) -> Tensor:
+    """Return mean_loss(head(x_NC), labels_N), chunk by chunk; the head must map rows to rows.
+
+    Gradients are taken in the forward pass, while a chunk's logits exist, so that the head is
+    multiplied as often as without chunks. Those of the head's parameters are summed over chunks
+    in the parameters' own dtype.
+    """
+    weights = [weight for weight in head.parameters() if weight.requires_grad]
+    return _in_chunks(head, summed, num_chunks, x_NC, labels_N, *weights)
+
+
+class _ChunkedLoss(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        head: nn.Module,
+        summed: SummedLoss,
+        num_chunks: int,
+        x_NC: Tensor,
+        labels_N: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        num_labels = (labels_N != IGNORED).sum()
+        total = torch.zeros((), device=x_NC.device)
+        grad_x_NC = torch.empty_like(x_NC)
+        sums: list[Tensor] = []
+        rows = zip(x_NC.chunk(num_chunks), grad_x_NC.chunk(num_chunks), strict=True)
+        for (part, grad_part), labels in zip(rows, labels_N.chunk(num_chunks), strict=True):
+            with torch.enable_grad():
+                leaf = part.detach().requires_grad_()
+                loss = summed(head, leaf, labels) / num_labels
+            grad_leaf, *grads = torch.autograd.grad(loss, (leaf, *weights))
+            total += loss.detach()
+            grad_part.copy_(grad_leaf)
+            if sums:
+                torch._foreach_add_(sums, grads)
+            else:
+                sums = [grad.clone() for grad in grads]
+        ctx.save_for_backward(grad_x_NC, *sums)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        grad_x_NC, *sums = ctx.saved_tensors
+        scaled = (total * grad.to(total.dtype) for total in sums)
+        return None, None, None, grad_x_NC * grad.to(grad_x_NC.dtype), None, *scaled
+
+
+# It takes gradients inside, which a graph cannot contain; functions that it calls may compile.
+_in_chunks: Callable[..., Tensor] = torch.compiler.disable(_ChunkedLoss.apply)
+
+
+STD = 0.02
+
+# Wrappers insert these into a parameter's name.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
+_HEAD, _TABLE = "output.head.weight", "embedding.tokens.weight"
+
+
+@torch.no_grad()
+def init_weights(module: nn.Module, seed: int) -> None:
+    """Fill all parameters and tables: matrices normal with std 0.02, norms 1, biases 0.
+
+    Values do not depend on how the model is split or sharded, on one kind of device: every rank
+    draws a whole parameter on its device, one at a time, and keeps its part.
+    """
+    is_tied = any(part.model.tied_embeddings for part in _transformers(module))
+    for wrapped, parameter in module.named_parameters():
+        name = canonical_name(wrapped)
+        if is_tied and name == _HEAD:  # in a stage without the table
+            name = _TABLE
+        _fill_parameter(parameter, name, seed)
+    for part in module.modules():
+        if isinstance(part, Transformer | Embedding):
+            part.fill_tables()
+
+
+def tie(module: nn.Module) -> None:
+    """Tie the head to the token table where the model does and both are in this stage."""
+    for part in _transformers(module):
+        part.tie()
+
+
+def canonical_name(name: str) -> str:
+    """Return a parameter's name in the bare Transformer."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _transformers(module: nn.Module) -> list[Transformer]:
+    return [part for part in module.modules() if isinstance(part, Transformer)]
+
+
+def _fill_parameter(parameter: Tensor, name: str, seed: int) -> None:
+    *_, owner, kind = name.split(".")
+    if kind in ("bias", "router_bias"):
+        parameter.zero_()
+    elif owner.endswith("norm"):
+        parameter.fill_(1)
+    else:
+        _fill_normal(parameter, _seed_of(name, seed))
+
+
+def _seed_of(name: str, seed: int) -> int:
+    """Return 63 bits that are equal in all processes, unlike hash()."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def _fill_normal(parameter: Tensor, seed: int) -> None:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    generator = torch.Generator(local.device).manual_seed(seed)
+    full = torch.empty(parameter.shape, device=local.device)  # fp32 for any dtype of weights
+    full.normal_(std=STD, generator=generator)
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        # src_data_rank=None: every rank has the same tensor already.
+        full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
+    local.copy_(full)

@@ -1,0 +1,6 @@
+"""Watch a user's own job, unmodified: `stepmark watch`.
+
+- watch_options.py, watch.py: options and the verb.
+- watch_site/: what Python processes of the job import.
+- watch_cost.py: step times without and with the profiler.
+"""

@@ -1,0 +1,46 @@
+"""Messages that training a model sends: their roles and their sizes in bytes.
+
+Sizes are those that nccl-tests calls size: the whole buffer, not one rank's part.
+"""
+
+import math
+
+from stepmark.model.collectives import Collective
+from stepmark.model.model import ModelConfig
+
+ROLES = ("activation", "layer", "moe_layer", "dispatch")
+_GATHERED = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+_EXCHANGED = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
+
+
+def messages(
+    model: ModelConfig,
+    collective: Collective,
+    *,
+    mbs: int,
+    seq_len: int,
+    itemsize: int,
+    num_ranks: int,
+) -> dict[str, int]:
+    """Return bytes by role.
+
+    activation: hidden states of a micro-batch, [mbs, seq_len, hidden], which tensor and
+    sequence parallelism reduce, gather and scatter, and pipeline stages send on. layer,
+    moe_layer: all parameters of a layer, norms included, which FSDP gathers and scatters per
+    unit. dispatch: [mbs x seq_len x top_k, hidden] tokens to experts, padded to a multiple of
+    the ranks; a dense model exchanges its activations (sequence parallelism by heads).
+    """
+    tokens = mbs * seq_len
+    activation = tokens * model.hidden_size * itemsize
+    if collective in _EXCHANGED:
+        if model.moe is None:
+            return {"activation": activation}
+        rows = math.ceil(tokens * model.moe.top_k / num_ranks) * num_ranks
+        return {"dispatch": rows * model.hidden_size * itemsize}
+    sizes = {"activation": activation}
+    if collective in _GATHERED:
+        if model.num_dense_layers:
+            sizes["layer"] = model.layer_params(moe=False) * itemsize
+        if model.moe is not None:
+            sizes["moe_layer"] = model.layer_params(moe=True) * itemsize
+    return sizes

@@ -1,0 +1,76 @@
+"""The models that --model and --scale name: built-in ones by name, or files."""
+
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+from stepmark.ground.errors import ConfigError
+from stepmark.model.model import ModelConfig, find_model
+from stepmark.step import source_file
+from stepmark.workloads.formats import benchmark_models, huggingface
+
+
+def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> list[ModelConfig]:
+    """Return the models of a comma-separated list, scaled. Raises ConfigError.
+
+    A file is a config.json of Hugging Face or llm-train-bench, or Primus' list of models.
+    """
+    models: list[ModelConfig] = []
+    for name in filter(None, map(str.strip, (names or "").split(","))):
+        path = Path(name)
+        if path.suffix == ".json" or path.is_dir():
+            models += _models_of_file(path)
+        else:
+            models.append(find_model(name))
+    return [scaled(model, scale, tp) for model in models] if scale else models
+
+
+def file_notes(names: str | None) -> tuple[str, ...]:
+    """Return notes on what the models of read_models lack of Hugging Face's files."""
+    notes: list[str] = []
+    for name in filter(None, map(str.strip, (names or "").split(","))):
+        path = Path(name)
+        if path.suffix == ".json" or path.is_dir():
+            file = path / "config.json" if path.is_dir() else path
+            if _reader_of(file) is _huggingface:
+                notes += huggingface.read_notes(file)
+    return tuple(notes)
+
+
+def scaled(model: ModelConfig, scale: str, tp: int = 1) -> ModelConfig:
+    """Return the model as --scale says: tiny, or a fraction of its widths."""
+    return model.tiny() if scale == "tiny" else model.scaled(factor(scale), tp=tp)
+
+
+def factor(scale: str) -> Fraction:
+    """Return --scale as a fraction above 0 and at most 1."""
+    try:
+        value = Fraction(scale)
+    except (ValueError, ZeroDivisionError):
+        raise ConfigError("scale", scale, "a fraction such as 1/64, or tiny") from None
+    if not 0 < value <= 1:
+        raise ConfigError("scale", scale, "above 0 and at most 1")
+    return value
+
+
+def _models_of_file(path: Path) -> list[ModelConfig]:
+    file = path / "config.json" if path.is_dir() else path
+    return _reader_of(file)(file)
+
+
+def _huggingface(file: Path) -> list[ModelConfig]:
+    return [huggingface.read_config(file)]
+
+
+def _reader_of(file: Path) -> Callable[[Path], list[ModelConfig]]:
+    """Return the reader of a file by its content. Raises ConfigError."""
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(4096).lstrip()[:1]
+    except OSError as error:
+        raise ConfigError("model", file, f"a readable file ({error.strerror})") from None
+    if start == b"[":
+        return lambda file: list(benchmark_models.read_model_configs(file))
+    if benchmark_models.is_config(source_file.read_json(file)):
+        return lambda file: [benchmark_models.read_config(file)]
+    return _huggingface

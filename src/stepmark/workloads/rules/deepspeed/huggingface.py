@@ -1,0 +1,127 @@
+"""The modules of Hugging Face's decoders, for DeepSpeed.
+
+transformers 5.23, models/llama, qwen2, qwen3, mixtral, qwen3_moe, deepseek_v2, deepseek_v3,
+gpt2: modeling_*.py. A SwiGLU model is Llama's family, any other GPT-2's. Parameters are
+numbered in the order of named_parameters(), which is that of a module's __init__, not of its
+calls.
+"""
+
+from dataclasses import replace
+
+from stepmark.model.model import ModelConfig
+from stepmark.step.module import Module
+from stepmark.step.tree import TreeBuilder
+from stepmark.step.workload import Kernel
+from stepmark.workloads.architecture import Architecture, Unit, module, unit
+from stepmark.workloads.job import Job
+
+_LATENT = "q_down q_norm q_up q kv_down kv_norm kv_up"  # as called
+_GROUPED = "q q_norm k k_norm v"
+_LATENT_REGISTERED = "q q_down q_norm q_up kv_down kv_norm kv_up out"
+_GROUPED_REGISTERED = "q k v out q_norm k_norm"
+
+
+def is_llama(model: ModelConfig) -> bool:
+    """Return whether q, k and v, and gate and up, are separate linear layers."""
+    return model.activation == "swiglu"
+
+
+def architecture(job: Job) -> Architecture:
+    """Return the whole model as Hugging Face builds it."""
+    model = job.model
+    tree = job.tree("huggingface" if is_llama(model) else "train", sequence_parallel=False)
+    embed, *positions = tree.embedding().inside
+    # Llama's family computes its rotary table here, GPT-2 has a dropout.
+    last = module("rotary", in_backward=False) if is_llama(model) else module("drop")
+    units = [unit("embedding", embed, *positions, last, within="model")]
+    for moe, times in ((False, model.num_dense_layers), (True, model.num_moe_layers)):
+        if times:
+            units.append(_layers(model, tree, moe=moe, times=times))
+    norm, head, loss = (_product(leaf) for leaf in tree.output().inside)
+    if model.tied_embeddings:
+        head = replace(head, params=(), uses=(embed.params[0].name,))
+    units += [unit("norm", norm, within="model"), unit("head", head, loss)]
+    return Architecture(name=model.name, units=tuple(units))
+
+
+def _layers(model: ModelConfig, tree: TreeBuilder, *, moe: bool, times: int) -> Unit:
+    """Return the layers of a kind."""
+    # By name: "input_norm", "q", "gate", "shared_up", "attention.residual".
+    leaves: dict[str, Module] = {}
+    for leaf in tree.block(moe=moe).walk():
+        if leaf.role:
+            name = leaf.role.partition(".")[2]
+            if name in ("residual", "activation"):
+                name = leaf.role
+            name = {"attention.norm": "input_norm", "mlp.norm": "mlp_norm"}.get(leaf.role, name)
+            leaves[name] = replace(_product(leaf), name=name)
+    make = _llama if is_llama(model) else _gpt2
+    attention, mlp = make(model, leaves)
+    order = ("attention", "mlp", "input_norm", "mlp_norm")
+    return unit(
+        "moe" if moe else "layer",
+        leaves["input_norm"],
+        attention,
+        leaves["attention.residual"],
+        leaves["mlp_norm"],
+        mlp,
+        leaves["mlp.residual"],
+        times=times,
+        registered=order if is_llama(model) else (),
+        within="model",
+    )
+
+
+def _product(leaf: Module) -> Module:
+    """Leave out the sums of the input's gradients, of q, k and v as of gate and up."""
+    if not leaf.is_linear:
+        return leaf
+    return replace(leaf, work=tuple(op for op in leaf.work if not isinstance(op.op, Kernel)))
+
+
+def _llama(model: ModelConfig, leaves: dict[str, Module]) -> tuple[Module, Module]:
+    called = _LATENT if model.mla else _GROUPED
+    registered = _LATENT_REGISTERED if model.mla else _GROUPED_REGISTERED
+    attention = module(
+        "attention",
+        *(leaves[name] for name in called.split() if name in leaves),
+        *(leaves[name] for name in ("rope", "core") if name in leaves),
+        leaves["out"],
+        registered=[name for name in registered.split() if name in leaves],
+    )
+    if "router" not in leaves:
+        return attention, _gated("mlp", leaves, "")
+    inside = [leaves["router"], _experts(leaves)]
+    if "shared_gate" in leaves:
+        inside.append(_gated("shared", leaves, "shared_"))
+    is_mixtral = not (model.qk_norm or (model.moe and model.moe.shared_ffn_hidden_size))
+    routed = ("router", "experts") if is_mixtral else ("experts", "router")
+    order = (*routed, "shared")[: len(inside)]
+    return attention, module("mlp", *inside, registered=order)
+
+
+def _experts(leaves: dict[str, Module]) -> Module:
+    """Return all experts as one module with two parameters."""
+    steps = [leaves[f"experts_{name}"] for name in ("gate_up", "activation", "down")]
+    fwd = [op for leaf in steps for op in leaf.fwd]
+    bwd = [op for leaf in reversed(steps) for op in leaf.bwd]
+    return Module(
+        name="experts",
+        role="experts",
+        work=(*fwd, *bwd),
+        params=tuple(param for leaf in steps for param in leaf.params),
+        inside=(module("act"),),
+    )
+
+
+def _gated(name: str, leaves: dict[str, Module], prefix: str) -> Module:
+    gate, up, down = (leaves[prefix + part] for part in ("gate", "up", "down"))
+    activation = leaves[f"{prefix}activation" if prefix else "mlp.activation"]
+    return module(name, gate, module("act"), up, activation, down)
+
+
+def _gpt2(model: ModelConfig, leaves: dict[str, Module]) -> tuple[Module, Module]:
+    core = [leaves[name] for name in ("rope", "core") if name in leaves]
+    attention = module("attention", leaves["qkv"], *core, leaves["out"], module("drop"))
+    activation = replace(leaves["mlp.activation"], name="act", is_module=True)
+    return attention, module("mlp", leaves["up"], activation, leaves["down"], module("drop"))

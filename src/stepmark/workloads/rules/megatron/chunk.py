@@ -1,0 +1,337 @@
+"""A model chunk's forward and backward pass as Runs of its layers' operations.
+
+The first forward and the last backward of a step may differ: gathers of parameters and
+reductions of gradients overlap with the computation, bucket by bucket. Source: megatron-core
+0.16.1, distributed/distributed_data_parallel.py (_make_forward_pre_hook,
+_make_backward_post_hook), param_and_grad_buffer.py (finish_param_sync, register_grad_ready);
+recompute: transformer/transformer_block.py (_checkpointed_forward), attention.py, mlp.py,
+moe_layer.py, tensor_parallel/random.py. Compared with a run of megatron-core
+(tests/data/megatron).
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Phase
+from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
+from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
+from stepmark.workloads.rules.megatron import gradients
+from stepmark.workloads.rules.megatron.experts import experts
+from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
+from stepmark.workloads.rules.megatron.layer import (
+    Step,
+    attention,
+    backward,
+    embedding,
+    forward,
+    head,
+    mlp,
+    with_compute_done,
+    with_deps,
+)
+from stepmark.workloads.rules.megatron.layer import data as data_of
+from stepmark.workloads.rules.megatron.settings import Granularity, Plan
+from stepmark.workloads.rules.megatron.stage_partition import Chunk
+
+_DENSE, _MOE = "dense", "moe"
+_LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rope")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A block at a layer. places: its layers of the chunk, or EMBEDDING, HEAD."""
+
+    block: str
+    layer: int = 0
+    places: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """Operations to insert before and behind an operation of a segment, and its new waits."""
+
+    before: tuple[Operation, ...] = ()
+    behind: tuple[Operation, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class Library:
+    """Operations by block name: those of modules, and variants at the edges of a step."""
+
+    plan: Plan
+    blocks: dict[str, Block]
+    operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
+    _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
+        default_factory=dict
+    )
+    _places: dict[tuple[str, bool], dict[tuple[str, int | None], int]] = field(
+        default_factory=dict
+    )
+
+    def __post_init__(self) -> None:
+        plan = self.plan
+        for kind in {_kind(plan, layer) for layer in (0, plan.model.num_layers - 1)}:
+            steps = _layer(plan, kind)
+            self.add(f"{kind}.forward", forward(steps))
+            self.add(f"{kind}.again", forward(steps, again=True))
+            self.add(f"{kind}.backward", backward(steps, _selected(plan, steps)))
+            self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
+        self.add("embedding.forward", forward([embedding(plan)]))
+        self.add("embedding.backward", backward([embedding(plan)]))
+        last = head(plan)
+        self.add("head.forward", forward(last))
+        self.add("head.backward", backward(last))
+
+    def add(self, name: str, operations: tuple[Operation, ...]) -> str:
+        if name not in self.operations:
+            self.operations[name] = with_compute_done(operations)
+        return name
+
+    def runs(self, segments: Iterable[Segment]) -> Block:
+        """Return Runs, equal segments in a row as one; add their blocks to the workload."""
+        runs: list[Run] = []
+        for segment in segments:
+            operations = self.operations[segment.block]
+            if not operations:
+                continue
+            self.blocks[segment.block] = operations
+            last = runs[-1] if runs else None
+            if last is not None and last.block == segment.block:
+                step = segment.layer - last.layer - (last.times - 1) * last.layer_step
+                if last.times == 1 or step == last.layer_step:
+                    runs[-1] = replace(last, times=last.times + 1, layer_step=step)
+                    continue
+            runs.append(Run(block=segment.block, layer=segment.layer))
+        return tuple(runs)
+
+    def position(self, block: str, param: Param, offset: int | None, *, last: bool) -> int:
+        """Return where a block first uses a parameter, or completes its gradient."""
+        places = self._places.get((block, last))
+        if places is None:
+            places = {}
+            for index, op in enumerate(self.operations[block]):
+                key = (op.module, op.layer)
+                if last and not op.recompute and op.phase in (Phase.WGRAD, Phase.BWD):
+                    places[key] = index
+                elif not last:
+                    places.setdefault(key, index)
+            self._places[block, last] = places
+        return places[param.module, offset]
+
+    def pending(self, block: str, index: int) -> tuple[str, ...]:
+        """Return the collectives that end a module's backward before its gradients are done."""
+        operations = self.operations[block]
+        module, layer = operations[index].module, operations[index].layer
+        return tuple(
+            op.name
+            for op in operations
+            if (op.module, op.layer, op.phase) == (module, layer, Phase.DGRAD)
+            and op.stream != COMPUTE
+        )
+
+    def changed(
+        self,
+        segments: Sequence[Segment],
+        changes: Mapping[tuple[int, int], Change],
+        *,
+        begun: bool,
+    ) -> list[Segment]:
+        """Return the same segments, with variants of the blocks that change.
+
+        begun: the step has computed or waited before them.
+        """
+        by_segment: dict[int, list[tuple[int, Change]]] = {}
+        for (number, index), change in sorted(changes.items(), key=lambda item: item[0]):
+            by_segment.setdefault(number, []).append((index, change))
+        variants = list(segments)
+        for number, segment_changes in by_segment.items():
+            ahead = any(self.operations[segment.block] for segment in segments[:number])
+            before = (COMPUTE_DONE,) if begun or ahead else ()
+            key = (segments[number].block, tuple(segment_changes), before)
+            if key not in self._changed:
+                name = f"{key[0]}.{len(self._changed)}"
+                ops = self._with(key[0], dict(segment_changes))
+                self._changed[key] = self.add(name, with_deps(ops, before))
+            variants[number] = replace(segments[number], block=self._changed[key])
+        return variants
+
+    def _with(self, block: str, changes: Mapping[int, Change]) -> tuple[Operation, ...]:
+        ops: list[Operation] = []
+        for index, op in enumerate(self.operations[block]):
+            change = changes.get(index, Change())
+            changed = replace(op, after=(*op.after, *change.after))
+            ops += (*change.before, changed, *change.behind)
+        return tuple(ops)
+
+
+def is_moe(plan: Plan, layer: int) -> bool:
+    return plan.model.moe is not None and layer >= plan.model.moe.first_dense_layers
+
+
+def _kind(plan: Plan, layer: int) -> str:
+    return _MOE if is_moe(plan, layer) else _DENSE
+
+
+def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
+    """Return those of data, embedding, layers and head that the chunk has."""
+    plan = library.plan
+    segments: list[Segment] = []
+    if chunk.has_embedding or chunk.has_head:
+        first, last = chunk.has_embedding, chunk.has_head
+        name = "data" + ".first" * first + ".last" * last
+        data = data_of(plan, first=first, last=last)
+        segments.append(Segment(block=library.add(name, data)))
+    if chunk.has_embedding:
+        segments.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
+    for place, layer in enumerate(chunk.layers):
+        name = f"{_kind(plan, layer)}.forward"
+        segments.append(Segment(block=name, layer=layer, places=(place,)))
+    if chunk.has_head:
+        segments.append(Segment(block="head.forward", places=(HEAD,)))
+    return segments
+
+
+def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
+    """Return head, layers last to first, embedding; recomputed layers run forward first."""
+    segments: list[Segment] = []
+    if chunk.has_head:
+        segments.append(Segment(block="head.backward", places=(HEAD,)))
+    segments += reversed(_checkpoints(library, chunk))
+    if chunk.has_embedding:
+        segments.append(Segment(block="embedding.backward", places=(EMBEDDING,)))
+    return segments
+
+
+def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
+    """Return layers in forward order; layers with a common checkpoint are one segment."""
+    settings = library.plan.settings
+    kinds = [_kind(library.plan, layer) for layer in chunk.layers]
+    full = settings.recompute_granularity is Granularity.FULL
+    uniform = full and settings.recompute_method == "uniform"
+    size = settings.recompute_num_layers
+    if uniform and len(kinds) % size:
+        raise ConfigError(
+            "recompute_num_layers", size, f"a divisor of a chunk's {len(kinds)} layers"
+        )
+    segments: list[Segment] = []
+    step = size if uniform else 1
+    for first in range(0, len(kinds), step):
+        group = kinds[first : first + step]
+        recomputed = uniform or (full and first < size)
+        block = _together(library, group) if recomputed else f"{group[0]}.backward"
+        places = tuple(range(first, first + step))
+        segments.append(Segment(block=block, layer=chunk.first_layer + first, places=places))
+    return segments
+
+
+def _together(library: Library, kinds: Sequence[str]) -> str:
+    """Return one checkpoint of several layers: all forward again, then all backward."""
+    if len(kinds) == 1:
+        return f"{kinds[0]}.full"
+    name = "full." + "-".join(kinds)
+    if name in library.operations:
+        return name
+    ops: list[Operation] = []
+    for offset, kind in enumerate(kinds):
+        ops += (in_layer(op, offset) for op in library.operations[f"{kind}.again"])
+    for offset in range(len(kinds) - 1, -1, -1):
+        steps = _layer(library.plan, kinds[offset])
+        ops += (in_layer(op, offset) for op in backward(steps))
+    return library.add(name, tuple(ops))
+
+
+def _layer(plan: Plan, kind: str) -> tuple[Step, ...]:
+    return (*attention(plan), *(experts(plan) if kind == _MOE else mlp(plan)))
+
+
+def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
+    """Return the modules of selective recompute, and the group that recomputes each."""
+    groups: dict[str, str] = {}
+    outside = ("mlp.norm", "mlp.residual")
+    has_router = any(step.module == "mlp.router" for step in steps)
+    for word in plan.settings.modules:
+        for name in (step.module for step in steps):
+            inside = {
+                "core_attn": name == "attention.core",
+                "layernorm": name in ("attention.norm", "mlp.norm"),
+                "mla_up_proj": plan.model.mla is not None and name in _LATENT_UP,
+                "mlp": name in ("mlp.up", "mlp.gate_up", "mlp.activation", "mlp.down"),
+                "moe": name.startswith("mlp.") and name not in outside and has_router,
+                "moe_act": name == "mlp.experts_activation",
+                "shared_experts": name.startswith("mlp.shared_"),
+            }[word]
+            if inside:
+                groups[name] = f"{word}.{name}" if word == "layernorm" else word
+    return groups
+
+
+def last_backward(
+    library: Library, segments: Sequence[Segment], buckets: Iterable[Bucket]
+) -> list[Segment]:
+    """Reduce each bucket as soon as the last of its gradients is complete."""
+    where = _where(segments)
+    changes: dict[tuple[int, int], Change] = {}
+    for bucket in buckets:
+        sent = gradients.reduce(library.plan, bucket, overlapped=True)
+        if sent:
+            place = max(
+                _at(library, segments, where, param, last=True) for param in bucket.params
+            )
+            change = changes.get(place, Change())
+            pending = library.pending(segments[place[0]].block, place[1])
+            sent = (replace(sent[0], after=(*sent[0].after, *pending)), *sent[1:])
+            changes[place] = replace(change, behind=(*change.behind, *sent))
+    return library.changed(segments, changes, begun=True)
+
+
+def first_forward(
+    library: Library, segments: Sequence[Segment], buckets: Sequence[Bucket], *, begun: bool
+) -> list[Segment]:
+    """Make modules wait for their bucket, before which the next bucket's gather is issued.
+
+    begun: the step has computed or waited before, if only for the chunk's input.
+    """
+    where = _where(segments)
+    changes: dict[tuple[int, int], Change] = {}
+    for expert in (False, True):
+        chain = [bucket for bucket in reversed(buckets) if bucket.expert is expert]
+        for index, bucket in enumerate(chain):
+            name = f"{gradients.stream_of(bucket)}.parameters"
+            next_buckets = chain[0:2] if index == 0 else chain[index + 1 : index + 2]
+            sent: list[CommOp] = []
+            for following in next_buckets:
+                sent += gradients.gather(library.plan, following, name=name)
+            if not gradients.gather(library.plan, bucket, name=name):
+                continue
+            place = min(
+                _at(library, segments, where, param, last=False) for param in bucket.params
+            )
+            newest = index + 1 == len(chain)
+            change = changes.get(place, Change())
+            changes[place] = Change(
+                before=(*change.before, *sent),
+                after=(*change.after, name if newest else f"{name}~1"),
+            )
+    return library.changed(segments, changes, begun=begun)
+
+
+def _where(segments: Sequence[Segment]) -> dict[int, int]:
+    return {
+        place: number for number, segment in enumerate(segments) for place in segment.places
+    }
+
+
+def _at(
+    library: Library,
+    segments: Sequence[Segment],
+    where: Mapping[int, int],
+    param: Param,
+    *,
+    last: bool,
+) -> tuple[int, int]:
+    number = where[param.place]
+    segment = segments[number]
+    offset = None if param.place < 0 else param.place - segment.places[0]
+    return number, library.position(segment.block, param, offset, last=last)

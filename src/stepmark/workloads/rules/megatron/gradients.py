@@ -1,0 +1,311 @@
+"""Parameters of a rank, buckets of their gradients, and the end of a step.
+
+Source: megatron-core 0.16.1, distributed/distributed_data_parallel.py and
+param_and_grad_buffer.py (_ParamAndGradBuffer, _ParamAndGradBucketGroup), get_model of
+megatron/training/training.py; distributed/finalize_model_grads.py, optimizer/optimizer.py,
+clip_grads.py, distrib_optimizer.py, transformer/moe/moe_utils.py (get_updated_expert_bias);
+train_step and training_log of megatron/training/training.py and utils.py of core_v0.16.1.
+Parameters are in the order in which the local layer specification registers them, experts' in
+that of grouped layers. Compared with a run of Megatron-LM (tests/data/megatron), which includes
+the reduction of the learning rate at the start of training_log.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from stepmark.ground.dtypes import DType
+from stepmark.model.collectives import Collective, RedOp
+from stepmark.model.ops import Optimizer, Phase
+from stepmark.step.module import Module
+from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation
+from stepmark.workloads.pipeline import wait
+from stepmark.workloads.rules.megatron.settings import Plan
+from stepmark.workloads.rules.megatron.stage_partition import Chunk
+
+EMBEDDING, HEAD = -1, -2  # places of parameters that belong to no layer
+# One communicator sums over the optimizer instances, for dense parameters and for experts.
+INSTANCES = "instances"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Param:
+    """One parameter on one rank."""
+
+    module: str
+    count: int
+    whole: bool = False  # on all tp ranks, each with the gradient of its tokens
+    expert: bool = False  # reduced over the ranks with the same experts
+    own_bucket: bool = False  # shared by first and last stage
+    place: int = 0  # layer of the chunk, or EMBEDDING, HEAD
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that are reduced in one call. padded: elements of the message."""
+
+    params: tuple[Param, ...]
+    padded: int
+    expert: bool
+
+    @property
+    def count(self) -> int:
+        return sum(param.count for param in self.params)
+
+
+def layer_params(plan: Plan, *, moe: bool) -> tuple[Param, ...]:
+    """Return one layer's parameters: attention's output first, norms inside attention last."""
+    leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work and leaf.params]
+    places = {"attention.norm": 0, "attention.out": 1}
+    places |= dict.fromkeys(("attention.q_norm", "attention.k_norm", "attention.kv_norm"), 3)
+
+    def place(leaf: Module) -> int:
+        return 4 if leaf.role.startswith("mlp.") else places.get(leaf.role, 2)
+
+    return tuple(param for leaf in sorted(leaves, key=place) for param in _params(plan, leaf))
+
+
+def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
+    """Yield a module's parameters: a norm's are one, each expert has its own."""
+    weight = leaf.params[0]
+    if weight.is_expert:
+        num_experts, is_apart = weight.shape[0], plan.job.parallel.ep > 1
+        for _ in range(num_experts):
+            yield Param(module=leaf.role, count=weight.numel // num_experts, expert=is_apart)
+    elif leaf.is_linear:
+        for param in leaf.params:
+            is_whole = param.is_partial and plan.sequence_parallel
+            yield Param(module=leaf.role, count=param.numel, whole=is_whole)
+    else:
+        # Norms of heads are summed over tp even without sequence parallelism: ranks have
+        # different heads.
+        of_heads = leaf.role in ("attention.q_norm", "attention.k_norm")
+        count = sum(param.numel for param in leaf.params)
+        yield Param(module=leaf.role, count=count, whole=of_heads or plan.sequence_parallel)
+
+
+def chunk_params(plan: Plan, chunk: Chunk, is_moe: Sequence[bool]) -> tuple[Param, ...]:
+    """Return a chunk's parameters in the order of named_parameters. is_moe: by layer."""
+    model, params = plan.model, list[Param]()
+    shared = model.tied_embeddings and plan.job.parallel.pp > 1
+    if chunk.has_embedding:
+        for table in plan.tree.embedding().all_params:
+            alone = shared and "tokens" in table.name
+            params.append(
+                Param(module="embedding", count=table.numel, place=EMBEDDING, own_bucket=alone)
+            )
+    by_kind = {moe: layer_params(plan, moe=moe) for moe in set(is_moe)}
+    for place, moe in enumerate(is_moe):
+        params += [replace(param, place=place) for param in by_kind[moe]]
+    if chunk.has_head:
+        norm, head, _ = plan.tree.output().inside
+        leaves = [norm, head] if shared or not model.tied_embeddings else [norm]
+        for leaf in leaves:
+            alone = shared and leaf is head
+            params += [
+                replace(param, place=HEAD, own_bucket=alone) for param in _params(plan, leaf)
+            ]
+    return tuple(params)
+
+
+def buckets(plan: Plan, params: Sequence[Param], *, split: bool) -> tuple[Bucket, ...]:
+    """Return buckets of dense parameters, then of experts; the last parameters come first.
+
+    split: several buckets, as on the first stage's first chunk if reductions overlap.
+    """
+    dense = [param for param in params if not param.expert]
+    experts = [param for param in params if param.expert]
+    return (*_cut(plan, dense, split, False), *_cut(plan, experts, split, True))
+
+
+def _cut(plan: Plan, params: list[Param], split: bool, expert: bool) -> Iterator[Bucket]:
+    if not params:
+        return
+    settings, sharded = plan.settings, plan.settings.use_distributed_optimizer
+    limit: float = math.inf
+    if split and settings.overlap_grad_reduce:
+        limit = settings.ddp_bucket_size or max(40_000_000, 1_000_000 * plan.size("dp_cp"))
+    divisor = 1
+    if sharded:
+        ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+        busbw = 2**16 if settings.ddp_pad_buckets_for_high_nccl_busbw else 1
+        divisor = math.lcm(ranks, 128, busbw)
+    begin = place = 0
+    members: list[Param] = []
+
+    def close(end: int) -> Bucket:
+        nonlocal begin, place
+        place = _ceil(end, divisor)
+        bucket = Bucket(params=tuple(members), padded=place - begin, expert=expert)
+        begin = place
+        members.clear()
+        return bucket
+
+    for param in reversed(params):
+        place = _ceil(place, 64) if sharded else place
+        alone = param.own_bucket and sharded
+        if alone and members:
+            yield close(place)
+        place += param.count
+        members.append(param)
+        if place - begin >= limit or alone:
+            yield close(place)
+    if members:
+        yield close(place)
+
+
+def _ceil(value: int, divisor: int) -> int:
+    return -(-value // divisor) * divisor
+
+
+def reduce(plan: Plan, bucket: Bucket, *, overlapped: bool) -> tuple[CommOp, ...]:
+    """Return one bucket's reduction; several optimizer instances need a second sum."""
+    redop = RedOp.AVG if plan.settings.ddp_average_in_collective else RedOp.SUM
+    stream, name = (stream_of(bucket),) * 2 if overlapped else (COMPUTE, "")
+    dense, experts = "dp_cp", "expt_dp"
+    kind = Collective.ALL_REDUCE
+    if plan.settings.use_distributed_optimizer:
+        dense, experts, kind = "intra_dp_cp", "intra_expt_dp", Collective.REDUCE_SCATTER
+    group = experts if bucket.expert else dense
+    of: dict[str, Any] = {
+        "phase": Phase.BWD,
+        "module": "gradients",
+        "dtype": plan.gradient_dtype,
+        "redop": redop,
+    }
+    ops = plan.comms(kind, bucket.padded, group, stream=stream, name=name, **of)
+    if plan.size("instances") == 1:
+        return ops
+    if overlapped:
+        of |= {"stream": INSTANCES, "name": INSTANCES, "after": (name,) if ops else ()}
+    part = bucket.padded // plan.size(group)
+    return (*ops, *plan.comms(Collective.ALL_REDUCE, part, "instances", **of))
+
+
+def gather(plan: Plan, bucket: Bucket, *, name: str = "") -> tuple[CommOp, ...]:
+    """Return one bucket's gather of parameters. name: of an asynchronous gather."""
+    group = "intra_expt_dp" if bucket.expert else "intra_dp_cp"
+    return plan.comms(
+        Collective.ALL_GATHER,
+        bucket.padded,
+        group,
+        Phase.FWD if name else Phase.OPTIM,
+        "parameters",
+        stream=stream_of(bucket) if name else COMPUTE,
+        name=name,
+    )
+
+
+def stream_of(bucket: Bucket) -> str:
+    return "expt_dp" if bucket.expert else "dp"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageParams:
+    """A stage's parameters and buckets by model chunk. moe_layers: layers with experts."""
+
+    params: tuple[tuple[Param, ...], ...]
+    buckets: tuple[tuple[Bucket, ...], ...]
+    is_first: bool
+    is_last: bool
+    moe_layers: int = 0
+
+    @property
+    def all_buckets(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for chunk in self.buckets for bucket in chunk)
+
+
+def names_of(plan: Plan, buckets: Iterable[Bucket]) -> tuple[str, ...]:
+    """Return the names of these buckets' overlapped reductions."""
+    sent = (op.name for bucket in buckets for op in reduce(plan, bucket, overlapped=True))
+    return tuple(sorted(set(sent)))
+
+
+def end_of_step(plan: Plan, stage: StageParams) -> tuple[Operation, ...]:
+    """Return the operations from the end of the last backward pass to the end of the step."""
+    return (*_grad_finalize(plan, stage), *_update(plan, stage), *_reports(plan, stage))
+
+
+def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
+    """Return the operations of finalize_model_grads."""
+    settings, ops = plan.settings, list[Operation]()
+    if settings.overlap_grad_reduce:
+        if names := names_of(plan, stage.all_buckets):
+            ops.append(wait(names, Phase.BWD, "gradients"))
+    else:
+        for bucket in stage.all_buckets:
+            ops += reduce(plan, bucket, overlapped=False)
+    kind, phase = plan.gradient_dtype, Phase.BWD
+    num_whole = sum(param.count for chunk in stage.params for param in chunk if param.whole)
+    summed = partial(plan.comms, Collective.ALL_REDUCE)
+    if num_whole:
+        ops += summed(num_whole, "tp", phase, "gradients.norms", kind)
+    if plan.model.tied_embeddings and (stage.is_first or stage.is_last):
+        table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
+        ops += summed(table, "embd", phase, "gradients.embedding", kind)
+    moe = plan.model.moe
+    if moe is not None and moe.router_bias and stage.moe_layers:
+        loads = stage.moe_layers * moe.num_experts
+        # The count is a buffer of the model, which is cast to 16 bits with its weights.
+        ops += summed(loads, "tp_dp_cp", phase, "expert_bias", plan.job.dtype)
+    if settings.calculate_per_token_loss:
+        ops += plan.comms(Collective.BROADCAST, 1, "pp", phase, "tokens", DType.INT32)
+        ops += summed(1, "dp_cp", phase, "tokens", DType.INT32)
+    return ops
+
+
+def _update(plan: Plan, stage: StageParams) -> list[Operation]:
+    """Return ChainedOptimizer.step: optimizers of dense parameters and, with ep, of experts."""
+    sharded = plan.settings.use_distributed_optimizer
+    kinds = sorted({bucket.expert for bucket in stage.all_buckets})
+    norm_groups = ["expt_tp_pp" if expert else "mp" for expert in kinds]
+    if sharded:
+        norm_groups = ["intra_dist_opt" for _ in kinds]
+    ops: list[Operation] = []
+    scalar = _scalar(plan)
+    if plan.job.dtype is DType.FP16:
+        for group in norm_groups:
+            ops += scalar(group=group, module="overflow", redop=RedOp.MAX)
+    for group in dict.fromkeys(norm_groups):
+        ops += scalar(group=group, module="gradient_norm")
+    gathers = sharded and not plan.settings.overlap_param_gather
+    for expert in kinds:
+        ops.append(_adam(plan, stage, expert))
+        # Each optimizer gathers all buckets of the chunks, including the other's.
+        for bucket in stage.all_buckets if gathers else ():
+            ops += gather(plan, bucket)
+    return ops
+
+
+def _adam(plan: Plan, stage: StageParams, expert: bool) -> ComputeOp:
+    """Return the update of this rank's share of parameters, in fp32."""
+    buckets = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
+    count = sum(bucket.count for bucket in buckets)
+    if plan.settings.use_distributed_optimizer:
+        ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+        count = sum(bucket.padded for bucket in buckets) // ranks
+    return ComputeOp(
+        op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
+        phase=Phase.OPTIM,
+        module="optimizer.experts" if expert else "optimizer",
+    )
+
+
+def _reports(plan: Plan, stage: StageParams) -> list[Operation]:
+    """Return the messages of train_step and training_log."""
+    scalar, largest = _scalar(plan), partial(_scalar(plan), group="mp", redop=RedOp.MAX)
+    return [
+        *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
+        *largest(module="gradient_norm"),
+        *(scalar(group="dp_cp", module="loss", elements=2) if stage.is_last else ()),
+        *largest(module="learning_rate"),
+    ]
+
+
+def _scalar(plan: Plan) -> "partial[tuple[CommOp, ...]]":
+    """Return the all-reduce of one fp32 number."""
+    return partial(
+        plan.comms, Collective.ALL_REDUCE, elements=1, phase=Phase.OPTIM, dtype=DType.FP32
+    )

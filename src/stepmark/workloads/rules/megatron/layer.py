@@ -1,0 +1,369 @@
+"""Modules with the communication around them, and the order of their operations.
+
+Linear layers, embedding and head under tensor and sequence parallelism. Source: megatron-core
+0.16.1, tensor_parallel/layers.py (ColumnParallelLinear, RowParallelLinear,
+LinearWithGradAccumulationAndAsyncCommunication, VocabParallelEmbedding),
+tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py. Attention, grouped queries or
+latent: transformer/attention.py and multi_latent_attention.py, the latter with
+TransformerEngine's down projections, which are not divided over tp. Context parallelism:
+TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
+(AttnFuncWithCPAndKVP2P, AttnFuncWithCPAndKVAllGather).
+
+Compared with a run of Megatron-LM (tests/data/megatron), latent attention with a stand-in for
+those down projections. The messages of context parallelism were only read.
+
+An asynchronous collective has its own stream. It starts after the computation that was issued
+before it, as NCCL's streams do; operations that need it wait for its name.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from stepmark.cases.message import RECV, SEND
+from stepmark.ground.dtypes import DType
+from stepmark.model.collectives import Collective, RedOp
+from stepmark.model.ops import Attention, Phase
+from stepmark.step.module import Module
+from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation
+from stepmark.workloads.pipeline import COMPUTE_DONE
+from stepmark.workloads.rules.megatron.settings import CpComm, Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A module's operations. pending: a backward collective the next computation waits for."""
+
+    module: str
+    fwd: tuple[Operation, ...]
+    bwd: tuple[Operation, ...]
+    pending: str = ""
+
+
+def of_leaf(leaf: Module) -> Step:
+    """A module without communication."""
+    return Step(module=leaf.role, fwd=leaf.fwd, bwd=leaf.bwd)
+
+
+def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
+    """Return the forward pass. again: as the backward pass recomputes it."""
+    ops = [op for step in steps for op in step.fwd]
+    return with_deps([replace(op, recompute=True) for op in ops] if again else ops)
+
+
+def backward(
+    steps: Sequence[Step], recomputed: Mapping[str, str] | None = None
+) -> tuple[Operation, ...]:
+    """Return the backward pass. recomputed: by module the group it is checkpointed in.
+
+    A group's forward operations run again before the first of its backward operations.
+    """
+    groups = recomputed or {}
+    ops: list[Operation] = []
+    current, pending = "", ""
+    for index in range(len(steps) - 1, -1, -1):
+        step, group = steps[index], groups.get(steps[index].module, "")
+        step_ops: list[Operation] = []
+        if group and group != current:
+            members = [
+                member for member in steps[: index + 1] if groups.get(member.module) == group
+            ]
+            step_ops += forward(members, again=True)
+        step_ops += step.bwd
+        current = group
+        if pending and step_ops:
+            step_ops[0] = replace(step_ops[0], after=(*step_ops[0].after, pending))
+            pending = ""
+        ops += step_ops
+        pending = step.pending or pending
+    return with_deps(ops)
+
+
+def with_deps(
+    operations: Sequence[Operation], before: tuple[str, ...] = ()
+) -> tuple[Operation, ...]:
+    """Name the computation after which an asynchronous collective starts.
+
+    before: names of the computation before all of these operations.
+    """
+    ops, behind = list(operations), before
+    last: int | None = None
+    for index, op in enumerate(ops):
+        if op.stream == COMPUTE:
+            last = index
+            continue
+        if last is not None:
+            newest = ops[last]
+            if not newest.name:
+                newest = replace(newest, name=f"{newest.module}.{newest.phase}")
+                ops[last] = newest
+            behind = (newest.name,)
+        new = (name for name in behind if name not in op.after)
+        ops[index] = replace(op, after=(*new, *op.after))
+    return tuple(ops)
+
+
+def with_compute_done(operations: Sequence[Operation]) -> tuple[Operation, ...]:
+    """Name the last computation COMPUTE_DONE, for operations after the block."""
+    ops = list(operations)
+    for index in range(len(ops) - 1, -1, -1):
+        if ops[index].stream == COMPUTE:
+            ops[index] = replace(ops[index], name=ops[index].name or COMPUTE_DONE)
+            break
+    return tuple(ops)
+
+
+def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
+    """Return the modules that compute in one layer, by role in forward order."""
+    return {leaf.role: leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work}
+
+
+def mlp(plan: Plan) -> tuple[Step, ...]:
+    """Return norm, up, activation, down, residual of a dense layer."""
+    norm, up, activation, down, residual = (
+        leaf for role, leaf in leaves(plan, moe=False).items() if role.startswith("mlp.")
+    )
+    hidden = plan.model.hidden_size
+    return (
+        of_leaf(norm),
+        column(plan, up, hidden),
+        of_leaf(activation),
+        row(plan, down, hidden),
+        of_leaf(residual),
+    )
+
+
+def column(plan: Plan, leaf: Module, width: int) -> Step:
+    """Return a linear layer with its output features over tp. width: of its input.
+
+    Under sequence parallelism the input is gathered, again for the weight gradient during the
+    input gradient, which is scattered during the weight gradient; else it is all-reduced there.
+    """
+    if plan.size("tp") == 1:
+        return of_leaf(leaf)
+    weight_grads: list[Operation] = [op for op in leaf.bwd if op.phase is Phase.WGRAD]
+    input_grads: list[Operation] = [op for op in leaf.bwd if op.phase is not Phase.WGRAD]
+    module, rows, first = leaf.role, plan.tokens * width, leaf.fwd[0]
+    send = partial(
+        plan.comms,
+        elements=rows,
+        group="tp",
+        module=module,
+        layer=first.layer,
+        microbatch=first.microbatch,
+    )
+    if not plan.sequence_parallel:
+        name = f"{module}.reduce"
+        reduce = send(Collective.ALL_REDUCE, phase=Phase.DGRAD, stream="tp", name=name)
+        backward = (*input_grads, *reduce, *weight_grads)
+        return Step(module=module, fwd=leaf.fwd, bwd=backward, pending=name)
+    gather, scatter = f"{module}.gather", f"{module}.scatter"
+    return Step(
+        module=module,
+        fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd),
+        bwd=(
+            *send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather),
+            *input_grads,
+            *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, stream="tp", name=scatter),
+            *(replace(op, after=(gather,)) for op in weight_grads),
+        ),
+        pending=scatter,
+    )
+
+
+def row(plan: Plan, leaf: Module, width: int) -> Step:
+    """Return a linear layer with its input features over tp. width: of its output."""
+    return _summed(plan, leaf, plan.tokens * width, layer=0)
+
+
+def _summed(
+    plan: Plan, leaf: Module, rows: int, *, layer: int | None, scatters: bool = True
+) -> Step:
+    """Sum a module's output over tp; gather its gradient if that is divided over tp."""
+    scatters = scatters and plan.sequence_parallel
+    kind = Collective.REDUCE_SCATTER if scatters else Collective.ALL_REDUCE
+    send = partial(plan.comms, elements=rows, group="tp", module=leaf.role, microbatch=0)
+    sums = send(kind, phase=Phase.FWD, layer=layer)
+    gathers: tuple[CommOp, ...] = ()
+    if plan.sequence_parallel:
+        gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer)
+    return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=(*gathers, *leaf.bwd))
+
+
+def embedding(plan: Plan) -> Step:
+    """Return the lookup in this rank's share of the vocabulary, summed over tp.
+
+    With learned positions the sum is an all-reduce even under sequence parallelism, after which
+    each rank keeps its part (language_model_embedding.py, reduce_scatter_embeddings).
+    """
+    leaf = plan.tree.embedding().inside[0]
+    rows = plan.tokens * plan.model.hidden_size
+    return _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
+
+
+def head(plan: Plan) -> tuple[Step, ...]:
+    """Return the final norm, logits of this rank's share of the vocabulary, and their loss.
+
+    The loss reduces over tp: maximum, logit of the target, sum of exponentials, each one fp32
+    per token; cross_entropy_loss_fusion sends the latter two in one message.
+    """
+    norm, logits, loss = plan.tree.output().inside
+    sums: list[Operation] = []
+    sizes = [(1, RedOp.MAX), (1, RedOp.SUM), (1, RedOp.SUM)]
+    if plan.settings.cross_entropy_loss_fusion:
+        sizes = [(1, RedOp.MAX), (2, RedOp.SUM)]
+    for per_token, redop in sizes:
+        sums += plan.comms(
+            Collective.ALL_REDUCE,
+            per_token * plan.tokens,
+            "tp",
+            Phase.FWD,
+            loss.role,
+            DType.FP32,
+            microbatch=0,
+            redop=redop,
+        )
+    return (
+        of_leaf(norm),
+        column(plan, logits, plan.model.hidden_size),
+        Step(module=loss.role, fwd=(*loss.fwd, *sums), bwd=loss.bwd),
+    )
+
+
+def data(plan: Plan, *, first: bool, last: bool) -> tuple[Operation, ...]:
+    """Return the broadcasts of a micro-batch over tp, before cp divides it.
+
+    Source: get_batch_on_this_tp_rank, megatron/training/utils.py. Its empty broadcasts, for
+    sequences that are not packed, are left out.
+    """
+    tokens = plan.job.mbs * plan.model.seq_len
+    mask = tokens * plan.model.seq_len
+    masked = plan.settings.create_attention_mask_in_dataloader
+    messages: list[tuple[bool, int, DType]] = [
+        (first, tokens, DType.INT64),  # tokens
+        (last, tokens, DType.INT64),  # labels
+        (last, tokens, DType.FP32),  # mask of the loss
+        (masked and (first or last), mask, DType.UINT8),
+        (first, tokens, DType.INT64),  # positions
+        (first, 1, DType.INT64),  # number of packed sequences
+        (first or last, 1, DType.INT64),
+    ]
+    return tuple(
+        replace(op, root=0)
+        for is_sent, elements, dtype in messages
+        if is_sent
+        for op in plan.comms(
+            Collective.BROADCAST, elements, "tp", Phase.FWD, "data", dtype, microbatch=0
+        )
+    )
+
+
+def attention(plan: Plan) -> tuple[Step, ...]:
+    """Return norm, projections, core, out, residual of one layer."""
+    parts = {
+        role.removeprefix("attention."): leaf
+        for role, leaf in leaves(plan, moe=plan.model.num_dense_layers == 0).items()
+    }
+    hidden = plan.model.hidden_size
+    steps = [of_leaf(parts["norm"])]
+    if plan.model.mla is None:
+        steps.append(column(plan, parts["qkv"], hidden))
+        steps += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
+    else:
+        steps += _latent(plan, parts)
+    if "rope" in parts:
+        steps.append(of_leaf(parts["rope"]))
+    steps.append(_core(plan, parts["core"]))
+    steps.append(row(plan, parts["out"], hidden))
+    steps.append(of_leaf(parts["residual"]))
+    return tuple(steps)
+
+
+def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
+    """Yield undivided down projections of this rank's tokens, and up projections over tp."""
+    mla = plan.model.mla
+    assert mla is not None
+    if "q_down" in parts:
+        yield of_leaf(parts["q_down"])
+    down = of_leaf(parts["kv_down"])
+    if plan.sequence_parallel:
+        shared = plan.tokens * mla.qk_rope_head_dim
+        name = down.module
+        gather = plan.inside(Collective.ALL_GATHER, shared, "tp", Phase.FWD, name)
+        scatter = plan.inside(Collective.REDUCE_SCATTER, shared, "tp", Phase.DGRAD, name)
+        down = Step(module=name, fwd=(*down.fwd, *gather), bwd=(*scatter, *down.bwd))
+    yield down
+    yield from (of_leaf(parts[name]) for name in ("q_norm", "kv_norm") if name in parts)
+    if "q_up" in parts:
+        yield column(plan, parts["q_up"], mla.q_lora_rank or 0)
+    else:
+        yield column(plan, parts["q"], plan.model.hidden_size)
+    yield column(plan, parts["kv_up"], mla.kv_lora_rank)
+
+
+def _core(plan: Plan, leaf: Module) -> Step:
+    """Return the attention core, with the exchange of keys and values over cp."""
+    cp = plan.size("cp")
+    if cp == 1:
+        return of_leaf(leaf)
+    heads = plan.model.num_heads if plan.model.mla else plan.model.num_kv_heads
+    local_size = plan.tokens * (heads // plan.tp)
+    widths = (plan.model.d_qk, plan.model.d_v)
+    if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
+        return _gathered(plan, leaf, [local_size * width for width in widths])
+    return _ring(plan, leaf, local_size * sum(widths))
+
+
+def _gathered(plan: Plan, leaf: Module, sizes: list[int]) -> Step:
+    """Gather keys and values, again in the backward pass; scatter their gradients."""
+    cp = plan.size("cp")
+
+    def both(kind: Collective, phase: Phase) -> tuple[CommOp, ...]:
+        return tuple(
+            op
+            for elements in sizes
+            for op in plan.inside(kind, cp * elements, "cp", phase, leaf.role)
+        )
+
+    return Step(
+        module=leaf.role,
+        fwd=(*both(Collective.ALL_GATHER, Phase.FWD), *leaf.fwd),
+        bwd=(
+            *both(Collective.ALL_GATHER, Phase.BWD),
+            *leaf.bwd,
+            *both(Collective.REDUCE_SCATTER, Phase.BWD),
+        ),
+    )
+
+
+def _ring(plan: Plan, leaf: Module, local_size: int) -> Step:
+    """Pass keys and values round a ring during the attention to the previous ones.
+
+    The backward pass sends their gradients one step later: cp messages, the first without
+    gradients, the last with nothing else. Steps are assumed to be equally long; their sum is
+    exact.
+    """
+    cp, name = plan.size("cp"), "kv"
+
+    def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
+        message = (elements, "cp", phase, leaf.role)
+        sent = plan.inside(SEND, *message, peer=1, stream="cp")
+        received = plan.inside(RECV, *message, peer=-1, fused=True, stream="cp", name=name)
+        return (*sent, *received)
+
+    fwd: list[Operation] = []
+    bwd: list[Operation] = []
+    for index in range(cp):
+        moves = index < cp - 1
+        if moves:
+            fwd += pass_on(local_size, Phase.FWD)
+        received = f"{name}~1" if moves else name
+        fwd += [_piece(op, cp, (received,) if index else ()) for op in leaf.fwd]
+        bwd += pass_on(2 * local_size if 0 < index < cp - 1 else local_size, Phase.BWD)
+        bwd += [_piece(op, cp, (f"{name}~1",) if index else ()) for op in leaf.bwd]
+    return Step(module=leaf.role, fwd=tuple(fwd), bwd=tuple(bwd), pending=name)
+
+
+def _piece(op: ComputeOp, cp: int, after: tuple[str, ...]) -> ComputeOp:
+    assert isinstance(op.op, Attention)
+    return replace(op, op=replace(op.op, seq_kv=op.op.seq_kv // cp), after=after)

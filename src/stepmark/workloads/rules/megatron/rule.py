@@ -1,0 +1,371 @@
+"""Megatron-LM: one training step of each pipeline stage.
+
+Rules are those of megatron-core 0.16.1 and of megatron/training of NVIDIA/Megatron-LM,
+core_v0.16.1 (55ac7082517c3878ae653c07c09c534b8aed49f6), with TransformerEngine's layers where
+they differ from the local ones. Each module of rules/megatron names its source files, and the
+parts of it that were compared with a run or only read.
+
+Assumptions: routing is balanced; the step is not the first one, in which overlapped reductions
+wait for the end of the backward pass; the embedding is trained, so the first layer has a data
+gradient like any other.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+
+from stepmark.cases.message import RECV, SEND
+from stepmark.model.ops import Phase
+from stepmark.step.workload import COMPUTE, Block, CommOp, Item, Run, Stage, Workload
+from stepmark.workloads.job import Job
+from stepmark.workloads.pipeline import (
+    COMPUTE_DONE,
+    FORWARD_TRANSFERS,
+    SENDS,
+    TRANSFERS,
+    WITH_NEXT_STAGE,
+    Act,
+    Action,
+    Pipeline,
+    Span,
+    Tick,
+    program,
+    wait,
+)
+from stepmark.workloads.pipeline_schedules import schedule
+from stepmark.workloads.rules.megatron import gradients
+from stepmark.workloads.rules.megatron.chunk import (
+    Library,
+    Segment,
+    backward_segments,
+    first_forward,
+    forward_segments,
+    is_moe,
+    last_backward,
+)
+from stepmark.workloads.rules.megatron.gradients import StageParams
+from stepmark.workloads.rules.megatron.layer import with_deps
+from stepmark.workloads.rules.megatron.settings import Megatron, Plan, make_plan
+from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
+
+__all__ = ["Megatron", "workload"]
+
+_LARGE_MASK_BYTES = 2**30
+
+
+def notes_of(job: Job, plan: Plan) -> Iterator[str]:
+    """Yield notes of settings that have no effect, were changed, or are easily overlooked.
+
+    Source of gathers: optimizer/optimizer.py (ChainedOptimizer.step_with_ready_grads) and
+    distrib_optimizer.py (step_with_ready_grads: start_param_sync of each model chunk, whose
+    bucket groups are those of dense parameters and of experts).
+    """
+    settings = plan.settings
+    if plan.model.vocab_size != job.model.vocab_size:
+        yield f"vocabulary padded from {job.model.vocab_size} to {plan.model.vocab_size}"
+    masks = settings.create_attention_mask_in_dataloader and plan.tp > 1
+    size = job.mbs * job.model.seq_len**2  # a byte per pair of tokens
+    if masks and size >= _LARGE_MASK_BYTES:
+        yield (
+            f"each micro-batch's attention mask, {size / 2**30:.4g} GiB, is broadcast over tp;"
+            " --no-create-attention-mask-in-dataloader leaves it out"
+        )
+    if (
+        settings.use_distributed_optimizer
+        and not settings.overlap_param_gather
+        and plan.job.parallel.ep > 1
+        and max(plan.size("intra_dp_cp"), plan.size("intra_expt_dp")) > 1
+    ):
+        yield (
+            "parameters are gathered twice per step: the optimizer of the dense ones and that"
+            " of the experts each gather all (ChainedOptimizer); with overlap_param_gather once"
+        )
+
+
+_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
+
+
+def with_async_deps(
+    spans: Iterable[Span], in_flight: Callable[[Action], tuple[str, ...]], *, blocking: bool
+) -> tuple[Span, ...]:
+    """Make asynchronous actions start after the computation that was issued before them.
+
+    in_flight: names of the collectives that an action leaves in flight. blocking: a call of
+    transfers waits for all of them (torch.cuda.synchronize) and not only for its own.
+
+    PyTorch lets an asynchronous collective or transfer wait for the current stream at the call
+    (c10d, ProcessGroupNCCL.cpp, syncStream). Source of the rest, read only:
+    pipeline_parallel/p2p_communication.py (_communicate, batch_p2p_sync).
+    """
+    deps = _AsyncDeps(in_flight, blocking)
+    return tuple(
+        replace(span, ticks=tuple(tuple(deps.tick(tick)) for tick in span.ticks))
+        for span in spans
+    )
+
+
+@dataclass(slots=True)
+class _AsyncDeps:
+    """begun: the step has computed or waited, so asynchronous actions have a dependency."""
+
+    in_flight: Callable[[Action], tuple[str, ...]]
+    blocking: bool
+    begun: bool = False
+    pending: dict[str, None] = field(default_factory=dict)
+
+    def tick(self, tick: Tick) -> Iterator[Action]:
+        for action, following in zip(tick, (*tick[1:], None), strict=True):
+            moves = action.act in TRANSFERS
+            computes = action.act in _COMPUTES or (moves and self.blocking)
+            yield (
+                action if computes or not self.begun else replace(action, after=(COMPUTE_DONE,))
+            )
+            self.begun = self.begun or computes
+            if not self.blocking:
+                continue
+            if action.act is Act.FORWARD and action.edge:  # waits for its own parameters
+                for name in self.in_flight(replace(action, act=Act.GATHER)):
+                    self.pending.pop(name, None)
+            self.pending.update(dict.fromkeys(self.in_flight(action)))
+            if moves and self.pending and not (following and following.fused):
+                yield Action(act=Act.WAIT, after=tuple(self.pending))
+                self.pending.clear()
+
+
+_SOURCE = (
+    "NVIDIA/Megatron-LM core_v0.16.1 (55ac708): megatron/core/tensor_parallel/layers.py,"
+    " megatron/core/pipeline_parallel/schedules.py,"
+    " megatron/core/distributed/param_and_grad_buffer.py,"
+    " megatron/core/transformer/moe/token_dispatcher.py, megatron/training/training.py"
+)
+
+
+def workload(job: Job, settings: Megatron) -> Workload:
+    """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
+    plan = make_plan(job, settings)
+    parallel = plan.job.parallel
+    chunks_by_stage, notes = partition(plan)
+    pipeline = Pipeline(
+        num_stages=parallel.pp,
+        num_microbatches=plan.job.num_microbatches,
+        num_chunks=settings.virtual_pipeline_model_parallel_size,
+        overlap=settings.overlap_p2p_comm,
+    )
+    blocks: dict[str, Block] = {}
+    library = Library(plan, blocks)
+    stages = [
+        _StageBuilder(pipeline, library, index, chunks).build()
+        for index, chunks in enumerate(chunks_by_stage)
+    ]
+    return Workload(
+        name=job.model.name,
+        rules="megatron",
+        source=_SOURCE,
+        world_size=parallel.world_size,
+        num_microbatches=plan.job.num_microbatches,
+        model=plan.model,
+        settings=_settings_of(plan),
+        groups=plan.comms.groups,
+        blocks=blocks,
+        stages=tuple(stages),
+        notes=(*notes, *notes_of(job, plan)),
+    )
+
+
+def _settings_of(plan: Plan) -> dict[str, str | int | float | bool | None]:
+    parallel = plan.job.parallel
+    return {
+        "tensor_model_parallel_size": parallel.tp,
+        "pipeline_model_parallel_size": parallel.pp,
+        "context_parallel_size": parallel.cp,
+        "expert_model_parallel_size": parallel.ep,
+        "num_distributed_optimizer_instances": parallel.dp_replicate,
+        "micro_batch_size": plan.job.mbs,
+        "global_batch_size": plan.job.global_batch,
+        "seq_length": plan.model.seq_len,
+        **asdict(plan.settings),
+    }
+
+
+class _StageBuilder:
+    """The blocks of one stage, which are added to those of the library."""
+
+    def __init__(
+        self, pipeline: Pipeline, library: Library, index: int, chunks: tuple[Chunk, ...]
+    ) -> None:
+        self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
+        self.plan, self.blocks, self.params = library.plan, library.blocks, self._params(chunks)
+
+    def build(self) -> Stage:
+        plan, index = self.plan, self.index
+        step = f"stage{index}.step"
+        spans = schedule(
+            self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
+        )
+        self.passes()
+        pipeline = self.pipeline
+        blocking = pipeline.num_chunks > 1 and not pipeline.overlap
+        spans = with_async_deps(spans, self.in_flight, blocking=blocking)
+        items = program(spans, self.lower, self.blocks, f"stage{index}.")
+        self.blocks[f"stage{index}.finish"] = gradients.end_of_step(plan, self.params)
+        self.blocks[step] = (*items, Run(block=f"stage{index}.finish"))
+        return Stage(
+            step=step,
+            setup=self.setup(),
+            layers=tuple(layer for chunk in self.chunks for layer in chunk.layers),
+            has_embedding=any(chunk.has_embedding for chunk in self.chunks),
+            has_head=any(chunk.has_head for chunk in self.chunks),
+        )
+
+    @property
+    def aligned_gathers(self) -> bool:
+        settings = self.plan.settings
+        return (
+            settings.overlap_param_gather
+            and settings.align_param_gather
+            and self.pipeline.num_chunks > 1
+        )
+
+    @property
+    def aligned_reduces(self) -> bool:
+        """grad_sync_func; the first stage of plain 1F1B reduces in its last backward pass."""
+        settings = self.plan.settings
+        return (
+            settings.overlap_grad_reduce
+            and settings.align_grad_reduce
+            and (self.pipeline.num_chunks > 1 or self.index > 0)
+        )
+
+    def _params(self, chunks: tuple[Chunk, ...]) -> StageParams:
+        plan = self.library.plan
+        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
+        params = tuple(
+            gradients.chunk_params(plan, chunk, kind)
+            for chunk, kind in zip(chunks, kinds, strict=True)
+        )
+        return StageParams(
+            params=params,
+            buckets=tuple(
+                gradients.buckets(plan, own, split=self.index == 0 and number == 0)
+                for number, own in enumerate(params)
+            ),
+            is_first=self.index == 0,
+            is_last=self.index == self.pipeline.num_stages - 1,
+            moe_layers=sum(map(sum, kinds)),
+        )
+
+    def passes(self) -> None:
+        """Add forward and backward blocks of the chunks, and those of the step's edges."""
+        settings = self.plan.settings
+        for number, chunk in enumerate(self.chunks):
+            forward = forward_segments(self.library, chunk)
+            backward = backward_segments(self.library, chunk)
+            self.put(f"forward{number}", forward)
+            self.put(f"backward{number}", backward)
+            if settings.overlap_param_gather and not self.aligned_gathers:
+                begun = self.index > 0 or number > 0
+                changed = first_forward(
+                    self.library, forward, self.params.buckets[number], begun=begun
+                )
+                self.put(f"forward{number}.first", changed)
+            if settings.overlap_grad_reduce and not self.aligned_reduces:
+                changed = last_backward(self.library, backward, self.params.buckets[number])
+                self.put(f"backward{number}.last", changed)
+
+    def put(self, name: str, segments: list[Segment]) -> None:
+        self.blocks[f"stage{self.index}.{name}"] = self.library.runs(segments)
+
+    def lower(self, action: Action) -> tuple[Item, ...]:
+        """Return the items of an action."""
+        match action.act:
+            case Act.FORWARD | Act.BACKWARD:
+                return self.run(action)
+            case Act.WAIT:
+                return (wait(action.after, Phase.FWD, "pipeline"),)
+            case Act.REDUCE:
+                return with_deps(self.reduces(action.chunk), action.after)
+            case Act.GATHER:
+                return with_deps(self.gathers(action.chunk), action.after)
+            case _:
+                return self.transfer(action)
+
+    def run(self, action: Action) -> tuple[Item, ...]:
+        name = f"stage{self.index}.{action.act}{action.chunk}"
+        edge = ".first" if action.act is Act.FORWARD else ".last"
+        if action.edge and name + edge in self.blocks:
+            name += edge
+        run = Run(block=name, microbatch=action.microbatch)
+        if not (action.edge and action.act is Act.FORWARD and self.aligned_gathers):
+            return (run,)
+        names = self.in_flight(replace(action, act=Act.GATHER))
+        return (wait(names, Phase.FWD, "parameters"), run) if names else (run,)
+
+    def in_flight(self, action: Action) -> tuple[str, ...]:
+        """Return the names of collectives that are in flight when an action ends."""
+        is_last = action.act is Act.BACKWARD and action.edge
+        if action.act is Act.REDUCE or (
+            is_last and self.plan.settings.overlap_grad_reduce and not self.aligned_reduces
+        ):
+            return gradients.names_of(self.plan, self.params.buckets[action.chunk])
+        if action.act is Act.GATHER:
+            return tuple(dict.fromkeys(op.name for op in self.gathers(action.chunk)))
+        return ()
+
+    def reduces(self, chunk: int) -> tuple[CommOp, ...]:
+        return tuple(
+            op
+            for bucket in self.params.buckets[chunk]
+            for op in gradients.reduce(self.plan, bucket, overlapped=True)
+        )
+
+    def gathers(self, chunk: int) -> tuple[CommOp, ...]:
+        return tuple(
+            op
+            for bucket in self.params.buckets[chunk]
+            for op in gradients.gather(
+                self.plan, bucket, name=f"{gradients.stream_of(bucket)}.parameters{chunk}"
+            )
+        )
+
+    def transfer(self, action: Action) -> tuple[Item, ...]:
+        """Return a transfer of this rank's hidden states of a micro-batch, or their gradients.
+
+        Source: get_tensor_shapes of schedules.py: sequence / cp, and / tp with sequence
+        parallelism.
+        """
+        sends, to_next = action.act in SENDS, action.act in WITH_NEXT_STAGE
+        group, peer = "pp", 1 if to_next else -1
+        stream = self.stream(sends=sends, to_next=to_next)
+        if stream in ("pp.send", "pp.recv") and sends is bool(self.index % 2):
+            group, peer = "world", self.plan.job.parallel.world_size // 2
+        return self.plan.comms(
+            SEND if sends else RECV,
+            self.plan.own_tokens * self.plan.model.hidden_size,
+            group,
+            Phase.FWD if action.act in FORWARD_TRANSFERS else Phase.DGRAD,
+            "pipeline",
+            microbatch=action.microbatch,
+            stream=stream,
+            name=COMPUTE_DONE if stream == COMPUTE else str(action.act),
+            after=() if stream == COMPUTE else action.after,
+            peer=peer,
+            fused=action.fused,
+        )
+
+    def stream(self, *, sends: bool, to_next: bool) -> str:
+        """Return the stream of a pair's communicator; two stages use the world's one way."""
+        if self.pipeline.num_chunks == 1 or not self.pipeline.overlap:
+            return COMPUTE
+        if self.pipeline.num_stages == 2:
+            return "pp.send" if sends else "pp.recv"
+        return "pp.next" if to_next else "pp.prev"
+
+    def setup(self) -> str:
+        """Add the sum that gives first and last stage equal tables (language_module.py)."""
+        plan = self.plan
+        if not plan.model.tied_embeddings or not (self.params.is_first or self.params.is_last):
+            return ""
+        table = plan.model.vocab_size // plan.tp * plan.model.hidden_size
+        ops = plan.comms("all_reduce", table, "embd", Phase.OPTIM, "embedding")
+        if ops:
+            self.blocks["setup"] = ops
+        return "setup" if ops else ""

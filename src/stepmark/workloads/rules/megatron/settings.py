@@ -1,0 +1,343 @@
+"""Megatron-LM's parameters that affect a step, and the plan of a job under them.
+
+Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import partial
+
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.model import ModelConfig
+from stepmark.step.tree import TreeBuilder
+from stepmark.step.workload import CommOp, Group
+from stepmark.workloads.job import (
+    AXES,
+    Comms,
+    Job,
+    check_at_least,
+    check_trained,
+    mesh_groups,
+    setting,
+    with_padded_vocab,
+)
+
+
+class Dispatcher(StrEnum):
+    """Exchange of tokens with experts (megatron/core/transformer/moe/token_dispatcher.py)."""
+
+    ALLTOALL = "alltoall"
+    ALLGATHER = "allgather"
+
+
+class CpComm(StrEnum):
+    """Exchange of keys and values among context-parallel ranks."""
+
+    P2P = "p2p"
+    ALL_GATHER = "all_gather"
+
+
+class Granularity(StrEnum):
+    """Recomputation in the backward pass."""
+
+    NONE = "none"
+    SELECTIVE = "selective"
+    FULL = "full"
+
+
+class Balancing(StrEnum):
+    """Tokens over which the auxiliary loss of a router counts."""
+
+    AUX_LOSS = "aux_loss"
+    SEQ_AUX_LOSS = "seq_aux_loss"
+    GLOBAL_AUX_LOSS = "global_aux_loss"
+    NONE = "none"
+
+
+class RouterDtype(StrEnum):
+    """Type of router and probabilities. model: as the activations."""
+
+    MODEL = "model"
+    FP32 = "fp32"
+    FP64 = "fp64"
+
+
+RECOMPUTE_MODULES = (
+    "core_attn",
+    "layernorm",
+    "mla_up_proj",
+    "mlp",
+    "moe",
+    "moe_act",
+    "shared_experts",
+)
+_UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
+_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Megatron:
+    """Parameters of Megatron-LM except the model, the mesh and the batches."""
+
+    sequence_parallel: bool = setting(
+        False, "norms and residuals on 1/tp of each sequence", common=True
+    )
+    use_distributed_optimizer: bool = setting(
+        False, "shard optimizer states over data ranks", common=True
+    )
+    overlap_grad_reduce: bool = setting(
+        False, "reduce gradients during the backward pass", common=True
+    )
+    overlap_param_gather: bool = setting(False, "gather parameters during the forward pass")
+    align_grad_reduce: bool = setting(True, "stages reduce a chunk's gradients together")
+    align_param_gather: bool = setting(True, "interleaved stages gather parameters together")
+    ddp_bucket_size: int | None = setting(
+        None, "elements per overlapped gradient bucket [max(40M, 1M x dp x cp)]"
+    )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = setting(False, "pad buckets to 65536 elements")
+    ddp_average_in_collective: bool = setting(False, "average gradients in the collective")
+    grad_reduce_in_bf16: bool = setting(False, "reduce gradients in bf16 instead of fp32")
+    virtual_pipeline_model_parallel_size: int = setting(
+        1, "model chunks per pipeline stage", common=True
+    )
+    overlap_p2p_comm: bool = setting(True, "interleaved stages overlap transfers with compute")
+    decoder_first_pipeline_num_layers: int | None = setting(None, "layers of the first stage")
+    decoder_last_pipeline_num_layers: int | None = setting(None, "layers of the last stage")
+    account_for_embedding_in_pipeline_split: bool = setting(
+        False, "embedding counts as a layer"
+    )
+    account_for_loss_in_pipeline_split: bool = setting(False, "head counts as a layer")
+    cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
+    expert_tensor_parallel_size: int | None = setting(
+        None, "tensor parallelism of experts [tp]"
+    )
+    moe_token_dispatcher_type: Dispatcher = setting(
+        Dispatcher.ALLTOALL, "token dispatcher: alltoall or allgather"
+    )
+    moe_expert_capacity_factor: float | None = setting(
+        None, "tokens per expert / its even share; below 0: all [dropless]"
+    )
+    moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
+    moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
+    moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
+    recompute_granularity: Granularity = setting(
+        Granularity.NONE, "activation checkpointing", common=True
+    )
+    recompute_modules: str = setting(
+        "core_attn", f"with selective, several by comma: {', '.join(RECOMPUTE_MODULES)}"
+    )
+    recompute_method: str = setting("uniform", "with full: uniform or block")
+    recompute_num_layers: int = setting(
+        1, "with full: layers per checkpoint (uniform), or recomputed per chunk (block)"
+    )
+    cross_entropy_loss_fusion: bool = setting(False, "fuse two all-reduces of the loss")
+    calculate_per_token_loss: bool = setting(False, "divide gradients by the number of tokens")
+    create_attention_mask_in_dataloader: bool = setting(
+        True, "broadcast each attention mask over tp"
+    )
+    make_vocab_size_divisible_by: int = setting(128, "pad the vocabulary to this x tp")
+
+    def __post_init__(self) -> None:
+        sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")
+        splits = ("virtual_pipeline_model_parallel_size", *_UNEVEN)
+        check_at_least(self, 1, *sizes, *splits, "make_vocab_size_divisible_by")
+        factor = self.moe_expert_capacity_factor
+        if factor is not None and factor < 0:  # as TransformerConfig.__post_init__
+            object.__setattr__(self, "moe_expert_capacity_factor", None)
+        elif factor is not None and not 0 < factor < math.inf:
+            allowed = "above 0; or below 0: all tokens"
+            raise ConfigError("moe_expert_capacity_factor", factor, allowed)
+        if not 0 <= self.moe_aux_loss_coeff < math.inf:
+            raise ConfigError("moe_aux_loss_coeff", self.moe_aux_loss_coeff, "0 or more")
+        if self.recompute_method not in ("uniform", "block"):
+            raise ConfigError("recompute_method", self.recompute_method, "uniform or block")
+        self._check_pairs()
+
+    def _check_pairs(self) -> None:
+        """Raise ConfigError for pairs of parameters that validate_args refuses."""
+        if self.overlap_param_gather and not (
+            self.use_distributed_optimizer and self.overlap_grad_reduce
+        ):
+            raise ConfigError(
+                "overlap_param_gather",
+                True,
+                "only with use_distributed_optimizer and overlap_grad_reduce",
+            )
+        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
+            raise ConfigError(
+                "moe_pad_expert_input_to_capacity", True, "only with moe_expert_capacity_factor"
+            )
+        if self.calculate_per_token_loss and self.ddp_average_in_collective:
+            raise ConfigError(
+                "ddp_average_in_collective", True, "only without calculate_per_token_loss"
+            )
+        for word in self.modules:
+            if word not in RECOMPUTE_MODULES:
+                raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
+        uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
+        accounts = [name for name in _ACCOUNTS if getattr(self, name)]
+        if uneven and accounts:
+            raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Modules that selective recompute names."""
+        if self.recompute_granularity is not Granularity.SELECTIVE:
+            return ()
+        return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A job, its settings, and the groups in which its ranks communicate."""
+
+    job: Job
+    settings: Megatron
+    comms: Comms
+
+    @property
+    def model(self) -> ModelConfig:
+        return self.job.model
+
+    @property
+    def tp(self) -> int:
+        return self.job.parallel.tp
+
+    @property
+    def etp(self) -> int:
+        """Tensor parallelism of experts."""
+        return self.settings.expert_tensor_parallel_size or self.tp
+
+    @property
+    def sequence_parallel(self) -> bool:
+        return self.settings.sequence_parallel and self.tp > 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a micro-batch on one rank, before sequence parallelism divides them."""
+        return self.job.tokens
+
+    @property
+    def own_tokens(self) -> int:
+        return self.tokens // self.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def expert_rows(self) -> int:
+        """Rows that this rank's own tokens send to experts."""
+        if (moe := self.model.moe) is None:
+            return 0
+        sent = self.own_tokens * moe.top_k
+        factor = self.settings.moe_expert_capacity_factor
+        if factor is None:
+            return sent
+        # get_capacity of moe_utils.py
+        capacity = math.ceil(sent / moe.num_experts * factor) * moe.num_experts
+        return (
+            capacity if self.settings.moe_pad_expert_input_to_capacity else min(sent, capacity)
+        )
+
+    @property
+    def tree(self) -> TreeBuilder:
+        """Factory of this rank's modules."""
+        sequence, etp = self.sequence_parallel, self.etp
+        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
+        inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
+        return replace(tree, inputs=inputs)
+
+    @property
+    def inside(self) -> "partial[tuple[CommOp, ...]]":
+        """Communication inside a layer."""
+        return partial(self.comms, layer=0, microbatch=0)
+
+    def size(self, group: str) -> int:
+        return self.comms.groups[group].size
+
+    @property
+    def gradient_dtype(self) -> DType:
+        if self.settings.grad_reduce_in_bf16:
+            return self.job.dtype
+        return DType.FP32
+
+    @property
+    def probs_dtype(self) -> DType:
+        kind = self.settings.moe_router_dtype
+        return self.job.dtype if kind is RouterDtype.MODEL else DType(kind.value)
+
+
+def make_plan(job: Job, settings: Megatron) -> Plan:
+    """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
+    check_trained("dtype", job.dtype)
+    multiple = settings.make_vocab_size_divisible_by * job.parallel.tp
+    model = with_padded_vocab(job.model, multiple)
+    job = replace(job, model=model)
+    parallel = job.parallel
+    plan = Plan(
+        job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
+    )
+    if model.moe and parallel.tp > 1 and not settings.sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel", False, "true for a model with experts and tp > 1"
+        )
+    shared = parallel.cp * parallel.tp
+    if plan.sequence_parallel and model.seq_len % shared:
+        raise ConfigError("seq-len", model.seq_len, f"a multiple of cp x tp ({shared})")
+    if parallel.dp_replicate > 1 and not settings.use_distributed_optimizer:
+        allowed = (
+            f"1 without use_distributed_optimizer: give that, or dp-shard {parallel.data_ranks}"
+        )
+        raise ConfigError("dp-replicate", parallel.dp_replicate, allowed)
+    if plan.model.moe and plan.model.moe.ffn_hidden_size % plan.etp:
+        width = plan.model.moe.ffn_hidden_size
+        allowed = f"a divisor of the experts' width ({width})"
+        raise ConfigError("expert_tensor_parallel_size", plan.etp, allowed)
+    if settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16:
+        raise ConfigError("grad_reduce_in_bf16", True, "only with bf16")
+    return plan
+
+
+def groups(job: Job, settings: Megatron) -> dict[str, Group]:
+    """Return groups by Megatron's names (megatron/core/parallel_state.py, tp-cp-ep-dp-pp).
+
+    dp_replicate: num_distributed_optimizer_instances. Experts have their own mesh: their tp, ep
+    and dp divide the ranks of a stage.
+    """
+    parallel = job.parallel
+    by_name = mesh_groups(
+        parallel,
+        {
+            "tp": ("tp",),
+            "cp": ("cp",),
+            "tp_cp": ("tp", "cp"),
+            "pp": ("pp",),
+            "mp": ("tp", "pp"),
+            "dp_cp": ("cp", "dp_shard", "dp_replicate"),
+            "intra_dp_cp": ("cp", "dp_shard"),
+            "instances": ("dp_replicate",),
+            "tp_dp_cp": ("tp", "cp", "dp_shard", "dp_replicate"),
+            "intra_dist_opt": ("tp", "cp", "dp_shard", "pp"),
+            "world": AXES,
+        },
+    )
+    per_stage = parallel.world_size // parallel.pp
+    last = max(1, parallel.pp - 1) * per_stage
+    by_name["embd"] = Group(digits=((min(2, parallel.pp), last),))
+    if job.model.moe is None:
+        return by_name
+    etp, ep = settings.expert_tensor_parallel_size or parallel.tp, parallel.ep
+    instance = per_stage // parallel.dp_replicate
+    if instance % (etp * ep):
+        raise ConfigError(
+            "ep",
+            ep,
+            f"a number whose product with expert tp ({etp}) divides tp x cp x dp ({instance})",
+        )
+    by_name["etp"] = Group(digits=((etp, 1),))
+    by_name["ep"] = Group(digits=((ep, etp),))
+    by_name["tp_ep"] = Group(digits=((etp * ep, 1),))
+    by_name["intra_expt_dp"] = Group(digits=((instance // (etp * ep), etp * ep),))
+    by_name["expt_dp"] = Group(digits=((per_stage // (etp * ep), etp * ep),))
+    by_name["expt_tp_pp"] = Group(digits=((etp, 1), (ep, etp), (parallel.pp, per_stage)))
+    return by_name

@@ -1,0 +1,127 @@
+"""Partition of the layers into pipeline stages and model chunks.
+
+Source: megatron-core 0.16.1, transformer/transformer_block.py (get_num_layers_to_build),
+transformer_layer.py (get_transformer_layer_offset) and transformer_config.py (refused
+splits). Compared with a run of megatron-core (tests/data/megatron).
+"""
+
+from dataclasses import dataclass
+
+from stepmark.ground.errors import ConfigError
+from stepmark.workloads.rules.megatron.settings import Megatron, Plan
+
+_FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Consecutive layers, with the embedding before or the head after them."""
+
+    first_layer: int
+    num_layers: int
+    has_embedding: bool
+    has_head: bool
+
+    @property
+    def layers(self) -> range:
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+
+def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...]]:
+    """Return chunks by stage, and notes of choices that the settings leave open.
+
+    Where layers do not divide by stages and chunks, but do with embedding and head as one
+    layer each, these take a layer's place. Raises ConfigError where neither divides.
+    """
+    settings, pp = plan.settings, plan.job.parallel.pp
+    chunks = settings.virtual_pipeline_model_parallel_size
+    total = plan.model.num_layers
+    embedding = settings.account_for_embedding_in_pipeline_split
+    loss = settings.account_for_loss_in_pipeline_split
+    notes: tuple[str, ...] = ()
+    if any(getattr(settings, name) is not None for name in (_FIRST, _LAST)):
+        sizes = _uneven(settings, total, pp, chunks)
+    else:
+        places = pp * chunks
+        counts_ends = not (embedding or loss) and total % places and (total + 2) % places == 0
+        if counts_ends:
+            embedding = loss = True
+            notes = (
+                f"{total} layers + embedding + head = {pp} stages x {chunks} chunks"
+                f" x {(total + 2) // places}: embedding and head take a layer's place each"
+                " (account_for_embedding_in_pipeline_split and"
+                " account_for_loss_in_pipeline_split)",
+            )
+        counted = total + embedding + loss
+        if counted % places:
+            raise ConfigError("pp", pp, _allowed(total, pp, chunks))
+        sizes = [[counted // places] * chunks for _ in range(pp)]
+        sizes[0][0] -= embedding
+        sizes[-1][-1] -= loss
+    if sizes[0][0] < 0 or sizes[-1][-1] < 0:
+        raise ConfigError("pp", pp, f"smaller, or vpp: {total} layers are too few")
+    return _numbered(sizes), notes
+
+
+def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[int]]:
+    """Return the given sizes of first and last stage, and equal ones of the others."""
+    first, last = (getattr(settings, name) for name in (_FIRST, _LAST))
+    sizes = {name: size for name, size in ((_FIRST, first), (_LAST, last)) if size is not None}
+    rest, left = total - sum(sizes.values()), pp - len(sizes)
+    if left < 0 or rest < 0 or bool(rest) != bool(left) or (left and rest % left):
+        (name, size), *other = sizes.items()
+        also = "".join(f", with {flag} {value}" for flag, value in other)
+        allowed = f"a number that leaves equal parts of {total} layers, not none, to the others"
+        if left <= 0:
+            allowed = f"a number that adds up to {total} layers over pp {pp}"
+        raise ConfigError(name, size, allowed + also)
+    per_stage = [rest // left if left else 0] * pp
+    if first is not None:
+        per_stage[0] = first
+    if last is not None:
+        per_stage[-1] = last
+    for size in per_stage:
+        if size % chunks:
+            raise ConfigError(
+                "virtual_pipeline_model_parallel_size", chunks, f"a divisor of {size} layers"
+            )
+    return [[size // chunks] * chunks for size in per_stage]
+
+
+def _numbered(sizes: list[list[int]]) -> tuple[tuple[Chunk, ...], ...]:
+    """Number the layers: they run through all stages' first chunks, then the second ones."""
+    pp, chunks = len(sizes), len(sizes[0])
+    stages: list[list[Chunk]] = [[] for _ in range(pp)]
+    layer = 0
+    for number in range(chunks):
+        for stage in range(pp):
+            chunk = Chunk(
+                first_layer=layer,
+                num_layers=sizes[stage][number],
+                has_embedding=stage == 0 and number == 0,
+                has_head=stage == pp - 1 and number == chunks - 1,
+            )
+            stages[stage].append(chunk)
+            layer += chunk.num_layers
+    return tuple(tuple(row) for row in stages)
+
+
+def _allowed(total: int, pp: int, chunks: int) -> str:
+    fits = [pp for pp in range(1, total + 1) if total % (pp * chunks) == 0]
+    with_ends = [pp for pp in range(2, total + 3) if (total + 2) % (pp * chunks) == 0]
+    words = f"a number whose product with vpp ({chunks}) divides {total} layers"
+    examples = ", ".join(map(str, fits[:8])) or "none"
+    also = ", ".join(map(str, with_ends[:8]))
+    if also:
+        examples += f"; with embedding and head as a layer each {also}"
+    return f"{words} ({examples}); or {_uneven_hint(total, pp, chunks)}"
+
+
+def _uneven_hint(total: int, pp: int, chunks: int) -> str:
+    """Return flags of an uneven split, with a number where one flag is enough."""
+    uneven = f"an uneven split by --{_FIRST} or --{_LAST}".replace("_", "-")
+    for size in range(-(-total // pp), 0, -1):
+        last = total - size * (pp - 1)
+        if last > 0 and last % chunks == 0 and size % chunks == 0:
+            return f"{uneven}, e.g. {last}"
+    return uneven

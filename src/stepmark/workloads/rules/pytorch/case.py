@@ -1,0 +1,129 @@
+"""The workload of a training case, from the PyTorch rule and settings that describe it."""
+
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import TypeVar
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Gemm, Scaling
+from stepmark.step.workload import ComputeOp, Item, Workload
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.pytorch import ddp, fsdp, plain
+from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
+from stepmark.workloads.rules.pytorch.units import TpPlan
+
+T = TypeVar("T")
+Settings = fsdp.Fsdp | ddp.Ddp | plain.Pp | plain.Tp
+_COMPILED = "compiled: kernels are fused, communication is that of eager code"
+
+
+def of_case(case: TrainCase) -> Workload:
+    """Return one optimizer step of `stepmark train`. Raises ConfigError if not derived."""
+    if case.fp8_all_gather:
+        allowed = "off, since gathers of fp8 are not derived: add --no-fp8-all-gather"
+        raise ConfigError("fp8-all-gather", "yes", allowed)
+    if case.async_tp:
+        raise ConfigError(
+            "async-tp", "yes", "it must be off: its pieces are not derived, capture them"
+        )
+    if case.loss_chunks > 1:
+        raise ConfigError("loss-chunks", case.loss_chunks, "1: chunks are not derived")
+    is_sharded = case.data_parallel is DataParallel.FSDP
+    if case.precision is Precision.MASTER and is_sharded:
+        raise ConfigError("precision", case.precision, "amp with fsdp: its shards are fp32")
+    workload = _workload(job_of(case), settings_of(case, _kind(case)))
+    if case.compile is not CompileScope.NONE:
+        workload = replace(workload, notes=(*workload.notes, _COMPILED))
+    return workload if case.fp8 is Fp8.NONE else _in_fp8(workload, case)
+
+
+def _in_fp8(workload: Workload, case: TrainCase) -> Workload:
+    """Return the step with its linear layers in fp8, whose casts are no operations."""
+    scaling = Scaling.ROWWISE if case.fp8 is Fp8.ROWWISE else Scaling.TENSORWISE
+    kept = ("router", *(() if case.fp8_head else ("head",)))
+
+    def lowered(item: Item) -> Item:
+        if isinstance(item, ComputeOp) and not item.module.endswith(kept):
+            op = item.op  # experts' grouped products stay in bf16
+            if isinstance(op, Gemm) and op.n % 16 == op.k % 16 == 0:
+                return replace(item, op=replace(op, dtype=DType.FP8_E4M3, scaling=scaling))
+        return item
+
+    blocks = {name: tuple(map(lowered, items)) for name, items in workload.blocks.items()}
+    return replace(workload, blocks=blocks)
+
+
+def _kind(case: TrainCase) -> type[Settings]:
+    """Return the rule's settings."""
+    match case.data_parallel:
+        case DataParallel.FSDP:
+            return fsdp.Fsdp
+        case DataParallel.DDP:
+            return ddp.Ddp
+        case _:
+            return plain.Pp if case.parallel.pp > 1 else plain.Tp
+
+
+@lru_cache(maxsize=8)  # several options make no difference to it
+def _workload(job: Job, settings: Settings) -> Workload:
+    match settings:
+        case fsdp.Fsdp():
+            return fsdp.workload(job, settings)
+        case ddp.Ddp():
+            return ddp.workload(job, settings)
+        case _:
+            return plain.workload(job, settings)
+
+
+def job_of(case: TrainCase) -> Job:
+    """Return the job of a case, whose micro-batches a pipeline divides further."""
+    parts = case.num_microbatches
+    if case.mbs % parts:
+        rule = f"a multiple of {parts}, because it counts all microbatches of a pipeline"
+        raise ConfigError("mbs", case.mbs, rule)
+    return Job(
+        model=case.model,
+        parallel=case.parallel,
+        mbs=case.mbs // parts,
+        gbs=case.mbs * case.parallel.data_ranks * case.grad_accum,
+        dtype=DType.FP32 if case.precision is Precision.FP32 else DType.BF16,
+    )
+
+
+def settings_of(case: TrainCase, kind: type[T]) -> T:
+    """Return a rule's settings, as `stepmark train` runs the case."""
+    is_amp = case.precision is Precision.AMP
+    is_half = case.precision in (Precision.BF16, Precision.MASTER)
+    weight_dtype = DType.BF16 if is_half else DType.FP32
+    is_sharded = kind is fsdp.Fsdp
+    halved = case.reduce_dtype is not DType.FP32
+    values = {
+        "param_dtype": DType.BF16 if is_amp and is_sharded else weight_dtype,
+        "reduce_dtype": case.reduce_dtype,
+        "shard_dtype": weight_dtype,
+        "reshard_after_forward": case.reshard,
+        "prefetch": case.prefetch,
+        "blocks_per_group": case.blocks_per_group,
+        "ends": fsdp.Ends.APART,
+        "embedding_in_backward": False,
+        "tp_plan": TpPlan.WHOLE,
+        "autocast": is_amp,
+        "masters": case.precision is Precision.MASTER,
+        "compress_bf16": halved and case.precision in (Precision.AMP, Precision.FP32),
+        "bucket_cap_mb": case.bucket_mb,
+        "gradient_as_bucket_view": True,
+        "init_sync": False,
+        "grad_sync": case.grad_sync,
+        "clip": case.clip > 0,
+        "recompute": case.recompute,
+        "recompute_some": case.recompute_blocks[0],
+        "recompute_every": case.recompute_blocks[1],
+        "pp_schedule": Schedule(case.pp_schedule),
+        "pp_microbatches": case.num_microbatches,
+        "pp_split": Split.EVEN,
+    }
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in values.items() if name in names})

@@ -1,0 +1,316 @@
+"""A model or a pipeline stage's part of it, pass by pass, with FSDP2 around its modules.
+
+fully_shard wraps the embedding and the output, or the root has both; every blocks_per_group
+blocks; and before that, with expert parallelism, the experts of each block
+(training/parallelize.py: _fsdp). Without a Sharding the passes have no FSDP operations.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+
+from stepmark.cases.training import Recompute
+from stepmark.model.ops import Phase
+from stepmark.step.module import Param
+from stepmark.step.workload import Block, Item, Run
+from stepmark.workloads.architecture import Unit
+from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
+from stepmark.workloads.rules.pytorch.fsdp_order import (
+    UNSHARDED,
+    FsdpRecorder,
+    ParamGroup,
+    link_prefetch,
+)
+from stepmark.workloads.rules.pytorch.technique import Technique, before_recompute, recomputed
+
+Blocks = dict[str, Block]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """A block at its place. experts: their own group, if they are sharded by themselves."""
+
+    unit: Unit
+    index: int
+    is_checkpointed: bool = False
+    experts: ParamGroup | None = None
+
+
+class Chunk:
+    """Passes of the modules in `layers`, and of those before and after them.
+
+    blocks: the bodies of modules are added to it, once for all chunks.
+    """
+
+    def __init__(
+        self,
+        technique: Technique,
+        layers: Sequence[Layer],
+        *,
+        blocks: Blocks,
+        embedding: Unit | None = None,
+        output: Unit | None = None,
+        suffix: str = "",
+    ) -> None:
+        self._technique, self.blocks, self._suffix = technique, blocks, suffix
+        self.embedding, self.output = embedding, output
+        sharding = technique.sharding
+        self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
+        self._unsharding = False  # all weights were gathered at once before a pass
+        reshard = sharding.reshard if sharding else None
+        end_units = [unit for unit in (embedding, output) if unit]
+        self._root = self._first = self._last = None
+        if sharding and technique.root_has_ends and end_units:
+            params = tuple(param for unit in end_units for param in unit.params)
+            self._root = ParamGroup(module="root", params=params, reshard=None)
+        elif sharding and not technique.root_has_ends:
+            if embedding:
+                self._first = ParamGroup(
+                    module="embedding",
+                    params=embedding.params,
+                    reshard=reshard,
+                    in_backward=technique.regathers_table,
+                )
+            if output:
+                self._last = ParamGroup(module="output", params=output.params, reshard=None)
+        self.layers = [self._with_experts(layer, reshard) for layer in layers]
+        size = technique.blocks_per_group
+        parts = [
+            self.layers[index : index + size] for index in range(0, len(self.layers), size)
+        ]
+        groups = [
+            ParamGroup(
+                module="blocks",
+                params=tuple(
+                    param
+                    for layer in part
+                    for param in (layer.unit.others if layer.experts else layer.unit.params)
+                ),
+                layer=part[0].index,
+                reshard=reshard,
+            )
+            for part in (parts if sharding else ())
+        ]
+        link_prefetch(groups, sharding.prefetch if sharding else 1)
+        # Without a sharding the parts have no group.
+        self._groups = list(zip_longest(groups, parts))
+        for unit in end_units:
+            self._register(unit)
+        for unit in {layer.unit.name: layer.unit for layer in self.layers}.values():
+            self._register(unit, is_layer=True)
+
+    @property
+    def params(self) -> tuple[Param, ...]:
+        """Parameters of all modules, a tied table once."""
+        units = (self.embedding, *(layer.unit for layer in self.layers), self.output)
+        return tuple(param for unit in units if unit for param in unit.params)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._technique.sharding is not None
+
+    def state(self) -> tuple[object, ...]:
+        """FSDP's state. Passes that start from equal states are equal."""
+        return self._recorder.state(self._all_groups())
+
+    def open_passes(self) -> list[int]:
+        """Count forward passes without a backward by group, and by the group before them."""
+        return [count for group in self._all_groups() for _, count in group.before]
+
+    def open_more(self, counts: Sequence[int]) -> None:
+        """Add open passes, as if more passes had run that leave the state as it is."""
+        more = iter(counts)
+        for group in self._all_groups():
+            group.before = [(other, count + next(more)) for other, count in group.before]
+
+    def count_compute_done(self, times: int = 1) -> None:
+        """Count operations named COMPUTE_DONE of this chunk or another."""
+        self._recorder.count_compute_done(times)
+
+    def forward(self) -> Block:
+        recorder, segments = self._recorder, [(self._opened(Phase.FWD), 0)]
+        recorder.begin()
+        recorder.pre_forward(self._root)
+        segments += self._forward(self.embedding, self._first)
+        for group, members in self._groups:
+            recorder.pre_forward(group)
+            segments.append((tuple(self._passes(members, "fwd")), members[0].index))
+            recorder.post_forward(group)
+        segments += self._forward(self.output, self._last)
+        recorder.post_forward(self._root)
+        return folded(segments, self.blocks, f"fwd{self._suffix}")
+
+    def _forward(
+        self, unit: Unit | None, group: ParamGroup | None
+    ) -> Iterator[tuple[Block, int]]:
+        """Yield the forward pass of one end of the model."""
+        if unit:
+            self._recorder.pre_forward(group)
+            yield (*self._recorder.take(), _run(unit, "fwd")), 0
+            self.count_compute_done()
+            self._recorder.post_forward(group)
+
+    def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
+        """keeps: weights stay gathered, because the step of a pipeline has more passes."""
+        recorder, segments = self._recorder, [(self._opened(Phase.BWD), 0)]
+        leave = partial(recorder.post_backward, reduces=reduces, keeps=keeps)
+        recorder.pre_backward(self._root)
+        recorder.pre_backward(self._last)
+        if self.output:
+            segments.append(((*recorder.take(), _run(self.output, "bwd")), 0))
+            self.count_compute_done()
+            leave(self._last)
+        segments.append((recorder.take(), 0))
+        for group, members in reversed(self._groups):
+            base = members[0].index
+            recorder.pre_backward(group)
+            passes = tuple(self._passes(members, "bwd", leave))
+            leave(group)
+            segments.append(((*passes, *recorder.take(base)), base))
+        recorder.pre_backward(self._first)
+        if self.embedding:
+            segments.append(((*recorder.take(), _run(self.embedding, "bwd")), 0))
+        leave(self._first)
+        leave(self._root)
+        segments.append((recorder.take(), 0))
+        if not keeps:
+            recorder.end(self._all_groups(), reduces=reduces)
+            segments.append((recorder.take(), 0))
+        return folded(segments, self.blocks, f"bwd{self._suffix}")
+
+    def gather(self) -> Block:
+        """Return the gather of all weights before a pass: a pipeline's UNSHARD."""
+        self._unsharding = True
+        with self._recorder.of_all():
+            for group in self._all_groups():
+                self._recorder.unshard(group, Phase.FWD, (COMPUTE_DONE,))
+        return self._recorder.take()
+
+    def release(self) -> None:
+        """Release weights between passes: a pipeline's RESHARD."""
+        for group in self._all_groups():
+            group.is_whole = group.is_inner = False
+
+    def _opened(self, phase: Phase) -> Block:
+        """Wait for all weights that `gather` gathered (_assert_unsharded)."""
+        if self._unsharding:
+            for group in self._all_groups():
+                self._recorder.wait(group, phase)
+        self._unsharding = False
+        return self._recorder.take()
+
+    def reduce(self) -> Block:
+        """Reduce all gradients in the order of the modules: a stage's perform_reduce_grad."""
+        segments: list[tuple[Block, int]] = []
+        for group in self._all_groups():
+            with self._recorder.of_all():
+                self._recorder.post_backward(group)
+            segments.append((self._recorder.take(group.layer or 0), group.layer or 0))
+        self._recorder.end(self._all_groups())
+        segments.append((self._recorder.take(), 0))
+        return folded(segments, self.blocks, f"reduce{self._suffix}")
+
+    def _with_experts(self, layer: Layer, reshard: int | None) -> Layer:
+        if layer.unit.experts_at is None or not self.is_sharded:
+            return layer
+        group = ParamGroup(
+            module="experts",
+            params=layer.unit.experts,
+            layer=layer.index,
+            shards="expert_fsdp",
+            reshard=reshard,
+        )
+        return replace(layer, experts=group)
+
+    def _all_groups(self) -> list[ParamGroup]:
+        """Return groups in the order of named_modules."""
+        blocks = (
+            group
+            for part, members in self._groups
+            for group in (part, *(layer.experts for layer in members))
+        )
+        return [group for group in (self._root, self._first, *blocks, self._last) if group]
+
+    def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
+        ways = {"fwd": unit.fwd, "bwd": unit.bwd}
+        if is_layer and self._technique.recompute is not Recompute.NONE:
+            skipped, (first, *others) = (
+                before_recompute(unit),
+                recomputed(unit, self._technique.recompute),
+            )
+            ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
+            ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
+        for way, pieces in ways.items():
+            for index, piece in enumerate(pieces):
+                is_end = (
+                    self._technique.names_ends and way != "again" and index + 1 == len(pieces)
+                )
+                name = _name(unit, way, index, len(pieces))
+                marked = (replace(op, name=COMPUTE_DONE) for op in piece[-1:])
+                self.blocks[name] = (*piece[:-1], *marked) if is_end else piece
+
+    def _passes(
+        self,
+        members: Sequence[Layer],
+        way: str,
+        leave: Callable[[ParamGroup | None], None] = lambda group: None,
+    ) -> Iterator[Item]:
+        """Yield the passes of blocks, the last one first if backward."""
+        base = members[0].index
+        yield from self._recorder.take(base)
+        for layer in members if way == "fwd" else reversed(members):
+            ways = ["again", "rest"] if way == "bwd" and layer.is_checkpointed else [way]
+            for each in ways:
+                yield from self._pieces(layer, each, base, leave)
+
+    def _pieces(
+        self, layer: Layer, way: str, base: int, leave: Callable[[ParamGroup | None], None]
+    ) -> Iterator[Item]:
+        """leave: is called after experts in the backward pass."""
+        unit, recorder = layer.unit, self._recorder
+        is_backward = way in ("bwd", "rest")
+        pieces = unit.bwd if is_backward else unit.fwd
+        for index in range(len(pieces)):
+            experts = layer.experts if index == unit.experts_at else None
+            (recorder.pre_backward if is_backward else recorder.pre_forward)(experts)
+            yield from recorder.take(base)
+            yield _run(unit, way, index, len(pieces), layer.index - base)
+            if way == "fwd":
+                recorder.post_forward(experts)
+            elif is_backward:
+                leave(experts)
+            yield from recorder.take(base)
+        if way != "again":
+            self.count_compute_done()
+
+
+def folded(segments: Sequence[tuple[Block, int]], blocks: Blocks, way: str) -> Block:
+    """Replace equal segments of evenly spaced layers with one Run of a block in `blocks`."""
+    items: list[Item] = []
+    index = 0
+    while index < len(segments):
+        segment, first = segments[index]
+        step = segments[index + 1][1] - first if index + 1 < len(segments) else 0
+        times = 1
+        while step and segments[index + times : index + times + 1] == [
+            (segment, first + step * times)
+        ]:
+            times += 1
+        if times == 1:
+            items += [in_layer(item, first) for item in segment]
+        else:
+            name = next((name for name, block in blocks.items() if block == segment), "")
+            name = name or f"{way}.{len(blocks)}"
+            blocks[name] = segment
+            items.append(Run(block=name, times=times, layer=first, layer_step=step))
+        index += times
+    return tuple(items)
+
+
+def _name(unit: Unit, way: str, index: int, pieces: int) -> str:
+    return f"{unit.name}.{way}" if pieces == 1 else f"{unit.name}.{way}.{index}"
+
+
+def _run(unit: Unit, way: str, index: int = 0, pieces: int = 1, layer: int = 0) -> Run:
+    return Run(block=_name(unit, way, index, pieces), layer=layer)

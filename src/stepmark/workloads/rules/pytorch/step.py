@@ -1,0 +1,278 @@
+"""A step of training/trainer.py: passes over micro-batches, then clipping and AdamW."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.collectives import Collective
+from stepmark.model.ops import Optimizer, Phase
+from stepmark.step.module import Param
+from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
+from stepmark.workloads.architecture import AnyJob, OwnJob, Unit
+from stepmark.workloads.job import Comms, Job, check_trained, plain_settings
+from stepmark.workloads.rules.pytorch.chunk import Blocks, Chunk, Layer
+from stepmark.workloads.rules.pytorch.pipeline import Stage as PipelineStage
+from stepmark.workloads.rules.pytorch.schedules import (
+    Schedule,
+    order_of,
+    split_note,
+    stage_sizes,
+)
+from stepmark.workloads.rules.pytorch.schedules import spans as spans_of
+from stepmark.workloads.rules.pytorch.technique import Technique
+from stepmark.workloads.rules.pytorch.units import UnitBuilder, groups_of, stage_ends
+
+SOURCE = "PyTorch 2.13.0"
+
+
+def build(
+    job: AnyJob, technique: Technique, name: str, source: str, settings: object
+) -> Workload:
+    """Return the workload of a job. Raises ConfigError for a job that is not supported."""
+    check_trained("dtype", job.dtype)
+    groups = dict(technique.sharding.comms.groups if technique.sharding else groups_of(job))
+    if job.parallel.ep > 1 and technique.sharding is None:
+        raise ConfigError("ep", job.parallel.ep, "1, or the fsdp rule, which shards experts")
+    blocks: Blocks = {}
+    stages = tuple(_stages(job, technique, Comms(groups=groups, dtype=job.dtype), blocks))
+    used_groups = _prune(blocks, stages)
+    return Workload(
+        name=job.name,
+        rules=name,
+        source=source,
+        world_size=job.parallel.world_size,
+        num_microbatches=job.num_microbatches,
+        model=job.config,
+        settings=plain_settings(settings),
+        groups={name: group for name, group in groups.items() if name in used_groups},
+        blocks=blocks,
+        stages=stages,
+        notes=_notes(job, technique),
+    )
+
+
+def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
+    if job.parallel.pp == 1:
+        return ()
+    chunks = technique.pp_stages if technique.schedule is Schedule.INTERLEAVED else 1
+    sizes = stage_sizes(job.num_layers, job.parallel.pp * chunks, technique.pp_split)
+    return split_note(sizes, technique.pp_split)
+
+
+def _prune(blocks: Blocks, stages: tuple[Stage, ...]) -> set[str]:
+    """Drop blocks that no stage runs, and return the names of groups that communicate."""
+    reached: set[str] = set()
+    groups: set[str] = set()
+    pending = [name for stage in stages for name in (stage.step, stage.setup) if name]
+    while pending:
+        name = pending.pop()
+        if name in reached:
+            continue
+        reached.add(name)
+        for item in blocks[name]:
+            if isinstance(item, Run):
+                pending.append(item.block)
+            elif not isinstance(item, ComputeOp):
+                groups.add(item.group)
+    for name in set(blocks) - reached:
+        del blocks[name]
+    return groups
+
+
+def _stages(job: AnyJob, technique: Technique, comms: Comms, blocks: Blocks) -> Iterator[Stage]:
+    if isinstance(job, Job) and job.parallel.pp > 1:
+        parts = list(_pipelined(job, technique, comms, blocks))
+    else:
+        if isinstance(job, OwnJob):
+            chunk = _own_chunk(job, technique, blocks)
+        else:
+            (chunk,) = _chunks(job, technique, comms, blocks, 1)
+        parts = [([chunk], _accumulated(job, technique, chunk, blocks))]
+    for stage, (chunks, passes) in enumerate(parts):
+        name = "step" if len(parts) == 1 else f"step.{stage}"
+        blocks[name] = (*passes, *update(job, technique, chunks, comms))
+        setup = technique.setup(chunks[0]) if technique.setup else ()
+        if setup:
+            blocks["setup"] = setup
+        yield Stage(
+            step=name,
+            setup="setup" if setup else "",
+            layers=tuple(layer.index for chunk in chunks for layer in chunk.layers),
+            has_embedding=any(chunk.embedding for chunk in chunks),
+            has_head=any(chunk.output for chunk in chunks),
+        )
+
+
+def _pipelined(
+    job: Job, technique: Technique, comms: Comms, blocks: Blocks
+) -> Iterator[tuple[list[Chunk], Block]]:
+    """Yield for each pp rank its chunks of the model, and its passes of all micro-batches."""
+    order = order_of(job, technique.schedule, technique.pp_microbatches, technique.pp_stages)
+    chunks = _chunks(job, technique, comms, blocks, order.num_stages)
+    times, count = job.num_microbatches // order.num_microbatches, order.num_microbatches
+    for rank, spans in enumerate(spans_of(order)):
+        local_chunks = chunks[rank :: order.num_ranks]
+        stage = PipelineStage(job, local_chunks, rank, comms=comms, blocks=blocks)
+        passes = (*stage.program(spans), *_collected(job, technique, local_chunks, None))
+        if times > 1:
+            blocks[f"pass.{rank}"] = passes
+            passes = (Run(block=f"pass.{rank}", times=times, microbatch_step=count),)
+        yield local_chunks, passes
+
+
+def _chunks(
+    job: Job, technique: Technique, comms: Comms, blocks: Blocks, count: int
+) -> list[Chunk]:
+    """Return the parts of the model by pipeline stage."""
+    model = job.model
+    if model.tied_embeddings and count > 1:
+        raise ConfigError(
+            "pp", job.parallel.pp, f"1, since {model.name} ties embedding and head"
+        )
+    lookup = technique.sharding.gathered if technique.sharding else technique.model_weights
+    builder = UnitBuilder(
+        job=job,
+        comms=comms,
+        lookup_dtype=lookup,
+        plan=technique.plan,
+        apart=technique.sharding is not None and job.parallel.ep > 1,
+    )
+    kinds: dict[bool, Unit] = {}
+    for moe in (False, True):
+        if (moe and model.num_moe_layers) or (not moe and model.num_dense_layers):
+            kinds[moe] = builder.block(moe=moe)
+    technique = replace(
+        technique,
+        names_ends=technique.sharding is not None or job.parallel.pp > 1,
+        root_has_ends=technique.root_has_ends or model.tied_embeddings,
+    )
+    sizes = stage_sizes(model.num_layers, count, technique.pp_split)
+    bounds = [0, *itertools.accumulate(sizes)]
+    chunks: list[Chunk] = []
+    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        units = [
+            kinds[model.moe is not None and layer >= model.num_dense_layers]
+            for layer in range(start, stop)
+        ]
+        is_first, is_last = index == 0, index == count - 1
+        chunk = Chunk(
+            technique,
+            _layers_of(technique, units, start),
+            blocks=blocks,
+            embedding=builder.embedding() if is_first else None,
+            output=builder.output(has_table=is_first) if is_last else None,
+            suffix="" if count == 1 else f".{index}",
+        )
+        chunks.append(chunk)
+    return chunks
+
+
+def _own_chunk(job: OwnJob, technique: Technique, blocks: Blocks) -> Chunk:
+    """Return a user-defined architecture on one stage."""
+    ends = stage_ends(job.architecture)
+    technique = replace(
+        technique,
+        names_ends=technique.sharding is not None,
+        root_has_ends=technique.root_has_ends or bool(job.architecture.uses),
+    )
+    layers = _layers_of(technique, ends.layers, 0)
+    return Chunk(technique, layers, blocks=blocks, embedding=ends.embedding, output=ends.output)
+
+
+def _layers_of(technique: Technique, units: Sequence[Unit], first: int) -> list[Layer]:
+    return [
+        Layer(unit=unit, index=index, is_checkpointed=technique.is_checkpointed(index))
+        for index, unit in enumerate(units, first)
+    ]
+
+
+def _accumulated(job: AnyJob, technique: Technique, chunk: Chunk, blocks: Blocks) -> Block:
+    """Return the passes of all micro-batches, one after the other."""
+    count = job.num_microbatches
+    items: list[Item] = []
+    if technique.syncs_last and count > 1:
+        blocks["micro.held"] = (*chunk.forward(), *chunk.backward(reduces=False))
+        items.append(Run(block="micro.held", times=count - 1, microbatch_step=1))
+    forward = chunk.forward()
+    backward = technique.backward(chunk) if technique.backward else chunk.backward()
+    blocks["micro"] = (*forward, *backward, *_collected(job, technique, [chunk], 0))
+    first, times = (count - 1, 1) if items else (0, count)
+    items.append(
+        Run(block="micro", times=times, microbatch=first, microbatch_step=int(times > 1))
+    )
+    return tuple(items)
+
+
+def _collected(
+    job: AnyJob, technique: Technique, chunks: list[Chunk], microbatch: int | None
+) -> Block:
+    """Return sums over tp of partial gradients, which fp32 masters need.
+
+    microbatch: None: after all micro-batches.
+    """
+    if not technique.has_masters or technique.sharding:
+        return ()
+    reduce = partial(
+        Comms(groups=groups_of(job), dtype=technique.model_weights),
+        Collective.ALL_REDUCE,
+        microbatch=microbatch,
+    )
+    return tuple(
+        op
+        for chunk in chunks
+        for param in chunk.params
+        if param.is_partial
+        for op in reduce(param.numel, "tp", Phase.BWD, param.part)
+    )
+
+
+def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms) -> Block:
+    """Return clipping by the norm of all gradients, then AdamW on this rank's shards.
+
+    As training/optimizer.py runs them (torch 2.13: nn/utils/clip_grad.py get_total_norm
+    over DTensors, optim/adamw.py).
+    """
+    params = [param for chunk in chunks for param in chunk.params]
+    trained = [param for param in params if param.is_trained and not param.is_copy]
+    reduce = partial(comms, Collective.ALL_REDUCE, phase=Phase.OPTIM, dtype=technique.weights)
+    # Without masters or FSDP, norms of a part of the sequence still have partial gradients.
+    no_partial = technique.sharding or technique.has_masters
+    partial_sizes = [param.numel for param in trained if param.is_partial and not no_partial]
+
+    def summed(module: str) -> Block:
+        return tuple(op for size in partial_sizes for op in reduce(size, "tp", module=module))
+
+    size = sum(_local_numel(param, technique) for param in trained)
+    num_bytes = size * technique.weights.itemsize
+    items: list[Item] = []
+    if technique.clips:
+        items += summed("clip")
+        items.append(_computed("clip", Kernel(name="norms", flops=0, bytes_moved=num_bytes)))
+        # One number per tensor is summed over the ranks among which its gradient is divided.
+        num_experts = sum(param.is_expert for param in trained) if job.parallel.ep > 1 else 0
+        counts = {"fsdp_tp" if technique.sharding else "tp": len(trained) - num_experts}
+        if job.parallel.ep > 1:
+            counts |= {"expert_fsdp": num_experts, "ep": num_experts}
+        for group, count in counts.items():
+            items += reduce(count, group, module="clip")
+        items += reduce(1, "pp", module="clip", dtype=DType.FP32)
+        items.append(
+            _computed("clip", Kernel(name="scale", flops=0, bytes_moved=2 * num_bytes))
+        )
+    items += summed("update")
+    adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=technique.weights)
+    return (*items, _computed("update", adam))
+
+
+def _local_numel(param: Param, technique: Technique) -> int:
+    if technique.sharding is None:
+        return param.numel
+    group = "expert_fsdp" if param.is_expert else "fsdp"
+    return param.shard(technique.sharding.comms.groups[group].size)
+
+
+def _computed(module: str, op: Kernel | Optimizer) -> ComputeOp:
+    return ComputeOp(op=op, phase=Phase.OPTIM, module=module)

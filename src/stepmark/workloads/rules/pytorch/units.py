@@ -1,0 +1,279 @@
+"""Units of a plain PyTorch decoder with the communication inside them: tp, cp and ep.
+
+They follow `stepmark train`: training/model_parallel.py (DTensor's ColwiseParallel,
+RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
+torchtitan's plan for Llama, which differs at the ends: TpPlan; keys and values gathered,
+arXiv:2407.21783, section 3.3.2; experts). In the backward pass each collective's dual has the
+same place.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.collectives import Collective, RedOp
+from stepmark.model.ops import Phase
+from stepmark.step.module import TOGETHER, Module
+from stepmark.step.tree import TreeBuilder
+from stepmark.step.workload import Group, Operation
+from stepmark.workloads.architecture import AnyJob, Architecture, Ops, Unit, weights_first
+from stepmark.workloads.job import DUAL, Comms, Job, mesh_groups
+
+
+class TpPlan(StrEnum):
+    """Plans of tensor parallelism, which differ at the ends of the model."""
+
+    # The embedding's rows scattered over the sequence; loss_parallel, which leaves logits
+    # divided (torchtitan, models/llama3/parallelize.py: apply_non_moe_tp).
+    TORCHTITAN = "torchtitan"
+    WHOLE = "whole"  # rows reduced for all tokens; logits gathered: `stepmark train`
+
+
+def groups_of(job: AnyJob) -> dict[str, Group]:
+    """Return groups by axis, as in training/model_parallel.py."""
+    axes = job.parallel
+    shards = axes.dp_shard * axes.cp
+    if axes.ep > 1 and shards % axes.ep:
+        raise ConfigError("ep", axes.ep, f"a divisor of dp-shard x cp ({shards})")
+    if isinstance(job, Job) and axes.tp > 1 and (job.model.moe or job.model.mla):
+        what = "experts" if job.model.moe else "latent attention"
+        raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
+    if isinstance(job, Job) and job.model.seq_len // axes.cp % axes.tp:
+        product = f"{axes.cp} x {axes.tp}" if axes.cp > 1 else str(axes.tp)
+        raise ConfigError("seq-len", job.model.seq_len, f"a multiple of cp x tp ({product})")
+    groups = mesh_groups(
+        axes,
+        {
+            "tp": ("tp",),
+            "cp": ("cp",),
+            "pp": ("pp",),
+            "fsdp": ("cp", "dp_shard"),
+            "replicate": ("dp_replicate",),
+            "ddp": ("cp", "dp_shard", "dp_replicate"),
+            "fsdp_tp": ("tp", "cp", "dp_shard"),
+        },
+    )
+    groups["ep"] = Group(digits=((axes.ep, axes.tp),))
+    groups["expert_fsdp"] = Group(digits=((shards // axes.ep, axes.tp * axes.ep),))
+    return groups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageEnds:
+    """A model as the units before its layers, the layers, and the units after them."""
+
+    embedding: Unit | None
+    layers: tuple[Unit, ...]  # one for each layer
+    output: Unit | None
+
+
+def stage_ends(architecture: Architecture) -> StageEnds:
+    """Merge the units before the first layer, and those after the last one.
+
+    A unit between two layers counts as a layer. Without layers all units come before.
+    """
+    places = [index for index, unit in enumerate(architecture.units) if unit.is_layer]
+    for index in places:
+        if architecture.units[index].name in ("embedding", "output"):
+            raise ConfigError(
+                "unit", architecture.units[index].name, "another name for a layer"
+            )
+    first, last = (places[0], places[-1] + 1) if places else (len(architecture.units),) * 2
+    layers = tuple(unit for unit in architecture.units[first:last] for _ in range(unit.times))
+    return StageEnds(
+        embedding=_merged("embedding", architecture.units[:first]),
+        layers=layers,
+        output=_merged("output", architecture.units[last:]),
+    )
+
+
+def _merged(name: str, units: tuple[Unit, ...]) -> Unit | None:
+    if not units:
+        return None
+    return Unit(
+        name=name,
+        params=tuple(param for unit in units for param in unit.params),
+        fwd=(tuple(replace(op, layer=None) for unit in units for op in unit.fwd[0]),),
+        bwd=(tuple(replace(op, layer=None) for unit in reversed(units) for op in unit.bwd[0]),),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitBuilder:
+    """Factory of units. lookup_dtype: of the embedding's rows, if tables are not cast."""
+
+    job: Job
+    comms: Comms
+    lookup_dtype: DType
+    apart: bool = False  # experts are a module that is sharded by itself
+    plan: TpPlan = TpPlan.TORCHTITAN
+
+    @property
+    def _tree(self) -> TreeBuilder:
+        return self.job.tree("train", whole_loss=self.plan is TpPlan.WHOLE)
+
+    def embedding(self) -> Unit:
+        """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
+        table = self._tree.embedding()
+        size = self.job.tokens * self.job.model.hidden_size
+        is_whole = self.plan is TpPlan.WHOLE
+        reduced = self.comms(
+            Collective.ALL_REDUCE if is_whole else Collective.REDUCE_SCATTER,
+            size,
+            "tp",
+            Phase.FWD,
+            "embedding",
+            self.lookup_dtype,
+            microbatch=0,
+        )
+        gathered = self.comms(
+            Collective.ALL_GATHER, size, "tp", Phase.BWD, "embedding", microbatch=0
+        )
+        return Unit(
+            name="embedding",
+            params=table.all_params,
+            fwd=((*table.inside[0].fwd, *reduced),),
+            bwd=((*gathered, *table.inside[0].bwd),),
+        )
+
+    def output(self, *, has_table: bool = False) -> Unit:
+        """Return the head on gathered tokens, and the loss of gathered or of divided logits.
+
+        With divided logits each token's maximum, sum of exponentials and logit of the label are
+        reduced (torch/distributed/tensor/parallel/loss.py); backward there is no message.
+        """
+        job = self.job
+        size = job.tokens * job.model.hidden_size
+        after = {"head.norm": self._pair(Collective.ALL_GATHER, size, "tp", "head.norm", None)}
+        module, elements, dtype = "loss", job.tokens, DType.FP32
+        kinds = [(Collective.ALL_REDUCE, redop) for redop in (RedOp.MAX, RedOp.SUM, RedOp.SUM)]
+        if self.plan is TpPlan.WHOLE:
+            module, elements, dtype = "head", job.tokens * job.model.vocab_size, job.dtype
+            kinds = [(Collective.ALL_GATHER, RedOp.NONE)]
+        sent = tuple(
+            op
+            for kind, redop in kinds
+            for op in self.comms(
+                kind, elements, "tp", Phase.FWD, module, dtype, microbatch=0, redop=redop
+            )
+        )
+        after[module] = sent, ()
+        leaves = _leaves(self._tree.output())
+        fwd, bwd = _joined(leaves, after)
+        params = [param for leaf in leaves for param in leaf.params]
+        if job.model.tied_embeddings and has_table:
+            # Under tp table and head are two DTensors when FSDP wraps them, so the table is
+            # gathered and reduced twice.
+            head = replace(params.pop(), is_copy=True)
+            params += [head] if job.parallel.tp > 1 else []
+        return Unit(name="output", params=tuple(params), fwd=(fwd,), bwd=(bwd,))
+
+    def block(self, *, moe: bool) -> Unit:
+        leaves = _leaves(self._tree.block(moe=moe))
+        after = self._inside(moe=moe)
+        pieces = [leaves]
+        if moe and self.apart:
+            roles = [leaf.role for leaf in leaves]
+            first = roles.index("mlp.router") + 1
+            last = roles.index("mlp.experts_down") + 1
+            pieces = [leaves[:first], leaves[first:last], leaves[last:]]
+        joined = [_joined(piece, after) for piece in pieces]
+        fwd, bwd = [ops for ops, _ in joined], [ops for _, ops in reversed(joined)]
+        if len(pieces) > 1:
+            # Messages after the experts in the forward pass are outside of their module.
+            messages, num_sent = after["mlp.experts_down"], len(after["mlp.experts_down"][0])
+            fwd[1], fwd[2] = fwd[1][: len(fwd[1]) - num_sent], (*messages[0], *fwd[2])
+            bwd[0], bwd[1] = (*bwd[0], *messages[1]), bwd[1][num_sent:]
+        return Unit(
+            name="moe" if moe else "block",
+            params=tuple(param for leaf in leaves for param in leaf.params),
+            fwd=tuple(fwd),
+            bwd=tuple(bwd),
+        )
+
+    def _inside(self, *, moe: bool) -> dict[str, tuple[Ops, Ops]]:
+        """Return by module the messages after its forward and before its backward pass."""
+        job = self.job
+        model, axes = job.model, job.parallel
+        size = job.tokens * model.hidden_size
+        gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+        pairs = {
+            "attention.norm": self._pair(gather, size, "tp", "attention.norm"),
+            "attention.out": self._pair(scatter, size, "tp", "attention.out"),
+            "mlp.norm": self._pair(gather, size, "tp", "mlp.norm"),
+            "mlp.down": self._pair(scatter, size, "tp", "mlp.down"),
+        }
+        if axes.cp > 1:
+            heads = model.num_kv_heads // axes.tp
+            keys = job.tokens * axes.cp * heads * (model.d_qk + model.d_v)
+            pairs["attention.core:"] = self._pair(gather, keys, "cp", "attention.core")
+        if moe and axes.ep > 1 and model.moe:
+            rows = job.tokens * model.moe.top_k * model.hidden_size
+            sent = self._pair(Collective.ALL_TO_ALL_V, rows, "ep", "mlp.router")
+            counts = self.comms(
+                Collective.ALL_TO_ALL,
+                model.moe.num_experts,
+                "ep",
+                Phase.FWD,
+                "mlp.router",
+                DType.INT32,
+                layer=0,
+                microbatch=0,
+            )
+            pairs["mlp.router"] = ((*counts, *sent[0]), sent[1])
+            pairs["mlp.experts_down"] = self._pair(
+                Collective.ALL_TO_ALL_V, rows, "ep", "mlp.experts_down"
+            )
+        return pairs
+
+    def _pair(
+        self,
+        collective: Collective,
+        elements: int,
+        group: str,
+        module: str,
+        layer: int | None = 0,
+    ) -> tuple[Ops, Ops]:
+        """Return a collective and, for the backward pass, its dual."""
+        kinds = ((collective, Phase.FWD), (DUAL.get(collective, collective), Phase.BWD))
+        fwd, bwd = (
+            self.comms(kind, elements, group, phase, module, layer=layer, microbatch=0)
+            for kind, phase in kinds
+        )
+        return fwd, bwd
+
+
+def _leaves(unit: Module) -> list[Module]:
+    """Return modules with work or parameters, in forward order; gate and up share a name."""
+    leaves = [leaf for leaf in unit.walk() if leaf.work or leaf.params]
+    is_gated = any(leaf.role in ("mlp.gate", "mlp.experts_gate") for leaf in leaves)
+    return [_renamed(leaf, TOGETHER if is_gated else {}) for leaf in leaves]
+
+
+def _renamed(leaf: Module, names: Mapping[str, str]) -> Module:
+    """Rename a leaf. DTensor sums the bias of a divided weight by itself."""
+    role = names.get(leaf.role, leaf.role)
+    params = (
+        replace(
+            param,
+            part=names.get(param.part, param.part),
+            is_partial=param.is_partial and not leaf.is_linear,
+        )
+        for param in leaf.params
+    )
+    work = tuple(replace(op, module=role) for op in leaf.work)
+    return replace(leaf, role=role, work=work, params=tuple(params))
+
+
+def _joined(leaves: Iterable[Module], after: dict[str, tuple[Ops, Ops]]) -> tuple[Ops, Ops]:
+    """Return forward and backward operations. A key "module:" means before the module."""
+    fwd: list[Operation] = []
+    bwd: list[Operation] = []
+    nothing: tuple[Ops, Ops] = ((), ())
+    for leaf in leaves:
+        before, behind = after.get(f"{leaf.role}:", nothing), after.get(leaf.role, nothing)
+        fwd += [*before[0], *leaf.fwd, *behind[0]]
+        bwd[:0] = [*behind[1], *weights_first(leaf.bwd), *before[1]]
+    return tuple(fwd), tuple(bwd)

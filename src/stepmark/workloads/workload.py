@@ -1,0 +1,226 @@
+"""stepmark workload: generate, show and convert what a training step does."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+from stepmark.ground.dtypes import DType, parse_dtype
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import dashed, load
+from stepmark.ground.waiting import Waiting
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.workload import Workload
+from stepmark.workloads import workload_files, workload_flags, workload_model
+from stepmark.workloads.architecture import AnyJob, Batch, OwnJob
+from stepmark.workloads.job import Job, Spread, near_multiples
+from stepmark.workloads.rules import RULES, Rule, find_rule
+from stepmark.workloads.workload_files import Target, stage_flag
+from stepmark.workloads.workload_options import (
+    ConvertOptions,
+    Experts,
+    GenerateOptions,
+    Layout,
+    Model,
+    ShowOptions,
+)
+
+_MODEL_AXES = ("tp", "pp", "cp")
+_DATA_AXES = ("dp_shard", "dp_replicate")
+_SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
+_PROGRAM = ("groups", "blocks", "stages")
+_SHOW = "stepmark.workloads.workload_show:show"  # its tables take longer to import than a file
+_RECOMPUTE = ("recompute_activations", "recompute")
+
+
+def run_generate(options: GenerateOptions) -> None:
+    """Write a file, or print what `show` prints."""
+    if names := list(without_effect(options)):
+        sys.stderr.write(f"# AICB's parameters without effect here: {', '.join(names)}\n")
+    with Waiting(f"generating the workload of {options.model or 'a model'}"):
+        workload = generate(options)
+    notes = workload.notes
+    workload = with_times(workload, options)
+    stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
+    if not (options.out or options.to):
+        load(_SHOW)(workload, options, stage)
+        return
+    if (options.distinct or options.to_stdout) and (options.out or "-") == "-":
+        raise ConfigError("out", "-", "a file, as the tables go to stdout")
+    for note in notes:
+        sys.stderr.write(f"# {note}\n")
+    target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
+    workload_files.deliver(workload, target)
+    if options.distinct or options.json or options.csv:
+        load(_SHOW)(workload, options, stage, text=options.distinct)
+
+
+def with_times(workload: Workload, options: GenerateOptions) -> Workload:
+    """Add the times of computation that the options name, if they do. Raises ConfigError."""
+    if options.comp_filepath and not options.compute_from:
+        timed = load("stepmark.workloads.workload_times:timed_as_aicb")
+        result: Workload = timed(workload, options.comp_filepath)
+        return result
+    return workload_files.timed(workload, options.compute_from)
+
+
+def show(options: ShowOptions) -> None:
+    """Print the workload of a file."""
+    with Waiting(f"reading {options.file}"):
+        workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    load(_SHOW)(workload, options, stage_flag(options.stage), options.html)
+
+
+def convert(options: ConvertOptions) -> None:
+    """Write a file in another format."""
+    with Waiting(f"reading {options.file}"):
+        workload = workload_files.read(options.file, options.group_sizes, options.world_size)
+    for note in workload_files.read_notes(workload):
+        sys.stderr.write(f"# {note}\n")
+    stage = stage_flag(options.stage)
+    target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
+    workload_files.deliver(workload_files.timed(workload, options.compute_from), target)
+
+
+def without_effect(options: GenerateOptions) -> Iterator[str]:
+    """Yield AICB's parameters that are given although the framework's rules lack them."""
+    own = RULES[find_rule(options.framework or "megatron")].fields()
+    timed = options.comp_filepath or options.compute_from
+    for name in workload_flags.NO_EFFECT:
+        if name in own or getattr(options, name, None) in (None, False):
+            continue
+        if timed and name in ("aiob", "aiob_enable"):
+            continue
+        if name in _RECOMPUTE and "recompute_granularity" in own:
+            continue
+        yield f"--{dashed(name)}"
+
+
+def generate(options: GenerateOptions) -> Workload:
+    """Generate the workload of the flags, with notes on defaults. Raises ConfigError."""
+    framework = find_rule(options.framework or "megatron")
+    rule = RULES[framework]
+    options = _translated(options, rule)
+    settings = settings_of(framework, options)
+    if not rule.has_job:
+        return _without_job(rule, settings, options)
+    job, notes = _job(options, framework)
+    workload = rule.workload(job, settings)
+    idle = _idle_notes(options, rule, workload, job, settings)
+    notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)
+    return replace(workload, notes=notes)
+
+
+def _idle_notes(
+    options: GenerateOptions, rule: Rule, workload: Workload, job: AnyJob, settings: Any
+) -> tuple[str, ...]:
+    """Note the settings that are given and without which the step would be the same."""
+    own = [field for name, field in rule.fields().items() if name not in _SHARED]
+    given = [field for field in own if getattr(options, field.name, None) is not None]
+    idle = []
+    for field in given:
+        if getattr(settings, field.name) == field.default:
+            continue
+        with contextlib.suppress(ConfigError):  # it would be refused, so the setting matters
+            other = rule.workload(job, replace(settings, **{field.name: field.default}))
+            if all(getattr(other, part) == getattr(workload, part) for part in _PROGRAM):
+                idle.append(f"--{dashed(field.name)}")
+    return (f"no effect on this job: {', '.join(idle)}",) if idle else ()
+
+
+def _job(options: GenerateOptions, framework: str) -> tuple[AnyJob, tuple[str, ...]]:
+    """Return the job to train, and notes on defaults."""
+    spread: dict[str, Any] = {
+        "parallel": parallel_of(options, RULES[framework]),
+        "mbs": 1 if options.mbs is None else options.mbs,
+        "gbs": options.gbs,
+        "dtype": parse_dtype(options.dtype) if options.dtype else DType.BF16,
+    }
+    if not workload_model.is_own(options.model):
+        model, notes = workload_model.choose(options, framework, options.tp or 1)
+        return Job(model=model, **spread), notes
+    Spread(**spread)  # validates batches before the user's function gets them
+    seq_len = workload_model.own_seq_len(options)
+    batch = Batch(mbs=spread["mbs"], seq_len=seq_len, dtype=spread["dtype"])
+    architecture, notes = workload_model.choose_own(options, framework, batch)
+    if options.model_name:
+        architecture = replace(architecture, name=options.model_name)
+    return OwnJob(architecture=architecture, seq_len=seq_len, **spread), notes
+
+
+def _script_notes(options: GenerateOptions, rule: Rule) -> tuple[str, ...]:
+    name = "use_distributed_optimizer"
+    if (
+        not options.model_size
+        or name not in rule.fields()
+        or getattr(options, name, None) is not None
+    ):
+        return ()
+    return (
+        "AICB's scripts always add --use-distributed-optimizer; here it is off unless given",
+    )
+
+
+def _translated(options: GenerateOptions, rule: Rule) -> GenerateOptions:
+    """Replace AICB's --recompute_activations by Megatron-LM's selective recomputation."""
+    name = "recompute_granularity"
+    is_given = any(getattr(options, alias, None) for alias in _RECOMPUTE)
+    if not is_given or name not in rule.fields() or getattr(options, name):
+        return options
+    changes: dict[str, Any] = {name: "selective"}
+    return replace(options, **changes)
+
+
+def _without_job(rule: Rule, settings: Any, options: GenerateOptions) -> Workload:
+    """Generate the workload of no transformer, for which options of one are refused."""
+    workload_model.refuse(
+        options,
+        (Model, Experts, Layout),
+        allowed={"world_size", *rule.fields()},
+        rule=f"it has no effect with {rule.module}",
+    )
+    return rule.workload(settings, options.world_size or 1)
+
+
+def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
+    """Return the layout; its data ranks are what the world size leaves. Raises ConfigError."""
+    values = {
+        name: getattr(options, name)
+        for name in (*_MODEL_AXES, "ep", *_DATA_AXES)
+        if getattr(options, name, None) is not None
+    }
+    parallel = ParallelConfig(**values)
+    world = options.world_size
+    if world is None:
+        return parallel
+    if not 1 <= world <= 2**24:
+        raise ConfigError("world-size", world, "from 1 to 16777216")
+    free = [name for name in _DATA_AXES if name not in values]
+    axis = rule.data_axis if rule.data_axis in ("", *free) else (free[0] if free else "")
+    sizes = {name: getattr(parallel, name) for name in (*_MODEL_AXES, *_DATA_AXES)}
+    unit = parallel.world_size
+    if world % unit or (not axis and world != unit):
+        words = " x ".join(
+            f"{dashed(name)} {size}"
+            for name, size in sizes.items()
+            if size > 1 and name != axis
+        )
+        allowed = f"a multiple of {words or 1} ({unit})"
+        near = near_multiples(world, unit)
+        if not axis:
+            allowed, near = f"the product of {words or 1} ({unit})", str(unit)
+            near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
+        raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
+    return replace(parallel, **{axis: world // unit}) if axis else parallel
+
+
+def settings_of(framework: str, options: GenerateOptions) -> Any:
+    """Return the framework's settings from the options that are given. Raises ConfigError."""
+    rule = RULES[framework]
+    values = {
+        name: workload_flags.typed(field, value, name)
+        for name, field in rule.fields().items()
+        if (value := getattr(options, name, None)) is not None
+    }
+    return rule.settings_class()(**values)

@@ -1,0 +1,164 @@
+"""The options of `stepmark workload generate`: a framework's settings are options, too."""
+
+import dataclasses
+import functools
+import types
+import typing
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any
+
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.options import Reader, dashed, flag, options
+from stepmark.workloads.rules import RULES, find_rule
+from stepmark.workloads.workload_options import GenerateOptions
+
+# AICB's and Megatron's other names of settings, besides the names of the fields.
+_SPELLINGS: Mapping[str, tuple[str, ...]] = {
+    "sequence_parallel": ("--sp", "--enable-sequence-parallel", "--sp-enable"),
+    "virtual_pipeline_model_parallel_size": ("--vpp",),
+    "recompute": ("--ac",),
+    "stage": ("--zero-stage",),
+    "stage3_prefetch_bucket_size": ("--prefetch-bucket-size",),
+    "stage3_param_persistence_threshold": ("--param-persistence-threshold",),
+    "stage3_model_persistence_threshold": ("--model-persistence-threshold",),
+    "stage3_max_live_parameters": ("--max-live-parameters",),
+}
+# AICB's parameters that change nothing: of its get_params and scripts.
+_SWITCHES = (
+    *("use_flash_attn", "aiob_enable", "aiob", "computation_enable", "enable_visual"),
+    *("workload_only", "amp_enabled", "gated_linear_unit", "bias_gelu_fusion", "openai_gelu"),
+    *("squared_relu", "onnx_safe", "moe_grouped_gemm", "grouped_gemm", "overlap_version"),
+    *("overlap_grad_reduce", "recompute_activations", "recompute"),
+    *("use_distributed_optimizer", "sequence_parallel", "enable_sequence_parallel"),
+    *("sp_enable", "sp", "contiguous_gradients"),
+)
+_VALUED = (
+    *("epoch_num", "gpu_type", "activation_func", "result_dir", "nnodes", "node_rank"),
+    *("nproc_per_node", "master_addr", "master_port", "begin_size", "end_size", "test_comm"),
+    *("iter_num", "multi_all_reduce_enable", "zero_stage", "reduce_bucket_size"),
+    *("allgather_bucket_size", "prefetch_bucket_size", "param_persistence_threshold"),
+    *("model_persistence_threshold", "max_live_parameters"),
+)
+NO_EFFECT = (*_SWITCHES, *_VALUED)
+_LARGE = 10**6  # elements, not layers
+
+
+@functools.cache
+def options_class(framework: str, *, has_ignored: bool = True) -> type[GenerateOptions]:
+    """GenerateOptions with the settings of a framework.
+
+    has_ignored: with AICB's parameters that have no effect, for AICB's command lines.
+    """
+    fields = RULES[framework].fields()
+    names = _names(GenerateOptions)
+    own = [_setting(name, field) for name, field in fields.items() if name not in names]
+    if "stage" not in fields:
+        text = "pipeline stage, as --pp-rank; of DeepSpeed it is ZeRO's"
+        own.append(("pipeline_stage", int | None, flag(text, "--stage", rare=True)))
+    settings = _class(f"Settings of {framework}.", own)
+    names |= _names(settings)
+    ignored: list[tuple[str, Any, Any]] = []
+    for name in NO_EFFECT if has_ignored else ():
+        if name not in names:
+            kind, default = (bool, False) if name in _SWITCHES else (str | None, None)
+            ignored.append((name, kind, flag("AICB's; no effect", default=default, rare=True)))
+    without_effect = _class("AICB's parameters without effect.", ignored)
+    bases = (GenerateOptions, settings, without_effect)
+    cls: type[GenerateOptions] = _class(framework, [], *bases)
+    return cls
+
+
+def _class(title: str, fields: list[tuple[str, Any, Any]], *bases: type) -> Any:
+    """Make a group of options, or with bases the class that joins them."""
+    return dataclasses.make_dataclass(
+        "Generate",
+        fields,
+        bases=bases,
+        namespace={"__doc__": title},
+        frozen=True,
+        kw_only=True,
+        init=bool(bases),
+        repr=False,
+        eq=False,
+    )
+
+
+def _names(cls: type) -> set[str]:
+    """Return all names of options, with _ and without dashes in front."""
+    names = {option.name for option in options(cls)}
+    words = (word for option in options(cls) for word in option.words)
+    return names | {word.lstrip("-").replace("-", "_") for word in words}
+
+
+def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]:
+    kind = kind_of(field)
+    spellings = (f"--{dashed(name)}", *_SPELLINGS.get(name, ()))
+    text, rare = str(field.metadata.get("help", name)), not field.metadata.get("common")
+    if kind is bool:
+        text += f" [{'yes' if field.default else 'no'}]"
+        switches = (f"{word}/--no-{word.removeprefix('--')}" for word in spellings)
+        return name, bool | None, flag(text, *switches, rare=rare)
+    if field.default not in (None, ""):
+        text += f" [{field.default}]"
+    metavars = {int: "<int>", float: "<float>", str: "<str>"}
+    choices = tuple(kind) if issubclass(kind, StrEnum) else ()
+    reader = Reader(
+        read=functools.partial(_read, kind, field.default),
+        metavar=metavars.get(kind) or "|".join(choices),
+        choices=choices,
+    )
+    return name, Annotated[kind, reader] | None, flag(text, *spellings, rare=rare)
+
+
+def kind_of(field: "dataclasses.Field[Any]") -> Any:
+    """Return the type of a setting; of `int | None` it is int."""
+    kind = field.type
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        (kind,) = (part for part in typing.get_args(kind) if part is not types.NoneType)
+    return kind
+
+
+def refuse_other_framework(option: str) -> None:
+    """Refuse an unknown option that is a setting of other frameworks. Raises ConfigError."""
+    name = option.lstrip("-").removeprefix("no-").replace("-", "_")
+    owners = [framework for framework, rule in RULES.items() if name in rule.fields()]
+    if owners:
+        raise ConfigError(option, "given", f"only with --framework {' or '.join(owners)}")
+
+
+def refuse_bare_recompute(name: str) -> None:
+    """Refuse AICB's --recompute, which has no value, where a framework's own has one."""
+    framework = find_rule(name)
+    kinds = kind_of(RULES[framework].fields()["recompute"])
+    allowed = f"it needs a value with {framework}: {', '.join(k for k in kinds if k != 'none')}"
+    raise ConfigError("--recompute", "given", allowed)
+
+
+def typed(field: "dataclasses.Field[Any]", value: object, name: str) -> Any:
+    """Convert a setting to its field's type, which an option of its name may lack."""
+    if not isinstance(value, str):
+        return value
+    return _read(kind_of(field), field.default, value, dashed(name))
+
+
+def _read(kind: Any, default: object, text: str, field: str) -> Any:
+    """Read a setting as its field's type. Raises ConfigError."""
+    if kind is str:
+        return text
+    try:
+        if kind is int:
+            number = float(text)
+            if number != int(number):
+                raise ValueError
+            return int(text) if text.lstrip("+-").isdecimal() else int(number)
+        return kind(text.lower() if issubclass(kind, str) else text)
+    except (ValueError, OverflowError):
+        is_large = isinstance(default, int) and default >= _LARGE
+        words = {
+            int: "a whole number" + " such as 500000000 or 5e8" * is_large,
+            float: "a number",
+        }
+        if kind in words:
+            raise ConfigError(field, text, words[kind]) from None
+        raise not_one_of(field, text, kind) from None

@@ -1,0 +1,345 @@
+"""The model of `stepmark workload generate`: a name, a file, AICB's size, or widths."""
+
+import itertools
+import traceback
+from collections.abc import Container, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import dashed
+from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig, find_model
+from stepmark.workloads.aicb_models import (
+    GPT_VOCAB_SIZE,
+    LLAMA_VOCAB_SIZE,
+    MAX_POSITIONS,
+    Kind,
+    Preset,
+    preset,
+)
+from stepmark.workloads.architecture import Architecture, Batch
+from stepmark.workloads.job import VOCAB_MULTIPLE, with_padded_vocab, with_seq_len
+from stepmark.workloads.models import file_notes, read_models, scaled
+from stepmark.workloads.published import PUBLISHED, SEQ_LENS
+from stepmark.workloads.rules import RULES
+from stepmark.workloads.workload_options import Experts, GenerateOptions, Model
+
+_WIDTHS = ("num_layers", "hidden_size", "num_heads")
+_MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+_DEFAULT_SEQ_LEN = 2048  # AICB's
+_MOST_LAYERS = 100_000
+_NOTES = {
+    "gpt-175b": "gpt-175b is AICB's, of 4096 positions; the published GPT-3 has 2048 "
+    "(--seq-len 2048 --max-positions 2048)"
+}
+_OWN = ("model", "model_name", "seq_len")  # options of a model that is no decoder
+
+
+def choose(
+    options: GenerateOptions, framework: str, tp: int
+) -> tuple[ModelConfig, tuple[str, ...]]:
+    """Return the model of the flags, and notes on defaults. Raises ConfigError."""
+    notes: list[str] = []
+    model = _resized(_start(options, framework, notes), options, notes)
+    model = _with_experts(_with_mla(model, options), options, notes)
+    if options.scale:
+        layers = _positive(options, "num_layers")  # a tiny model has two
+        model = scaled(model, options.scale, tp)
+        model = replace(model, num_layers=layers or model.num_layers)
+    if seq_len := _positive(options, "seq_len"):
+        model = with_seq_len(model, seq_len)
+    elif model.name in _NOTES:
+        notes.append(_NOTES[model.name])
+    if model.num_layers > _MOST_LAYERS:
+        raise ConfigError("num-layers", model.num_layers, f"at most {_MOST_LAYERS}")
+    if options.model_name:
+        model = replace(model, name=options.model_name)
+    model = _padded(model, options, framework, tp, notes)
+    return model, tuple(notes)
+
+
+def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelConfig:
+    """Return the model of the one source that is given. Raises ConfigError."""
+    if options.model and options.model_size:
+        raise ConfigError("model", options.model, "only without --model-size (-m)")
+    if options.model:
+        models = read_models(options.model)
+        if len(models) != 1:
+            raise ConfigError("model", options.model, "one model")
+        notes += file_notes(options.model)
+        return models[0]
+    if options.model_size:
+        return _from_preset(preset(options.model_size, framework), options, notes)
+    for name in _WIDTHS:
+        if getattr(options, name, None) is None:
+            allowed = "a --model, a --model-size, or --num-layers, --hidden-size and "
+            raise ConfigError(dashed(name), "missing", allowed + "--num-attention-heads")
+    kind: Kind = "gpt" if framework == "megatron" else "llama"
+    like = {
+        "gpt": "as GPT (layernorm, gelu unless --swiglu, tied, learned positions)",
+        "llama": "as Llama (rmsnorm, swiglu, untied, rotary positions)",
+    }[kind]
+    notes.append(f"a model of given widths is built {like}")
+    return _built(
+        "custom", options, kind, {name: getattr(options, name) for name in _WIDTHS}, notes
+    )
+
+
+def _from_preset(size: Preset, options: GenerateOptions, notes: list[str]) -> ModelConfig:
+    if size.note:
+        notes.append(size.note)
+    if size.model:
+        return find_model(size.model)
+    widths = {name: getattr(size, name) for name in _WIDTHS}
+    if size.ffn_hidden_size and not options.ffn_hidden_size:
+        widths["ffn_hidden_size"] = size.ffn_hidden_size
+    return _built(size.name, options, size.kind, widths, notes)
+
+
+def _built(
+    name: str,
+    options: GenerateOptions,
+    kind: Kind,
+    widths: dict[str, int],
+    notes: list[str],
+) -> ModelConfig:
+    """Return a model with AICB's defaults, which are noted."""
+    widths = {key: _positive(options, key) or value for key, value in widths.items()}
+    hidden, heads = widths["hidden_size"], widths["num_heads"]
+    swiglu = kind == "llama" if options.swiglu is None else options.swiglu
+    vocab = _positive(options, "vocab_size")
+    if vocab is None:
+        vocab = GPT_VOCAB_SIZE if kind == "gpt" else LLAMA_VOCAB_SIZE
+        notes.append(f"vocab-size {vocab}, AICB's, as none was given")
+    seq_len = _positive(options, "seq_len") or _DEFAULT_SEQ_LEN
+    if not options.seq_len:
+        notes.append(f"seq-len {seq_len}, AICB's, as none was given")
+    return ModelConfig(
+        name=name,
+        num_layers=widths["num_layers"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=_head_dim(hidden, heads),
+        ffn_hidden_size=widths.get("ffn_hidden_size") or _ffn_width(hidden, swiglu=swiglu),
+        vocab_size=vocab,
+        seq_len=seq_len,
+        max_positions=max(MAX_POSITIONS, seq_len) if kind == "gpt" else 0,
+        activation="swiglu" if swiglu else "gelu",
+        norm="layernorm" if kind == "gpt" else "rmsnorm",
+        tied_embeddings=kind == "gpt",
+    )
+
+
+def _resized(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> ModelConfig:
+    """Replace the fields of the model for which options are given."""
+    sizes = (*_WIDTHS, "num_kv_heads", "ffn_hidden_size", "vocab_size")
+    changes: dict[str, Any] = {
+        name: value for name in sizes if (value := _positive(options, name)) is not None
+    }
+    changes |= _gate(model, options, notes)
+    if {"hidden_size", "num_heads"} & set(changes) and model.mla is None:
+        heads = changes.get("num_heads", model.num_heads)
+        changes["head_dim"] = _head_dim(changes.get("hidden_size", model.hidden_size), heads)
+        changes.setdefault(
+            "num_kv_heads",
+            heads if model.num_kv_heads == model.num_heads else model.num_kv_heads,
+        )
+    if (positions := options.max_positions) is not None:
+        if model.max_positions or not positions:
+            changes["max_positions"] = positions
+            if seq_len := _positive(options, "seq_len"):
+                changes["seq_len"] = seq_len  # the table may be too short for the model's
+        else:
+            notes.append("--max-position-embeddings: no effect, positions are rotary")
+    if options.linear_bias is not None:
+        changes["linear_bias"] = options.linear_bias
+    if options.untied is not None:
+        changes["tied_embeddings"] = not options.untied
+    changes = {name: new for name, new in changes.items() if new != getattr(model, name)}
+    if not changes:
+        return model
+    if model.source:
+        words = ", ".join(f"{name} {value}" for name, value in changes.items())
+        notes.append(f"{model.name} with {words}")
+    return replace(
+        model, **changes, published_params=None, published_active_params=None, aliases=()
+    )
+
+
+def _gate(model: ModelConfig, options: GenerateOptions, notes: list[str]) -> dict[str, Any]:
+    """Return the changes of --swiglu, with which the MLP has Megatron-LM's default width."""
+    gated = options.swiglu
+    if gated is None or gated == (model.activation == "swiglu"):
+        return {}
+    changes: dict[str, Any] = {"activation": "swiglu" if gated else "gelu"}
+    if options.ffn_hidden_size is None and model.ffn_hidden_size:
+        width = _ffn_width(options.hidden_size or model.hidden_size, swiglu=gated)
+        changes["ffn_hidden_size"] = width
+        notes.append(f"ffn-hidden-size {width}, Megatron-LM's default for this activation")
+    return changes
+
+
+def _ffn_width(hidden: int, *, swiglu: bool) -> int:
+    """Megatron-LM, megatron/training/arguments.py; AICB has the same."""
+    return int(hidden * 4 * 2 / 3 / 64) * 64 if swiglu else 4 * hidden
+
+
+def _with_experts(
+    model: ModelConfig, options: GenerateOptions, notes: list[str]
+) -> ModelConfig:
+    names = {
+        "num_experts": "num_experts",
+        "top_k": "top_k",
+        "moe_ffn_hidden_size": "ffn_hidden_size",
+        "dense_layers": "first_dense_layers",
+    }
+    fields = {
+        field: value
+        for name, field in names.items()
+        if (value := getattr(options, name)) is not None
+    }
+    if (shared := options.shared_experts) is not None:
+        width = fields.get("ffn_hidden_size") or (model.moe or model).ffn_hidden_size
+        fields |= {"num_shared_experts": shared, "shared_ffn_hidden_size": shared * width}
+    if model.moe:
+        return replace(model, moe=replace(model.moe, **fields)) if fields else model
+    if fields.get("num_experts", 1) == 1:
+        if options.moe_enable or set(fields) - {"num_experts", "top_k"}:
+            raise ConfigError("num-experts", options.num_experts, "2 or more experts")
+        if fields:
+            notes.append("--moe-router-topk, --num-experts: no effect on a model of one expert")
+        return model
+    if "top_k" not in fields:
+        fields["top_k"] = 2
+        notes.append("moe-router-topk 2, as none was given (AICB's default is 1)")
+    moe = MoeConfig(**{"ffn_hidden_size": model.ffn_hidden_size} | fields)
+    dense = model.ffn_hidden_size if moe.first_dense_layers else 0
+    return replace(model, moe=moe, ffn_hidden_size=dense)
+
+
+def _with_mla(model: ModelConfig, options: GenerateOptions) -> ModelConfig:
+    widths = {name: value for name in _MLA if (value := getattr(options, name)) is not None}
+    if not widths:
+        return model
+    if widths.get("q_lora_rank") == 0:  # none, as in AICB
+        widths["q_lora_rank"] = None
+    if model.mla:
+        mla = replace(model.mla, **widths)
+    else:
+        for name in _MLA[1:]:
+            if name not in widths:
+                rule = "it goes with the other widths of MLA"
+                raise ConfigError(dashed(name), "missing", rule)
+        mla = MlaConfig(**({"q_lora_rank": None} | widths))
+    head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+    return replace(model, mla=mla, head_dim=head_dim, num_kv_heads=model.num_heads)
+
+
+def _padded(
+    model: ModelConfig, options: GenerateOptions, framework: str, tp: int, notes: list[str]
+) -> ModelConfig:
+    """Pad the vocabulary as Megatron-LM's vocab_size_with_padding does."""
+    multiple = _positive(options, "make_vocab_size_divisible_by")
+    if framework != "megatron":
+        if multiple:
+            notes.append("--make-vocab-size-divisible-by: no effect, only Megatron-LM pads")
+        return model
+    multiple = multiple or VOCAB_MULTIPLE
+    padded = with_padded_vocab(model, multiple * tp)
+    if padded is not model:
+        notes.append(
+            f"vocabulary of {model.vocab_size} padded to {padded.vocab_size}, a multiple of "
+            f"{multiple} x tp, as Megatron-LM does"
+        )
+    return padded
+
+
+def _head_dim(hidden: int, heads: int) -> int:
+    if hidden % heads:
+        raise ConfigError("num-heads", heads, f"a divisor of hidden-size ({hidden})")
+    return hidden // heads
+
+
+def _positive(options: GenerateOptions, name: str) -> int | None:
+    value: int | None = getattr(options, name, None)
+    if value is not None and not 1 <= value <= 2**30:
+        raise ConfigError(dashed(name), value, "a whole number from 1 to 1073741824")
+    return value
+
+
+def is_own(text: str | None) -> bool:
+    """Return whether --model names an architecture other than a decoder."""
+    return bool(text) and (text in PUBLISHED or _file_of(str(text)).endswith(".py"))
+
+
+def choose_own(
+    options: GenerateOptions, framework: str, batch: Batch
+) -> tuple[Architecture, tuple[str, ...]]:
+    """Return the architecture for a batch, and notes on defaults. Raises ConfigError."""
+    text = str(options.model)
+    frameworks = [name for name, rule in RULES.items() if rule.has_own]
+    if framework not in frameworks:
+        others = f"of other models --framework {', '.join(frameworks)}"
+        raise ConfigError("model", text, f"a decoder for {framework}; {others}")
+    rule = f"it has no effect with --model {text}"
+    refuse(options, (Model, Experts), allowed=_OWN, rule=rule)
+    architecture = PUBLISHED[text](batch) if text in PUBLISHED else _from_file(text, batch)
+    notes = [f"model of {architecture.source}"] if architecture.source else []
+    if not options.seq_len and text not in SEQ_LENS:
+        notes.append(f"seq-len {batch.seq_len}, as none was given")
+    return architecture, tuple(notes)
+
+
+def refuse(
+    options: GenerateOptions, groups: Iterable[type], *, allowed: Container[str], rule: str
+) -> None:
+    """Refuse options of these groups that are given but not allowed. Raises ConfigError."""
+    for field in itertools.chain(*map(fields, groups)):
+        value = getattr(options, field.name, None)
+        if value is not None and field.name not in allowed:
+            raise ConfigError(dashed(field.name), value, rule)
+
+
+def own_seq_len(options: GenerateOptions) -> int:
+    """Return --seq-len, or the published model's, or a default."""
+    seq_len = _positive(options, "seq_len")
+    return seq_len or SEQ_LENS.get(str(options.model), _DEFAULT_SEQ_LEN)
+
+
+def _file_of(text: str) -> str:
+    file, colon, _ = text.rpartition(":")
+    return file if colon else text
+
+
+def _from_file(text: str, batch: Batch) -> Architecture:
+    """Return the architecture that the user's function makes for a batch."""
+    from stepmark.workloads.user_function import load, reported  # noqa: PLC0415
+
+    path = Path(_file_of(text)).resolve()
+    with (
+        _with_place(path),
+        load(text, arguments=1) as (function, file),
+        reported(Path(text).name, file),
+    ):
+        architecture: object = function(batch)
+    if not isinstance(architecture, Architecture):
+        allowed = "a function of a Batch that returns an Architecture"
+        raise ConfigError(Path(text).name, type(architecture).__name__, allowed)
+    return architecture
+
+
+@contextmanager
+def _with_place(path: Path) -> Iterator[None]:
+    """Name the line of the user's file in which the API raised a ConfigError."""
+    try:
+        yield
+    except ConfigError as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if frame.filename == str(path)]
+        if not own or error.__cause__:
+            raise
+        place = f"{path.name}:{own[-1].lineno}: {error.field}"
+        raise ConfigError(place, error.value, error.allowed) from error

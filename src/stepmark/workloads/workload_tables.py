@@ -1,0 +1,358 @@
+"""A workload as rows: stages, communication, computation and layers.
+
+They are counted by Workload.tally and over blocks, never by walking a step. All figures are of
+one rank and one optimizer step. Bytes of communication are messages as nccl-tests counts them.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from stepmark.cases.message import Histogram, MessageKind, Tally
+from stepmark.findings.histogram import size_of
+from stepmark.model.ops import FAMILY_OF, Op
+from stepmark.step.workload import (
+    CommOp,
+    ComputeOp,
+    Group,
+    Kernel,
+    Operation,
+    Run,
+    Stage,
+    Workload,
+    pass_of,
+)
+from stepmark.tables.columns import (
+    BYTES,
+    COUNT,
+    FLOPS,
+    PERCENT,
+    SECONDS,
+    SHOWN,
+    TEXT,
+    Column,
+    Row,
+)
+from stepmark.tables.columns import rows as rows_of
+from stepmark.tables.outcomes import percent
+
+SETUP = "setup"  # runs once, before the first step
+PASSES = (SETUP, "forward", "backward", "optimizer", "step")
+Sums = Counter[tuple[str, str]]  # by (pass, quantity)
+
+
+@dataclass(frozen=True, slots=True)
+class _StageSums:
+    """A pipeline stage with its operations and their sums."""
+
+    index: int
+    stage: Stage
+    num_layers: int | None  # None: the file does not say
+    operations: Mapping[Operation, int]
+    sums: Sums
+
+    @property
+    def has(self) -> str:
+        words = ("embedding",) * self.stage.has_embedding + ("head",) * self.stage.has_head
+        return " ".join(words)
+
+    @property
+    def num_collectives(self) -> int:
+        return sum(
+            n for operation, n in self.operations.items() if isinstance(operation, CommOp)
+        )
+
+    def over_passes(self, what: str) -> int:
+        return sum(number for (_, name), number in self.sums.items() if name == what)
+
+    @property
+    def time_s(self) -> float | None:
+        """Return the time of all computation; None where one operator's is unknown."""
+        times = [
+            None if operation.time_s is None else calls * operation.time_s
+            for operation, calls in self.operations.items()
+            if isinstance(operation, ComputeOp)
+        ]
+        return None if None in times else sum(filter(None, times))
+
+
+@dataclass(slots=True)
+class _Messages:
+    """Calls alike in pass, collective, group, size, type and stream."""
+
+    when: str
+    operation: CommOp
+    group: Group
+    calls: int = 0
+    bus_bytes: float = 0.0
+    modules: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        return self.operation.message_bytes(self.group)
+
+
+@dataclass(slots=True)
+class _Computed:
+    """Calls of one operator in one pass."""
+
+    op: Op | Kernel
+    phase: str
+    calls: int = 0
+    time_s: float | None = None
+    modules: dict[str, None] = field(default_factory=dict)
+    all_flops: int = 0  # of the stage
+
+    @property
+    def flops(self) -> int | None:
+        return None if self.op.flops is None else self.calls * self.op.flops
+
+    @property
+    def bytes_moved(self) -> int | None:
+        return None if self.op.bytes_moved is None else self.calls * self.op.bytes_moved
+
+
+AlikeLayers = tuple[list[int | None], Sums]
+
+STAGE_COLUMNS: tuple[Column[_StageSums], ...] = (
+    Column("stage", lambda o: o.index, views=SHOWN),
+    Column("layers", lambda o: o.num_layers, COUNT, "", SHOWN),
+    Column("which", lambda o: ranges(o.stage.layers), views=SHOWN),
+    Column("has", lambda o: o.has, TEXT, "and", SHOWN),
+    Column("operations", lambda o: sum(o.operations.values()), COUNT, "", SHOWN),
+    Column("collectives", lambda o: o.num_collectives, COUNT, "", SHOWN),
+    Column("forward_flops", lambda o: o.sums["forward", "flops"], FLOPS, "fwd FLOP", SHOWN),
+    Column("backward_flops", lambda o: o.sums["backward", "flops"], FLOPS, "bwd FLOP", SHOWN),
+    Column("comm_bytes", lambda o: o.over_passes("comm_bytes"), BYTES, "messages", SHOWN),
+    Column("bus_bytes", lambda o: o.over_passes("bus_bytes"), BYTES, "on the bus", SHOWN),
+    Column("time_s", lambda o: o.time_s, SECONDS, "compute", SHOWN),
+)
+COLLECTIVE_COLUMNS: tuple[Column[_Messages], ...] = (
+    Column("pass", lambda o: o.when, views=SHOWN),
+    Column("collective", lambda o: o.operation.collective, views=SHOWN),
+    Column("dtype", lambda o: o.operation.dtype.value, views=SHOWN),
+    Column("group", lambda o: o.operation.group, views=SHOWN),
+    Column("num_ranks", lambda o: o.group.size, COUNT, "ranks", SHOWN),
+    Column("count", lambda o: o.operation.count, COUNT, "", SHOWN),
+    Column("size_bytes", lambda o: o.size_bytes, BYTES, "size", SHOWN),
+    Column("calls", lambda o: o.calls, COUNT, "", SHOWN),
+    Column("bytes", lambda o: o.calls * o.size_bytes, BYTES, "", SHOWN),
+    Column("bus_bytes", lambda o: o.bus_bytes, BYTES, "on the bus", SHOWN),
+    Column("stream", lambda o: o.operation.stream, views=SHOWN),
+    Column("modules", lambda o: ", ".join(o.modules), TEXT, "of", SHOWN),
+)
+COMPUTE_COLUMNS: tuple[Column[_Computed], ...] = (
+    Column("family", lambda o: _family(o.op), TEXT, "operator", SHOWN),
+    Column("pass", lambda o: o.phase, views=SHOWN),
+    Column("shape", lambda o: _shape(o.op), views=SHOWN),
+    Column("dtype", lambda o: _dtype(o.op), views=SHOWN),
+    Column("calls", lambda o: o.calls, COUNT, "", SHOWN),
+    Column("flops_each", lambda o: o.op.flops, FLOPS),
+    Column("flops", lambda o: o.flops, FLOPS, "FLOP", SHOWN),
+    Column("pct_flops", lambda o: percent(o.flops or None, o.all_flops), PERCENT, "%", SHOWN),
+    Column("bytes_moved", lambda o: o.bytes_moved, BYTES, "memory", SHOWN),
+    Column("time_s", lambda o: o.time_s, SECONDS, "time each", SHOWN),
+    Column("modules", lambda o: ", ".join(o.modules), TEXT, "of", SHOWN),
+)
+LAYER_COLUMNS: tuple[Column[AlikeLayers], ...] = (
+    Column("layers", lambda o: ranges(_known(o)) or "none", views=SHOWN),
+    Column("number", lambda o: len(_known(o)) or None, COUNT, "", SHOWN),
+    Column("forward_flops", lambda o: o[1]["forward", "flops"], FLOPS, "fwd FLOP", SHOWN),
+    Column("backward_flops", lambda o: o[1]["backward", "flops"], FLOPS, "bwd FLOP", SHOWN),
+    Column(
+        "forward_comm_bytes", lambda o: o[1]["forward", "comm_bytes"], BYTES, "fwd bytes", SHOWN
+    ),
+    Column(
+        "backward_comm_bytes",
+        lambda o: o[1]["backward", "comm_bytes"],
+        BYTES,
+        "bwd bytes",
+        SHOWN,
+    ),
+    Column("forward_bytes_moved", lambda o: o[1]["forward", "bytes_moved"], BYTES),
+    Column("backward_bytes_moved", lambda o: o[1]["backward", "bytes_moved"], BYTES),
+    Column(
+        "optimizer_comm_bytes",
+        lambda o: o[1]["optimizer", "comm_bytes"] + o[1]["step", "comm_bytes"],
+        BYTES,
+        "optimizer bytes",
+        SHOWN,
+    ),
+)
+
+
+def stage_rows(workload: Workload) -> list[Row]:
+    """Return one row per pipeline stage."""
+    has_layers = workload.numbers("layer")
+    sums = []
+    for index, stage in enumerate(workload.stages):
+        tally, number = workload.tally(index), len(stage.layers) if has_layers else None
+        sums.append(_StageSums(index, stage, number, tally, _sums(tally, workload)))
+    return rows_of(STAGE_COLUMNS, sums)
+
+
+def collective_rows(workload: Workload, stage: int) -> list[Row]:
+    """Return one row per pass, collective, type, group and size."""
+    groups: dict[tuple[int, str, str, int, str, str, str], _Messages] = {}
+    for when, operation, calls in _communication(workload, stage):
+        group = workload.groups[operation.group]
+        key = (
+            *(PASSES.index(when), operation.collective, operation.group),
+            *(operation.message_bytes(group), operation.dtype.value, operation.redop.value),
+            operation.stream,
+        )
+        messages = groups.setdefault(key, _Messages(when, operation, group))
+        messages.calls += calls
+        messages.bus_bytes += calls * operation.bus_bytes(group)
+        messages.modules[operation.module] = None
+    return rows_of(COLLECTIVE_COLUMNS, (groups[key] for key in sorted(groups)))
+
+
+def histogram(workload: Workload, stage: int) -> Histogram:
+    """Return the messages of a step of one rank, without setup."""
+    tallies: dict[MessageKind, Tally] = {}
+    for when, operation, calls in _communication(workload, stage):
+        if when == SETUP:
+            continue
+        group = workload.groups[operation.group]
+        kind = MessageKind(
+            collective=operation.collective,
+            dtype=operation.dtype.value,
+            group=operation.group,
+            num_ranks=group.size,
+            phase=when,
+            call_bytes=operation.call_bytes(),
+            message_bytes=operation.message_bytes(group),
+        )
+        before = tallies[kind].calls if kind in tallies else 0
+        tallies[kind] = Tally(calls=before + calls, ranks=1)
+    return tallies
+
+
+def size_rows(workload: Workload, stage: int) -> list[Row]:
+    """Return one row per collective and size, over all passes and groups."""
+    calls: Counter[tuple[str, int]] = Counter()
+    for kind, tally in histogram(workload, stage).items():
+        calls[kind.collective, size_of(kind)[0]] += tally.calls
+    return [
+        {"collective": name, "size_bytes": size, "calls": n, "bytes": n * size}
+        for (name, size), n in sorted(calls.items())
+    ]
+
+
+def compute_rows(workload: Workload, stage: int) -> list[Row]:
+    """Return one row per distinct operator and pass, most FLOPs first."""
+    by_key: dict[tuple[Op | Kernel, str], _Computed] = {}
+    for operation, calls in workload.tally(stage).items():
+        if isinstance(operation, ComputeOp) and not operation.is_wait:
+            phase = operation.phase.value + (" again" if operation.recompute else "")
+            key = (operation.op, phase)
+            computed = by_key.setdefault(key, _Computed(operation.op, phase))
+            computed.calls += calls
+            computed.time_s = operation.time_s
+            computed.modules[operation.module] = None
+    rows = sorted(by_key.values(), key=lambda computed: -(computed.flops or 0))
+    total = sum(computed.flops or 0 for computed in rows)
+    for computed in rows:
+        computed.all_flops = total
+    return rows_of(COMPUTE_COLUMNS, rows)
+
+
+def layer_rows(workload: Workload, stage: int) -> list[Row]:
+    """Return one row per layer; layers that are alike share one.
+
+    The row without layers has the embedding, head and optimizer.
+    """
+    return rows_of(LAYER_COLUMNS, alike_layers(workload, stage))
+
+
+def alike_layers(workload: Workload, stage: int) -> list[AlikeLayers]:
+    """Return layers that are alike with the sums of one; layer None is outside of layers."""
+    sums = _by_layer(workload, workload.stages[stage].step, {})
+    merged: list[AlikeLayers] = []
+    for layer in sorted(sums, key=lambda layer: (layer is None, layer or 0)):
+        alike = [
+            layers for layers, other in merged if layer is not None and other == sums[layer]
+        ]
+        if alike:
+            alike[0].append(layer)
+        else:
+            merged.append(([layer], sums[layer]))
+    return merged
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return e.g. 0-3,7 for 0,1,2,3,7."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in parts)
+
+
+def _communication(workload: Workload, stage: int) -> Iterable[tuple[str, CommOp, int]]:
+    for operation, calls in workload.tally(stage, setup=True).items():
+        if isinstance(operation, CommOp):
+            yield SETUP, operation, calls
+    for operation, calls in workload.tally(stage).items():
+        if isinstance(operation, CommOp):
+            yield pass_of(operation), operation, calls
+
+
+def _sums(counted: Mapping[Operation, int], workload: Workload) -> Sums:
+    sums: Sums = Counter()
+    for operation, calls in counted.items():
+        when = pass_of(operation)
+        if isinstance(operation, CommOp):
+            group = workload.groups[operation.group]
+            sums[when, "comm_bytes"] += calls * operation.message_bytes(group)
+            sums[when, "bus_bytes"] += round(calls * operation.bus_bytes(group))
+        else:
+            sums[when, "flops"] += calls * (operation.op.flops or 0)
+            sums[when, "bytes_moved"] += calls * (operation.op.bytes_moved or 0)
+    return sums
+
+
+def _known(alike: AlikeLayers) -> list[int]:
+    return [layer for layer in alike[0] if layer is not None]
+
+
+def _family(op: Op | Kernel) -> str:
+    return "kernel" if isinstance(op, Kernel) else FAMILY_OF[type(op)]
+
+
+def _shape(op: Op | Kernel) -> str:
+    return op.name if isinstance(op, Kernel) else op.shape_text
+
+
+def _dtype(op: Op | Kernel) -> str:
+    return "" if isinstance(op, Kernel) else op.dtype.value
+
+
+def _by_layer(
+    workload: Workload, block: str, cache: dict[str, dict[int | None, Sums]]
+) -> dict[int | None, Sums]:
+    """Return sums by layer of one run of a block; each block is visited once."""
+    if block in cache:
+        return cache[block]
+    by_layer: dict[int | None, Sums] = defaultdict(Counter)
+    plain: dict[int | None, Counter[Operation]] = defaultdict(Counter)
+    for item in workload.blocks[block]:
+        if not isinstance(item, Run):
+            plain[item.layer][item] += 1
+            continue
+        inside = _by_layer(workload, item.block, cache)
+        # Runs that stay on a layer repeat micro-batches; others go from layer to layer.
+        times, copies = (1, item.times) if item.layer_step else (item.times, 1)
+        for copy in range(copies):
+            for layer, sums in inside.items():
+                place = None if layer is None else layer + item.layer + copy * item.layer_step
+                total = by_layer[place]
+                for key, number in sums.items():
+                    total[key] += number * times
+    for layer, operations in plain.items():
+        by_layer[layer].update(_sums(operations, workload))
+    cache[block] = dict(by_layer)
+    return cache[block]

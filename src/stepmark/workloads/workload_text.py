@@ -1,0 +1,191 @@
+"""A workload as text: what `stepmark workload show` prints."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from stepmark.findings.histogram import default_bins, size_of
+from stepmark.findings.histogram import lines as histogram_lines
+from stepmark.findings.histogram import rows as histogram_rows
+from stepmark.step.workload import Workload
+from stepmark.step.workload_stages import missing_pipeline
+from stepmark.tables.columns import COUNT, TEXT, Column, Row, View, aligned
+from stepmark.workloads import workload_pipeline
+from stepmark.workloads.workload_tables import (
+    COLLECTIVE_COLUMNS,
+    COMPUTE_COLUMNS,
+    LAYER_COLUMNS,
+    STAGE_COLUMNS,
+    collective_rows,
+    compute_rows,
+    histogram,
+    layer_rows,
+    stage_rows,
+)
+
+Settings = Mapping[str, str | int | float | bool | None]
+NO_DEFAULTS: Settings = MappingProxyType({})
+_MOST_SHAPES = 24
+_MOST_STAGES = 8
+_MOST_CHARACTERS = 48
+_OF_SEVERAL_RANKS = ("calls", "bytes", "size_is")  # of a histogram's columns
+
+
+def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
+    """Return the model, rules, groups, settings and notes.
+
+    Settings that equal the framework's `defaults` are only counted.
+    """
+    model = workload.model
+    ranks = _count(workload.world_size, "rank")
+    lines = [f"workload {workload.name}: {workload.rules}, {ranks}"]
+    # The version is followed by the files that the rules were read from.
+    lines += [f"rules    {workload.source.partition(': ')[0]}"] if workload.source else []
+    if model is not None:
+        lines.append(
+            f"model    {model.name}: {model.num_layers} layers, hidden {model.hidden_size}, "
+            f"heads {model.num_heads}/{model.num_kv_heads}, ffn {model.ffn_hidden_size}, "
+            f"vocabulary {model.vocab_size}, seq {model.seq_len}"
+        )
+    groups = (
+        f"{name} {group.size}" for name, group in workload.groups.items() if group.size > 1
+    )
+    spread = missing_pipeline(workload) or _count(len(workload.stages), "stage")
+    if workload.num_microbatches > 1 or workload.numbers("microbatch"):
+        spread += f", {_count(workload.num_microbatches, 'micro-batch')} per step"
+        spread += _sequences(workload.settings)
+    lines.append(f"spread   {spread}; groups: {', '.join(groups) or 'none'}")
+    lines += _settings(workload.settings, defaults)
+    lines += [f"note     {note}" for note in workload.notes]
+    return lines
+
+
+def _sequences(settings: Settings) -> str:
+    """Return the sequences of a micro-batch and of a step, if the settings have them."""
+    mbs, gbs = (settings.get(f"{name}_batch_size") for name in ("micro", "global"))
+    mbs, gbs = mbs or settings.get("mbs"), gbs or settings.get("gbs")
+    return f" (mbs {mbs}, {gbs} sequences of all data ranks)" if mbs and gbs else ""
+
+
+def _settings(settings: Settings, defaults: Settings) -> list[str]:
+    """Return settings that differ from their defaults, and the number of the others."""
+    if not settings:
+        return []
+    texts = [
+        f"{name} {word(value)}"
+        for name, value in settings.items()
+        if name not in defaults or defaults[name] != value
+    ]
+    rest = len(settings) - len(texts)
+    texts += [f"{rest} {'more are' if texts else 'are'} defaults"] if rest else []
+    return [f"settings {', '.join(texts)}"]
+
+
+def lines(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> list[str]:
+    """Return everything, each table under its heading."""
+    return [*header(workload, defaults), *tables(workload, stage)]
+
+
+def tables(workload: Workload, stage: int) -> list[str]:
+    """Return stages, communication, sizes, computation, layers and pipeline."""
+    lines = _section("Stages (per rank and step)", _stage_lines(stage_rows(workload)))
+    of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
+    lines += _section(
+        f"Communication{of_stage} (per rank and step)",
+        _aligned(collective_rows(workload, stage), COLLECTIVE_COLUMNS),
+    )
+    if sizes := _size_lines(workload, stage):
+        lines += _section(
+            f"Sizes{of_stage} (bytes of a message, whatever its pass and group)", sizes
+        )
+    computed = compute_rows(workload, stage)
+    more = len(computed) - _MOST_SHAPES
+    lines += _section(
+        f"Computation{of_stage}",
+        [
+            *_aligned(computed[:_MOST_SHAPES], COMPUTE_COLUMNS),
+            *([f"and {more} more; --json has all"] if more > 0 else []),
+        ],
+    )
+    if workload.numbers("layer"):
+        lines += _section(
+            f"Layers{of_stage} (each of them; bytes: messages)",
+            _aligned(layer_rows(workload, stage), LAYER_COLUMNS),
+        )
+    return lines + _section("Pipeline", workload_pipeline.lines(workload))
+
+
+def _size_lines(workload: Workload, stage: int) -> list[str]:
+    """Return calls by size; by powers of two where there are many sizes."""
+    counted = histogram(workload, stage)
+    if not counted:
+        return []
+    table = [
+        {key: value for key, value in row.items() if key not in _OF_SEVERAL_RANKS}
+        for row in histogram_rows(counted, by=("collective",))
+    ]
+    lines = histogram_lines(table)
+    if default_bins(counted).name != "exact":
+        each = len({size_of(kind)[0] for kind in counted})
+        lines.append(f"{each} sizes in bins, powers of two; --json and --csv have each")
+    return lines
+
+
+def _aligned(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
+    """Return rows under headings, without empty columns; numbers are aligned right."""
+    visible = [
+        column
+        for column in columns
+        if View.CONSOLE in column.views and any(_cell(row, column) for row in rows)
+    ]
+    cells = [[column.title for column in visible]]
+    cells += [[_cell(row, column) for column in visible] for row in rows]
+    return aligned(cells, [column.unit.is_numeric for column in visible])
+
+
+def _cell(row: Row, column: Column[Any]) -> str:
+    """Return a value as text: a zero with a unit is empty, long texts are cut."""
+    value = row[column.name]
+    if column.unit is TEXT:
+        text = column.unit.show(value)
+        return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
+    return "" if not value and column.unit is not COUNT else column.unit.show(value)
+
+
+def _section(title: str, lines: Sequence[str]) -> list[str]:
+    return ["", title, *lines] if lines else []
+
+
+def _stage_lines(stages: Sequence[Row]) -> list[str]:
+    """Return the stages; many that are alike and follow each other share a line."""
+    unlike = ("stage", "which")
+    merged: list[tuple[list[int], Row]] = []
+    for row in stages:
+        index = row["stage"]
+        assert isinstance(index, int)
+        alike = merged and all(
+            merged[-1][1][key] == row[key] for key in row if key not in unlike
+        )
+        if alike and len(stages) > _MOST_STAGES:
+            merged[-1][0].append(index)
+        else:
+            merged.append(([index], row))
+    rows: list[Row] = [
+        row | {"stage": str(indices[0]), "which": row["which"]}
+        if len(indices) == 1
+        else row | {"stage": f"{indices[0]}-{indices[-1]}", "which": "each"}
+        for indices, row in merged
+    ]
+    return _aligned(rows, STAGE_COLUMNS)
+
+
+def _count(count: int, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{count} {noun}{plural if count != 1 else ''}"
+
+
+def word(value: object) -> str:
+    """Return the value of a setting in words."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "unset" if value is None else str(value)

@@ -1,0 +1,96 @@
+"""Every link is where it was measured, and the slow one is named."""
+
+from itertools import permutations
+from random import Random
+
+import pytest
+
+from stepmark.collectives.comm_columns import rows
+from stepmark.collectives.comm_remarks import PairMatrix, matrices, matrix_lines
+from stepmark.model.collectives import Collective, Mode
+
+from .comm_records import (
+    NUM_RANKS,
+    SLOW_PAIR,
+    comm_case,
+    comm_device,
+    comm_measured,
+    comm_run,
+    flat,
+    pair_times,
+)
+
+
+def found() -> list[PairMatrix]:
+    return matrices(rows(pair_times(Random(3)), comm_run(), comm_device()))
+
+
+def test_a_third_of_the_rate_is_named() -> None:
+    bandwidth, latency = found()
+    ((source, destination, value),) = bandwidth.slow
+    assert (source, destination) == SLOW_PAIR
+    assert value == pytest.approx(bandwidth.median / 3, rel=0.03)
+    assert latency.slow == []
+    text = "\n".join(matrix_lines(bandwidth))
+    assert f"slow: 3 -> 5 {value:.3g} GB/s, median {bandwidth.median:.3g}" in text
+    assert "no slow link" in matrix_lines(latency)[-1]
+
+
+def pings(mode: Mode, issue_s: float, times_s: list[float]) -> PairMatrix:
+    """Latencies of the six ordered pairs of three ranks; the last sample is the best."""
+    records = [
+        comm_measured(
+            comm_case(Collective.PING_PONG, 8, num_ranks=2, world_size=3, pair=pair, mode=mode),
+            [[time_s] * 7 + [min(time_s, 7e-6)]] * 2 if index else [[time_s] * 8] * 2,
+            issue_s=issue_s,
+        )
+        for index, (pair, time_s) in enumerate(
+            zip(permutations(range(3), 2), times_s, strict=True)
+        )
+    ]
+    (matrix,) = matrices(rows(records, comm_run(3)))
+    return matrix
+
+
+def test_a_latency_is_slow_if_its_best_sample_is() -> None:
+    """The first link never gets under 20 us; the second once reaches the others' 7 us."""
+    found = pings(Mode.GRAPH, 0.0, [20e-6, 20e-6, 7e-6, 7e-6, 7e-6, 7e-6])
+    assert [(source, target) for source, target, _ in found.slow] == [(0, 1)]
+
+
+def test_a_latency_of_the_host_is_not_judged() -> None:
+    """A ping-pong of 2 x 7 us whose call takes 12 us to issue."""
+    times_s = [20e-6, *[7e-6] * 5]
+    found = pings(Mode.QUEUED, 12e-6, times_s)
+    assert found.slow == []
+    assert "which is the host's" in matrix_lines(found)[-1]
+    assert pings(Mode.GRAPH, 12e-6, times_s).slow, "a graph's calls take no host"
+
+
+def test_every_pair_has_its_place_and_the_diagonal_none() -> None:
+    for matrix in found():
+        assert len(matrix.known) == NUM_RANKS * (NUM_RANKS - 1)
+        assert all(matrix.values[i][i] is None for i in range(NUM_RANKS))
+        lines = matrix_lines(matrix)[2 : 2 + NUM_RANKS]
+        assert [len(line.split()) for line in lines] == [NUM_RANKS + 1] * NUM_RANKS
+
+
+def test_direction_and_size() -> None:
+    records = [
+        flat(comm_case(Collective.P2P, size, num_ranks=2, world_size=4, pair=pair), time_s)
+        for size, pair, time_s in (
+            (2**20, (0, 2), 1e-3),
+            (2**28, (0, 2), 1e-3),
+            (2**28, (2, 0), 2e-3),
+        )
+    ]
+    (matrix,) = matrices(rows(records, comm_run(4)))
+    assert (matrix.size_bytes, matrix.ranks) == (2**28, (0, 2))
+    forth, back = matrix.values[0][1], matrix.values[1][0]
+    assert forth is not None
+    assert forth == pytest.approx(2**28 / 1e-3 / 1e9)
+    assert back == pytest.approx(forth / 2)
+
+
+def test_without_pairs_there_is_no_matrix() -> None:
+    assert matrices(rows([flat(comm_case(), 1e-3)], comm_run())) == []

@@ -1,0 +1,269 @@
+"""Verdicts on synthetic fleets of which the truth is known."""
+
+import math
+import random
+from collections.abc import Callable
+from itertools import permutations
+
+import pytest
+
+from stepmark.nodes.node_check import Figure, NodeCheck, Remark, merged
+from stepmark.nodes.node_verdict import FleetVerdict, Outcome, judge
+
+HEALTHY, SLOW, FAILED = Outcome.HEALTHY, Outcome.SLOW, Outcome.FAILED
+CANNOT_TELL = Outcome.CANNOT_TELL
+FLOOR, PEAK = 0.05, 1000e12
+Speeds = dict[tuple[int, int], float]  # of (host, device); others have 1
+
+
+def name(host: int) -> str:
+    return f"n{host:03}"
+
+
+def fleet(
+    num_hosts: int,
+    num_devices: int,
+    speeds: Speeds | None = None,
+    *,
+    noise: float = 0.004,
+    launches: int = 5,
+    base: float = 700e12,
+) -> list[NodeCheck]:
+    """Hosts whose devices all run at `base`, but for `speeds`, with noise of launches."""
+    draw = random.Random(f"{num_hosts} {num_devices} {noise}")
+    return [
+        NodeCheck(
+            host=name(host),
+            checked_at="2026-01-01T00:00:00+00:00",
+            num_devices=num_devices,
+            figures=tuple(
+                Figure(
+                    name="gemm 8192x8192x8192 bf16",
+                    unit="FLOP/s",
+                    values=tuple(
+                        base * (speeds or {}).get((host, device), 1.0) * draw.gauss(1, noise)
+                        for _ in range(launches)
+                    ),
+                    where=(f"{name(host)}/{device}",),
+                    device="card",
+                    peak=PEAK,
+                )
+                for device in range(num_devices)
+            ),
+        )
+        for host in range(num_hosts)
+    ]
+
+
+def outcomes(verdict: FleetVerdict) -> dict[str, Outcome]:
+    """The hosts that are not healthy."""
+    return {node.host: node.outcome for node in verdict.nodes if node.outcome is not HEALTHY}
+
+
+def test_equal_devices_are_healthy() -> None:
+    assert outcomes(judge(fleet(1, 8), floor=FLOOR)) == {}
+    assert outcomes(judge(fleet(16, 8), floor=FLOOR)) == {}
+
+
+def test_a_slow_device_among_eight_is_named_and_the_others_are_healthy() -> None:
+    verdict = judge(fleet(1, 8, {(0, 3): 0.85}), floor=FLOOR)
+    bad = [f.figure.where for f in verdict.figures if f.outcome is not HEALTHY]
+    assert bad == [("n000/3",)]
+    assert outcomes(verdict) == {"n000": SLOW}
+    assert verdict.failing_hosts == ("n000",)
+    (reason,) = verdict.nodes[0].reasons
+    assert reason.startswith("n000/3: gemm")
+    assert "of the others' median" in reason
+
+
+@pytest.mark.parametrize("num_hosts", [3, 5, 15, 16])
+def test_a_slow_node_is_named_among_any_number(num_hosts: int) -> None:
+    slow = {(1, device): 0.9 for device in range(8)}
+    assert outcomes(judge(fleet(num_hosts, 8, slow), floor=FLOOR)) == {"n001": SLOW}
+
+
+def test_several_slow_nodes_do_not_hide_each_other() -> None:
+    slow = {(host, 0): 0.8 for host in (1, 4, 9, 11, 12)}
+    verdict = judge(fleet(16, 1, slow), floor=FLOOR)
+    assert verdict.failing_hosts == tuple(name(host) for host, _ in slow)
+    assert set(outcomes(verdict).values()) == {SLOW}
+
+
+def test_an_erratic_node_does_not_hide_the_others() -> None:
+    checks = fleet(8, 1)
+    wild = fleet(8, 1, {(7, 0): 0.9}, noise=0.3)[7]
+    verdict = judge([*checks[:7], wild], floor=FLOOR)
+    assert outcomes(verdict).keys() <= {"n007"}
+    assert outcomes(verdict)["n007"] is not HEALTHY
+
+
+def test_two_nodes_cannot_be_told_apart() -> None:
+    verdict = judge(fleet(2, 1, {(1, 0): 0.7}), floor=FLOOR)
+    assert outcomes(verdict) == {"n000": CANNOT_TELL, "n001": CANNOT_TELL}
+    assert verdict.failing_hosts == ()
+
+
+def test_two_nodes_of_which_one_is_below_the_data_sheets_limit() -> None:
+    verdict = judge(fleet(2, 1, {(1, 0): 0.5}), floor=FLOOR)
+    assert outcomes(verdict) == {"n000": CANNOT_TELL, "n001": FAILED}
+
+
+def test_a_whole_fleet_below_the_data_sheets_limit_fails() -> None:
+    verdict = judge(fleet(8, 1, base=0.39 * PEAK), floor=FLOOR)
+    assert set(outcomes(verdict).values()) == {FAILED}
+    assert len(verdict.failing_hosts) == 8
+
+
+@pytest.mark.parametrize(("launches", "noise"), [(1, 0.004), (5, 0.2), (2, 0.05)])
+def test_too_little_data_is_never_healthy(launches: int, noise: float) -> None:
+    verdict = judge(fleet(8, 1, launches=launches, noise=noise), floor=FLOOR)
+    assert set(outcomes(verdict).values()) == {CANNOT_TELL}
+    assert len(outcomes(verdict)) >= 7
+
+
+def test_identical_values_prove_nothing() -> None:
+    """As in comparisons: a rate that never varies was not measured."""
+    assert set(outcomes(judge(fleet(8, 1, noise=0), floor=FLOOR)).values()) == {CANNOT_TELL}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 0.0, -1.0])
+def test_a_value_that_is_no_rate_cannot_tell_and_is_nobodys_reference(value: float) -> None:
+    checks = fleet(8, 1, {(3, 0): value})
+    assert outcomes(judge(checks, floor=FLOOR)) == {"n003": CANNOT_TELL}
+
+
+def test_one_launch_that_is_no_rate() -> None:
+    figure = Figure(
+        name="copy", unit="B/s", values=(1.0, math.nan), where=("a/0",), device="card"
+    )
+    check = NodeCheck(host="a", checked_at="", figures=(figure,))
+    assert outcomes(judge([check], floor=FLOOR)) == {"a": CANNOT_TELL}
+
+
+def test_a_fleet_of_noisy_equal_nodes_has_no_false_alarm() -> None:
+    for noise in (0.01, 0.03):
+        verdict = judge(fleet(250, 8, noise=noise), floor=FLOOR)
+        assert verdict.failing_hosts == ()
+
+
+def test_devices_of_a_host_share_what_is_known_of_their_variance() -> None:
+    """Each alone with its five launches, 52 % of devices would be known to be healthy."""
+    outcomes = [
+        figure.outcome
+        for number in range(50)
+        for figure in judge(fleet(1, 8, noise=0.03 + number * 1e-6), floor=FLOOR).figures
+    ]
+    assert SLOW not in outcomes
+    assert outcomes.count(HEALTHY) > 0.7 * len(outcomes)
+
+
+def test_a_device_at_the_floor_is_rarely_slow() -> None:
+    slow = [
+        figure.outcome
+        for number in range(300)
+        for figure in judge(
+            fleet(1, 8, {(0, 1): 1 - FLOOR}, noise=0.03 + number * 1e-6), floor=FLOOR
+        ).figures
+    ].count(SLOW)
+    assert slow <= 4  # of 300: one in 200 is the limit
+
+
+def test_the_floor_is_what_the_user_says() -> None:
+    checks = fleet(16, 1, {(2, 0): 0.9}, noise=0.002)
+    assert outcomes(judge(checks, floor=0.2)) == {}
+    assert outcomes(judge(checks, floor=0.02)) == {"n002": SLOW}
+
+
+def test_devices_of_another_kind_are_not_compared() -> None:
+    other = [
+        NodeCheck(
+            host=f"b{check.host}",
+            checked_at="",
+            figures=tuple(
+                Figure(
+                    name=f.name,
+                    unit=f.unit,
+                    values=tuple(v / 2 for v in f.values),
+                    where=tuple(f"b{place}" for place in f.where),
+                    device="half a card",
+                )
+                for f in check.figures
+            ),
+        )
+        for check in fleet(4, 1)
+    ]
+    assert outcomes(judge([*fleet(4, 1), *other], floor=FLOOR)) == {}
+
+
+def test_an_expected_host_without_a_result_fails() -> None:
+    expected = [name(host) for host in range(5)]
+    verdict = judge(fleet(4, 1), floor=FLOOR, expected=expected)
+    assert outcomes(verdict) == {"n004": FAILED}
+    assert verdict.failing_hosts == ("n004",)
+
+
+def test_a_host_with_another_number_of_gpus_fails() -> None:
+    checks = [*fleet(3, 8)[:2], fleet(3, 7)[2]]
+    assert outcomes(judge(checks, floor=FLOOR, gpus_per_node=8)) == {"n002": FAILED}
+
+
+def test_failures_precede_what_is_not_clear() -> None:
+    (check,) = fleet(1, 8)
+    remark = Remark(where="n000/1", text="stuck")
+    unclear = NodeCheck(host="", checked_at="", unclear=(remark,))
+    assert outcomes(judge([merged(check, [unclear])], floor=FLOOR)) == {"n000": CANNOT_TELL}
+    failed = NodeCheck(host="", checked_at="", failures=(remark,))
+    verdict = judge([merged(check, [unclear, failed])], floor=FLOOR)
+    assert outcomes(verdict) == {"n000": FAILED}
+    assert verdict.nodes[0].reasons[0] == "n000/1: stuck"
+
+
+def test_a_host_without_any_figure_is_not_healthy() -> None:
+    assert outcomes(judge([NodeCheck(host="a", checked_at="")], floor=FLOOR)) == {
+        "a": CANNOT_TELL
+    }
+
+
+def pairs(places: list[str], speed: Callable[[str, str], float]) -> list[NodeCheck]:
+    """A check that has every ordered pair."""
+    draw = random.Random(0)
+    figures = tuple(
+        Figure(
+            name="p2p 64 MiB",
+            unit="B/s",
+            values=tuple(speed(*pair) * draw.gauss(1, 0.003) for _ in range(5)),
+            where=pair,
+            device="card",
+        )
+        for pair in permutations(places, 2)
+    )
+    hosts = dict.fromkeys(place.partition("/")[0] for place in places)
+    first, *others = (NodeCheck(host=host, checked_at="") for host in hosts)
+    return [merged(first, [NodeCheck(host="", checked_at="", figures=figures)]), *others]
+
+
+PLACES = ["a/0", "b/0", "c/0", "d/0", "e/0"]
+
+
+def test_a_host_is_slow_if_all_its_pairs_are() -> None:
+    checks = pairs(PLACES, lambda a, b: 0.5 if "c/0" in (a, b) else 1.0)
+    assert outcomes(judge(checks, floor=FLOOR)) == {"c": SLOW}
+
+
+def test_two_slow_ends_are_both_named() -> None:
+    bad = {"b/0", "c/0"}
+    checks = pairs([*PLACES, "f/0", "g/0"], lambda a, b: 0.5 if bad & {a, b} else 1.0)
+    assert outcomes(judge(checks, floor=FLOOR)) == {"b": SLOW, "c": SLOW}
+
+
+def test_one_slow_pair_does_not_tell_which_end_is_the_cause() -> None:
+    checks = pairs(PLACES, lambda a, b: 0.5 if {a, b} == {"a/0", "b/0"} else 1.0)
+    verdict = judge(checks, floor=FLOOR)
+    assert outcomes(verdict) == {"a": CANNOT_TELL, "b": CANNOT_TELL}
+    assert "which end is the cause is not known" in verdict.nodes[0].reasons[0]
+
+
+def test_pairs_of_two_or_three_places_have_no_others() -> None:
+    for count in (2, 3):
+        verdict = judge(pairs(PLACES[:count], lambda a, b: 1.0), floor=FLOOR)
+        assert set(outcomes(verdict).values()) == {CANNOT_TELL}

@@ -1,0 +1,284 @@
+"""What stepmark predict writes: the timeline, read back, is the step of the ledger."""
+
+import itertools
+import json
+import random
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cli.main import status
+from stepmark.predictions import prediction_page
+from stepmark.timeline.ledger import Group, Work
+from stepmark.timeline.prediction import Span
+from stepmark.traces.kineto.ledger import ledgers
+from stepmark.traces.kineto.reader import read_trace
+from stepmark.traces.trace_page import MOST_BARS
+
+STEP = [
+    "--model",
+    "llama-3.1-8b",
+    "--scale",
+    "tiny",
+    "--pp",
+    "2",
+    "--nproc",
+    "4",
+    "--mbs",
+    "4",
+    "--device",
+    "h100-sxm",
+]
+
+
+def as_kernels(event: dict[str, Any]) -> dict[str, Any]:
+    """Return an event as a profiler writes it."""
+    args = {"device": event["pid"], "stream": event["tid"]}
+    if event["cat"] in ("communication", "waiting for other ranks"):
+        args["Collective name"] = event["name"]
+    category = "gpu_memcpy" if event["cat"] == "copy" else "kernel"
+    return {**event, "cat": category, "name": "kernel", "args": args}
+
+
+def test_a_readers_ledger_of_the_timeline_is_the_predicted_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, answer = tmp_path / "timeline.json", tmp_path / "answer.json"
+    assert status(["predict", *STEP, "--timeline", str(file), "--json", str(answer)]) == 0
+    capsys.readouterr()
+    document, events = (
+        json.loads(answer.read_text()),
+        json.loads(file.read_text())["traceEvents"],
+    )
+    names = {
+        (event["name"], event["pid"], event["tid"]): event["args"]["name"]
+        for event in events
+        if event["ph"] == "M"
+    }
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {type(event[key]) for event in spans for key in ("pid", "tid")} == {int}
+    threads = {(event["pid"], event["tid"]) for event in spans}
+    assert {names["process_name", *thread] for thread in threads} == {"stage 0", "stage 1"}
+    streams = [names["thread_name", *thread] for thread in sorted(threads)]
+    assert streams[0] == "compute"
+    assert len(streams) == len(threads) == len({tid for _, tid in threads}) > 3
+    for stage in (0, 1):
+        own = [as_kernels(event) for event in spans if event["pid"] == stage]
+        trace = tmp_path / f"rank{stage}.json"
+        trace.write_text(json.dumps({"traceEvents": own}))
+        ((_, read),) = ledgers(read_trace(trace), lambda number: True)
+        predicted: Counter[str] = Counter()
+        for row in document["ledger"]:
+            predicted[row["group"]] += row["time_ns"] * (row["stage"] == stage)
+        for group in (Group.COMPUTE, Group.OVERLAPPED, Group.COMM, Group.COPIES):
+            assert read.total(group) == pytest.approx(predicted[group], abs=5)
+        assert max(event["ts"] + event["dur"] for event in own) * 1e-6 <= document["step_s"]
+
+
+def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, answer = tmp_path / "step.html", tmp_path / "step.json"
+    assert status(["predict", *STEP, "--html", str(file), "--json", str(answer)]) == 0
+    html = file.read_text()
+    assert re.findall("<h2>(.*?)</h2>", html) == [
+        *("Prediction", "Ledger of the step by stage", "Streams", "Sources and notes", "Lines")
+    ]
+    assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=", html)
+    assert "stage 1, compute" in html
+    # Of a pipeline most of send and recv is the bubble, which is no transfer.
+    out = capsys.readouterr().out
+    assert re.findall(r"\d +(\d) +of which +waiting for other ranks", out) == ["0", "1"]
+    document = json.loads(answer.read_text())
+    parts = {(row["stage"], row["part"]): row["time_ns"] for row in document["ledger_parts"]}
+    for stage in (0, 1):
+        own = [row for row in document["ledger"] if row["stage"] == stage]
+        exposed = sum(r["time_ns"] for r in own if r["group"] == "exposed communication")
+        assert parts[stage, "waiting for other ranks"] + parts[stage, "transfer"] == exposed
+    assert out.split("\n\n")[1].split("\nnote:")[0].replace(">", "&gt;") in html
+    assert status(["predict", *STEP, "--html", str(file), "--what-if", "link=2x"]) == 0
+    assert " H100 80GB HBM3 with link=2x: predicted step" in capsys.readouterr().out
+    assert " H100 80GB HBM3 with link=2x" in file.read_text()
+    assert status(["predict", *STEP, "--html", "-", "--timeline", "-"]) == 2
+    assert "--timeline" in capsys.readouterr().err
+
+
+LIMITS = {
+    "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\) if the host",
+    "llama-3.1-70b --nproc 256 --seq-len 1024": "bound by computation .* and exposed comm",
+    "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
+    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and",
+    "llama-3.1-8b --nproc 1 --scale tiny": "bound by launch gaps",
+}
+
+
+@pytest.mark.parametrize("words", LIMITS)
+def test_the_limit_of_a_step_is_what_has_the_largest_share(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = tmp_path / "answer.json"
+    more = ["--device", "h100-sxm", "--json", str(answer)]
+    assert status(["predict", *words.split(), *more]) == 0
+    text, document = capsys.readouterr().out, json.loads(answer.read_text())
+    assert re.search(LIMITS[words], text), text
+    shares = document["shares_pct"]
+    assert sum(shares.values()) == pytest.approx(100)
+    assert sorted(shares.values(), reverse=True) == [*shares.values()]
+    for name, key in {
+        "exposed communication": "exposed_comm_s",
+        "the pipeline bubble": "bubble_s",
+    }.items():
+        time_s = shares.get(name, 0.0) * document["step_s"] / 100
+        assert time_s == pytest.approx(document[key], abs=2e-9)
+
+
+def test_a_dry_run_has_the_time_and_the_limit_of_each_product(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are those of the predicted step, whose timeline has every product by itself."""
+    file, table = tmp_path / "timeline.json", tmp_path / "rows.json"
+    words = ["--model", "llama-3.1-8b", "--device", "h100-sxm"]
+    assert status(["predict", *words, "--nproc", "1", "--timeline", str(file)]) == 0
+    assert status(["op", "all", *words, "--dry-run", "--json", str(table)]) == 0
+    out, err = capsys.readouterr()
+    assert "predicted times are the data sheet's of NVIDIA H100 80GB HBM3" in err
+    assert "bf16 torch  # 0.4123 TFLOP, 208 MiB moved, 208 MiB of operands, predicted" in out
+    rows = {(row["role"], row["pass"]): row for row in json.loads(table.read_text())}
+    assert {row["bound"] for row in rows.values()} == {"compute", None}
+    spans = [e for e in json.loads(file.read_text())["traceEvents"] if e["ph"] == "X"]
+    times_us = {(e["args"]["module"], e["args"]["phase"]): e["dur"] for e in spans}
+    roles = {"attention.qkv": "qkv", "attention.out": "out", "mlp.down": "down", "head": "head"}
+    for (module, phase), time_us in times_us.items():
+        if module in roles:
+            row = rows[roles[module], phase]
+            assert row["predicted_s"] * 1e6 == pytest.approx(time_us, abs=2e-3)
+            rate = row["flops"] / row["predicted_s"] / 1e12
+            assert row["predicted_tflops"] == pytest.approx(rate)
+    assert rows["rope", "fwd"]["predicted_s"] is None
+    few = ["--m", "16", "--n", "8192", "--k", "8192", "--device", "h100-sxm", "--dry-run"]
+    assert status(["op", "gemm", *few]) == 0
+    assert capsys.readouterr().out.endswith(" TFLOP/s, bound by memory\n")
+
+
+def test_no_line_of_a_long_step_is_below_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its lines are sums of floats, which miss the step by less than a nanosecond."""
+    words = "llama-3.1-405b --nproc 64 --strategy fsdp --grad-accum 16 --device h100-sxm"
+    assert status(["predict", *words.split(), "--json", "-"]) == 0
+    assert min(row["time_ns"] for row in json.loads(capsys.readouterr().out)["ledger"]) > 0
+
+
+TOO_LARGE = {
+    "llama-3.1-8b --nproc 1": "--strategy fsdp --nproc 4 --ac full --mbs 1",
+    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 16": "--nproc 32 --ac full --mbs 2",
+    "qwen3-8b --nproc 1 --precision master": "--precision amp --mbs 1",
+    "llama-3.1-70b --nproc 1 --cuda-graph": "",
+    "llama-3.1-70b --nproc 8 --strategy ddp --bucket-mb 50": "",
+}
+
+
+@pytest.mark.parametrize("words", TOO_LARGE)
+def test_the_options_that_would_fit_do(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["predict", *words.split(), "--device", "h100-sxm", "--json", "-"]
+    assert status(command) == 0
+    fitting = json.loads(capsys.readouterr().out)["memory"]["fitting"]
+    assert fitting.endswith(TOO_LARGE[words])
+    assert bool(fitting) == bool(TOO_LARGE[words])
+    if fitting:
+        given = [*command[2:], *fitting.split()]  # what fits goes before what was given
+        more = itertools.chain(*dict(zip(given[::2], given[1::2], strict=True)).items())
+        assert status(["predict", command[1], *more]) == 0
+        assert json.loads(capsys.readouterr().out)["memory"]["verdict"] == "fits"
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "is_uncertain"), [("4096", False), ("5632", True), ("8192", False)]
+)
+def test_a_step_that_may_run_out_of_memory_may_take_longer(
+    seq_len: str, is_uncertain: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = f"--model qwen3-8b --strategy fsdp --nproc 4 --mbs 1 --seq-len {seq_len}".split()
+    assert status(["predict", *words, "--device", "h100", "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["memory"]["verdict"] == "uncertain") is is_uncertain
+    assert any("frees its cache" in note for note in document["notes"]) is is_uncertain
+
+
+RUN_OF_THREE = str(Path(__file__).parents[2] / "results" / "h100-x4-predictions-1")
+
+
+@pytest.mark.parametrize(
+    ("model", "mbs", "tokens"), [("gpt2-1.5b", 8, 1024), ("llama-3.1-8b", 1, 8192)]
+)
+def test_a_run_of_several_steps_predicts_the_one_of_the_model(
+    model: str, mbs: int, tokens: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["predict", model, "--from-run", RUN_OF_THREE, "--json", "-"]
+    assert status(command) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["mbs"], document["seq_len"]) == (mbs, tokens)
+    assert document["name"] == f"{model} fsdp"
+
+
+@pytest.mark.parametrize("words", [[], ["qwen3-8b"]])
+def test_a_run_of_several_steps_does_not_choose(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert status(["predict", *words, "--from-run", RUN_OF_THREE]) == 2
+    error = capsys.readouterr().err
+    assert "--seq-len 8192" in error
+    assert "--strategy" not in error  # all steps have it
+
+
+def test_a_misspelt_model_goes_before_a_run_of_others(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert status(["predict", "llama-3.1-8c", "--from-run", RUN_OF_THREE]) == 2
+    assert "did you mean llama-3.1-8b or" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--json", "--csv", "--timeline", "--html"])
+def test_a_file_that_cannot_be_written_is_named_with_its_flag(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "missing" / "file"
+    assert status(["predict", *STEP, flag, str(file)]) == 2
+    message = capsys.readouterr().err.splitlines()[-1]
+    assert message.startswith(f"stepmark: {flag} /")
+    assert "/missing/file is invalid: it must be a file that can be written" in message
+
+
+def test_bars_of_a_page_hold_all_spans() -> None:
+    """Of many spans, neighbours are one bar; times of a stream are still those of its spans."""
+    chance, spans, free = random.Random(1), [], {0: 0, 1: 0}
+    for number in range(20_000):
+        stage = chance.randrange(2)
+        start = free[stage] + chance.choice((0, 1, 300))
+        free[stage] = start + chance.choice((5, 20, 900))
+        kind = chance.choice((Work.MATMUL, Work.ELEMENTWISE))
+        where = {"stage": stage, "stream": "compute", "kind": kind, "name": f"op {number}"}
+        spans.append(Span(**where, start_ns=start, end_ns=free[stage]))
+    timelines = prediction_page.timelines_of(spans, max(free.values()) / 1e9)
+    for stage, timeline in timelines.items():
+        assert len(timeline.bars) <= MOST_BARS // 2
+        own = [span for span in spans if span.stage == stage]
+        assert sum(bar.num_events for bar in timeline.bars) == len(own)
+        assert sum(bar.busy for bar in timeline.bars) == sum(s.end_ns - s.start_ns for s in own)
+        for before, after in itertools.pairwise(timeline.bars):
+            assert before.end <= after.start
+    few = prediction_page.timelines_of(spans[:9], 1e-5)
+    assert {bar.num_events for each in few.values() for bar in each.bars} == {1}
+
+
+@pytest.mark.parametrize("model", ["qwen3-8b", "llama-3.1-70b"])
+def test_one_stage_waits_for_no_other(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rounding of its lines is no waiting."""
+    answer = tmp_path / "step.json"
+    line = f"predict {model} --strategy tp --nproc 4 --mbs 1 --device h100-sxm --json {answer}"
+    assert status(line.split()) == 0
+    assert "waiting" not in capsys.readouterr().out
+    assert [row["part"] for row in json.loads(answer.read_text())["ledger_parts"]] == [
+        "transfer"
+    ]

@@ -1,0 +1,120 @@
+"""The page in a browser: on a phone and a screen, light and dark, and on paper."""
+
+import re
+from collections.abc import Iterator
+from functools import partial
+from html import unescape
+from pathlib import Path
+
+import pytest
+from tests import browser
+from tests.collectives.comm_records import comm_device, comm_run, full_comm_run
+from tests.tables.records import full_run
+from tests.training.train_records import full_train_run
+
+from stepmark.collectives.comm_columns import rows as comm_rows
+from stepmark.operators.op_columns import rows as operator_rows
+from stepmark.runs.run_page import html
+from stepmark.runs.runs import write_page
+from stepmark.training.train_columns import rows as train_rows
+
+MOST_BYTES = 2_000_000
+RESULTS = Path(__file__).parents[2] / "results"
+PAGES = ("h200-predictions-2", "h200-x4-comm-pairs", "everything")
+
+pytestmark = pytest.mark.skipif(
+    browser.PROGRAM is None, reason="needs chromium, chromium-browser or google-chrome"
+)
+
+
+@pytest.fixture(scope="module")
+def tab() -> Iterator[browser.Tab]:
+    with browser.tab() as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module", params=PAGES)
+def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target: Path = tmp_path_factory.mktemp("page") / "report.html"
+    if request.param != "everything":
+        return write_page(RESULTS / request.param, target)
+    run, device = comm_run(), comm_device()
+    records = [*full_run(), *full_comm_run(), *full_train_run()]
+    rows = operator_rows(full_run(), run, device=device)
+    of_comm = comm_rows(full_comm_run(), run, device)
+    of_train = train_rows(full_train_run(), run, device)
+    target.write_text(html(run, records, rows, device, of_comm, of_train), encoding="utf-8")
+    return target
+
+
+def test_a_page_is_small(page: Path) -> None:
+    assert page.stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (390, "light"),
+        (1280, "dark"),
+        pytest.param(390, "dark", marks=pytest.mark.slow),
+        pytest.param(1280, "light", marks=pytest.mark.slow),
+    ],
+)
+def test_a_page_fits_and_has_no_error(
+    tab: browser.Tab, page: Path, width: int, scheme: str
+) -> None:
+    tab.problems.clear()
+    tab.open(page, width=width, scheme=scheme)
+    assert tab.problems == []
+    assert tab.value("document.documentElement.scrollWidth") <= width
+    # What does not fit scrolls in a box of its own.
+    beyond = tab.value(
+        "Array.from(document.querySelectorAll('main *')).filter(e => "
+        "!e.closest('.box, .plot, pre, svg, .wide, .narrow') && "
+        f"e.getBoundingClientRect().right > {width} + 1).map(e => e.outerHTML.slice(0, 80))"
+    )
+    assert beyond == []
+    plots = "document.querySelectorAll('.js-plotly-plot')"
+    drawn = f"Array.from({plots}).every(p => p.querySelector('.trace, .barlayer, .points'))"
+    assert tab.value(f"{plots}.length > 0 && {drawn}")
+    dark = tab.value("getComputedStyle(document.body).backgroundColor") != "rgb(255, 255, 255)"
+    assert dark == (scheme == "dark")
+    ink = tab.value("getComputedStyle(document.body).color")
+    text = f"{plots}[0].querySelector('.xtick text').style.fill"
+    assert tab.value(text) == ink  # ticks are as readable as the text
+
+
+def test_contents_lead_to_sections(tab: browser.Tab, page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r'<a href="#([^"]+)">(.*?)</a>', text)
+    assert len(links) >= 3
+    assert len({name for name, _ in links}) == len(links)
+    tab.open(page, width=1280)
+    for name, title in links:
+        heading = tab.value(f"document.getElementById({name!r}).firstChild.textContent")
+        assert heading == unescape(title)
+
+
+def test_the_answer_comes_first(tab: browser.Tab, tmp_path: Path) -> None:
+    page = write_page(RESULTS / "h200-predictions-2", tmp_path / "report.html")
+    top = "document.querySelector('{}').getBoundingClientRect().top + scrollY"
+    for width, picture in ((390, ".narrow svg"), (1280, ".wide svg")):
+        tab.open(page, width=width)
+        assert "measured 184 ms" in tab.value("document.querySelector('h1').textContent")
+        value = partial(top.format)
+        order = [tab.value(value(each)) for each in ("h1", picture, "nav", "section table")]
+        assert order == sorted(order)
+        assert order[1] < 500  # pixels: on the first screen
+
+
+def test_on_paper_nothing_is_hidden_in_a_box(tab: browser.Tab, page: Path) -> None:
+    tab.open(page, width=1280, scheme="dark")
+    tab.call("Emulation.setEmulatedMedia", media="print")
+    hidden = (
+        "Array.from(document.querySelectorAll('.box'))"
+        ".some(box => box.scrollHeight > box.clientHeight + 1)"
+    )
+    assert tab.value(hidden) is False
+    assert tab.value("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+    assert tab.pdf().startswith(b"%PDF")
+    tab.call("Emulation.setEmulatedMedia", media="")

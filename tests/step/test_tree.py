@@ -1,0 +1,127 @@
+"""Laws of the module tree: work is conserved over ranks, weights are the model's, exactly."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from stepmark.ground.errors import ConfigError
+from stepmark.model.model import ModelConfig, load_models
+from stepmark.model.ops import Phase
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.layout import FUSED, Inputs, ShardLayout
+from stepmark.step.tree import build
+
+MODELS = load_models()
+INPUTS = Inputs(mbs=1, seq_len=1024)
+Work = dict[tuple[str, Phase], int]
+
+
+def layouts(model: ModelConfig) -> Iterator[ShardLayout]:
+    """Every degree that divides the model, with and without sequence parallelism."""
+    found = itertools.product(
+        (1, 2, 4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 8), (0, 1, 2), (True, False)
+    )
+    for tp, cp, pp, ep, etp, sequence in found:
+        # ep and etp divide the ranks of tp, cp and dp_shard.
+        axes = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=max(ep, 2))
+        layout = ShardLayout(axes=axes, etp=etp, sequence_parallel=sequence)
+        if ((ep > 1 or etp) and model.moe is None) or etp == tp:
+            continue
+        try:
+            layout.check(model)
+        except ConfigError:
+            continue
+        yield layout
+
+
+def executed(model: ModelConfig, layout: ShardLayout) -> Iterator[tuple[str, Phase, int, int]]:
+    """(role, phase, FLOPs of one rank, twins) over the layers of all stages."""
+    for stage in range(layout.axes.pp):
+        for _, times, leaf in build(model, replace(layout, stage=stage), INPUTS).leaves():
+            for one in leaf.work:
+                if one.op.flops:
+                    yield leaf.role, one.phase, times * one.op.flops, leaf.twins
+
+
+def over_ranks(model: ModelConfig, layout: ShardLayout) -> Work:
+    """What all ranks do of one micro-batch per data rank, what twins repeat counted once."""
+    axes, found = layout.axes, dict[tuple[str, Phase], int]()
+    ranks = axes.world_size // axes.pp  # of a stage
+    for role, phase, flops, twins in executed(model, layout):
+        assert flops * ranks % twins == 0
+        found[role, phase] = found.get((role, phase), 0) + flops * ranks // twins
+    return found
+
+
+def whole(model: ModelConfig, fused: frozenset[str], data_ranks: int) -> Work:
+    alone = over_ranks(model, ShardLayout(fused=fused))
+    return {key: flops * data_ranks for key, flops in alone.items()}
+
+
+def is_conserved(model: ModelConfig, layout: ShardLayout) -> bool:
+    return over_ranks(model, layout) == whole(model, layout.fused, layout.axes.data_ranks)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_work_is_conserved_over_ranks(name: str) -> None:
+    """Sample of the layouts; the slow test has all."""
+    listed = list(layouts(MODELS[name]))
+    assert len(listed) >= 10
+    for layout in listed[::40]:
+        assert is_conserved(MODELS[name], layout), layout
+
+
+@pytest.mark.slow
+def test_work_is_conserved_in_every_layout() -> None:
+    count = 0
+    for model in MODELS.values():
+        for layout in layouts(model):
+            fused = FUSED["megatron" if count % 2 else "train"]
+            assert is_conserved(model, replace(layout, fused=fused)), (model.name, layout)
+            count += 1
+    assert count >= 2_500
+
+
+@pytest.mark.parametrize("change", ["rows", "width", "twins"])
+def test_the_law_would_tell_wrong_work(change: str) -> None:
+    """As `op --model` had it before there was a tree: experts of full width on each rank."""
+    model = MODELS["mixtral-8x22b"]
+    layout = ShardLayout(axes=ParallelConfig(tp=8, ep=8, dp_shard=8), sequence_parallel=False)
+    found = list(executed(model, layout))
+    right = sum(flops * 64 // twins for _, _, flops, twins in found)
+    wrong = {
+        "rows": sum(flops * (8 if role == "mlp.router" else 64) for role, _, flops, _ in found),
+        "width": sum(
+            flops * 64 * (8 if "experts" in role else 1) for role, _, flops, _ in found
+        ),
+        "twins": sum(flops * 64 for _, _, flops, _ in found),
+    }[change]
+    expected = sum(whole(model, layout.fused, 8).values())
+    assert right == expected
+    assert (wrong == expected) is (change == "rows")
+
+
+@pytest.mark.parametrize("fused", FUSED.values())
+@pytest.mark.parametrize("name", MODELS)
+def test_parameters_are_those_of_the_model(name: str, fused: frozenset[str]) -> None:
+    for model in (MODELS[name], MODELS[name].tiny()):
+        root = build(model, ShardLayout(fused=fused), INPUTS)
+        params = [(path, n, one) for path, n, leaf in root.leaves() for one in leaf.params]
+        tied = model.head_params if model.tied_embeddings else 0
+        assert sum(n * one.numel for _, n, one in params) - tied == model.num_params
+        for unit in root.inside:
+            assert len({one.name for one in unit.all_params}) == len(unit.all_params)
+        paths = [path for path, _, leaf in root.leaves() if leaf.is_module]
+        assert len(set(paths)) == len(paths)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_forward_products_are_two_flops_per_active_weight(name: str) -> None:
+    model = replace(MODELS[name], seq_len=INPUTS.seq_len)
+    work = whole(model, FUSED["train"], 1)
+    products = {key: flops for key, flops in work.items() if key[0] != "attention.core"}
+    forward = sum(flops for (_, phase), flops in products.items() if phase is Phase.FWD)
+    assert forward == 2 * INPUTS.seq_len * model.num_active_matmul_params
+    assert sum(products.values()) == 3 * forward

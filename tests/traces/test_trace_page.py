@@ -1,0 +1,122 @@
+"""The page of a breakdown: bars of the timeline, and what the page shows."""
+
+import itertools
+import json
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from stepmark.cli.main import status
+from stepmark.model.kernel_groups import COMMUNICATION, group_of
+from stepmark.timeline.trace_timeline import Bar, Timeline
+from stepmark.traces import trace_page
+from stepmark.traces.kineto.reader import read_trace
+from stepmark.traces.kineto.timeline import MOST_BARS, timeline
+from stepmark.traces.trace_options import BreakdownOptions
+
+DATA = Path(__file__).parents[1] / "data" / "traces"
+OPTIONS = BreakdownOptions(files=("x",))
+
+
+def check(each: Timeline, events: list[tuple[str, int, int, str]]) -> None:
+    """Bars of a stream do not overlap, hold all events of the window, and follow it."""
+    assert len(each.bars) <= MOST_BARS
+    streams = {bar.stream for bar in each.bars}
+    assert streams == {stream for stream, *_ in events}
+    for stream in streams:
+        bars = [bar for bar in each.bars if bar.stream == stream]
+        own = [event for event in events if event[0] == stream]
+        assert sum(bar.num_events for bar in bars) == len(own)
+        assert sum(bar.busy for bar in bars) == sum(end - start for _, start, end, _ in own)
+        for before, after in itertools.pairwise(bars):
+            assert before.end <= after.start
+        for bar in bars:
+            inside = [e for e in own if e[1] < bar.end and e[2] > bar.start]
+            assert len(inside) == bar.num_events
+            assert bar.name in {name for *_, name in inside}
+            assert each.start <= bar.start < bar.end <= each.end
+
+
+@pytest.mark.parametrize("count", [3, 4000])
+def test_bars_hold_all_events(count: int, tmp_path: Path) -> None:
+    chance = random.Random(count)
+    events, free = [], [0.0, 0.0]
+    for number in range(count):
+        stream = chance.randrange(2)
+        start = free[stream] + chance.choice((0.001, 0.5, 3))
+        free[stream] = start + chance.choice((0.5, 2, 30))
+        name = chance.choice(("gemm", "nccl", "elementwise"))
+        events.append((name, stream, start, free[stream], number))
+    document = [
+        {
+            **{"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": stream, "ts": start},
+            **{
+                "dur": end - start,
+                "args": {"correlation": number, "device": 0, "stream": stream},
+            },
+        }
+        for name, stream, start, end, number in events
+    ]
+    file = tmp_path / "rank0.json"
+    file.write_text(json.dumps({"traceEvents": document}))
+    trace = read_trace(file)
+    each = timeline(trace, OPTIONS)
+    assert each is not None
+    gpu = trace.gpu
+    check(
+        each,
+        [
+            (
+                f"GPU 0 stream {trace.streams[stream][1]}",
+                *(int(start), int(end), trace.names[name]),
+            )
+            for stream, start, end, name in zip(
+                gpu.stream, gpu.start, gpu.end, gpu.name, strict=True
+            )
+        ],
+    )
+    if count == 3:
+        assert [bar.num_events for bar in each.bars] == [1, 1, 1]
+        assert {bar.group for bar in each.bars} == {group_of(bar.name) for bar in each.bars}
+
+
+def test_a_page_of_many_ranks_has_few_bars() -> None:
+    """The ranks with least and most communication are among those that are drawn."""
+    bars = [
+        Bar("GPU 0 stream 7", 10 * n, 10 * n + 9, COMMUNICATION, "nccl", 1, 9)
+        for n in range(900)
+    ]
+    timelines = {
+        rank: Timeline(
+            step=1, start=0, end=9000, joined_ns=0, bars=tuple(bars[: 850 + rank % 37])
+        )
+        for rank in range(40)
+    }
+    tables: dict[str, list[dict[str, object]]] = {"steps": [], "communication": []}
+    html = trace_page.page("many", tables, timelines, [], ["text <b>"])
+    assert "8 of 40 ranks" in html
+    assert "rank 0, GPU" in html
+    assert "rank 36, GPU" in html
+    assert "text &lt;b&gt;" in html
+    assert re.search(r"\d+ bars of together", html)
+
+
+def test_breakdown_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "page.html"
+    words = ["trace", "breakdown", str(DATA / "fsdp8"), "--ranks", "0,7", "--jobs", "1"]
+    assert status([*words, "--html", str(file)]) == 0
+    html = file.read_text()
+    titles = re.findall("<h2>(.*?)</h2>", html)
+    assert titles == [
+        *("Streams in step 6", "Parts of a step", "Communication beside compute"),
+        *("Calls by message size", "Bytes by message size", "Report"),
+    ]
+    assert not re.search(r"<(?:script|link)[^>]+(?:src|href)=", html)
+    assert "idle: host-bound" in html
+    # A host alone has no streams.
+    words[2:5] = [str(DATA / "cpu-only"), "--jobs"]
+    assert status([*words[:4], "1", "--html", str(file)]) == 0
+    assert "Streams in step" not in file.read_text()
+    capsys.readouterr()

@@ -1,0 +1,42 @@
+"""Small models with values, for the tests of this folder."""
+
+import torch
+from torch import Tensor
+
+from stepmark.model.model import ModelConfig
+from stepmark.training.transformer import Transformer, init_weights, tie
+
+
+def made(
+    model: ModelConfig, *, layers: range | None = None, loss_chunks: int = 1, seed: int = 0
+) -> Transformer:
+    """As a run makes it: on meta first."""
+    with torch.device("meta"):
+        transformer = Transformer(model, layers=layers, loss_chunks=loss_chunks)
+    transformer.to_empty(device="cpu")
+    tie(transformer)
+    init_weights(transformer, seed)
+    return transformer
+
+
+def batch(model: ModelConfig, *, seed: int = 0, rows: int = 2) -> tuple[Tensor, Tensor]:
+    """tokens_BT and labels_BT, the next token; the last of each row has none."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_BT = torch.randint(model.vocab_size, (rows, model.seq_len), generator=generator)
+    labels_BT = tokens_BT.roll(-1, dims=1)
+    labels_BT[:, -1] = -100
+    return tokens_BT, labels_BT
+
+
+def gradients(transformer: Transformer) -> dict[str, Tensor]:
+    """By name; what has no gradient is left out."""
+    return {
+        name: weight.grad
+        for name, weight in transformer.named_parameters()
+        if weight.grad is not None
+    }
+
+
+def apart(got: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected."""
+    return float((got - expected).norm() / expected.norm())

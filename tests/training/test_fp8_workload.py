@@ -1,0 +1,67 @@
+"""Which products of a step are in FP8, against the layers that torchao converts."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from tests.training.models import made
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import Fp8
+from stepmark.model.model import find_model
+from stepmark.model.ops import Gemm, Phase
+from stepmark.step.workload import ComputeOp
+from stepmark.training import precision
+from stepmark.workloads.rules.pytorch.case import of_case
+
+NAMES = ("llama-3.1-8b", "gpt2-125m", "mixtral-8x7b", "deepseek-v3")
+
+
+def make_case(name: str, *, head: bool = False) -> TrainCase:
+    model = find_model(name).tiny()
+    return TrainCase(model=model, device="cpu", fp8=Fp8.TENSORWISE, fp8_head=head)
+
+
+def products(case: TrainCase) -> list[ComputeOp]:
+    return [
+        op
+        for op in of_case(case).expand()
+        if isinstance(op, ComputeOp) and isinstance(op.op, Gemm)
+    ]
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("name", NAMES)
+def test_products_in_fp8_are_those_of_converted_layers(name: str, head: bool) -> None:
+    case = make_case(name, head=head)
+    model = made(case.model)
+    precision.apply_fp8(model, case)
+    converted = Counter(
+        tuple(module.weight.shape)
+        for module in model.modules()
+        if type(module).__name__ == "Float8Linear"
+    )
+    of_step = Counter(
+        (op.op.n, op.op.k)
+        for op in products(case)
+        if isinstance(op.op, Gemm) and op.op.dtype.is_fp8 and op.phase is Phase.FWD
+    )
+    assert converted
+    assert of_step == converted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_the_types_of_products_change(name: str) -> None:
+    case = make_case(name)
+    low, plain = of_case(case), of_case(replace(case, fp8=Fp8.NONE))
+    assert low.groups == plain.groups
+    pairs = list(zip(low.expand(), plain.expand(), strict=True))
+    assert any(a != b for a, b in pairs)
+    for a, b in pairs:
+        if a != b:
+            assert isinstance(a, ComputeOp)
+            assert isinstance(b, ComputeOp)
+            assert isinstance(a.op, Gemm)
+            assert isinstance(b.op, Gemm)
+            assert a.op.flops == b.op.flops
+            assert replace(a, op=b.op) == b

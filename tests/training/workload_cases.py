@@ -1,0 +1,99 @@
+"""Cases whose real messages are compared with the generated workload, by number of ranks."""
+
+from dataclasses import replace
+from typing import Any
+
+from tests.training.curves import DEEPSEEK, LLAMA, MIXTRAL, SHORT, SHORT_GPT2, spread
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import GradSync, Precision, Recompute
+from stepmark.ground.dtypes import DType
+from stepmark.model.model import ModelConfig
+
+# Rows that no number of ranks divides; gradients of more than one MiB.
+ODD = replace(LLAMA, num_layers=3, ffn_hidden_size=226, vocab_size=510)
+WIDE = replace(LLAMA, num_layers=2, hidden_size=256, ffn_hidden_size=512, vocab_size=1024)
+DEEP = replace(LLAMA, num_layers=8)  # two chunks of four stages
+AHEAD = replace(LLAMA, num_layers=5)
+HEADS = replace(LLAMA, num_layers=2, num_kv_heads=4)
+MOE = replace(MIXTRAL, num_layers=2)
+TIED = replace(SHORT_GPT2, num_layers=1)
+
+AMP: dict[str, Any] = {"precision": Precision.AMP}
+TWICE: dict[str, Any] = {"grad_accum": 2}
+LAST: dict[str, Any] = {**TWICE, "grad_sync": GradSync.LAST}
+MASTER: dict[str, Any] = {"precision": Precision.MASTER}
+FULL: dict[str, Any] = {"recompute": Recompute.FULL}
+INTERLEAVED: dict[str, Any] = {"pp_schedule": "interleaved"}
+
+
+def made(
+    model: ModelConfig, data_parallel: str, *changes: dict[str, Any], **axes: int
+) -> TrainCase:
+    values = {name: value for one in changes for name, value in one.items()}
+    return replace(spread(model, data_parallel, **axes), **values)
+
+
+def parts(count: int) -> dict[str, Any]:
+    return {"pp_microbatches": count}
+
+
+# Torch's GPipe takes the place of 1F1B in these.
+GPIPE = ("gpipe", "gpipe x fsdp")
+
+# What these pass to torch's DistributedDataParallel beside what the trainer does.
+DDP: dict[str, dict[str, Any]] = {
+    "ddp as torch has it": {"init_sync": True, "gradient_as_bucket_view": False},
+    "ddp finding unused": {"init_sync": True, "find_unused_parameters": True},
+}
+
+# The embedding and the output in the model's own group.
+WITH_ROOT = ("fsdp with a root", "1f1b x fsdp with a root")
+# FSDP2 as it is without set_unshard_in_backward(False), and torchtitan's plan for tp.
+TABLE_AGAIN = ("fsdp with the table again",)
+TITAN = ("tp of torchtitan", "fsdp x tp of torchtitan")
+
+CASES: dict[int, dict[str, TrainCase]] = {
+    2: {
+        "ddp": made(SHORT, "ddp", dp_replicate=2),
+        "ddp as torch has it": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
+        "ddp finding unused": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
+        "fsdp": made(SHORT, "fsdp", AMP, dp_shard=2),
+        "fsdp without reshard": made(SHORT, "fsdp", {"reshard": "no"}, dp_shard=2),
+        "tp": made(HEADS, "none", tp=2),
+        "fsdp with the table again": made(SHORT, "fsdp", dp_shard=2),
+        "fsdp with a root": made(SHORT, "fsdp", AMP, TWICE, dp_shard=2),
+        "tp of torchtitan": made(HEADS, "none", TWICE, tp=2),
+        "1f1b": made(SHORT, "none", parts(4), pp=2),
+        "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
+        "gpipe": made(SHORT, "none", parts(4), pp=2),
+        "ep": made(MOE, "fsdp", ep=2, dp_shard=2),
+    },
+    4: {
+        "ddp in buckets": made(WIDE, "ddp", AMP, TWICE, {"bucket_mb": 1}, dp_replicate=4),
+        "ddp held": made(WIDE, "ddp", MASTER, LAST, {"bucket_mb": 1}, dp_replicate=4),
+        "ddp tied x cp": made(SHORT_GPT2, "ddp", dp_replicate=2, cp=2),
+        "fsdp padded": made(ODD, "fsdp", AMP, TWICE, dp_shard=4),
+        "fsdp held": made(SHORT, "fsdp", AMP, LAST, {"reduce_dtype": DType.BF16}, dp_shard=4),
+        "fsdp in groups": made(
+            LLAMA, "fsdp", {"reshard": "no", "blocks_per_group": 3, "prefetch": 2}, dp_shard=4
+        ),
+        "fsdp reshard over 2": made(ODD, "fsdp", FULL, {"reshard": "2"}, dp_shard=4),
+        "fsdp prefetch 3": made(AHEAD, "fsdp", {"prefetch": 3}, dp_shard=4),
+        "hsdp": made(SHORT, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
+        "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
+        "fsdp x tp, tied": made(TIED, "fsdp", FULL, dp_shard=2, tp=2),
+        "fsdp x tp of torchtitan": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
+        "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
+        "1f1b": made(LLAMA, "none", parts(8), pp=4),
+        "1f1b x fsdp": made(LLAMA, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
+        "1f1b x fsdp with a root": made(SHORT, "fsdp", parts(4), pp=2, dp_shard=2),
+        "1f1b x tp with masters": made(HEADS, "none", MASTER, TWICE, parts(4), pp=2, tp=2),
+        "interleaved": made(DEEP, "none", INTERLEAVED, parts(8), pp=4),
+        "interleaved x fsdp": made(LLAMA, "fsdp", INTERLEAVED, parts(4), pp=2, dp_shard=2),
+        "gpipe x fsdp": made(LLAMA, "fsdp", {"reshard": "no"}, parts(4), pp=2, dp_shard=2),
+        "ep x fsdp": made(MOE, "fsdp", AMP, ep=2, dp_shard=4),
+        "ep x fsdp, latent attention": made(DEEPSEEK, "fsdp", FULL, ep=2, dp_shard=4),
+        "cp x fsdp": made(SHORT, "fsdp", dp_shard=2, cp=2),
+    },
+}

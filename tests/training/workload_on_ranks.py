@@ -1,0 +1,199 @@
+"""What gloo ranks send in one step of each case of test_workload_truth.
+
+What the trainer has no switch for is put in its place here: the pool that runs it is then fit
+for nothing else.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from tests.training.curves import _batches
+from tests.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN, WITH_ROOT
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import DataParallel, Precision
+from stepmark.measuring.ranks import Ranks
+from stepmark.training import model_parallel, parallelize, trainer
+from stepmark.training.layers import Experts
+from stepmark.training.messages import PAIRS, OrderedRecorder
+from stepmark.training.model_parallel import Meshes, coordinates_of
+from stepmark.training.optimizer import Update
+from stepmark.training.transformer import Transformer
+
+Row = tuple[str, str, int, int | None, tuple[int, ...], int | None, str]
+
+
+class Recorder(OrderedRecorder):
+    """In a pipeline phases overlap: a transfer's is that of the stage's call that made it."""
+
+    def __init__(self, *, is_pipeline: bool) -> None:
+        super().__init__()
+        self.is_pipeline = is_pipeline
+        self.rows: list[Row] = []
+        self.by_buffer: dict[int, str] = {}
+
+    def note(self, name: str, values: Sequence[Any], result: Any) -> None:
+        first = len(self.ordered)
+        super().note(name, values, result)
+        for one in self.ordered[first:]:
+            phase = one.kind.phase
+            if self.is_pipeline and phase == "forward":
+                phase = "backward" if one.in_backward else phase
+                if name in PAIRS:
+                    phase = self.by_buffer.get(values[0][0].data_ptr(), "")
+            kind = one.kind
+            self.rows.append(
+                (
+                    kind.collective,
+                    kind.dtype,
+                    kind.call_bytes,
+                    kind.message_bytes,
+                    one.members,
+                    one.peer,
+                    phase,
+                )
+            )
+
+
+class Told:
+    """What stages say of their calls to the recorder of the moment, and how DDP is called."""
+
+    def __init__(self) -> None:
+        self.recorder = Recorder(is_pipeline=False)
+        self.changes: dict[str, Any] = {}  # to how DDP is called
+        self.set_unshard = FSDPModule.set_unshard_in_backward
+        self.tensor_parallel = model_parallel.apply_tensor
+        self.fsdp = parallelize._fsdp
+        wrapped = parallelize.DistributedDataParallel  # type: ignore[attr-defined]
+        parallelize.DistributedDataParallel = (  # type: ignore[attr-defined]
+            lambda *args, **values: wrapped(*args, **(values | self.changes))
+        )
+        for side in ("recv", "send"):
+            self._tagged(f"get_fwd_{side}_ops", "forward")
+            self._tagged(f"get_bwd_{side}_ops", "backward")
+        self._in_backward(_PipelineStageBase, "perform_reduce_grad")
+        self._in_backward(Update, "collect")
+
+    def _in_backward(self, owner: Any, name: str) -> None:
+        called = getattr(owner, name)
+
+        def in_backward(one: Any, *args: Any) -> None:
+            before, self.recorder.phase = self.recorder.phase, "backward"
+            called(one, *args)
+            self.recorder.phase = before
+
+        setattr(owner, name, in_backward)
+
+    def _tagged(self, name: str, phase: str) -> None:
+        made = getattr(_PipelineStageBase, name)
+
+        def tagged(stage: Any, microbatch: int) -> Any:
+            ops = made(stage, microbatch)
+            for op in ops:
+                self.recorder.by_buffer[op.tensor.data_ptr()] = phase
+            return ops
+
+        setattr(_PipelineStageBase, name, tagged)
+
+
+def of_root(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
+    """fully_shard as torch's tutorial calls it: on every block, then on the model."""
+    is_amp = case.precision is Precision.AMP
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if is_amp else None,
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,
+    )
+    for block in model.blocks.values():
+        fully_shard(block, mesh=meshes.data(), mp_policy=policy)
+    fully_shard(model, mesh=meshes.data(), mp_policy=policy)
+
+
+def titan(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
+    """torchtitan's plan, which divides the embedding's rows and the loss, too."""
+    if model.embedding is not None:
+        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model.embedding, mesh, {"tokens": rows})
+    for block in model.blocks.values():
+        parallelize_module(block, mesh, model_parallel._block_plan(case.model))
+    if model.output is not None:
+        head = ColwiseParallel(
+            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+        )
+        parallelize_module(model.output, mesh, {"norm": SequenceParallel(), "head": head})
+
+
+def evenly(self: Experts, x_NC: Tensor) -> tuple[Tensor, Tensor]:
+    """Every expert gets as many rows: what a workload says of all-to-all."""
+    rows = torch.arange(len(x_NC) * self.top_k, device=x_NC.device)
+    experts_NK = rows.view(-1, self.top_k) % self.num_experts
+    weights_NK = self.router(x_NC).float().softmax(dim=-1).gather(1, experts_NK)
+    return weights_NK / weights_NK.sum(dim=-1, keepdim=True), experts_NK
+
+
+def sent(case: TrainCase, ranks: Ranks, told: Told) -> tuple[list[Row], list[Row]]:
+    """While all is made, and in a steady step: the second; DDP's buckets are the third's."""
+    with Recorder(is_pipeline=False) as setup:
+        made = trainer.make(case, ranks.device)
+    batches = _batches(case, coordinates_of(ranks.rank, case.parallel))
+
+    def step() -> Recorder:
+        recorder = told.recorder = Recorder(is_pipeline=case.parallel.pp > 1)
+
+        def mark(name: str) -> None:
+            recorder.phase = "backward" if name == "fwd" else "forward"
+
+        with recorder:
+            for index in range(case.grad_accum):
+                recorder.phase = "forward"
+                tokens, labels = next(batches)
+                is_last = index + 1 == case.grad_accum
+                made.micro_step(tokens, labels, is_last=is_last, mark=mark)
+            recorder.phase = "optimizer"
+            made.optimizer_step()
+        return recorder
+
+    for _ in range(2 if case.data_parallel is DataParallel.DDP else 1):
+        step()
+    return setup.rows, step().rows
+
+
+def sent_by_all(ranks: Ranks, names: list[str]) -> dict[str, list[list[Row]]]:
+    """Return rows of these cases, by case and rank. Every rank calls it.
+
+    A row is collective, dtype, call bytes, message bytes, members, peer and phase.
+    """
+    Experts.route = evenly  # type: ignore[method-assign]
+    told = Told()
+    found: dict[str, list[list[Row]]] = {}
+    for name in names:
+        case = CASES[ranks.num_ranks][name]
+        trainer.Schedule1F1B = (  # type: ignore[attr-defined]
+            ScheduleGPipe if name in GPIPE else Schedule1F1B
+        )
+        told.changes = DDP.get(name, {})
+        FSDPModule.set_unshard_in_backward = (  # type: ignore[method-assign]
+            (lambda _module, _on: None) if name in TABLE_AGAIN else told.set_unshard
+        )
+        parallelize._fsdp = of_root if name in WITH_ROOT else told.fsdp
+        model_parallel.apply_tensor = titan if name in TITAN else told.tensor_parallel
+        with loss_parallel() if name in TITAN else contextlib.nullcontext():
+            by_rank = ranks.gather(sent(case, ranks, told))
+        found[name] = [step for _, step in by_rank]
+        found[f"{name}, setup"] = [setup for setup, _ in by_rank]
+    return found

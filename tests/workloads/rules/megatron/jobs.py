@@ -1,0 +1,115 @@
+"""Small jobs for the laws, and what is summed over their ranks."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.ops import Gemm, GroupedGemm, Phase
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.workload import CommOp, ComputeOp, Workload
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.megatron.rule import Megatron
+
+DENSE = ModelConfig(
+    name="small",
+    hidden_size=64,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn_hidden_size=96,
+    vocab_size=512,
+    seq_len=64,
+)
+BIASED = replace(
+    DENSE,
+    num_kv_heads=8,
+    activation="gelu",
+    norm="layernorm",
+    linear_bias=True,
+    tied_embeddings=True,
+    max_positions=64,
+)
+EXPERTS = replace(
+    DENSE,
+    moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=32, first_dense_layers=3),
+)
+LATENT = replace(
+    DENSE,
+    num_kv_heads=8,
+    head_dim=24,
+    mla=MlaConfig(
+        q_lora_rank=32,
+        kv_lora_rank=48,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=8,
+        v_head_dim=16,
+    ),
+    moe=MoeConfig(
+        num_experts=8,
+        top_k=2,
+        ffn_hidden_size=32,
+        num_shared_experts=1,
+        shared_ffn_hidden_size=32,
+        first_dense_layers=1,
+    ),
+)
+
+
+def make(
+    model: ModelConfig = DENSE, *, mbs: int = 2, microbatches: int = 2, **mesh: int
+) -> Job:
+    parallel = ParallelConfig(**mesh)
+    gbs = mbs * microbatches * parallel.data_ranks
+    return Job(model=model, parallel=parallel, mbs=mbs, gbs=gbs)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Job, Megatron]:
+    """Any of the models over any mesh that fits, with any settings that Megatron-LM takes."""
+    model = draw(st.sampled_from((DENSE, BIASED, EXPERTS, LATENT)))
+    mesh = {axis: draw(st.sampled_from((1, 2))) for axis in ("cp", "dp_shard")}
+    mesh["tp"] = draw(st.sampled_from((1, 2, 4)))
+    mesh["pp"] = draw(st.sampled_from((1, 2, 4)))
+    chunks = draw(st.sampled_from((1, 2))) if mesh["pp"] > 1 else 1
+    if model.moe is not None and mesh["dp_shard"] == 2:
+        mesh["ep"] = draw(st.sampled_from((1, 2)))
+    sharded = draw(st.booleans())
+    reduced = draw(st.booleans())
+    settings: dict[str, Any] = {
+        # Without it there are no experts over tp, and tp ranks repeat latent attention's parts.
+        "sequence_parallel": model.moe is not None or draw(st.booleans()),
+        "use_distributed_optimizer": sharded,
+        "overlap_grad_reduce": reduced,
+        "overlap_param_gather": sharded and reduced and draw(st.booleans()),
+        "align_grad_reduce": draw(st.booleans()),
+        "align_param_gather": draw(st.booleans()),
+        "ddp_bucket_size": draw(st.sampled_from((None, 10_000, 40_000))),
+        "virtual_pipeline_model_parallel_size": chunks,
+    }
+    microbatches = mesh["pp"] * draw(st.sampled_from((1, 2, 3)))
+    return make(model, microbatches=microbatches, **mesh), Megatron(**settings)
+
+
+def computes(workload: Workload, stage: int) -> Iterator[ComputeOp]:
+    return (op for op in workload.expand(stage) if isinstance(op, ComputeOp))
+
+
+def comms(workload: Workload, stage: int, *modules: str) -> Iterator[CommOp]:
+    for op in workload.expand(stage):
+        if isinstance(op, CommOp) and (not modules or op.module in modules):
+            yield op
+
+
+def matmul_flops(workload: Workload) -> Counter[Phase]:
+    """Of linear layers, over all stages on one rank each; what is recomputed apart as STEP."""
+    found: Counter[Phase] = Counter()
+    for stage in range(len(workload.stages)):
+        for op in computes(workload, stage):
+            if isinstance(op.op, Gemm | GroupedGemm):
+                found[Phase.STEP if op.recompute else op.phase] += op.op.flops
+    return found

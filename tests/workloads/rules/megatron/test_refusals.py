@@ -1,0 +1,310 @@
+"""What Megatron-LM would refuse, or cannot divide, is one line that says what would fit."""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as bounds
+from hypothesis import strategies as st
+
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.model import find_model
+from stepmark.model.parallel import ParallelConfig
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.megatron.rule import Megatron, workload
+from stepmark.workloads.rules.megatron.settings import CpComm, Granularity, RouterDtype
+
+from .jobs import DENSE, EXPERTS, LATENT, comms, make
+
+SP = {"sequence_parallel": True}
+FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+# Model, mesh, settings, and words that the refusal has to have.
+REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
+    (DENSE, {"tp": 3}, {}, "tp.*3.*heads"),
+    (DENSE, {"tp": 8}, {}, "tp.*8.*kv_heads \\(4\\)"),
+    (DENSE, {"pp": 3}, {}, "pp.*3.*divides 8 layers \\(1, 2, 4, 8; .*2, 5, 10\\)"),
+    (replace(DENSE, seq_len=60), {"tp": 4, "cp": 2}, SP, "seq-len.*60"),
+    (replace(DENSE, seq_len=62), {"cp": 2}, {}, "seq-len.*62.*4"),
+    (DENSE, {"ep": 2, "dp_shard": 2}, {}, "ep.*no experts"),
+    (EXPERTS, {"tp": 2}, {}, "sequence_parallel"),
+    (EXPERTS, {"ep": 4, "dp_shard": 2}, {}, "ep.*4.*tp x cp x dp \\(2\\)"),
+    (EXPERTS, {"ep": 3, "dp_shard": 3}, {}, "ep.*3.*8 experts"),
+    (EXPERTS, {"dp_shard": 2}, {"expert_tensor_parallel_size": 3}, r"expert tp \(3\)"),
+    (
+        DENSE,
+        {"dp_shard": 2, "dp_replicate": 2},
+        {},
+        "dp-replicate 2 is invalid: "
+        "it must be 1 without use_distributed_optimizer: give that, or dp-shard 4",
+    ),
+    (
+        DENSE,
+        {"pp": 4},
+        {FIRST: 1},
+        "^decoder_first_pipeline_num_layers 1 is invalid: "
+        "it must be a number that leaves equal parts of 8 layers",
+    ),
+    (
+        DENSE,
+        {"pp": 4},
+        {FIRST: 8},
+        "first.* 8 is invalid: it must be a number that leaves equal parts .* not none",
+    ),
+    (
+        DENSE,
+        {"pp": 4},
+        {FIRST: 1, LAST: 4},
+        "first.* 1 is inv.* leaves equal parts .*, with decoder_last_pipeline_num_layers 4",
+    ),
+    (
+        DENSE,
+        {"pp": 2},
+        {FIRST: 3, LAST: 4},
+        "a number that adds up to 8 layers over pp 2, with .*last.* 4",
+    ),
+    (
+        DENSE,
+        {},
+        {LAST: 4},
+        "last.* 4 is invalid: it must be a number that adds up to 8 layers over pp 1",
+    ),
+    (
+        replace(DENSE, num_layers=10),
+        {"pp": 4},
+        {FIRST: 1, "virtual_pipeline_model_parallel_size": 2},
+        "virtual_pipeline_model_parallel_size.*2.*1 layers",
+    ),
+    (DENSE, {}, {"virtual_pipeline_model_parallel_size": 2}, "vpp.*one pipeline stage"),
+    (
+        DENSE,
+        {"pp": 2},
+        {"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": False},
+        "pp.*overlap_p2p_comm",
+    ),
+    (
+        DENSE,
+        {"pp": 4},
+        {"virtual_pipeline_model_parallel_size": 2},
+        "micro-batches.*2.*pp \\(4\\).*4",
+    ),
+    (
+        DENSE,
+        {},
+        {"recompute_granularity": Granularity.FULL, "recompute_num_layers": 3},
+        "recompute_num_layers.*3.*8 layers",
+    ),
+    (
+        DENSE,
+        {"pp": 2},
+        {"recompute_granularity": Granularity.FULL, "recompute_num_layers": 9},
+        "recompute_num_layers.*9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh", "settings", "words"), REFUSED)
+def test_what_does_not_divide_is_refused(
+    model: Any, mesh: Mapping[str, int], settings: Mapping[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        workload(make(model, **mesh), Megatron(**settings))
+    assert re.search(words, str(caught.value)), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"overlap_param_gather": True}, "overlap_param_gather.*use_distributed_optimizer"),
+        ({"moe_pad_expert_input_to_capacity": True}, "moe_expert_capacity_factor"),
+        ({"moe_expert_capacity_factor": 0.0}, "above 0"),
+        ({"moe_expert_capacity_factor": math.nan}, "above 0"),
+        (
+            {"moe_aux_loss_coeff": -1.0},
+            "moe_aux_loss_coeff -1.0 is invalid: it must be 0 or more",
+        ),
+        ({"moe_aux_loss_coeff": math.inf}, "0 or more"),
+        (
+            {
+                "moe_pad_expert_input_to_capacity": True,
+                "moe_expert_capacity_factor": -1.0,
+            },
+            "only with moe_expert_capacity_factor",
+        ),
+        ({FIRST: 0}, "decoder_first_pipeline_num_layers 0 is invalid: it must be 1 or more"),
+        ({LAST: 0}, "decoder_last_pipeline_num_layers 0 is invalid: it must be 1 or more"),
+        ({"ddp_bucket_size": 0}, "ddp_bucket_size"),
+        ({"recompute_method": "odd"}, "uniform or block"),
+        (
+            {"recompute_granularity": Granularity.SELECTIVE, "recompute_modules": "mlp,x"},
+            "recompute_modules.*x.*core_attn",
+        ),
+        (
+            {LAST: 1, "account_for_loss_in_pipeline_split": True},
+            "^account_for_loss_in_pipeline_split is invalid: "
+            "it works only without decoder_last_",
+        ),
+        (
+            {"calculate_per_token_loss": True, "ddp_average_in_collective": True},
+            "ddp_average_in_collective",
+        ),
+    ],
+)
+def test_settings_that_exclude_each_other(settings: Mapping[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Megatron(**settings)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DType) - {DType.FP32, DType.BF16, DType.FP16}))
+def test_only_types_that_are_modelled_are_taken(dtype: DType) -> None:
+    with pytest.raises(
+        ConfigError, match=f"dtype {dtype} is invalid: it must be fp32, bf16 or fp16"
+    ):
+        workload(replace(make(), dtype=dtype), Megatron())
+
+
+def test_a_capacity_below_zero_is_none() -> None:
+    assert Megatron(moe_expert_capacity_factor=-1.0) == Megatron()
+
+
+def test_what_does_not_divide_by_stages_has_a_way_out() -> None:
+    model = find_model("deepseek-v3")
+    with pytest.raises(ConfigError) as caught:
+        workload(make(model, pp=16), Megatron())
+    way = "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, e.g. 1"
+    assert way in str(caught.value)
+    for name in (FIRST, LAST):
+        program = workload(make(model, pp=16), Megatron(**{name: 1}))
+        assert sorted(len(stage.layers) for stage in program.stages) == [1, *[4] * 15]
+
+
+@pytest.mark.parametrize(("layers", "pp", "chunks"), [(61, 16, 1), (29, 4, 1), (26, 4, 2)])
+def test_numbers_of_the_way_out_are_taken(layers: int, pp: int, chunks: int) -> None:
+    job = make(replace(DENSE, num_layers=layers), pp=pp, microbatches=pp)
+    settings = {"virtual_pipeline_model_parallel_size": chunks}
+    with pytest.raises(ConfigError) as caught:
+        workload(job, Megatron(**settings))
+    (number,) = re.findall(r"e\.g\. (\d+)\.$", str(caught.value))
+    program = workload(job, Megatron(**settings, **{LAST: int(number)}))
+    assert sum(len(stage.layers) for stage in program.stages) == layers
+
+
+def test_batches_of_a_tutorial_that_do_not_divide_name_what_would() -> None:
+    """AICB's README: GPT-7B, global batch 16, 4096 ranks of which 1024 read data."""
+    model = find_model("gpt-7b")
+    with pytest.raises(ConfigError) as caught:
+        Job(model=model, parallel=ParallelConfig(tp=4, dp_shard=1024), mbs=1, gbs=16)
+    assert "global-batch" in str(caught.value)
+    assert "1 x 1024 = 1024" in str(caught.value)
+    assert str(caught.value).endswith("e.g. 1024.")
+
+
+def test_embedding_and_head_take_a_layers_place_only_where_that_divides() -> None:
+    model = find_model("llama-3.1-405b")
+    mesh = {"tp": 8, "pp": 16, "dp_shard": 2}
+    settings = Megatron(sequence_parallel=True, virtual_pipeline_model_parallel_size=8)
+    program = workload(make(model, microbatches=16, **mesh), settings)
+    assert [len(stage.layers) for stage in program.stages] == [7, *[8] * 14, 7]
+    assert any(
+        "126 layers + embedding + head = 16 stages x 8 chunks" in note for note in program.notes
+    )
+    assert program.stages[0].layers == (15, 31, 47, 63, 79, 95, 111)
+    with pytest.raises(ConfigError, match=r"pp.*12.*126 layers"):
+        workload(make(model, microbatches=12, tp=8, pp=12, dp_shard=2), Megatron())
+
+
+def test_only_what_has_an_effect_is_noted() -> None:
+    odd = replace(DENSE, vocab_size=500)
+    program = workload(make(odd), Megatron())
+    assert program.model is not None
+    assert program.model.vocab_size == 512
+    assert program.notes == ("vocabulary padded from 500 to 512",)
+    assert workload(make(), Megatron()).notes == ()
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "mesh", "settings", "noted"),
+    [
+        (131_072, {"tp": 2}, {}, "16 GiB"),
+        (32_768, {"tp": 2}, {}, "1 GiB"),
+        (16_384, {"tp": 2}, {}, ""),
+        (131_072, {}, {}, ""),
+        (131_072, {"tp": 2}, {"create_attention_mask_in_dataloader": False}, ""),
+    ],
+)
+def test_a_large_mask_is_noted(
+    seq_len: int, mesh: dict[str, int], settings: dict[str, Any], noted: str
+) -> None:
+    job = make(replace(DENSE, seq_len=seq_len), mbs=1, **mesh)
+    program = workload(job, Megatron(**settings))
+    largest = max((one.call_bytes() for one in comms(program, 0, "data")), default=0)
+    assert [f"mask, {largest / 2**30:g} GiB," in note for note in program.notes] == (
+        [True] if noted else []
+    )
+    assert all(
+        f" {noted}, is broadcast over tp; --no-create-attention-mask-in" in note
+        for note in program.notes
+    )
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_two_optimizers_gather_twice_and_say_so(ep: int, overlapped: bool) -> None:
+    """Every parameter once by all-gather, or twice where each of two optimizers gathers all."""
+    settings = {"use_distributed_optimizer": True, "overlap_grad_reduce": overlapped}
+    settings["overlap_param_gather"] = overlapped
+    program = workload(make(EXPERTS, ep=ep, dp_shard=4), Megatron(**settings))
+    sent = dict.fromkeys(("all_gather", "reduce_scatter"), 0)
+    for op in comms(program, 0, "gradients", "parameters"):
+        sent[op.collective] += op.count * program.groups[op.group].size
+    twice = ep > 1 and not overlapped
+    assert sent["all_gather"] == sent["reduce_scatter"] * (2 if twice else 1)
+    assert [note.startswith("parameters are gathered twice") for note in program.notes] == (
+        [True] if twice else []
+    )
+
+
+@bounds(max_examples=100, deadline=None)
+@given(
+    st.sampled_from((DENSE, EXPERTS, LATENT)),
+    st.fixed_dictionaries(
+        {name: st.integers(1, 6) for name in ("tp", "pp", "cp", "ep", "dp_shard")}
+    ),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "sequence_parallel": st.booleans(),
+            "use_distributed_optimizer": st.booleans(),
+            "overlap_grad_reduce": st.booleans(),
+            "overlap_param_gather": st.booleans(),
+            "virtual_pipeline_model_parallel_size": st.integers(1, 3),
+            "ddp_bucket_size": st.integers(1, 10**5),
+            "decoder_first_pipeline_num_layers": st.integers(0, 5),
+            "decoder_last_pipeline_num_layers": st.integers(0, 5),
+            "account_for_embedding_in_pipeline_split": st.booleans(),
+            "account_for_loss_in_pipeline_split": st.booleans(),
+            "cp_comm_type": st.sampled_from(CpComm),
+            "expert_tensor_parallel_size": st.integers(1, 4),
+            "moe_expert_capacity_factor": st.floats(0.1, 4),
+            "moe_router_dtype": st.sampled_from(RouterDtype),
+            "recompute_granularity": st.sampled_from(Granularity),
+            "recompute_method": st.sampled_from(("uniform", "block")),
+            "recompute_num_layers": st.integers(1, 5),
+        },
+    ),
+)
+def test_any_job_is_a_workload_or_refused(
+    model: Any, mesh: dict[str, int], settings: dict[str, Any]
+) -> None:
+    try:
+        program = workload(make(model, **mesh), Megatron(**settings))
+    except ConfigError:
+        return
+    program.check()
+    for stage in range(len(program.stages)):
+        assert program.num_operations(stage) == sum(1 for _ in program.expand(stage))

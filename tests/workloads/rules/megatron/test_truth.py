@@ -1,0 +1,177 @@
+"""What megatron-core sent, message by message on every rank, and what the rules generate."""
+
+import dataclasses
+import json
+import typing
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.cases.message import RECV, SEND
+from stepmark.ground.dtypes import DType
+from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
+from stepmark.model.ops import Gemm, GroupedGemm, Phase
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Workload
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.megatron.rule import Megatron, workload
+
+DATA = Path(__file__).parents[3] / "data" / "megatron"
+CASES = sorted(path.stem for path in DATA.glob("*.json"))
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """One call of one rank."""
+
+    collective: str
+    dtype: str
+    count: int
+    members: tuple[int, ...]
+    phases: tuple[str, ...]  # one of them: where in the step it was, or may be, issued
+    peer: int | None
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((DATA / f"{name}.json").read_text())  # type: ignore[no-any-return]
+
+
+def made(told: Mapping[str, Any]) -> Workload:
+    model = dict(told["model"])
+    model["moe"] = MoeConfig(**model["moe"]) if model["moe"] else None
+    model["mla"] = MlaConfig(**model["mla"]) if model["mla"] else None
+    job = Job(
+        model=ModelConfig(**{**model, "aliases": ()}),
+        parallel=ParallelConfig(**told["mesh"]),
+        mbs=told["mbs"],
+        gbs=told["gbs"],
+        dtype=DType(told["dtype"]),
+    )
+    return workload(job, Megatron(**settings(told["settings"])))
+
+
+def settings(told: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = typing.get_type_hints(Megatron)
+    return {
+        name: kinds[name](value)
+        if isinstance(kinds[name], type) and issubclass(kinds[name], StrEnum)
+        else value
+        for name, value in told.items()
+    }
+
+
+def recorded(golden: Mapping[str, Any], rank: int, part: str) -> list[Sent]:
+    found = []
+    for number in golden[part][rank]:
+        collective, dtype, count, group, phase, peer = golden["messages"][number]
+        members = tuple(golden["groups"][group])
+        found.append(Sent(collective, dtype, count, members, (phase,), peer))
+    return found
+
+
+def generated(workload: Workload, rank: int, *, setup: bool = False) -> Iterator[Sent]:
+    for op in workload.expand(workload.stage_of(rank), setup=setup):
+        if not isinstance(op, CommOp) or op.module == "attention.core":
+            continue  # TransformerEngine sends those over cp
+        members = workload.groups[op.group].members(rank)
+        peer = None
+        if op.peer is not None:
+            peer = members[(members.index(rank) + op.peer) % len(members)]
+        # Recorded calls with equal parts are no all_to_all_v.
+        collective = op.collective.removesuffix("_v")
+        yield Sent(collective, op.dtype, op.count, members, phases(op), peer)
+
+
+def phases(op: CommOp) -> tuple[str, ...]:
+    if op.collective in (SEND, RECV):
+        return ("schedule",)
+    if op.phase is Phase.OPTIM:
+        reported = op.module in ("success", "loss", "learning_rate")
+        found = reported or (op.module == "gradient_norm" and op.redop == "max")
+        return ("step",) if found else ("optimizer",)
+    if op.module == "gradients" and op.stream != COMPUTE:
+        return ("backward", "schedule")
+    if op.module == "parameters" and op.stream != COMPUTE:
+        return ("forward", "schedule")
+    if op.module.startswith(("gradients", "expert_bias", "tokens")):
+        return ("gradients",)
+    return ("forward",) if op.phase is Phase.FWD and not op.recompute else ("backward",)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_messages_are_those_of_megatron_core(name: str) -> None:
+    golden = read(name)
+    workload = made(golden["case"])
+    workload.check()
+    assert len(golden["step"]) == workload.world_size
+    for rank in range(workload.world_size):
+        truth = recorded(golden, rank, "step")
+        assert matched(generated(workload, rank), truth) == truth, f"rank {rank}"
+        begun = [replace(one, phases=()) for one in generated(workload, rank, setup=True)]
+        real = [replace(one, phases=()) for one in recorded(golden, rank, "setup")]
+        assert begun == real, f"setup of rank {rank}"
+
+
+def matched(ours: Iterator[Sent], truth: Sequence[Sent]) -> list[Sent]:
+    """With the recorded phase where it is one of those that a message may be issued in."""
+    return [
+        one
+        if real is None or real.phases[0] not in one.phases
+        else replace(one, phases=real.phases)
+        for one, real in zip_longest(ours, truth)
+        if one is not None
+    ]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matrix_products_are_those_of_megatron_core(name: str) -> None:
+    """Rows, columns and width of every linear layer's, forward, backward and recomputed."""
+    golden = read(name)
+    workload = made(golden["case"])
+    for rank in range(workload.world_size):
+        told = golden["matmuls"][rank]
+        told = golden["matmuls"][told] if isinstance(told, int) else told
+        truth = {(phase, *mnk): calls for phase, *mnk, calls in told}
+        assert products(workload, workload.stage_of(rank)) == truth, f"rank {rank}"
+
+
+def products(workload: Workload, stage: int) -> Counter[tuple[str, int, int, int]]:
+    """An expert's product is one of its own there."""
+    found: Counter[tuple[str, int, int, int]] = Counter()
+    for op in workload.expand(stage):
+        if not isinstance(op, ComputeOp):
+            continue
+        forward = op.phase is Phase.FWD and not op.recompute
+        phase, inner = "forward" if forward else "backward", op.op
+        if isinstance(inner, Gemm):
+            found[phase, inner.m, inner.n, inner.k] += 1
+        elif isinstance(inner, GroupedGemm):
+            rows = inner.tokens // inner.num_groups
+            shape = {
+                Phase.FWD: (rows, inner.n, inner.k),
+                Phase.DGRAD: (rows, inner.k, inner.n),
+                Phase.WGRAD: (inner.n, inner.k, rows),
+            }[op.phase]
+            found[phase, *shape] += inner.num_groups
+    return found
+
+
+def test_all_ways_to_train_are_there() -> None:
+    """A mesh axis, a setting or a model that no golden has would be unchecked."""
+    told = [read(name)["case"] for name in CASES]
+    assert len(told) == 67
+    meshes = {axis for case in told for axis, size in case["mesh"].items() if size > 1}
+    assert meshes == {"tp", "pp", "cp", "ep", "dp_shard", "dp_replicate"}
+    seen = {name for case in told for name in case["settings"]}
+    unseen = {field.name for field in dataclasses.fields(Megatron)} - seen
+    assert unseen == {
+        "cp_comm_type",
+        "ddp_average_in_collective",  # gloo does not average
+        "make_vocab_size_divisible_by",
+    }

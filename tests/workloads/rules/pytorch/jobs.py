@@ -1,0 +1,118 @@
+"""Small jobs for the laws of PyTorch's rules, and what is summed over their programs."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from stepmark.cases.training import GradSync, Recompute
+from stepmark.ground.dtypes import DType
+from stepmark.model.model import ModelConfig, MoeConfig
+from stepmark.model.ops import Gemm, GroupedGemm, Phase
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.workload import CommOp, ComputeOp, Workload
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.pytorch import fsdp
+from stepmark.workloads.rules.pytorch.fsdp import Ends, Fsdp
+from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
+
+DENSE = ModelConfig(
+    name="small",
+    hidden_size=64,
+    num_layers=8,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn_hidden_size=96,
+    vocab_size=512,
+    seq_len=64,
+)
+BIASED = replace(
+    DENSE,
+    num_kv_heads=8,
+    activation="gelu",
+    norm="layernorm",
+    linear_bias=True,
+    tied_embeddings=True,
+    max_positions=64,
+)
+EXPERTS = replace(
+    DENSE, moe=MoeConfig(num_experts=8, top_k=2, ffn_hidden_size=32, first_dense_layers=1)
+)
+FP32: dict[str, Any] = {"param_dtype": DType.FP32, "reduce_dtype": DType.FP32}
+
+
+def make(
+    model: ModelConfig = DENSE, *, mbs: int = 2, microbatches: int = 1, **mesh: int
+) -> Job:
+    parallel = ParallelConfig(**mesh)
+    gbs = mbs * microbatches * parallel.data_ranks
+    return Job(model=model, parallel=parallel, mbs=mbs, gbs=gbs)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
+    """Any of the models over any mesh that fits, with any settings of the fsdp rule."""
+    model = draw(st.sampled_from((DENSE, BIASED, EXPERTS)))
+    mesh = {axis: draw(st.sampled_from((1, 2))) for axis in ("cp", "dp_replicate")}
+    mesh["dp_shard"] = draw(st.sampled_from((1, 2, 4)))
+    if model.moe is None:
+        mesh["tp"] = draw(st.sampled_from((1, 2)))
+    elif mesh["dp_shard"] > 1:
+        mesh["ep"] = draw(st.sampled_from((1, 2)))
+    if not model.tied_embeddings:
+        mesh["pp"] = draw(st.sampled_from((1, 2, 4)))
+    schedule = draw(st.sampled_from(Schedule))
+    count = draw(st.sampled_from((4, 8, 12)))
+    settings = Fsdp(
+        reshard_after_forward=draw(st.sampled_from(("yes", "no"))),
+        prefetch=draw(st.sampled_from((1, 2))),
+        blocks_per_group=draw(st.sampled_from((1, 2))),
+        ends=draw(st.sampled_from(Ends)),
+        # torch's schedules reduce once per pass; the rule refuses anything else.
+        grad_sync=draw(
+            st.sampled_from(GradSync if mesh.get("pp", 1) == 1 else [GradSync.EVERY])
+        ),
+        recompute=draw(st.sampled_from(Recompute)),
+        pp_schedule=schedule,
+        pp_microbatches=draw(st.sampled_from((0, count))),
+        pp_split=draw(st.sampled_from(Split)),
+    )
+    return make(model, microbatches=count, **mesh), settings
+
+
+def generated(job: Job, **settings: Any) -> Workload:
+    made = fsdp.workload(job, Fsdp(**settings))
+    made.check()
+    return made
+
+
+Wanted = Callable[[CommOp], bool]
+
+
+def comms(made: Workload, stage: int = 0) -> Iterator[CommOp]:
+    return (one for one in made.expand(stage) if isinstance(one, CommOp))
+
+
+def bus_bytes(made: Workload, wanted: Wanted = lambda one: True) -> float:
+    """Of weights and gradients: what one rank sends in forward and backward passes."""
+    return sum(
+        one.bus_bytes(made.groups[one.group])
+        for one in comms(made)
+        if one.phase is not Phase.OPTIM and wanted(one)
+    )
+
+
+def matmul_flops(made: Workload) -> Counter[Phase]:
+    """Over the stages, of one rank each; what is computed again is left out."""
+    found: Counter[Phase] = Counter()
+    for stage in range(len(made.stages)):
+        for one in made.expand(stage):
+            is_product = isinstance(one, ComputeOp) and isinstance(one.op, Gemm | GroupedGemm)
+            if is_product and not one.recompute:
+                assert isinstance(one, ComputeOp)
+                assert one.op.flops is not None
+                found[one.phase] += one.op.flops
+    return found

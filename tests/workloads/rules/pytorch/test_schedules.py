@@ -1,0 +1,83 @@
+"""Schedules of torch's pipelines: what is done, in which order, and how much is held."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from stepmark.ground.errors import ConfigError
+from stepmark.workloads.pipeline import WITH_MICROBATCH, Act, Action
+from stepmark.workloads.rules.pytorch.fsdp import Fsdp
+from stepmark.workloads.rules.pytorch.fsdp import workload as fsdp_workload
+from stepmark.workloads.rules.pytorch.schedules import (
+    Order,
+    Schedule,
+    Split,
+    spans,
+    stage_sizes,
+)
+
+from .jobs import make
+
+
+def actions(order: Order, rank: int) -> Iterator[tuple[Act, int]]:
+    """Every call of a rank with its micro-batch."""
+
+    def numbered(action: Action, number: int) -> tuple[Act, int]:
+        return action.act, action.microbatch + number if action.act in WITH_MICROBATCH else 0
+
+    for span in spans(order)[rank]:
+        for time in range(span.times):
+            for tick in span.ticks:
+                yield from (numbered(action, time * span.step) for action in tick)
+
+
+@pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("more", [0, 1, 4])
+def test_micro_batches_go_forward_and_back_once_and_in_order(
+    schedule: Schedule, ranks: int, more: int
+) -> None:
+    count = ranks + more
+    order = Order(schedule=schedule, num_ranks=ranks, num_microbatches=count)
+    for rank in range(ranks):
+        done = list(actions(order, rank))
+        for act in (Act.FORWARD, Act.BACKWARD):
+            assert [number for one, number in done if one is act] == list(range(count))
+        held, most = 0, 0
+        for act, _ in done:
+            held += (act is Act.FORWARD) - (act is Act.BACKWARD)
+            most = max(most, held)
+        is_gpipe = schedule is Schedule.GPIPE
+        assert most == (count if is_gpipe else min(count, ranks - rank))
+
+
+@pytest.mark.parametrize("layers", [1, 4, 32, 61, 126])
+@pytest.mark.parametrize("stages", [2, 3, 4, 8, 16])
+def test_layers_are_split_as_torchtitan_does(layers: int, stages: int) -> None:
+    """Its own loop: modules go to stages in order, the remainder to the first ones."""
+    modules = ["embedding", *map(str, range(layers)), "head"]
+    if stages > len(modules):
+        with pytest.raises(
+            ConfigError, match=f"stages: '{stages}' is invalid: .* {layers + 2} "
+        ):
+            stage_sizes(layers, stages, Split.TORCHTITAN)
+        return
+    least, more = divmod(layers + 2, stages)
+    wanted = []
+    for stage in range(stages):
+        part = [modules.pop(0) for _ in range(least + (stage < more))]
+        wanted.append(sum(name.isdecimal() for name in part))
+    assert not modules
+    assert stage_sizes(layers, stages, Split.TORCHTITAN) == wanted
+    assert sum(stage_sizes(layers, min(stages, layers), Split.EVEN)) == layers
+
+
+def test_stages_of_fsdp_have_torchtitans_layers_and_say_so() -> None:
+    """Of 8 layers over 4 stages the ends have fewer; over 2 stages all are equal."""
+    workload = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp())
+    assert [len(stage.layers) for stage in workload.stages] == [2, 3, 2, 1]
+    (note,) = workload.notes
+    assert note.startswith("layers of the 4 pipeline stages: 2, 3, 2, 1: embedding and head")
+    even = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp(pp_split=Split.EVEN))
+    assert [len(stage.layers) for stage in even.stages] == [2, 2, 2, 2]
+    assert even.notes == fsdp_workload(make(pp=2, microbatches=2), Fsdp()).notes == ()

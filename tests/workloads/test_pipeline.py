@@ -1,0 +1,326 @@
+"""Schedules as laws: every stage a process that computes, sends, receives and waits."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Phase
+from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
+from stepmark.workloads.pipeline import Act, Action, Pipeline, Span, program
+from stepmark.workloads.pipeline_schedules import schedule
+
+SENDS = {Act.SEND_FORWARD: 1, Act.SEND_BACKWARD: -1}
+RECVS = {Act.RECV_FORWARD: -1, Act.RECV_BACKWARD: 1}
+COUNTERPART = {Act.SEND_FORWARD: Act.RECV_FORWARD, Act.SEND_BACKWARD: Act.RECV_BACKWARD}
+
+
+def flat(spans: tuple[Span, ...]) -> Iterator[Action]:
+    for span in spans:
+        for time in range(span.times):
+            for tick in span.ticks:
+                for action in tick:
+                    yield replace(action, microbatch=action.microbatch + time * span.step)
+
+
+@dataclass
+class Transfer:
+    action: Action
+    posted: int
+    stream: list["Transfer"]
+    done: int | None = None
+
+    def started(self) -> int | None:
+        """A stream's transfers go one after the other."""
+        index = self.stream.index(self)
+        before = self.stream[index - 1].done if index else 0
+        return None if before is None else max(self.posted, before)
+
+
+@dataclass
+class Process:
+    actions: list[Action]
+    clock: int = 0
+    position: int = 0
+    streams: dict[object, list[Transfer]] = field(default_factory=dict)
+    posted: list[Transfer] = field(default_factory=list)
+    have: dict[tuple[Act, int, int], int] = field(default_factory=dict)
+    live: set[tuple[int, int]] = field(default_factory=set)
+    most_live: int = 0
+
+
+@dataclass
+class Simulation:
+    pipeline: Pipeline
+
+    def __post_init__(self) -> None:
+        stages = range(self.pipeline.num_stages)
+        self.processes = [Process(list(flat(schedule(self.pipeline, one)))) for one in stages]
+
+    def run(self) -> int:
+        """Time until all are done, a pass of a chunk taking 1 and a transfer 0."""
+        moving = True
+        while moving:
+            steps = [self.step(stage) for stage in range(self.pipeline.num_stages)]
+            moving = any(steps) or self.match()
+        for stage, process in enumerate(self.processes):
+            assert process.position == len(process.actions), f"stage {stage} waits for ever"
+            assert all(transfer.done is not None for transfer in process.posted)
+        return max(process.clock for process in self.processes)
+
+    def step(self, stage: int) -> bool:
+        process, moved = self.processes[stage], False
+        while process.position < len(process.actions):
+            action = process.actions[process.position]
+            if action.act in (Act.FORWARD, Act.BACKWARD):
+                self.compute(stage, action)
+            elif action.act is Act.WAIT:
+                newest = [self.newest(process, name) for name in action.after]
+                if any(one.done is None for one in newest):
+                    break
+                process.clock = max([process.clock, *(one.done or 0 for one in newest)])
+            elif not self.post(stage, action):
+                break
+            process.position += 1
+            moved = True
+        return moved
+
+    def newest(self, process: Process, name: str) -> Transfer:
+        return next(one for one in reversed(process.posted) if one.action.act == name)
+
+    def post(self, stage: int, action: Action) -> bool:
+        """Overlapped transfers go on; a batched call ends when its last one is done."""
+        process = self.processes[stage]
+        if self.pipeline.num_chunks > 1 and self.pipeline.overlap:
+            towards = SENDS.get(action.act) or RECVS[action.act]
+            key = (action.act in SENDS) if self.pipeline.num_stages == 2 else towards
+            stream = process.streams.setdefault(key, [])
+            stream.append(Transfer(action, process.clock, stream))
+            process.posted.append(stream[-1])
+            return True
+        batch = [action]
+        for following in process.actions[process.position + 1 :]:
+            if not following.fused:
+                break
+            batch.append(following)
+        known = {id(one.action): one for one in process.posted}
+        if id(action) not in known:
+            for one in batch:
+                process.posted.append(Transfer(one, process.clock, []))
+                process.posted[-1].stream.append(process.posted[-1])
+            return False
+        if any(known[id(one)].done is None for one in batch):
+            return False
+        process.clock = max([process.clock, *(known[id(one)].done or 0 for one in batch)])
+        process.position += len(batch) - 1
+        return True
+
+    def match(self) -> bool:
+        """The first open send of one to another with the first open receive there."""
+        moved, size = False, self.pipeline.num_stages
+        for source in range(size):
+            for target in {(source + 1) % size, (source - 1) % size} - {source}:
+                sent = self.first_open(source, target, SENDS)
+                received = self.first_open(target, source, RECVS)
+                if not sent or not received:
+                    continue
+                starts = sent.started(), received.started()
+                if starts[0] is None or starts[1] is None:
+                    continue
+                self.check_pair(source, sent.action, received.action)
+                sent.done = received.done = max(starts[0], starts[1])
+                got = received.action
+                self.processes[target].have[got.act, got.chunk, got.microbatch] = sent.done
+                moved = True
+        return moved
+
+    def first_open(self, stage: int, peer: int, kinds: dict[Act, int]) -> Transfer | None:
+        size = self.pipeline.num_stages
+        for one in self.processes[stage].posted:
+            act = one.action.act
+            if act in kinds and (stage + kinds[act]) % size == peer and one.done is None:
+                return one
+        return None
+
+    def check_pair(self, source: int, sent: Action, received: Action) -> None:
+        assert received.act is COUNTERPART[sent.act]
+        assert received.microbatch == sent.microbatch
+        wraps = 0
+        if sent.act is Act.SEND_FORWARD and source == self.pipeline.num_stages - 1:
+            wraps = 1
+        if sent.act is Act.SEND_BACKWARD and source == 0:
+            wraps = -1
+        assert received.chunk == sent.chunk + wraps
+
+    def compute(self, stage: int, action: Action) -> None:
+        process, chunks = self.processes[stage], self.pipeline.num_chunks
+        forward = action.act is Act.FORWARD
+        here = (action.chunk, action.microbatch)
+        ends = (
+            stage == 0 and action.chunk == 0
+            if forward
+            else stage == self.pipeline.num_stages - 1 and action.chunk == chunks - 1
+        )
+        if not ends:
+            needed = Act.RECV_FORWARD if forward else Act.RECV_BACKWARD
+            assert process.have[(needed, *here)] <= process.clock
+        if forward:
+            process.live.add(here)
+            process.most_live = max(process.most_live, len(process.live))
+        else:
+            process.live.remove(here)  # backward comes after forward
+        process.clock += 1
+
+
+def pipelines() -> st.SearchStrategy[Pipeline]:
+    return st.one_of(
+        st.builds(Pipeline, num_stages=st.integers(1, 7), num_microbatches=st.integers(1, 20)),
+        st.builds(
+            lambda size, groups, chunks, overlap: Pipeline(
+                num_stages=size,
+                num_microbatches=size * groups,
+                num_chunks=chunks,
+                overlap=overlap or size == 2,
+            ),
+            st.integers(2, 6),
+            st.integers(1, 5),
+            st.integers(2, 4),
+            st.booleans(),
+        ),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(pipelines())
+def test_all_stages_finish_and_every_pass_runs_once(pipeline: Pipeline) -> None:
+    simulation = Simulation(pipeline)
+    simulation.run()
+    chunks, total = pipeline.num_chunks, pipeline.num_microbatches
+    for process in simulation.processes:
+        for act in (Act.FORWARD, Act.BACKWARD):
+            done = Counter((a.chunk, a.microbatch) for a in process.actions if a.act is act)
+            assert done == {(c, m): 1 for c in range(chunks) for m in range(total)}
+        assert not process.live
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines())
+def test_bubble_and_activations_in_flight(pipeline: Pipeline) -> None:
+    """(p - 1) / (m v) of the work (Narayanan et al., arXiv:2104.04473, section 2.2)."""
+    simulation = Simulation(pipeline)
+    size, chunks, total = (
+        pipeline.num_stages,
+        pipeline.num_chunks,
+        pipeline.num_microbatches,
+    )
+    time, work = simulation.run(), 2 * total * chunks
+    assert time - work == 2 * (size - 1)  # of passes of one chunk, so / work = (p-1) / (m v)
+    for stage, process in enumerate(simulation.processes):
+        bound = pipeline.num_warmup(stage) + 1
+        assert process.most_live == min(bound, total * chunks)
+        if chunks == 1:
+            assert process.most_live <= size - stage
+
+
+@settings(max_examples=40, deadline=None)
+@given(pipelines(), st.data())
+def test_a_program_expands_to_its_ticks(pipeline: Pipeline, data: st.DataObject) -> None:
+    stage = data.draw(st.integers(0, pipeline.num_stages - 1))
+    spans = schedule(pipeline, stage, gathers=data.draw(st.booleans()), reduces=True)
+    workload = _workload(spans)
+    shown = [(op.module, op.microbatch) for op in workload.expand()]
+    own = (Act.WAIT, Act.GATHER, Act.REDUCE)
+    assert shown == [
+        (_name(one), None if one.act in own else one.microbatch) for one in flat(spans)
+    ]
+
+
+def test_reduces_and_gathers_come_once_per_chunk() -> None:
+    pipeline = Pipeline(num_stages=4, num_microbatches=8, num_chunks=3)
+    for stage in range(4):
+        actions = list(flat(schedule(pipeline, stage, gathers=True, reduces=True)))
+        for act in (Act.GATHER, Act.REDUCE):
+            assert sorted(one.chunk for one in actions if one.act is act) == [0, 1, 2]
+        reduced = [one.chunk for one in actions if one.act is Act.REDUCE]
+        assert reduced == [2, 1, 0]
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_memory_is_the_same_for_any_number_of_microbatches(chunks: int) -> None:
+    def size(total: int) -> int:
+        pipeline = Pipeline(num_stages=8, num_microbatches=total, num_chunks=chunks)
+        workload = _workload(schedule(pipeline, 3))
+        return sum(len(block) for block in workload.blocks.values())
+
+    assert size(2**20) == size(2**10)
+    assert size(2**20) < 300
+
+
+def test_orders_of_schedules_py() -> None:
+    """PP 2, VP 2 and 4 micro-batches on the first stage: as its schedule table lists them."""
+    pipeline = Pipeline(num_stages=2, num_microbatches=4, num_chunks=2)
+    passes = [
+        f"{one.act[0]}{one.chunk}{one.microbatch}"
+        for one in flat(schedule(pipeline, 0))
+        if one.act in (Act.FORWARD, Act.BACKWARD)
+    ]
+    assert passes == (
+        [
+            "f00",
+            "f01",
+            "f10",
+            "f11",
+            "f02",
+            "b10",
+            "f03",
+            "b11",
+            "f12",
+            "b00",
+            "f13",
+            "b01",
+            "b12",
+            "b13",
+            "b02",
+            "b03",
+        ]
+    )
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ({"num_stages": 4, "num_microbatches": 6, "num_chunks": 2}, "4 or 8"),
+        ({"num_stages": 1, "num_microbatches": 6, "num_chunks": 2}, "vpp"),
+        ({"num_stages": 2, "num_microbatches": 6, "num_chunks": 2, "overlap": False}, "pp"),
+    ],
+)
+def test_what_megatron_refuses_is_refused(bad: dict[str, int], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Pipeline(**bad)  # type: ignore[arg-type]
+
+
+def _name(action: Action) -> str:
+    return f"{action.act}{action.chunk}{action.edge}{action.fused}{action.after}"
+
+
+def _workload(spans: tuple[Span, ...]) -> Workload:
+    def lower(action: Action) -> tuple[Item, ...]:
+        own = action.act in (Act.WAIT, Act.GATHER, Act.REDUCE)
+        microbatch = None if own else action.microbatch
+        op = ComputeOp(
+            op=Kernel(name="x"), phase=Phase.FWD, module=_name(action), microbatch=microbatch
+        )
+        if action.act is not Act.FORWARD:
+            return (op,)
+        blocks[op.module] = (replace(op, microbatch=0),)
+        return (Run(block=op.module, microbatch=action.microbatch),)
+
+    blocks: dict[str, Block] = {}
+    blocks["step"] = program(spans, lower, blocks, "")
+    made = Workload(name="x", rules="x", blocks=blocks, stages=(Stage(step="step"),))
+    made.check()
+    return made
