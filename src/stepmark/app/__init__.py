@@ -1,0 +1,1 @@
+"""Names by which earlier versions start ranks on this host."""
