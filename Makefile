@@ -54,7 +54,7 @@ soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
 	@for turn in $$(seq $(TURNS)); do \
 	  echo "turn $$turn of $(TURNS)"; \
-	  $(BIN)/python -m pytest -x tests/launch tests/cli \
+	  $(BIN)/python -m pytest -x tests/measuring tests/cli \
 	    -k "fault or kill or hang or interrupt or die or lost" $(ARGS) || exit 1; \
 	done
 

@@ -22,13 +22,12 @@ TESTS = Path(__file__).parent
 
 
 def measures_ranks(item: pytest.Item) -> bool:
-    """Return whether a test is of launch, or uses a pool of ranks to measure collectives.
+    """Return whether a test uses a pool of ranks to measure collectives.
 
     Tests elsewhere that start ranks to measure, or look at the clock, have the mark themselves.
     """
-    folders = item.path.relative_to(TESTS).parts
     has_pool = hasattr(getattr(item, "module", None), "Pool")
-    return folders[0] == "launch" or (folders[0] == "collectives" and has_pool)
+    return item.path.relative_to(TESTS).parts[0] == "collectives" and has_pool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,8 @@ from validation import statements
 
 from stepmark.model.ops import FAMILIES
 
-SOURCE = Path(__file__).parents[1] / "src" / "stepmark"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "stepmark"
 FILES = sorted(SOURCE.rglob("*.py"))
 MAX_FILE = 800
 MAX_FUNCTION = 60
@@ -89,6 +91,44 @@ def test_every_family_is_in_every_table(family: str) -> None:
 def test_operators_are_values(family: str) -> None:
     op = PLAIN[family]
     assert hash(op) == hash(dataclasses.replace(op))
+
+
+def folders() -> list[str]:
+    """Folders of the package, the lowest last, as import-linter's contract has them."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    [layers] = (each["layers"] for each in contracts["contracts"] if "layers" in each)
+    return [name.removeprefix("stepmark.") for name in " | ".join(layers).split(" | ")]
+
+
+def test_every_folder_has_its_place() -> None:
+    """Names of earlier versions are in `app`."""
+    found = {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    assert found == {*folders(), "app"}
+
+
+def test_contributing_has_a_sentence_for_each_folder() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text().partition("| folder |")[2]
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text.partition("\n\n")[0], re.MULTILINE)
+    assert re.findall(r"`(\w+)`", " ".join(rows)) == folders()
+
+
+@pytest.mark.parametrize("folder", [name for name in folders() if name not in ("cli", "api")])
+def test_the_map_of_a_folder_has_its_files(folder: str) -> None:
+    text = ast.get_docstring(ast.parse((SOURCE / folder / "__init__.py").read_text())) or ""
+    listed = re.findall(r"\b(\w+)(?:\.py|/)", text)
+    assert len(listed) == len({*listed})
+    found = {
+        path.stem
+        for path in (SOURCE / folder).iterdir()
+        if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__")
+    }
+    assert {*listed} == found - {"__init__"}
+
+
+def test_modules_are_named_by_text_in_two_places() -> None:
+    """`kinds.py`, and the command line, whose --help imports no feature."""
+    named = [name_of(f) for f in FILES if re.search(r'"stepmark\.[\w.]+:\w+"', f.read_text())]
+    assert [name for name in named if not name.startswith(("cli/", "kinds.py"))] == []
 
 
 def test_what_is_imported_by_its_name_is_there() -> None:

@@ -55,7 +55,7 @@ OF_ROOM: dict[str, tuple[str, ...]] = {
     "predict": ("predictions/test_timeline.py", "predictions/test_predicted_steps.py"),
     "trace": ("traces", "job_logs", "text_tables"),
     "replay": ("replays", "cli/test_replay.py"),
-    "launch": ("launch", "cli/test_launch.py", "cli/test_ranks.py"),
+    "launch": ("measuring", "cli/test_launch.py", "cli/test_ranks.py"),
     "verdicts": ("comparison/test_compare.py", "cli/test_check.py", "cli/test_sweep.py"),
     "store": ("store", "cli/test_runs_cli.py", "cli/test_compare.py"),
 }

@@ -73,7 +73,7 @@ def measure_with(
 class Breaking:
     """On one rank the first call of this step raises, when its peers need it no more.
 
-    Those who wait for it in a collective are for the guard to end (tests/launch).
+    Those who wait for it in a collective are for the guard to end (tests/measuring).
     """
 
     step: str

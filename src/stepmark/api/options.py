@@ -3,15 +3,17 @@
 from stepmark.api.keywords import describe, spells_keywords
 from stepmark.api.run import VERBS, class_of
 from stepmark.api.table import Table
+from stepmark.comparison.compare_options import CompareOptions
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import load
+from stepmark.predictions.predict_options import PredictOptions
+from stepmark.traces.trace_options import BreakdownOptions
 from stepmark.workloads import workload_flags
 from stepmark.workloads.rules import find_rule
 
-_CLASSES = {
-    "predict": "stepmark.predictions.predict_options:PredictOptions",
-    "compare": "stepmark.comparison.compare_options:CompareOptions",
-    "trace": "stepmark.traces.trace_options:BreakdownOptions",
+_CLASSES: dict[str, type] = {
+    "predict": PredictOptions,
+    "compare": CompareOptions,
+    "trace": BreakdownOptions,
 }
 
 
@@ -26,7 +28,7 @@ def options(verb: str, which: str = "") -> Table:
     if verb == "workload":
         cls = workload_flags.options_class(find_rule(which or "megatron"), has_ignored=False)
     elif verb in _CLASSES:
-        cls = load(_CLASSES[verb])
+        cls = _CLASSES[verb]
     elif verb in VERBS:
         cls = class_of(verb, [which] if which else [])
     else:

@@ -3,11 +3,12 @@
 import difflib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from html import escape
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.table import Table
@@ -19,35 +20,37 @@ from stepmark.cases.plan import Plan
 from stepmark.cases.record import AnyCase, Failed, Record, RunInfo, Skipped
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
+from stepmark.collectives import comm
+from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.option_groups import MeasureOptions
-from stepmark.ground.options import argv, load, plain
-from stepmark.measuring.machine import machine
+from stepmark.ground.options import argv, plain
+from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.measure import measured
 from stepmark.model.collectives import Collective, collective_named
 from stepmark.model.ops import FAMILIES
+from stepmark.operators import op
 from stepmark.operators.op_options import LAYER, options_class
+from stepmark.replays import replay_verb
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_log_verb import of_run
 from stepmark.replays.replay_options import ReplayOptions
-from stepmark.replays.replay_verb import curves_of
 from stepmark.runs.runs import print_run
 from stepmark.store import view
 from stepmark.store.commands import options_of
 from stepmark.store.reader import find_run
 from stepmark.tables.columns import Row
 from stepmark.tables.columns import View as Place
+from stepmark.training import train
+from stepmark.training.train_options import TrainOptions
 
 # By verb: options, None: those of a family, and the function that plans the cases of options.
-VERBS = {
-    "op": (None, "stepmark.operators.op:plan_of"),
-    "comm": ("stepmark.collectives.comm_options:CommOptions", "stepmark.collectives.comm:plan"),
-    "train": ("stepmark.training.train_options:TrainOptions", "stepmark.training.train:plan"),
-    "replay": (
-        "stepmark.replays.replay_options:ReplayOptions",
-        "stepmark.replays.replay_verb:plan",
-    ),
+VERBS: dict[str, tuple[type[MeasureOptions] | None, Callable[[Any, Machine], Plan]]] = {
+    "op": (None, op.plan_of),
+    "comm": (CommOptions, comm.plan),
+    "train": (TrainOptions, train.plan),
+    "replay": (ReplayOptions, replay_verb.plan),
 }
 
 
@@ -187,7 +190,7 @@ def replay(workload: str | os.PathLike[str] | Workload, **options: object) -> Re
     with in_files((workload,)) as named:
         given = read(ReplayOptions, named, options)
         run = _carry_out("replay", given)
-    for _, log in of_run(run.path, run.records, curves_of(given)):
+    for _, log in of_run(run.path, run.records, replay_verb.curves_of(given)):
         return Replay(**{field.name: getattr(log, field.name) for field in fields(log)})
     raise StepmarkError("; ".join(run._unmeasured()) or f"run {run.path}: no replay")
 
@@ -205,7 +208,7 @@ def _carry_out(verb: str, options: MeasureOptions) -> Run:
     _, make_plan = VERBS[verb]
 
     def planned() -> Plan:
-        plan: Plan = load(make_plan)(options, machine(options.device))
+        plan = make_plan(options, machine(options.device))
         return replace(plan, argv=(verb, *argv(options)))
 
     code, path = measured(
@@ -224,8 +227,7 @@ def class_of(verb: str, words: Sequence[object] = ()) -> type[MeasureOptions]:
         raise ConfigError("measure", verb, _allowed(verb))
     options, _ = VERBS[verb]
     if options is not None:
-        cls: type[MeasureOptions] = load(options)
-        return cls
+        return options
     family = str(words[0]) if words else None
     if family is not None and family not in (*FAMILIES, LAYER):
         near = difflib.get_close_matches(family, (*FAMILIES, LAYER), 1)

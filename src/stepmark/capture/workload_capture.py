@@ -5,9 +5,8 @@ import sys
 
 from stepmark.capture.watch import Watch
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import load
 from stepmark.ground.waiting import Waiting
-from stepmark.workloads import workload_files
+from stepmark.workloads import workload_files, workload_show
 from stepmark.workloads.workload_files import Target
 from stepmark.workloads.workload_options import CaptureOptions, Rows
 
@@ -36,4 +35,4 @@ def run(options: CaptureOptions) -> None:
             sys.stderr.write(f"# {note}\n")
         workload_files.deliver(workload, Target(out=options.out))
     else:
-        load("stepmark.workloads.workload_show:show")(workload, Rows())
+        workload_show.show(workload, Rows())

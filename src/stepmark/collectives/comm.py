@@ -7,21 +7,22 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.cases.plan import CommHow, How, Plan, entries
-from stepmark.collectives import comm_plan, comm_remarks, nccl_tests
+from stepmark.collectives import comm_plan, comm_remarks, nccl_tests, peer_formats
 from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import new_file
-from stepmark.ground.options import build, load, plain
+from stepmark.ground.options import build, plain
 from stepmark.measuring import delivery
 from stepmark.measuring.machine import Machine
 from stepmark.measuring.measure import measure_or_list
 from stepmark.model.collectives import FACTS, Api, Collective, placements
 from stepmark.store.view import View, print_text, show_rows, view
 from stepmark.tables.columns import aligned
+from stepmark.tables.export import write_json
 from stepmark.workloads.models import file_notes
 
 _DEFAULT_STEP = (4, True)
-_STYLES = {"param": "stepmark.collectives.peer_formats:param_comms"}
+_STYLES = {"param": peer_formats.param_comms}
 
 
 def run(options: CommOptions) -> int:
@@ -31,7 +32,9 @@ def run(options: CommOptions) -> int:
         return 0
     if options.print_as:
         _check_names(options)
-        load("stepmark.collectives.comm_workload:print_commands")(options)
+        from stepmark.collectives.comm_workload import print_commands  # noqa: PLC0415 - 60 ms
+
+        print_commands(options)
         return 0
     return measure_or_list(
         lambda machine: plan(options, machine), options, lambda: _check_output_file(options)
@@ -43,8 +46,11 @@ def plan(options: CommOptions, machine: Machine) -> Plan:
     _check_names(options)
     device = machine.device
     world_size = machine.num_ranks(options.nproc, "all" if device == "cuda" else "2")
-    of_workload = "stepmark.collectives.comm_workload:plan"
-    make_cases = load(of_workload) if options.from_workload else comm_plan.plan
+    make_cases = comm_plan.plan
+    if options.from_workload:
+        from stepmark.collectives import comm_workload  # noqa: PLC0415 - 60 ms
+
+        make_cases = comm_workload.plan
     cases, notes = make_cases(options, device, world_size)
     return Plan(
         command="comm",
@@ -113,7 +119,7 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
 
 def _show(run: View, options: CommOptions) -> None:
     if options.style:
-        texts: dict[str, str] = load(_STYLES[options.style])(run.records, run.run)
+        texts: dict[str, str] = _STYLES[options.style](run.records, run.run)
         sys.stdout.write("\n".join(texts.values()))
         return
     if options.wide:
@@ -148,9 +154,10 @@ def _write_files(run: View, options: CommOptions) -> None:
     delivery.write_rows(run.comm_rows, options, by="family")
     if target := options.output_file:
         ended_at = datetime.now(UTC).isoformat(timespec="seconds")
-        make_document = load("stepmark.collectives.peer_formats:json_document")
-        document = make_document(run.comm_rows, run.run, sys.argv, ended_at=ended_at)
+        document = peer_formats.json_document(
+            run.comm_rows, run.run, sys.argv, ended_at=ended_at
+        )
         file = new_file(Path(target))
-        load("stepmark.tables.export:write_json")(document, file)
+        write_json(document, file)
         if file != Path(target):
             sys.stderr.write(f"{target} exists: written to {file}\n")

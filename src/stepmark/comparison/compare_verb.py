@@ -24,7 +24,6 @@ from stepmark.comparison.series import STRICT, context, series_of_records
 from stepmark.comparison.table_series import InputDefaults, series_of_tables, table_list
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.ground.files import write_text
-from stepmark.ground.options import load
 from stepmark.ground.units import parse_bytes
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
@@ -346,7 +345,8 @@ def _deliver(comparison: Comparison, options: CompareOptions) -> None:
     }
     write_files(options, "compare", document, rows)
     if options.html:
-        page = load("stepmark.comparison.comparison_page:html")  # with plotly
-        write_text(options.html, page(comparison), "html")
+        from stepmark.comparison.comparison_page import html  # noqa: PLC0415 - plotly
+
+        write_text(options.html, html(comparison), "html")
     if not options.to_stdout:
         printed(comparison, console())

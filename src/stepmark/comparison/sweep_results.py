@@ -16,7 +16,6 @@ from stepmark.comparison.sweep_run import Means
 from stepmark.comparison.tuner_verb import ProbeError
 from stepmark.ground.errors import worst
 from stepmark.ground.files import write_text
-from stepmark.ground.options import load
 from stepmark.ground.signals import catching
 from stepmark.measuring.delivery import write_files
 from stepmark.store.codec import to_plain
@@ -147,8 +146,9 @@ def _files(result: Result, sweep: Sweep, options: SweepOptions, lines: Sequence[
     }
     write_files(options, "sweep", document, rows)
     if target := options.html:
-        page = load("stepmark.comparison.comparison_page:html")  # with plotly
-        write_text(target, page(comparison, lines), "html")
+        from stepmark.comparison.comparison_page import html  # noqa: PLC0415 - plotly
+
+        write_text(target, html(comparison, lines), "html")
 
 
 def _say(text: str) -> None:

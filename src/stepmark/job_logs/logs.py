@@ -21,7 +21,7 @@ from stepmark.findings.histogram import (
 )
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
-from stepmark.ground.options import load, plain
+from stepmark.ground.options import plain
 from stepmark.ground.reading import Table
 from stepmark.ground.units import format_bytes, format_time
 from stepmark.ground.waiting import Waiting
@@ -268,7 +268,8 @@ class LogReport:
                 )
                 for view in self.views
             ]
-            page = load("stepmark.findings.histogram_figures:page")  # with plotly
+            from stepmark.findings.histogram_figures import page  # noqa: PLC0415 - plotly
+
             write_text(self.options.html, page("stepmark logs", sections), "html")
 
     def document(self) -> dict[str, object]:

@@ -365,8 +365,11 @@ def _largest_mbs(case: "TrainCase", device_bytes: int) -> int:
 
 
 def _workload(plan: Plan) -> "Workload | None":
-    decode = "stepmark.step.native:decode"
-    return load(decode)(plan.workload.encode()) if plan.workload else None
+    if not plan.workload:
+        return None
+    from stepmark.step.native import decode  # noqa: PLC0415 - for replays alone
+
+    return decode(plan.workload.encode())
 
 
 def _local_peers(ranks: "Ranks") -> LocalPeers:

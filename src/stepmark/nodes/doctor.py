@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import dashed, load, plain
+from stepmark.ground.options import dashed, plain
 from stepmark.ground.units import GB, TFLOP, format_bytes
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
@@ -42,13 +42,16 @@ def run(options: DoctorOptions) -> int:
     """
     options.check_stdout()
     if options.nodes:
-        code: int = load("stepmark.nodes.node_check_verb:run")(options)
-        return code
+        from stepmark.nodes import node_check_verb  # noqa: PLC0415 - 90 ms
+
+        return node_check_verb.run(options)
     for name, value in plain(options).items():
         if name not in ("json", "csv"):
             raise ConfigError(dashed(name), value, "only with --nodes")
     with Waiting("importing torch and examining the devices"):
-        findings: Findings = load("stepmark.nodes.bench_doctor:examine")()
+        from stepmark.nodes.bench_doctor import examine  # noqa: PLC0415 - torch
+
+        findings = examine()
     report = list(lines(findings))
     draw(report, to_stderr=options.to_stdout)
     rows = [asdict(line) for line in report]

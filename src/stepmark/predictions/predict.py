@@ -12,7 +12,6 @@ from stepmark.cases.training import Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
-from stepmark.ground.options import load
 from stepmark.ground.units import format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
@@ -60,8 +59,9 @@ def run(options: PredictOptions) -> int:
         spans = prediction.timeline.spans()
         write_json(step_timeline.perfetto(spans), options.timeline, "timeline", "timeline")
     if options.html:
-        html: str = load("stepmark.predictions.prediction_page:page")(document, prediction)
-        write_text(options.html, html, "html")
+        from stepmark.predictions.prediction_page import page  # noqa: PLC0415 - plotly
+
+        write_text(options.html, page(document, prediction), "html")
     if not options.to_stdout:
         print_text(report.lines(document, prediction))
     return 0

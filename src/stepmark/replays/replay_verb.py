@@ -15,7 +15,7 @@ from stepmark.collectives.comm_options import CommOptions
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
-from stepmark.ground.options import build, load, plain
+from stepmark.ground.options import build, plain
 from stepmark.ground.units import format_time
 from stepmark.measuring import delivery
 from stepmark.measuring.machine import Machine
@@ -222,8 +222,9 @@ def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
     if options.timeline:
         write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline", "timeline")
     if options.html:
-        page: str = load("stepmark.replays.replay_page:page")(file, log)
-        write_text(options.html, page, "html")
+        from stepmark.replays.replay_page import page  # noqa: PLC0415 - plotly
+
+        write_text(options.html, page(file, log), "html")
     if options.aicb_log:
         iterations = log.spans[0, :, :, 1].tolist()
         write_text(

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from stepmark.cases.record import RunInfo
@@ -10,7 +10,6 @@ from stepmark.collectives.comm_summary import comm_lines
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.option_groups import Files
-from stepmark.ground.options import load
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.predictions.predicted_steps import StepReport
@@ -67,7 +66,9 @@ def print_run(path: Path, run: View) -> None:
     """Print a run: where it was measured, its rows, its predicted steps."""
     _print_header(run.run)
     show_rows(run)
-    report: StepReport | None = load("stepmark.runs.step_report:step_report")(path, run)
+    from stepmark.runs.step_report import step_report  # noqa: PLC0415 - numpy
+
+    report = step_report(path, run)
     if report is not None:
         print_text((*_summary(run), *report.lines()))
 
@@ -165,15 +166,18 @@ def run_report(options: ReportOptions) -> None:
         else:
             other = find_run(options.runs, options.other)
             target = options.out or path / f"report-{other.name}.html"
-            page = load("stepmark.runs.step_ledger:comparison_page")(path, other)
-            write_text(target, page, "out")
+            from stepmark.runs.step_ledger import comparison_page  # noqa: PLC0415 - plotly
+
+            write_text(target, comparison_page(path, other), "out")
     sys.stdout.write(f"{target}\n")
 
 
 def write_page(path: Path, target: Path | None = None) -> Path:
     """Write the page of the run at `path`."""
     run = view(path)
-    report = load("stepmark.runs.step_report:reported")(path, run)
+    from stepmark.runs.step_report import reported  # noqa: PLC0415 - numpy
+
+    report = reported(path, run)
     if isinstance(report, ConfigError):
         say([str(report)])
     return write_run_page(path, run, report, target)
@@ -186,16 +190,27 @@ def write_run_page(
     target: Path | None = None,
 ) -> Path:
     """Write the page of a run. report: of the steps that it predicted, if any."""
-    target = target or path / "report.html"
-    html = load("stepmark.runs.run_page:html")  # with plotly
-    sections: dict[str, str] = {}
-    if report:
-        names = ("headline", "answer", "evidence")
-        sections = {n: load(f"stepmark.predictions.ledger_page:{n}")(report) for n in names}
+    from stepmark.predictions import ledger_page  # noqa: PLC0415 - plotly
+    from stepmark.runs import run_page  # noqa: PLC0415 - plotly
+
+    replays: Iterable[str] = ()
     if run.replay_rows:
-        logs = load("stepmark.replays.replay_log_verb:of_run")(path, run.records)
-        replays = load("stepmark.replays.replay_page:sections")
-        sections["replays"] = "\n".join(replays(*each) for each in logs)
-    rows = run.rows, run.device, run.comm_rows, run.train_rows
-    write_text(target, html(run.run, run.records, *rows, **sections), "out")
+        from stepmark.replays import replay_page  # noqa: PLC0415 - plotly
+        from stepmark.replays.replay_log_verb import of_run  # noqa: PLC0415 - numpy
+
+        replays = (replay_page.sections(*each) for each in of_run(path, run.records))
+    html = run_page.html(
+        run.run,
+        run.records,
+        run.rows,
+        run.device,
+        run.comm_rows,
+        run.train_rows,
+        headline=ledger_page.headline(report) if report else "",
+        answer=ledger_page.answer(report) if report else "",
+        evidence=ledger_page.evidence(report) if report else "",
+        replays="\n".join(replays),
+    )
+    target = target or path / "report.html"
+    write_text(target, html, "out")
     return target

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from stepmark.cases.record import Measured
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import load
 from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.ground.units import format_time
 from stepmark.store.view import print_text, view
@@ -106,7 +105,9 @@ def comparison_page(first: Path, second: Path) -> str:
     if not pairs:
         allowed = f"a run with a profiled training step of a case that {first.name} has, too"
         raise ConfigError("run", second.name, allowed)
-    html = load("stepmark.predictions.ledger_page:html")  # with plotly
+    from stepmark.predictions import ledger_page  # noqa: PLC0415 - plotly
+    from stepmark.tables import page  # noqa: PLC0415 - plotly
+
     sections = []
     for sides in pairs:
         steps = [
@@ -123,11 +124,11 @@ def comparison_page(first: Path, second: Path) -> str:
             )
         ]
         name = titles[0] if titles[0] == titles[1] else "the steps"
-        ledgers = (step.ledger for step in steps)
-        sections.append(html(*ledgers, ("A", "B"), step=name, text=text))
+        sections.append(
+            ledger_page.html(steps[0].ledger, steps[1].ledger, ("A", "B"), step=name, text=text)
+        )
     lead = f"A: {escape(first.name)}; B: {escape(second.name)}"
-    page: str = load("stepmark.tables.page:document")("Two runs", lead, "\n".join(sections))
-    return page
+    return page.document("Two runs", lead, "\n".join(sections))
 
 
 def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:

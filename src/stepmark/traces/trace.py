@@ -8,7 +8,6 @@ from pathlib import Path
 from stepmark.findings import histogram
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
-from stepmark.ground.options import load
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
 from stepmark.store.view import print_text
@@ -46,7 +45,9 @@ def breakdown(options: BreakdownOptions) -> int:
         filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or {"steps": []}, options.csv, "csv")
     if options.html:
-        page: str = load("stepmark.traces.trace_page:page")(  # with plotly
+        from stepmark.traces import trace_page  # noqa: PLC0415 - plotly
+
+        page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
             times.timelines,

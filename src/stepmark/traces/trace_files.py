@@ -26,7 +26,6 @@ from stepmark.cases.training import Training
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
-from stepmark.ground.options import load
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
 from stepmark.ground.waiting import Waiting
@@ -82,7 +81,9 @@ def map_traces(
     if not (shares and outer_launcher.is_rank()):
         return _checked(_in_processes(work, paths, inputs.jobs), inputs)
     outer_launcher.as_torchrun()
-    ranks = load("stepmark.measuring.ranks:join")("cpu")
+    from stepmark.measuring.ranks import join  # noqa: PLC0415 - torch
+
+    ranks = join("cpu")
     try:
         try:
             mine: object = _in_processes(

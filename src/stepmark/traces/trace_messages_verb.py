@@ -10,7 +10,6 @@ from stepmark.findings import expected, histogram
 from stepmark.findings.expected import Expected
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
-from stepmark.ground.options import load
 from stepmark.ground.units import format_time
 from stepmark.job_logs.log_sources import Source, read_sources
 from stepmark.store.view import print_text
@@ -327,7 +326,8 @@ class _View:
         """Write the files that the options name. Raises ConfigError."""
         options = self.options
         if options.html:
-            page = load("stepmark.findings.histogram_figures:page")  # with plotly
+            from stepmark.findings.histogram_figures import page  # noqa: PLC0415 - plotly
+
             title = f"messages of {self.traces.world_size} ranks"
             write_text(
                 options.html, page("stepmark trace messages", [(title, self.rows, ())]), "html"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from stepmark.cases.plan import How, Plan, TrainHow, entries
 from stepmark.cases.record import Failed, Measured, Record
-from stepmark.ground.options import build, load, plain
+from stepmark.ground.options import build, plain
 from stepmark.measuring import delivery
 from stepmark.measuring.machine import Machine
 from stepmark.measuring.measure import measure_or_list
@@ -91,7 +91,6 @@ def _show(run: View, path: Path) -> None:
             lines = training_printing.message_lines(facts, record.case.num_ranks)
             print_text(lines)
         if facts.traces:
-            lines = load("stepmark.traces.trace_kernels_verb:profile_lines")(
-                path / TRACES, record
-            )
-            print_text(lines)
+            from stepmark.traces.trace_kernels_verb import profile_lines  # noqa: PLC0415 - numpy
+
+            print_text(profile_lines(path / TRACES, record))

@@ -8,7 +8,7 @@ from typing import Any
 
 from stepmark.ground.dtypes import DType, parse_dtype
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import dashed, load
+from stepmark.ground.options import dashed
 from stepmark.ground.waiting import Waiting
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import Workload
@@ -16,13 +16,14 @@ from stepmark.workloads import workload_files, workload_flags, workload_model
 from stepmark.workloads.architecture import AnyJob, Batch, OwnJob
 from stepmark.workloads.job import Job, Spread, near_multiples
 from stepmark.workloads.rules import RULES, Rule, find_rule
-from stepmark.workloads.workload_files import Target, stage_flag
+from stepmark.workloads.workload_files import StageFlag, Target, stage_flag
 from stepmark.workloads.workload_options import (
     ConvertOptions,
     Experts,
     GenerateOptions,
     Layout,
     Model,
+    Rows,
     ShowOptions,
 )
 
@@ -30,7 +31,6 @@ _MODEL_AXES = ("tp", "pp", "cp")
 _DATA_AXES = ("dp_shard", "dp_replicate")
 _SHARED = {field.name for field in fields(GenerateOptions)}  # not only of the rules
 _PROGRAM = ("groups", "blocks", "stages")
-_SHOW = "stepmark.workloads.workload_show:show"  # its tables take longer to import than a file
 _RECOMPUTE = ("recompute_activations", "recompute")
 
 
@@ -44,7 +44,7 @@ def run_generate(options: GenerateOptions) -> None:
     workload = with_times(workload, options)
     stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
     if not (options.out or options.to):
-        load(_SHOW)(workload, options, stage)
+        _show(workload, options, stage)
         return
     if (options.distinct or options.to_stdout) and (options.out or "-") == "-":
         raise ConfigError("out", "-", "a file, as the tables go to stdout")
@@ -53,15 +53,29 @@ def run_generate(options: GenerateOptions) -> None:
     target = Target(to=options.to, out=options.out, rank=options.rank, stage=stage)
     workload_files.deliver(workload, target)
     if options.distinct or options.json or options.csv:
-        load(_SHOW)(workload, options, stage, text=options.distinct)
+        _show(workload, options, stage, text=options.distinct)
+
+
+def _show(
+    workload: Workload,
+    options: Rows,
+    stage: StageFlag | None,
+    html: str | None = None,
+    *,
+    text: bool = True,
+) -> None:
+    """Import what shows workloads, which takes longer than reading a file."""
+    from stepmark.workloads.workload_show import show  # noqa: PLC0415 - 60 ms
+
+    show(workload, options, stage, html, text=text)
 
 
 def with_times(workload: Workload, options: GenerateOptions) -> Workload:
     """Add the times of computation that the options name, if they do. Raises ConfigError."""
     if options.comp_filepath and not options.compute_from:
-        timed = load("stepmark.workloads.workload_times:timed_as_aicb")
-        result: Workload = timed(workload, options.comp_filepath)
-        return result
+        from stepmark.workloads import workload_times  # noqa: PLC0415 - 60 ms
+
+        return workload_times.timed_as_aicb(workload, options.comp_filepath)
     return workload_files.timed(workload, options.compute_from)
 
 
@@ -69,7 +83,7 @@ def show(options: ShowOptions) -> None:
     """Print the workload of a file."""
     with Waiting(f"reading {options.file}"):
         workload = workload_files.read(options.file, options.group_sizes, options.world_size)
-    load(_SHOW)(workload, options, stage_flag(options.stage), options.html)
+    _show(workload, options, stage_flag(options.stage), options.html)
 
 
 def convert(options: ConvertOptions) -> None:

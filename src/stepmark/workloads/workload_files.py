@@ -12,7 +12,6 @@ from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import is_special, written
-from stepmark.ground.options import load
 from stepmark.model.ops import Op
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.tables.export import is_folder
@@ -108,8 +107,9 @@ def timed(workload: Workload, source: str | None) -> Workload:
     """Add the times of computation of --compute-from, if it is given."""
     if source is None:
         return workload
-    result: Workload = load("stepmark.workloads.workload_times:timed")(workload, source)
-    return result
+    from stepmark.workloads import workload_times  # noqa: PLC0415 - 60 ms
+
+    return workload_times.timed(workload, source)
 
 
 StageFlag = tuple[str, int]  # the flag that selects a pipeline stage, and the stage
@@ -157,7 +157,9 @@ def deliver(
         isinstance(item, ComputeOp) and item.time_s is None and not item.is_wait
         for item in items
     ):
-        workload = load("stepmark.workloads.workload_times:with_filler")(workload)
+        from stepmark.workloads import workload_times  # noqa: PLC0415 - 60 ms
+
+        workload = workload_times.with_filler(workload)
         sys.stderr.write(
             f"# {name} needs times of computation: {AICB_FILLER} each, AICB's filler, for what "
             "has none; --compute-from gives others\n"

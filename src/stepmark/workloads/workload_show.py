@@ -12,7 +12,6 @@ from stepmark.cases.comm_case import CommCase
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
-from stepmark.ground.options import load
 from stepmark.model.collectives import (
     ALIGN_BYTES,
     FACTS,
@@ -67,7 +66,8 @@ def show(
         with_rows = {name: rows for name, rows in tables.items() if rows}
         export.write_tables(with_rows, options.csv, "csv")
     if html:
-        page = load("stepmark.workloads.workload_page:page")  # with plotly
+        from stepmark.workloads.workload_page import page  # noqa: PLC0415 - plotly
+
         write_text(html, page(workload, number, _defaults(workload.rules)), "html")
         if html != "-":
             sys.stderr.write(f"wrote {html}\n")

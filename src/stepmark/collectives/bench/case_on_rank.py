@@ -13,7 +13,6 @@ from stepmark.cases.plan import CommHow
 from stepmark.cases.record import Check
 from stepmark.collectives.bench import data, timing
 from stepmark.collectives.bench.communicators import Communicator
-from stepmark.ground.options import load
 from stepmark.measuring.context import MeasureContext
 from stepmark.measuring.verify import TORCH_DTYPE, merge
 from stepmark.model.collectives import Collective, Mode
@@ -194,9 +193,9 @@ class CaseOnRank:
         """Return the concurrent compute; only then are all operators imported."""
         if self._local is None or not self._world_case.beside:
             return None
-        make = load("stepmark.collectives.bench.concurrent_compute:make")
-        compute: ConcurrentCompute = make(self._world_case.beside, self._context)
-        return compute
+        from stepmark.collectives.bench.concurrent_compute import make  # noqa: PLC0415
+
+        return make(self._world_case.beside, self._context)
 
     @property
     def operations_per_call(self) -> int:

@@ -11,6 +11,8 @@ import pytest
 
 from stepmark.ground.processes import LocalPeers
 
+pytestmark = pytest.mark.ranks
+
 Peer = subprocess.Popen[bytes]
 
 

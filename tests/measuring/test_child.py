@@ -15,6 +15,8 @@ from stepmark.ground import processes
 from stepmark.ground.signals import catching
 from stepmark.measuring import child, supervise
 
+pytestmark = pytest.mark.ranks
+
 # A child of its own, and one that leaves the session as a launcher's ranks do.
 FAMILY = """
 import signal, subprocess, sys, time

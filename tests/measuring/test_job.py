@@ -21,6 +21,8 @@ from stepmark.measuring.ranks import _reach, cores_of
 from stepmark.measuring.supervise import not_waiting
 from stepmark.training.train_plan import placement_notes
 
+pytestmark = pytest.mark.ranks
+
 KEY = "0123456789abcdef"
 VARIABLES = {"STEPMARK_HOSTS": "n1,n2,n3", "STEPMARK_PORT": "29500", "STEPMARK_KEY": KEY}
 

@@ -4,6 +4,10 @@ import subprocess
 import sys
 import time
 
+import pytest
+
+pytestmark = pytest.mark.ranks
+
 SCRIPT = """
 import sys, time
 from stepmark.measuring.heartbeat import Watchdog

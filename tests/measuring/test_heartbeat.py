@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from stepmark.measuring.heartbeat import (
     ABORT,
     FIRST,
@@ -18,6 +20,8 @@ from stepmark.measuring.heartbeat import (
     Beat,
     HeartbeatStore,
 )
+
+pytestmark = pytest.mark.ranks
 
 COST = """
 import statistics, time

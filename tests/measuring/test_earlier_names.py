@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.ranks
+
 
 def refusal(module: str) -> tuple[int, str]:
     done = subprocess.run(

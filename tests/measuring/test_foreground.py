@@ -13,6 +13,8 @@ import pytest
 
 from stepmark.ground.processes import is_alive
 
+pytestmark = pytest.mark.ranks
+
 SOURCE = Path(__file__).parents[2] / "src"
 DRIVER = """
 import os, sys

@@ -6,6 +6,8 @@ import pytest
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring.local_ranks import LocalRanks, Ranks
 
+pytestmark = pytest.mark.ranks
+
 
 def test_more_ranks_than_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     free = psutil.virtual_memory()._replace(available=2**30)
