@@ -19,20 +19,12 @@ run: $(VENV)/.installed
 
 setup: $(VENV)/.installed-dev
 
-# Tests that measure on ranks or look at the clock come second, by themselves: ranks of gloo spin
-# while they wait, and two pools beside each other take longer than one after the other. The
-# others run in two processes, files with few tests not last: some take long. Compiled tests are
-# kept whatever the environment says: compiling them takes longer than loading them. A half may
-# have no test that ARGS selects (5), not both. Slow tests are `make soak`'s.
+# In two processes, one of which begins with the tests that measure on ranks (tests/conftest.py).
+# Compiled tests are kept whatever the environment says: compiling them takes longer than loading
+# them. Slow tests are `make soak`'s.
 test: $(VENV)/.installed-dev
-	@status=5; export PYTHONDONTWRITEBYTECODE=; \
-	for half in "not ranks and not slow and not cluster" "ranks and not slow"; do \
-	  case $$half in not*) workers="-n 2 --dist loadfile --no-loadscope-reorder" ;; *) workers= ;; esac; \
-	  echo "pytest -m '$$half'"; code=0; \
-	  $(BIN)/python -m pytest $$workers -m "$$half" $(ARGS) || code=$$?; \
-	  case $$code in 5) ;; 0) [ $$status != 5 ] || status=0 ;; *) status=$$code ;; esac; \
-	done; \
-	exit $$status
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadgroup \
+	  --no-loadscope-reorder -m "not slow and not cluster" $(ARGS)
 
 # Two hosts in network namespaces and a Slurm of two nodes: needs root. On Debian and Ubuntu it
 # installs what is missing (iproute2, slurm-wlm, munge).

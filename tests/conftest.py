@@ -30,10 +30,19 @@ def measures_ranks(item: pytest.Item) -> bool:
     return item.path.relative_to(TESTS).parts[0] == "collectives" and has_pool
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark tests that measure on ranks, and have one worker run all of them, from the start.
+
+    Ranks of two such tests would wait for each other. Other tests stay beside those of their file.
+    """
     for item in items:
         if measures_ranks(item):
             item.add_marker("ranks")
+        is_of_ranks = item.get_closest_marker("ranks") is not None
+        file = item.path.relative_to(TESTS).with_suffix("").as_posix()
+        item.add_marker(pytest.mark.xdist_group("ranks" if is_of_ranks else file))
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
 # Alone

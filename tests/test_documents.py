@@ -30,7 +30,7 @@ PLANNED = {"run", "op", "comm", "train", "calibrate", "replay", "sweep"}
 WITH_RANKS = {"run", "comm", "train", "calibrate"}
 PARSED = (
     *("nodes.doctor:run", "watching.watch:run", "comparison.check:run"),
-    *("measuring.measure:resume", "workloads.workload:capture", "replays.workload_fill:run"),
+    *("measuring.measure:resume", "capture.workload_capture:run", "replays.workload_fill:run"),
 )
 # Files and runs that pages name as the reader's own: what stands in for them.
 STAND_INS = {
@@ -104,6 +104,12 @@ def _load_unless_parsed(*names: str) -> Callable[[str], Any]:
     load = options.load
     prefixes = tuple(f"stepmark.{name}" for name in names)
     return lambda name: (lambda _: 0) if name.startswith(prefixes) else load(name)
+
+
+@pytest.mark.parametrize("name", PARSED)
+def test_what_is_only_parsed_is_a_handler(name: str) -> None:
+    handlers = "".join(file.read_text() for file in (ROOT / "src/stepmark/cli").glob("*.py"))
+    assert f'"stepmark.{name}"' in handlers
 
 
 @pytest.mark.usefixtures("_beside_files")
