@@ -40,10 +40,11 @@ test-cluster: $(VENV)/.installed-dev
 mutations: $(VENV)/.installed-dev
 	$(BIN)/python tests/mutate.py $(ARGS)
 
-# The slow tests; then those of kills, hangs, interrupts and lost ranks, TURNS times over.
+# The slow tests; laws with more examples; then tests of kills, hangs, interrupts and lost ranks, TURNS times over.
 TURNS := 20
 soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m hypothesis --hypothesis-profile thorough $(ARGS)
 	@for turn in $$(seq $(TURNS)); do \
 	  echo "turn $$turn of $(TURNS)"; \
 	  $(BIN)/python -m pytest -x tests/measuring tests/cli \

@@ -15,7 +15,9 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-settings.register_profile("stepmark", deadline=None)
+# `make soak` tries more examples.
+settings.register_profile("stepmark", deadline=None, max_examples=40)
+settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("stepmark")
 
 TESTS = Path(__file__).parent
@@ -43,6 +45,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         file = item.path.relative_to(TESTS).with_suffix("").as_posix()
         item.add_marker(pytest.mark.xdist_group("ranks" if is_of_ranks else file))
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
+
+
+@pytest.fixture(scope="module")
+def forked_ranks() -> Iterator[None]:
+    """Fork the ranks of commands that run in this process."""
+    from tests import forked_ranks
+
+    from stepmark.measuring import local_ranks
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(local_ranks, "_start", forked_ranks.start)
+        yield
 
 
 # Alone

@@ -142,7 +142,7 @@ def test_other_commands_are_parsed(
 
 
 @pytest.mark.ranks
-@pytest.mark.usefixtures("_beside_files")
+@pytest.mark.usefixtures("_beside_files", "forked_ranks")
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if any(commands(p, "sh try"))], ids=lambda p: p.stem
 )

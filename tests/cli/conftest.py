@@ -1,10 +1,8 @@
 """Ranks of commands that run in this process are forked."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests import forked_ranks
 
 from stepmark.launching import follow
 from stepmark.measuring import local_ranks
@@ -12,15 +10,10 @@ from stepmark.measuring import local_ranks
 from .launch_programs import Programs
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _forked_ranks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_ranks, "_start", forked_ranks.start)
-        yield
-
-
 @pytest.fixture(autouse=True)
-def _ranks_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def _ranks_are_marked(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, forked_ranks: None
+) -> None:
     if request.node.get_closest_marker("ranks") is None:
         monkeypatch.setattr(local_ranks, "_start", _refuse)
 

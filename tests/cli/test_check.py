@@ -59,8 +59,6 @@ def test_the_same_machine_passes(folder: Path) -> None:
     assert "0 of 3 cases slower" in done.stderr
 
 
-# Idle ranks of earlier tests are other work on this host, beside which there is no verdict.
-@pytest.mark.slow
 def test_a_faster_baseline_fails_and_a_slower_one_passes(folder: Path, tmp_path: Path) -> None:
     run = sorted((folder / "runs").iterdir())[0]
     done = check(folder, doctored(run, tmp_path / "doctored"), 4)
@@ -100,7 +98,6 @@ def test_a_check_is_one_run_that_resume_continues_and_decides(folder: Path) -> N
     assert f"of 3 cases slower than {run.name}" in again.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

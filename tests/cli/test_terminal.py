@@ -60,7 +60,10 @@ def piped(line: str, cwd: Path, **variables: str) -> "subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("columns", [60, pytest.param(80, marks=pytest.mark.slow), 160])
+# Transcripts of 80 and 160 columns are in tests/data/outputs.
+@pytest.mark.parametrize(
+    "columns", [60, *(pytest.param(width, marks=pytest.mark.slow) for width in (80, 160))]
+)
 @pytest.mark.parametrize("line", TABLES)
 def test_tables_fit_and_nothing_is_cut(line: str, columns: int, tmp_path: Path) -> None:
     text = on_terminal(line, columns, tmp_path)

@@ -48,7 +48,7 @@ class Inputs(ABC):
     samples: of each change, in every run and in the long one.
     """
 
-    samples, all_samples = 15, 150
+    samples, all_samples = 8, 150
 
     @property
     @abstractmethod

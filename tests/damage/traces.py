@@ -336,7 +336,7 @@ _SUMS = {"collective lost": {"kernels"}}
 class Traces(Inputs):
     """Traces of two ranks. Harmless changes happen to both, others to the first."""
 
-    samples, all_samples = 2, 30
+    samples, all_samples = 1, 30
 
     @property
     def mutators(self) -> tuple[Mutator, ...]:

@@ -218,7 +218,11 @@ def reference(name: str) -> tuple[list[float], float]:
     return learned(plain, ONE, FEW_STEPS)
 
 
-OF_COMPILED = ("compiled blocks, learned positions", "compiled blocks, sac 1/2")
+OF_COMPILED = (
+    "compiled blocks",
+    "compiled blocks, learned positions",
+    "compiled blocks, sac 1/2",
+)
 
 
 @pytest.mark.parametrize("name", slowly(list(CASES), OF_COMPILED))

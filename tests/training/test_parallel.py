@@ -35,13 +35,14 @@ COMBINED = (
         "ddp, tied",
         "fsdp, accumulated",
         "tp",
+        "tp, tied",
         "pp, accumulated",
         "pp x fsdp",
         "ep",
         "ep x fsdp",
     ),
     *("cp", "cp, learned positions", "cp, qk norm", "cp x fsdp", "cp x hsdp", "cp, experts"),
-    *("cp x ep", "ep, mla"),
+    *("cp x ep", "cp x pp", "ep, mla"),
 )
 NAMES = slowly(list(CASES), COMBINED)
 

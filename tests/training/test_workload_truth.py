@@ -100,7 +100,11 @@ def row(one: CommOp, made: Workload, rank: int) -> Row:
 
 # What these send is also in the cases of four ranks, or in others of two.
 OF_TWO = ("ddp", "fsdp", "fsdp without reshard", "tp", "1f1b", "interleaved", "gpipe", "ep")
-OF_FOUR = ("1f1b x fsdp with a root", "fsdp x tp of torchtitan", "1f1b x tp with masters")
+OF_FOUR = (
+    *("1f1b", "1f1b x fsdp with a root", "1f1b x tp with masters", "tp with masters"),
+    *("fsdp held", "fsdp reshard over 2", "fsdp x tp, tied", "fsdp x tp of torchtitan"),
+    *("ddp held", "ep x fsdp"),
+)
 
 
 def compare(case: TrainCase, name: str, seen: list[list[Row]]) -> None:

@@ -3,9 +3,10 @@
 import dataclasses
 import hashlib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import FAMILY_OF, Op, Phase
@@ -54,8 +55,14 @@ class Label:
 
 def identity_hash(identity: object) -> str:
     """Return the SHA-256 of the canonical JSON of an identity."""
-    text = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), default=fields_of)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def fields_of(value: Any, without: Collection[str] = ()) -> dict[str, object]:
+    """Return the fields of a dataclass; dataclasses among their values stay."""
+    names = (field.name for field in dataclasses.fields(value))
+    return {name: getattr(value, name) for name in names if name not in without}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +93,7 @@ class OpCase:
         """SHA-256 of the canonical JSON of what is measured and how. Labels do not count."""
         identity = {
             "family": self.family,
-            "op": dataclasses.asdict(self.op),
+            "op": self.op,
             "backend": self.backend,
             "device": self.device,
             "num_ranks": self.num_ranks,

@@ -1,10 +1,9 @@
 """Case of one collective of one size: how it is called and how it is timed."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stepmark.cases.case import Label, identity_hash
+from stepmark.cases.case import Label, fields_of, identity_hash
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import (
@@ -155,9 +154,7 @@ class CommCase:
     @property
     def case_id(self) -> str:
         """Return the SHA-256 of the canonical JSON of all fields but labels and matrix_file."""
-        identity = dataclasses.asdict(self)
-        del identity["matrix_file"], identity["labels"]
-        return identity_hash(identity)
+        return identity_hash(fields_of(self, without=("matrix_file", "labels")))
 
 
 _COALESCED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

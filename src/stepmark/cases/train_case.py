@@ -1,12 +1,11 @@
 """Case of training: one model, its layout over ranks, and the techniques of a step."""
 
-import dataclasses
 import hashlib
 import json
 from dataclasses import dataclass
 from typing import ClassVar
 
-from stepmark.cases.case import Label
+from stepmark.cases.case import Label, fields_of
 from stepmark.cases.training import (
     CompileScope,
     DataParallel,
@@ -145,10 +144,7 @@ class TrainCase:
     @property
     def case_id(self) -> str:
         """Return the SHA-256 of the canonical JSON of the identity."""
-        identity = dataclasses.asdict(self)
-        for name in _NO_IDENTITY:
-            del identity[name]
-        for name in NO_IDENTITY:
-            del identity["model"][name]
-        text = json.dumps({"family": self.family, **identity}, sort_keys=True)
+        identity = fields_of(self, without=_NO_IDENTITY)
+        identity |= {"family": self.family, "model": fields_of(self.model, without=NO_IDENTITY)}
+        text = json.dumps(identity, sort_keys=True, default=fields_of)
         return hashlib.sha256(text.encode()).hexdigest()
