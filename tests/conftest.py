@@ -36,7 +36,7 @@ def measures_ranks(item: pytest.Item) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark tests that measure on ranks, and have one worker run all of them, from the start.
 
-    Ranks of two such tests would wait for each other. Other tests stay beside those of their file.
+    Ranks of two such tests would wait for each other. The others stay together by file.
     """
     for item in items:
         if measures_ranks(item):

@@ -1,10 +1,12 @@
 """Put each fault of mutations.toml into a copy of the tree and run the tests that it names.
 
-    python tests/mutate.py [WORD ...]      only faults whose file or description has a WORD
+    python tests/mutate.py [-j N] [WORD ...]      only faults whose file or text has a WORD
 
-Exits with 1 where a fault is not found: by a test that fails with it and passes without.
+N copies of the tree are used at a time. Exits with 1 where a fault is not found: by a test
+that fails with it and passes without.
 """
 
+import argparse
 import os
 import re
 import shutil
@@ -13,8 +15,10 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("src", "tests", "examples", "docs", "results", "recipes")
@@ -112,7 +116,7 @@ def wanted(words: list[str]) -> Iterator[Fault]:
             yield fault
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str], jobs: int) -> int:
     """Print a row per fault: whether it is found, where it is, and by which test."""
     chosen = list(wanted(words))
     for fault in chosen:
@@ -120,20 +124,33 @@ def main(words: list[str]) -> int:
             print(f"{fault.what}: {problem}")
             return 2
     status = 0
-    with tempfile.TemporaryDirectory() as folder:
-        tree = copied(Path(folder))
-        for fault in chosen:
-            try:
-                test = found_by(tree, fault)
-            except (RuntimeError, subprocess.TimeoutExpired) as error:
-                test = None
-                print(error)
+    trees: SimpleQueue[Path] = SimpleQueue()
+
+    def tried(fault: Fault) -> tuple[str | None, str]:
+        tree = trees.get()
+        try:
+            return found_by(tree, fault), ""
+        except (RuntimeError, subprocess.TimeoutExpired) as error:
+            return None, f"{error}\n"
+        finally:
+            trees.put(tree)
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(jobs) as pool:
+        for job in range(jobs):
+            trees.put(copied(Path(folder) / str(job)))
+        for fault, (test, error) in zip(chosen, pool.map(tried, chosen), strict=True):
             status |= test is None
-            print(f"{'found    ' if test else 'NOT FOUND'} {fault.file}: {fault.what}")
+            print(f"{error}{'found    ' if test else 'NOT FOUND'} {fault.file}: {fault.what}")
             print(f"          {test or ', '.join(fault.tests)}", flush=True)
     print(f"{len(chosen)} faults")
     return status
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(
+        description="Faults that tests must find."
+    )
+    parser.add_argument("words", nargs="*", help="only faults whose file or text has one")
+    parser.add_argument("-j", "--jobs", type=int, default=1, help="so many copies at a time")
+    arguments = parser.parse_args()
+    sys.exit(main(arguments.words, arguments.jobs))
