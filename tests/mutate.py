@@ -147,9 +147,7 @@ def main(words: list[str], jobs: int) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description="Faults that tests must find."
-    )
+    parser = argparse.ArgumentParser(description="Faults that tests must find.")
     parser.add_argument("words", nargs="*", help="only faults whose file or text has one")
     parser.add_argument("-j", "--jobs", type=int, default=1, help="so many copies at a time")
     arguments = parser.parse_args()

@@ -53,6 +53,7 @@ def test_under_torchrun_a_death_and_a_hang_end_it_and_resume_goes_on(tmp_path: P
     assert running.err().count("terminated; finished cases are kept") == 1
 
 
+@pytest.mark.slow
 def test_launches_under_torchrun_share_their_process(tmp_path: Path) -> None:
     words = ["comm", "all_reduce", "-b", "1K", "-e", "1K", "-n", "20", "--device", "cpu"]
     running = Running(*words, "--launches", "2", cwd=tmp_path, torchrun=2)
@@ -67,6 +68,7 @@ def test_launches_under_torchrun_share_their_process(tmp_path: Path) -> None:
     assert "it has 1 launch, and" in done.stderr
 
 
+@pytest.mark.slow
 def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
     running = Running(
         "comm", "all_reduce", "--device", "cpu", "-f", "inf", cwd=tmp_path, torchrun=2
@@ -96,6 +98,7 @@ time.time = lambda: real() + (3600 if int(time.monotonic() - begin_s) % 2 else -
 """
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_changes_no_limit_and_no_duration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -144,6 +144,7 @@ def test_a_search_has_found_a_batch(
     assert found_batch(records, launches) == expected
 
 
+@pytest.mark.slow
 def test_under_torchrun_it_is_one_rank(tmp_path: Path) -> None:
     words = ["train", "gpt2-125m", *TINY, "--strategy", "fsdp", "--steps", "3"]
     running = Running(*words, cwd=tmp_path, torchrun=2)

@@ -269,10 +269,13 @@ def test_a_run_that_has_only_a_plan_is_begun_by_resume(
     assert len(records(tmp_path)) == read_info(run).num_cases == 2
 
 
-PARENT = """
+FINISH_S = 3.0  # after SIGTERM, of a command's 15
+PARENT = f"""
 import sys
 from pathlib import Path
+from stepmark.measuring import supervise
 from stepmark.measuring.measure import measure_quietly, show_run
+supervise.FINISH_S = {FINISH_S}
 from tests.measuring.sleeping import plan
 code, run = measure_quietly(plan(2, 9), sys.argv[1])
 sys.exit(show_run(run, code))
@@ -300,7 +303,7 @@ def parent(folder: Path, *faults: str) -> "subprocess.Popen[str]":
 
 @pytest.mark.parametrize(
     ("number", "expected", "limit_s"),
-    [(signal.SIGINT, 130, 5.0), (signal.SIGTERM, 143, supervise_module.FINISH_S + 5.0)],
+    [(signal.SIGINT, 130, 5.0), (signal.SIGTERM, 143, FINISH_S + 5.0)],
 )
 def test_a_signal_ends_it_and_what_is_finished_is_kept(
     number: signal.Signals, expected: int, limit_s: float, tmp_path: Path
