@@ -113,6 +113,7 @@ def _try(
     count = sum((each.round, each.setting) == (number, setting.name) for each in sweep.tries)
     again = f"-{count + 1}" if count else ""
     stem = journal.path / "output" / f"round{number}-setting{place}{again}"
+    stem.parent.mkdir(exist_ok=True)  # who keeps a sweep need not keep what its tries printed
     # A folder of its own, so that no other process's run is taken for this try's.
     runs = journal.path / "runs" / stem.name
     started_at = time.time()
