@@ -16,6 +16,7 @@ from stepmark.comparison.racing import (
     standing,
 )
 from stepmark.ground.launches import Row, Sample
+from stepmark.ground.ratio import CONFIDENCE, Ratio, Verdict, t_quantile
 from stepmark.ground.verdicts import judge
 
 SIZES = 20
@@ -147,6 +148,27 @@ def test_small_gains_and_wide_noise_need_more_fresh_rounds() -> None:
     assert LEAST_FRESH < rounds(0.05, 0.015) < 20
     assert rounds(0.05, 0.015) < rounds(0.05, 0.02)
     assert rounds(0.05, 0.1) == 20
+
+
+def test_as_many_fresh_rounds_as_now_have_the_distribution_of_now() -> None:
+    """They confirm, with 90 % power, what stands out of 99 % and 90 % of Student's t."""
+    rounds, se_log, df = 6, 0.01, 5
+    limit = (t_quantile(CONFIDENCE, df) + t_quantile(0.9, df)) * se_log
+
+    def needed(log_speed: float) -> int:
+        gain = Ratio(
+            speed=math.exp(log_speed),
+            low=None,
+            high=None,
+            verdict=Verdict.FASTER,
+            reason="",
+            se_log=se_log,
+            df=df,
+        )
+        return fresh_rounds([gain], rounds=rounds, most=20)
+
+    assert needed(1.001 * limit) == rounds
+    assert needed(0.999 * limit) > rounds
 
 
 def test_fresh_rounds_are_three_at_least() -> None:
