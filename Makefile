@@ -6,7 +6,12 @@
 VENV := .venv
 BIN := $(VENV)/bin
 TORCH := torch>=2.11,<2.14
-PIP := PIP_CONSTRAINT= $(BIN)/python -m pip --disable-pip-version-check install --quiet
+PIP := PIP_CONSTRAINT= $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile
+# On all cores, what pip would compile on one. Some packages have files of another Python.
+COMPILE := $(BIN)/python -m compileall -q -j 0 $(VENV)/lib >/dev/null || true
+
+# Compiled modules are kept whatever the environment says: to compile takes longer than to load.
+export PYTHONDONTWRITEBYTECODE :=
 
 CAN_MAKE_VENV := import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))
 HAS_TORCH := import sys, torch; \
@@ -20,10 +25,9 @@ run: $(VENV)/.installed
 setup: $(VENV)/.installed-dev
 
 # In two processes, one of which begins with the tests that measure on ranks (tests/conftest.py).
-# Compiled tests are kept whatever the environment says: compiling them takes longer than loading
-# them. Slow tests are `make soak`'s.
+# Slow tests are `make soak`'s.
 test: $(VENV)/.installed-dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadgroup \
+	$(BIN)/python -m pytest -n 2 --dist loadgroup \
 	  --no-loadscope-reorder -m "not slow and not cluster" $(ARGS)
 
 # Two hosts in network namespaces and a Slurm of two nodes: needs root. On Debian and Ubuntu it
@@ -62,9 +66,8 @@ docs: $(VENV)/.installed-docs
 # Every step, also after one that failed; the tests last.
 check: $(VENV)/.installed-dev
 	@status=0; \
-	for step in lint format types imports test; do \
-	  $(MAKE) --no-print-directory $$step || status=1; \
-	done; \
+	$(MAKE) --no-print-directory -k -j 2 --output-sync lint format types imports || status=1; \
+	$(MAKE) --no-print-directory test || status=1; \
 	exit $$status
 
 lint: $(VENV)/.installed-dev
@@ -104,12 +107,15 @@ $(VENV)/.installed: pyproject.toml requirements.lock
 	mkdir -p results; \
 	$(PIP) -r requirements.lock $${torch:+"$$torch"}; \
 	$(PIP) --no-deps --no-build-isolation --editable .
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 	$(PIP) -r requirements-dev.lock
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.installed-docs: $(VENV)/.installed requirements-docs.lock
 	$(PIP) -r requirements-docs.lock
+	@$(COMPILE)
 	@touch $@
