@@ -47,6 +47,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
+@pytest.fixture(autouse=True)
+def _keep_no_device_memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Other processes, which later tests start, need the memory that torch caches."""
+    yield
+    if request.node.get_closest_marker("gpu"):
+        import torch
+
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
     """Fork the ranks of commands that run in this process."""
