@@ -22,6 +22,7 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 
 from stepmark.cli import main
+from stepmark.cli.commands import Group
 from stepmark.ground.options import REQUIRED, Option, options
 from stepmark.operators.op_options import options_class
 
@@ -95,11 +96,9 @@ def _options_class(verb: str, *words: str) -> type:
     if verb == "op":
         return options_class(words[0] if words else None)
     command = main.command(verb, list(words))
-    builders = getattr(getattr(command, "info", None), "cls", None)
-    if builders is not None:
-        command = builders.builders[words[0]](list(words[1:]))
-    cls: type = command.options_class
-    return cls
+    while isinstance(command, Group):
+        command, words = command.command(list(words)), words[1:]
+    return command.cls
 
 
 def _rows(group: str, members: list[Option]) -> Iterator[str]:

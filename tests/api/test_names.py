@@ -12,7 +12,6 @@ HEAVY = (
     "numpy",
     "pandas",
     "msgspec",
-    "typer",
     "rich",
     "stepmark.ground",
     "stepmark.measuring",

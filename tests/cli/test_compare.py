@@ -1,6 +1,5 @@
 """stepmark compare: files, runs and tables side by side, as a user asks for it."""
 
-import contextlib
 import csv
 import dataclasses
 import io
@@ -9,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.collectives.comm_records import comm_case, flat
+from tests.parsing import run
 from tests.store.test_runs import INFO
 from tests.store.writers import new_run
 
-from stepmark.cli.main import app
 from stepmark.ground.errors import ConfigError
 
 DATA = Path(__file__).parents[1] / "data"
@@ -22,11 +21,9 @@ Rows = list[dict[str, object]]
 
 
 def call(*words: object, code: int = 0) -> str:
-    arguments = ["compare", *map(str, words)]
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        exit_code = app()(arguments, standalone_mode=False)
-    assert exit_code == code, out.getvalue()
-    return out.getvalue()
+    exit_code, shown = run("compare", *map(str, words))
+    assert exit_code == code, shown
+    return shown
 
 
 def document(*words: object, code: int = 0) -> dict[str, Rows]:

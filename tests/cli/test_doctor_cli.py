@@ -8,21 +8,16 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
-from typer.testing import CliRunner
+from tests import parsing
 
-from stepmark.cli import main
 from stepmark.ground.errors import ConfigError
 from stepmark.nodes import doctor
 
-app = typer.Typer(rich_markup_mode=None, add_completion=False)
-app.command()(main.command("doctor", []))
-
 
 def run(*args: str) -> str:
-    result = CliRunner().invoke(app, list(args))
-    assert result.exit_code == 0, result.output
-    return result.stdout
+    code, shown = parsing.run("doctor", *args)
+    assert code == 0, shown
+    return shown
 
 
 def test_report_has_every_section() -> None:
@@ -65,14 +60,13 @@ def test_help_imports_no_torch() -> None:
 
 
 def test_two_outputs_on_one_stdout_are_refused() -> None:
-    result = CliRunner().invoke(app, ["--json", "-", "--csv", "-"])
-    assert isinstance(result.exception, ConfigError)
+    with pytest.raises(ConfigError):
+        run("--json", "-", "--csv", "-")
 
 
 def test_an_unwritable_path_names_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(app, ["--csv", "no/x.csv"])
-    assert isinstance(result.exception, ConfigError)
-    assert "no/x.csv" in str(result.exception)
+    with pytest.raises(ConfigError, match=r"no/x\.csv"):
+        run("--csv", "no/x.csv")

@@ -2,13 +2,12 @@
 
 import shlex
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from stepmark.cli import main
-from stepmark.cli.flags import click_command
-from stepmark.ground.options import build, options
+from stepmark.cli.commands import Command, Group
+from stepmark.ground.options import build
 from stepmark.model.device import load_devices
 from stepmark.model.ops import FAMILIES
 
@@ -32,12 +31,11 @@ def _wide(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def command(words: list[str]) -> tuple[Any, list[str]]:
+def command(words: list[str]) -> tuple[Command, list[str]]:
     """Return the command that words name, and its arguments."""
-    built, rest = click_command(words[0], main.command(words[0], words[1:])), words[1:]
-    while hasattr(built, "builders"):
-        name, *rest = rest
-        built = click_command(name, built.builders[name](rest))
+    built, rest = main.command(words[0], words[1:]), words[1:]
+    while isinstance(built, Group):
+        built, rest = built.command(rest), rest[1:]
     return built, rest
 
 
@@ -53,7 +51,7 @@ def test_the_first_page_has_less_than_60_lines_of_100_columns(words: list[str]) 
 
 @pytest.mark.parametrize("words", [["train"], ["comm"], ["workload", "generate"]], ids=" ".join)
 def test_help_all_has_every_spelling_of_every_option(words: list[str]) -> None:
-    declared = options(command(words)[0].callback.options_class)
+    declared = command(words)[0].options
     first, everything = (called([*words, page])[1] for page in ("--help", "--help-all"))
     rare = [option for option in declared if option.rare]
     assert f"{len(rare)} more options" in first
@@ -94,15 +92,15 @@ def test_every_verb_has_a_topic() -> None:
 
 def _examples() -> list[str]:
     pages = (page for page in PAGES if page[0] not in ("trace", "runs", "workload") or page[1:])
-    pages_examples = (command(page)[0].callback.examples for page in pages)
+    pages_examples = (command(page)[0].examples for page in pages)
     return sorted({example for examples in pages_examples for example in examples})
 
 
 @pytest.mark.parametrize("example", _examples())
 def test_examples_are_valid(example: str) -> None:
     built, arguments = command(shlex.split(example.partition(" > ")[0], comments=True))
-    context = built.make_context("stepmark", [*arguments])
-    build(built.callback.options_class, context.params)
+    values = built.parse("stepmark", arguments)
+    build(built.cls, values)
     if example.partition(" ")[0] in PLANNED and "--config" not in example:
         more = [] if "--device" in example else ["--device", "h200"]
         code, _, err = called([*shlex.split(example), *more, *["--dry-run"]])

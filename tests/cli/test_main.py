@@ -10,6 +10,7 @@ import pytest
 
 from stepmark import __version__
 from stepmark.cli import main
+from stepmark.cli.commands import Command, Group
 from stepmark.cli.main import status
 from stepmark.ground.options import load
 from stepmark.measuring import measure
@@ -252,7 +253,7 @@ def test_a_closed_pipe_is_no_error(tmp_path: Path) -> None:
 def test_the_list_of_verbs_is_that_of_their_modules() -> None:
     """`stepmark --help` reads no verb: what it says of them stands in a table."""
     for name, verb in main.VERBS.items():
-        assert callable(main.command(name, [])), name
+        assert isinstance(main.command(name, []), Command | Group), name
         assert callable(load(verb.handler)), name
     _, told, _ = called(["--help"])
     assert all(f"  {name} " in told for name in VERBS)

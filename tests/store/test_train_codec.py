@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.parsing import run
 from tests.store.test_query import sql
 from tests.store.test_runs import INFO
 from tests.store.writers import new_run
-from typer.testing import CliRunner
 
 from stepmark.cases.message import MessageKind, Tally
 from stepmark.cases.record import (
@@ -36,7 +36,6 @@ from stepmark.cases.training import (
     Schedule,
     Training,
 )
-from stepmark.cli.runs import app
 from stepmark.comparison.compare import Options, compare, rows_by_line
 from stepmark.comparison.comparison import Comparison, Side
 from stepmark.comparison.comparison_text import headline, split_fields
@@ -494,11 +493,9 @@ def test_runs_show_export_and_report_have_training(tmp_path: Path) -> None:
         writer.append(dataclasses.replace(measured_of(SAMPLES["ddp"]), run_id=run_id))
 
     def call(*words: str) -> str:
-        result = CliRunner().invoke(
-            app, [*words, "--runs", str(tmp_path)], catch_exceptions=False
-        )
-        assert result.exit_code == 0
-        return result.stdout
+        code, shown = run("runs", *words, "--runs", str(tmp_path))
+        assert code == 0
+        return shown
 
     shown = call("show", "latest")
     assert "plain ddp x2 mbs 1 seq 64: amp" in shown

@@ -1,13 +1,15 @@
 """The help page of a command: options by topic, examples; --help-all adds what is rare."""
 
+import shutil
+import textwrap
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from stepmark.ground import options
 from stepmark.ground.options import Option
 
 WIDTH = 100  # columns, on a terminal that has them
 _WIDEST = 34  # of the options; the help of a longer one begins on a line of its own
+_NARROWEST = 50  # of a page
 _ARGUMENTS = "Arguments"
 # Small groups of options that stand under one heading.
 _HEADINGS = {
@@ -31,8 +33,59 @@ def usage(cls: type) -> list[str]:
     return pieces
 
 
+class Page:
+    """The text of a page, as wide as the terminal and at most WIDTH columns."""
+
+    def __init__(self) -> None:
+        columns = min(shutil.get_terminal_size().columns, WIDTH)
+        self._width = max(columns - 2, _NARROWEST)
+        self._parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self._parts)
+
+    def usage(self, name: str, words: str) -> None:
+        """Write how the command is called; where its name is long, its words stand below."""
+        head = f"Usage: {name} "
+        if self._width < len(head) + 20:
+            indent = " " * 11
+            self._parts.append(f"{head}\n{self._filled(words, indent, indent)}\n")
+        else:
+            self._parts.append(f"{self._filled(words, head, ' ' * len(head))}\n")
+
+    def summary(self, text: str) -> None:
+        self._parts.append(f"{self._filled(text, '  ', '  ')}\n")
+
+    def paragraph(self, text: str) -> None:
+        self._parts.append(f"{self._filled(text)}\n")
+
+    def section(self, title: str, rows: Sequence[Row], widest: int = 30) -> None:
+        """Write words and what they mean; words wider than `widest` stand on a line alone."""
+        column = min(max(len(words) for words, _ in rows), widest) + 2
+        indent, lines = " " * (column + 2), [f"{title}:"]
+        for words, text in rows:
+            first, *others = self._filled(text, width=max(self._width - column - 2, 10)).split(
+                "\n"
+            )
+            fits = len(words) <= column - 2
+            start = f"{words:{column}}" if fits else f"{words}\n{indent}"
+            lines += [f"  {start}{first}".rstrip(), *(f"{indent}{line}" for line in others)]
+        self._parts.append("\n".join(lines) + "\n")
+
+    def examples(self, lines: Sequence[str]) -> None:
+        self._parts.append("".join(["Examples:\n", *(f"  stepmark {x}\n" for x in lines)]))
+
+    def _filled(
+        self, text: str, first: str = "", others: str = "", width: int | None = None
+    ) -> str:
+        return textwrap.fill(
+            text, width or self._width, initial_indent=first, subsequent_indent=others
+        )
+
+
 def write(
-    formatter: Any, name: str, cls: type, examples: Sequence[str], *, everything: bool
+    page: Page, name: str, cls: type, examples: Sequence[str], *, everything: bool
 ) -> None:
     """Write the sections of a page below its usage and summary.
 
@@ -42,18 +95,14 @@ def write(
     widths = [len(words) for rows in shown.values() for words, _ in rows]
     width = max((each for each in widths if each <= _WIDEST), default=0)
     for title in sorted(shown, key=lambda title: title != _ARGUMENTS):
-        with formatter.section(title):
-            rows = [(words.ljust(width), text) for words, text in shown[title]]
-            formatter.write_dl(rows, col_max=width)
+        rows = [(words.ljust(width), text) for words, text in shown[title]]
+        page.section(title, rows, width)
     if examples:
-        with formatter.section("Examples"):
-            for example in examples:
-                formatter.write(f"{'':{formatter.current_indent}}stepmark {example}\n")
+        page.examples(examples)
     note = "[...] is a default."
     if num_left_out:
         note += f" {name} --help-all: {num_left_out} more options, and all spellings."
-    formatter.write_paragraph()
-    formatter.write_text(note)
+    page.paragraph(note)
 
 
 def _sections(cls: type, *, everything: bool) -> tuple[dict[str, list[Row]], int]:

@@ -4,10 +4,8 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-import typer
-
 from stepmark.cli import main
-from stepmark.cli.flags import Command, as_typed, click_command, verb
+from stepmark.cli.commands import Command, UnknownOptionError, Values
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import build, load
 from stepmark.launching.launch_options import RESUME, LaunchOptions
@@ -22,15 +20,15 @@ _REFUSED = {"nproc": _RANKS, "out": _OUT, "resume": _NEW, "dry_run": _NEW}
 class Wrapper(Command):
     """A command whose arguments, behind --, are a verb with its own."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        words = [*args]
+    def parse(self, name: str, words: list[str]) -> Values:
         try:
-            return super().parse_args(ctx, args)
-        except typer.BadParameter.__mro__[2]:  # type: ignore[misc]
-            # An unknown option: it may be the verb's. A value of a known one is no verb.
-            options = (each for each in self.params if not getattr(each, "is_flag", True))
-            valued = {word for option in options for word in option.opts}
-            name = next(
+            return super().parse(name, words)
+        except UnknownOptionError:
+            # It may be the verb's. A value of a known one is no verb.
+            valued = {
+                word for option in self.options if not option.is_switch for word in option.words
+            }
+            verb = next(
                 (
                     word
                     for before, word in pairwise(["", *words])
@@ -38,20 +36,19 @@ class Wrapper(Command):
                 ),
                 None,
             )
-            if name is None or "--" in words:
+            if verb is None or "--" in words:
                 raise
-            rule = f"it must come behind --: stepmark {ctx.info_name} OPTIONS -- {name} ..."
-            raise ConfigError("command", name, rule) from None
+            rule = f"it must come behind --: {name} OPTIONS -- {verb} ..."
+            raise ConfigError("command", verb, rule) from None
 
 
 class _Command(Wrapper):
-    def invoke(self, ctx: Any) -> Any:
-        if ctx.params["words"]:
-            check(ctx.params["words"])
-        return super().invoke(ctx)
+    def check(self, values: Values) -> None:
+        if values["words"]:
+            check(values["words"])
 
 
-def command(arguments: Sequence[str]) -> Any:
+def command(words: Sequence[str]) -> Command:
     """Return the verb."""
     doc = "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster."
     examples = (
@@ -59,15 +56,13 @@ def command(arguments: Sequence[str]) -> Any:
         "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
         "launch --follow 123456",
     )
-    return verb(
-        LaunchOptions, "stepmark.launching.launch:run", doc, *examples, command=_Command
-    )
+    return _Command(LaunchOptions, "stepmark.launching.launch:run", doc, *examples)
 
 
 def check(words: Sequence[str]) -> None:
     """Refuse a verb that measures nothing, and arguments that it does not take.
 
-    Raises ConfigError, or typer's error of usage.
+    Raises ConfigError or UnknownOptionError.
     """
     name = words[0]
     if name not in (*MEASURING, RESUME):
@@ -78,19 +73,19 @@ def check(words: Sequence[str]) -> None:
 def check_arguments(words: Sequence[str], refused: Mapping[str, str]) -> None:
     """Refuse arguments that a verb does not take; refused: rules of fields, by name.
 
-    Raises ConfigError, or typer's error of usage.
+    Raises ConfigError or UnknownOptionError.
     """
     name, *arguments = words
-    target = click_command(name, main.command(name, arguments))
-    context = target.make_context(f"stepmark {name}", [*arguments])  # it empties the list
+    target = main.command(name, arguments)
+    assert isinstance(target, Command), name
+    values = target.parse(f"stepmark {name}", arguments)
     try:
-        _check_models(build(target.callback.options_class, context.params))
+        _check_models(build(target.cls, values))
         for field, rule in refused.items():
-            value = context.params.get(field)
-            if value not in (None, False):
+            if (value := values.get(field)) not in (None, False):
                 raise ConfigError(field, value, rule)
     except ConfigError as error:
-        raise as_typed(error, context, arguments) from None
+        raise target.as_typed(error, values, arguments) from None
 
 
 def _check_models(options: Any) -> None:

@@ -9,13 +9,11 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TextIO
 
-import typer
-
 from stepmark import __version__
-from stepmark.cli.flags import group, verb
+from stepmark.cli.commands import Answered, Command, Group
 from stepmark.cli.verbs import TOPICS, VERBS
 from stepmark.ground import outer_launcher, signals
-from stepmark.ground.errors import ConfigError, StepmarkError, nearest
+from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.options import load
 
 COMPLETE = "_STEPMARK_COMPLETE"  # set by the scripts of shells, see completion.py
@@ -41,35 +39,20 @@ Read more:
 """
 
 
-def command(name: str, arguments: list[str]) -> Any:
+def command(name: str, words: list[str]) -> Command | Group:
     """Return the command of a verb, or its group of commands."""
     entry = VERBS[name]
     if entry.options:
-        return verb(load(entry.options), entry.handler, entry.doc, *entry.examples)
+        return Command(load(entry.options), entry.handler, entry.doc, *entry.examples)
     handler = load(entry.handler)
-    return handler if isinstance(handler, typer.Typer) else handler(arguments)
+    made: Command | Group = handler if isinstance(handler, Group) else handler(words)
+    return made
 
 
-def app() -> Any:
+def program() -> Group:
     """Return the program with all its verbs."""
     verbs = {name: (entry.help, partial(command, name)) for name, entry in VERBS.items()}
-    program = group(_DOC, verbs, TOPICS)
-    program.callback()(_options)
-    return program
-
-
-def _version(is_given: bool) -> None:
-    if is_given:
-        typer.echo(f"stepmark {__version__}")
-        raise typer.Exit(0)
-
-
-def _options(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="print the version"
-    ),
-) -> None:
-    """Options of the program itself."""
+    return Group(_DOC, verbs, TOPICS, version=f"stepmark {__version__}")
 
 
 def main() -> None:
@@ -149,50 +132,24 @@ def status(arguments: list[str]) -> int:
         sys.stdout.flush()
     except StepmarkError as error:
         return _complain(str(error), error.exit_code)
-    except (KeyboardInterrupt, typer.Abort):
+    except KeyboardInterrupt:
         return _complain("interrupted", 130)
-    except (BrokenPipeError, SystemExit) as stop:
-        # typer turns a broken pipe into SystemExit(1), which would be a failed check.
-        if isinstance(stop, SystemExit) and not isinstance(stop.__context__, BrokenPipeError):
-            raise
-        # The reader of our output has closed it.
+    except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
-    except typer.BadParameter.__mro__[2] as error:  # type: ignore[misc]
-        # typer's own usage errors; their class is not public under a stable name.
-        return _usage(error)
     return code
 
 
-def _code(arguments: list[str]) -> int:
-    try:
-        if COMPLETE in os.environ:
-            code: int = load("stepmark.cli.completion:answer")()
-            return code
-        if not arguments:
-            sys.stdout.write(_FIRST_SCREEN)
-            return 0
-        result: Any = app()(arguments, prog_name="stepmark", standalone_mode=False)
-    except typer.Exit as stop:
-        code = int(stop.exit_code)
-        swallowed = isinstance(stop.__context__, KeyboardInterrupt)
-        return _complain("interrupted", code) if swallowed else code
-    return result if isinstance(result, int) else 0
-
-
-def _usage(error: Any) -> int:
-    """Complain about an option that does not exist, or that lacks its value or has too much."""
-    option, context = error.option_name, error.ctx
-    if not hasattr(error, "possibilities"):  # the option exists
-        values = "without" if "does not take" in error.message else "with"
-        return _complain(str(ConfigError(option, "given", f"given {values} a value")), 2)
-    parameters = context.command.params
-    words = [word for each in parameters for word in (*each.opts, *each.secondary_opts)]
-    near = nearest(option, words)
-    rule = f"did you mean {near[0]}?" if near else "one of the options of this command"
-    page = "--help-all" if "--help-all" in words else "--help"
-    text = f"{ConfigError(option, 'given', rule)} See {context.command_path} {page}."
-    return _complain(text, 2)
+def _code(words: list[str]) -> int:
+    if COMPLETE in os.environ:
+        code: int = load("stepmark.cli.completion:answer")(words)
+        return code
+    if not words:
+        sys.stdout.write(_FIRST_SCREEN)
+        return 0
+    with suppress(Answered):
+        return program().run("stepmark", words)
+    return 0
 
 
 def _complain(text: str, code: int) -> int:

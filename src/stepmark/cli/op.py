@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
-from stepmark.cli.flags import Command, verb
+from stepmark.cli.commands import Command, Values
+from stepmark.cli.help_page import Page
 from stepmark.ground.errors import not_one_of
 from stepmark.ground.options import options
 from stepmark.model.ops import FAMILIES
@@ -34,23 +34,22 @@ _EXAMPLES: dict[str, tuple[str, ...]] = {
 class _Command(Command):
     """`stepmark op`, whose help lists the families, or `stepmark op FAMILY`.
 
-    Without arguments it is --help.
+    Without words it is --help.
     """
 
     family: str | None = None
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if self.family is not None:
-            ctx.info_name = f"{ctx.info_name} {self.family}"
-        if not args and not ctx.resilient_parsing:
-            args = ["--help"]
-        return super().parse_args(ctx, args)
+    def run(self, name: str, words: list[str]) -> int:
+        return super().run(name, words or ["--help"])
 
-    def format_options(self, ctx: Any, formatter: Any) -> None:
+    def parse(self, name: str, words: list[str]) -> Values:
+        return super().parse(name if self.family is None else f"{name} {self.family}", words)
+
+    def write_options(self, page: Page, name: str, *, everything: bool) -> None:
         if self.family is None:
-            with formatter.section("Families (stepmark op FAMILY --help shows their options)"):
-                formatter.write_dl([(name, _about(name)) for name in (*FAMILIES, LAYER)])
-        super().format_options(ctx, formatter)
+            title = "Families (stepmark op FAMILY --help shows their options)"
+            page.section(title, [(family, _about(family)) for family in (*FAMILIES, LAYER)])
+        super().write_options(page, name, everything=everything)
 
 
 def _about(family: str) -> str:
@@ -86,12 +85,11 @@ def _family(words: Sequence[str]) -> str | None:
     return None
 
 
-def command(arguments: Sequence[str]) -> Any:
+def command(words: Sequence[str]) -> Command:
     """Return the verb with the options of the requested family. Raises ConfigError."""
-    family = _family(arguments)
+    family = _family(words)
     doc = _DOC if family is None else _about(family)
     examples = _EXAMPLES.get(family or LAYER, ())
-    kind = type("_Command", (_Command,), {"family": family})
-    return verb(
-        options_class(family), "stepmark.operators.op:run", doc, *examples, command=kind
-    )
+    made = _Command(options_class(family), "stepmark.operators.op:run", doc, *examples)
+    made.family = family
+    return made

@@ -1,13 +1,13 @@
 """stepmark runs: list, show, export and query what earlier runs measured."""
 
-from stepmark.cli.flags import builder, group
+from stepmark.cli.commands import Group, builder
 from stepmark.runs.runs_options import ExportOptions, ListOptions, ShowOptions, SqlOptions
 
 _HANDLERS = "stepmark.runs.runs"
 _LIST, _SHOW = "One row per run, oldest first.", "The rows of one run."
 _EXPORT = "Write a run's rows for another tool."
 _SQL = "Query all runs."
-app = group(
+app = Group(
     "List, show, export and query earlier runs.",
     {
         "list": (_LIST, builder(ListOptions, f"{_HANDLERS}:print_list", _LIST, "runs list")),

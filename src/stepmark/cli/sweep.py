@@ -2,21 +2,19 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import islice, product
-from typing import Any
 
 from stepmark.cases.sweep import MEASURING, MOST, Setting, split_values
-from stepmark.cli.flags import verb
+from stepmark.cli.commands import Values
 from stepmark.cli.launch import Wrapper, check_arguments
 from stepmark.comparison.sweep_options import SweepOptions
 
 
 class _Command(Wrapper):
-    def invoke(self, ctx: Any) -> Any:
-        words = ctx.params["words"]
+    def check(self, values: Values) -> None:
+        words = values["words"]
         if words and words[0] in MEASURING:
-            for command in _commands(words, ctx.params["flags"]):
+            for command in _commands(words, values["flags"] or ()):
                 check_arguments(command, {})
-        return super().invoke(ctx)
 
 
 def _commands(words: Sequence[str], swept: Sequence[str]) -> Iterator[list[str]]:
@@ -27,7 +25,7 @@ def _commands(words: Sequence[str], swept: Sequence[str]) -> Iterator[list[str]]
         yield Setting(flags=combination).command(tuple(words))
 
 
-def command(arguments: Sequence[str]) -> Any:
+def command(words: Sequence[str]) -> Wrapper:
     """Return the verb."""
     doc = "Measure the same command under several settings, in interleaved rounds, and compare."
     examples = (
@@ -35,4 +33,4 @@ def command(arguments: Sequence[str]) -> Any:
         "sweep --set ac=none,full -- train llama-3.1-8b",
         "sweep --python .venv-a,.venv-b -- op gemm --model llama-3.1-8b",
     )
-    return verb(SweepOptions, "stepmark.comparison.sweep:run", doc, *examples, command=_Command)
+    return _Command(SweepOptions, "stepmark.comparison.sweep:run", doc, *examples)

@@ -1,9 +1,9 @@
 """stepmark trace: where the time of a training step went, from profiler traces."""
 
-from stepmark.cli.flags import builder, group
+from stepmark.cli.commands import Group, builder
 from stepmark.traces import trace_options
 
-app = group(
+app = Group(
     "Where did the step go? From PyTorch profiler traces of any number of ranks.",
     {
         "breakdown": (

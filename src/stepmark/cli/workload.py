@@ -1,10 +1,9 @@
 """stepmark workload: generate, show, convert, fill and capture what a training step does."""
 
 from collections.abc import Container, Iterator, Sequence
-from functools import partial
 from typing import Any
 
-from stepmark.cli.flags import Command, builder, group, verb
+from stepmark.cli.commands import Builder, Command, Group, UnknownOptionError, Values
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import options
 from stepmark.workloads.workload_options import (
@@ -27,7 +26,7 @@ def _flags() -> Any:
     return workload_flags
 
 
-def _generate(args: list[str]) -> Any:
+def _generate(args: list[str]) -> Command:
     """Return the command with the options of the framework that the arguments name."""
     flags = _flags()
     try:
@@ -46,38 +45,27 @@ def _generate(args: list[str]) -> Any:
         "workload generate --model deepseek-v3 --world-size 2048 --ep 64 --pp 16 --distinct",
     )
     cls, handler = flags.options_class(framework), f"{_HANDLERS}:run_generate"
-    return verb(cls, handler, doc, *examples, command=_Command)
+    return _Command(cls, handler, doc, *examples)
 
 
 class _Command(Command):
     """A command that also accepts AICB's spellings, --seq_len and --aiob_enable=True."""
 
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        parameters: list[Any] = self.params
-        switches = {
-            name
-            for parameter in parameters
-            if _is_switch(parameter)
-            for name in (*parameter.opts, *parameter.secondary_opts)
-        }
-        valued = {name for each in parameters if not _is_switch(each) for name in each.opts}
+    def parse(self, name: str, words: list[str]) -> Values:
+        declared = [option for option in self.options if not option.argument]
+        switches = {word for option in declared if option.is_switch for word in option.words}
+        valued = {word for option in declared if not option.is_switch for word in option.words}
         if "--recompute" not in valued:
-            args = with_bare_recompute(args)
-        elif with_bare_recompute(args) != args:
-            _flags().refuse_bare_recompute(framework_of(args))
-        words = [spelled(word, switches) for word in args]
+            words = with_bare_recompute(words)
+        elif with_bare_recompute(words) != words:
+            _flags().refuse_bare_recompute(framework_of(words))
+        words = [spelled(word, switches) for word in words]
         refuse_two_formats(words)
         try:
-            return super().parse_args(ctx, [word for word in words if word])
-        except Exception as error:
-            option = getattr(error, "option_name", "")
-            if option and option not in switches | valued:
-                _flags().refuse_other_framework(option)
+            return super().parse(name, [word for word in words if word])
+        except UnknownOptionError as error:
+            _flags().refuse_other_framework(error.option)
             raise
-
-
-def _is_switch(parameter: Any) -> bool:
-    return bool(getattr(parameter, "is_flag", False))
 
 
 def spelled(word: str, switches: Container[str]) -> str:
@@ -129,8 +117,11 @@ def refuse_two_formats(args: Sequence[str]) -> None:
         raise ConfigError("format", " and ".join(formats), "one format")
 
 
-_builder = partial(builder, command=_Command)
-app = group(
+def _builder(cls: type[Any], handler: str, doc: str, *examples: str) -> Builder:
+    return lambda words: _Command(cls, handler, doc, *examples)
+
+
+app = Group(
     "What one training step computes and communicates: generate, show, convert, fill, capture.",
     {
         "generate": (
