@@ -307,7 +307,7 @@ def test_a_job_goes_on_with_a_run(programs: Programs, tmp_path: Path) -> None:
 def test_verbs_that_measure_are_those_with_ranks_and_runs() -> None:
     classes = {
         name: load(entry.options) for name, entry in main.VERBS.items() if entry.options
-    } | {"op": main.command("op", []).options_class}
+    } | {"op": main.command("op", []).cls}
     measuring = {
         name
         for name, kind in classes.items()

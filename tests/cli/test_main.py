@@ -254,6 +254,7 @@ def test_the_list_of_verbs_is_that_of_their_modules() -> None:
     """`stepmark --help` reads no verb: what it says of them stands in a table."""
     for name, verb in main.VERBS.items():
         assert isinstance(main.command(name, []), Command | Group), name
-        assert callable(load(verb.handler)), name
+        handler = load(verb.handler)
+        assert callable(handler) or isinstance(handler, Group), name
     _, told, _ = called(["--help"])
     assert all(f"  {name} " in told for name in VERBS)

@@ -48,6 +48,13 @@ end
 complete -c stepmark -n 'test (count (__stepmark)) -gt 0' -f -a '(__stepmark)'
 """,
 }
+# What has the names of each kind, or a function that returns them.
+_NAMES: dict[Names, str] = {
+    "model": "stepmark.model.model:load_models",
+    "device": "stepmark.model.device:load_devices",
+    "framework": "stepmark.workloads.rules:RULES",
+    "format": "stepmark.workloads.formats:FORMATS",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,20 +73,14 @@ def run(options: CompletionOptions) -> None:
 
 def names_of(kind: Names, runs: Path) -> list[str]:
     """Return the names that a shell completes. runs: the folder of runs."""
-    match kind:
-        case "":
-            return []
-        case "model":
-            return [*load("stepmark.model.model:load_models")()]
-        case "device":
-            return ["cuda", "cpu", *load("stepmark.model.device:load_devices")()]
-        case "framework":
-            return [*load("stepmark.workloads.rules:RULES")]
-        case "format":
-            return [*load("stepmark.workloads.formats:FORMATS")]
-        case "run":
-            folders = load("stepmark.store.reader:list_runs")(runs)
-            return ["latest", *(folder.name for folder in folders)]
+    if kind == "run":
+        folders = load("stepmark.store.reader:list_runs")(runs)
+        return ["latest", *(folder.name for folder in folders)]
+    found = load(_NAMES[kind]) if kind else ()
+    return [
+        *(("cuda", "cpu") if kind == "device" else ()),
+        *(found() if callable(found) else found),
+    ]
 
 
 def answer(words: list[str]) -> int:
