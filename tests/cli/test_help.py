@@ -21,6 +21,7 @@ PAGES = [
     *(["trace", name] for name in ("breakdown", "messages", "kernels", "compare", "convert")),
     *(["runs", name] for name in ("list", "show", "export", "sql")),
 ]
+COMMANDS = [page for page in PAGES if page[0] not in ("trace", "runs", "workload") or page[1:]]
 # Of examples that plan cases: a device and ranks, which this machine lacks.
 PLANNED = ("op", "comm", "train", "calibrate", "run")
 
@@ -91,9 +92,7 @@ def test_every_verb_has_a_topic() -> None:
 
 
 def _examples() -> list[str]:
-    pages = (page for page in PAGES if page[0] not in ("trace", "runs", "workload") or page[1:])
-    pages_examples = (command(page)[0].examples for page in pages)
-    return sorted({example for examples in pages_examples for example in examples})
+    return sorted({example for page in COMMANDS for example in command(page)[0].examples})
 
 
 @pytest.mark.parametrize("example", _examples())
@@ -169,3 +168,10 @@ def test_usage_errors_are_sentences(line: str, text: str) -> None:
 def test_all_devices_are_listed_where_one_is_unknown() -> None:
     _, _, err = called(["predict", "gpt-7b", "--nproc", "8", "--device", "xyz"])
     assert all(name in err for name in load_devices())
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_no_two_options_of_a_command_have_one_spelling(words: list[str]) -> None:
+    built, _ = command(words)
+    assert len(built.words) == len({*built.words})
+    built.parse("stepmark", [])  # argparse would refuse them
