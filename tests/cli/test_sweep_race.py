@@ -162,6 +162,7 @@ def test_resume_goes_on_in_the_fresh_rounds(tmp_path: Path) -> None:
         assert result is not None
         assert result.advice.single is None, "the fresh rounds are not complete"
         make(journal, means(tmp_path), [])
+        assert [one for one in journal.sweep.tries if one.outcome is not Outcome.DONE] == []
         assert len(journal.sweep.tries) == len(again.tries)
         result = sweep_race.compare_settings(journal.path, journal.sweep)
         assert result is not None
