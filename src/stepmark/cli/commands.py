@@ -52,6 +52,11 @@ class Command:
         declared = (option for option in self.options if not option.argument)
         return [*(word for option in declared for word in option.words), *_HELP]
 
+    def valued(self, word: str) -> Option | None:
+        """Return the option of this spelling, if it takes a value."""
+        taking = (each for each in self.options if not (each.is_switch or each.argument))
+        return next((option for option in taking if word in option.words), None)
+
     def run(self, name: str, words: list[str]) -> int:
         """Parse and call the handler. name: how the command is called. Raises StepmarkError."""
         values = self.parse(name, words)
@@ -115,9 +120,9 @@ class Command:
         except argparse.ArgumentError as error:
             spellings = (error.argument_name or "").split("/")
             typed = (word.partition("=")[0] for word in reversed(words))
-            option_name = next((word for word in typed if word in spellings), spellings[0])
-            kind = "without" if "explicit" in error.message else "with"
-            raise ConfigError(option_name, "given", f"given {kind} a value") from None
+            wrong = next((word for word in typed if word in spellings), spellings[0])
+            rule = f"given {'with' if self.valued(wrong) else 'without'} a value"
+            raise ConfigError(wrong, "given", rule) from None
         return vars(values), rest
 
     def page(self, name: str, *, everything: bool) -> str:

@@ -112,13 +112,13 @@ def _completions(words: list[str], last: str) -> Iterator[str]:
         return
     name, equals, value = last.partition("=")
     if equals and name.startswith("--"):
-        for word in _of_value(_valued(at, name), _values(at, words), value):
+        for word in _of_value(at.valued(name), _values(at, words), value):
             yield f"{name}={word}"
     elif last.startswith("-") and "--" not in words:
         yield from (word for word in _options(at, words) if word.startswith(last))
     else:
         values = _values(at, words)
-        option = _valued(at, words[-1]) if words else None
+        option = at.valued(words[-1]) if words else None
         yield from _of_value(option or _argument(at, values), values, last)
 
 
@@ -133,12 +133,6 @@ def _options(command: Command, words: list[str]) -> Iterator[str]:
         ):
             yield from option.words
     yield from ("--help", "--help-all")
-
-
-def _valued(command: Command, word: str) -> Option | None:
-    """Return the option of this spelling, if it takes a value."""
-    options = (option for option in command.options if not option.is_switch)
-    return next((option for option in options if word in option.words), None)
 
 
 def _argument(command: Command, values: Values) -> Option | None:

@@ -25,17 +25,12 @@ class Wrapper(Command):
             return super().parse(name, words)
         except UnknownOptionError:
             # It may be the verb's. A value of a known one is no verb.
-            valued = {
-                word for option in self.options if not option.is_switch for word in option.words
-            }
-            verb = next(
-                (
-                    word
-                    for before, word in pairwise(["", *words])
-                    if word in MEASURING and before not in valued
-                ),
-                None,
+            verbs = (
+                word
+                for before, word in pairwise(["", *words])
+                if word in MEASURING and not self.valued(before)
             )
+            verb = next(verbs, None)
             if verb is None or "--" in words:
                 raise
             rule = f"it must come behind --: {name} OPTIONS -- {verb} ..."
