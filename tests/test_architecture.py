@@ -22,9 +22,9 @@ MAX_FILE = 800
 MAX_FUNCTION = 60
 # Raised where new work has been given room of its own, never to make a change fit: 80 for
 # readers of messages' groups, 110 for figures of recomputed products and names of models, 25
-# for imports of modules that lie in several folders, and for the entry of earlier versions, 15
+# for imports of modules that lie in several folders, and for the entry of earlier versions, 20
 # for what a package did before: pages of help, and completions.
-MAX_STATEMENTS = 53_100 + 80 + 110 + 25 + 15
+MAX_STATEMENTS = 53_100 + 80 + 110 + 25 + 20
 
 # Names that say nothing of what a file holds.
 NAMELESS = {"utils", "util", "common", "helpers", "base", "misc"}

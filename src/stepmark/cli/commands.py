@@ -116,7 +116,7 @@ class Command:
         for word, name in _HELP.items():
             parser.add_argument(word, dest=name, action="store_true")
         try:
-            values, rest = parser.parse_known_args(words)
+            values, rest = parser.parse_known_args(self._joined(words))
         except argparse.ArgumentError as error:
             spellings = (error.argument_name or "").split("/")
             typed = (word.partition("=")[0] for word in reversed(words))
@@ -124,6 +124,17 @@ class Command:
             rule = f"given {'with' if self.valued(wrong) else 'without'} a value"
             raise ConfigError(wrong, "given", rule) from None
         return vars(values), rest
+
+    def _joined(self, words: list[str]) -> list[str]:
+        """Return the words, --sac -1/4 as --sac=-1/4: argparse takes it for two options."""
+        joined: list[str] = []
+        for word in words:
+            is_value = word.startswith("-") and word.partition("=")[0] not in self.words
+            if joined and is_value and self.valued(joined[-1]):
+                joined[-1] += f"={word}"
+            else:
+                joined.append(word)
+        return joined
 
     def page(self, name: str, *, everything: bool) -> str:
         """Return the help. everything: also rare options and all spellings."""
@@ -140,7 +151,8 @@ class Command:
     def as_typed(self, error: ConfigError, values: Values, words: Sequence[str]) -> ConfigError:
         """Return the error with its field spelled as the user typed it, else as in --help."""
         name = error.field.lstrip("-").replace("_", "-")
-        typed = {word.partition("=")[0] for word in words}
+        heads = {word.partition("=")[0] for word in words}
+        typed = heads | {word.replace("_", "-") for word in heads}  # as `workload` takes them
         for option in self.options:
             names = {options.dashed(option.name), *(word.lstrip("-") for word in option.words)}
             if option.argument or name not in names:
