@@ -146,5 +146,6 @@ class TrainCase:
         """Return the SHA-256 of the canonical JSON of the identity."""
         identity = fields_of(self, without=_NO_IDENTITY)
         identity |= {"family": self.family, "model": fields_of(self.model, without=NO_IDENTITY)}
+        # With spaces, unlike identity_hash: identities of published runs stay.
         text = json.dumps(identity, sort_keys=True, default=fields_of)
         return hashlib.sha256(text.encode()).hexdigest()

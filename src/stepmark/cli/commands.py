@@ -43,7 +43,10 @@ class Command:
 
     def __init__(self, cls: type[Any], handler: str, doc: str, *examples: str) -> None:
         """handler: "module:function", which takes the options and may return an exit code."""
-        self.cls, self.handler, self.doc, self.examples = cls, handler, doc, examples
+        self.cls = cls
+        self.handler = handler
+        self.doc = doc
+        self.examples = examples
         self.options: tuple[Option, ...] = options.options(cls)
 
     @property
@@ -152,7 +155,7 @@ class Command:
         """Return the error with its field spelled as the user typed it, else as in --help."""
         name = error.field.lstrip("-").replace("_", "-")
         heads = {word.partition("=")[0] for word in words}
-        typed = heads | {word.replace("_", "-") for word in heads}  # as `workload` takes them
+        typed = heads | {word.replace("_", "-") for word in heads}  # AICB's, of `workload`
         for option in self.options:
             names = {options.dashed(option.name), *(word.lstrip("-") for word in option.words)}
             if option.argument or name not in names:
@@ -188,7 +191,9 @@ class Group:
         topics: Mapping[str, Sequence[str]] | None = None,
         version: str = "",
     ) -> None:
-        self.doc, self.commands, self.version = doc, commands, version
+        self.doc = doc
+        self.commands = commands
+        self.version = version
         self.topics = topics or {"Commands": [*commands]}
 
     @property

@@ -85,8 +85,8 @@ def names_of(kind: Names, runs: Path) -> list[str]:
 
 def answer(words: list[str]) -> int:
     """Print the completions of the last word, one per line."""
-    before, last = _undivided(words[:-1]), "".join(words[-1:])
-    last = "" if last == "=" else last
+    before = _undivided(words[:-1])
+    last = "".join(words[-1:]).removeprefix("=")  # bash: --flag= without a value yet
     with suppress(StepmarkError, Answered):  # words before are wrong, which their run reports
         sys.stdout.write("".join(f"{word}\n" for word in _completions(before, last)))
     return 0

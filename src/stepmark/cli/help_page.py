@@ -63,7 +63,8 @@ class Page:
     def section(self, title: str, rows: Sequence[Row], widest: int = 30) -> None:
         """Write words and what they mean; words wider than `widest` stand on a line alone."""
         column = min(max(len(words) for words, _ in rows), widest) + 2
-        indent, lines = " " * (column + 2), [f"{title}:"]
+        indent = " " * (column + 2)
+        lines = [f"{title}:"]
         for words, text in rows:
             first, *others = self._filled(text, width=max(self._width - column - 2, 10)).split(
                 "\n"
