@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from stepmark.api.options import options
     from stepmark.api.prediction import Prediction, predict
     from stepmark.api.run import Replay, Run, measure, read_run, replay
-    from stepmark.api.table import Table
     from stepmark.api.trace import Trace, read_trace
     from stepmark.api.workload import Workload, read_workload, workload
     from stepmark.ground.errors import ConfigError, NothingToMeasureError, StepmarkError
+    from stepmark.tables.table import Table
 
 __version__ = "0.1.0"
 __all__ = [
@@ -51,7 +51,7 @@ _MODULES = {
     "stepmark.api.options": ("options",),
     "stepmark.api.prediction": ("Prediction", "predict"),
     "stepmark.api.run": ("Replay", "Run", "measure", "read_run", "replay"),
-    "stepmark.api.table": ("Table",),
+    "stepmark.tables.table": ("Table",),
     "stepmark.api.trace": ("Trace", "read_trace"),
     "stepmark.api.workload": ("Workload", "read_workload", "workload"),
     "stepmark.ground.errors": ("ConfigError", "NothingToMeasureError", "StepmarkError"),

@@ -18,7 +18,8 @@ from stepmark.collectives.nccl_tests import NA_HALF, float_text, output_lines
 from stepmark.collectives.peer_formats import json_document
 from stepmark.ground.dtypes import parse_dtype
 from stepmark.model.collectives import Collective, Mode
-from stepmark.tables.columns import Row, fitted
+from stepmark.tables.columns import Row
+from stepmark.tables.table import fitted
 
 from .comm_records import (
     NUM_RANKS,

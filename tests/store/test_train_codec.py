@@ -26,6 +26,7 @@ from stepmark.cases.record import (
     Telemetry,
 )
 from stepmark.cases.train_case import TrainCase
+from stepmark.cases.train_words import compile_text, fp8_text, recompute_text
 from stepmark.cases.training import (
     CompileScope,
     DataParallel,
@@ -344,7 +345,8 @@ def test_columns_of_training(tmp_path: Path) -> None:
         expected.append(
             (
                 *("train", "plain", case.strategy, case.num_ranks, case.mbs, 64),
-                *(case.schedule, case.grad_accum, case.fp8, case.compile, case.recompute),
+                *(case.schedule, case.grad_accum, fp8_text(case), compile_text(case)),
+                recompute_text(case),
                 *(case.precision, 10, pytest.approx(rate / total_s), 6.25, 5.5),
             )
         )

@@ -9,7 +9,8 @@ from stepmark.collectives.comm_columns import COMM_COLUMNS
 from stepmark.operators.op_columns import OP_COLUMNS
 from stepmark.store.run_export import export
 from stepmark.store.view import sql_types, view
-from stepmark.tables.columns import EVERYWHERE, Column, Unit, View, aligned, fitted, rows
+from stepmark.tables.columns import EVERYWHERE, Column, Unit, View, rows
+from stepmark.tables.table import aligned, fitted
 from stepmark.training.train_columns import TRAIN_COLUMNS
 
 TABLES = {"op": OP_COLUMNS, "comm": COMM_COLUMNS, "train": TRAIN_COLUMNS}

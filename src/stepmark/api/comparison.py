@@ -7,12 +7,13 @@ from html import escape
 
 from stepmark.api.keywords import read, spells_keywords, text
 from stepmark.api.run import Run
-from stepmark.api.table import Table, columns_named
 from stepmark.comparison import comparison as core
 from stepmark.comparison import comparison_text as report
 from stepmark.comparison.compare_options import CompareOptions
 from stepmark.comparison.compare_verb import compared
 from stepmark.store.view import console
+from stepmark.tables.columns import named
+from stepmark.tables.table import Table
 
 Source = str | os.PathLike[str] | Run
 Launches = Source | Sequence[Source]
@@ -32,7 +33,7 @@ class Comparison(Table):
     def __init__(self, comparison: core.Comparison) -> None:
         """Keep a comparison."""
         _, varying = report.split_fields(comparison.lines)
-        super().__init__(report.rows(comparison), columns_named((*varying, *_SHOWN)))
+        super().__init__(report.rows(comparison), named((*varying, *_SHOWN)))
         self.names = comparison.names
         self.notes = comparison.notes
         self.overall = Table(report.overall_rows(comparison))

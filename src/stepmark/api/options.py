@@ -2,10 +2,10 @@
 
 from stepmark.api.keywords import describe, spells_keywords
 from stepmark.api.run import VERBS, class_of
-from stepmark.api.table import Table
 from stepmark.comparison.compare_options import CompareOptions
 from stepmark.ground.errors import ConfigError
 from stepmark.predictions.predict_options import PredictOptions
+from stepmark.tables.table import Table
 from stepmark.traces.trace_options import BreakdownOptions
 from stepmark.workloads import workload_flags
 from stepmark.workloads.rules import find_rule

@@ -5,11 +5,11 @@ from html import escape
 
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.model import Model
-from stepmark.api.table import Table
 from stepmark.api.workload import Workload, in_files
 from stepmark.predictions import prediction as report
 from stepmark.predictions.predict import predicted
 from stepmark.predictions.predict_options import PredictOptions
+from stepmark.tables.table import Table
 from stepmark.timeline.prediction import StepMemory, StepPrediction
 
 

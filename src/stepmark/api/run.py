@@ -11,7 +11,6 @@ from statistics import median
 from typing import Any
 
 from stepmark.api.keywords import read, spells_keywords
-from stepmark.api.table import Table
 from stepmark.api.workload import Workload, in_files
 from stepmark.cases.case import OpCase
 from stepmark.cases.comm_case import CommCase
@@ -42,6 +41,8 @@ from stepmark.store.commands import options_of
 from stepmark.store.reader import find_run
 from stepmark.tables.columns import Row
 from stepmark.tables.columns import View as Place
+from stepmark.tables.row_tables import ran
+from stepmark.tables.table import Table
 from stepmark.training import train
 from stepmark.training.train_options import TrainOptions
 
@@ -95,9 +96,8 @@ class Run(Table):
         run, parts = self._view, [f"<p>{escape(self._summary())}</p>"]
         for kind in KINDS:
             rows = run.rows if kind == "op" else getattr(run, f"{kind}_rows")
-            ran = [row for row in rows if row["status"] in ("measured", "wrong")]
-            shown = [c for c in view.columns(kind) if Place.CONSOLE in c.views]
-            parts += [Table(ran, shown)._repr_html_()] * bool(ran)
+            table = ran(rows, [c for c in view.columns(kind) if Place.CONSOLE in c.views])
+            parts += [table._repr_html_()] * bool(len(table))
         parts += [f"<p>{escape(line)}</p>" for line in self._unmeasured()]
         return "".join(parts)
 
@@ -126,7 +126,8 @@ class Replay(ReplayLog, Table):
     spans: [rank][pass][operation][start, duration], of passes of their own.
     """
 
-    _shown = ()
+    _declared = ()
+    _kind_of = None
 
     def rows(self) -> list[Row]:
         """Return the messages of a step: `comm_logs`."""

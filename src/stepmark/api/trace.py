@@ -4,8 +4,8 @@ import os
 
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.run import Run
-from stepmark.api.table import Table
 from stepmark.ground.errors import StepmarkError
+from stepmark.tables.table import Table
 from stepmark.traces.trace import StepTimes, step_times
 from stepmark.traces.trace_breakdown import STEP_COLUMNS
 from stepmark.traces.trace_options import BreakdownOptions

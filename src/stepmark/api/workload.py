@@ -10,10 +10,10 @@ from pathlib import Path
 
 from stepmark.api.keywords import names_of, read, spells_keywords
 from stepmark.api.model import Model
-from stepmark.api.table import Table
 from stepmark.step import native
 from stepmark.step import workload as core
 from stepmark.tables.columns import Row
+from stepmark.tables.table import Table
 from stepmark.workloads import workload_files, workload_flags, workload_show
 from stepmark.workloads.formats import op_csv
 from stepmark.workloads.rules import find_rule

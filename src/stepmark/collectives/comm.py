@@ -17,8 +17,8 @@ from stepmark.measuring.machine import Machine
 from stepmark.measuring.measure import measure_or_list
 from stepmark.model.collectives import FACTS, Api, Collective, placements
 from stepmark.store.view import View, print_text, show_rows, view
-from stepmark.tables.columns import aligned
 from stepmark.tables.export import write_json
+from stepmark.tables.table import aligned
 from stepmark.workloads.models import file_notes
 
 _DEFAULT_STEP = (4, True)

@@ -37,6 +37,7 @@ from stepmark.tables.outcomes import (
     megahertz,
     percent,
     spread_pct,
+    status_words,
     throttle_reasons,
     validity,
 )
@@ -287,7 +288,7 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
         "clock_mhz", figure(lambda o: megahertz(o.state("sm_clock_hz"))), NUMBER, "MHz", PAGE
     ),
     Column("throttle", figure(lambda o: o.throttle), TEXT, "throttled", PAGE),
-    Column("status", lambda o: o.launches.status, views=SHOWN),
+    Column("status", lambda o: o.launches.status, views=SHOWN, words=status_words),
     Column("message", lambda o: o.launches.message),
     Column("validity", figure(lambda o: o.validity), views=SHOWN),
     Column("sets", figure(lambda o: o.num_sets), COUNT, views=SHOWN, leaves=8),

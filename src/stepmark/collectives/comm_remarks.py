@@ -9,8 +9,9 @@ from statistics import median
 from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective
-from stepmark.tables.columns import Row, aligned, digits, number, text
+from stepmark.tables.columns import Row, digits, number, text
 from stepmark.tables.row_tables import grouped, validity_counts
+from stepmark.tables.table import aligned
 
 # A rank is named if it delays the others by this share of the time and by this long, in at
 # least this share of the sizes.

@@ -14,8 +14,9 @@ from stepmark.cases.record import RunInfo
 from stepmark.collectives.comm_remarks import remarks, setting_line
 from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, groups
-from stepmark.tables.columns import Row, TableLine, number, text
+from stepmark.tables.columns import Row, number, text
 from stepmark.tables.row_tables import grouped
+from stepmark.tables.table import TableLine
 
 TYPE_NAMES = {
     DType.FP64: "double",

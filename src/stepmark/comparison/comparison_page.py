@@ -11,13 +11,13 @@ from stepmark.collectives.comm_figures import size_ticks
 from stepmark.comparison.comparison import Comparison, Line
 from stepmark.comparison.comparison_text import (
     closing,
-    columns_of,
     headline,
     mean_text,
     ratio_of,
     ratio_text,
     shown_busbw_gb_s,
     split_fields,
+    table_of,
     unit_text,
     value_text,
 )
@@ -25,6 +25,7 @@ from stepmark.ground.ratio import EFFECT_FLOOR, Ratio
 from stepmark.ground.units import format_bytes
 from stepmark.tables.figures import INK, Drawn, curve_style, styled
 from stepmark.tables.page import document, figure_section, section
+from stepmark.tables.row_tables import page_table
 
 # Fields that divide lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
@@ -37,7 +38,11 @@ def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
     summary = f"<pre>{escape(chr(10).join(lead))}</pre>" if lead else ""
     summary += "".join(f"<p>{escape(text)}</p>" for text in paragraphs)
     figures = (figure_section(*figure) for figure in drawn(comparison))
-    parts = (section("Summary", summary), *figures, section("All lines", _table(comparison)))
+    parts = (
+        section("Summary", summary),
+        *figures,
+        section("All lines", page_table(table_of(comparison))),
+    )
     names = " and ".join([", ".join(comparison.names[:-1]), comparison.names[-1]])
     return document(
         f"Comparison of {names}", escape(headline(comparison, constant)), "\n".join(parts)
@@ -186,19 +191,3 @@ def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
 def _label(line: Line, varying: Sequence[str]) -> str:
     words = [line.fields.get(name) for name in varying]
     return " ".join(str(word) for word in words if word not in (None, ""))
-
-
-def _table(comparison: Comparison) -> str:
-    columns = columns_of(comparison)
-    head = "".join(
-        f'<th scope="col"><button type="button">{escape(column.title)}</button></th>'
-        for column in columns
-    )
-    body = "\n".join(
-        f"<tr>{''.join(f'<td>{escape(str(column.of(line)))}</td>' for column in columns)}</tr>"
-        for line in comparison.lines
-    )
-    return (
-        f'<div class="box"><table><thead><tr>{head}</tr></thead>\n'
-        f"<tbody>{body}</tbody></table></div>"
-    )

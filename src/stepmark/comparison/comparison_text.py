@@ -4,16 +4,19 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from string import ascii_uppercase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stepmark.comparison.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.ground.verdicts import FALSE_SHARE
-from stepmark.tables.columns import COUNT, PAGE, SHOWN, TEXT, Column, Row, View, aligned, digits
+from stepmark.tables.columns import COUNT, PAGE, SHOWN, Column, Row, View, digits, text
+from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.row_tables import print_lines, print_table
+from stepmark.tables.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -272,11 +275,11 @@ def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
     return f"too slow: {name} {' '.join(word for word in words if word)}: {speed}"
 
 
-_STYLE = {Verdict.FASTER: "green", Verdict.SLOWER: "red"}
+_STYLE = {Verdict.FASTER.value: "green", Verdict.SLOWER.value: "red"}
+_CONSOLE = frozenset({View.CONSOLE})
 # Up to this many sides besides the baseline have values, intervals and verdicts in the table;
 # more have the ratio and a mark.
 _WIDE = 2
-_VERDICT, _MARKED = "verdict", "ratio with a mark"  # headings
 _MARKS = {
     Verdict.FASTER: "+",
     Verdict.SLOWER: "-",
@@ -286,23 +289,43 @@ _MARKS = {
 _MARKS_SAY = "ratios with + faster, - slower, = same, ? cannot tell; intervals: --json, --csv"
 
 
-def columns_of(comparison: Comparison) -> list[Column[Line]]:
-    """Return the columns: fields that distinguish lines, size, values, ratios, verdicts."""
+def table_of(comparison: Comparison) -> Table:
+    """Return the table: fields that distinguish lines, size, values, ratios, verdicts."""
+    columns = _columns(comparison)
+    return Table(rows_of(columns, comparison.lines), columns)
+
+
+def _columns(comparison: Comparison) -> list[Column[Line]]:
     base, *others = comparison.names
     _, varying = split_fields(comparison.lines)
     columns: list[Column[Line]] = [
         *(Column(name, partial(_field, name), views=SHOWN) for name in varying),
-        Column("size", size_text, COUNT, views=SHOWN),
-        *(Column(name, partial(_value, name), COUNT, views=SHOWN) for name in comparison.names),
+        Column("size_text", size_text, COUNT, "size", SHOWN),
     ]
+    is_wide = len(others) > _WIDE
+    for name in comparison.names:
+        views = PAGE if is_wide and name in others else SHOWN
+        columns.append(Column(f"{name} value", partial(_value, name), COUNT, name, views))
     for name in others:
+        verdict = f"{name} verdict"
+        views = PAGE if is_wide else SHOWN
+        style = partial(_style, verdict)
         # Without intervals there is no verdict to show.
         ratios = (ratio_of(line, name) for line in comparison.lines)
-        views = SHOWN if any(ratio and ratio.low is not None for ratio in ratios) else PAGE
+        has_verdicts = any(ratio and ratio.low is not None for ratio in ratios)
         columns += [
-            Column(name, partial(_ratio, name), COUNT, f"{name} / {base}", SHOWN),
-            Column(name, partial(_verdict, name), TEXT, _VERDICT, views),
+            Column(f"{name} ratio", partial(_ratio, name), COUNT, f"{name} / {base}", views),
+            Column(
+                verdict,
+                partial(_verdict, name),
+                heading="verdict",
+                views=SHOWN if has_verdicts and not is_wide else PAGE,
+                style=style,
+            ),
         ]
+        if is_wide:
+            marked = partial(_marked, name)
+            columns.append(Column(f"{name} mark", marked, COUNT, name, _CONSOLE, style=style))
     return columns
 
 
@@ -337,39 +360,33 @@ def _marked(name: str, line: Line) -> str:
     return f"{ratio.speed:.3f} {_MARKS[ratio.verdict]}" if ratio else ""
 
 
-def _style(column: Column[Line], line: Line) -> str:
+def _style(verdict: str, row: Row) -> str:
     """Return the colour of a verdict, or of a ratio with its mark."""
-    ratio = ratio_of(line, column.name) if column.heading in (_VERDICT, _MARKED) else None
-    return _STYLE.get(ratio.verdict, "") if ratio else ""
+    return _STYLE.get(text(row, verdict), "")
 
 
-def _lettered(titles: Sequence[str], names: Sequence[str], console: "Console") -> list[str]:
-    """Return titles with letters in place of the names of sides; print whose they are."""
+def _lettered(
+    columns: Sequence[Column[Any]], names: Sequence[str], console: "Console"
+) -> list[Column[Any]]:
+    """Return columns with letters in place of the names of sides; print whose they are."""
     letters = dict(zip(names, ascii_uppercase, strict=False))
     print_lines((f"{letter} = {name}" for name, letter in letters.items()), console)
     base = letters[names[0]]
     of_title = {f"{name} / {names[0]}": f"{each} / {base}" for name, each in letters.items()}
-    return [(letters | of_title).get(title, title) for title in titles]
+    titles = letters | of_title
+    return [
+        replace(column, heading=titles.get(column.title, column.title)) for column in columns
+    ]
 
 
 def printed(comparison: Comparison, console: "Console") -> None:
     """Print the constants, a line per size or shape, geometric means and notes."""
-    others = comparison.names[1:]
     constant, _ = split_fields(comparison.lines)
     print_lines([headline(comparison, constant)], console)
-    columns = [c for c in columns_of(comparison) if View.CONSOLE in c.views]
-    if not any(line.size_bytes is not None for line in comparison.lines):
-        columns = [c for c in columns if c.name != "size"]
-    is_wide = len(others) > _WIDE
-    if is_wide:
-        columns = [c for c in columns if c.name not in others]
-        columns += [Column(name, partial(_marked, name), COUNT, _MARKED) for name in others]
-    titles = [c.name if c.heading == _MARKED else c.title for c in columns]
-    cells = [[shown(c.of(line)) for c in columns] for line in comparison.lines]
-    is_right = [c.unit.is_numeric for c in columns]
-    if console.is_terminal and len(aligned([titles, *cells], is_right)[0]) > console.width:
-        titles = _lettered(titles, comparison.names, console)
-    styles = [[_style(c, line) for c in columns] for line in comparison.lines]
-    print_table(titles, cells, is_right, styles, console)
-    marks = [_MARKS_SAY] if is_wide else []
+    table = table_of(comparison)
+    columns = table.shown(View.CONSOLE)
+    if console.is_terminal and max(map(len, table.text(columns)), default=0) > console.width:
+        columns = _lettered(columns, comparison.names, console)
+    print_table(table, columns, console)
+    marks = [_MARKS_SAY] if len(comparison.names) > _WIDE + 1 else []
     print_lines((*marks, *map(mean_text, comparison.overall), *closing(comparison)), console)

@@ -1,5 +1,5 @@
 (function () {
-  document.querySelectorAll("table.rows").forEach(function (table) {
+  document.querySelectorAll(".rows table").forEach(function (table) {
     var body = table.tBodies[0], section = table.closest("section");
     var find = function (name) { return section.querySelector("." + name); };
     var lines = Array.from(body.rows), box = find("filter");
@@ -29,7 +29,7 @@
         body.append.apply(body, lines);
       });
     });
-    body.addEventListener("click", function (e) {
+    if (out) body.addEventListener("click", function (e) {
       var line = e.target.closest("tr");
       lines.forEach(function (r) { r.classList.toggle("picked", r === line); });
       if (line) out.textContent = line.dataset.command;

@@ -5,16 +5,17 @@ one rank's call says, and the row says so ("per rank"). No binning loses a call 
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.cases.message import Histogram, MessageKind, Tally
 from stepmark.findings.expected import Expected
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.units import GB, KIB, MIB, format_bytes, format_time, parse_bytes
+from stepmark.ground.units import GB, KIB, MIB, format_bytes, parse_bytes
 from stepmark.model.collectives import Collective, busbw_factor, num_parts
-from stepmark.tables.columns import Row, aligned, number, text
+from stepmark.tables.columns import BYTES, COUNT, MEAN, NUMBER, SECONDS, Column, Row, given
+from stepmark.tables.table import Table
 
 BY = ("collective", "dtype", "group", "phase")
 MESSAGE, PER_RANK = "message", "per rank"
@@ -216,56 +217,31 @@ def _times(
     }
 
 
-_PRINTED: tuple[tuple[str, str], ...] = (
-    ("collective", "collective"),
-    ("dtype", "dtype"),
-    ("group", "group"),
-    ("phase", "phase"),
-    ("num_ranks", "ranks"),
-    ("bin", "size"),
-    ("size_is", "size is"),
-    ("calls_per_rank_step", "calls/rank/step"),
-    ("calls_per_rank", "calls/rank"),
-    ("calls", "calls"),
-    ("bytes_per_rank_step", "bytes/rank/step"),
-    ("bytes_per_rank", "bytes/rank"),
-    ("bytes", "bytes"),
-    ("time_s", "time"),
-    ("latency_s", "latency"),
-    ("waiting_s", "waiting"),
-    ("busbw_gb_s", "busbw GB/s"),
-    ("expected_per_call_s", "expected"),
-    ("expected_per_rank_s", "expected/rank"),
-    ("times_expected", "took / expected"),
-    ("curve", "curve"),
+COLUMNS: tuple[Column[Row], ...] = (
+    *map(given, BY),
+    given("num_ranks", COUNT, "ranks"),
+    given("bin", COUNT, "size"),
+    given("size_is", heading="size is"),
+    given("calls_per_rank_step", MEAN, "calls/rank/step"),
+    given("calls_per_rank", MEAN, "calls/rank"),
+    given("calls", COUNT),
+    given("bytes_per_rank_step", BYTES, "bytes/rank/step"),
+    given("bytes_per_rank", BYTES, "bytes/rank"),
+    given("bytes", BYTES),
+    given("time_s", SECONDS, "time"),
+    given("latency_s", SECONDS, "latency"),
+    given("waiting_s", SECONDS, "waiting"),
+    given("busbw_gb_s", NUMBER, "busbw GB/s"),
+    given("expected_per_call_s", SECONDS, "expected"),
+    given("expected_per_rank_s", SECONDS, "expected/rank"),
+    given("times_expected", NUMBER, "took / expected"),
+    given("curve"),
 )
-_WORDS = frozenset({*BY, "size_is", "curve", "kind"})
 
 
-def lines(table: Sequence[Row], columns: Sequence[tuple[str, str]] = _PRINTED) -> list[str]:
-    """Return columns, each a key and its head, as aligned text; empty ones are left out.
-
-    The end of a key is the unit of its values.
-    """
-    columns = [(key, head) for key, head in columns if any(_cell(row, key) for row in table)]
-    cells = [[head for _, head in columns]]
-    cells += [[_cell(row, key) for key, _ in columns] for row in table]
-    return aligned(cells, [key not in _WORDS for key, _ in columns])
-
-
-def _cell(row: Row, key: str) -> str:
-    value = number(row, key)
-    if value is None:
-        return text(row, key)
-    if key.startswith("bytes"):
-        return format_bytes(value)
-    if key.endswith("gb_s") or key == "times_expected":
-        return f"{value:.4g}"
-    if key.endswith("_s"):
-        return format_time(value)
-    if isinstance(row[key], float):
-        return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
-    return str(row[key])
+def lines(table: Sequence[Row], hidden: Collection[str] = ()) -> list[str]:
+    """Return rows as text. hidden: columns that are not shown."""
+    return Table(table, [column for column in COLUMNS if column.name not in hidden]).text()
 
 
 def summary(histogram: Histogram, num_ranks_seen: int | None = None) -> list[str]:

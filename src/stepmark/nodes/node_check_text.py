@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 from stepmark.ground.units import GB, TFLOP
 from stepmark.nodes.node_check import NodeCheck
 from stepmark.nodes.node_verdict import FigureVerdict, FleetVerdict, Outcome
-from stepmark.tables.columns import Row, aligned, digits, text
+from stepmark.tables.columns import Row, digits, text
 from stepmark.tables.row_tables import print_lines
+from stepmark.tables.table import aligned
 
 if TYPE_CHECKING:
     from rich.console import Console

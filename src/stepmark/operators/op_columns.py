@@ -30,6 +30,7 @@ from stepmark.tables.columns import (
     Column,
     Row,
     View,
+    text,
 )
 from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.launches import OpLaunches, pooled
@@ -42,7 +43,9 @@ from stepmark.tables.outcomes import (
     measured_ceilings,
     num_wrong,
     percent,
+    rank_words,
     ratio,
+    status_words,
     validity,
 )
 
@@ -246,10 +249,14 @@ def figure(of: Callable[[OpFigures], object]) -> Callable[[OpOutcome], object]:
     return lambda outcome: None if outcome.figures is None else of(outcome.figures)
 
 
+def _role_words(row: Row) -> str:
+    return text(row, "role") or text(row, "family")
+
+
 OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("family", lambda o: o.case.family, TEXT, "operator", PAGE),
     Column("model", lambda o: o.label.model or None, views=SHOWN),
-    Column("role", lambda o: o.label.role or None, views=SHOWN),
+    Column("role", lambda o: o.label.role or None, views=SHOWN, words=_role_words),
     Column("pass", lambda o: o.phase, views=SHOWN),
     Column("shape", lambda o: o.case.op.shape_text, views=SHOWN),
     Column("layout", lambda o: o.layout, views=PAGE),
@@ -267,7 +274,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: command_of(o.case)),
     Column("backend_run", figure(lambda f: f.backend_run or None), TEXT, "ran as", PAGE),
-    Column("rank", figure(lambda f: f.rank), COUNT, "", SHOWN),
+    Column("rank", figure(lambda f: f.rank), COUNT, "", SHOWN, words=rank_words),
     Column("time_s", figure(lambda f: f.times.median), SECONDS, "time", SHOWN),
     Column("mean_s", figure(lambda f: f.times.mean), SECONDS, "mean", PAGE),
     Column("p10_s", figure(lambda f: f.times.p10), SECONDS, "p10", PAGE),
@@ -310,7 +317,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("pct_reference", figure(lambda f: f.pct_reference), PERCENT, "% ref", SHOWN, 1),
     Column("over_limit", figure(lambda f: f.over_limit), FLAG),
     Column("message", lambda o: o.launches.message),
-    Column("status", lambda o: o.status, views=SHOWN),
+    Column("status", lambda o: o.status, views=SHOWN, words=status_words),
     Column(
         "rate",
         lambda o: o.figures.rate if o.figures else o.case.rate.value,

@@ -5,7 +5,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stepmark.ground.units import TFLOP, format_bytes
-from stepmark.tables.columns import Row, aligned
+from stepmark.tables.columns import Row
+from stepmark.tables.table import aligned
 from stepmark.timeline.ledger import TRANSFER, WAITING, Group, Idle, Ledger
 from stepmark.timeline.prediction import StepMemory, StepPrediction
 from stepmark.timeline.step_cost import Source

@@ -12,7 +12,7 @@ from stepmark.ground.units import format_bytes, format_time
 from stepmark.replays import replay_ranks, replay_text
 from stepmark.replays.replay_text import Row
 from stepmark.step.workload import Workload
-from stepmark.tables.columns import aligned
+from stepmark.tables.table import aligned
 from stepmark.timeline.prediction import Span
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from stepmark.tables import figures
 from stepmark.tables.columns import Row, text
 from stepmark.tables.figures import Drawn
 from stepmark.tables.page import definitions, document, figure_section, section
-from stepmark.tables.row_tables import LEAD, describe, table
+from stepmark.tables.row_tables import LEAD, describe, page_table, ran
 from stepmark.training import training_figures
 from stepmark.training.train_columns import TRAIN_COLUMNS
 
@@ -50,9 +50,11 @@ def html(
         replays,
     )
     details = (
-        section("Training", table(train_rows, TRAIN_COLUMNS) if train_rows else ""),
-        section("Measurements", table(rows, OP_COLUMNS) if rows or not other_rows else ""),
-        section("Collectives", table(comm_rows, COMM_COLUMNS) if comm_rows else ""),
+        section("Training", page_table(ran(train_rows, TRAIN_COLUMNS)) if train_rows else ""),
+        section(
+            "Measurements", page_table(ran(rows, OP_COLUMNS)) if rows or not other_rows else ""
+        ),
+        section("Collectives", page_table(ran(comm_rows, COMM_COLUMNS)) if comm_rows else ""),
         section("Skipped and failed", _unmeasured(records, [*rows, *other_rows])),
         section("Environment", _environment(run)),
     )

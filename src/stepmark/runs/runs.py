@@ -3,6 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from stepmark.cases.record import RunInfo
@@ -34,10 +35,9 @@ from stepmark.store.view import (
     sql_types,
     view,
 )
-from stepmark.tables.columns import aligned
-from stepmark.tables.export import columns_of
-
-Row = dict[str, object]
+from stepmark.tables.columns import Row, given
+from stepmark.tables.export import names_of
+from stepmark.tables.table import Table
 
 
 def print_list(options: ListOptions) -> None:
@@ -145,13 +145,14 @@ def _run_lines(row: Row) -> Iterator[str]:
 def _deliver(rows: list[Row], files: Files, name: str) -> None:
     """Write the files, and print a table unless stdout is one of them."""
     write_files(files, name, rows, rows)
-    if rows and not files.to_stdout:
-        columns = columns_of(rows)
-        cells = [columns, *([_cell(row.get(column)) for column in columns] for row in rows)]
-        print_text(aligned(cells, [False] * len(columns)))
+    if not files.to_stdout:
+        columns = [given(name, words=partial(_plain, name)) for name in names_of(rows)]
+        print_text(Table(rows, columns).text())
 
 
-def _cell(value: object) -> str:
+def _plain(name: str, row: Row) -> str:
+    """Return a value without its unit, which a query may have changed."""
+    value = row.get(name)
     if value is None:
         return "-"
     return f"{value:.6g}" if isinstance(value, float) else str(value)

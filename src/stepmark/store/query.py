@@ -1,161 +1,200 @@
-"""SQL over all runs, straight from their files. Two views: `records` and `runs`.
+"""SQL over all runs. Views: `rows`, as `runs show` has them, `records` and `runs`.
 
-`records` has one row per record that the reader reads; a case that failed and was measured on
-resume has two.
+`records` has one row per record that the reader reads, with its figures alone: launches of a
+case, which share a row of `rows`, have one each, and so has a case that failed and was measured
+on resume. Only the views that a query names are made.
 """
 
-import glob
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
+from stepmark.cases.kind import KINDS
+from stepmark.cases.record import Record
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import open_bytes
-from stepmark.store.reader import RUN, Run
+from stepmark.ground.options import load
+from stepmark.store.reader import RUN, Run, with_all_samples
+from stepmark.store.view import columns, device_of, of_records
+from stepmark.tables.columns import COUNT, FLAG, JSON, NUMBER, Column, Row
+from stepmark.tables.columns import rows as rows_of
+from stepmark.tables.table import Table
 
 if TYPE_CHECKING:
-    import duckdb
+    pass
 
-_RECORDS = """
-CREATE VIEW records AS
-WITH parsed AS (
-    SELECT json AS record, TRY_CAST(json -> '$.samples.seconds' AS DOUBLE[][]) AS seconds
-    FROM record_lines WHERE json IS NOT NULL
-), summarized AS (
-    -- The slowest rank of each sample: what a job that waits for all would see.
-    SELECT *, [list_max([rank[i] for rank in seconds]) for i in range(1, len(seconds[1]) + 1)]
-        AS slowest,
-        TRY_CAST(record ->> '$.training.cycle' AS BIGINT) AS cycle,
-        TRY_CAST(record ->> '$.training.tokens_per_sample' AS DOUBLE) AS tokens_per_sample
-    FROM parsed
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Line:
+    """A record: as plain JSON, as it is written, and as a row of its kind."""
+
+    plain: dict[str, Any]
+    text: bytes
+    row: Row
+
+    @property
+    def label(self) -> dict[str, Any]:
+        """Return the first place in a model."""
+        labels = self.plain["case"].get("labels")
+        return labels[0] if labels else {}
+
+    @property
+    def levels(self) -> dict[str, Any]:
+        return self.plain.get("levels") or {}
+
+
+def _field(name: str) -> Callable[[_Line], object]:
+    return lambda o: o.plain.get(name)
+
+
+def _of_case(name: str) -> Callable[[_Line], object]:
+    return lambda o: o.plain["case"].get(name)
+
+
+def _level(name: str) -> Callable[[_Line], object]:
+    return lambda o: o.levels.get(name)
+
+
+def _phase(line: _Line) -> object:
+    """Return the pass of an operator, or of the first place of a collective."""
+    op = line.plain["case"].get("op") or {}
+    return op.get("phase") or line.label.get("phase")
+
+
+# What is said of a record besides the columns of its kind.
+_OF_RECORDS: tuple[Column[_Line], ...] = (
+    Column("run_id", _field("run_id")),
+    Column("kind", _field("kind")),
+    Column("phase", _phase),
+    Column("clock", _of_case("clock")),
+    Column("op", _of_case("op"), JSON),
+    Column("in_place", _of_case("in_place"), FLAG),
+    Column("launch", lambda o: o.plain.get("launch") or 1, COUNT),
+    Column("machine", _level("machine")),
+    Column("process", _level("process")),
+    Column("communicator", _level("communicator"), COUNT),
+    Column("round", _level("round"), COUNT),
+    Column("labels", _of_case("labels"), JSON),
+    Column("median_s", lambda o: o.row.get("time_s", o.row.get("iteration_s")), NUMBER),
+    Column("peak_memory_bytes", _field("peak_memory_bytes"), COUNT),
+    Column("started_at", _field("started_at"), NUMBER),
+    Column("reason", _field("reason")),
+    Column("cause", _field("cause")),
+    Column("message", _field("message")),
+    Column("record", lambda o: o.text.decode(), JSON),
 )
-SELECT
-    record ->> '$.run_id' AS run_id,
-    record ->> '$.kind' AS kind,
-    coalesce(
-        record ->> '$.case.op.family',
-        record ->> '$.case.collective',
-        CASE WHEN (record -> '$.case.data_parallel') IS NOT NULL THEN 'train' END
-    ) AS family,
-    coalesce(record ->> '$.case.model.name', record ->> '$.case.labels[0].model') AS model,
-    record ->> '$.case.labels[0].role' AS role,
-    coalesce(record ->> '$.case.op.phase', record ->> '$.case.labels[0].phase') AS phase,
-    coalesce(record ->> '$.case.op.dtype', record ->> '$.case.dtype') AS dtype,
-    record ->> '$.case.backend' AS backend,
-    record ->> '$.case.device' AS device,
-    TRY_CAST(coalesce(record ->> '$.case.num_ranks', record ->> '$.num_ranks') AS BIGINT)
-        AS num_ranks,
-    record ->> '$.case.clock' AS clock,
-    record ->> '$.case.rate' AS rate,
-    record ->> '$.case.scale' AS scale,
-    record ->> '$.strategy' AS strategy,
-    TRY_CAST(record ->> '$.case.mbs' AS BIGINT) AS mbs,
-    TRY_CAST(record ->> '$.case.model.seq_len' AS BIGINT) AS seq_len,
-    record ->> '$.case.schedule' AS schedule,
-    TRY_CAST(record ->> '$.case.grad_accum' AS BIGINT) AS grad_accum,
-    record ->> '$.case.precision' AS precision,
-    record ->> '$.case.fp8' AS fp8,
-    record ->> '$.case.compile' AS compile,
-    record ->> '$.case.recompute' AS recompute,
-    -- Whole cycles from one optimizer step to the next, so that the optimizer has its share.
-    CASE WHEN len(slowest) >= cycle THEN
-        tokens_per_sample * (len(slowest) // cycle * cycle)
-        / list_sum(slowest[1:len(slowest) // cycle * cycle]) END AS tokens_per_s,
-    -- A loss that is not finite is written as text.
-    TRY_CAST(record ->> '$.training.loss[0]' AS DOUBLE) AS loss_first,
-    TRY_CAST(record ->> '$.training.loss[#-1]' AS DOUBLE) AS loss_last,
-    record ->> '$.case_id' AS case_id,
-    record -> '$.case.op' AS op,
-    TRY_CAST(record ->> '$.case.count' AS BIGINT) AS count,
-    TRY_CAST(record ->> '$.size_bytes' AS BIGINT) AS size_bytes,
-    TRY_CAST(record ->> '$.size_bytes' AS DOUBLE)
-        * TRY_CAST(record ->> '$.busbw_factor' AS DOUBLE)
-        / list_aggregate(slowest, 'median') / 1e9 AS busbw_gb_s,
-    record ->> '$.case.redop' AS redop,
-    TRY_CAST(record ->> '$.case.root' AS BIGINT) AS root,
-    TRY_CAST(record ->> '$.case.max_ctas' AS BIGINT) AS max_ctas,
-    nullif(record ->> '$.case.beside', '') AS beside,
-    TRY_CAST(record ->> '$.case.in_place' AS BOOLEAN) AS in_place,
-    record ->> '$.case.mode' AS mode,
-    record ->> '$.case.api' AS api,
-    coalesce(TRY_CAST(record ->> '$.launch' AS BIGINT), 1) AS launch,
-    record ->> '$.levels.machine' AS machine,
-    record ->> '$.levels.process' AS process,
-    TRY_CAST(record ->> '$.levels.communicator' AS BIGINT) AS communicator,
-    TRY_CAST(record ->> '$.levels.round' AS BIGINT) AS round,
-    record -> '$.case.labels' AS labels,
-    list_aggregate(slowest, 'median') AS median_s,
-    len(slowest) AS n,
-    record ->> '$.samples.method' AS method,
-    record ->> '$.backend_run' AS backend_run,
-    TRY_CAST(record ->> '$.peak_memory_bytes' AS BIGINT) AS peak_memory_bytes,
-    TRY_CAST(record ->> '$.started_at' AS DOUBLE) AS started_at,
-    record ->> '$.reason' AS reason,
-    record ->> '$.cause' AS cause,
-    record ->> '$.message' AS message,
-    record ->> '$.command' AS command,
-    record
-FROM summarized
-"""
+_OF_RUNS: tuple[Column[tuple[dict[str, Any], str]], ...] = (
+    Column("run_id", lambda o: o[0].get("run_id")),
+    Column("created_at", lambda o: o[0].get("created_at")),
+    Column("command", lambda o: o[0].get("command")),
+    Column("num_cases", lambda o: o[0].get("num_cases"), COUNT),
+    Column("host", lambda o: _environment(o[0]).get("host")),
+    Column("device_name", lambda o: next(iter(_devices(o[0])), {}).get("name")),
+    Column("num_devices", lambda o: len(_devices(o[0])), COUNT),
+    Column("torch", lambda o: _environment(o[0]).get("torch")),
+    Column("driver", lambda o: (_environment(o[0]).get("versions") or {}).get("driver")),
+    Column("git_commit", lambda o: _environment(o[0]).get("git_commit")),
+    Column("stepmark", lambda o: _environment(o[0]).get("stepmark")),
+    Column("environment", lambda o: o[0].get("environment"), JSON),
+    Column("settings", lambda o: o[0].get("settings"), JSON),
+    Column("path", lambda o: o[1]),
+)
 
-_RUNS = """
-CREATE VIEW runs AS
-SELECT
-    json ->> '$.run_id' AS run_id,
-    json ->> '$.created_at' AS created_at,
-    json ->> '$.command' AS command,
-    TRY_CAST(json ->> '$.num_cases' AS BIGINT) AS num_cases,
-    json ->> '$.environment.host' AS host,
-    json ->> '$.environment.devices[0].name' AS device_name,
-    json_array_length(json, '$.environment.devices') AS num_devices,
-    json ->> '$.environment.torch' AS torch,
-    json ->> '$.environment.versions.driver' AS driver,
-    json ->> '$.environment.git_commit' AS git_commit,
-    json ->> '$.environment.stepmark' AS stepmark,
-    json -> '$.environment' AS environment,
-    json -> '$.settings' AS settings,
-    filename AS path
-FROM run_files WHERE json IS NOT NULL
-"""
+
+def _environment(plain: dict[str, Any]) -> dict[str, Any]:
+    return plain.get("environment") or {}
+
+
+def _devices(plain: dict[str, Any]) -> list[dict[str, Any]]:
+    return _environment(plain).get("devices") or []
 
 
 def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Return column names and rows. Raises ConfigError for what DuckDB refuses."""
     import duckdb  # noqa: PLC0415
 
-    with duckdb.connect() as connection, tempfile.TemporaryDirectory() as folder:
-        _create_views(connection, runs, Path(folder))
+    with duckdb.connect() as connection:
+        for name, table_of in _VIEWS.items():
+            if re.search(rf"\b{name}\b", query, re.IGNORECASE):
+                table_of(runs).create_in(connection, f"{name}_")
+                connection.execute(f"CREATE VIEW {name} AS FROM {name}_")
         # The views are loaded: the query itself may read no other file, and write none.
         connection.execute("SET enable_external_access = false")
         try:
             cursor = connection.execute(query)
             if cursor is None:  # nothing but white space or a comment
-                raise ConfigError("sql", query, "a query over the views records and runs")
-            columns = [str(column[0]) for column in cursor.description or ()]
-            return columns, list(cursor.fetchall())
+                raise ConfigError("sql", query, "a query over the views rows, records and runs")
+            names = [str(column[0]) for column in cursor.description or ()]
+            return names, list(cursor.fetchall())
         except duckdb.Error as error:
             raise ConfigError("sql", query, f"it fails: {_one_line(error)}") from None
 
 
-def _create_views(
-    connection: "duckdb.DuckDBPyConnection", runs: Sequence[Run], folder: Path
-) -> None:
-    copy = folder / "records.jsonl"
-    with copy.open("wb") as stream:
-        stream.writelines(line + b"\n" for run in runs for line in run.lines)
-    # duckdb has no parameters here; a folder's name may hold quotes and the signs of a pattern.
-    name = glob.escape(str(copy)).replace("'", "''")
-    source = f"read_json_objects('{name}', format='newline_delimited')"
-    if not any(run.lines for run in runs):
-        source = "(SELECT NULL::JSON AS json) WHERE false"
-    connection.execute(f"CREATE TABLE record_lines AS SELECT json FROM {source}")
-    connection.execute("CREATE TABLE run_files (json JSON, filename VARCHAR)")
-    if paths := [run.path / RUN for run in runs if run.is_known]:
-        texts = [[open_bytes(path).decode(errors="replace"), str(path)] for path in paths]
-        connection.executemany("INSERT INTO run_files VALUES (?, ?)", texts)
-    connection.execute(_RECORDS)
-    connection.execute(_RUNS)
+def _declared() -> list[Column[Any]]:
+    """Return the columns of all kinds, each name once."""
+    by_name = {column.name: column for kind in KINDS for column in columns(kind)}
+    return list(by_name.values())
+
+
+def rows_of_runs(runs: Sequence[Run]) -> Table:
+    """Return the rows of all runs, as `runs show` has them."""
+    rows: list[Row] = []
+    for run in runs:
+        records = list(with_all_samples(run.path, run.latest))
+        rows += of_records(run.info, records).all_rows
+    return Table(rows, _declared())
+
+
+def records_of_runs(runs: Sequence[Run]) -> Table:
+    """Return the records of all runs."""
+    lines = [line for run in runs for line in _lines(run)]
+    own = {column.name for column in _OF_RECORDS}
+    others = [column for column in _declared() if column.name not in own]
+    rows = [
+        facts | {column.name: line.row.get(column.name) for column in others}
+        for line, facts in zip(lines, rows_of(_OF_RECORDS, lines), strict=True)
+    ]
+    return Table(rows, (*_OF_RECORDS, *others))
+
+
+def _lines(run: Run) -> Iterator[_Line]:
+    """Yield the records of a run, each with its row: no two of a case are judged together."""
+    records = list(with_all_samples(run.path, run.records))
+    batches: dict[tuple[int, int], list[Record]] = {}
+    places: list[tuple[int, int]] = []
+    seen: dict[tuple[str, int], Iterator[int]] = {}
+    for record in records:
+        attempt = next(seen.setdefault((record.case.case_id, record.launch), count()))
+        places.append((record.launch, attempt))
+        batches.setdefault(places[-1], []).append(record)
+    by_place = {place: _first_rows(run, batch) for place, batch in batches.items()}
+    for record, text, place in zip(records, run.lines, places, strict=True):
+        row = by_place[place].get(record.case.case_id, {})
+        yield _Line(plain=msgspec.json.decode(text), text=text, row=row)
+
+
+def _first_rows(run: Run, records: Sequence[Record]) -> dict[str, Row]:
+    """Return the row of each case: of all ranks together, of its first place in a model."""
+    by_case: dict[str, Row] = {}
+    device = device_of(run.info)
+    for kind in dict.fromkeys(record.case.kind for record in records):
+        for row in load(KINDS[kind].rows)(records, run.info, device=device):
+            by_case.setdefault(str(row["case_id"]), row)
+    return by_case
+
+
+def runs_themselves(runs: Sequence[Run]) -> Table:
+    """Return a row per run whose run.json can be read."""
+    files = [run.path / RUN for run in runs if run.is_known]
+    infos = [(msgspec.json.decode(open_bytes(file)), str(file)) for file in files]
+    return Table(rows_of(_OF_RUNS, infos), _OF_RUNS)
+
+
+_VIEWS = {"rows": rows_of_runs, "records": records_of_runs, "runs": runs_themselves}
 
 
 def _one_line(error: Exception) -> str:

@@ -14,8 +14,8 @@ from stepmark.store import codec
 from stepmark.tables.export import (
     Row,
     cell,
-    columns_of,
     json_text,
+    names_of,
     write_csv,
     write_json,
     write_parquet,
@@ -96,7 +96,7 @@ def _to_tensorboard(rows: list[Row], run: RunInfo, target: Path) -> None:
 def _to_wandb(rows: list[Row], run: RunInfo, target: Path) -> None:
     wandb = _package("wandb", "wandb")
     target.mkdir(parents=True, exist_ok=True)
-    columns = columns_of(rows)
+    columns = names_of(rows)
     data = [[cell(row.get(name)) for name in columns] for row in rows]
     try:
         tracked = wandb.init(

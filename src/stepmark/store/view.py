@@ -26,8 +26,9 @@ from stepmark.store.reader import (
     read_records,
     with_all_samples,
 )
-from stepmark.tables.columns import Column, fitted
+from stepmark.tables.columns import Column
 from stepmark.tables.launches import Launches, OpLaunches, pooled
+from stepmark.tables.table import fitted
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -81,8 +82,7 @@ def say(notes: Iterable[str]) -> None:
 
 
 def of_records(run: RunInfo, records: list[Record]) -> View:
-    names = {device.name for device in run.environment.devices}
-    device = find_device(names.pop()) if len(names) == 1 else None
+    device = device_of(run)
     kinds = {record.case.kind for record in records}
     rows: dict[str, list[dict[str, object]]] = {}
     for kind in kinds:
@@ -97,6 +97,12 @@ def of_records(run: RunInfo, records: list[Record]) -> View:
         replay_rows=rows.get("replay", []),
         device=device,
     )
+
+
+def device_of(run: RunInfo) -> DeviceSpec | None:
+    """Return the data sheet of a run's device; None of several, or where it is unknown."""
+    names = {device.name for device in run.environment.devices}
+    return find_device(names.pop()) if len(names) == 1 else None
 
 
 def results_folder() -> Path | None:

@@ -3,8 +3,8 @@
 A row is a dict of plain values by column name, in the order of the declaration.
 """
 
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
@@ -31,38 +31,36 @@ class Unit(Enum):
     RATIO = "three decimals"
     ERROR = "with an exponent"
     FLOPS = "with a prefix, from k to P"
+    MEAN = "a count on average: whole, or two decimals"
+    NS = "nanoseconds, shown with a unit"
+    MS = "nanoseconds, shown in ms"
+    US = "nanoseconds, shown in us"
+    JSON = "nested values"
 
     @property
     def sql_type(self) -> str:
-        kinds = {
-            Unit.TEXT: "VARCHAR",
-            Unit.FLAG: "BOOLEAN",
-            Unit.COUNT: "BIGINT",
-            Unit.BYTES: "BIGINT",
-        }
-        return kinds.get(self, "DOUBLE")
+        if self in (Unit.COUNT, Unit.BYTES, Unit.NS, Unit.MS, Unit.US):
+            return "BIGINT"
+        return {Unit.TEXT: "VARCHAR", Unit.FLAG: "BOOLEAN", Unit.JSON: "JSON"}.get(
+            self, "DOUBLE"
+        )
 
     @property
     def is_numeric(self) -> bool:
-        return self not in (Unit.TEXT, Unit.FLAG)
+        return self not in (Unit.TEXT, Unit.FLAG, Unit.JSON)
 
     def show(self, value: object) -> str:
         """Format a value for people: times and sizes with their unit, shares in percent."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             return "" if value is None else str(value)
-        if self is Unit.SECONDS:
-            return format_time(value)
-        if self is Unit.BYTES:
-            return format_bytes(value)
-        if self is Unit.FLOPS:
-            prefixes = (item for item in _FLOP_PREFIXES if value >= item[0])
-            scale, prefix = next(prefixes, (1.0, ""))
-            return f"{digits(value / scale)} {prefix}".rstrip()
-        places = {Unit.PERCENT: ".1f", Unit.RATIO: ".3f", Unit.ERROR: ".1e"}
-        return f"{value:{places[self]}}" if self in places else digits(value)
+        return _FORMS.get(self, digits)(value)
 
 
-TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR, FLOPS = Unit
+TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR, FLOPS, *_MORE = Unit
+MEAN, NS, MS, US, JSON = _MORE
+
+# A name ends in the unit of its values.
+_ENDS = {"_s": SECONDS, "bytes": BYTES, "flops": FLOPS, "_pct": PERCENT, "_ns": NS}
 
 
 class View(Enum):
@@ -79,121 +77,91 @@ BY_RANK = PAGE | {View.RANKS}
 EVERYWHERE = frozenset(View)
 
 
-@dataclass(frozen=True, slots=True)
-class Column(Generic[T]):
-    """One column of a table whose rows are made from a T.
-
-    `leaves` is the order in which columns are dropped on a narrow terminal: the highest first,
-    0 never.
-    """
-
-    name: str
-    of: Callable[[T], object]
-    unit: Unit = Unit.TEXT
-    heading: str = ""
-    views: frozenset[View] = frozenset()
-    leaves: int = 0
-
-    @property
-    def title(self) -> str:
-        return self.heading or self.name
-
-
-def rows(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
-    """Return one row per outcome, with every column."""
-    return [{column.name: column.of(outcome) for column in columns} for outcome in outcomes]
-
-
-class TableLine(str):
-    """A line of a table that knows its cells, so that a narrow terminal shows it in parts."""
-
-    cells: Sequence[str]
-    is_right: Sequence[bool]
-
-    @classmethod
-    def of(cls, text: str, cells: Sequence[str], is_right: Sequence[bool]) -> "TableLine":
-        """Return a line of its cells; lines of one table share one is_right."""
-        line = cls(text)
-        line.cells, line.is_right = cells, is_right
-        return line
-
-
-def aligned(cells: Sequence[Sequence[str]], is_right: Sequence[bool]) -> list[str]:
-    """Return the lines of a table as wide as needed; the first line of cells is the heading."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines: list[str] = []
-    for words in cells:
-        padded = (
-            word.rjust(width) if right else word.ljust(width)
-            for word, width, right in zip(words, widths, is_right, strict=True)
-        )
-        lines.append(TableLine.of("  ".join(padded).rstrip(), words, is_right))
-    return lines
-
-
-def fitted(lines: Iterable[str], width: int) -> Iterator[str]:
-    """Yield lines, but a table that is wider in parts below each other.
-
-    Each part begins with the columns that tell the rows apart.
-    """
-    for _, group in itertools.groupby(lines, lambda line: id(getattr(line, "is_right", None))):
-        block = list(group)
-        table = [line for line in block if isinstance(line, TableLine)]
-        if not table or max(map(len, table)) <= width:
-            yield from block
-            continue
-        parts = _parts([line.cells for line in table], table[0].is_right, width)
-        for number, places in enumerate(parts):
-            cells = [[line.cells[place] for place in places] for line in table]
-            yield from [""] * (number > 0)
-            lines_of_part = aligned(cells, [table[0].is_right[place] for place in places])
-            yield from filter(None, lines_of_part)  # a line of the head may have no cell here
-
-
-def _parts(
-    cells: Sequence[Sequence[str]], is_right: Sequence[bool], width: int
-) -> Iterator[list[int]]:
-    """Yield the places of the columns of each part."""
-    widths = [max(map(len, column)) + 2 for column in zip(*cells, strict=True)]
-    keys = _keys(cells, is_right, widths, width)
-    part = keys
-    for place in range(len(widths)):
-        if place in keys:
-            continue
-        if part != keys and sum(widths[each] for each in (*part, place)) - 2 > width:
-            yield part
-            part = keys
-        part = [*part, place]
-    yield part
-
-
-def _keys(
-    cells: Sequence[Sequence[str]], is_right: Sequence[bool], widths: Sequence[int], width: int
-) -> list[int]:
-    """Return the places of columns that tell the rows apart, of words rather than figures."""
-
-    def num_kinds(places: Sequence[int]) -> int:
-        return len({tuple(row[place] for place in places) for row in cells})
-
-    keys: list[int] = []
-    for place in sorted(
-        range(len(widths)), key=lambda p: (is_right[p], 0 if is_right[p] else -num_kinds([p]))
-    ):
-        is_narrow = sum(widths[each] for each in (*keys, place)) <= width / 2
-        if is_narrow and num_kinds([*keys, place]) > num_kinds(keys):
-            keys.append(place)
-    while len(keys) > 1 and sum(widths[place] for place in keys) - 2 > width - max(
-        (each for place, each in enumerate(widths) if place not in keys), default=0
-    ):
-        keys.pop()
-    return sorted(keys) or [0]
-
-
 def digits(value: float | None, places: int = 4) -> str:
     """Format four significant digits without an exponent, and always the whole integer part."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 10 ** (places - 1) else f"{value:.{places}g}"
+
+
+def _flops(value: float) -> str:
+    prefixes = (item for item in _FLOP_PREFIXES if value >= item[0])
+    scale, prefix = next(prefixes, (1.0, ""))
+    return f"{digits(value / scale)} {prefix}".rstrip()
+
+
+def _mean(value: float) -> str:
+    return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
+
+
+# Counts and numbers that are not here have four digits.
+_FORMS: dict[Unit, Callable[[float], str]] = {
+    SECONDS: format_time,
+    BYTES: format_bytes,
+    PERCENT: "{:.1f}".format,
+    RATIO: "{:.3f}".format,
+    ERROR: "{:.1e}".format,
+    FLOPS: _flops,
+    MEAN: _mean,
+    NS: lambda value: format_time(value * 1e-9),
+    MS: lambda value: f"{value / 1e6:.3f}",
+    US: lambda value: f"{value / 1e3:.1f}",
+}
+
+
+def _nothing(_item: object) -> None:
+    """Return no value: the rows have it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[T]):
+    """One column of a table whose rows are made from a T.
+
+    of: the value of a T. leaves: the order in which columns are dropped on a narrow terminal,
+    the highest first, 0 never. words: what a row shows in place of the value by its unit.
+    style: of a cell on a terminal, such as "red".
+    """
+
+    name: str
+    of: Callable[[T], object] = _nothing
+    unit: Unit = Unit.TEXT
+    heading: str = ""
+    views: frozenset[View] = frozenset()
+    leaves: int = 0
+    words: Callable[[Row], str] | None = None
+    style: Callable[[Row], str] | None = None
+
+    @property
+    def title(self) -> str:
+        return self.heading or self.name
+
+    def shown(self, row: Row) -> str:
+        """Return what a row shows; empty for what is unknown."""
+        return self.words(row) if self.words else self.unit.show(row.get(self.name))
+
+
+def given(
+    name: str, unit: Unit = TEXT, heading: str = "", words: Callable[[Row], str] | None = None
+) -> Column[Row]:
+    """Return a column of rows that have its value already."""
+    return Column(name, unit=unit, heading=heading, views=SHOWN, words=words)
+
+
+def named(names: Iterable[str]) -> list[Column[Row]]:
+    """Return columns of rows that have their values already; a name ends in its unit.
+
+    Values of time and size are shown with their unit, which the heading then leaves out.
+    """
+    return [given(name, _unit_of(name), re.sub("_(s|ns|bytes)$", "", name)) for name in names]
+
+
+def _unit_of(name: str) -> Unit:
+    return next((unit for end, unit in _ENDS.items() if name.endswith(end)), NUMBER)
+
+
+def rows(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
+    """Return one row per outcome, with every column."""
+    return [{column.name: column.of(outcome) for column in columns} for outcome in outcomes]
 
 
 def number(row: Row, key: str) -> float | None:

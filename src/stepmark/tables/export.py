@@ -51,14 +51,14 @@ def write_tables(
         raise ConfigError("csv", target, allowed)
 
 
-def columns_of(rows: list[Row]) -> list[str]:
+def names_of(rows: list[Row]) -> list[str]:
     """Return the union of the rows' keys, in the order of first appearance."""
     return list(dict.fromkeys(key for row in rows for key in row))
 
 
 def _csv_text(rows: list[Row]) -> str:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns_of(rows), restval="", lineterminator="\n")
+    writer = csv.DictWriter(text, names_of(rows), restval="", lineterminator="\n")
     writer.writeheader()
     writer.writerows({key: cell(value) for key, value in row.items()} for row in rows)
     return text.getvalue()
@@ -102,23 +102,16 @@ def _file_for(target: str | Path, name: str, suffix: str, field: str) -> str | P
 
 
 def write_parquet(rows: list[Row], target: Path, types: Mapping[str, str]) -> None:
+    """Write rows; columns without values have their declared SQL types."""
     import duckdb  # noqa: PLC0415
 
-    columns = columns_of(rows)
-    if not columns:
+    if not names_of(rows):
         raise ConfigError("rows", "none", "at least one row for parquet")
-    values = [[row.get(name) for row in rows] for name in columns]
-    parts, lists = [], []
-    for name, column in zip(columns, values, strict=True):
-        sql_type = _sql_type(column, types.get(name))
-        quoted = name.replace('"', '""')
-        parts.append(f'unnest(?::{sql_type}[]) AS "{quoted}"')
-        text = sql_type == "VARCHAR"
-        lists.append([None if v is None else str(cell(v)) if text else v for v in column])
+    relation, values = sql_relation(rows, {name: types.get(name) for name in names_of(rows)})
     with duckdb.connect() as connection, tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.parquet"
         quoted = str(file).replace("'", "''")
-        connection.execute(f"CREATE TABLE rows_ AS SELECT {', '.join(parts)}", lists)
+        connection.execute(f"CREATE TABLE rows_ AS {relation}", values)
         try:
             connection.execute(f"COPY rows_ TO '{quoted}' (FORMAT parquet)")
         except duckdb.Error as error:
@@ -127,6 +120,25 @@ def write_parquet(rows: list[Row], target: Path, types: Mapping[str, str]) -> No
             raise ConfigError("TMPDIR", folder, allowed) from None
         with file.open("rb") as source, written(target) as stream:
             shutil.copyfileobj(source, stream)
+
+
+def sql_relation(
+    rows: Sequence[Row], types: Mapping[str, str | None]
+) -> tuple[str, list[list[object]]]:
+    """Return a SELECT of rows for DuckDB, and the values of its parameters, a list per column.
+
+    types: SQL types by column, None where only the values tell.
+    """
+    parts: list[str] = []
+    lists: list[list[object]] = []
+    for name, declared in types.items():
+        column = [row.get(name) for row in rows]
+        sql_type = _sql_type(column, declared)
+        quoted = name.replace('"', '""')
+        parts.append(f'unnest(?::{sql_type}[]) AS "{quoted}"')
+        is_text = sql_type in ("VARCHAR", "JSON")
+        lists.append([None if v is None else str(cell(v)) if is_text else v for v in column])
+    return f"SELECT {', '.join(parts)}", lists
 
 
 def write_pieces(
@@ -173,6 +185,8 @@ def _csv_pieces(
 def _sql_type(column: list[object], declared: str | None) -> str:
     """Return the declared type where the values allow it, else that of the values."""
     kinds = {type(value) for value in column if value is not None}
+    if declared == "JSON":
+        return declared
     if declared and (not kinds or (declared == "DOUBLE" and kinds <= {int, float})):
         return declared
     if kinds == {bool}:

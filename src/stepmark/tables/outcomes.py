@@ -10,6 +10,7 @@ from stepmark.cases.record import Measured, Record, Telemetry, is_busy
 from stepmark.ground.dtypes import DType
 from stepmark.ground.ratio import BUSY
 from stepmark.ground.stats import Summary, slowest_per_sample, summarize
+from stepmark.tables.columns import Row
 from stepmark.tables.launches import OpLaunches, launch_spread_pct, pooled, rank_medians_s
 
 # A figure may exceed a data sheet's rounding, not its hardware.
@@ -194,3 +195,15 @@ def validity(
 
 def throttle_reasons(states: Iterable[Telemetry]) -> str | None:
     return ", ".join(sorted({reason for state in states for reason in state.throttle})) or None
+
+
+def rank_words(row: Row) -> str:
+    """Return the rank of a row; "all" of several."""
+    rank = row["rank"]
+    return ("all" if row["num_ranks"] != 1 else "") if rank is None else str(rank)
+
+
+def status_words(row: Row) -> str:
+    """Return the outcome of a row where it is not just measured."""
+    above = "above limit" if row["over_limit"] else ""
+    return above if row["status"] == "measured" else f"{row['status']} {above}".strip()

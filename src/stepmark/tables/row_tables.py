@@ -2,41 +2,53 @@
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
-from stepmark.tables.columns import Column, Row, View, aligned, fitted, number, text
+from stepmark.tables.columns import Column, Row, View, text
 from stepmark.tables.outcomes import CACHE_NOT_DEFEATED
+from stepmark.tables.table import Table, fitted
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 _MAX_NAMED = 8
+BAD = "bad"  # a row that is wrong or above a limit
 LEAD = 11  # columns of the subject that a line of findings starts with
 
 
+def ran(rows: Iterable[Row], columns: Sequence[Column[Any]]) -> Table:
+    """Return the table of the rows that ran."""
+    return Table(
+        [row for row in rows if row["status"] in ("measured", "wrong")], columns, _kind_of
+    )
+
+
+def _kind_of(row: Row) -> str:
+    if row["status"] == "wrong" or row.get("over_limit"):
+        return BAD
+    return "each" if row.get("rank") is not None else ""
+
+
 def print_rows(
-    table: Sequence[Row],
+    rows: Sequence[Row],
     console: "Console",
     columns: Sequence[Column[Any]],
     view: View = View.CONSOLE,
 ) -> None:
     """Print the rows that ran as a table, then one line per skipped or failed case."""
-    ran = [row for row in table if row["status"] in ("measured", "wrong")]
-    columns = [c for c in columns if view in c.views and any(_printed(row, c) for row in ran)]
-    if ran:
-        _print_ran(ran, console, columns)
-    print_lines(_cache_lines(ran), console)
-    others = [row for row in table if row["status"] in ("skipped", "failed")]
+    table = ran(rows, columns)
+    print_table(table, _columns_for(table, table.shown(view), console), console)
+    print_lines(_cache_lines(table.rows()), console)
+    others = [row for row in rows if row["status"] in ("skipped", "failed")]
     print_lines(
         (f"{row['status']}  {describe(row)}: {text(row, 'message')}" for row in others), console
     )
 
 
-def _cache_lines(ran: Sequence[Row]) -> list[str]:
+def _cache_lines(measured: Sequence[Row]) -> list[str]:
     """Return a line with the rows whose operands may come from the cache; none without any."""
-    rows = [row for row in ran if CACHE_NOT_DEFEATED in text(row, "validity").split(", ")]
+    rows = [row for row in measured if CACHE_NOT_DEFEATED in text(row, "validity").split(", ")]
     if not rows:
         return []
     named = [*dict.fromkeys(f"{describe(row)} ({row['sets']} sets)" for row in rows)]
@@ -53,61 +65,51 @@ def print_lines(lines: Iterable[str], console: "Console") -> None:
         console.print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
-def print_table(
-    titles: Sequence[str],
-    cells: Sequence[Sequence[str]],
-    is_right: Sequence[bool],
-    styles: Sequence[Sequence[str]],
-    console: "Console",
-) -> None:
-    """Print a table with a style per cell; one that does not fit a terminal in parts."""
-    lines = aligned([titles, *cells], is_right)
-    if not console.is_terminal or max(map(len, lines)) > console.width:
+def print_table(table: Table, columns: Sequence[Column[Any]], console: "Console") -> None:
+    """Print a table with its styles; one that does not fit a terminal in parts."""
+    lines = table.text(columns)
+    if not console.is_terminal or max(map(len, lines), default=0) > console.width:
         print_lines(lines, console)
         return
-    from rich.table import Table  # noqa: PLC0415
+    from rich.table import Table as Drawn  # noqa: PLC0415
     from rich.text import Text  # noqa: PLC0415
 
-    drawn = Table(box=None, pad_edge=False, header_style="bold")
-    for title, right in zip(titles, is_right, strict=True):
-        drawn.add_column(title, justify="right" if right else "left", no_wrap=True)
-    for words, of_words in zip(cells, styles, strict=True):
-        drawn.add_row(*(Text(*pair) for pair in zip(words, of_words, strict=True)))
+    drawn = Drawn(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        is_right = column.unit.is_numeric
+        drawn.add_column(column.title, justify="right" if is_right else "left", no_wrap=True)
+    for row in table:
+        whole = "red" if table.kind_of(row) == BAD else ""
+        drawn.add_row(
+            *(Text(c.shown(row), c.style(row) if c.style else whole) for c in columns)
+        )
     console.print(drawn)
 
 
-def _print_ran(ran: Sequence[Row], console: "Console", columns: Sequence[Column[Any]]) -> None:
-    """Print a table; on a narrow terminal of the columns that fit, and name the others.
+def _columns_for(
+    table: Table, columns: Sequence[Column[Any]], console: "Console"
+) -> Sequence[Column[Any]]:
+    """Return the columns that fit a terminal, and name the others.
 
     Words that are the same in all rows then stand above the table.
     """
-    if console.is_terminal and not _fits(ran, columns, console.width):
-        same = _same(ran, columns)
-        left = _fitting(ran, console.width, [c for c in columns if c not in same])
-        if same:
-            facts = ", ".join(f"{column.title} {_printed(ran[0], column)}" for column in same)
-            print_lines([f"all rows: {facts}"], console)
-        if hidden := [c.title for c in columns if c not in (*left, *same)]:
-            note = f"too wide for {console.width} columns: {', '.join(hidden)}"
-            print_lines([f"{note}; --csv FILE has them"], console)
-        columns = left
-    style = {True: "red", False: ""}
-    print_table(
-        [column.title for column in columns],
-        [[_printed(row, column) for column in columns] for row in ran],
-        [column.unit.is_numeric for column in columns],
-        [
-            [style[row["status"] == "wrong" or bool(row.get("over_limit"))]] * len(columns)
-            for row in ran
-        ],
-        console,
-    )
+    if not console.is_terminal or _fits(table, columns, console.width):
+        return columns
+    same = _same(table, columns)
+    left = _fitting(table, console.width, [c for c in columns if c not in same])
+    if same:
+        facts = ", ".join(f"{column.title} {column.shown(table.rows()[0])}" for column in same)
+        print_lines([f"all rows: {facts}"], console)
+    if hidden := [c.title for c in columns if c not in (*left, *same)]:
+        note = f"too wide for {console.width} columns: {', '.join(hidden)}"
+        print_lines([f"{note}; --csv FILE has them"], console)
+    return left
 
 
-def _same(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> list[Column[Any]]:
+def _same(table: Table, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
     """Return the columns of words that have the same word in each of several rows."""
     words = [column for column in columns if not column.unit.is_numeric]
-    return [c for c in words if len(ran) > 1 and len({_printed(row, c) for row in ran}) == 1]
+    return [c for c in words if len(table) > 1 and len({c.shown(row) for row in table}) == 1]
 
 
 def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
@@ -139,85 +141,40 @@ def describe(row: Row) -> str:
     return " ".join(word for word in (text(row, key) for key in keys) if word)
 
 
-def _printed(row: Row, column: Column[Any]) -> str:
-    key = column.name
-    if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
-        return "all"
-    if key == "role":
-        return text(row, "role") or ("" if "collective" in row else text(row, "family"))
-    if key == "status":
-        above = "above limit" if row["over_limit"] else ""
-        return above if row["status"] == "measured" else f"{row['status']} {above}".strip()
-    return column.unit.show(row[key])
-
-
-def _fits(ran: Sequence[Row], columns: Sequence[Column[Any]], available: int) -> bool:
-    widths = (max(len(c.title), *(len(_printed(row, c)) for row in ran)) for c in columns)
+def _fits(table: Table, columns: Sequence[Column[Any]], available: int) -> bool:
+    widths = (max(len(c.title), *(len(c.shown(row)) for row in table)) for c in columns)
     return sum(widths) + 2 * (len(columns) - 1) <= available
 
 
-def _fitting(
-    ran: Sequence[Row], available: int, columns: Sequence[Column[Any]]
-) -> list[Column[Any]]:
+def _fitting(table: Table, available: int, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
     """Return columns without the least important, but with words that tell rows apart."""
     columns = list(columns)
     droppable = sorted((c for c in columns if c.leaves), key=lambda c: -c.leaves)
     for least in droppable:
-        if _fits(ran, columns, available):
+        if _fits(table, columns, available):
             break
         others = [c for c in columns if c is not least]
-        if least.unit.is_numeric or _num_kinds(ran, others) == _num_kinds(ran, columns):
+        if least.unit.is_numeric or _num_kinds(table, others) == _num_kinds(table, columns):
             columns = others
     return columns
 
 
-def _num_kinds(ran: Sequence[Row], columns: Sequence[Column[Any]]) -> int:
+def _num_kinds(table: Table, columns: Sequence[Column[Any]]) -> int:
     words = [column for column in columns if not column.unit.is_numeric]
-    return len({tuple(_printed(row, column) for column in words) for row in ran})
+    return len({tuple(column.shown(row) for column in words) for row in table})
 
 
-def table(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> str:
-    """Return HTML of all that ran. A click on a row shows the command that measures it."""
-    ran = [row for row in rows if row["status"] in ("measured", "wrong")]
-    if not ran:
+def page_table(table: Table) -> str:
+    """Return a table of a page with a filter; a click on a row shows what measures it."""
+    if not len(table):
         return "<p>Nothing was measured.</p>"
-    columns = [
-        c
-        for c in columns
-        if View.PAGE in c.views and any(row[c.name] is not None for row in ran)
-    ]
-    heads = "".join(
-        f'<th scope="col" aria-sort="none"{_numeric(column)}>'
-        f'<button type="button">{escape(column.title)}</button></th>'
-        for column in columns
+    command = (
+        '<pre class="command" aria-live="polite">Click a row for the command that measures it '
+        "alone; click a heading to sort.</pre>"
     )
-    lines = "\n".join(_line(row, columns) for row in ran)
+    has_commands = any("command" in row for row in table)
     return (
         '<p class="tools"><input class="filter" type="search" placeholder="Filter rows" '
         'aria-label="Filter rows"> <span class="shown quiet"></span></p>'
-        '<pre class="command" aria-live="polite">Click a row for the command that measures it '
-        'alone; click a heading to sort.</pre><div class="box"><table class="rows">'
-        f"<thead><tr>{heads}</tr></thead>\n<tbody>{lines}</tbody></table></div>"
+        f'{command if has_commands else ""}<div class="box rows">{table.html()}</div>'
     )
-
-
-def _line(row: Row, columns: Sequence[Column[Any]]) -> str:
-    kinds = ["each"] if row.get("rank") is not None else []
-    kinds += ["bad"] if row["status"] == "wrong" or row["over_limit"] else []
-    cells = []
-    for column in columns:
-        key = column.name
-        cell = column.unit.show(row[key])
-        if key == "rank" and row["rank"] is None and row["num_ranks"] != 1:
-            cell = "all"
-        if key == "status" and row["over_limit"]:
-            cell += ", above limit"
-        value = number(row, key)
-        order = "" if value is None else f' data-v="{value!r}"'
-        cells.append(f"<td{_numeric(column)}{order}>{escape(cell)}</td>")
-    opened = f'<tr class="{" ".join(kinds)}" data-command="{escape(text(row, "command"))}">'
-    return opened + "".join(cells) + "</tr>"
-
-
-def _numeric(column: Column[Any]) -> str:
-    return ' class="num"' if column.unit.is_numeric else ""

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from stepmark.ground.units import ranks_text
-from stepmark.tables.columns import Row, aligned
+from stepmark.tables.columns import Row
+from stepmark.tables.table import aligned
 from stepmark.text_tables.profiler_table import (
     Communication,
     ProfilerTable,

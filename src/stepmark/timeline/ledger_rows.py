@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stepmark.tables.columns import aligned
+from stepmark.tables.table import aligned
 from stepmark.timeline.ledger import Group, Ledger
 from stepmark.timeline.ledger_text import UNEXPLAINED, doubt, lines_of, words_of
 

@@ -13,10 +13,10 @@ from stepmark.tables.columns import (
     TEXT,
     Column,
     Row,
-    aligned,
     digits,
 )
 from stepmark.tables.columns import rows as rows_of
+from stepmark.tables.table import aligned
 from stepmark.timeline.ledger import (
     RECOMPUTED,
     WAITING,

@@ -6,8 +6,9 @@ from dataclasses import asdict, dataclass
 from statistics import mean, median
 
 from stepmark.ground.units import format_bytes, ranks_text
-from stepmark.tables.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View, aligned
+from stepmark.tables.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View
 from stepmark.tables.columns import rows as rows_of
+from stepmark.tables.table import aligned
 from stepmark.timeline.trace_breakdown import RankTimes, StepTimes
 
 Ranks = Sequence[tuple[int, RankTimes]]

@@ -10,7 +10,8 @@ from stepmark.ground.launches import Row as Judged
 from stepmark.ground.launches import Sample
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.verdicts import FALSE_SHARE, judge
-from stepmark.tables.columns import Row, aligned, digits
+from stepmark.tables.columns import Row, digits
+from stepmark.tables.table import aligned
 from stepmark.traces import trace_breakdown
 from stepmark.traces.trace_breakdown import Ranks as Times
 from stepmark.traces.trace_kernels_text import (

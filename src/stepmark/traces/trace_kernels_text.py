@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
 from stepmark.step.trace_ops import MeasuredOp, MeasuredSteps, OpKey, OpTable
-from stepmark.tables.columns import Row, aligned, digits
+from stepmark.tables.columns import Row, digits
+from stepmark.tables.table import aligned
 
 UNATTRIBUTED = "unattributed"
 MOST_ROWS = 40

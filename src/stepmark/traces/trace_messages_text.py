@@ -9,7 +9,18 @@ from stepmark.cases.message import Histogram, MessageKind
 from stepmark.findings import histogram
 from stepmark.findings.expected import Expected
 from stepmark.ground.units import format_bytes, format_time
-from stepmark.tables.columns import Row, digits, number, text
+from stepmark.tables.columns import (
+    BYTES,
+    COUNT,
+    MEAN,
+    NUMBER,
+    SECONDS,
+    Row,
+    digits,
+    given,
+    number,
+    text,
+)
 
 _HIDDEN = {
     "time_s",
@@ -72,9 +83,7 @@ def _mean(row: Row) -> float | None:
 
 def lines(table: Sequence[Row]) -> list[str]:
     """Return the rows as aligned text: per rank and step, times of one call."""
-    return histogram.lines(
-        [{k: v for k, v in row.items() if k not in _HIDDEN} for row in table]
-    )
+    return histogram.lines(table, _HIDDEN)
 
 
 def copy_rows(copies: Iterable[tuple[str, int, int, int]], num_rank_steps: int) -> list[Row]:
@@ -107,24 +116,24 @@ def copy_rows(copies: Iterable[tuple[str, int, int, int]], num_rank_steps: int) 
 
 
 COPY_COLUMNS = (
-    ("kind", "copies"),
-    ("bin", "size"),
-    ("copies_per_rank_step", "copies/rank/step"),
-    ("bytes_per_rank_step", "bytes/rank/step"),
-    ("time_per_rank_step_s", "time/rank/step"),
-    ("gb_s", "GB/s"),
+    given("kind", heading="copies"),
+    given("bin", COUNT, "size"),
+    given("copies_per_rank_step", MEAN, "copies/rank/step"),
+    given("bytes_per_rank_step", BYTES, "bytes/rank/step"),
+    given("time_per_rank_step_s", SECONDS, "time/rank/step"),
+    given("gb_s", NUMBER, "GB/s"),
 )
 RANK_COLUMNS = (
-    ("rank", "rank"),
-    ("calls_per_step", "calls/step"),
-    ("step_s", "step"),
-    ("communication_s", "communication"),
-    ("exposed_s", "exposed"),
-    ("kernels_s", "kernels of calls"),
-    ("transfer_s", "transfer"),
-    ("waiting_s", "waiting"),
-    ("arrived_last", "arrived last"),
-    ("early_per_call_s", "early/call"),
+    given("rank", COUNT),
+    given("calls_per_step", MEAN, "calls/step"),
+    given("step_s", SECONDS, "step"),
+    given("communication_s", SECONDS, "communication"),
+    given("exposed_s", SECONDS, "exposed"),
+    given("kernels_s", SECONDS, "kernels of calls"),
+    given("transfer_s", SECONDS, "transfer"),
+    given("waiting_s", SECONDS, "waiting"),
+    given("arrived_last", COUNT, "arrived last"),
+    given("early_per_call_s", SECONDS, "early/call"),
 )
 
 

@@ -15,6 +15,7 @@ from stepmark.job_logs.log_sources import Source, read_sources
 from stepmark.store.view import print_text
 from stepmark.tables.columns import Row
 from stepmark.tables.export import write_json, write_tables
+from stepmark.tables.table import Table
 from stepmark.traces import trace_messages_text as report
 from stepmark.traces.kineto.matching import is_synchronizing, match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
@@ -218,10 +219,10 @@ class _View:
             yield f"no message{which} of torch.distributed is in these steps"
         yield from self._curve_text()
         yield ""
-        yield from histogram.lines(self.ranks, report.RANK_COLUMNS)
+        yield from Table(self.ranks, report.RANK_COLUMNS).text()
         if self.copies:
             yield ""
-            yield from histogram.lines(self.copies, report.COPY_COLUMNS)
+            yield from Table(self.copies, report.COPY_COLUMNS).text()
         yield ""
         yield from self._verdict()
         for what, result in self._gains():

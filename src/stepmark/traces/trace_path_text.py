@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
-from stepmark.tables.columns import Row, aligned, text
+from stepmark.tables.columns import Row, text
+from stepmark.tables.table import aligned
 from stepmark.timeline.critical_path import (
     CATEGORIES,
     COMMUNICATION,

@@ -52,9 +52,11 @@ from stepmark.tables.outcomes import (
     Figures,
     measured_ceilings,
     num_wrong,
+    rank_words,
     ratio,
     spread_pct,
     status_of,
+    status_words,
     validity,
 )
 from stepmark.training.training_rates import Yardstick, drift, means_of, phases, rates
@@ -233,7 +235,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("case_id", lambda o: o.record.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: command_of(o.record.case)),
-    Column("rank", figure(lambda f: f.rank), COUNT, "", _RANKS),
+    Column("rank", figure(lambda f: f.rank), COUNT, "", _RANKS, words=rank_words),
     Column("time_s", figure(lambda f: f.times.median), SECONDS, "sample", EVERYWHERE),
     Column("mean_s", figure(lambda f: f.times.mean), SECONDS),
     Column("p10_s", figure(lambda f: f.times.p10), SECONDS, "p10", PAGE),
@@ -335,7 +337,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("method", _measured(lambda r: r.samples.method), views=PAGE),
     Column("over_limit", _rate("over_limit"), FLAG),
     Column("message", lambda o: None if o.figures else message_of(o.record)),
-    Column("status", lambda o: o.status, views=SHOWN),
+    Column("status", lambda o: o.status, views=SHOWN, words=status_words),
     Column("validity", all_ranks(lambda f: f.validity), views=SHOWN),
 )
 

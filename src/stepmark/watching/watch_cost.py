@@ -6,7 +6,8 @@ from statistics import median
 from typing import TypeVar
 
 from stepmark.ground.units import format_time, ranks_text
-from stepmark.tables.columns import Row, aligned, number
+from stepmark.tables.columns import Row, number
+from stepmark.tables.table import aligned
 
 T = TypeVar("T")
 _MAX_SHOWN = 16

@@ -9,7 +9,8 @@ from stepmark.findings.histogram import lines as histogram_lines
 from stepmark.findings.histogram import rows as histogram_rows
 from stepmark.step.workload import Workload
 from stepmark.step.workload_stages import missing_pipeline
-from stepmark.tables.columns import COUNT, TEXT, Column, Row, View, aligned
+from stepmark.tables.columns import COUNT, TEXT, Column, Row, View
+from stepmark.tables.table import aligned
 from stepmark.workloads import workload_pipeline
 from stepmark.workloads.workload_tables import (
     COLLECTIVE_COLUMNS,
@@ -120,11 +121,8 @@ def _size_lines(workload: Workload, stage: int) -> list[str]:
     counted = histogram(workload, stage)
     if not counted:
         return []
-    table = [
-        {key: value for key, value in row.items() if key not in _OF_SEVERAL_RANKS}
-        for row in histogram_rows(counted, by=("collective",))
-    ]
-    lines = histogram_lines(table)
+    table = histogram_rows(counted, by=("collective",))
+    lines = histogram_lines(table, _OF_SEVERAL_RANKS)
     if default_bins(counted).name != "exact":
         each = len({size_of(kind)[0] for kind in counted})
         lines.append(f"{each} sizes in bins, powers of two; --json and --csv have each")
