@@ -36,6 +36,9 @@ class Unit(Enum):
     MS = "nanoseconds, shown in ms"
     US = "nanoseconds, shown in us"
     JSON = "nested values"
+    SHARE = "percent, one decimal, with its sign"
+    SIGNED_MS = "nanoseconds, shown in ms with + or -"
+    SIGNED_PERCENT = "one decimal with + or -"
 
     @property
     def sql_type(self) -> str:
@@ -57,7 +60,7 @@ class Unit(Enum):
 
 
 TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR, FLOPS, *_MORE = Unit
-MEAN, NS, MS, US, JSON = _MORE
+MEAN, NS, MS, US, JSON, SHARE, SIGNED_MS, SIGNED_PERCENT = _MORE
 
 # A name ends in the unit of its values.
 _ENDS = {"_s": SECONDS, "bytes": BYTES, "flops": FLOPS, "_pct": PERCENT, "_ns": NS}
@@ -71,6 +74,7 @@ class View(Enum):
     RANKS = "ranks"  # a line per rank of one case, on the console
 
 
+NO_HEADING = " "
 PAGE = frozenset({View.PAGE})
 SHOWN = PAGE | {View.CONSOLE}
 BY_RANK = PAGE | {View.RANKS}
@@ -106,6 +110,9 @@ _FORMS: dict[Unit, Callable[[float], str]] = {
     NS: lambda value: format_time(value * 1e-9),
     MS: lambda value: f"{value / 1e6:.3f}",
     US: lambda value: f"{value / 1e3:.1f}",
+    SHARE: "{:.1f} %".format,
+    SIGNED_MS: lambda value: f"{value / 1e6:+.3f}",
+    SIGNED_PERCENT: "{:+.1f}".format,
 }
 
 

@@ -3,7 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import COUNT, Row, given
+from stepmark.tables.table import Table
 from stepmark.timeline.ledger import Group, Ledger
 from stepmark.timeline.ledger_text import UNEXPLAINED, doubt, lines_of, words_of
 
@@ -93,14 +94,17 @@ def short_lines(predicted: Ledger | None, measured: Ledger) -> Iterator[str]:
     names = ("measured",) if predicted is None else ("predicted", "measured", "difference")
     # Lines of which a profile knows too little have no share.
     has_share = not doubt(measured)
-    cells = [["where the step goes, in ms", *names, *(["share"] if has_share else [])]]
+    columns = [given("line", heading="where the step goes, in ms")]
+    columns += [given(name, COUNT) for name in (*names, *(["share"] if has_share else []))]
     total = LedgerRow(words="step: the sum of the lines", group=None, times_ms=table.steps_ms)
-    for row in (*table.rows, total):
-        times = [table.shown(time_ms) for time_ms in row.times_ms]
+    rows: list[Row] = []
+    for own in (*table.rows, total):
+        times = [table.shown(time_ms) for time_ms in own.times_ms]
         if predicted is not None:
-            times.append(table.signed(row.times_ms[1] - row.times_ms[0]))
-        share = 100 * row.times_ms[-1] / table.steps_ms[-1] if table.steps_ms[-1] else 0.0
-        cells.append([row.words, *times, *([f"{share:.1f} %"] if has_share else [])])
-    lines = aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
+            times.append(table.signed(own.times_ms[1] - own.times_ms[0]))
+        share = 100 * own.times_ms[-1] / table.steps_ms[-1] if table.steps_ms[-1] else 0.0
+        row: Row = {"line": own.words, "share": f"{share:.1f} %"}
+        rows.append(row | dict(zip(names, times, strict=True)))
+    lines = Table(rows, columns).text()
     rule = "-" * max(map(len, lines))
     yield from (*lines[:-1], rule, lines[-1])

@@ -1,6 +1,6 @@
 """Ledgers of steps as rows, in ns, and as text, in ms: of traces, and two beside each other."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import mean, median
 
@@ -8,15 +8,21 @@ from stepmark.ground.units import ranks_text
 from stepmark.tables.columns import (
     COUNT,
     FLAG,
+    MS,
+    NO_HEADING,
     NUMBER,
     PERCENT,
+    SHARE,
+    SIGNED_MS,
+    SIGNED_PERCENT,
     TEXT,
     Column,
     Row,
     digits,
+    given,
 )
 from stepmark.tables.columns import rows as rows_of
-from stepmark.tables.table import aligned
+from stepmark.tables.table import Table
 from stepmark.timeline.ledger import (
     RECOMPUTED,
     WAITING,
@@ -82,17 +88,39 @@ def step_lines(steps: Sequence[RankLedger]) -> Iterator[str]:
         yield "no times of any step"
         return
     ledgers = [each.ledger for each in steps]
-    several = len(steps) > 1
-    titles = ("mean", "share", "min", "median", "max") if several else ("time", "share")
-    cells = [[f"{_which(steps)}, in ms", *titles]]
     window_ns = mean(each.window_ns for each in ledgers)
     parts = [(t, [ns for ns in times if ns is not None]) for t, times in _parts(ledgers)]
-    for title, values in [*_table(ledgers), *parts]:
-        share = f"{100 * mean(values) / window_ns:.1f} %" if window_ns else "n/a"
-        spread = (min(values), median(values), max(values)) if several else ()
-        cells.append([title, _ms(mean(values)), share, *map(_ms, spread)])
-    yield from aligned(cells, [False, *[True] * len(titles)])
+    table = [(title, times, window_ns) for title, times in (*_table(ledgers), *parts)]
+    yield from spread_lines(_which(steps), table, several=len(steps) > 1)
     yield from ["", f"Definitions: {DEFINITIONS}."]
+
+
+def spread_lines(
+    which: str, parts: Iterable[tuple[str, Sequence[int], float]], *, several: bool
+) -> list[str]:
+    """Return the parts of steps, in ms: mean, share, and of several the spread.
+
+    which: the steps. parts: title, nanoseconds of each step, nanoseconds of the whole.
+    """
+    columns = (
+        given("part", heading=f"{which}, in ms"),
+        given("mean_ns", MS, "mean" if several else "time"),
+        given("share_pct", SHARE, "share"),
+        *((given("min_ns", MS, "min"), given("median_ns", MS, "median")) if several else ()),
+        *((given("max_ns", MS, "max"),) if several else ()),
+    )
+    rows: list[Row] = [
+        {
+            "part": part,
+            "mean_ns": mean(times_ns),
+            "share_pct": 100 * mean(times_ns) / whole_ns if whole_ns else "n/a",
+            "min_ns": min(times_ns),
+            "median_ns": median(times_ns),
+            "max_ns": max(times_ns),
+        }
+        for part, times_ns, whole_ns in parts
+    ]
+    return Table(rows, columns).text()
 
 
 def _which(steps: Sequence[RankLedger]) -> str:
@@ -187,21 +215,33 @@ def difference_lines(
     first: Ledger, second: Ledger, names: tuple[str, str] = NAMES
 ) -> Iterator[str]:
     """Yield two ledgers as a table: times in ms, differences in % of the second step."""
-    cells = [["in ms", *names, f"{names[1]} - {names[0]}", f"% of {names[1]}"]]
-    step_ns = second.window_ns
+    apart = f"{names[1]} - {names[0]}"
+    columns = (
+        given("part", heading="in ms"),
+        given("first_ns", MS, names[0]),
+        given("second_ns", MS, names[1]),
+        given("apart_ns", SIGNED_MS, apart),
+        given("apart_pct", SIGNED_PERCENT, f"% of {names[1]}"),
+    )
     both = (first, second)
+    step_ns = second.window_ns
+    rows: list[Row] = []
     table: list[tuple[str, Sequence[int | None]]] = [*_table(both), *_parts(both)]
-    for title, (first_ns, second_ns) in table:
-        times = ["" if ns is None else _ms(ns) for ns in (first_ns, second_ns)]
-        apart = ["", ""]
+    for part, (first_ns, second_ns) in table:
+        row: Row = {"part": part, "first_ns": first_ns, "second_ns": second_ns}
         if first_ns is not None and second_ns is not None:
-            ns = second_ns - first_ns
-            apart = [_signed(ns / _MS, 3), _signed(_percent(ns, step_ns), 1)]
-        cells.append([title, *times, *apart])
+            row["apart_ns"] = second_ns - first_ns
+            row["apart_pct"] = _percent(second_ns - first_ns, step_ns)
+        rows.append(row)
     total_ns = absolute_ns(first, second)
-    share = "" if not step_ns else f"{_percent(total_ns, step_ns):.1f}"
-    cells.append(["sum of absolute differences of lines", "", "", _ms(total_ns), share])
-    yield from aligned(cells, [False, *[True] * 4])
+    rows.append(
+        {
+            "part": "sum of absolute differences of lines",
+            "apart_ns": _ms(total_ns),
+            "apart_pct": f"{_percent(total_ns, step_ns):.1f}" if step_ns else None,
+        }
+    )
+    yield from Table(rows, columns).text()
 
 
 _Quantity = tuple[str, str, float | None, float | None]  # name, unit, predicted, measured
@@ -234,15 +274,27 @@ def _mhz(clock_hz: float | None) -> float | None:
 
 def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
     """Yield the rows that are known on either side; what is unknown is n/a."""
-    cells = [["", "predicted", "measured", "measured - predicted, % of measured"]]
-    for row in power_rows(predicted, measured):
-        values = row["predicted"], row["measured"], row["difference_pct"]
-        if values[:2] != (None, None):
-            shown = [NUMBER.show(v) if v is not None else "n/a" for v in values[:2]]
-            change = "" if values[2] is None else _signed(float(str(values[2])), 1)
-            cells.append([f"{row['quantity']} ({row['unit']})", *shown, change])
-    if len(cells) > 1:
-        yield from aligned(cells, [False, True, True, True])
+    columns = (
+        given(
+            "quantity",
+            heading=NO_HEADING,
+            words=lambda row: f"{row['quantity']} ({row['unit']})",
+        ),
+        given("predicted", NUMBER),
+        given("measured", NUMBER),
+        given("difference_pct", SIGNED_PERCENT, "measured - predicted, % of measured"),
+    )
+    unknown = {"predicted": "n/a", "measured": "n/a"}
+    rows = [
+        unknown | {name: value for name, value in row.items() if value is not None}
+        for row in power_rows(predicted, measured)
+        if (row["predicted"], row["measured"]) != (None, None)
+    ]
+    yield from Table(rows, columns).text()
+
+
+def _quantity_words(row: Row) -> str:
+    return f"{row['quantity']} ({row['unit']})"
 
 
 def source_line(measured: MeasuredLedger) -> str:

@@ -3,12 +3,27 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from statistics import mean, median
+from statistics import mean
 
-from stepmark.ground.units import format_bytes, ranks_text
-from stepmark.tables.columns import COUNT, NUMBER, PAGE, SHOWN, TEXT, Column, Row, View
+from stepmark.ground.units import ranks_text
+from stepmark.tables.columns import (
+    BYTES,
+    COUNT,
+    MS,
+    NO_HEADING,
+    NUMBER,
+    PAGE,
+    PERCENT,
+    SHOWN,
+    US,
+    Column,
+    Row,
+    View,
+    given,
+)
 from stepmark.tables.columns import rows as rows_of
-from stepmark.tables.table import aligned
+from stepmark.tables.table import Table
+from stepmark.timeline.ledger_text import spread_lines
 from stepmark.timeline.trace_breakdown import RankTimes, StepTimes
 
 Ranks = Sequence[tuple[int, RankTimes]]
@@ -46,32 +61,36 @@ def _mean_depth(item: _RankStep) -> float | None:
     return queue.depth_ns / window_ns if queue and window_ns else None
 
 
+def _step_words(row: Row) -> str:
+    return "all" if row["step"] is None else str(row["step"])
+
+
 STEP_COLUMNS: tuple[Column[_RankStep], ...] = (
     Column("rank", lambda o: o.rank, COUNT, "", SHOWN),
-    Column("device", _of("device"), TEXT, "GPU", SHOWN),
-    Column("step", _of("step"), TEXT, "", SHOWN),
+    Column("device", _of("device"), COUNT, "GPU", SHOWN),
+    Column("step", _of("step"), COUNT, "", SHOWN, words=_step_words),
     Column("clock", lambda o: "host" if o.times.device is None else "gpu"),
     Column("start_ns", _of("start_ns"), COUNT),
     Column("end_ns", _of("end_ns"), COUNT),
-    Column("from_ns", lambda o: o.times.start_ns - o.base_ns, COUNT, "from", SHOWN),
-    Column("window_ns", _of("window_ns"), COUNT, "took", SHOWN),
-    Column("compute_ns", _of("compute_ns"), COUNT, "compute", SHOWN),
-    Column("exposed_comm_ns", _of("exposed_comm_ns"), COUNT, "exposed comm", SHOWN),
-    Column("exposed_waiting_ns", _of("exposed_waiting_ns"), COUNT, "waiting", SHOWN),
-    Column("exposed_copies_ns", _of("exposed_memory_ns"), COUNT, "exposed copies", SHOWN),
-    Column("idle_ns", _of("idle_ns"), COUNT, "idle", SHOWN),
-    Column("host_bound_ns", _of("idle", "host_bound_ns"), COUNT, "host-bound", SHOWN),
+    Column("from_ns", lambda o: o.times.start_ns - o.base_ns, MS, "from", SHOWN),
+    Column("window_ns", _of("window_ns"), MS, "took", SHOWN),
+    Column("compute_ns", _of("compute_ns"), MS, "compute", SHOWN),
+    Column("exposed_comm_ns", _of("exposed_comm_ns"), MS, "exposed comm", SHOWN),
+    Column("exposed_waiting_ns", _of("exposed_waiting_ns"), MS, "waiting", SHOWN),
+    Column("exposed_copies_ns", _of("exposed_memory_ns"), MS, "exposed copies", SHOWN),
+    Column("idle_ns", _of("idle_ns"), MS, "idle", SHOWN),
+    Column("host_bound_ns", _of("idle", "host_bound_ns"), MS, "host-bound", SHOWN),
     Column("launch_call_ns", _of("idle", "launch_call_ns"), COUNT),
-    Column("kernel_gap_ns", _of("idle", "kernel_gap_ns"), COUNT, "kernel gaps", SHOWN),
-    Column("unknown_idle_ns", _of("idle", "unknown_ns"), COUNT, "unknown", SHOWN),
-    Column("comm_ns", _of("comm_ns"), COUNT, "all comm", SHOWN),
+    Column("kernel_gap_ns", _of("idle", "kernel_gap_ns"), MS, "kernel gaps", SHOWN),
+    Column("unknown_idle_ns", _of("idle", "unknown_ns"), MS, "unknown", SHOWN),
+    Column("comm_ns", _of("comm_ns"), MS, "all comm", SHOWN),
     Column("waiting_ns", _of("waiting_ns"), COUNT),
     Column("overlap_ns", _of("overlap_ns"), COUNT),
-    Column("overlap_pct", _overlap_pct, NUMBER, "hidden %", SHOWN),
+    Column("overlap_pct", _overlap_pct, PERCENT, "hidden %", SHOWN),
     Column("copies_ns", _of("memory_ns"), COUNT),
     Column("other_steps_ns", _of("other_steps_ns"), COUNT),
     Column("events", _of("num_events"), COUNT, "", SHOWN),
-    Column("queue_mean_depth", _mean_depth, NUMBER, "queue", PAGE),
+    Column("queue_mean_depth", _mean_depth, PERCENT, "queue", PAGE),
     Column("queue_max_depth", _of("queue", "max"), COUNT, "deepest", PAGE),
     Column("queue_empty_ns", _of("queue", "empty_ns"), COUNT),
 )
@@ -153,10 +172,10 @@ def lines(ranks: Ranks, *, details: bool = False) -> Iterator[str]:
         yield from ["", f"Definitions: {DEFINITIONS}{more}."]
 
 
-def summary(ranks: Ranks) -> Iterator[str]:
-    """Yield the parts of a step alone: mean, share, spread."""
+def summary(ranks: Ranks) -> list[str]:
+    """Return the parts of a step alone: mean, share, spread."""
     steps = tables(ranks)["steps"]
-    return _summary(steps) if steps else iter(())
+    return _summary(steps) if steps else []
 
 
 def _report(tabled: dict[str, list[Row]], clock: str, details: bool) -> Iterator[str]:
@@ -233,18 +252,15 @@ def _which(steps: Sequence[Row]) -> str:
     return f"{which} of {ranks_text({_ns(row, 'rank') for row in steps})}"
 
 
-def _summary(steps: Sequence[Row]) -> Iterator[str]:
-    """Yield each part of a step: mean, share, spread."""
-    titles = ("mean", "share", "min", "median", "max") if len(steps) > 1 else ("time", "share")
-    cells = [[f"{_which(steps)}, in ms", *titles]]
+def _summary(steps: Sequence[Row]) -> list[str]:
+    """Return each part of a step: mean, share, spread."""
+    parts: list[tuple[str, list[int], float]] = []
     for title, name in PARTS.items():
         known = [row for row in steps if row[name] is not None]
         values = [_ns(row, name) for row in known]
         if any(values):
-            share = _share(sum(values), _sum(known, "window_ns"))
-            spread = (min(values), median(values), max(values)) if len(steps) > 1 else ()
-            cells.append([title, _ms(mean(values)), share, *map(_ms, spread)])
-    yield from aligned(cells, [False, *[True] * len(titles)])
+            parts.append((title, values, _sum(known, "window_ns") / len(known)))
+    return spread_lines(_which(steps), parts, several=len(steps) > 1)
 
 
 def _step_lines(steps: Sequence[Row], arrivals: Sequence[Row], details: bool) -> Iterator[str]:
@@ -268,10 +284,7 @@ def _step_lines(steps: Sequence[Row], arrivals: Sequence[Row], details: bool) ->
         and any(row[column.name] for row in shown)
         and (column.name != "device" or has_several)
     ]
-    cells = [[column.title for column in columns]]
-    for row in shown:
-        cells.append([_cell(row, column.name) for column in columns])
-    yield from aligned(cells, [True] * len(columns))
+    yield from Table(shown, columns).text(columns)
 
 
 def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
@@ -290,23 +303,27 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
         )
     most = f", the {_MOST_ROWS} that are waited for the most" * (len(rows) > _MOST_ROWS)
     yield f"Calls matched over ranks{most}; ms of a step, and of a call where it arrives early:"
-    cells = [["rank", "calls", "waits", "others wait for it", "last in", "early"]]
+    shown: list[Row] = []
     for row in order[:_MOST_ROWS]:
-        steps, calls = _ns(row, "steps"), _ns(row, "num_calls")
-        waits = _ms(_ns(row, "waiting_ns") / steps)
-        others = _ms(_ns(row, "caused_ns") / steps / num_others)
-        early = "n/a" if row["early_ns"] is None else _ms(_ns(row, "early_ns") / calls)
-        cells.append([str(row["rank"]), str(calls), waits, others, str(row["num_last"]), early])
-    yield from aligned(cells, [True] * len(cells[0]))
+        steps = _ns(row, "steps")
+        early_ns = _ns(row, "early_ns") / _ns(row, "num_calls")
+        means = {
+            "waits_ns": _ns(row, "waiting_ns") / steps,
+            "waited_for_ns": _ns(row, "caused_ns") / steps / num_others,
+            "early": "n/a" if row["early_ns"] is None else _ms(early_ns),
+        }
+        shown.append(row | means)
+    yield from Table(shown, _ARRIVAL_COLUMNS).text()
 
 
-def _cell(row: Row, name: str) -> str:
-    value = row[name]
-    if value is None:
-        return "all" if name == "step" else ""
-    if isinstance(value, float):
-        return f"{value:.1f}"
-    return _ms(_ns(row, name)) if name.endswith("_ns") else str(value)
+_ARRIVAL_COLUMNS = (
+    given("rank", COUNT),
+    given("num_calls", COUNT, "calls"),
+    given("waits_ns", MS, "waits"),
+    given("waited_for_ns", MS, "others wait for it"),
+    given("num_last", COUNT, "last in"),
+    given("early", COUNT),
+)
 
 
 def _comm_label(row: Row) -> str:
@@ -330,54 +347,94 @@ def _by_label(
 
 def _means(rows: Sequence[Row], label: Callable[[Row], str], num_steps: int) -> Iterator[str]:
     """Yield means by label over all ranks and steps, and the range of these."""
-    sums = ["time_ns", *["exposed_ns"] * ("exposed_ns" in rows[0])]
-    cells = [["", "calls", "time", *["exposed"] * (len(sums) - 1), "min", "max"]]
+    table: list[Row] = []
     for key, own in _by_label(rows, label, "time_ns").items():
         each: Counter[object] = Counter()
         for row in own:
             each[row["rank"], row["device"], row["step"]] += _ns(row, "time_ns")
-        least = min(each.values()) if len(each) == num_steps else 0
-        means = [_ms(_sum(own, name) / num_steps) for name in sums]
         num_calls = _sum(own, "num_events") / num_steps
-        calls = f"{num_calls:.4g}" if num_calls < 1e3 else f"{num_calls:.0f}"
-        cells.append([key, calls, *means, _ms(least), _ms(max(each.values()))])
-    yield from aligned(cells, [False, *[True] * (len(cells[0]) - 1)])
+        mean_row: Row = {
+            "label": key,
+            "calls": f"{num_calls:.4g}" if num_calls < 1e3 else f"{num_calls:.0f}",
+            "time_ns": _sum(own, "time_ns") / num_steps,
+            "min_ns": min(each.values()) if len(each) == num_steps else 0,
+            "max_ns": max(each.values()),
+        }
+        if "exposed_ns" in own[0]:
+            mean_row["exposed_ns"] = _sum(own, "exposed_ns") / num_steps
+        table.append(mean_row)
+    yield from Table(table, _MEAN_COLUMNS).text()
+
+
+_MEAN_COLUMNS = (
+    given("label", heading=NO_HEADING),
+    given("calls", COUNT),
+    given("time_ns", MS, "time"),
+    given("exposed_ns", MS, "exposed"),
+    given("min_ns", MS, "min"),
+    given("max_ns", MS, "max"),
+)
 
 
 def _launch_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield calls by name; medians and maxima are those of the rank with the largest."""
-    titles = (
-        "calls",
-        "events",
-        "mean",
-        "median",
-        "max",
-        "median delay",
-        "longer than their work",
-    )
-    cells = [["Launch calls, of all ranks and steps, in us", *titles]]
+    table: list[Row] = []
     for name, own in _by_label(rows, lambda row: str(row["call"]), "total_ns").items():
         calls, short = _sum(own, "num_calls"), _sum(own, "num_short")
-        names = ("median_ns", "max_ns", "median_delay_ns")
-        largest = (max(_ns(row, name) for row in own) for name in names)
-        times = [f"{value / 1e3:.1f}" for value in (_sum(own, "total_ns") / calls, *largest)]
-        counts = (str(calls), str(_sum(own, "num_events")))
-        cells.append([name, *counts, *times, f"{short} ({_share(short, calls)})"])
-    if rows:
-        yield from ["", *aligned(cells, [False, *[True] * 7])]
+        largest = {key: max(_ns(row, key) for row in own) for key in _LARGEST}
+        table.append(
+            {
+                "call": name,
+                "num_calls": calls,
+                "num_events": _sum(own, "num_events"),
+                "mean_ns": _sum(own, "total_ns") / calls,
+                **largest,
+                "short": f"{short} ({_share(short, calls)})",
+            }
+        )
+    if table:
+        yield from ["", *Table(table, _LAUNCH_COLUMNS).text()]
+
+
+_LARGEST = ("median_ns", "max_ns", "median_delay_ns")
+_LAUNCH_COLUMNS = (
+    given("call", heading="Launch calls, of all ranks and steps, in us"),
+    given("num_calls", COUNT, "calls"),
+    given("num_events", COUNT, "events"),
+    given("mean_ns", US, "mean"),
+    given("median_ns", US, "median"),
+    given("max_ns", US, "max"),
+    given("median_delay_ns", US, "median delay"),
+    given("short", COUNT, "longer than their work"),
+)
 
 
 def _copy_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield bandwidth of copies by kind: all bytes over the sum of durations."""
-    cells = [["Copies, of all ranks and steps", "copies", "bytes", "ms", "GB/s"]]
+    table: list[Row] = []
     for name, own in _by_label(rows, lambda row: str(row["name"]), "time_ns").items():
         time_ns, num_bytes = _sum(own, "time_ns"), _sum(own, "num_bytes")
         is_known = all(row["num_bytes"] is not None for row in own)
-        rate = f"{num_bytes / time_ns:.4g}" if is_known and time_ns else "unknown"
-        size = format_bytes(num_bytes) if is_known else "unknown"
-        cells.append([name, str(_sum(own, "num_copies")), size, _ms(time_ns), rate])
-    if rows:
-        yield from ["", *aligned(cells, [False, *[True] * 4])]
+        table.append(
+            {
+                "name": name,
+                "num_copies": _sum(own, "num_copies"),
+                "bytes": num_bytes if is_known else "unknown",
+                "time_ns": time_ns,
+                "gb_s": num_bytes / time_ns if is_known and time_ns else "unknown",
+            }
+        )
+    if table:
+        yield from ["", *Table(table, _COPY_COLUMNS).text()]
+
+
+_COPY_COLUMNS = (
+    given("name", heading="Copies, of all ranks and steps"),
+    given("num_copies", COUNT, "copies"),
+    given("bytes", BYTES),
+    given("time_ns", MS, "ms"),
+    given("gb_s", NUMBER, "GB/s"),
+)
 
 
 def _sum(rows: Iterable[Row], name: str) -> int:
