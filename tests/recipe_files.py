@@ -207,6 +207,15 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         Edit(file="workloads/formats/counts.py", text=COUNTS),
         Edit(file="workloads/formats/__init__.py", before='    "csv": Format(', text=FORMAT),
     ),
+    "a column of what is measured": (
+        Edit(
+            file="operators/op_columns.py",
+            before='    Column("clock_mhz"',
+            text="""\
+    Column("range_s", figure(lambda f: f.times.max - f.times.min), SECONDS, "range", SHOWN),
+""",
+        ),
+    ),
     "a section of a run's page": (
         Edit(file="runs/families.py", text=SECTION),
         Edit(

@@ -3,6 +3,8 @@
 Each writes or changes as many files as its line of the table says.
 """
 
+import csv
+import importlib.util
 import json
 import os
 import shutil
@@ -66,6 +68,24 @@ def test_an_operator(run: Run) -> None:
     assert row["bytes_moved"] > 0
     code = "from stepmark.nodes.bench_doctor import samples; print(*samples('scale'))"
     assert "Scale" in run("-c", code)
+
+
+def test_a_column(run: Run, tree: Path) -> None:
+    name = str(ROOT / "results" / "h200-x2-gemm")
+    shown = ("-m", "stepmark", "runs", "show", name)
+    rows = json.loads(run(*shown, "--json", "-"))["rows"]
+    (first, *_) = csv.DictReader(run(*shown, "--csv", "-").splitlines())
+    assert float(first["range_s"]) == rows[0]["range_s"] > 0
+    assert "range" in run(*shown).splitlines()[3].split()
+    query = "SELECT range_s FROM rows WHERE run_id LIKE '20261120-233951%' ORDER BY rank"
+    where = ("--runs", str(ROOT / "results"), "--json", "-")
+    found = json.loads(run("-m", "stepmark", "runs", "sql", query, *where))
+    assert sorted(row["range_s"] for row in found) == sorted(row["range_s"] for row in rows)
+    run("-m", "stepmark", "report", name, "--out", "column.html")
+    assert '<button type="button">range</button>' in (tree / "column.html").read_text()
+    frame = f"import stepmark as sm; print(sm.read_run({name!r}).to_pandas()['range_s'][0] > 0)"
+    if importlib.util.find_spec("pandas"):
+        assert run("-c", frame).strip() == "True"
 
 
 def test_a_collective(run: Run) -> None:

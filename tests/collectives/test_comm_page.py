@@ -91,7 +91,7 @@ def test_page_of_collectives_alone(table: list[Row]) -> None:
 
 def test_page_of_both_has_two_tables_and_loads_nothing() -> None:
     own = page(with_operators=True)
-    assert own.count('<table class="rows">') == 2
+    assert own.count('<div class="box rows">') == 2
     assert own.count('class="filter"') == 2
     ids = re.findall(r'\bid="([^"]+)"', own)
     assert len(ids) == len(set(ids))

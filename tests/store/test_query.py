@@ -14,7 +14,9 @@ from stepmark.cases.record import Measured
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.store import query as queries
+from stepmark.store import view
 from stepmark.store.reader import list_runs, read, read_records
+from stepmark.tables import export
 
 
 def sql(root: Path, query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
@@ -80,8 +82,8 @@ def test_a_line_being_written_is_left_out(root: Path) -> None:
 
 def test_no_runs_are_empty_views(tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / "absent"):
-        for view in ("records", "runs"):
-            columns, rows = sql(root, f"SELECT * FROM {view}")
+        for name in ("rows", "records", "runs"):
+            columns, rows = sql(root, f"SELECT * FROM {name}")
             assert rows == []
             assert "run_id" in columns
     new_run(tmp_path, INFO).close()
@@ -111,3 +113,68 @@ def test_a_query_reaches_no_other_file(root: Path, tmp_path: Path, query: str) -
     with pytest.raises(ConfigError, match="sql"):
         sql(root, query.format(source=source, target=target))
     assert not target.exists()
+
+
+PUBLISHED = Path(__file__).parents[2] / "results"
+# Of each kind of case, with several ranks, launches, places in models, and steps that failed.
+RUNS = (
+    "h200-x2-gemm",
+    "h200-x4-comm-contention",
+    "h200-x4-comm-launches",
+    "h200-x4-train-gpt2-1.5b-ddp",
+    "h100-predictions-1",
+    "h100-replays/llama-eager/replays/20261124-181403-e8b8",
+)
+
+
+def published(name: str) -> tuple[list[dict[str, Any]], dict[str, list[dict[str, Any]]]]:
+    """The rows that `runs show` writes, and those of the views."""
+    shown = json.loads(json.dumps(export.finite(view.view(PUBLISHED / name).all_rows)))
+    runs = [read(PUBLISHED / name)]
+    found = {}
+    for each in ("rows", "records"):
+        names, values = queries.sql(runs, f"SELECT * FROM {each}")
+        found[each] = [dict(zip(names, row, strict=True)) for row in values]
+    return shown, found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_sql_and_show_agree_on_every_column(name: str) -> None:
+    shown, found = published(name)
+    assert len(shown) == len(found["rows"])
+    num_figures = 0
+    for row, other in zip(shown, found["rows"], strict=True):
+        for column, value in row.items():
+            is_plain = not isinstance(value, list | dict)
+            assert other[column] == (value if is_plain else json.dumps(value)), column
+            num_figures += isinstance(value, int | float)
+        assert all(other[column] is None for column in other.keys() - row)
+    assert num_figures > 5 * len(shown)
+
+
+# A record alone has no other run beside it, no ceiling of this run, no pooled launches.
+OF_THE_RUN = ("pct_reference", "ceiling", "ceiling_unit", "pct_ceiling", "slowdown", "validity")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "h200-x4-train-gpt2-1.5b-ddp",
+        "h200-x2-gemm",
+        "h100-replays/llama-eager/replays/20261124-181403-e8b8",
+    ],
+)
+def test_a_record_has_the_figures_of_its_row(name: str) -> None:
+    shown, found = published(name)
+    rows = {row["case_id"]: row for row in reversed(shown) if row.get("rank") is None}
+    assert len(rows) == len(found["records"])
+    for record in found["records"]:
+        row = rows[record["case_id"]]
+        assert record["median_s"] == row.get("time_s", row.get("iteration_s"))
+        for column in (record.keys() & row.keys()) - {*OF_THE_RUN, "message"}:
+            assert record[column] == row[column], column
+
+
+def test_only_named_views_are_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(queries._VIEWS, "records", lambda runs: pytest.fail("made"))
+    assert sql(root, "SELECT count(*) FROM runs")[1] == [(2,)]

@@ -26,7 +26,7 @@ class Prediction(Table):
         self, facts: report.Facts, prediction: StepPrediction, notes: list[str]
     ) -> None:
         """Keep a prediction. facts: of the step. notes: how far it is to be trusted."""
-        super().__init__(report.rows(prediction))
+        super().__init__(report.rows(prediction), report.LEDGER_COLUMNS)
         self.step_s = prediction.step_s
         self.is_lower_bound = prediction.is_lower_bound
         self.memory: StepMemory | None = facts.memory

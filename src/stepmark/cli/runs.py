@@ -36,7 +36,7 @@ app = Group(
                 SqlOptions,
                 f"{_HANDLERS}:run_query",
                 _SQL,
-                "runs sql 'SELECT family, min(median_s) FROM records GROUP BY family'",
+                "runs sql 'SELECT family, min(time_s) FROM rows GROUP BY family'",
             ),
         ),
     },

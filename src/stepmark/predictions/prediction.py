@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import itemgetter
 from typing import Any
 
 from stepmark.ground.units import TFLOP, format_bytes
-from stepmark.tables.columns import Row
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given
+from stepmark.tables.table import Table
 from stepmark.timeline.ledger import TRANSFER, WAITING, Group, Idle, Ledger
 from stepmark.timeline.prediction import StepMemory, StepPrediction
 from stepmark.timeline.step_cost import Source
@@ -181,9 +182,18 @@ def step_text(facts: Mapping[str, Any]) -> str:
     return f"{facts['tokens']:,} tokens, {shape}, {facts['techniques']}"
 
 
+_STAGE = given("stage")
+LEDGER_COLUMNS = (
+    given("time_ns", MS, "ms"),
+    given("share_pct", PERCENT, "%"),
+    _STAGE,
+    given("group", heading="ledger"),
+    given("line", heading=NO_HEADING),
+)
+
+
 def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
     """Yield the ledger of each stage as a table; of many stages those that differ most."""
-    cells = [["ms", "%", "stage", "ledger", ""]]
     ledgers = prediction.timeline.ledgers
     has_stages, shown = len(ledgers) > 1, _stages_shown(ledgers)
     table: list[dict[str, Any]] = rows(prediction)
@@ -194,17 +204,10 @@ def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
             continue
         share_pct = 100 * row["time_ns"] / step_ns
         table.append({**row, "group": "of which", "line": row["part"], "share_pct": share_pct})
-    for row in sorted(table, key=lambda row: int(row["stage"])):
-        if row["stage"] not in shown:
-            continue
-        share = "" if row["share_pct"] is None else f"{row['share_pct']:.1f}"
-        stage = str(row["stage"]) if has_stages else ""
-        cells.append(
-            [f"{row['time_ns'] * 1e-6:.3f}", share, stage, str(row["group"]), str(row["line"])]
-        )
-    if not has_stages:
-        cells = [[cell for place, cell in enumerate(line) if place != 2] for line in cells]
-    yield from aligned(cells, [True, True, *[False] * (len(cells[0]) - 2)])
+    stages = sorted((row for row in table if row["stage"] in shown), key=itemgetter("stage"))
+    yield from Table(
+        stages, [c for c in LEDGER_COLUMNS if has_stages or c is not _STAGE]
+    ).text()
     if len(shown) < len(ledgers):
         yield (
             f"{len(shown)} of {len(ledgers)} stages: the first, the last, and that which waits "

@@ -109,7 +109,7 @@ _FORMS: dict[Unit, Callable[[float], str]] = {
     MEAN: _mean,
     NS: lambda value: format_time(value * 1e-9),
     MS: lambda value: f"{value / 1e6:.3f}",
-    US: lambda value: f"{value / 1e3:.1f}",
+    US: lambda value: f"{value / 1e3:.2f}",
     SHARE: "{:.1f} %".format,
     SIGNED_MS: lambda value: f"{value / 1e6:+.3f}",
     SIGNED_PERCENT: "{:+.1f}".format,

@@ -69,12 +69,9 @@ class Table:
         if not self.rows():
             return []
         columns = self.shown(View.CONSOLE) if columns is None else columns
-        cells = [[column.title for column in columns], *self.cells(columns)]
+        cells = [[column.title for column in columns]]
+        cells += [[column.shown(row) for column in columns] for row in self.rows()]
         return aligned(cells, [column.unit.is_numeric for column in columns])
-
-    def cells(self, columns: Sequence[Column[Any]]) -> list[list[str]]:
-        """Return the words of each row."""
-        return [[column.shown(row) for column in columns] for row in self.rows()]
 
     def kind_of(self, row: Row) -> str:
         """Return what sets a row apart, or nothing."""

@@ -10,8 +10,8 @@ from stepmark.ground.launches import Row as Judged
 from stepmark.ground.launches import Sample
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.verdicts import FALSE_SHARE, judge
-from stepmark.tables.columns import Row, digits
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import MS, RATIO, SIGNED_MS, Row, digits, given, text
+from stepmark.tables.table import Table
 from stepmark.traces import trace_breakdown
 from stepmark.traces.trace_breakdown import Ranks as Times
 from stepmark.traces.trace_kernels_text import (
@@ -20,7 +20,7 @@ from stepmark.traces.trace_kernels_text import (
     Label,
     Ranks,
     Sum,
-    as_text,
+    label_columns,
     number,
     whole_of,
 )
@@ -175,34 +175,42 @@ def total(a: Ranks, b: Ranks, table: Sequence[Row]) -> Row:
 
 def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str]:
     """Return the table as text, with the sum of all rows, if there is one."""
-    columns = COLUMNS.get(by, (by,))
-    cells = [["A ms/step", "B ms/step", "B - A", "B / A", "verdict", *columns]]
-    cells += [
-        [*_numbers(row), *(as_text(row[name]) for name in columns)] for row in table[:MOST_ROWS]
-    ]
-    if table[MOST_ROWS:]:
-        rest = {name: sum(number(row, name) for row in table[MOST_ROWS:]) for name in _FIELDS}
-        cells.append([*_numbers(rest), f"{len(table) - MOST_ROWS} more rows (--csv has all)"])
+    of_label = label_columns(by)
+    first = of_label[0].name
+    rows = list(table[:MOST_ROWS])
+    if more := table[MOST_ROWS:]:
+        rest: Row = {name: sum(number(row, name) for row in more) for name in _FIELDS}
+        rows.append(rest | {first: f"{len(more)} more rows (--csv has all)"})
     if sums:
-        cells.append([*_numbers(sums), "sum"])
-    width = len(cells[0])
-    padded = [[*line, *[""] * (width - len(line))] for line in cells]
-    return aligned(padded, [True] * 4 + [False] * (width - 4))
+        rows.append({**sums, first: "sum"})
+    return Table(rows, [*_SHOWN, *of_label]).text()
 
 
-def _numbers(row: Mapping[str, object]) -> list[str]:
-    a, b, difference = (number(row, name) for name in _FIELDS)
-    time_ratio = f"{b / a:.3f}" if a and b else ""
-    verdict = str(row.get("verdict", ""))
+def _ratio_words(row: Row) -> str:
+    a, b = number(row, "a_ns"), number(row, "b_ns")
+    return f"{b / a:.3f}" if a and b else ""
+
+
+def _verdict_words(row: Row) -> str:
+    """Return the verdict, with what limits it."""
+    if only := row.get("only_in"):
+        return f"only in {str(only).upper()}"
+    verdict = text(row, "verdict")
     if verdict == Verdict.CANNOT_TELL.value:
         verdict = f"{verdict} ({row['reason']})"
     if verdict and row.get("a_calls") != row.get("b_calls"):
-        verdict += (
-            f" ({digits(number(row, 'a_calls'))} calls, then {digits(number(row, 'b_calls'))})"
-        )
-    if only := row.get("only_in"):
-        verdict = f"only in {str(only).upper()}"
-    return [f"{a / _MS:.3f}", f"{b / _MS:.3f}", f"{difference / _MS:+.3f}", time_ratio, verdict]
+        before, after = (digits(number(row, name)) for name in ("a_calls", "b_calls"))
+        verdict += f" ({before} calls, then {after})"
+    return verdict
+
+
+_SHOWN = (
+    given("a_ns", MS, "A ms/step"),
+    given("b_ns", MS, "B ms/step"),
+    given("difference_ns", SIGNED_MS, "B - A"),
+    given("time_ratio", RATIO, "B / A", _ratio_words),
+    given("verdict", words=_verdict_words),
+)
 
 
 def remarks(a: Ranks, b: Ranks, table: Sequence[Row]) -> Iterator[str]:

@@ -1,20 +1,21 @@
 """Measured operations of traces as tables: time per step by role, operation or kernel."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
 from stepmark.step.trace_ops import MeasuredOp, MeasuredSteps, OpKey, OpTable
-from stepmark.tables.columns import Row, digits
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import MS, NUMBER, PERCENT, US, Column, Row, given, text
+from stepmark.tables.table import Table
 
 UNATTRIBUTED = "unattributed"
 MOST_ROWS = 40
 _WIDTH = 90
 _MUCH = 50  # percent
-_US, _MS = 1e3, 1e6  # nanoseconds
+_MS = 1e6  # nanoseconds
 
 DEFINITIONS = (
     "time: sum over kernels and copies that the steps launched, per step and rank; kernels of "
@@ -160,11 +161,6 @@ def hints(table: Sequence[Row], by: str) -> Iterator[str]:
         )
 
 
-def as_text(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
-
-
 def header(ranks: Ranks) -> list[str]:
     """Return what the table is of: how much work, of which steps, and what is left out."""
     count = num_steps(ranks)
@@ -188,35 +184,40 @@ def header(ranks: Ranks) -> list[str]:
     return lines
 
 
-def _scaled(unit: float, digits: int) -> Callable[[float], str]:
-    return lambda value: f"{value / unit:.{digits}f}"
-
-
-_SHOWN: tuple[tuple[str, str, Callable[[float], str]], ...] = (
-    ("time_per_step_ns", "ms/step", _scaled(_MS, 3)),
-    ("share_pct", "%", _scaled(1, 1)),
-    ("calls_per_step", "calls", digits),
-    ("kernels_per_step", "kernels", digits),
-    ("mean_ns", "mean us", _scaled(_US, 2)),
-    ("shortest_ns", "min us", _scaled(_US, 2)),
-    ("longest_ns", "max us", _scaled(_US, 2)),
-    ("fastest_rank_ns", "fastest rank", _scaled(_MS, 3)),
-    ("slowest_rank_ns", "slowest", _scaled(_MS, 3)),
+_SHOWN = (
+    given("time_per_step_ns", MS, "ms/step"),
+    given("share_pct", PERCENT, "%"),
+    given("calls_per_step", NUMBER, "calls"),
+    given("kernels_per_step", NUMBER, "kernels"),
+    given("mean_ns", US, "mean us"),
+    given("shortest_ns", US, "min us"),
+    given("longest_ns", US, "max us"),
 )
+_OF_RANKS = (
+    given("fastest_rank_ns", MS, "fastest rank"),
+    given("slowest_rank_ns", MS, "slowest"),
+)
+
+
+def label_columns(by: str) -> list[Column[Row]]:
+    """Return the columns that tell rows apart; long words are cut."""
+    return [given(name, words=partial(_cut, name)) for name in COLUMNS.get(by, (by,))]
+
+
+def _cut(name: str, row: Row) -> str:
+    words = text(row, name)
+    return words if len(words) <= _WIDTH else f"{words[: _WIDTH - 3]}..."
 
 
 def lines(ranks: Ranks, table: Sequence[Row], by: str, most: int = MOST_ROWS) -> list[str]:
     """Return the table as text; columns of ranks where there are several."""
     if not table:
         return []
-    shown = _SHOWN if len(ranks) > 1 else _SHOWN[:-2]
-    own = "operations" if all(sums.is_host for _, sums in ranks) else "kernels"
-    cells = [[*(own if title == "kernels" else title for _, title, _ in shown), *COLUMNS[by]]]
-    for row in table[:most]:
-        numbers = [show(number(row, name)) for name, _, show in shown]
-        cells.append([*numbers, *(as_text(row[name]) for name in COLUMNS[by])])
-    text = aligned(cells, [True] * len(shown) + [False] * len(COLUMNS[by]))
+    shown = [*_SHOWN, *(_OF_RANKS if len(ranks) > 1 else ())]
+    if all(sums.is_host for _, sums in ranks):
+        shown = [replace(c, heading="operations") if c.title == "kernels" else c for c in shown]
+    lines = Table(table[:most], [*shown, *label_columns(by)]).text()
     if rest := table[most:]:
         rest_ms = sum(number(row, "total_ns") for row in rest) / num_steps(ranks) / _MS
-        text.append(f"and {len(rest)} more rows of {rest_ms:.3f} ms together: --csv has all")
-    return text
+        lines.append(f"and {len(rest)} more rows of {rest_ms:.3f} ms together: --csv has all")
+    return lines

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
-from stepmark.tables.columns import Row, text
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given, text
+from stepmark.tables.table import Table
 from stepmark.timeline.critical_path import (
     CATEGORIES,
     COMMUNICATION,
@@ -108,24 +108,41 @@ def _time(segments: Iterable[Segment]) -> int:
     return sum(segment.time for segment in segments)
 
 
+def _bound_words(row: Row) -> str:
+    """Return the least time of a step without a category; * where waiting may be part of it."""
+    if "step_at_least_ns" not in row:
+        return ""
+    return f"{MS.show(row['step_at_least_ns'])}{' *' * bool(row['bound_without_ns'])}"
+
+
+_COLUMNS = (
+    given("what", heading=NO_HEADING),
+    given("time_ns", MS, "ms"),
+    given("share_pct", PERCENT, "%"),
+    given("step_at_least_ns", MS, "step >= ms", _bound_words),
+)
+
+
+def _shown(path: Path) -> Iterator[Row]:
+    """Yield each category, the longest first, with its longest names."""
+    names = list(_names(path))
+    for row in sorted(_categories(path), key=lambda each: -_ns(each)):
+        category = text(row, "category")
+        yield row | {"what": _TITLES.get(category, category)}
+        own = [each for each in names if each["category"] == category]
+        if len(own) > 1 or own[0]["name"] != category:
+            for each in own[:_MOST_NAMES]:
+                yield {"what": f"  {text(each, 'name')[:_NAME]}", "time_ns": _ns(each)}
+        if rest := own[_MOST_NAMES:]:
+            yield {"what": f"  {len(rest)} others", "time_ns": sum(map(_ns, rest))}
+
+
 def lines(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the text of the paths."""
     for path in paths:
         step = "whole trace" if path.step is None else f"step {path.step}"
         yield f"{step}, rank {path.rank}: {_ms(_time(path.segments))} ms, of which"
-        cells, names = [["", "ms", "%", "step >= ms"]], list(_names(path))
-        for row in sorted(_categories(path), key=lambda each: -_ns(each)):
-            category = text(row, "category")
-            share = f"{row['share_pct']:.1f}"
-            least = f"{_ms(_ns(row, 'step_at_least_ns'))}{' *' * bool(row['bound_without_ns'])}"
-            cells.append([_TITLES.get(category, category), _ms(_ns(row)), share, least])
-            own = [each for each in names if each["category"] == category]
-            if len(own) > 1 or own[0]["name"] != category:
-                for each in own[:_MOST_NAMES]:
-                    cells.append([f"  {text(each, 'name')[:_NAME]}", _ms(_ns(each)), "", ""])
-            if rest := own[_MOST_NAMES:]:
-                cells.append([f"  {len(rest)} others", _ms(sum(map(_ns, rest))), "", ""])
-        yield from aligned(cells, [False, True, True, True])
+        yield from Table(list(_shown(path)), _COLUMNS).text()
         yield from _remarks(path)
         yield ""
     for definition in DEFINITIONS:
