@@ -275,11 +275,7 @@ def _mhz(clock_hz: float | None) -> float | None:
 def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
     """Yield the rows that are known on either side; what is unknown is n/a."""
     columns = (
-        given(
-            "quantity",
-            heading=NO_HEADING,
-            words=lambda row: f"{row['quantity']} ({row['unit']})",
-        ),
+        given("quantity", heading=NO_HEADING, words=_quantity_words),
         given("predicted", NUMBER),
         given("measured", NUMBER),
         given("difference_pct", SIGNED_PERCENT, "measured - predicted, % of measured"),
