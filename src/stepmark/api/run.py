@@ -40,7 +40,6 @@ from stepmark.store import view
 from stepmark.store.commands import options_of
 from stepmark.store.reader import find_run
 from stepmark.tables.columns import Row
-from stepmark.tables.columns import View as Place
 from stepmark.tables.row_tables import ran
 from stepmark.tables.table import Table
 from stepmark.training import train
@@ -96,7 +95,7 @@ class Run(Table):
         run, parts = self._view, [f"<p>{escape(self._summary())}</p>"]
         for kind in KINDS:
             rows = run.rows if kind == "op" else getattr(run, f"{kind}_rows")
-            table = ran(rows, [c for c in view.columns(kind) if Place.CONSOLE in c.views])
+            table = ran(rows, view.columns(kind))
             parts += [table._repr_html_()] * bool(len(table))
         parts += [f"<p>{escape(line)}</p>" for line in self._unmeasured()]
         return "".join(parts)

@@ -21,7 +21,7 @@ class Trace(Table):
     def __init__(self, times: StepTimes) -> None:
         """Keep what was read."""
         by_name = times.tables
-        super().__init__(by_name["steps"], [c for c in STEP_COLUMNS if c.views])
+        super().__init__(by_name["steps"], STEP_COLUMNS)
         self.tables = {name: Table(rows) for name, rows in by_name.items()}
         self.world_size = times.world_size
         self.missing_ranks = times.missing_ranks

@@ -14,7 +14,7 @@ from stepmark.step import native
 from stepmark.step import workload as core
 from stepmark.tables.columns import Row
 from stepmark.tables.table import Table
-from stepmark.workloads import workload_files, workload_flags, workload_show
+from stepmark.workloads import workload_files, workload_flags, workload_show, workload_tables
 from stepmark.workloads.formats import op_csv
 from stepmark.workloads.rules import find_rule
 from stepmark.workloads.workload import generate, with_times
@@ -51,8 +51,7 @@ class Workload(Table):
 
     def tables(self, stage: int = 0) -> dict[str, Table]:
         """Return the tables of `stepmark workload show` by name, as its --json has them."""
-        by_name = workload_show.rows_by_table(self.program, self._checked(stage))
-        return {name: Table(rows) for name, rows in by_name.items()}
+        return workload_tables.tables(self.program, self._checked(stage))
 
     def show(self) -> None:
         """Print what `stepmark workload show` prints."""

@@ -54,11 +54,11 @@ class Table:
     def __repr__(self) -> str:
         return f"<{type(self).__name__}: {len(self)} rows>"
 
-    def shown(self, view: View | None = None) -> list[Column[Any]]:
-        """Return the columns of a view that are not empty; None: of any."""
+    def shown(self, view: View) -> list[Column[Any]]:
+        """Return the columns of a view that are not empty."""
         rows = self.rows()
         columns = self._declared or named(names_of(rows))
-        columns = [c for c in columns if view is None or view in c.views]
+        columns = [c for c in columns if view in c.views]
         return [c for c in columns if any(c.shown(row) for row in rows)]
 
     def text(self, columns: Sequence[Column[Any]] | None = None) -> list[str]:
@@ -77,9 +77,9 @@ class Table:
         """Return what sets a row apart, or nothing."""
         return self._kind_of(row) if self._kind_of else ""
 
-    def html(self, view: View | None = View.PAGE) -> str:
+    def html(self) -> str:
         """Return a table of a page: a heading sorts it, a row has the command that makes it."""
-        columns = self.shown(view)
+        columns = self.shown(View.PAGE)
         heads = "".join(
             f'<th scope="col" aria-sort="none"{_side(column)}>'
             f'<button type="button">{escape(column.title)}</button></th>'
@@ -95,8 +95,8 @@ class Table:
         return f"<tr{kind}{data}>{cells}</tr>"
 
     def _repr_html_(self) -> str:
-        """Return the first rows for a notebook, which has no style of ours."""
-        columns = self.shown()
+        """Return the first rows of what a console shows; a notebook has no style of ours."""
+        columns = self.shown(View.CONSOLE)
         heads = "".join(f"<th>{escape(column.title)}</th>" for column in columns)
         first = self.rows()[:_MOST_SHOWN]
         more = len(self) - len(first)

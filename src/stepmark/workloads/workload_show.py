@@ -59,7 +59,8 @@ def show(
     if options.distinct:
         tables = {"collectives": message_rows(workload), "operators": operator_rows(workload)}
     else:
-        tables = rows_by_table(workload, number)
+        by_name = workload_tables.tables(workload, number)
+        tables = {name: table.rows() for name, table in by_name.items()}
     if options.json:
         export.write_tables(tables, options.json, "json")
     if options.csv:
@@ -87,17 +88,6 @@ def _defaults(rules: str) -> dict[str, Any]:
     fields = RULES[rules].fields().items()
     defaults = {name: getattr(field.default, "value", field.default) for name, field in fields}
     return dict.fromkeys(_AXES, 1) | defaults
-
-
-def rows_by_table(workload: Workload, stage: int) -> dict[str, list[Row]]:
-    """Return the rows that --json writes, by table."""
-    return {
-        "stages": workload_tables.stage_rows(workload),
-        "communication": workload_tables.collective_rows(workload, stage),
-        "sizes": workload_tables.size_rows(workload, stage),
-        "computation": workload_tables.compute_rows(workload, stage),
-        "layers": workload_tables.layer_rows(workload, stage),
-    }
 
 
 def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[str]:

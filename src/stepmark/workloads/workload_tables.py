@@ -5,8 +5,9 @@ one rank and one optimizer step. Bytes of communication are messages as nccl-tes
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from stepmark.cases.message import Histogram, MessageKind, Tally
 from stepmark.findings.histogram import size_of
@@ -32,10 +33,14 @@ from stepmark.tables.columns import (
     TEXT,
     Column,
     Row,
+    Unit,
+    given,
 )
 from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.outcomes import percent
+from stepmark.tables.table import Table
 
+T = TypeVar("T")
 SETUP = "setup"  # runs once, before the first step
 PASSES = (SETUP, "forward", "backward", "optimizer", "step")
 Sums = Counter[tuple[str, str]]  # by (pass, quantity)
@@ -114,71 +119,96 @@ class _Computed:
 
 AlikeLayers = tuple[list[int | None], Sums]
 
+_MOST_CHARACTERS = 48
+
+
+def _shown(
+    name: str, of: Callable[[T], object], unit: Unit = TEXT, heading: str = ""
+) -> Column[T]:
+    """Return a column in which a zero with a unit is empty, and long texts are cut."""
+
+    def words(row: Row) -> str:
+        value = row[name]
+        shown = unit.show(value) if value or unit in (TEXT, COUNT) else ""
+        is_long = len(shown) > _MOST_CHARACTERS
+        return f"{shown[: _MOST_CHARACTERS - 3]}..." if is_long else shown
+
+    return Column(name, of, unit, heading, SHOWN, words=words)
+
+
 STAGE_COLUMNS: tuple[Column[_StageSums], ...] = (
-    Column("stage", lambda o: o.index, views=SHOWN),
-    Column("layers", lambda o: o.num_layers, COUNT, "", SHOWN),
-    Column("which", lambda o: ranges(o.stage.layers), views=SHOWN),
-    Column("has", lambda o: o.has, TEXT, "and", SHOWN),
-    Column("operations", lambda o: sum(o.operations.values()), COUNT, "", SHOWN),
-    Column("collectives", lambda o: o.num_collectives, COUNT, "", SHOWN),
-    Column("forward_flops", lambda o: o.sums["forward", "flops"], FLOPS, "fwd FLOP", SHOWN),
-    Column("backward_flops", lambda o: o.sums["backward", "flops"], FLOPS, "bwd FLOP", SHOWN),
-    Column("comm_bytes", lambda o: o.over_passes("comm_bytes"), BYTES, "messages", SHOWN),
-    Column("bus_bytes", lambda o: o.over_passes("bus_bytes"), BYTES, "on the bus", SHOWN),
-    Column("time_s", lambda o: o.time_s, SECONDS, "compute", SHOWN),
+    _shown("stage", lambda o: o.index),
+    _shown("layers", lambda o: o.num_layers, COUNT),
+    _shown("which", lambda o: ranges(o.stage.layers)),
+    _shown("has", lambda o: o.has, TEXT, "and"),
+    _shown("operations", lambda o: sum(o.operations.values()), COUNT),
+    _shown("collectives", lambda o: o.num_collectives, COUNT),
+    _shown("forward_flops", lambda o: o.sums["forward", "flops"], FLOPS, "fwd FLOP"),
+    _shown("backward_flops", lambda o: o.sums["backward", "flops"], FLOPS, "bwd FLOP"),
+    _shown("comm_bytes", lambda o: o.over_passes("comm_bytes"), BYTES, "messages"),
+    _shown("bus_bytes", lambda o: o.over_passes("bus_bytes"), BYTES, "on the bus"),
+    _shown("time_s", lambda o: o.time_s, SECONDS, "compute"),
 )
 COLLECTIVE_COLUMNS: tuple[Column[_Messages], ...] = (
-    Column("pass", lambda o: o.when, views=SHOWN),
-    Column("collective", lambda o: o.operation.collective, views=SHOWN),
-    Column("dtype", lambda o: o.operation.dtype.value, views=SHOWN),
-    Column("group", lambda o: o.operation.group, views=SHOWN),
-    Column("num_ranks", lambda o: o.group.size, COUNT, "ranks", SHOWN),
-    Column("count", lambda o: o.operation.count, COUNT, "", SHOWN),
-    Column("size_bytes", lambda o: o.size_bytes, BYTES, "size", SHOWN),
-    Column("calls", lambda o: o.calls, COUNT, "", SHOWN),
-    Column("bytes", lambda o: o.calls * o.size_bytes, BYTES, "", SHOWN),
-    Column("bus_bytes", lambda o: o.bus_bytes, BYTES, "on the bus", SHOWN),
-    Column("stream", lambda o: o.operation.stream, views=SHOWN),
-    Column("modules", lambda o: ", ".join(o.modules), TEXT, "of", SHOWN),
+    _shown("pass", lambda o: o.when),
+    _shown("collective", lambda o: o.operation.collective),
+    _shown("dtype", lambda o: o.operation.dtype.value),
+    _shown("group", lambda o: o.operation.group),
+    _shown("num_ranks", lambda o: o.group.size, COUNT, "ranks"),
+    _shown("count", lambda o: o.operation.count, COUNT),
+    _shown("size_bytes", lambda o: o.size_bytes, BYTES, "size"),
+    _shown("calls", lambda o: o.calls, COUNT),
+    _shown("bytes", lambda o: o.calls * o.size_bytes, BYTES),
+    _shown("bus_bytes", lambda o: o.bus_bytes, BYTES, "on the bus"),
+    _shown("stream", lambda o: o.operation.stream),
+    _shown("modules", lambda o: ", ".join(o.modules), TEXT, "of"),
 )
 COMPUTE_COLUMNS: tuple[Column[_Computed], ...] = (
-    Column("family", lambda o: _family(o.op), TEXT, "operator", SHOWN),
-    Column("pass", lambda o: o.phase, views=SHOWN),
-    Column("shape", lambda o: _shape(o.op), views=SHOWN),
-    Column("dtype", lambda o: _dtype(o.op), views=SHOWN),
-    Column("calls", lambda o: o.calls, COUNT, "", SHOWN),
+    _shown("family", lambda o: _family(o.op), TEXT, "operator"),
+    _shown("pass", lambda o: o.phase),
+    _shown("shape", lambda o: _shape(o.op)),
+    _shown("dtype", lambda o: _dtype(o.op)),
+    _shown("calls", lambda o: o.calls, COUNT),
     Column("flops_each", lambda o: o.op.flops, FLOPS),
-    Column("flops", lambda o: o.flops, FLOPS, "FLOP", SHOWN),
-    Column("pct_flops", lambda o: percent(o.flops or None, o.all_flops), PERCENT, "%", SHOWN),
-    Column("bytes_moved", lambda o: o.bytes_moved, BYTES, "memory", SHOWN),
-    Column("time_s", lambda o: o.time_s, SECONDS, "time each", SHOWN),
-    Column("modules", lambda o: ", ".join(o.modules), TEXT, "of", SHOWN),
+    _shown("flops", lambda o: o.flops, FLOPS, "FLOP"),
+    _shown("pct_flops", lambda o: percent(o.flops or None, o.all_flops), PERCENT, "%"),
+    _shown("bytes_moved", lambda o: o.bytes_moved, BYTES, "memory"),
+    _shown("time_s", lambda o: o.time_s, SECONDS, "time each"),
+    _shown("modules", lambda o: ", ".join(o.modules), TEXT, "of"),
 )
 LAYER_COLUMNS: tuple[Column[AlikeLayers], ...] = (
-    Column("layers", lambda o: ranges(_known(o)) or "none", views=SHOWN),
-    Column("number", lambda o: len(_known(o)) or None, COUNT, "", SHOWN),
-    Column("forward_flops", lambda o: o[1]["forward", "flops"], FLOPS, "fwd FLOP", SHOWN),
-    Column("backward_flops", lambda o: o[1]["backward", "flops"], FLOPS, "bwd FLOP", SHOWN),
-    Column(
-        "forward_comm_bytes", lambda o: o[1]["forward", "comm_bytes"], BYTES, "fwd bytes", SHOWN
-    ),
-    Column(
-        "backward_comm_bytes",
-        lambda o: o[1]["backward", "comm_bytes"],
-        BYTES,
-        "bwd bytes",
-        SHOWN,
-    ),
+    _shown("layers", lambda o: ranges(_known(o)) or "none"),
+    _shown("number", lambda o: len(_known(o)) or None, COUNT),
+    _shown("forward_flops", lambda o: o[1]["forward", "flops"], FLOPS, "fwd FLOP"),
+    _shown("backward_flops", lambda o: o[1]["backward", "flops"], FLOPS, "bwd FLOP"),
+    _shown("forward_comm_bytes", lambda o: o[1]["forward", "comm_bytes"], BYTES, "fwd bytes"),
+    _shown("backward_comm_bytes", lambda o: o[1]["backward", "comm_bytes"], BYTES, "bwd bytes"),
     Column("forward_bytes_moved", lambda o: o[1]["forward", "bytes_moved"], BYTES),
     Column("backward_bytes_moved", lambda o: o[1]["backward", "bytes_moved"], BYTES),
-    Column(
+    _shown(
         "optimizer_comm_bytes",
         lambda o: o[1]["optimizer", "comm_bytes"] + o[1]["step", "comm_bytes"],
         BYTES,
         "optimizer bytes",
-        SHOWN,
     ),
 )
+SIZE_COLUMNS = (
+    given("collective"),
+    given("size_bytes", BYTES, "size"),
+    given("calls", COUNT),
+    given("bytes", BYTES),
+)
+
+
+def tables(workload: Workload, stage: int) -> dict[str, Table]:
+    """Return the tables that --json writes, by name."""
+    return {
+        "stages": Table(stage_rows(workload), STAGE_COLUMNS),
+        "communication": Table(collective_rows(workload, stage), COLLECTIVE_COLUMNS),
+        "sizes": Table(size_rows(workload, stage), SIZE_COLUMNS),
+        "computation": Table(compute_rows(workload, stage), COMPUTE_COLUMNS),
+        "layers": Table(layer_rows(workload, stage), LAYER_COLUMNS),
+    }
 
 
 def stage_rows(workload: Workload) -> list[Row]:

@@ -1,16 +1,16 @@
 """A workload as text: what `stepmark workload show` prints."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 from stepmark.findings.histogram import default_bins, size_of
 from stepmark.findings.histogram import lines as histogram_lines
 from stepmark.findings.histogram import rows as histogram_rows
 from stepmark.step.workload import Workload
 from stepmark.step.workload_stages import missing_pipeline
-from stepmark.tables.columns import COUNT, TEXT, Column, Row, View
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import Row
+from stepmark.tables.table import Table
 from stepmark.workloads import workload_pipeline
 from stepmark.workloads.workload_tables import (
     COLLECTIVE_COLUMNS,
@@ -28,7 +28,6 @@ Settings = Mapping[str, str | int | float | bool | None]
 NO_DEFAULTS: Settings = MappingProxyType({})
 _MOST_SHAPES = 24
 _MOST_STAGES = 8
-_MOST_CHARACTERS = 48
 _OF_SEVERAL_RANKS = ("calls", "bytes", "size_is")  # of a histogram's columns
 
 
@@ -89,11 +88,13 @@ def lines(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> l
 
 def tables(workload: Workload, stage: int) -> list[str]:
     """Return stages, communication, sizes, computation, layers and pipeline."""
-    lines = _section("Stages (per rank and step)", _stage_lines(stage_rows(workload)))
+    lines = _section(
+        "Stages (per rank and step)", Table(_merged(stage_rows(workload)), STAGE_COLUMNS).text()
+    )
     of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
     lines += _section(
         f"Communication{of_stage} (per rank and step)",
-        _aligned(collective_rows(workload, stage), COLLECTIVE_COLUMNS),
+        Table(collective_rows(workload, stage), COLLECTIVE_COLUMNS).text(),
     )
     if sizes := _size_lines(workload, stage):
         lines += _section(
@@ -104,14 +105,14 @@ def tables(workload: Workload, stage: int) -> list[str]:
     lines += _section(
         f"Computation{of_stage}",
         [
-            *_aligned(computed[:_MOST_SHAPES], COMPUTE_COLUMNS),
+            *Table(computed[:_MOST_SHAPES], COMPUTE_COLUMNS).text(),
             *([f"and {more} more; --json has all"] if more > 0 else []),
         ],
     )
     if workload.numbers("layer"):
         lines += _section(
             f"Layers{of_stage} (each of them; bytes: messages)",
-            _aligned(layer_rows(workload, stage), LAYER_COLUMNS),
+            Table(layer_rows(workload, stage), LAYER_COLUMNS).text(),
         )
     return lines + _section("Pipeline", workload_pipeline.lines(workload))
 
@@ -129,52 +130,25 @@ def _size_lines(workload: Workload, stage: int) -> list[str]:
     return lines
 
 
-def _aligned(rows: Sequence[Row], columns: Sequence[Column[Any]]) -> list[str]:
-    """Return rows under headings, without empty columns; numbers are aligned right."""
-    visible = [
-        column
-        for column in columns
-        if View.CONSOLE in column.views and any(_cell(row, column) for row in rows)
-    ]
-    cells = [[column.title for column in visible]]
-    cells += [[_cell(row, column) for column in visible] for row in rows]
-    return aligned(cells, [column.unit.is_numeric for column in visible])
-
-
-def _cell(row: Row, column: Column[Any]) -> str:
-    """Return a value as text: a zero with a unit is empty, long texts are cut."""
-    value = row[column.name]
-    if column.unit is TEXT:
-        text = column.unit.show(value)
-        return text if len(text) <= _MOST_CHARACTERS else f"{text[: _MOST_CHARACTERS - 3]}..."
-    return "" if not value and column.unit is not COUNT else column.unit.show(value)
-
-
 def _section(title: str, lines: Sequence[str]) -> list[str]:
     return ["", title, *lines] if lines else []
 
 
-def _stage_lines(stages: Sequence[Row]) -> list[str]:
-    """Return the stages; many that are alike and follow each other share a line."""
-    unlike = ("stage", "which")
-    merged: list[tuple[list[int], Row]] = []
-    for row in stages:
-        index = row["stage"]
-        assert isinstance(index, int)
-        alike = merged and all(
-            merged[-1][1][key] == row[key] for key in row if key not in unlike
-        )
-        if alike and len(stages) > _MOST_STAGES:
-            merged[-1][0].append(index)
-        else:
-            merged.append(([index], row))
-    rows: list[Row] = [
-        row | {"stage": str(indices[0]), "which": row["which"]}
-        if len(indices) == 1
-        else row | {"stage": f"{indices[0]}-{indices[-1]}", "which": "each"}
-        for indices, row in merged
+def _merged(stages: Sequence[Row]) -> list[Row]:
+    """Return the stages; many that are alike and follow each other share a row."""
+    if len(stages) <= _MOST_STAGES:
+        return list(stages)
+    groups = (list(group) for _, group in itertools.groupby(stages, _without_place))
+    return [
+        first | {"stage": f"{first['stage']}-{others[-1]['stage']}", "which": "each"}
+        if others
+        else first
+        for first, *others in groups
     ]
-    return _aligned(rows, STAGE_COLUMNS)
+
+
+def _without_place(stage: Row) -> Row:
+    return {key: value for key, value in stage.items() if key not in ("stage", "which")}
 
 
 def _count(count: int, noun: str) -> str:
