@@ -17,12 +17,26 @@ from stepmark.measuring.machine import Machine
 from stepmark.measuring.measure import measure_or_list
 from stepmark.model.collectives import FACTS, Api, Collective, placements
 from stepmark.store.view import View, print_text, show_rows, view
+from stepmark.tables.columns import SHOWN, TEXT, Column, rows
 from stepmark.tables.export import write_json
-from stepmark.tables.table import aligned
+from stepmark.tables.table import Table
 from stepmark.workloads.models import file_notes
 
 _DEFAULT_STEP = (4, True)
 _STYLES = {"param": peer_formats.param_comms}
+
+
+def _forms(collective: Collective, api: Api) -> str:
+    return "/".join("in" if inside else "out" for inside in placements(collective, api))
+
+
+_LIST_COLUMNS: tuple[Column[Collective], ...] = (
+    Column("name", lambda o: o.value, TEXT, "", SHOWN),
+    Column("busbw", lambda o: FACTS[o].busbw, TEXT, "busbw/algbw", SHOWN),
+    Column("parts", lambda o: FACTS[o].parts, TEXT, "size counts", SHOWN),
+    Column("torch", lambda o: _forms(o, Api.TORCH), TEXT, "", SHOWN),
+    Column("nccl", lambda o: _forms(o, Api.NCCL), TEXT, "", SHOWN),
+)
 
 
 def run(options: CommOptions) -> int:
@@ -84,16 +98,8 @@ def _how(options: CommOptions) -> CommHow:
 
 def _list() -> list[str]:
     """Return the table of `comm --list`: every collective and what it supports."""
-    cells = [["name", "busbw/algbw", "size counts", "torch", "nccl"]]
-    for collective in Collective:
-        facts = FACTS[collective]
-        forms = (
-            "/".join("in" if inside else "out" for inside in placements(collective, api))
-            for api in (Api.TORCH, Api.NCCL)
-        )
-        cells.append([collective.value, facts.busbw, facts.parts, *forms])
     return [
-        *aligned(cells, [False] * len(cells[0])),
+        *Table(rows(_LIST_COLUMNS, Collective), _LIST_COLUMNS).text(),
         "p2p-matrix: every ordered pair, bandwidth and latency, one pair at a time",
         "out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.",
     ]

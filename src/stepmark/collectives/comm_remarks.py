@@ -9,9 +9,9 @@ from statistics import median
 from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective
-from stepmark.tables.columns import Row, digits, number, text
+from stepmark.tables.columns import COUNT, NUMBER, Row, digits, given, number, text
 from stepmark.tables.row_tables import grouped, validity_counts
-from stepmark.tables.table import aligned
+from stepmark.tables.table import Table
 
 # A rank is named if it delays the others by this share of the time and by this long, in at
 # least this share of the sizes.
@@ -265,15 +265,24 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
 
 def matrix_lines(matrix: PairMatrix) -> list[str]:
     """Return the matrix, source by line and destination by column, then the slow links."""
-    cells = [["from \\ to", *map(str, matrix.ranks)]]
-    for rank, values in zip(matrix.ranks, matrix.values, strict=True):
-        cells.append([str(rank), *("-" if v is None else digits(v, 3) for v in values)])
+    columns = [
+        given("from", COUNT, "from \\ to"),
+        *(given(str(rank), NUMBER) for rank in matrix.ranks),
+    ]
+    rows = [
+        dict(zip([column.name for column in columns], (rank, *map(_cell, values)), strict=True))
+        for rank, values in zip(matrix.ranks, matrix.values, strict=True)
+    ]
     unit = f"{matrix.title} ({matrix.unit})"
     return [
         f"{unit}, {format_bytes(matrix.size_bytes)} {matrix.setting}",
-        *aligned(cells, [True] * len(cells[0])),
+        *Table(rows, columns).text(),
         *slow_lines(matrix),
     ]
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else digits(value, 3)
 
 
 def slow_lines(matrix: PairMatrix) -> list[str]:

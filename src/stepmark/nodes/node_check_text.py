@@ -6,16 +6,45 @@ from typing import TYPE_CHECKING
 from stepmark.ground.units import GB, TFLOP
 from stepmark.nodes.node_check import NodeCheck
 from stepmark.nodes.node_verdict import FigureVerdict, FleetVerdict, Outcome
-from stepmark.tables.columns import Row, digits, text
+from stepmark.tables.columns import (
+    COUNT,
+    NO_HEADING,
+    NUMBER,
+    RATIO,
+    WHOLE_SHARE,
+    Row,
+    given,
+)
 from stepmark.tables.row_tables import print_lines
-from stepmark.tables.table import aligned
+from stepmark.tables.table import Table
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 _SCALES = {"FLOP/s": (TFLOP, "TFLOP/s"), "B/s": (GB, "GB/s")}
 _MOST_FIGURES = 40  # of those that are healthy, on a terminal
-_HEAD = ("where", "figure", "rate", "", "of peak", "of others", "99 % interval", "outcome")
+
+
+def _interval(row: Row) -> str:
+    return f"{RATIO.show(row['low'])} to {RATIO.show(row['high'])}" if row["low"] else ""
+
+
+_COLUMNS = (
+    given("where"),
+    given("figure"),
+    given("rate", NUMBER),
+    given("unit", heading=NO_HEADING),
+    given("pct_peak", WHOLE_SHARE, "of peak"),
+    given("of_others", RATIO, "of others"),
+    given("low", RATIO, "99 % interval", _interval),
+    given("outcome"),
+)
+_NODE_COLUMNS = (
+    given("node"),
+    given("num_devices", COUNT, "GPUs"),
+    given("outcome"),
+    given("why"),
+)
 
 
 def rows(verdict: FleetVerdict) -> list[Row]:
@@ -58,33 +87,15 @@ def printed(verdict: FleetVerdict, checks: Sequence[NodeCheck], console: "Consol
         shown = tuple(f for f in shown if f.outcome is not Outcome.HEALTHY)
         print_lines([f"{len(good)} healthy figures are not shown; --csv has them"], console)
     if shown:
-        cells = [_HEAD, *(_cells(_row(figure)) for figure in shown)]
-        right = [False, False, True, False, True, True, True, False]
-        print_lines([*aligned(cells, right), ""], console)
-    nodes = [("node", "GPUs", "outcome", "why")]
+        print_lines([*Table([*map(_row, shown)], _COLUMNS).text(), ""], console)
+    nodes: list[Row] = []
     for node in verdict.nodes:
         first, *others = node.reasons or ("",)
-        nodes.append((node.host, str(node.num_devices), node.outcome.value, first))
-        nodes += [("", "", "", reason) for reason in others]
-    print_lines(aligned(nodes, [False, True, False, False]), console)
+        facts = {"num_devices": node.num_devices, "outcome": node.outcome.value}
+        nodes.append({"node": node.host, **facts, "why": first})
+        nodes += [{"why": reason} for reason in others]
+    print_lines(Table(nodes, _NODE_COLUMNS).text(), console)
     print_lines(_remarks(checks), console)
-
-
-def _cells(row: Row) -> Sequence[str]:
-    def show(name: str, form: str) -> str:
-        return "" if row[name] is None else format(row[name], form)
-
-    rate = row["rate"]
-    return (
-        text(row, "where"),
-        text(row, "figure"),
-        digits(rate) if isinstance(rate, float) else "",
-        text(row, "unit"),
-        f"{show('pct_peak', '.0f')} %" if row["pct_peak"] else "",
-        show("of_others", ".3f"),
-        f"{show('low', '.3f')} to {show('high', '.3f')}" if row["low"] else "",
-        text(row, "outcome"),
-    )
 
 
 def _remarks(checks: Sequence[NodeCheck]) -> list[str]:

@@ -12,7 +12,16 @@ from stepmark.ground.units import format_bytes, format_time
 from stepmark.replays import replay_ranks, replay_text
 from stepmark.replays.replay_text import Row
 from stepmark.step.workload import Workload
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import (
+    BYTES,
+    COUNT,
+    GB_S,
+    NO_HEADING,
+    SECONDS,
+    WHOLE_SHARE,
+    given,
+)
+from stepmark.tables.table import Table
 from stepmark.timeline.prediction import Span
 
 if TYPE_CHECKING:
@@ -20,9 +29,29 @@ if TYPE_CHECKING:
 
     Floats = npt.NDArray[np.float64]
 
-_NAMES = ("pass", "collective", "group", "group_size", "dtype")
 _SHOWN = 3  # messages beside a real step, those that take longest
-_TIMES = ("mean_s", "p50_s", "p99_s", "max_s", "time_min_s")
+_PHASE_COLUMNS = (
+    given("pass", heading=NO_HEADING, words=lambda row: f"  {row['pass'] or 'step'}"),
+    given("computing_s", SECONDS, "computing"),
+    given("messages_s", SECONDS, "messages"),
+    given("exposed_comm_s", SECONDS, "exposed"),
+)
+_MESSAGE_COLUMNS = (
+    given("pass"),
+    given("collective"),
+    given("group"),
+    given("group_size", COUNT, "ranks"),
+    given("dtype", heading="type"),
+    given("message_bytes", BYTES, "size"),
+    given("operations", COUNT, "number"),
+    given("mean_s", SECONDS, "mean"),
+    given("p50_s", SECONDS, "p50"),
+    given("p99_s", SECONDS, "p99"),
+    given("max_s", SECONDS, "max"),
+    given("time_min_s", SECONDS, "shortest"),
+    given("busbw_bytes_per_s", GB_S, "busbw GB/s"),
+    given("alone_pct", WHOLE_SHARE, "of alone"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +172,7 @@ class ReplayLog:
         yield from self._phase_lines()
         if self.wrong is not None:
             yield f"verified    {self.wrong[1]:,} elements, {self.wrong[0]:,} wrong"
-        if self.messages:
-            yield from self._message_lines()
+        yield from Table(self.messages, _MESSAGE_COLUMNS).text()
         yield f"{self.workload.name}: {self.workload.rules}, {self.workload.world_size} ranks"
 
     def _iteration_lines(self) -> Iterator[str]:
@@ -171,30 +199,11 @@ class ReplayLog:
     def _phase_lines(self) -> Iterator[str]:
         slowest = self._slowest_rank
         yield f"passes      of rank {slowest['rank']}, from the passes that time operations:"
-        cells = [["", "computing", "messages", "exposed"]]
-        for row in self.phases:
-            if row["rank"] == slowest["rank"]:
-                names = ("computing_s", "messages_s", "exposed_comm_s")
-                times = (row[name] for name in names)
-                texts = ["unknown" if t is None else format_time(t) for t in times]
-                cells.append([f"  {row['pass'] or 'step'}", *texts])
-        yield from aligned(cells, [False, True, True, True])
+        own = [
+            {key: "unknown" if value is None else value for key, value in row.items()}
+            for row in self.phases
+            if row["rank"] == slowest["rank"]
+        ]
+        yield from Table(own, _PHASE_COLUMNS).text()
         if sentence := replay_ranks.slow_rank(self.arrivals):
             yield f"slow rank   {sentence}"
-
-    def _message_lines(self) -> Iterator[str]:
-        heads = ("pass", "collective", "group", "ranks", "type", "size", "number")
-        last = ["of alone"] if self.curves else []
-        cells = [[*heads, "mean", "p50", "p99", "max", "shortest", "busbw GB/s", *last]]
-        for row in self.messages:
-            rate, share = row["busbw_bytes_per_s"], row["alone_pct"]
-            cells.append(
-                [
-                    *(str(row[name]) for name in _NAMES),
-                    *(format_bytes(row["message_bytes"]), str(row["operations"])),
-                    *("" if row[n] is None else format_time(row[n]) for n in _TIMES),
-                    "" if rate is None else f"{rate / 1e9:.2f}",
-                    *["" if share is None else f"{share:.0f} %"] * bool(last),
-                ]
-            )
-        yield from aligned(cells, [False] * 3 + [True, False] + [True] * (8 + len(last)))

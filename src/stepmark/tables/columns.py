@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Generic, TypeVar
 
-from stepmark.ground.units import format_bytes, format_time
+from stepmark.ground.units import GB, format_bytes, format_time
 
 T = TypeVar("T")
 Row = dict[str, object]
@@ -39,6 +39,8 @@ class Unit(Enum):
     SHARE = "percent, one decimal, with its sign"
     SIGNED_MS = "nanoseconds, shown in ms with + or -"
     SIGNED_PERCENT = "one decimal with + or -"
+    WHOLE_SHARE = "percent, a whole number, with its sign"
+    GB_S = "bytes per second, shown in GB/s"
 
     @property
     def sql_type(self) -> str:
@@ -60,7 +62,7 @@ class Unit(Enum):
 
 
 TEXT, FLAG, COUNT, NUMBER, SECONDS, BYTES, PERCENT, RATIO, ERROR, FLOPS, *_MORE = Unit
-MEAN, NS, MS, US, JSON, SHARE, SIGNED_MS, SIGNED_PERCENT = _MORE
+MEAN, NS, MS, US, JSON, SHARE, SIGNED_MS, SIGNED_PERCENT, WHOLE_SHARE, GB_S = _MORE
 
 # A name ends in the unit of its values.
 _ENDS = {"_s": SECONDS, "bytes": BYTES, "flops": FLOPS, "_pct": PERCENT, "_ns": NS}
@@ -113,6 +115,8 @@ _FORMS: dict[Unit, Callable[[float], str]] = {
     SHARE: "{:.1f} %".format,
     SIGNED_MS: lambda value: f"{value / 1e6:+.3f}",
     SIGNED_PERCENT: "{:+.1f}".format,
+    WHOLE_SHARE: "{:.0f} %".format,
+    GB_S: lambda value: f"{value / GB:.2f}",
 }
 
 

@@ -5,8 +5,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from stepmark.ground.units import ranks_text
-from stepmark.tables.columns import Row
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import COUNT, NO_HEADING, Row, given
+from stepmark.tables.table import Table
 from stepmark.text_tables.profiler_table import (
     Communication,
     ProfilerTable,
@@ -55,15 +55,27 @@ def _answer(answer: Communication) -> Iterator[str]:
 
 def _rows(table: ProfilerTable) -> Iterator[str]:
     """Yield the first rows as printed, with their kinds."""
-    keys = [key for key in table.columns if any(key in row.figures for row in table.rows)]
-    keys = [key for key in keys if not key.endswith(_NOT_SHOWN) and not key.startswith(_BINS)]
+    columns = [
+        given("mark", heading=NO_HEADING),
+        *(
+            given(key, COUNT, title)
+            for key, title in table.columns.items()
+            if not key.endswith(_NOT_SHOWN) and not key.startswith(_BINS)
+        ),
+        given("kind"),
+        given("name"),
+    ]
     flagged = {flag.line for flag in table.flags}
-    cells = [["", *(table.columns[key] for key in keys), "kind", "name"]]
-    for row in table.rows[:_MAX_ROWS]:
-        figures = [row.figures[key].printed if key in row.figures else "" for key in keys]
-        mark = "!" if row.line in flagged else ""
-        cells.append([mark, *figures, row.kind or "", row.name[:_MAX_NAME]])
-    yield from aligned(cells, [False, *(True for _ in keys), False, False])
+    rows: list[Row] = [
+        {
+            **{key: figure.printed for key, figure in row.figures.items()},
+            "mark": "!" if row.line in flagged else "",
+            "kind": row.kind,
+            "name": row.name[:_MAX_NAME],
+        }
+        for row in table.rows[:_MAX_ROWS]
+    ]
+    yield from Table(rows, columns).text()
     if len(table.rows) > _MAX_ROWS:
         yield f"... and {len(table.rows) - _MAX_ROWS} more rows; --json has all"
 

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import TypeVar
 
 from stepmark.ground.units import format_time, ranks_text
-from stepmark.tables.columns import Row, number
-from stepmark.tables.table import aligned
+from stepmark.tables.columns import RATIO, Row, given, number
+from stepmark.tables.table import Table
 
 T = TypeVar("T")
 _MAX_SHOWN = 16
@@ -92,9 +93,8 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         f"time of a step, from one step of {optimizers} to the next, by {clocks}: "
         "median (least to most, number of steps)"
     )
-    cells = [("rank", "unprofiled", "profiled", "profiled/unprofiled")]
-    cells += [_cells(rank) for rank in timed[:_MAX_SHOWN]]
-    yield from (f"  {line}" for line in aligned(cells, [False] * 4))
+    table = Table([rank.row for rank in timed[:_MAX_SHOWN]], _COLUMNS)
+    yield from (f"  {line}" for line in table.text())
     if len(timed) > _MAX_SHOWN:
         yield f"  ... and {len(timed) - _MAX_SHOWN} more; --json or --csv has all"
     start = max((rank.start_s for rank in timed if rank.start_s is not None), default=None)
@@ -112,13 +112,13 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         yield "a rank without a profile waits in collectives for those with one"
 
 
-def _cells(rank: WatchedRank) -> tuple[str, str, str, str]:
-    row = rank.row
-    ratio = "" if row["ratio"] is None or rank.trace is None else f"{row['ratio']:.3f}"
-    if ratio and row["ranges_overlap"]:
-        ratio += ", ranges overlap"
-    profiled = _times(row, "profiled") if rank.trace else "-"
-    return str(rank.rank), _times(row, "unprofiled"), profiled, ratio
+def _profiled(row: Row) -> str:
+    return _times(row, "profiled") if row["is_profiled"] else "-"
+
+
+def _ratio(row: Row) -> str:
+    ratio = RATIO.show(row["ratio"]) if row["is_profiled"] else ""
+    return f"{ratio}, ranges overlap" if ratio and row["ranges_overlap"] else ratio
 
 
 def _times(row: Row, name: str) -> str:
@@ -127,6 +127,14 @@ def _times(row: Row, name: str) -> str:
         return "unknown"
     span = f"{format_time(low)} to {format_time(high)}"
     return f"{format_time(middle)} ({span}, {row[f'{name}_steps']})"
+
+
+_COLUMNS = (
+    given("rank"),
+    given("unprofiled_s", heading="unprofiled", words=partial(_times, name="unprofiled")),
+    given("profiled_s", heading="profiled", words=_profiled),
+    given("ratio", heading="profiled/unprofiled", words=_ratio),
+)
 
 
 def job_lines(ranks: Sequence[WatchedRank], exit_code: int = 0) -> Iterator[str]:
