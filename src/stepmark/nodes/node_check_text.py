@@ -87,14 +87,14 @@ def printed(verdict: FleetVerdict, checks: Sequence[NodeCheck], console: "Consol
         shown = tuple(f for f in shown if f.outcome is not Outcome.HEALTHY)
         print_lines([f"{len(good)} healthy figures are not shown; --csv has them"], console)
     if shown:
-        print_lines([*Table([*map(_row, shown)], _COLUMNS).text(), ""], console)
+        print_lines([*Table([*map(_row, shown)]).text(_COLUMNS), ""], console)
     nodes: list[Row] = []
     for node in verdict.nodes:
         first, *others = node.reasons or ("",)
         facts = {"num_devices": node.num_devices, "outcome": node.outcome.value}
         nodes.append({"node": node.host, **facts, "why": first})
         nodes += [{"why": reason} for reason in others]
-    print_lines(Table(nodes, _NODE_COLUMNS).text(), console)
+    print_lines(Table(nodes).text(_NODE_COLUMNS), console)
     print_lines(_remarks(checks), console)
 
 

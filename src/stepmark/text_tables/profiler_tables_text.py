@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
 from stepmark.ground.units import ranks_text
-from stepmark.tables.columns import COUNT, NO_HEADING, Row, given
+from stepmark.tables.columns import COUNT, Row, given
 from stepmark.tables.table import Table
 from stepmark.text_tables.profiler_table import (
     Communication,
@@ -55,12 +55,13 @@ def _answer(answer: Communication) -> Iterator[str]:
 
 def _rows(table: ProfilerTable) -> Iterator[str]:
     """Yield the first rows as printed, with their kinds."""
+    figures = {key for row in table.rows for key in row.figures}
     columns = [
-        given("mark", heading=NO_HEADING),
+        given(""),  # a mark
         *(
             given(key, COUNT, title)
             for key, title in table.columns.items()
-            if not key.endswith(_NOT_SHOWN) and not key.startswith(_BINS)
+            if key in figures and not key.endswith(_NOT_SHOWN) and not key.startswith(_BINS)
         ),
         given("kind"),
         given("name"),
@@ -69,13 +70,13 @@ def _rows(table: ProfilerTable) -> Iterator[str]:
     rows: list[Row] = [
         {
             **{key: figure.printed for key, figure in row.figures.items()},
-            "mark": "!" if row.line in flagged else "",
+            "": "!" if row.line in flagged else "",
             "kind": row.kind,
             "name": row.name[:_MAX_NAME],
         }
         for row in table.rows[:_MAX_ROWS]
     ]
-    yield from Table(rows, columns).text()
+    yield from Table(rows).text(columns)
     if len(table.rows) > _MAX_ROWS:
         yield f"... and {len(table.rows) - _MAX_ROWS} more rows; --json has all"
 

@@ -93,8 +93,8 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         f"time of a step, from one step of {optimizers} to the next, by {clocks}: "
         "median (least to most, number of steps)"
     )
-    table = Table([rank.row for rank in timed[:_MAX_SHOWN]], _COLUMNS)
-    yield from (f"  {line}" for line in table.text())
+    table = Table([rank.row for rank in timed[:_MAX_SHOWN]])
+    yield from (f"  {line}" for line in table.text(_COLUMNS))
     if len(timed) > _MAX_SHOWN:
         yield f"  ... and {len(timed) - _MAX_SHOWN} more; --json or --csv has all"
     start = max((rank.start_s for rank in timed if rank.start_s is not None), default=None)
