@@ -12,7 +12,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_groups import MeasureOptions
 from stepmark.ground.options import REQUIRED, Option, build, dashed
 from stepmark.ground.options import options as declared
-from stepmark.tables.columns import Row
+from stepmark.tables.columns import Row, given
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,6 +55,9 @@ def read(
             raise ConfigError("arguments", " ".join(map(text, words)), allowed)
         values[place.name] = _as_typed(place, place.name, words if place.is_list else words[0])
     return build(cls, {**(base or {}), **values})
+
+
+OPTION_COLUMNS = tuple(map(given, ("keyword", "value", "default", "help")))
 
 
 def describe(cls: type) -> list[Row]:

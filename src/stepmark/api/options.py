@@ -1,6 +1,6 @@
 """What can be given to the other functions."""
 
-from stepmark.api.keywords import describe, spells_keywords
+from stepmark.api.keywords import OPTION_COLUMNS, describe, spells_keywords
 from stepmark.api.run import VERBS, class_of
 from stepmark.comparison.compare_options import CompareOptions
 from stepmark.ground.errors import ConfigError
@@ -33,4 +33,4 @@ def options(verb: str, which: str = "") -> Table:
         cls = class_of(verb, [which] if which else [])
     else:
         raise ConfigError("verb", verb, f"one of {', '.join((*VERBS, *_CLASSES))}, workload")
-    return Table(describe(cls))
+    return Table(describe(cls), OPTION_COLUMNS)

@@ -22,7 +22,8 @@ class Trace(Table):
         """Keep what was read."""
         by_name = times.tables
         super().__init__(by_name["steps"], STEP_COLUMNS)
-        self.tables = {name: Table(rows) for name, rows in by_name.items()}
+        columns = {"steps": STEP_COLUMNS}
+        self.tables = {n: Table(rows, columns.get(n, ())) for n, rows in by_name.items()}
         self.world_size = times.world_size
         self.missing_ranks = times.missing_ranks
         self.notes = times.notes
