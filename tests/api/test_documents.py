@@ -85,7 +85,7 @@ def test_a_cell_s_outputs_are_what_it_prints_and_its_last_value() -> None:
     outputs = notebook.execute("print(1)\nprint(2)\nsm.Table([{'a': 3}])", names)
     assert [output["output_type"] for output in outputs] == ["stream", "execute_result"]
     assert outputs[0]["text"] == ["1\n", "2\n"]
-    assert "<td" in outputs[1]["data"]["text/html"][0]
+    assert "<td" in "".join(outputs[1]["data"]["text/html"])
     assert notebook.execute("x = 1", names) == []
     with pytest.raises(ZeroDivisionError):
         notebook.execute("1 / 0", names)
