@@ -17,7 +17,7 @@ import pytest
 from hypothesis import settings
 
 # `make soak` tries more examples.
-settings.register_profile("stepmark", deadline=None, max_examples=40)
+settings.register_profile("stepmark", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("stepmark")
 
