@@ -2,6 +2,7 @@
 
 import fcntl
 import gc
+import itertools
 import os
 import tempfile
 from collections.abc import Generator, Iterator
@@ -16,11 +17,15 @@ import pytest
 from hypothesis import settings
 
 # `make soak` tries more examples.
-settings.register_profile("stepmark", deadline=None, max_examples=40)
+settings.register_profile("stepmark", deadline=None, max_examples=25)
 settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("stepmark")
 
 TESTS = Path(__file__).parent
+# Files whose tests look at the same captured steps, which one process captures once.
+TOGETHER = dict.fromkeys(
+    ("capture/test_overlap", "capture/test_shortcuts", "capture/test_truth"), "capture"
+)
 
 
 def measures_ranks(item: pytest.Item) -> bool:
@@ -29,7 +34,7 @@ def measures_ranks(item: pytest.Item) -> bool:
     Tests elsewhere that start ranks to measure, or look at the clock, have the mark themselves.
     """
     has_pool = hasattr(getattr(item, "module", None), "Pool")
-    return item.path.relative_to(TESTS).parts[0] == "collectives" and has_pool
+    return has_pool and item.path.parent.name == "collectives"
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -38,12 +43,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Ranks of two such tests would wait for each other. The others stay together by file.
     """
-    for item in items:
-        if measures_ranks(item):
-            item.add_marker("ranks")
-        is_of_ranks = item.get_closest_marker("ranks") is not None
-        file = item.path.relative_to(TESTS).with_suffix("").as_posix()
-        item.add_marker(pytest.mark.xdist_group("ranks" if is_of_ranks else file))
+    for path, of_file in itertools.groupby(items, key=lambda item: item.path):
+        name = path.relative_to(TESTS).with_suffix("").as_posix()
+        group = pytest.mark.xdist_group(TOGETHER.get(name, name))
+        for item in of_file:
+            if measures_ranks(item):
+                item.add_marker("ranks")
+            is_of_ranks = item.get_closest_marker("ranks") is not None
+            item.add_marker(pytest.mark.xdist_group("ranks") if is_of_ranks else group)
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
@@ -56,6 +63,13 @@ def _keep_no_device_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What measures here releases what was frozen: the next would collect all of it first."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ runs in this process (tests/forked_ranks.py), which become our children.
 import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import os
 import runpy
@@ -152,6 +153,7 @@ def _serve(requests: Connection) -> None:
     """Fork ranks and collect those of pools, until the test session ends."""
     for module in PRELOADED:
         importlib.import_module(module)
+    _keep_shared()
     of_pools: set[int] = set()
     while True:
         try:
@@ -169,6 +171,7 @@ def _serve(requests: Connection) -> None:
         elif request == "load":
             for module in values[0]:
                 importlib.import_module(module)
+            _keep_shared()
             requests.send(None)
         else:
             pids, grace_s = values
@@ -176,6 +179,12 @@ def _serve(requests: Connection) -> None:
                 _reap(pid, time.monotonic() + grace_s)
                 of_pools.discard(pid)
             requests.send(None)
+
+
+def _keep_shared() -> None:
+    """A collection in a fork would visit, and so copy, all that was imported here."""
+    gc.collect()
+    gc.freeze()
 
 
 def _fork_rank(

@@ -11,6 +11,7 @@ import pytest
 from tests.capture import on_ranks
 from tests.capture.test_truth import captured, without_phase
 from tests.ranks_pool import Pool
+from tests.selected import parameters, slowly
 
 from stepmark.capture.run import capture
 
@@ -18,16 +19,19 @@ NUM_RANKS = 4
 FILES = Path(__file__).with_name("jobs")
 PACKAGE = "tests.capture.jobs"
 JOBS = sorted(path.stem for path in FILES.glob("[a-z]*.py"))
+# Other models of transformers send gradients in buckets, too; test_truth has tp of sequences.
+ALSO_ELSEWHERE = ("hf_vit", "tp_sequence")
 Message = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def real() -> list[dict[str, list[list[Message]]]]:
-    """By rank, then job: the messages of the setup and of each step."""
+def real(request: pytest.FixtureRequest) -> list[dict[str, list[list[Message]]]]:
+    """By rank, then selected job: the messages of the setup and of each step."""
+    names = sorted(parameters(request, "name"))
     # transformers takes as long as torch; each job with it imports more of it.
-    imports = [f"{PACKAGE}.{name}" for name in JOBS if name.startswith("hf_")]
+    imports = [f"{PACKAGE}.{name}" for name in names if name.startswith("hf_")]
     with Pool(NUM_RANKS, environment=on_ranks.ENVIRONMENT, imports=imports) as pool:
-        return pool.run(on_ranks.sent_by_jobs, JOBS, timeout_s=60)
+        return pool.run(on_ranks.sent_by_jobs, names, timeout_s=60)
 
 
 def test_there_are_many_jobs() -> None:
@@ -35,7 +39,7 @@ def test_there_are_many_jobs() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from imports of a job
-@pytest.mark.parametrize("name", JOBS)
+@pytest.mark.parametrize("name", slowly(JOBS, ALSO_ELSEWHERE))
 def test_a_job_sends_what_real_ranks_send(
     name: str, real: list[dict[str, list[list[Message]]]]
 ) -> None:

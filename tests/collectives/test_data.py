@@ -378,10 +378,11 @@ def test_reductions_that_went_wrong_are_seen(dtype: DType, redop: RedOp) -> None
             [RedOp.SUM, RedOp.PROD, RedOp.MAX, RedOp.AVG],
         ),
         (1000, DType.BF16, RedOp.SUM),
-        (1000, DType.FP8_E5M2, RedOp.SUM),
+        # The other 8 bits and the sum in bf16 show the same.
+        pytest.param(1000, DType.FP8_E5M2, RedOp.SUM, marks=pytest.mark.slow),
         (1000, DType.INT8, RedOp.SUM),
         (1000, DType.FP8_E4M3, RedOp.PROD),
-        (1000, DType.BF16, RedOp.AVG),
+        pytest.param(1000, DType.BF16, RedOp.AVG, marks=pytest.mark.slow),
         (1000, DType.FP8_E4M3, RedOp.AVG),
         (1000, DType.INT8, RedOp.AVG),
         (1000, DType.UINT32, RedOp.MAX),

@@ -217,7 +217,16 @@ def check_spans(timeline: Timeline, *, by_line: bool = True) -> None:
         assert abs(moving.total(Group.COMM) - own.within[TRANSFER]) <= 10
 
 
-@pytest.mark.parametrize("seed", range(60))
+FEW_SEEDS, ALL_SEEDS = 24, 60
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *range(FEW_SEEDS),
+        *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FEW_SEEDS, ALL_SEEDS)),
+    ],
+)
 def test_random_workloads_are_simulated_as_by_a_plain_loop(seed: int) -> None:
     die = random.Random(seed)
     prices = costs(seed, host=die.choice((0, 0.1, 0.5, 2.0)), contention=die.random() < 0.7)

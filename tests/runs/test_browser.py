@@ -1,5 +1,6 @@
 """The page in a browser: on a phone and a screen, light and dark, and on paper."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +21,12 @@ from stepmark.training.train_columns import rows as train_rows
 
 MOST_BYTES = 2_000_000
 RESULTS = Path(__file__).parents[2] / "results"
-PAGES = ("h200-predictions-2", "h200-x4-comm-pairs", "everything")
+# The last has all that a page can have.
+PAGES = PREDICTED, OF_PAIRS, EVERYTHING = (
+    "h200-predictions-2",
+    "h200-x4-comm-pairs",
+    "everything",
+)
 
 pytestmark = pytest.mark.skipif(
     browser.PROGRAM is None, reason="needs chromium, chromium-browser or google-chrome"
@@ -31,6 +37,22 @@ pytestmark = pytest.mark.skipif(
 def tab() -> Iterator[browser.Tab]:
     with browser.tab() as opened:
         yield opened
+
+
+# The fullest page has what the others have; each of those is seen once.
+OF_FULLEST = [
+    pytest.param(name, marks=() if name == EVERYTHING else pytest.mark.slow) for name in PAGES
+]
+FAST_VIEWS = (
+    (PREDICTED, 390, "light"),
+    (OF_PAIRS, 1280, "dark"),
+    (EVERYTHING, 390, "light"),
+    (EVERYTHING, 1280, "dark"),
+)
+VIEWS = [
+    pytest.param(*view, marks=() if view in FAST_VIEWS else pytest.mark.slow)
+    for view in itertools.product(PAGES, (390, 1280), ("light", "dark"))
+]
 
 
 @pytest.fixture(scope="module", params=PAGES)
@@ -51,15 +73,7 @@ def test_a_page_is_small(page: Path) -> None:
     assert page.stat().st_size < MOST_BYTES
 
 
-@pytest.mark.parametrize(
-    ("width", "scheme"),
-    [
-        (390, "light"),
-        (1280, "dark"),
-        pytest.param(390, "dark", marks=pytest.mark.slow),
-        pytest.param(1280, "light", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("page", "width", "scheme"), VIEWS, indirect=["page"])
 def test_a_page_fits_and_has_no_error(
     tab: browser.Tab, page: Path, width: int, scheme: str
 ) -> None:
@@ -84,6 +98,7 @@ def test_a_page_fits_and_has_no_error(
     assert tab.value(text) == ink  # ticks are as readable as the text
 
 
+@pytest.mark.parametrize("page", OF_FULLEST, indirect=True)
 def test_contents_lead_to_sections(tab: browser.Tab, page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     links = re.findall(r'<a href="#([^"]+)">(.*?)</a>', text)
@@ -107,6 +122,7 @@ def test_the_answer_comes_first(tab: browser.Tab, tmp_path: Path) -> None:
         assert order[1] < 500  # pixels: on the first screen
 
 
+@pytest.mark.parametrize("page", OF_FULLEST, indirect=True)
 def test_on_paper_nothing_is_hidden_in_a_box(tab: browser.Tab, page: Path) -> None:
     tab.open(page, width=1280, scheme="dark")
     tab.call("Emulation.setEmulatedMedia", media="print")

@@ -148,7 +148,7 @@ def test_what_does_not_pay_is_left_alone() -> None:
 
 def test_time_is_linear() -> None:
     """Half a million operations of a step; and as many without any repeat."""
-    began = time.perf_counter()
+    began = time.process_time()
     assert num_items(fold(step(80, 64), "step")) < 30
     fold([work(f"{number % 997}{number * number % 991}") for number in range(50_000)], "step")
-    assert time.perf_counter() - began < 8
+    assert time.process_time() - began < 8

@@ -202,7 +202,6 @@ def shown(times: StepTimes) -> dict[str, int]:
 
 @pytest.mark.parametrize("layout", LAYOUTS[:4])
 @given(job=jobs())
-@settings(max_examples=30, deadline=None)
 def test_times_are_those_of_counting_every_nanosecond(
     layout: Any, job: Job, tmp_path_factory: Any
 ) -> None:
@@ -251,7 +250,6 @@ def test_times_are_those_of_counting_every_nanosecond(
     job=jobs(),
     more=st.tuples(st.sampled_from(list(NAMES)), st.integers(0, 150), st.integers(1, 25)),
 )
-@settings(max_examples=30, deadline=None)
 def test_more_work_in_a_window_leaves_less_idle(
     job: Job, more: Any, tmp_path_factory: Any
 ) -> None:
@@ -365,7 +363,6 @@ HOST_NAMES = {
     ),
     steps=st.lists(st.integers(1, 50), max_size=2),
 )
-@settings(max_examples=40, deadline=None)
 def test_times_of_a_host_are_those_of_counting(
     ops: list[tuple[str, int, int, int]], steps: list[int], tmp_path_factory: Any
 ) -> None:

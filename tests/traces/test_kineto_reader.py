@@ -128,7 +128,6 @@ def _rows(trace: RankTrace, table: Any) -> list[tuple[int, int, str, int]]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @given(items=st.lists(events(), max_size=12), chunk=st.integers(16, 3000), packed=st.booleans())
-@settings(max_examples=40, deadline=None)
 def test_every_layout_reads_the_same(
     layout: Callable[..., str],
     items: list[Event],

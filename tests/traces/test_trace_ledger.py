@@ -6,7 +6,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from stepmark.step.trace_ops import COMPUTE
 from stepmark.timeline.ledger import Event, Group, Idle, Ledger, Work, work_of
@@ -96,7 +96,6 @@ def by_sweep(job: Job, works: list[tuple[int, GpuWork]], step: StepTimes) -> Led
 
 
 @given(job=jobs())
-@settings(max_examples=60, deadline=None)
 def test_lines_are_those_of_the_sweep(job: Job, tmp_path_factory: Any) -> None:
     items, names = events(job), named(job)
     number = -1

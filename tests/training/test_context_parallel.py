@@ -205,7 +205,7 @@ def test_kernels_of_cuda_align_the_last_query(
 def told(request: pytest.FixtureRequest) -> Told:
     """Selected cases, from one pool of two ranks."""
     names = sorted(parameters(request, "name"))
-    with Pool(2) as pool:
+    with Pool(2, imports=("torch._inductor.compile_fx",)) as pool:
         answer: Told = pool.run(learned_and_sent, names, timeout_s=900)[0]
     return answer
 

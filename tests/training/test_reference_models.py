@@ -1,7 +1,8 @@
 """Loss and gradients equal those of Hugging Face transformers with the same weights.
 
 fp32 on CPU. Both sides sum in their own order, so that gradients agree to a relative error
-of 1e-5 (norm of the difference over the norm), the loss to 1e-6.
+of 1e-5 (norm of the difference over the norm), the loss to 1e-6. transformers takes as long to
+import as torch, so that only its tests do.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from tests.training.models import apart, batch, gradients, made
 from torch import Tensor, nn
 
@@ -20,6 +20,8 @@ Named = dict[str, Tensor]
 
 
 def gpt2(model: ModelConfig) -> nn.Module:
+    import transformers
+
     config = transformers.GPT2Config(
         vocab_size=model.vocab_size,
         n_positions=model.max_positions,
@@ -55,18 +57,26 @@ def settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def llama(model: ModelConfig) -> nn.Module:
+    import transformers
+
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings(model)))
 
 
 def qwen2(model: ModelConfig) -> nn.Module:
+    import transformers
+
     return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**settings(model)))
 
 
 def qwen3(model: ModelConfig) -> nn.Module:
+    import transformers
+
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**settings(model)))
 
 
 def mixtral(model: ModelConfig) -> nn.Module:
+    import transformers
+
     assert model.moe
     config = transformers.MixtralConfig(
         **settings(model) | {"intermediate_size": model.moe.ffn_hidden_size},
@@ -78,6 +88,8 @@ def mixtral(model: ModelConfig) -> nn.Module:
 
 def deepseek(model: ModelConfig) -> nn.Module:
     """Without experts: its router is not a softmax."""
+    import transformers
+
     assert model.mla
     config = transformers.DeepseekV3Config(
         **settings(model) | {"head_dim": model.mla.qk_rope_head_dim},

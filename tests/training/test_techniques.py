@@ -43,7 +43,7 @@ Told = dict[str, Any]
 def told(request: pytest.FixtureRequest) -> Told:
     """Selected cases, from one pool of two ranks."""
     names = sorted(parameters(request, "name"))
-    with Pool(2) as pool:
+    with Pool(2, imports=("torch._inductor.compile_fx", "torchao.float8")) as pool:
         answer: Told = pool.run(curves_kinds_and_bytes, names, timeout_s=900)[0]
     return answer
 

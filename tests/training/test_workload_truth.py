@@ -103,7 +103,7 @@ OF_TWO = ("ddp", "fsdp", "fsdp without reshard", "tp", "1f1b", "interleaved", "g
 OF_FOUR = (
     *("1f1b", "1f1b x fsdp with a root", "1f1b x tp with masters", "tp with masters"),
     *("fsdp held", "fsdp reshard over 2", "fsdp x tp, tied", "fsdp x tp of torchtitan"),
-    *("ddp held", "ep x fsdp"),
+    *("ddp held", "ep x fsdp", "interleaved x fsdp"),
 )
 
 

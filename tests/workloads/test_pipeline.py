@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.ground.errors import ConfigError
@@ -194,7 +194,6 @@ def pipelines() -> st.SearchStrategy[Pipeline]:
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(pipelines())
 def test_all_stages_finish_and_every_pass_runs_once(pipeline: Pipeline) -> None:
     simulation = Simulation(pipeline)
@@ -207,7 +206,6 @@ def test_all_stages_finish_and_every_pass_runs_once(pipeline: Pipeline) -> None:
         assert not process.live
 
 
-@settings(max_examples=40, deadline=None)
 @given(pipelines())
 def test_bubble_and_activations_in_flight(pipeline: Pipeline) -> None:
     """(p - 1) / (m v) of the work (Narayanan et al., arXiv:2104.04473, section 2.2)."""
@@ -226,7 +224,6 @@ def test_bubble_and_activations_in_flight(pipeline: Pipeline) -> None:
             assert process.most_live <= size - stage
 
 
-@settings(max_examples=40, deadline=None)
 @given(pipelines(), st.data())
 def test_a_program_expands_to_its_ticks(pipeline: Pipeline, data: st.DataObject) -> None:
     stage = data.draw(st.integers(0, pipeline.num_stages - 1))

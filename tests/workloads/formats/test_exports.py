@@ -119,9 +119,9 @@ def test_some_exports_hold_what_they_do_not_deny(framework: str, tmp_path: Path)
     for number, (case, workload) in enumerate(accepted(iter(mine)), start=1):
         (tmp_path / str(number)).mkdir()
         check_all(case, workload, tmp_path / str(number))
-        if number == 4:
+        if number == 2:
             break
-    assert number == 4
+    assert number == 2
 
 
 @pytest.mark.parametrize("ep", [2, 4])

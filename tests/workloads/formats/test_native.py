@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from tests.step.workload_samples import comm, compute, small, workloads
 from tests.workloads.mutations import mutated, only_config_errors
 
@@ -25,7 +25,6 @@ from stepmark.step.workload import CommOp, ComputeOp, Kernel, Run, Stage, Worklo
 DOC = Path(__file__).parents[3] / "docs" / "workload-format.md"
 
 
-@settings(max_examples=60)
 @given(workloads())
 def test_what_is_written_is_read_back(workload: Workload) -> None:
     text = native.encode(workload)

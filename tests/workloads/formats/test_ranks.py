@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.cases.message import RECV, SEND
@@ -38,7 +38,6 @@ def groups(draw: st.DrawFn) -> tuple[Group, int]:
 
 
 @given(groups())
-@settings(max_examples=60)
 def test_a_group_is_found_from_the_ranks_of_any_member(made: tuple[Group, int]) -> None:
     group, world = made
     for rank in {0, world // 2, world - 1}:
@@ -69,7 +68,6 @@ def test_ranks_that_are_no_grid_are_refused(ranks: tuple[int, ...]) -> None:
 
 
 @given(groups())
-@settings(max_examples=60)
 def test_every_rank_is_in_one_communicator_of_a_group(made: tuple[Group, int]) -> None:
     group, world = made
     workload = Workload(name="w", rules="r", world_size=world, groups={"g": group})

@@ -2,7 +2,7 @@
 
 from unittest import mock
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.step.workload_samples import compute, workloads
 
@@ -15,7 +15,6 @@ def line(op: Operation) -> str:
     return f"{op.module}\n"
 
 
-@settings(max_examples=60)
 @given(workloads(), st.sampled_from([0, 3, 12]), st.integers(1, 30))
 def test_text_is_that_of_every_operation(workload: Workload, kept: int, chunk: int) -> None:
     with mock.patch.multiple(walk, _BLOCK=kept, _CHUNK=chunk):

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import ceil
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tests.workloads.rules.deepspeed.recorded import MODELS
 
@@ -117,7 +117,6 @@ def test_reduced_to_their_owners_gradients_are_cut_but_none_is_lost(stage: int) 
 
 
 @given(threshold=st.integers(0, 60_000))
-@settings(max_examples=30, deadline=None)
 def test_what_persists_is_gathered_after_the_update_and_never_else(threshold: int) -> None:
     made = workload(job(), zero(3, stage3_param_persistence_threshold=threshold))
     kept = moved(made, Phase.OPTIM).get(Collective.ALL_GATHER, 0)
@@ -136,7 +135,6 @@ def test_what_persists_is_gathered_after_the_update_and_never_else(threshold: in
     micro=st.integers(1, 4),
     name=st.sampled_from(sorted(MODELS)),
 )
-@settings(max_examples=60, deadline=None)
 def test_every_weight_is_there_when_it_is_used(
     ranks: int,
     bucket: int,

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as bounds
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.collectives import Collective
@@ -30,7 +29,6 @@ from .jobs import BIASED, DENSE, EXPERTS, LATENT, comms, computes, jobs, make, m
 SP = Megatron(sequence_parallel=True)
 
 
-@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_flops_are_two_per_token_and_active_parameter(made: tuple[Job, Megatron]) -> None:
     """Backward twice that: the embedding's gradient is taken, so the first layer's too."""
@@ -42,7 +40,6 @@ def test_flops_are_two_per_token_and_active_parameter(made: tuple[Job, Megatron]
     assert found[Phase.DGRAD] + found[Phase.WGRAD] == 2 * found[Phase.FWD]
 
 
-@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_every_wait_has_something_to_wait_for(made: tuple[Job, Megatron]) -> None:
     job, settings = made
@@ -57,7 +54,6 @@ def test_every_wait_has_something_to_wait_for(made: tuple[Job, Megatron]) -> Non
             issued[op.name] += 1
 
 
-@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_neighbours_send_what_the_others_receive(made: tuple[Job, Megatron]) -> None:
     """In one order, with one size and micro-batch."""
@@ -85,7 +81,6 @@ def test_neighbours_send_what_the_others_receive(made: tuple[Job, Megatron]) -> 
         assert sum(map(len, sent.values())) == boundaries
 
 
-@bounds(max_examples=35, deadline=None)
 @given(jobs())
 def test_every_gradient_is_reduced_once(made: tuple[Job, Megatron]) -> None:
     """Over all ranks of a data group: padded where the optimizer is distributed, else exact."""
@@ -119,7 +114,6 @@ def test_every_gradient_is_reduced_once(made: tuple[Job, Megatron]) -> None:
     assert gathered == (reduced if settings.use_distributed_optimizer else 0)
 
 
-@bounds(max_examples=30, deadline=None)
 @given(jobs())
 def test_overlap_moves_no_byte_and_changes_no_computation(made: tuple[Job, Megatron]) -> None:
     """What is sent and computed is the same, only when."""

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as bounds
 from hypothesis import strategies as st
 
 from stepmark.cases.message import SEND
@@ -57,7 +56,6 @@ def anchors(
             issued.setdefault(op.name, []).append(op)
 
 
-@bounds(max_examples=60, deadline=None)
 @given(overlapping())
 def test_what_runs_beside_is_after_all_computation_before_it(
     made: tuple[Job, Megatron],
@@ -133,7 +131,6 @@ def test_a_bucket_waits_for_the_collective_of_the_layer_that_completes_it(
         assert after == (f"{module}.wgrad", f"{module}.{pending}")
 
 
-@bounds(max_examples=40, deadline=None)
 @given(overlapping())
 def test_a_blocking_transfer_leaves_nothing_in_flight(made: tuple[Job, Megatron]) -> None:
     """Of parameters and gradients; torch.cuda.synchronize follows each batch of transfers."""

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 from hypothesis import given
-from hypothesis import settings as bounds
 from hypothesis import strategies as st
 
 from stepmark.ground.dtypes import DType
@@ -269,7 +268,6 @@ def test_two_optimizers_gather_twice_and_say_so(ep: int, overlapped: bool) -> No
     )
 
 
-@bounds(max_examples=100, deadline=None)
 @given(
     st.sampled_from((DENSE, EXPERTS, LATENT)),
     st.fixed_dictionaries(
