@@ -50,7 +50,7 @@ def sweep_of(*kinds: str, repeats: int = 2, timeout_s: float = 20.0, schema: int
 
 @functools.cache
 def made_up_run() -> str:
-    """Return what the program writes, but for times: run.json, records, and those of `other`."""
+    """Return what the program writes, but for times: a run, records, and those of `other`."""
     info = codec.encode_run(comm_run(2, KIND="", **{ROUND: ""}))
     records = [
         [
