@@ -8,6 +8,7 @@ runs in this process (tests/forked_ranks.py), which become our children.
 import atexit
 import ctypes
 import functools
+import gc
 import importlib
 import os
 import runpy
@@ -37,6 +38,10 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "stepmark.measuring.measure",
+    "stepmark.measuring.heartbeat",
+    "stepmark.store.plans",
+    "stepmark.store.runs",
     "stepmark.measuring.ranks",
     "stepmark.collectives.bench.bench",
     "stepmark.operators.bench.bench",
@@ -126,6 +131,9 @@ def _started(pipe: socket.socket) -> "subprocess.Popen[bytes]":
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             "OMP_NUM_THREADS": "1",  # two cores, four ranks
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that import torch again
+            # Large tensors are not given back: half of the time would be that of page faults.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(2**40),
         },
         pass_fds=[pipe.fileno()],
     )
@@ -152,6 +160,7 @@ def _serve(requests: Connection) -> None:
     """Fork ranks and collect those of pools, until the test session ends."""
     for module in PRELOADED:
         importlib.import_module(module)
+    gc.freeze()  # no rank looks at what torch's modules hold
     of_pools: set[int] = set()
     while True:
         try:
