@@ -50,9 +50,11 @@ class Profile:
             activities=activities,
             schedule=self._action,
             record_shapes=True,
-            acc_events=True,
+            acc_events=True,  # else torch 2.11 warns
         )
         profiler.start()
+        if profiler.profiler is not None:
+            profiler.profiler.acc_events = False  # else the end takes seconds
         self._profiler = profiler
 
     def _action(self, step: int) -> ProfilerAction:
