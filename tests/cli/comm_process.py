@@ -42,7 +42,7 @@ class Running:
         own = {"STEPMARK_TEST": str(cwd), "PYTHONPATH": _paths(), "STEPMARK_TEST_HOOK": hook}
         launcher = ["--standalone", f"--nproc-per-node={torchrun}", "-m", "stepmark"]
         if is_forking:
-            module = ["tests.cli.forking"]
+            module = ["tests.forking", "stepmark"]
             if torchrun:
                 module = ["tests.cli.forking_torchrun", *launcher]
             server = fork_server.server()
