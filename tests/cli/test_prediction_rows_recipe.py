@@ -18,7 +18,6 @@ from .process import ROOT, environment
 
 STEP = "gpt2-125m --scale tiny --num-layers 3 --mbs 2 --strategy ddp"
 
-pytestmark = pytest.mark.ranks
 
 
 def recipe(*words: str, cwd: Path, code: int = 0) -> str:
@@ -39,6 +38,10 @@ def recipe(*words: str, cwd: Path, code: int = 0) -> str:
     return shown
 
 
+# tests/cli/test_run.py measures a step of the same job, and tests/test_outputs.py holds what
+# `again` prints.
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> None:
     recipe("measure", "--nproc", "2", "--device", "cpu", "--out", "runs", cwd=tmp_path)
     shown = recipe("table", "runs", "rows.csv", cwd=tmp_path)
