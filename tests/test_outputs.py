@@ -8,7 +8,15 @@ from tests import outputs
 from stepmark.cli.verbs import VERBS
 
 
-@pytest.mark.parametrize("path", outputs.TRANSCRIPTS, ids=lambda path: path.stem)
+# predictions-few has some of its rows.
+SLOW = ("predictions",)
+PATHS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] * (path.stem in SLOW))
+    for path in outputs.TRANSCRIPTS
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_a_command_prints_what_it_did(path: Path) -> None:
     kept = path.read_text()
     now = outputs.transcribe(outputs.commands(kept))

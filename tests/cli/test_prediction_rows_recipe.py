@@ -38,8 +38,7 @@ def recipe(*words: str, cwd: Path, code: int = 0) -> str:
     return shown
 
 
-# tests/cli/test_run.py measures a step of the same job, and tests/test_outputs.py holds what
-# `again` prints.
+# test_run.py measures a step of the same job, and test_outputs.py holds what `again` prints.
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ ERRORS = {"clock": 2.4, "allocated": 0.8, "reserved": 4.9}
 
 
 def test_published_steps_are_predicted_as_well_as_they_were() -> None:
-    """tests/test_outputs.py holds this transcript to what the recipe prints today."""
+    """`make soak` holds this transcript to what the recipe prints today; see test_outputs.py."""
     shown = (outputs.FOLDER / "predictions.txt").read_text()
     for stratum, (count, mean, largest) in STRATA.items():
         found = re.search(rf"{stratum}: (\d+) rows, mean (.*) %, max (.*) %", shown)
