@@ -7,7 +7,6 @@ from tests import outputs
 
 from stepmark.cli.verbs import VERBS
 
-
 # predictions-few has some of its rows.
 SLOW = ("predictions",)
 PATHS = [

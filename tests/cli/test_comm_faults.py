@@ -71,7 +71,15 @@ def test_launches_under_torchrun_share_their_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
     running = Running(
-        "comm", "all_reduce", "--device", "cpu", "-f", "inf", cwd=tmp_path, torchrun=2, is_forking=True
+        "comm",
+        "all_reduce",
+        "--device",
+        "cpu",
+        "-f",
+        "inf",
+        cwd=tmp_path,
+        torchrun=2,
+        is_forking=True,
     )
     assert running.end() != 0
     assert running.err().count("-f inf is invalid") == 1

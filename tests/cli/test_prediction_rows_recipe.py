@@ -19,7 +19,6 @@ from .process import ROOT, environment
 STEP = "gpt2-125m --scale tiny --num-layers 3 --mbs 2 --strategy ddp"
 
 
-
 def recipe(*words: str, cwd: Path, code: int = 0) -> str:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = fork_server.server().fork_command(
@@ -81,7 +80,7 @@ ERRORS = {"clock": 2.4, "allocated": 0.8, "reserved": 4.9}
 
 
 def test_published_steps_are_predicted_as_well_as_they_were() -> None:
-    """`make soak` holds this transcript to what the recipe prints today; see test_outputs.py."""
+    """tests/test_outputs.py holds this transcript to what the recipe prints; it is slow."""
     shown = (outputs.FOLDER / "predictions.txt").read_text()
     for stratum, (count, mean, largest) in STRATA.items():
         found = re.search(rf"{stratum}: (\d+) rows, mean (.*) %, max (.*) %", shown)
