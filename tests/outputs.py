@@ -30,6 +30,7 @@ from tests.cli.process import environment, stepmark  # noqa: E402
 
 from stepmark.ground import waiting  # noqa: E402
 from stepmark.traces import trace_files  # noqa: E402
+from stepmark.traces.kineto.reader import read_trace  # noqa: E402
 
 FOLDER = ROOT / "tests" / "data" / "outputs"
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
@@ -68,7 +69,7 @@ def transcribe(lines: list[str]) -> str:
         (folder / "steps" / STEPS).symlink_to(ROOT / "results" / STEPS)
         # A trace is read once for all commands.
         patch.setattr(trace_files, "_cores", lambda: 1)
-        patch.setattr(trace_files, "read_trace", functools.cache(trace_files.read_trace))
+        patch.setattr(trace_files, "read_trace", functools.cache(read_trace))
         patch.setattr(waiting, "_PATIENCE_S", 1e6)  # no line that depends on how long it takes
         return "".join(_section(line, folder, patch) for line in lines)
 

@@ -19,5 +19,5 @@ def forked(
 
 if __name__ == "__main__":
     fork_server.server()  # while there are no threads
-    SubprocessHandler._popen = forked  # type: ignore[method-assign]
+    SubprocessHandler._popen = forked  # type: ignore[assignment, method-assign]
     runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)

@@ -193,10 +193,10 @@ def test_a_chain_of_groups_ends_at_the_rank_that_waits_for_nobody(tmp_path: Path
 @pytest.mark.ranks
 @pytest.mark.alone  # its faults are delays
 def test_forked_gloo_ranks(tmp_path: Path) -> None:
-    words = ["tests.job_logs.gloo_faults", str(tmp_path)]
+    job_words = ["tests.job_logs.gloo_faults", str(tmp_path)]
     with (tmp_path / "output").open("w") as file:
         streams = (file.fileno(), file.fileno())
-        job = fork_server.server().fork_command(words, os.environ, str(ROOT), streams)
+        job = fork_server.server().fork_command(job_words, os.environ, str(ROOT), streams)
         assert job.wait(300) == 0
     texts = {}
     for fault in ("healthy", "missing", "sub_group", "dtype", "order", "group_order"):
