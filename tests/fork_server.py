@@ -38,6 +38,10 @@ PRELOADED = (
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
+    "stepmark.measuring.measure",
+    "stepmark.measuring.heartbeat",
+    "stepmark.store.plans",
+    "stepmark.store.runs",
     "stepmark.measuring.ranks",
     "stepmark.collectives.bench.bench",
     "stepmark.operators.bench.bench",
@@ -127,6 +131,9 @@ def _started(pipe: socket.socket) -> "subprocess.Popen[bytes]":
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
             "OMP_NUM_THREADS": "1",  # two cores, four ranks
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that import torch again
+            # Large tensors are not given back: half of the time would be that of page faults.
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": str(2**40),
         },
         pass_fds=[pipe.fileno()],
     )

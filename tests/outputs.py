@@ -10,6 +10,7 @@ files that it wrote. To freeze another command add its line and write the transc
 Commands of a file run one after the other in one folder, so that one reads what another wrote.
 """
 
+import functools
 import hashlib
 import os
 import re
@@ -28,6 +29,8 @@ sys.path[:0] = [] if str(ROOT) in sys.path else [str(ROOT)]
 from tests.cli.process import environment, stepmark  # noqa: E402
 
 from stepmark.ground import waiting  # noqa: E402
+from stepmark.traces import trace_files  # noqa: E402
+from stepmark.traces.kineto.reader import read_trace  # noqa: E402
 
 FOLDER = ROOT / "tests" / "data" / "outputs"
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
@@ -38,6 +41,8 @@ MAX_LINES, MAX_LINE = 120, 400
 LINKED = ("examples", "results", "tests")
 # One run of each kind, for verbs that read a whole folder.
 FEW = ("h100-run", "h200-x2-gemm", "h200-x4-comm-queued-1", "h200-x4-train-gpt2-1.5b-fsdp")
+# Measured steps that are predicted anew, for `make test`; `make soak` takes all.
+STEPS = "h100-x4-predictions-1"
 # A last digit may differ between processors: sums of numpy are ordered by vector length.
 TOLERANCE = 1e-9
 # Folders of recipes; a line says that a program reads, if that takes more than 2 s.
@@ -60,6 +65,11 @@ def transcribe(lines: list[str]) -> str:
         (folder / "few").mkdir()
         for run in FEW:
             (folder / "few" / run).symlink_to(ROOT / "results" / run)
+        (folder / "steps").mkdir()
+        (folder / "steps" / STEPS).symlink_to(ROOT / "results" / STEPS)
+        # A trace is read once for all commands.
+        patch.setattr(trace_files, "_cores", lambda: 1)
+        patch.setattr(trace_files, "read_trace", functools.cache(read_trace))
         patch.setattr(waiting, "_PATIENCE_S", 1e6)  # no line that depends on how long it takes
         return "".join(_section(line, folder, patch) for line in lines)
 

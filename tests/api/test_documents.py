@@ -4,13 +4,12 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests import notebook, python_docs
+from tests import fork_server, notebook, python_docs
 from tests.cli.process import environment
 
 import stepmark as sm
@@ -53,22 +52,19 @@ def test_notebooks_run(tmp_path: Path) -> None:
     shutil.copy(ROOT / "examples" / "frontier-rccl.txt", tmp_path)
     folder = tmp_path / "notebooks"
     folder.mkdir()
+    variables = environment() | {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
     assert len(NOTEBOOKS) == 3
     for file in NOTEBOOKS:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.notebook", str(file)],
-            cwd=folder,
-            env=_with_tests(environment()),
-            capture_output=True,
-            text=True,
-            timeout=200,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr
-
-
-def _with_tests(variables: dict[str, str]) -> dict[str, str]:
-    return variables | {"PYTHONPATH": f"{variables['PYTHONPATH']}{os.pathsep}{ROOT}"}
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+            process = fork_server.server().fork_command(
+                ["tests.forking", "tests.notebook", str(file)],
+                variables,
+                str(folder),
+                (out.fileno(), err.fileno()),
+            )
+            code = process.wait(200)
+            err.seek(0)
+            assert code == 0, err.read()
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)

@@ -33,32 +33,31 @@ class Running:
     ):
         """torchrun: so many ranks under a launcher of its own, as a user starts one.
 
-        hook: a module that ranks import before they begin; is_forking: the command and its
-        ranks are forked from a process that has imported torch.
+        hook: a module that ranks import before they begin; is_forking: the command, or the
+        launcher, and its ranks are forked from a process that has imported torch.
         """
         self.folder = cwd
         self._mark = ("STEPMARK_TEST", str(cwd))
         self._out, self._err = (cwd / "stdout").open("w"), (cwd / "stderr").open("w")
         own = {"STEPMARK_TEST": str(cwd), "PYTHONPATH": _paths(), "STEPMARK_TEST_HOOK": hook}
+        launcher = ["--standalone", f"--nproc-per-node={torchrun}", "-m", "stepmark"]
         if is_forking:
+            module = ["tests.forking", "stepmark"]
+            if torchrun:
+                module = ["tests.cli.forking_torchrun", *launcher]
             server = fork_server.server()
             self._others: set[psutil.Process] | None = _children()
             self.process: subprocess.Popen[bytes] = server.fork_command(
-                ["tests.cli.forking", *arguments],
+                [*module, *arguments],
                 environment() | own,
                 str(cwd),
                 (self._out.fileno(), self._err.fileno()),
             )
             return
         self._others = None
-        launcher = [
-            "torch.distributed.run",
-            "--standalone",
-            f"--nproc-per-node={torchrun}",
-            "-m",
-        ]
+        module = ["torch.distributed.run", *launcher] if torchrun else ["stepmark"]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *(launcher if torchrun else []), "stepmark", *arguments],
+            [sys.executable, "-m", *module, *arguments],
             cwd=cwd,
             env=environment() | own,
             stdout=self._out,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from stepmark.launching import follow
-from stepmark.measuring import local_ranks
+from stepmark.measuring import child, local_ranks
 
 from .launch_programs import Programs
 
@@ -16,6 +16,12 @@ def _ranks_are_marked(
 ) -> None:
     if request.node.get_closest_marker("ranks") is None:
         monkeypatch.setattr(local_ranks, "_start", _refuse)
+
+
+@pytest.fixture(autouse=True)
+def _ends_are_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps of the tests start hundreds of commands that take a few hundredths of a second."""
+    monkeypatch.setattr(child, "_POLL_S", 0.01)
 
 
 def _refuse(*_: object) -> None:

@@ -4,26 +4,18 @@ python -m tests.cli.sweep_program comm all_reduce ... --out DIR, with KIND in th
 fast, fast2, slow, fading (fast until it is selected), other (measures otherwise), or a fault.
 A hang leaves a grandchild in a session of its own. With a debug file asked for, it logs what a
 made-up NCCL chooses; NCCL_ALGO=Tree is fast.
+
+Sweeps start it some hundred times, so it imports little: what it writes is a run that
+tests/cli/sweep_runs.py has left in $SWEEP_PROGRAM, with other times.
 """
 
-import dataclasses
 import json
 import os
 import random
-import subprocess
+import secrets
 import sys
 import time
-from datetime import UTC, datetime
-from pathlib import Path
-
-from tests.collectives.comm_records import comm_case, comm_measured, comm_run
-from tests.comparison.tuner_file import parse
-from tests.store.writers import new_run
-
-from stepmark.cases.plan import ROUND
-from stepmark.comparison.tuner_text import first_match
-from stepmark.store.runs import new_run_id
-from stepmark.store.sweeps import FILE
+from typing import Any
 
 SIZES = (2**16, 2**20, 2**24)
 NCCL_NAMES = {
@@ -40,6 +32,8 @@ GRANDCHILD = (
 
 
 def hang() -> None:
+    import subprocess
+
     folder = os.environ["SWEEP_PROGRAM"]
     subprocess.Popen(
         [sys.executable, "-c", GRANDCHILD, f"{folder}/grandchild"], start_new_session=True
@@ -47,26 +41,41 @@ def hang() -> None:
     time.sleep(60)
 
 
-def written(folder: Path, speed: float) -> None:
+def written(folder: str, speed: float) -> None:
     """Two launches in one run, with a noise of 0.3 %."""
-    now = datetime.now(UTC)
-    info = comm_run(2, KIND=os.environ.get("KIND", ""), **{ROUND: os.environ.get(ROUND, "")})
-    info = dataclasses.replace(info, run_id=new_run_id(now))
+    kind = os.environ.get("KIND", "")
+    info, records, others = loaded(f"{os.environ['SWEEP_PROGRAM']}/made-up-run.json")
+    run_id = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+    info["run_id"] = run_id
+    variables = info["environment"]["variables"]
+    variables |= {name: os.environ.get(name, "") for name in variables}
     noise = random.Random(os.getpid())
-    with new_run(folder, info) as writer:
-        for size in SIZES:
-            for launch in (1, 2):
-                time_s = 1e-5 * (1 + size / 2**20) / speed * noise.gauss(1, 0.003)
-                more = {"skew_s": 1e-3} if os.environ.get("KIND") == "other" else {}
-                case = comm_case(size=size, num_ranks=2, **more)
-                record = comm_measured(case, [[time_s] * 5] * 2, launch=launch)
-                writer.append(dataclasses.replace(record, run_id=info.run_id))
+    os.makedirs(f"{folder}/{run_id}")
+    with open(f"{folder}/{run_id}/run.json", "w") as file:
+        json.dump(info, file)
+    with open(f"{folder}/{run_id}/records.jsonl", "w") as file:
+        for record in others if kind == "other" else records:
+            size = record["size_bytes"]
+            time_s = 1e-5 * (1 + size / 2**20) / speed * noise.gauss(1, 0.003)
+            record["run_id"] = run_id
+            record["samples"]["seconds"] = [[time_s] * 5] * 2
+            file.write(f"{json.dumps(record)}\n")
+
+
+def loaded(file: str) -> Any:
+    with open(file) as stream:
+        return json.load(stream)
 
 
 def chosen(name: str, size: int) -> tuple[str, str, int]:
     """Of this NCCL: by size, or as forced, or as a tuner file says if a plugin reads it."""
     if plugin := os.environ.get("NCCL_TUNER_PLUGIN"):
-        rules = parse(Path(os.environ["NCCL_TUNER_CONFIG_FILE"]).read_text())
+        from tests.comparison.tuner_file import parse
+
+        from stepmark.comparison.tuner_text import first_match
+
+        with open(os.environ["NCCL_TUNER_CONFIG_FILE"]) as file:
+            rules = parse(file.read())
         rule = first_match(rules, name, size, num_nodes=1, num_ranks=2)
         assert rule is not None
         channels = 1 if plugin == "trap" else rule.num_channels
@@ -95,7 +104,8 @@ def log(target: str, words: list[str]) -> None:
 
 def main() -> int:
     kind = os.environ.get("KIND", "")
-    folder = Path(sys.argv[sys.argv.index("--out") + 1])
+    folder = sys.argv[sys.argv.index("--out") + 1]
+    runs = os.path.dirname(folder)
     with open(f"{os.environ['SWEEP_PROGRAM']}/started", "a") as file:
         file.write(f"{kind or 'default'} {' '.join(sys.argv[1:])}\n")
     if kind == "hang":
@@ -104,8 +114,8 @@ def main() -> int:
         sys.stderr.write("stepmark: it is\nbroken\n")
         return 3
     if kind == "crowded":  # another process writes runs to the folder of the sweep meanwhile
-        written(folder.parent, 9.0)
-    if kind == "fading" and json.loads((folder.parents[1] / FILE).read_text())["selection"]:
+        written(runs, 9.0)
+    if kind == "fading" and loaded(f"{os.path.dirname(runs)}/sweep.json")["selection"]:
         kind = ""
     if target := os.environ.get("NCCL_DEBUG_FILE"):
         log(target, sys.argv)

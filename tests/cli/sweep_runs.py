@@ -1,8 +1,13 @@
 """Sweeps of a made-up program, as tests start and read them."""
 
+import functools
+import json
 import sys
 from pathlib import Path
 
+from tests.collectives.comm_records import comm_case, comm_measured, comm_run
+
+from stepmark.cases.plan import ROUND
 from stepmark.cases.sweep import (
     Outcome,
     Sweep,
@@ -10,8 +15,10 @@ from stepmark.cases.sweep import (
 )
 from stepmark.comparison.sweep import settings
 from stepmark.comparison.sweep_run import Means
+from stepmark.store import codec
 
 from .process import ROOT, environment
+from .sweep_program import SIZES
 
 PROGRAM = (sys.executable, "-m", "tests.cli.sweep_program")
 
@@ -41,7 +48,24 @@ def sweep_of(*kinds: str, repeats: int = 2, timeout_s: float = 20.0, schema: int
     )
 
 
+@functools.cache
+def made_up_run() -> str:
+    """Return what the program writes, but for times: a run, records, and those of `other`."""
+    info = codec.encode_run(comm_run(2, KIND="", **{ROUND: ""}))
+    records = [
+        [
+            json.loads(codec.encode(comm_measured(case, [[1.0] * 5] * 2, launch=launch)))
+            for size in SIZES
+            for case in (comm_case(size=size, num_ranks=2, skew_s=skew_s),)
+            for launch in (1, 2)
+        ]
+        for skew_s in (0.0, 1e-3)
+    ]
+    return json.dumps([json.loads(info), *records])
+
+
 def means(folder: Path, said: list[str] | None = None, **more: object) -> Means:
+    (folder / "made-up-run.json").write_text(made_up_run())
     base = environment() | {
         "SWEEP_PROGRAM": str(folder),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",

@@ -21,7 +21,7 @@ DEADLINE_S = TIMEOUT_S + 1.0
 
 def test_under_torchrun_a_death_and_a_hang_end_it_and_resume_goes_on(tmp_path: Path) -> None:
     words = [*SWEEP, "-e", "8K", "--timeout", f"{TIMEOUT_S:g}s"]
-    running = Running(*words, cwd=tmp_path, torchrun=2)
+    running = Running(*words, cwd=tmp_path, torchrun=2, is_forking=True)
     running.hurt(1, signal.SIGKILL, after=1)
     assert running.end(10) != 0
     assert outcomes(running.records()) == ["measured", "lost rank"]
@@ -31,7 +31,7 @@ def test_under_torchrun_a_death_and_a_hang_end_it_and_resume_goes_on(tmp_path: P
     assert "\n        1024 " in running.out()
 
     words += ["--resume", running.run().name]
-    running = Running(*words, cwd=tmp_path, torchrun=2)
+    running = Running(*words, cwd=tmp_path, torchrun=2, is_forking=True)
     running.hurt(1, signal.SIGSTOP, after=3)
     stopped = running.pids()[1]
     running.wait_for(4)
@@ -44,7 +44,7 @@ def test_under_torchrun_a_death_and_a_hang_end_it_and_resume_goes_on(tmp_path: P
     assert "exitcode  : 3" in running.err()
 
     # A user's SIGTERM is no lost rank. The case that hung is tried again.
-    running = Running(*words, cwd=tmp_path, torchrun=2)
+    running = Running(*words, cwd=tmp_path, torchrun=2, is_forking=True)
     running.wait_for(5)
     running.process.terminate()
     assert running.end(10) != 0
@@ -56,7 +56,7 @@ def test_under_torchrun_a_death_and_a_hang_end_it_and_resume_goes_on(tmp_path: P
 @pytest.mark.slow
 def test_launches_under_torchrun_share_their_process(tmp_path: Path) -> None:
     words = ["comm", "all_reduce", "-b", "1K", "-e", "1K", "-n", "20", "--device", "cpu"]
-    running = Running(*words, "--launches", "2", cwd=tmp_path, torchrun=2)
+    running = Running(*words, "--launches", "2", cwd=tmp_path, torchrun=2, is_forking=True)
     assert running.end() == 0, running.err()
     levels = [record["levels"] for record in running.records()]
     assert [level["communicator"] for level in levels] == [1, 2]
@@ -71,7 +71,15 @@ def test_launches_under_torchrun_share_their_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_bad_input_under_torchrun_is_said_once(tmp_path: Path) -> None:
     running = Running(
-        "comm", "all_reduce", "--device", "cpu", "-f", "inf", cwd=tmp_path, torchrun=2
+        "comm",
+        "all_reduce",
+        "--device",
+        "cpu",
+        "-f",
+        "inf",
+        cwd=tmp_path,
+        torchrun=2,
+        is_forking=True,
     )
     assert running.end() != 0
     assert running.err().count("-f inf is invalid") == 1

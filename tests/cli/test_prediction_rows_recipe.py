@@ -18,8 +18,6 @@ from .process import ROOT, environment
 
 STEP = "gpt2-125m --scale tiny --num-layers 3 --mbs 2 --strategy ddp"
 
-pytestmark = pytest.mark.ranks
-
 
 def recipe(*words: str, cwd: Path, code: int = 0) -> str:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -39,6 +37,9 @@ def recipe(*words: str, cwd: Path, code: int = 0) -> str:
     return shown
 
 
+# test_run.py measures a step of the same job, and test_outputs.py holds what `again` prints.
+@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> None:
     recipe("measure", "--nproc", "2", "--device", "cpu", "--out", "runs", cwd=tmp_path)
     shown = recipe("table", "runs", "rows.csv", cwd=tmp_path)
@@ -79,7 +80,7 @@ ERRORS = {"clock": 2.4, "allocated": 0.8, "reserved": 4.9}
 
 
 def test_published_steps_are_predicted_as_well_as_they_were() -> None:
-    """tests/test_outputs.py holds this transcript to what the recipe prints today."""
+    """tests/test_outputs.py holds this transcript to what the recipe prints; it is slow."""
     shown = (outputs.FOLDER / "predictions.txt").read_text()
     for stratum, (count, mean, largest) in STRATA.items():
         found = re.search(rf"{stratum}: (\d+) rows, mean (.*) %, max (.*) %", shown)

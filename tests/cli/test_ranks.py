@@ -26,7 +26,12 @@ KINDS: dict[str, tuple[list[str], int]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# Of what is supervised alike, one kind without other ranks and one with them is enough for
+# `make test`, together with tests/measuring/test_rank_loop.py.
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("kind", ["op", "comm", pytest.param("train", marks=SLOW)])
 def test_a_killed_rank_costs_one_case(kind: str, tmp_path: Path) -> None:
     words, rank = KINDS[kind]
     running = Running(*words, "--device", "cpu", cwd=tmp_path, is_forking=True)
@@ -41,7 +46,7 @@ def test_a_killed_rank_costs_one_case(kind: str, tmp_path: Path) -> None:
     assert "Traceback" not in running.err()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["op", pytest.param("comm", marks=SLOW), "train"])
 def test_an_interrupt_keeps_what_is_measured_and_resume_finishes(
     kind: str, tmp_path: Path
 ) -> None:

@@ -1,18 +1,17 @@
 """stepmark replay: on real ranks, its files, and what it refuses before any rank starts."""
 
-import contextlib
 import csv
 import json
 import math
+import os
 import re
 import shlex
+import signal
 import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
-import psutil
 import pytest
 
 import stepmark as sm
@@ -24,6 +23,7 @@ from stepmark.step.workload import CommOp, ComputeOp
 from stepmark.workloads.formats import aicb
 
 from . import process
+from .comm_process import Running
 
 BOTH = ("embd", "mp")  # groups with ranks of both stages
 MEGATRON = "--model gpt2-125m --framework megatron --world-size 4 --tp 2 --pp 2 --gbs 8 --mbs 1"
@@ -185,7 +185,7 @@ def test_a_dry_run_prints_the_command(folder: Path, capsys: pytest.CaptureFixtur
 def test_messages_are_verified_and_beside_those_alone(folder: Path) -> None:
     """--check, --alone, --html, --aicb-log; real operators."""
     words = "replay w.json --nproc 4 --iters 2 --passes 2 --compute real --check --alone"
-    files = "--json all.json --html step.html --aicb-log log.csv --budget 4s --out more"
+    files = "--json all.json --html step.html --aicb-log log.csv --budget 1s --out more"
     done = stepmark(f"{words} {files}", folder)
     assert done.returncode == 0, done.stderr
     assert "run as operators" in done.stderr
@@ -239,31 +239,15 @@ def test_python_gets_the_log(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
         sm.replay("w.json", iters=0)
 
 
-def ranks_of(pid: int) -> list[psutil.Process]:
-    ranks = []
-    for child in psutil.Process(pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended since
-            if "stepmark.measuring.rank" in child.cmdline():
-                ranks.append(child)
-    return ranks
-
-
 @pytest.mark.ranks
-def test_a_lost_rank_ends_the_others_and_is_named(folder: Path) -> None:
-    words = "replay w.json --nproc 4 --iters 100000 --compute-from fixed:1ms --out lost"
-    command = [sys.executable, "-m", "stepmark", *shlex.split(words)]
-    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True) as running:
-        try:
-            deadline = time.monotonic() + 60
-            ranks: list[psutil.Process] = []
-            while len(ranks) < 4 or not list(folder.glob("lost/*/run.json")):
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
-                ranks = ranks_of(running.pid)
-            ranks[-1].kill()
-            _, err = running.communicate(timeout=60)
-        finally:
-            running.kill()
-    assert running.returncode == 3
-    assert re.search(r"rank \d \(pid \d+\) was killed by signal 9", err)
-    assert not any(each.is_running() for each in ranks)
+def test_a_lost_rank_ends_the_others_and_is_named(folder: Path, tmp_path: Path) -> None:
+    words = "--nproc 4 --iters 100000 --compute-from fixed:1ms"
+    file = str(folder / "w.json")
+    running = Running("replay", file, *words.split(), cwd=tmp_path, is_forking=True)
+    deadline = time.monotonic() + 60
+    while len(running.pids()) < 4 or not list(tmp_path.glob("runs/*/run.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(running.pids()[3], signal.SIGKILL)
+    assert running.end(60) == 3
+    assert re.search(r"rank 3 \(pid \d+\) was killed by signal 9", running.err())

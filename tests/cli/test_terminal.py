@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests import fork_server
 
 from .process import ROOT, command, environment
 
@@ -28,18 +29,36 @@ TABLES = [
     f" {','.join(f'{RESULTS}/h200-x4-comm-graph-{n}' for n in (1, 2, 3))} --force",
     f"trace compare {TRACES} {TRACES}",
 ]
-COMMANDS = [*TABLES, "--help", "", "train --help-all", "runs list --runs ."]
+# Tables of the same kind as others, which take seconds.
+ALIKE = (TABLES[0], TABLES[3], TABLES[7])
+COMMANDS = [
+    *(pytest.param(line, marks=[pytest.mark.slow] * (line in ALIKE)) for line in TABLES),
+    *("--help", "", "train --help-all", "runs list --runs ."),
+]
 
 
-def on_terminal(line: str, columns: int, cwd: Path) -> str:
-    """Return what a command writes to stdout, a terminal of so many columns."""
+def on_terminal(line: str, columns: int, cwd: Path, *, has_ranks: bool = False) -> str:
+    """Return what a command writes to stdout, a terminal of so many columns.
+
+    has_ranks: it is forked from a process that has imported torch, and so are its ranks.
+    """
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     variables = environment() | {"TERM": "xterm"}
     variables.pop("COLUMNS", None)
-    process = subprocess.Popen(
-        command(*line.split()), cwd=cwd, env=variables, stdout=its, stderr=subprocess.DEVNULL
-    )
+    if has_ranks:
+        with Path(os.devnull).open("w") as nothing:
+            process: subprocess.Popen[bytes] = fork_server.server().fork_command(
+                ["tests.forking", "stepmark", *line.split()],
+                variables | {"PYTHONPATH": f"{variables['PYTHONPATH']}{os.pathsep}{ROOT}"},
+                str(cwd),
+                (its, nothing.fileno()),
+            )
+    else:
+        words = command(*line.split())
+        process = subprocess.Popen(
+            words, cwd=cwd, env=variables, stdout=its, stderr=subprocess.DEVNULL
+        )
     os.close(its)
     output = b""
     with suppress(OSError):  # the program has closed the terminal
@@ -98,7 +117,7 @@ def test_long_names_of_sides_become_letters(tmp_path: Path) -> None:
 
 def test_figures_of_a_collective_fit_with_their_size(tmp_path: Path) -> None:
     line = "comm all_reduce --nproc 2 --device cpu -b 8K -e 32K -d fp32,bf16 -n 20 --out runs"
-    rows = [row.rstrip() for row in on_terminal(line, 60, tmp_path).split("\n")]
+    rows = [row.rstrip() for row in on_terminal(line, 60, tmp_path, has_ranks=True).split("\n")]
     tables = [row for row in rows if row and row[0] != "#"]
     assert max(map(len, tables)) <= 60
     assert sum(row.split()[:4] == ["size", "time", "algbw", "busbw"] for row in tables) == 2

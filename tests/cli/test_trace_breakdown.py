@@ -1,13 +1,12 @@
 """stepmark trace breakdown of a run, and under a launcher."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from .process import ROOT, environment, stepmark
+from .comm_process import Running
+from .process import ROOT, stepmark
 
 pytestmark = pytest.mark.ranks
 
@@ -38,12 +37,9 @@ def test_a_profiled_run_is_broken_down(tmp_path: Path) -> None:
 
 
 def test_processes_of_a_launcher_share_the_traces(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    words = ("-m", "stepmark", "trace", "breakdown", str(FSDP8), "--json", "out.json")
-    done = subprocess.run(
-        [*torchrun, *words], cwd=tmp_path, env=environment(), capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    words = ("trace", "breakdown", str(FSDP8), "--json", "out.json")
+    running = Running(*words, cwd=tmp_path, torchrun=2, is_forking=True)
+    assert running.end() == 0, running.err()
     stepmark("trace", "breakdown", str(FSDP8), "--json", "alone.json", cwd=tmp_path)
     together, alone = (
         json.loads((tmp_path / name).read_text()) for name in ("out.json", "alone.json")

@@ -147,7 +147,7 @@ def test_a_search_has_found_a_batch(
 @pytest.mark.slow
 def test_under_torchrun_it_is_one_rank(tmp_path: Path) -> None:
     words = ["train", "gpt2-125m", *TINY, "--strategy", "fsdp", "--steps", "3"]
-    running = Running(*words, cwd=tmp_path, torchrun=2)
+    running = Running(*words, cwd=tmp_path, torchrun=2, is_forking=True)
     assert running.end() == 0, running.err()
     assert outcomes(running.records()) == ["measured"]
     assert running.out().count("fsdp x2 mbs 1 seq 64") == 1

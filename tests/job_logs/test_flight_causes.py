@@ -1,14 +1,14 @@
 """Flight recorder: the named cause of real, forked and simulated jobs is the rank at fault."""
 
+import os
 import pickle
 import random
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import fork_server
 
 from stepmark.findings.finding import Finding, Severity
 from stepmark.job_logs.flight_recorder import parse, read_flight_recorder
@@ -193,8 +193,11 @@ def test_a_chain_of_groups_ends_at_the_rank_that_waits_for_nobody(tmp_path: Path
 @pytest.mark.ranks
 @pytest.mark.alone  # its faults are delays
 def test_forked_gloo_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.job_logs.gloo_faults", str(tmp_path)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=300, capture_output=True)
+    job_words = ["tests.job_logs.gloo_faults", str(tmp_path)]
+    with (tmp_path / "output").open("w") as file:
+        streams = (file.fileno(), file.fileno())
+        job = fork_server.server().fork_command(job_words, os.environ, str(ROOT), streams)
+        assert job.wait(300) == 0
     texts = {}
     for fault in ("healthy", "missing", "sub_group", "dtype", "order", "group_order"):
         texts[fault] = [one.text for one in problems(list(tmp_path.glob(f"{fault}_rank*")))]

@@ -4,6 +4,7 @@ app.rank imports this module before it begins (STEPMARK_TEST_HOOK). Faults come 
 FAULTS: words RANK:POSITION:FAULT. What a rank did lies in the folder that LOG names.
 """
 
+import importlib
 import os
 import pickle
 import signal
@@ -211,9 +212,12 @@ FAULTS: dict[str, Callable[[], object]] = {
 
 
 def fake(name: str, **contents: object) -> None:
+    """Stand in for a module, which a forked rank has imported."""
     module = types.ModuleType(name)
     vars(module).update(contents)
     sys.modules[name] = module
+    package, _, last = name.rpartition(".")
+    setattr(importlib.import_module(package), last, module)
 
 
 def install() -> None:

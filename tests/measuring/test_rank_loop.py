@@ -11,19 +11,23 @@ from typing import Any
 
 import psutil
 import pytest
+from tests import fork_server
 from tests.measuring.sleeping import plan
 
 from stepmark.cases.record import Failed, Measured, Record
 from stepmark.ground.option_groups import ResumeOptions
+from stepmark.measuring import local_ranks
 from stepmark.measuring import measure as measure_module
 from stepmark.measuring import supervise as supervise_module
 from stepmark.measuring.measure import measure_quietly, resume
 from stepmark.store.reader import read_info, read_records
 
-pytestmark = pytest.mark.ranks
+# Ranks of this process are forked; those of `parent` are what a user has.
+pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("forked_ranks")]
 
 ROOT = Path(__file__).parents[2]
 HOOK = {"STEPMARK_TEST_HOOK": "tests.measuring.sleeping"}
+START = local_ranks._start
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +79,11 @@ def failures(folder: Path) -> list[Failed]:
 
 def left_over(folder: Path) -> list[int]:
     """Processes of this test that still live, stopped ones too."""
-    found = []
+    found = [
+        process.pid
+        for process in psutil.Process().children(recursive=True)
+        if process.name().startswith(fork_server.RANK_NAME)
+    ]
     for process in psutil.process_iter():
         try:
             variables = process.environ()
@@ -220,16 +228,17 @@ def test_ranks_that_never_come_up_end_it(
 ) -> None:
     started = supervise_module.supervise
     monkeypatch.setattr(
-        measure_module, "supervise", lambda *a, **k: started(*a, **k, start_s=3.0)
+        measure_module, "supervise", lambda *a, **k: started(*a, **k, start_s=1.0)
     )
     assert go(tmp_path, 2, 4, "never") == 3
-    assert "stepmark: ranks 0-1 not up within 3 s\n" in capfd.readouterr().err
+    assert "stepmark: ranks 0-1 not up within 1 s\n" in capfd.readouterr().err
 
 
 def test_ranks_that_fail_at_once_end_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure_module, "RANK_MODULE", "tests.measuring.no_such_module")
+    monkeypatch.setattr(local_ranks, "_start", START)
     code, run = measure_quietly(plan(2, 4), str(tmp_path))
     assert code == 3
     err = capfd.readouterr().err
@@ -276,6 +285,7 @@ from pathlib import Path
 from stepmark.measuring import supervise
 from stepmark.measuring.measure import measure_quietly, show_run
 supervise.FINISH_S = {FINISH_S}
+from tests import fork_server
 from tests.measuring.sleeping import plan
 code, run = measure_quietly(plan(2, 9), sys.argv[1])
 sys.exit(show_run(run, code))

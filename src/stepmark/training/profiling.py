@@ -46,13 +46,14 @@ class Profile:
 
     def _begin(self, activities: Iterable[ProfilerActivity]) -> None:
         # Only with a schedule are steps marked in the trace.
-        profiler = torch_profiler.profile(
+        profiler: Any = torch_profiler.profile(
             activities=activities,
             schedule=self._action,
             record_shapes=True,
-            acc_events=True,
+            acc_events=True,  # else torch 2.11 warns
         )
         profiler.start()
+        profiler.profiler.acc_events = False  # else the end takes seconds
         self._profiler = profiler
 
     def _action(self, step: int) -> ProfilerAction:

@@ -1,11 +1,14 @@
-"""`python -m tests.cli.forking WORDS`: stepmark, whose ranks are forked."""
+"""`python -m tests.forking MODULE WORDS`: a module as a program, whose ranks are forked."""
+
+import runpy
+import sys
 
 from tests import fork_server, forked_ranks
 
-from stepmark.cli.main import main
 from stepmark.measuring import local_ranks
 
 if __name__ == "__main__":
     fork_server.server()  # while there are no threads
     local_ranks._start = forked_ranks.start
-    main()
+    del sys.argv[0]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
