@@ -16,12 +16,11 @@ from stepmark.tables.figures import (
     Mark,
     Panel,
     Series,
-    log_ticks,
-    size_axis,
     unique,
 )
 from stepmark.tables.row_tables import describe, grouped
 
+_SIZE = Axis(title="message size", base=2, words=format_bytes)
 # Settings that distinguish curves of one figure; those that differ make up their names.
 _CURVE = (
     *("placement", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
@@ -59,23 +58,24 @@ def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
         ]
 
     has_link = device and device.link_bytes_per_s and any(row["pct_link"] for row in rows)
-    sizes = _sizes(rows)
-    size = size_axis("message size", sizes)
-    times = [time_s for row in rows if (time_s := number(row, "time_s"))]
-    time = Axis(title="time", is_log=True, ticks=log_ticks(times, format_time))
     return Figure(
         title=f"{text(rows[0], 'collective')} {text(rows[0], 'dtype')}",
         note="Median of the slowest rank: bus bandwidth, and time.",
-        x=size,
+        x=_SIZE,
         y=Axis(title="busbw (GB/s)", has_zero=True),
-        series=series("busbw_gb_s") + ([_link(device, sizes)] if device and has_link else []),
-        right=Panel(x=size, y=time, series=series("time_s")),
+        series=series("busbw_gb_s") + ([_link(device, rows)] if device and has_link else []),
+        right=Panel(
+            x=_SIZE,
+            y=Axis(title="time", base=10, words=format_time),
+            series=series("time_s"),
+        ),
         height=400 + 20 * (len(curves) // 5),
     )
 
 
-def _link(device: DeviceSpec, sizes: Sequence[float]) -> Series:
+def _link(device: DeviceSpec, rows: Sequence[Row]) -> Series:
     """Return the limit of the link over the sizes."""
+    sizes = [size for row in rows if (size := number(row, "size_bytes"))]
     rate = (device.link_bytes_per_s or 0.0) / GB
     return Series(
         kind=Kind.LINE,
@@ -113,8 +113,8 @@ def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
     return Figure(
         title="Beside compute",
         note="Time together over time alone: 1 is undisturbed.",
-        x=size_axis("message size", _sizes(overlapped)),
-        y=Axis(title="time together / alone", is_log=True),
+        x=_SIZE,
+        y=Axis(title="time together / alone", base=10),
         series=series,
         marks=[Mark(y=(1, 1))],
         height=360,
@@ -138,11 +138,7 @@ def heat_map(matrix: PairMatrix) -> Figure:
         labels=[] if len(names) > 24 else [digits(value, 3) for value in values],
         hover=[f"{a} to {b}: {digits(v, 3)} {matrix.unit}" for a, b, v in matrix.known],
     )
-    frames = []
-    for source, destination, _ in matrix.slow:
-        x = place[destination]
-        y = place[source]
-        frames.append(Mark(x=(x - 0.5, x + 0.5), y=(y - 0.5, y + 0.5)))
+    around = {rank: (index - 0.5, index + 0.5) for rank, index in place.items()}
     ticks = dict(enumerate(names))
     end = len(names) - 0.5
     return Figure(
@@ -151,7 +147,7 @@ def heat_map(matrix: PairMatrix) -> Figure:
         x=Axis(title="to rank", ticks=ticks, limits=(-0.5, end)),
         y=Axis(title="from rank", ticks=ticks, limits=(end, -0.5)),
         cells=cells,
-        marks=frames,
+        marks=[Mark(x=around[to], y=around[source]) for source, to, _ in matrix.slow],
         height=min(900, 150 + 44 * len(names)),
         width=min(1100, 260 + 76 * len(names)),
     )
@@ -189,10 +185,6 @@ def _word(row: Row, key: str) -> str:
             return f"skew {format_time(skew)}" if skew else ""
         case _:
             return f"{key} {row[key]}" if row[key] is not None else ""
-
-
-def _sizes(rows: Sequence[Row]) -> list[float]:
-    return [size for row in rows if (size := number(row, "size_bytes"))]
 
 
 def _hover(row: Row, run: RunInfo) -> str:

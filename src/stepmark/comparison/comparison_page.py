@@ -18,7 +18,7 @@ from stepmark.comparison.comparison_text import (
 )
 from stepmark.ground.ratio import EFFECT_FLOOR, Ratio
 from stepmark.ground.units import format_bytes
-from stepmark.tables.figures import Axis, Figure, Kind, Mark, Panel, Series, size_axis
+from stepmark.tables.figures import Axis, Figure, Kind, Mark, Panel, Series
 from stepmark.tables.page import Html, Page, Paragraph, Preformatted, Section
 
 # Fields that divide lines into figures; size runs along the axis.
@@ -86,7 +86,7 @@ def over_size(title: str, lines: Sequence[Line], names: Sequence[str]) -> Figure
                 hover=[_hover(line, name) for line, _ in points],
             )
         )
-    size = size_axis("size", [float(line.size_bytes or 1) for line in ordered])
+    size = Axis(title="size", base=2, words=format_bytes)
     speed = Axis(title=f"speed over {names[0]}", limits=_window(ordered))
     band = Mark(y=(1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR))
     return Figure(
@@ -94,7 +94,7 @@ def over_size(title: str, lines: Sequence[Line], names: Sequence[str]) -> Figure
         note=f"The second: speed over {names[0]}, with 99 % intervals; the band is "
         f"+-{EFFECT_FLOOR:.0%}.",
         x=size,
-        y=Axis(title=unit_text(ordered[0]), is_log=True),
+        y=Axis(title=unit_text(ordered[0]), base=10),
         series=values,
         right=Panel(x=size, y=speed, series=speeds, marks=[band]),
         height=420,

@@ -15,7 +15,6 @@ from stepmark.tables.figures import (
     Mark,
     Series,
     folded,
-    log_ticks,
     unique,
 )
 from stepmark.tables.outcomes import MATMULS
@@ -44,13 +43,11 @@ def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Fi
     intensities = [number(row, "arithmetic_intensity") or 1.0 for row in points] or [1.0]
     low = min(20.0, *intensities) / 2
     high = max(1000.0, *intensities) * 2
-    series = []
-    reached = [number(row, "tflops") or 1.0 for row in points]
+    roofs = []
     for index, (name, peak, bandwidth) in enumerate(_roofs(points, rows, device)):
         xs, ys = _roof(low, high, peak, bandwidth)
-        reached += ys
-        series.append(Series(kind=Kind.LINE, name=name, x=xs, y=ys, colour=INK, index=index))
-    series += [
+        roofs.append(Series(kind=Kind.LINE, name=name, x=xs, y=ys, colour=INK, index=index))
+    operators = [
         Series(
             kind=Kind.POINTS,
             name=text(own[0], "family"),
@@ -63,13 +60,9 @@ def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Fi
     return Figure(
         title="Roofline",
         note="Each point is one operator; the lines are what bounds it.",
-        x=Axis(
-            title="FLOP per byte of compulsory traffic",
-            is_log=True,
-            ticks=log_ticks([low, high]),
-        ),
-        y=Axis(title="TFLOP/s", is_log=True, ticks=log_ticks(reached)),
-        series=series,
+        x=Axis(title="FLOP per byte of compulsory traffic", base=10),
+        y=Axis(title="TFLOP/s", base=10),
+        series=roofs + operators,
         height=520,
     )
 
@@ -79,28 +72,24 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
     key = "pct_hbm" if device and device.hbm_bytes_per_s else "pct_ceiling"
     bars = [r for r in _jobs(rows) if not number(r, "flops") and number(r, key) is not None]
     bars.sort(key=lambda row: (text(row, "family"), -(number(row, key) or 0.0)))
-    names = _names(bars)
+    names = dict(zip(map(id, bars), _names(bars), strict=True))
     of = "HBM bandwidth" if key == "pct_hbm" else "the measured copy"
-    series = []
-    for own in grouped(bars, ["family"]):
-        family = text(own[0], "family")
-        own_names = [n for n, row in zip(names, bars, strict=True) if row["family"] == family]
-        series.append(
-            Series(
-                kind=Kind.BARS,
-                name=family,
-                x=[number(row, key) for row in own],
-                y=own_names,
-                labels=[f"{digits(number(row, 'gb_per_s'))} GB/s" for row in own],
-                hover=[_hover(row, run) for row in own],
-            )
-        )
     return Figure(
         title="Memory bandwidth",
         note="Operators without matrix products: compulsory bytes over time.",
         x=Axis(title=f"% of {of}", has_zero=True),
-        y=Axis(categories=names),
-        series=series,
+        y=Axis(categories=list(names.values())),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=text(own[0], "family"),
+                x=[number(row, key) for row in own],
+                y=[names[id(row)] for row in own],
+                labels=[f"{digits(number(row, 'gb_per_s'))} GB/s" for row in own],
+                hover=[_hover(row, run) for row in own],
+            )
+            for own in grouped(bars, ["family"])
+        ],
         marks=[Mark(x=(100, 100))],
         height=170 + 26 * len(bars),
     )
@@ -111,37 +100,37 @@ def time_breakdown(rows: Sequence[Row], run: RunInfo, *, is_layer: bool = True) 
 
     Of one layer, or of what is no part of a layer: head, loss and optimizer.
     """
-    best: dict[tuple[str, str, str], tuple[float, Row]] = {}
+    best: dict[tuple[object, ...], Row] = {}
     for row in _jobs(rows):
         own = _is_of_layer(text(row, "role")) is is_layer
-        if own and row["model"] and row["role"] and (time_s := number(row, "time_s")):
-            key = (_setting(row), text(row, "role"), text(row, "pass"))
-            if key not in best or time_s < best[key][0]:
-                best[key] = (time_s, row)
-    settings = dict.fromkeys(setting for setting, *_ in best)
-    names = {}
-    for setting, role, _ in best:
-        name = _ALTERNATIVES.get(role, role)
-        names[setting, role] = folded(f"{setting} {name}" if len(settings) > 1 else name)
-    series = []
-    for phase in dict.fromkeys(phase for *_, phase in best):
-        timed = {key[:2]: each for key, each in best.items() if key[2] == phase}
-        series.append(
-            Series(
-                kind=Kind.BARS,
-                name=phase or "pass not given",
-                x=[time * (number(row, "count") or 1) * 1e3 for time, row in timed.values()],
-                y=[names[key] for key in timed],
-                hover=[f"{_hover(row, run)}\nx {row['count']}" for _, row in timed.values()],
-            )
-        )
-    only = f", {next(iter(settings))}" if len(settings) == 1 else ""
+        if own and row["model"] and row["role"] and number(row, "time_s"):
+            key = (_setting(row), row["role"], row["pass"])
+            best[key] = min(best.get(key, row), row, key=_total_ms)
+    bars = list(best.values())
+    settings = list(dict.fromkeys(map(_setting, bars)))
+    only = f", {settings[0]}" if len(settings) == 1 else ""
+
+    def name(row: Row) -> str:
+        role = text(row, "role")
+        role = _ALTERNATIVES.get(role, role)
+        return folded(role if only else f"{_setting(row)} {role}")
+
+    names = list(dict.fromkeys(map(name, bars)))
     return Figure(
         title="One layer" if is_layer else "Head, loss and optimizer",
         note=_LAYER_NOTE if is_layer else _OTHERS_NOTE,
         x=Axis(title=f"ms (time x count){only}"),
-        y=Axis(categories=list(names.values())),
-        series=series,
+        y=Axis(categories=names),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=text(own[0], "pass") or "pass not given",
+                x=[_total_ms(row) for row in own],
+                y=[name(row) for row in own],
+                hover=[f"{_hover(row, run)}\nx {row['count']}" for row in own],
+            )
+            for own in grouped(bars, ["pass"])
+        ],
         height=170 + 26 * len(names),
     )
 
@@ -157,6 +146,10 @@ _ALTERNATIVES = {
 def _is_of_layer(role: str) -> bool:
     """Return whether a layer has the role. The others are once per step, or alternatives."""
     return role not in ("head", "loss", *_ALTERNATIVES)
+
+
+def _total_ms(row: Row) -> float:
+    return 1e3 * (number(row, "time_s") or 0.0) * (number(row, "count") or 1)
 
 
 def _setting(row: Row) -> str:

@@ -13,8 +13,6 @@ from math import ceil, floor, isfinite, log2, log10
 from textwrap import wrap
 from typing import Any
 
-from stepmark.ground.units import format_bytes
-
 
 class Kind(StrEnum):
     """How a series is drawn."""
@@ -32,6 +30,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 _PATTERNS = ("", "/", "x", ".")
 _FEW_POWERS = 3  # of ten, on a logarithmic axis
+_MOST_SIZES = 6  # powers of two, about
 _MODES = {Kind.LINE: "lines", Kind.CURVE: "lines+markers", Kind.POINTS: "markers"}
 _MANY_POINTS = 20  # of a curve, which are drawn smaller
 _MOST_EDGED = 400  # spans; edges of more would hide their colours
@@ -87,12 +86,14 @@ class Cells:
 class Axis:
     """The title and places of an axis.
 
+    base: of a logarithmic axis, 10 or 2; words: a tick of it as text.
     categories: the names along it, from the left or from the top. ticks: words by place.
     limits: the values at its ends.
     """
 
     title: str = ""
-    is_log: bool = False
+    base: int | None = None
+    words: Callable[[float], str] = "{:g}".format
     has_zero: bool = False
     categories: Sequence[str] = ()
     ticks: Mapping[int, str] | Mapping[float, str] = field(default_factory=dict)
@@ -297,12 +298,14 @@ def _axis(panel: Panel, axis: Axis) -> dict[str, Any]:
         "automargin": True,
         "showgrid": not (panel.cells or (has_bars and axis.categories)),
     }
-    if axis.is_log:
-        layout |= {"type": "log", "dtick": "D2"}
     if axis.has_zero:
         layout["rangemode"] = "tozero"
-    if axis.ticks:
-        layout |= {"tickvals": [*axis.ticks], "ticktext": [*map(_markup, axis.ticks.values())]}
+    ticks = axis.ticks
+    if axis.base:
+        layout["type"] = "log"
+        ticks = _log_ticks(axis, panel)
+    if ticks:
+        layout |= {"tickvals": [*ticks], "ticktext": [*map(_markup, ticks.values())]}
     if axis.limits:
         layout["range"] = axis.limits
     if axis.categories:
@@ -313,6 +316,25 @@ def _axis(panel: Panel, axis: Axis) -> dict[str, Any]:
             "autorange": "reversed" if axis is panel.y else True,
         }
     return layout
+
+
+def _log_ticks(axis: Axis, panel: Panel) -> dict[float, str]:
+    """Return some powers of two, or 1, 2, 5 of each power of ten; of many powers 1."""
+    columns = [each.x if axis is panel.x else each.y for each in panel.series]
+    values = [value for column in columns for value in column if isinstance(value, int | float)]
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return {}
+    log = log2 if axis.base == 2 else log10
+    low = floor(log(min(positive)))
+    high = ceil(log(max(positive)))
+    if axis.base == 2:
+        step = max(1, ceil((high - low) / _MOST_SIZES))
+        ticks = [2.0**power for power in range(low, high + 1, step)]
+    else:
+        steps = (1, 2, 5) if high - low <= _FEW_POWERS else (1,)
+        ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
+    return {tick: axis.words(tick) for tick in ticks}
 
 
 def _shape(mark: Mark, axis: str) -> dict[str, Any]:
@@ -364,30 +386,3 @@ def unique(names: Sequence[str]) -> list[str]:
         name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
         for index, name in enumerate(names)
     ]
-
-
-def log_ticks(
-    values: Sequence[float], words: Callable[[float], str] = "{:g}".format
-) -> dict[float, str]:
-    """Return ticks for a logarithmic axis: 1, 2, 5 of each power of ten, or of many powers 1.
-
-    words: of a tick.
-    """
-    if not values:
-        return {}
-    low = floor(log10(min(values)))
-    high = ceil(log10(max(values)))
-    steps = (1, 2, 5) if high - low <= _FEW_POWERS else (1,)
-    ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
-    return {tick: words(tick) for tick in ticks}
-
-
-def size_axis(title: str, sizes: Sequence[float]) -> Axis:
-    """Return a logarithmic axis of bytes with about six powers of two, named as sizes."""
-    if not sizes:
-        return Axis(title=title, is_log=True)
-    low = floor(log2(min(sizes)))
-    high = ceil(log2(max(sizes)))
-    step = max(1, ceil((high - low) / 6))
-    ticks = {2.0**power: format_bytes(2.0**power) for power in range(low, high + 1, step)}
-    return Axis(title=title, is_log=True, ticks=ticks)
