@@ -62,19 +62,19 @@ def figures(comparison: Comparison) -> Iterator[Figure]:
 def over_size(title: str, lines: Sequence[Line], names: Sequence[str]) -> Figure:
     """Return the values of each side, and on the right its speed over the baseline's."""
     ordered = sorted(lines, key=lambda line: line.size_bytes or 0)
-    values = []
-    speeds = []
-    for name in names:
-        own = [line for line in ordered if name in line.cells]
-        values.append(
-            Series(
-                kind=Kind.CURVE,
-                name=name,
-                x=[line.size_bytes for line in own],
-                y=[_height(line, name) for line in own],
-                hover=[_hover(line, name) for line in own],
-            )
+    of_side = {name: [line for line in ordered if name in line.cells] for name in names}
+    values = [
+        Series(
+            kind=Kind.CURVE,
+            name=name,
+            x=[line.size_bytes for line in own],
+            y=[_height(line, name) for line in own],
+            hover=[_hover(line, name) for line in own],
         )
+        for name, own in of_side.items()
+    ]
+    speeds = []
+    for name, own in of_side.items():
         points = [(line, r) for line in own if (r := line.cells[name].ratio) is not None]
         speeds.append(
             Series(

@@ -8,6 +8,7 @@ from stepmark.ground.units import format_bytes
 from stepmark.tables.columns import Row, number, text
 from stepmark.tables.figures import Axis, Figure, Kind, Series
 from stepmark.tables.page import Page, Paragraph, Preformatted, Section
+from stepmark.tables.row_tables import grouped
 
 
 def figures(rows: Sequence[Row]) -> Iterator[Figure]:
@@ -26,25 +27,24 @@ def figures(rows: Sequence[Row]) -> Iterator[Figure]:
 def bars(rows: Sequence[Row], key: str, *, title: str, unit: str, note: str) -> Figure:
     """Return one bar per bin, stacked by collective, dtype, group and phase."""
     order = sorted({(number(row, "from_bytes") or 0.0, _bin(row)) for row in rows})
-    series = []
-    for name in dict.fromkeys(map(_series, rows)):
-        group = [row for row in rows if _series(row) == name]
-        series.append(
-            Series(
-                kind=Kind.BARS,
-                name=name,
-                x=[_bin(row) for row in group],
-                y=[number(row, key) for row in group],
-                hover=[_hover(row, name) for row in group],
-            )
-        )
+    named = [row | {"series": _series(row)} for row in rows]
+    groups = grouped(named, ["series"])
     return Figure(
         title=f"{title} by message size",
         note=note,
         x=Axis(title="message size", categories=list(dict.fromkeys(name for _, name in order))),
         y=Axis(title=unit, has_zero=True),
-        series=series,
-        height=360 + 20 * (len(series) // 5),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=text(group[0], "series"),
+                x=[_bin(row) for row in group],
+                y=[number(row, key) for row in group],
+                hover=[_hover(row) for row in group],
+            )
+            for group in groups
+        ],
+        height=360 + 20 * (len(groups) // 5),
     )
 
 
@@ -84,9 +84,9 @@ def _series(row: Row) -> str:
     return " ".join(word for word in words if word) or "all"
 
 
-def _hover(row: Row, name: str) -> str:
+def _hover(row: Row) -> str:
     texts = [
-        name,
+        text(row, "series"),
         f"{text(row, 'bin')} ({text(row, 'size_is')})",
         f"{number(row, 'calls_per_rank') or 0:.6g} calls per rank, {row['calls']} in all",
         f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per rank",

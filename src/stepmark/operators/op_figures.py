@@ -72,19 +72,19 @@ def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> F
     key = "pct_hbm" if device and device.hbm_bytes_per_s else "pct_ceiling"
     bars = [r for r in _jobs(rows) if not number(r, "flops") and number(r, key) is not None]
     bars.sort(key=lambda row: (text(row, "family"), -(number(row, key) or 0.0)))
-    names = dict(zip(map(id, bars), _names(bars), strict=True))
+    bars = [row | {"bar": name} for row, name in zip(bars, _names(bars), strict=True)]
     of = "HBM bandwidth" if key == "pct_hbm" else "the measured copy"
     return Figure(
         title="Memory bandwidth",
         note="Operators without matrix products: compulsory bytes over time.",
         x=Axis(title=f"% of {of}", has_zero=True),
-        y=Axis(categories=list(names.values())),
+        y=Axis(categories=[text(row, "bar") for row in bars]),
         series=[
             Series(
                 kind=Kind.BARS,
                 name=text(own[0], "family"),
                 x=[number(row, key) for row in own],
-                y=[names[id(row)] for row in own],
+                y=[text(row, "bar") for row in own],
                 labels=[f"{digits(number(row, 'gb_per_s'))} GB/s" for row in own],
                 hover=[_hover(row, run) for row in own],
             )

@@ -98,27 +98,25 @@ def evidence(report: StepReport | ConfigError) -> Iterator[Section]:
 def stages(ledgers: Sequence[Ledger]) -> Figure:
     """Return a bar per pipeline stage, of its lines; waiting is apart from transfers."""
     names = [f"stage {stage}" for stage in range(len(ledgers))]
-    series = []
-    for line in (line for group in Group for line in _lines_of(ledgers, group)):
-        is_overlapped = line[0] is Group.OVERLAPPED
-        series.append(
-            Series(
-                kind=Kind.BARS,
-                name=WAITING if line[1] == WAITING else words_of(line),
-                x=[_ns(own, line) / 1e6 for own in ledgers],
-                y=names,
-                colour=COLOURS_OF.get(line[1], COLOURS_OF[LEFT_OUT]),
-                pattern="/" if is_overlapped else "",
-                is_in_legend=not is_overlapped,
-            )
-        )
     return Figure(
         title="Ledger of the step by stage",
         note="Lines add up to the step, which is as long in each stage. Hatched: compute under "
         "communication.",
         x=Axis(title="ms"),
         y=Axis(categories=names),
-        series=series,
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=WAITING if line[1] == WAITING else words_of(line),
+                x=[_ns(own, line) / 1e6 for own in ledgers],
+                y=names,
+                colour=COLOURS_OF.get(line[1], COLOURS_OF[LEFT_OUT]),
+                pattern="/" if group is Group.OVERLAPPED else "",
+                is_in_legend=group is not Group.OVERLAPPED,
+            )
+            for group in Group
+            for line in _lines_of(ledgers, group)
+        ],
         height=260 + 30 * len(ledgers),
     )
 

@@ -103,21 +103,9 @@ def streams(
     bars.sort(key=lambda item: item[1].start - item[1].end)
     bars, left_out = bars[:MOST_BARS], bars[MOST_BARS:]
     counts = Counter((rank, bar.stream) for rank, bar in bars)
-    series = []
-    for group, colour in COLOURS_OF.items():
-        own = [(rank, bar) for rank, bar in bars if bar.group == group]
-        if own:
-            series.append(
-                Series(
-                    kind=Kind.BARS,
-                    name=group,
-                    y=[names[rank] + bar.stream for rank, bar in own],
-                    starts=[(bar.start - first) / 1e6 for _, bar in own],
-                    x=[(bar.end - bar.start) / 1e6 for _, bar in own],
-                    colour=[_blended(colour, counts[rank, bar.stream]) for rank, bar in own],
-                    hover=[_hover(bar) for _, bar in own],
-                )
-            )
+    by_group = {
+        group: [(rank, bar) for rank, bar in bars if bar.group == group] for group in COLOURS_OF
+    }
     last = max(each.end for each in shown.values())
     joined_ns = max(each.joined_ns for each in shown.values())
     steps = dict.fromkeys(each.step for each in shown.values())
@@ -139,7 +127,21 @@ def streams(
         note=" ".join(notes),
         x=Axis(title="ms", limits=(0, (last - first) / 1e6)),
         y=Axis(categories=lanes),
-        series=series,
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=group,
+                y=[names[rank] + bar.stream for rank, bar in own],
+                starts=[(bar.start - first) / 1e6 for _, bar in own],
+                x=[(bar.end - bar.start) / 1e6 for _, bar in own],
+                colour=[
+                    _blended(COLOURS_OF[group], counts[rank, bar.stream]) for rank, bar in own
+                ],
+                hover=[_hover(bar) for _, bar in own],
+            )
+            for group, own in by_group.items()
+            if own
+        ],
         height=max(260, 150 + 26 * len(lanes)),
     )
 
@@ -186,17 +188,17 @@ def _steps(rows: Sequence[Row]) -> Iterator[Figure]:
         groups = {name: own for name, own in groups.items() if name in slowest[:_MOST_STEPS]}
         note += f" The {_MOST_STEPS} slowest of {len(slowest)}."
     names = list(groups)
-    series = []
-    for column, (name, colour) in _PARTS.items():
-        times = [_mean(own, column) for own in groups.values()]
-        if any(times):
-            series.append(Series(kind=Kind.BARS, name=name, x=names, y=times, colour=colour))
+    times = {column: [_mean(own, column) for own in groups.values()] for column in _PARTS}
     yield Figure(
         title="Parts of a step",
         note=note,
         x=Axis(categories=names),
         y=Axis(title="ms per step"),
-        series=series,
+        series=[
+            Series(kind=Kind.BARS, name=name, x=names, y=times[column], colour=colour)
+            for column, (name, colour) in _PARTS.items()
+            if any(times[column])
+        ],
         height=380,
     )
 

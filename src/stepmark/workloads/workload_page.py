@@ -24,29 +24,15 @@ _MOST_TICKS = 40  # of bars, each with its number
 def pipeline(chart: Timeline) -> Figure:
     """Return stages over time, a bar per forward and backward, lighter from chunk to chunk."""
     chunk_of = _chunks(chart.slots)
-    series = []
-    for kind, colour in zip(_KINDS, COLOURS, strict=False):
-        # The legend has the first one's shade.
-        shades = sorted(
-            (chunk_of.get((slot.stage, slot.layer), 0), place)
-            for place, slot in enumerate(chart.slots)
-            if slot.kind == kind
-        )
-        if not shades:
-            continue
-        own = [chart.slots[place] for _, place in shades]
-        series.append(
-            Series(
-                kind=Kind.BARS,
-                name=kind,
-                y=[f"stage {slot.stage}" for slot in own],
-                starts=[slot.start for slot in own],
-                x=[slot.end - slot.start for slot in own],
-                colour=[_lighter(colour, chunk) for chunk, _ in shades],
-                labels=["" if s.microbatch is None else str(s.microbatch) for s in own],
-                hover=[_hover(slot) for slot in own],
-            )
-        )
+
+    def chunk(slot: Slot) -> int:
+        return chunk_of.get((slot.stage, slot.layer), 0)
+
+    # By chunk: the legend has the first one's shade.
+    by_kind = {
+        kind: sorted((slot for slot in chart.slots if slot.kind == kind), key=chunk)
+        for kind in _KINDS
+    }
     note = (
         "Units of time: a forward of a stage's chunk one, its backward two, transfers none. "
         f"Numbers are micro-batches; drag to zoom in. Idle {chart.idle_percent:.1f} %."
@@ -58,7 +44,20 @@ def pipeline(chart: Timeline) -> Figure:
         note=note,
         x=Axis(title="time in units", limits=(0, chart.end)),
         y=Axis(categories=[f"stage {stage}" for stage in range(chart.num_stages)]),
-        series=series,
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=kind,
+                y=[f"stage {slot.stage}" for slot in own],
+                starts=[slot.start for slot in own],
+                x=[slot.end - slot.start for slot in own],
+                colour=[_lighter(colour, chunk(slot)) for slot in own],
+                labels=["" if s.microbatch is None else str(s.microbatch) for s in own],
+                hover=[_hover(slot) for slot in own],
+            )
+            for colour, (kind, own) in zip(COLOURS, by_kind.items(), strict=False)
+            if own
+        ],
         height=130 + 28 * chart.num_stages,
     )
 
