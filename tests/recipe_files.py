@@ -124,13 +124,13 @@ from collections import Counter
 from collections.abc import Sequence
 
 from stepmark.cases.record import Record
-from stepmark.tables.page import Definitions, Section
+from stepmark.tables.page import Section, definitions
 
 
 def section(records: Sequence[Record]) -> Section:
     counts = Counter(record.case.family for record in records)
     pairs = [(name, str(count)) for name, count in counts.items()]
-    return Section("Cases by family", [Definitions(pairs)])
+    return Section("Cases by family", [definitions(pairs)])
 '''
 
 PAGE = '''\
@@ -140,7 +140,7 @@ from collections import Counter
 
 from stepmark.step.workload import Workload
 from stepmark.tables.figures import Axis, Figure, Kind, Series
-from stepmark.tables.page import Page, Paragraph, Section
+from stepmark.tables.page import Page, Section, paragraph
 
 
 def page(workload: Workload) -> Page:
@@ -155,7 +155,7 @@ def page(workload: Workload) -> Page:
         series=[Series(kind=Kind.BARS, name="count", x=counts, y=names)],
         height=300,
     )
-    rules = Section("Rules", [Paragraph(workload.rules)])
+    rules = Section("Rules", [paragraph(workload.rules)])
     return Page(title=f"Counts of <{workload.name}>", sections=[operations, rules])
 '''
 

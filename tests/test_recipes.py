@@ -99,7 +99,16 @@ def test_a_section_of_the_page_of_a_run(run: Run, tree: Path) -> None:
 
 
 def test_a_page_with_a_figure(run: Run, tree: Path) -> None:
-    what = ("--framework", "ddp", "--model", "gpt2-125m", "--world-size", "2", "--out", "w.json")
+    what = (
+        "--framework",
+        "ddp",
+        "--model",
+        "gpt2-125m",
+        "--world-size",
+        "2",
+        "--out",
+        "w.json",
+    )
     run("-m", "stepmark", "workload", "generate", *what)
     code = (
         "from pathlib import Path\n"

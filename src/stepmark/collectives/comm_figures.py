@@ -163,11 +163,8 @@ def _names(curves: Sequence[Sequence[Row]], keys: Sequence[str] = _CURVE) -> lis
     """Name each curve by the settings that not all have."""
     heads = [curve[0] for curve in curves]
     differing = [key for key in keys if len({head[key] for head in heads}) > 1]
-    names = []
-    for head in heads:
-        words = [_word(head, key) for key in differing or ["placement"]]
-        names.append(" ".join(filter(None, words)) or "plain")
-    return unique(names)
+    words = ([_word(head, key) for key in differing or ["placement"]] for head in heads)
+    return unique([" ".join(filter(None, own)) or "plain" for own in words])
 
 
 def _word(row: Row, key: str) -> str:

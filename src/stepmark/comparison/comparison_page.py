@@ -19,7 +19,7 @@ from stepmark.comparison.comparison_text import (
 from stepmark.ground.ratio import EFFECT_FLOOR, Ratio
 from stepmark.ground.units import format_bytes
 from stepmark.tables.figures import Axis, Figure, Kind, Mark, Panel, Series
-from stepmark.tables.page import Html, Page, Paragraph, Preformatted, Section
+from stepmark.tables.page import Html, Page, Section, paragraph, preformatted
 
 # Fields that divide lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
@@ -28,8 +28,8 @@ _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
 def page(comparison: Comparison, lead: Sequence[str] = ()) -> Page:
     """Return the page; `lead` are lines that come first, such as a recommendation."""
     constant, _ = split_fields(comparison.lines)
-    first = [Preformatted(lead)] if lead else []
-    paragraphs = map(Paragraph, [*map(mean_text, comparison.overall), *closing(comparison)])
+    first = [preformatted(*lead)] if lead else []
+    paragraphs = map(paragraph, [*map(mean_text, comparison.overall), *closing(comparison)])
     names = " and ".join([", ".join(comparison.names[:-1]), comparison.names[-1]])
     return Page(
         title=f"Comparison of {names}",

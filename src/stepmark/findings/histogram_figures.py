@@ -7,7 +7,7 @@ from stepmark.findings.histogram import MESSAGE, lines
 from stepmark.ground.units import format_bytes
 from stepmark.tables.columns import Row, number, text
 from stepmark.tables.figures import Axis, Figure, Kind, Series
-from stepmark.tables.page import Page, Paragraph, Preformatted, Section
+from stepmark.tables.page import Page, Section, paragraph, preformatted
 from stepmark.tables.row_tables import grouped
 
 
@@ -55,13 +55,13 @@ def page(title: str, sources: Sequence[tuple[str, Sequence[Row], Sequence[Findin
 
 def _source(name: str, rows: Sequence[Row], findings: Sequence[Finding]) -> Section:
     content = [
-        Paragraph(
+        paragraph(
             f"{finding.severity}: {finding.text}",
             "quiet" if finding.severity == "note" else "warning",
         )
         for finding in findings
     ]
-    text = [Preformatted(lines(rows))] if rows else []
+    text = [preformatted(*lines(rows))] if rows else []
     return Section(name, content, [*figures(rows), Section("Rows", text)])
 
 

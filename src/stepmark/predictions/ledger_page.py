@@ -7,7 +7,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.predictions.predicted_steps import StepReport
 from stepmark.tables.figures import Axis, Figure, Kind, Series
-from stepmark.tables.page import Content, Heading, Html, Items, Paragraph, Preformatted, Section
+from stepmark.tables.page import Html, Section, heading, items, paragraph, preformatted
 from stepmark.timeline import ledger_svg
 from stepmark.timeline.ledger import WAITING, Group, Ledger, Line
 from stepmark.timeline.ledger_text import (
@@ -31,10 +31,10 @@ def sections(
     text: Sequence[str] = (),
 ) -> list[Section]:
     """Return the sections: the picture, and the lines."""
-    lines = Preformatted([*difference_lines(first, second, names)], is_table=True)
+    lines = preformatted(*difference_lines(first, second, names), is_table=True)
     return [
         picture((first, second), names, step),
-        Section(f"Lines of {step}", [*map(Paragraph, text), lines]),
+        Section(f"Lines of {step}", [*map(paragraph, text), lines]),
     ]
 
 
@@ -42,8 +42,7 @@ def picture(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> Secti
     """Return the section with the picture of one ledger, or of two."""
     note = "Each line begins where the one above ends, so the lines add up to the step."
     title = f"Ledger of {step}, {' and '.join(names)}"
-    drawn = Html(ledger_svg.html(ledgers, names, title))
-    return Section(title, [Paragraph(note, "quiet"), drawn])
+    return Section(title, [paragraph(note, "quiet"), ledger_svg.html(ledgers, names, title)])
 
 
 def headline(report: StepReport | ConfigError) -> str:
@@ -53,23 +52,24 @@ def headline(report: StepReport | ConfigError) -> str:
     return clauses(report.steps[0].sentence)[0]
 
 
-def answer(report: StepReport | ConfigError) -> Iterator[Content]:
+def answer(report: StepReport | ConfigError) -> Iterator[Html]:
     """Yield what a reader sees first: of each step the ledger, and what is worth doing."""
     if isinstance(report, ConfigError):
-        yield Paragraph(str(report), "warning")
+        yield paragraph(str(report), "warning")
         return
     for index, step in enumerate(report.steps):
         first, rest = clauses(step.sentence)
         if index:
-            yield Heading(first, 2)
-        yield Paragraph(rest)
+            yield heading(first, 2)
+        yield paragraph(rest)
         ledgers = [step.measured.ledger]
         ledgers[:0] = [step.predicted] if step.predicted is not None else []
         names = NAMES[-len(ledgers) :]
-        yield Html(ledger_svg.html(ledgers, names, f"Ledger of {step.name}"))
+        yield ledger_svg.html(ledgers, names, f"Ledger of {step.name}")
         if step.suggestions:
-            yield Heading("Worth doing")
-            yield Items([(f"{each.text}:", [each.command]) for each in step.suggestions])
+            yield heading("Worth doing")
+            texts = [f"{each.text}:" for each in step.suggestions]
+            yield items(texts, [each.command for each in step.suggestions])
 
 
 def clauses(sentence: str) -> tuple[str, str]:
@@ -84,15 +84,15 @@ def evidence(report: StepReport | ConfigError) -> Iterator[Section]:
     if isinstance(report, ConfigError):
         return
     for step in report.steps:
-        text = map(Paragraph, [source_line(step.measured), *step.replayed])
+        text = map(paragraph, [source_line(step.measured), *step.replayed])
         lines = []
         if step.predicted is not None:
             lines = [*difference_lines(step.predicted, step.measured.ledger), ""]
             lines += power_lines(*step.power)
-        table = [Preformatted(lines, is_table=True)] if lines else []
+        table = [preformatted(*lines, is_table=True)] if lines else []
         yield Section(f"Lines of {step.name}", [*table, *text])
     notes = [*(f"note: {note}" for note in report.notes), report.commitment]
-    yield Section("Prediction", [Paragraph(note, "quiet") for note in notes])
+    yield Section("Prediction", [paragraph(note, "quiet") for note in notes])
 
 
 def stages(ledgers: Sequence[Ledger]) -> Figure:

@@ -6,13 +6,13 @@ from typing import Any
 from stepmark.predictions import prediction as text
 from stepmark.predictions.ledger_page import picture, stages
 from stepmark.tables.page import (
-    Content,
-    Definitions,
-    Items,
+    Html,
     Page,
-    Paragraph,
-    Preformatted,
     Section,
+    definitions,
+    items,
+    paragraph,
+    preformatted,
 )
 from stepmark.timeline.prediction import StepPrediction
 from stepmark.timeline.step_timeline import timelines_of
@@ -31,26 +31,25 @@ def page(facts: Mapping[str, Any], prediction: StepPrediction) -> Page:
     results = dict(text.headline(facts, prediction.step_s))
     warnings = []
     if facts["memory"] and facts["memory"]["verdict"] not in ("fits", "unknown"):
-        warnings.append(Paragraph(f"memory: {results.pop('memory')}", "warning"))
+        warnings.append(paragraph(f"memory: {results.pop('memory')}", "warning"))
     lead = f"One optimizer step on {facts['num_ranks']} x {facts['device']}"
     if step := text.step_text(facts):
         lead += f": {step}"
-    lines = list(text.ledger_lines(prediction))
     one_stage = len(ledgers) == 1
     return Page(
         title=f"Prediction: {facts['name']}",
         lead=lead,
         sections=[
-            Section("Prediction", [Definitions(list(results.items())), *warnings]),
+            Section("Prediction", [definitions(results.items()), *warnings]),
             picture(ledgers, ("predicted",), "the step") if one_stage else stages(ledgers),
             *streams(timelines, _NOTE, "stage"),
             Section("Sources and notes", _sources(facts)),
-            Section("Lines", [Preformatted(lines, is_table=True)]),
+            Section("Lines", [preformatted(*text.ledger_lines(prediction), is_table=True)]),
         ],
     )
 
 
-def _sources(facts: Mapping[str, Any]) -> list[Content]:
+def _sources(facts: Mapping[str, Any]) -> list[Html]:
     """Return where costs are from, and the notes."""
     total = sum(facts["sources_s"].values())
     shares = {name: time_s / total for name, time_s in facts["sources_s"].items() if time_s}
@@ -58,5 +57,5 @@ def _sources(facts: Mapping[str, Any]) -> list[Content]:
         ("calibration", facts["calibration"] or "none"),
         ("compute time", ", ".join(f"{share:.1%} {name}" for name, share in shares.items())),
     ]
-    notes = [Items([(note, ()) for note in facts["notes"]])] if facts["notes"] else []
-    return [Definitions(pairs), *notes]
+    notes = [items(facts["notes"])] if facts["notes"] else []
+    return [definitions(pairs), *notes]

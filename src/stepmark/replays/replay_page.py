@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.tables.figures import Figure
-from stepmark.tables.page import Page, Preformatted, Section
+from stepmark.tables.page import Page, Section, preformatted
 from stepmark.timeline.step_timeline import timelines_of
 from stepmark.traces.trace_page import streams
 
@@ -26,4 +26,4 @@ def sections(file: str, log: ReplayLog) -> Iterator[Section | Figure]:
     end_s = max((span.end_ns for span in spans), default=0) / 1e9
     for figure in streams(timelines_of(spans, end_s), _NOTE):
         yield replace(figure, title=f"{figure.title} of {file}")
-    yield Section(f"Replay of {file}", [Preformatted(list(log.lines()), is_table=True)])
+    yield Section(f"Replay of {file}", [preformatted(*log.lines(), is_table=True)])

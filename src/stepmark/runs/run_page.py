@@ -14,16 +14,7 @@ from stepmark.runs.first_screen import machine_facts
 from stepmark.runs.summary import summary_lines, train_lines
 from stepmark.tables.columns import Row, text
 from stepmark.tables.figures import Figure
-from stepmark.tables.page import (
-    Content,
-    Definitions,
-    Details,
-    Heading,
-    Html,
-    Page,
-    Paragraph,
-    Section,
-)
+from stepmark.tables.page import Html, Page, Section, definitions, details, heading, paragraph
 from stepmark.tables.row_tables import LEAD, describe, table
 from stepmark.training import training_figures
 from stepmark.training.train_columns import TRAIN_COLUMNS
@@ -38,7 +29,7 @@ def page(
     train_rows: Sequence[Row] = (),
     *,
     headline: str = "",
-    answer: Sequence[Content] = (),
+    answer: Sequence[Html] = (),
     evidence: Sequence[Section] = (),
     replays: Sequence[Section | Figure] = (),
 ) -> Page:
@@ -48,8 +39,8 @@ def page(
     """
     other_rows = [*comm_rows, *train_rows]
     if answer:
-        facts = Definitions(machine_facts(run, rows, comm_rows))
-        answer = [*answer, Heading("Machine"), facts]
+        facts = definitions(machine_facts(run, rows, comm_rows))
+        answer = [*answer, heading("Machine"), facts]
     shown = [
         *evidence,
         *(training_figures.figures(records) if train_rows else ()),
@@ -63,7 +54,7 @@ def page(
         ("Measurements", rows, OP_COLUMNS, bool(rows) or not other_rows),
         ("Collectives", comm_rows, COMM_COLUMNS, bool(comm_rows)),
     )
-    details = [
+    more = [
         *(
             Section(title, [Html(table(own, columns))])
             for title, own, columns, has in tables
@@ -78,7 +69,7 @@ def page(
         command=run.command,
         headline=headline,
         opening=answer,
-        sections=[Section("Evidence", (), shown), Section("Details", (), details)],
+        sections=[Section("Evidence", (), shown), Section("Details", (), more)],
     )
 
 
@@ -88,7 +79,7 @@ def _summary(
     device: DeviceSpec | None,
     comm_rows: Sequence[Row],
     train_rows: Sequence[Row],
-) -> list[Content]:
+) -> list[Html]:
     peaks = "from data sheet" if device else "device unknown: shares are of measured ceilings"
     rates = dict.fromkeys(text(row, "rate") for row in rows)
     environment = run.environment
@@ -109,7 +100,7 @@ def _summary(
             or "unknown",
         ),
     ]
-    return [Definitions(lines), *(Paragraph(line, "warning") for line in environment.warnings)]
+    return [definitions(lines), *(paragraph(line, "warning") for line in environment.warnings)]
 
 
 def _power(device: DeviceInfo) -> str:
@@ -121,17 +112,17 @@ def _power(device: DeviceInfo) -> str:
     return f"{text} (default {default:.0f} W)" if is_changed else text
 
 
-def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Details]:
+def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Html]:
     tracebacks = {r.case.case_id: r.traceback for r in records if isinstance(r, Failed)}
     for row in rows:
         if row["status"] not in ("skipped", "failed"):
             continue
         trace = tracebacks.get(text(row, "case_id"))
-        more = [text(row, "command"), *([trace] if trace else [])]
-        yield Details(text(row, "status"), f"{describe(row)}: {text(row, 'message')}", more)
+        blocks = [text(row, "command"), *([trace] if trace else [])]
+        yield details(text(row, "status"), f"{describe(row)}: {text(row, 'message')}", blocks)
 
 
-def _environment(run: RunInfo) -> list[Content]:
+def _environment(run: RunInfo) -> list[Html]:
     env = run.environment
     memory = format_bytes(env.memory_bytes)
     pairs = [
@@ -145,7 +136,7 @@ def _environment(run: RunInfo) -> list[Content]:
         *env.variables.items(),
         *((f"setting {name}", value) for name, value in run.settings.items()),
     ]
-    return [Definitions(pairs)]
+    return [definitions(pairs)]
 
 
 def _device(device: DeviceInfo) -> str:

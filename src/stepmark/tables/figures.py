@@ -15,12 +15,12 @@ from typing import Any
 
 
 class Kind(StrEnum):
-    """How a series is drawn."""
+    """How a series is drawn, as plotly calls it."""
 
-    LINE = "line"  # without points: a limit
-    CURVE = "curve"  # points and the lines between them
-    POINTS = "points"
-    BARS = "bars"  # on one another; spans, which begin where `starts` says, are not
+    LINE = "lines"  # without points: a limit
+    CURVE = "lines+markers"
+    POINTS = "markers"
+    BARS = "bar"  # on one another; spans, which begin where `starts` says, are not
 
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
@@ -31,7 +31,6 @@ _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
 _PATTERNS = ("", "/", "x", ".")
 _FEW_POWERS = 3  # of ten, on a logarithmic axis
 _MOST_SIZES = 6  # powers of two, about
-_MODES = {Kind.LINE: "lines", Kind.CURVE: "lines+markers", Kind.POINTS: "markers"}
 _MANY_POINTS = 20  # of a curve, which are drawn smaller
 _MOST_EDGED = 400  # spans; edges of more would hide their colours
 _HALVES = ((0, 0.435), (0.565, 1))  # of the width, for two panels
@@ -210,7 +209,7 @@ def _trace(series: Series, panel: Panel, index: int) -> dict[str, Any]:
     symbol = _SYMBOLS[index % len(_SYMBOLS)]
     size = 9 if series.kind is Kind.POINTS else 5 if is_thin else 7
     trace["marker"] = {"color": colour, "symbol": symbol, "size": size}
-    trace["mode"] = _MODES[series.kind]
+    trace["mode"] = series.kind.value
     if series.intervals:
         values, axis = (series.x, "x") if panel.y.categories else (series.y, "y")
         trace[f"error_{axis}"] = _error_bars(values, series.intervals)

@@ -1,78 +1,25 @@
 """A page: one HTML file that needs no network, to mail, to archive, to open offline.
 
-A page is plain data, a title and sections; `Page.html` alone writes HTML, and escapes all text.
+A page is a title and sections, whose content the functions of this file make of text, which
+they escape. Nothing but a table or a picture is given as HTML.
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
-from typing import Literal
+from itertools import zip_longest
+from typing import Literal, NewType
 
 from stepmark.tables.figures import Figure, draw
 
 _FEW_SECTIONS = 3
 _CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
 
-
-@dataclass(frozen=True, slots=True)
-class Paragraph:
-    """Text, quiet beside other text or as a warning."""
-
-    text: str
-    tone: Literal["", "quiet", "warning"] = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Heading:
-    """A heading within a section, which the table of contents omits."""
-
-    text: str
-    level: Literal[2, 3] = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Definitions:
-    """Names and their values beside each other."""
-
-    pairs: Sequence[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True)
-class Preformatted:
-    """Lines with their line breaks; those of a table scroll and are not folded."""
-
-    lines: Sequence[str]
-    is_table: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A list of texts with the commands below each; it is numbered if there are any."""
-
-    pairs: Sequence[tuple[str, Sequence[str]]]
-
-
-@dataclass(frozen=True, slots=True)
-class Details:
-    """A status and its reason, which unfold to blocks of text."""
-
-    status: str
-    reason: str
-    blocks: Sequence[str]
-
-
-@dataclass(frozen=True, slots=True)
-class Html:
-    """A table or picture that is HTML or SVG already."""
-
-    html: str
-
-
-Content = Paragraph | Heading | Definitions | Preformatted | Items | Details | Figure | Html
+Html = NewType("Html", str)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +30,7 @@ class Section:
     """
 
     title: str
-    content: Sequence[Content] = ()
+    content: Sequence[Html] = ()
     sections: "Sequence[Section | Figure]" = ()
 
 
@@ -99,14 +46,14 @@ class Page:
     lead: str = ""
     command: str = ""
     headline: str = ""
-    opening: Sequence[Content] = ()
+    opening: Sequence[Html] = ()
     sections: Sequence[Section | Figure]
 
     def html(self) -> str:
         """Return the whole document."""
-        above = _html(Paragraph(self.title, "quiet")) if self.headline else ""
+        above = paragraph(self.title, "quiet") if self.headline else ""
         command = f" &middot; <code>{escape(self.command)}</code>" if self.command else ""
-        opening = "\n".join(map(_html, self.opening))
+        opening = "\n".join(self.opening)
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             f"<title>{escape(self.title)}</title>\n"
@@ -118,6 +65,43 @@ class Page:
             f"{_with_contents(self.sections)}\n</main>\n"
             f"<script>{_data('page.js')}</script></body></html>\n"
         )
+
+
+def paragraph(text: str, tone: Literal["", "quiet", "warning"] = "") -> Html:
+    """Return text, quiet beside other text or as a warning."""
+    return Html(f'<p class="{tone}">{escape(text)}</p>')
+
+
+def heading(text: str, level: Literal[2, 3] = 3) -> Html:
+    """Return a heading within a section, which the table of contents omits."""
+    return Html(f"<h{level}>{escape(text)}</h{level}>")
+
+
+def definitions(pairs: Iterable[tuple[str, str]]) -> Html:
+    """Return names and their values beside each other."""
+    cells = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
+    return Html(f"<dl>{''.join(cells)}</dl>")
+
+
+def preformatted(*lines: str, is_table: bool = False) -> Html:
+    """Return lines as they are; those of a table scroll and are not folded."""
+    kind = ' class="table"' if is_table else ""
+    return Html(f"<pre{kind}>{escape(chr(10).join(lines))}</pre>")
+
+
+def items(texts: Iterable[str], commands: Iterable[str] = ()) -> Html:
+    """Return a list; it is numbered if there are commands, one below each text."""
+    blocks = list(map(preformatted, commands))
+    pairs = zip_longest(texts, blocks, fillvalue="")
+    entries = (f"<li>{escape(text)}{block}</li>" for text, block in pairs)
+    kind = "ol" if blocks else "ul"
+    return Html(f"<{kind}>{''.join(entries)}</{kind}>")
+
+
+def details(status: str, reason: str, blocks: Iterable[str]) -> Html:
+    """Return a status and its reason, which unfold to blocks of text."""
+    summary = f"<summary><b>{escape(status)}</b> {escape(reason)}</summary>"
+    return Html(f"<details>{summary}{''.join(map(preformatted, blocks))}</details>")
 
 
 def plotly_js() -> str:
@@ -138,65 +122,34 @@ def _with_contents(sections: Sequence[Section | Figure]) -> str:
         name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
         if name in links:
             name += f"-{len(links)}"
-        kind = ' class="part"' if section.sections else ""
+        is_part = isinstance(section, Section) and section.sections
+        kind = ' class="part"' if is_part else ""
         title = escape(section.title)
         links[name] = f'<li{kind}><a href="#{name}">{title}</a></li>'
-        content = "\n".join(_html(each, name) for each in section.content)
-        body.append(f'<section id="{name}"><h2{kind}>{title}</h2>\n{content}</section>')
+        content = _plot(section, name) if isinstance(section, Figure) else section.content
+        body.append(f'<section id="{name}"><h2{kind}>{title}</h2>\n')
+        body += [*content, "</section>\n"]
     if len(links) >= _FEW_SECTIONS:
-        body.insert(0, f"<nav><h3>Contents</h3><ul>{''.join(links.values())}</ul></nav>")
-    return "\n".join(body)
+        body.insert(0, f"<nav><h3>Contents</h3><ul>{''.join(links.values())}</ul></nav>\n")
+    return "".join(body)
 
 
-def _listed(sections: Sequence[Section | Figure]) -> Iterator[Section]:
+def _listed(sections: Sequence[Section | Figure]) -> Iterator[Section | Figure]:
     """Yield the sections that are not empty, each before those within it."""
     for section in sections:
-        if isinstance(section, Figure):
-            yield Section(section.title, [section])
-            continue
-        inside = list(_listed(section.sections))
-        if section.content or inside:
-            yield Section(section.title, section.content, inside)
+        inside = [] if isinstance(section, Figure) else list(_listed(section.sections))
+        if isinstance(section, Figure) or section.content or inside:
+            yield section
             yield from inside
 
 
-def _html(content: Content, section: str = "") -> str:
-    """Return content as HTML. section: the name of its section."""
-    match content:
-        case Paragraph(text, tone):
-            html = f'<p class="{tone}">{escape(text)}</p>'
-        case Heading(text, level):
-            html = f"<h{level}>{escape(text)}</h{level}>"
-        case Definitions(pairs):
-            cells = (f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in pairs)
-            html = f"<dl>{''.join(cells)}</dl>"
-        case Preformatted(lines, is_table):
-            kind = ' class="table"' if is_table else ""
-            html = f"<pre{kind}>{escape(chr(10).join(lines))}</pre>"
-        case Items(pairs):
-            items = (f"<li>{escape(text)}{_blocks(commands)}</li>" for text, commands in pairs)
-            kind = "ol" if any(commands for _, commands in pairs) else "ul"
-            html = f"<{kind}>{''.join(items)}</{kind}>"
-        case Details(status, reason, blocks):
-            summary = f"<summary><b>{escape(status)}</b> {escape(reason)}</summary>"
-            html = f"<details>{summary}{_blocks(blocks)}</details>"
-        case Figure():
-            html = _plot(content, f"plot-{section}")
-        case Html(html):
-            pass
-    return html
-
-
-def _blocks(texts: Sequence[str]) -> str:
-    return "".join(f"<pre>{escape(text)}</pre>" for text in texts)
-
-
-def _plot(figure: Figure, name: str) -> str:
-    """Return a note and a figure. name: of its element in the document."""
+def _plot(figure: Figure, section: str) -> list[str]:
+    """Return the note of a figure and the figure. section: its name."""
     drawn = json.dumps(draw(figure) | {"config": _CONFIG}, separators=(",", ":"))
     drawn = drawn.replace("<", r"\u003c")  # no tag within a script
-    return (
-        f'{_html(Paragraph(figure.note, "quiet"))}<div class="plot">'
-        f'<div style="height:{figure.height}px"><div id="{name}" style="height:100%"></div>'
-        f'</div><script>Plotly.newPlot("{name}",{drawn})</script></div>'
-    )
+    return [
+        paragraph(figure.note, "quiet"),
+        f'<div class="plot"><div style="height:{figure.height}px">'
+        f'<div id="plot-{section}" style="height:100%"></div></div>'
+        f'<script>Plotly.newPlot("plot-{section}",{drawn})</script></div>',
+    ]

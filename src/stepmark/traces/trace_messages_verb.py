@@ -328,8 +328,11 @@ class _View:
         options = self.options
         if options.html:
             title = f"messages of {self.traces.world_size} ranks"
-            messages = page("stepmark trace messages", [(title, self.rows, ())])
-            write_text(options.html, messages.html(), "html")
+            write_text(
+                options.html,
+                page("stepmark trace messages", [(title, self.rows, ())]).html(),
+                "html",
+            )
         if options.json:
             write_json(self.document(), options.json, "messages")
         if options.csv:

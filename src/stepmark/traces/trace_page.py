@@ -8,7 +8,7 @@ from stepmark.ground.units import format_time
 from stepmark.model.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OTHER
 from stepmark.tables.columns import Row, number
 from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
-from stepmark.tables.page import Page, Preformatted, Section
+from stepmark.tables.page import Page, Section, preformatted
 from stepmark.timeline.ledger import WAITING, Work
 from stepmark.timeline.prediction import LEFT_OUT
 from stepmark.timeline.step_timeline import MOST_BARS, MOST_LANES
@@ -69,7 +69,7 @@ def page(
             *_steps(tables["steps"]),
             *_hidden(tables["communication"], len(tables["steps"])),
             *histogram_figures.figures(messages),
-            Section("Report", [Preformatted(lines)]),
+            Section("Report", [preformatted(*lines)]),
         ],
     )
 

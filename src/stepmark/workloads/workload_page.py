@@ -8,7 +8,7 @@ from stepmark.ground.units import GIB, TFLOP
 from stepmark.step.workload import Workload
 from stepmark.tables.columns import number
 from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
-from stepmark.tables.page import Definitions, Page, Paragraph, Preformatted, Section
+from stepmark.tables.page import Page, Section, definitions, paragraph, preformatted
 from stepmark.workloads import workload_text
 from stepmark.workloads.workload_lanes import Slot
 from stepmark.workloads.workload_pipeline import Timeline, timeline
@@ -176,12 +176,12 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> Pa
         title=f"stepmark workload {workload.name}",
         lead=f"{workload.rules}, {ranks}, one optimizer step",
         sections=[
-            Section("Workload", [Preformatted(workload_text.header(workload, defaults))]),
+            Section("Workload", [preformatted(*workload_text.header(workload, defaults))]),
             *_pipeline(workload),
             *sizes(workload, stage),
             *layers(workload),
-            Section("Tables", [Preformatted(tables[1:])]),
-            Section("Settings", [Definitions(pairs)]),
+            Section("Tables", [preformatted(*tables[1:])]),
+            Section("Settings", [definitions(pairs)]),
         ],
     )
 
@@ -191,5 +191,5 @@ def _pipeline(workload: Workload) -> list[Section | Figure]:
         return []
     chart = timeline(workload, _MOST_SLOTS)
     if isinstance(chart, str):
-        return [Section("Pipeline", [Paragraph(chart)])]
+        return [Section("Pipeline", [paragraph(chart)])]
     return [pipeline(chart), stages(workload)]

@@ -67,8 +67,7 @@ def show(
         with_rows = {name: rows for name, rows in tables.items() if rows}
         export.write_tables(with_rows, options.csv, "csv")
     if html:
-        shown = page(workload, number, _defaults(workload.rules))
-        write_text(html, shown.html(), "html")
+        write_text(html, page(workload, number, _defaults(workload.rules)).html(), "html")
         if html != "-":
             sys.stderr.write(f"wrote {html}\n")
     if not text or options.to_stdout or html == "-":
