@@ -151,7 +151,7 @@ def draw(figure: Figure) -> dict[str, Any]:
             place = places.index(each.name) if each.name in places else 0
             trace = _trace(each, panel, place if each.index is None else each.index)
             trace["showlegend"] = each.is_in_legend and number == 0
-            trace["legendgroup"] = each.name if len(panels) > 1 else ""
+            trace["legendgroup"] = trace["name"] if len(panels) > 1 else ""
             traces.append(trace)
         data += [trace | {"xaxis": f"x{axis}", "yaxis": f"y{axis}"} for trace in traces]
         layout[f"xaxis{axis}"] = _axis(panel, panel.x) | {"anchor": f"y{axis}"}
