@@ -122,15 +122,41 @@ SECTION = '''\
 
 from collections import Counter
 from collections.abc import Sequence
-from html import escape
 
 from stepmark.cases.record import Record
+from stepmark.tables.page import Section, definitions
 
 
-def table(records: Sequence[Record]) -> str:
+def section(records: Sequence[Record]) -> Section:
     counts = Counter(record.case.family for record in records)
-    cells = (f"<dt>{escape(name)}</dt><dd>{count}</dd>" for name, count in counts.items())
-    return f"<dl>{''.join(cells)}</dl>"
+    pairs = [(name, str(count)) for name, count in counts.items()]
+    return Section("Cases by family", [definitions(pairs)])
+'''
+
+PAGE = '''\
+"""How many operations of each kind a step has, as a page."""
+
+from collections import Counter
+
+from stepmark.step.workload import Workload
+from stepmark.tables.figures import Axis, Figure, Kind, Series
+from stepmark.tables.page import Page, Section, paragraph
+
+
+def page(workload: Workload) -> Page:
+    kinds = Counter(type(operation).__name__ for operation in workload.expand(0))
+    names = sorted(kinds)
+    counts = [kinds[name] for name in names]
+    operations = Figure(
+        title="Operations of stage 0",
+        note="Of one step.",
+        x=Axis(title="operations"),
+        y=Axis(categories=names),
+        series=[Series(kind=Kind.BARS, name="count", x=counts, y=names)],
+        height=300,
+    )
+    rules = Section("Rules", [paragraph(workload.rules)])
+    return Page(title=f"Counts of <{workload.name}>", sections=[operations, rules])
 '''
 
 TOY_MODEL = """\
@@ -225,8 +251,9 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             file="runs/run_page.py",
-            before='        section("Environment"',
-            text='        section("Cases by family", families.table(records)),\n',
+            before='        Section("Environment"',
+            text="        families.section(records),\n",
         ),
     ),
+    "a page": (Edit(file="workloads/counts_page.py", text=PAGE),),
 }

@@ -148,6 +148,16 @@ def test_what_is_imported_by_its_name_is_there() -> None:
 HEAVY = ("torch", "numpy", "plotly", "duckdb", "rich", "psutil", "pynvml")
 
 
+def test_pages_need_plotly_js_alone() -> None:
+    """Figures are data, which `draw` puts in the format of plotly.js: none imports plotly."""
+    importing = [
+        name_of(file)
+        for file in FILES
+        if re.search(r"import plotly|from plotly", file.read_text())
+    ]
+    assert importing == []
+
+
 def loaded_by(code: str) -> list[str]:
     script = f"import sys\n{code}\nprint(*[m for m in {HEAVY} if m in sys.modules])"
     done = subprocess.run(

@@ -7,6 +7,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,33 @@ def test_a_section_of_the_page_of_a_run(run: Run, tree: Path) -> None:
     (record, *_) = sorted((ROOT / "results").glob("**/run.json"))
     run("-m", "stepmark", "report", str(record.parent), "--out", "page.html")
     assert "<h2>Cases by family</h2>" in (tree / "page.html").read_text()
+
+
+def test_a_page_with_a_figure(run: Run, tree: Path) -> None:
+    what = (
+        "--framework",
+        "ddp",
+        "--model",
+        "gpt2-125m",
+        "--world-size",
+        "2",
+        "--out",
+        "w.json",
+    )
+    run("-m", "stepmark", "workload", "generate", *what)
+    code = (
+        "from pathlib import Path\n"
+        "from stepmark.workloads.counts_page import page\n"
+        "from stepmark.step import native\n"
+        "shown = page(native.read(Path('w.json')))\n"
+        "Path('counts.html').write_text(shown.html())\n"
+        "print(sum(shown.sections[0].series[0].x))"
+    )
+    assert int(run("-c", code)) > 0
+    html = (tree / "counts.html").read_text()
+    assert "<h1>Counts of &lt;gpt2-125m" in html
+    assert re.search(r'<section id="operations-of-stage-0"><h2>.*"x":\[\d+', html, re.S)
+    assert "<h2>Rules</h2>" in html
 
 
 def test_a_model_and_a_device(run: Run) -> None:

@@ -261,7 +261,7 @@ def test_csv_and_page(cut: list[Path], tmp_path: Path) -> None:
     assert len(rows) == 34
     html = page.read_text()
     assert "<h1>Comparison of no-plugin, plugin and plugin-gdr3</h1>" in html
-    assert html.count("plotly-graph-div") == 1
+    assert html.count("Plotly.newPlot(") == 1
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_text_and_sums(workload: Workload) -> None:
 @settings(ANY, max_examples=5)
 @given(workloads())
 def test_page(workload: Workload) -> None:
-    assert "<h2>Tables</h2>" in page(workload, 0)
+    assert "<h2>Tables</h2>" in page(workload, 0).html()
 
 
 @ANY

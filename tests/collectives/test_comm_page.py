@@ -2,7 +2,7 @@
 
 import io
 import re
-from importlib.resources import files
+from importlib.resources import files as resources
 
 import pytest
 from plotly.offline import get_plotlyjs_version
@@ -10,13 +10,14 @@ from rich.console import Console
 from tests.tables.records import check_page_of, full_run
 
 from stepmark.collectives.comm_columns import COMM_COLUMNS, rows
-from stepmark.collectives.comm_figures import contention, drawn, heat_map, over_size
+from stepmark.collectives.comm_figures import contention, figures, heat_map, over_size
 from stepmark.collectives.comm_remarks import matrices
 from stepmark.collectives.comm_summary import comm_lines
 from stepmark.model.collectives import Collective
 from stepmark.operators.op_columns import rows as operator_rows
-from stepmark.runs.run_page import html
+from stepmark.runs import run_page
 from stepmark.tables.columns import Row, number
+from stepmark.tables.figures import Kind
 from stepmark.tables.page import plotly_js
 from stepmark.tables.row_tables import print_rows
 
@@ -31,52 +32,57 @@ def table() -> list[Row]:
 def test_every_right_measurement_is_a_point(table: list[Row]) -> None:
     held = [row for row in table if row["collective"] == "all_reduce" and row["time_s"]]
     figure = over_size(held, comm_run(), comm_device())
-    points = [trace for trace in figure.data if trace.mode == "lines+markers"]
-    assert sum(len(trace.x) for trace in points) == 2 * len(held)
-    ((link,),) = [{tuple(t.y)} for t in figure.data if t.mode == "lines"]
-    assert link == (LINK / 1e9, LINK / 1e9)
-    names = {trace.name for trace in points}
+    assert figure.right
+    *curves, link = figure.series
+    times = figure.right.series
+    assert {each.kind for each in (*curves, *times)} == {Kind.CURVE}
+    for panel in (curves, times):
+        assert sum(len(series.x) for series in panel) == len(held)
+    assert (link.kind, link.y) == (Kind.LINE, [LINK / 1e9, LINK / 1e9])
+    names = {series.name for series in curves}
+    assert [series.name for series in times] == [series.name for series in curves]
     assert {"out-of-place queued-ahead", "in-place graph"} <= names
     assert "out-of-place queued-ahead beside gemm:8192" in names
 
 
 def test_figures_of_what_was_measured(table: list[Row]) -> None:
-    titles = [title for title, *_ in drawn(table, comm_run(), comm_device())]
+    titles = [figure.title for figure in figures(table, comm_run(), comm_device())]
     assert titles[:3] == ["all_reduce bf16", "all_to_all bf16", "all_gather fp32"]
     assert "Beside compute" in titles
     assert sum(title.startswith("Pairs: ") for title in titles) == 2
     one = rows([flat(comm_case(), 1e-3)], comm_run())
-    assert drawn(one, comm_run(), None) == []
+    assert list(figures(one, comm_run(), None)) == []
 
 
 def test_contention_shows_both_sides(table: list[Row]) -> None:
     figure = contention([row for row in table if row["time_s"]], comm_run())
-    collective, compute = figure.data
+    collective, compute = figure.series
     assert (collective.name, compute.name) == ("all_reduce", "gemm:8192")
     assert len(collective.x) == len(SIZES[5:])
-    assert all(y > 1 for y in (*collective.y, *compute.y))
+    assert all(float(str(y)) > 1 for y in (*collective.y, *compute.y))
 
 
 def test_noise_of_a_matrix_does_not_fill_its_colours(table: list[Row]) -> None:
     bandwidth, latency = (heat_map(matrix) for matrix in matrices(table))
-    colours = latency.data[0].marker
-    assert colours.cmax - colours.cmin > 0.5 * 9
-    slowest = bandwidth.data[0].marker.cmin
-    assert slowest == pytest.approx(127, rel=0.03)  # the slow link, all dark
-    assert (len(bandwidth.layout.shapes), len(latency.layout.shapes)) == (1, 0)
+    assert latency.cells
+    assert latency.cells.limits[1] - latency.cells.limits[0] > 0.5 * 9
+    assert bandwidth.cells
+    assert bandwidth.cells.limits[0] == pytest.approx(127, rel=0.03)  # the slow link, all dark
+    assert (len(bandwidth.marks), len(latency.marks)) == (1, 0)
 
 
 def page(with_operators: bool) -> str:
     records, run, device = full_comm_run(), comm_run(), comm_device()
     held = full_run() if with_operators else []
     return (
-        html(
+        run_page.page(
             run,
             [*held, *records],
             operator_rows(held, run, device=device),
             device,
             rows(records, run, device),
         )
+        .html()
         .replace(plotly_js(), "")
         .replace('href="#', "")
     )
@@ -137,5 +143,6 @@ def test_impossible_rates_are_said() -> None:
 
 def test_the_kept_plotly_is_of_the_release_that_makes_the_figures() -> None:
     """Figures are made by the Python package and drawn by the file: formats must agree."""
-    kept = files("stepmark").joinpath("data", "plotly-basic.min.js").read_text("utf-8")[:200]
+    file = resources("stepmark").joinpath("data", "plotly-basic.min.js")
+    kept = file.read_text("utf-8")[:200]
     assert f"(basic - minified) v{get_plotlyjs_version().split('.')[0]}." in kept

@@ -26,7 +26,7 @@ from stepmark.findings.histogram import (
     unknown_ranks,
     with_ranks,
 )
-from stepmark.findings.histogram_figures import drawn, page
+from stepmark.findings.histogram_figures import figures, page
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, busbw_factor, num_parts
 from stepmark.tables.columns import Row
@@ -301,11 +301,14 @@ def test_bars_add_up_and_the_page_is_whole(tmp_path: Path) -> None:
         for group in ("<b>0", "tp")
     }
     table = rows(held)
-    figures = {title: figure for title, _, figure in drawn(table)}
-    bars = figures["Calls by message size"].data
-    assert sum(sum(bar.y) for bar in bars) == total(table, "calls_per_rank") == 4
+    calls, _ = figures(table)
+    assert calls.title == "Calls by message size"
+    bars = calls.series
+    assert (
+        sum(float(str(y)) for bar in bars for y in bar.y) == total(table, "calls_per_rank") == 4
+    )
     assert len({x for bar in bars for x in bar.x}) == 2
-    text = page("title", [("source", table, ())])
+    text = page("title", [("source", table, ())]).html()
     assert "<b>0" not in text
     assert "src=" not in text.split("</script>")[-1]
-    assert drawn([]) == []
+    assert list(figures([])) == []

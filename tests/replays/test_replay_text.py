@@ -225,7 +225,7 @@ def test_the_timeline_has_every_timed_operation_of_a_rank() -> None:
 
 def test_a_page_draws_the_ranks_and_has_the_text() -> None:
     own = log(staged((work(), REDUCE, REDUCE)), spans())
-    html = page("w<1>.json", own)
+    html = page("w<1>.json", own).html()
     assert "Replay: w&lt;1&gt;.json" in html
     assert "w<1>" not in html
     assert "rank 0, compute" in html

@@ -15,7 +15,7 @@ from tests.training.train_records import full_train_run
 
 from stepmark.collectives.comm_columns import rows as comm_rows
 from stepmark.operators.op_columns import rows as operator_rows
-from stepmark.runs.run_page import html
+from stepmark.runs import run_page
 from stepmark.runs.runs import write_page
 from stepmark.training.train_columns import rows as train_rows
 
@@ -65,7 +65,8 @@ def page(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     rows = operator_rows(full_run(), run, device=device)
     of_comm = comm_rows(full_comm_run(), run, device)
     of_train = train_rows(full_train_run(), run, device)
-    target.write_text(html(run, records, rows, device, of_comm, of_train), encoding="utf-8")
+    shown = run_page.page(run, records, rows, device, of_comm, of_train)
+    target.write_text(shown.html(), encoding="utf-8")
     return target
 
 

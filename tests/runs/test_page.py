@@ -6,7 +6,7 @@ import pytest
 from tests.tables.records import EVIL, full_run, gemm, made_up_device, measured, run_info
 
 from stepmark.operators.op_columns import rows
-from stepmark.runs.run_page import html
+from stepmark.runs import run_page
 from stepmark.runs.summary import summary_lines
 from stepmark.store.commands import command_of
 from stepmark.tables.page import plotly_js
@@ -15,7 +15,7 @@ from stepmark.tables.page import plotly_js
 @pytest.fixture(scope="module")
 def page() -> str:
     run, device, records = run_info(), made_up_device(), full_run()
-    return html(run, records, rows(records, run, device=device), device)
+    return run_page.page(run, records, rows(records, run, device=device), device).html()
 
 
 def test_nothing_is_loaded_from_the_network(page: str) -> None:
@@ -48,7 +48,7 @@ def test_every_row_names_its_command_and_every_gap_its_reason(page: str) -> None
 
 
 def test_a_run_without_measurements_still_has_a_page() -> None:
-    text = html(run_info(), [], [], None)
+    text = run_page.page(run_info(), [], [], None).html()
     assert "Nothing was measured." in text
     assert "Roofline" not in text.replace(plotly_js(), "")
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from stepmark.predictions import ledger_page
+from stepmark.tables.page import Page, plotly_js
 from stepmark.timeline.ledger import (
     RECOMPUTED,
     WAITING,
@@ -197,7 +198,8 @@ def test_the_source_has_the_profilers_cost() -> None:
 
 
 def test_a_page_of_two_ledgers_has_their_picture_and_their_lines() -> None:
-    page = ledger_page.html(PREDICTED, MEASURED, text=["<b>"])
+    sections = ledger_page.sections(PREDICTED, MEASURED, text=["<b>"])
+    page = Page(title="two", sections=sections).html().replace(plotly_js(), "")
     assert "&lt;b&gt;" in page
     assert page.count("<svg") == 2  # for a screen, and for a phone
     assert "sum of absolute differences" in page

@@ -95,7 +95,7 @@ def test_a_page_of_many_ranks_has_few_bars() -> None:
         for rank in range(40)
     }
     tables: dict[str, list[dict[str, object]]] = {"steps": [], "communication": []}
-    html = trace_page.page("many", tables, timelines, [], ["text <b>"])
+    html = trace_page.page("many", tables, timelines, [], ["text <b>"]).html()
     assert "8 of 40 ranks" in html
     assert "rank 0, GPU" in html
     assert "rank 36, GPU" in html

@@ -12,12 +12,12 @@ from stepmark.cases.case import Label
 from stepmark.cases.record import Measured
 from stepmark.cases.training import Training
 from stepmark.operators.op_columns import rows as operator_rows
-from stepmark.runs.run_page import html
+from stepmark.runs import run_page
 from stepmark.runs.summary import train_lines
 from stepmark.tables.columns import Row, digits, number
 from stepmark.tables.page import plotly_js
 from stepmark.training.train_columns import per_rank_rows, rows
-from stepmark.training.training_figures import MAX_CASES, drawn, losses, phase_bars, samples
+from stepmark.training.training_figures import MAX_CASES, figures, losses, phase_bars, samples
 from stepmark.training.training_printing import (
     block,
     histogram,
@@ -131,71 +131,71 @@ def test_summary_has_a_line_per_case_and_its_remarks(table: list[Row]) -> None:
 def test_every_sample_is_drawn_with_the_warm_up_shaded() -> None:
     record = flat(micro(), 0.5, n=8)
     figure = samples(record)
-    assert len(figure.data) == 8
-    assert all(len(trace.y) == 2 + 8 for trace in figure.data)
-    assert figure.data[0].y[0] == pytest.approx(2500)
-    assert figure.data[0].y[2] == pytest.approx(500)
-    shade, median = figure.layout.shapes
-    assert median.y0 == median.y1 == pytest.approx(500)
-    assert (shade.x0, shade.x1) == (-0.5, 1.5)
+    lines = figure.series
+    assert len(lines) == 8
+    assert all(len(line.y) == 2 + 8 for line in lines)
+    assert lines[0].y[0] == pytest.approx(2500)
+    assert lines[0].y[2] == pytest.approx(500)
+    shade, median = figure.marks
+    assert median.y == (pytest.approx(500), pytest.approx(500))
+    assert shade.x == (-0.5, 1.5)
     # Five times as long, and so above the edge: or it would flatten what is measured.
-    assert tuple(figure.layout.yaxis.range) == (0, pytest.approx(625))
+    assert figure.y.limits == (0, pytest.approx(625))
 
 
 def test_many_ranks_are_one_line_of_the_slowest() -> None:
     case = fsdp(32)
     seconds = [[0.5 + 0.001 * rank] * 4 for rank in range(32)]
-    (line,) = samples(train_measured(case, seconds)).data
+    (line,) = samples(train_measured(case, seconds)).series
     assert line.y[-1] == pytest.approx(531)
     assert line.name == "slowest of 32 ranks"
 
 
 def test_phases_are_stacked_to_the_mean_sample() -> None:
     ran = [one for one in full_train_run() if isinstance(one, Measured)]
-    figure = phase_bars(ran)
-    assert [trace.name for trace in figure.data] == [
+    phases = phase_bars(ran).series
+    assert [series.name for series in phases] == [
         "forward",
         "backward",
         "optimizer",
         "other",
     ]
-    assert len(set(figure.data[0].y)) == len(ran)  # two cases of one name are two bars
-    assert sum(trace.x[0] for trace in figure.data) == pytest.approx(900)
+    assert len(set(phases[0].y)) == len(ran)  # two cases of one name are two bars
+    assert sum(float(str(series.x[0])) for series in phases) == pytest.approx(900)
 
 
 def test_losses_start_with_the_first_sample() -> None:
     record = flat(single(), 0.5)
-    (curve,) = losses([record]).data
+    (curve,) = losses([record]).series
     assert list(curve.y) == list(told_by(record).loss)
 
 
 def test_figures_of_what_was_measured() -> None:
-    titles = [title for title, *_ in drawn(full_train_run())]
+    titles = [figure.title for figure in figures(full_train_run())]
     assert titles[-2:] == ["Phases of a sample", "Loss"]
     assert sum(title.startswith("Samples: ") for title in titles) == 5
-    assert drawn(full_run()) == []
+    assert list(figures(full_run())) == []
     many = [flat(fsdp(mbs=mbs), 0.5) for mbs in range(1, MAX_CASES + 3)]
-    found = drawn(many)
-    assert sum(title.startswith("Samples: ") for title, *_ in found) == MAX_CASES
-    assert "2 more cases are not drawn" in found[0][1]
+    found = list(figures(many))
+    assert sum(figure.title.startswith("Samples: ") for figure in found) == MAX_CASES
+    assert "2 more cases are not drawn" in found[0].note
 
 
 def test_phases_and_losses_are_those_of_steps_not_of_their_calibration() -> None:
     part = replace(single(), mbs=1, labels=(Label(role="kernels"),))
-    figures = drawn([flat(part, 0.1), flat(single(), 0.5)])
-    titles = [title for title, *_ in figures]
-    assert titles[0].endswith("mbs 2 seq 4096: amp")  # the step comes first
-    assert titles[1].endswith("(calibration: kernels)")
-    phases, loss = (figure for *_, figure in figures[2:])
-    assert [len(trace.y) for trace in phases.data] == [1] * 4
-    assert len(loss.data) == 1
+    drawn = list(figures([flat(part, 0.1), flat(single(), 0.5)]))
+    assert drawn[0].title.endswith("mbs 2 seq 4096: amp")  # the step comes first
+    assert drawn[1].title.endswith("(calibration: kernels)")
+    phases, loss = drawn[2:]
+    assert [len(series.y) for series in phases.series] == [1] * 4
+    assert len(loss.series) == 1
 
 
 def page(with_operators: bool) -> str:
     records, run, device = full_train_run(), train_run(), train_device()
     held = full_run() if with_operators else []
     return (
-        html(
+        run_page.page(
             run,
             [*held, *records],
             operator_rows(held, run, device=device),
@@ -203,6 +203,7 @@ def page(with_operators: bool) -> str:
             (),
             rows([*held, *records], run, device),
         )
+        .html()
         .replace(plotly_js(), "")
         .replace('href="#', "")
     )

@@ -109,17 +109,16 @@ def test_what_is_too_wide_is_left_to_the_page() -> None:
 
 def test_the_figure_has_a_bar_per_slot() -> None:
     found = drawn(job(4, 8, 2))
-    figure = workload_page.pipeline(found)
-    assert [trace.name for trace in figure.data] == ["forward", "backward", "optimizer"]
-    assert [len(trace.x) for trace in figure.data] == [4 * 8 * 2, 4 * 8 * 2, 4]
+    series = workload_page.pipeline(found).series
+    assert [each.name for each in series] == ["forward", "backward", "optimizer"]
+    assert [len(each.x) for each in series] == [4 * 8 * 2, 4 * 8 * 2, 4]
     spans = {
-        (stage, base, base + x)
-        for trace in figure.data
-        for stage, base, x in zip(trace.y, trace.base, trace.x, strict=True)
+        (stage, start, start + float(str(x)))
+        for each in series
+        for stage, start, x in zip(each.y, each.starts, each.x, strict=True)
     }
     assert spans == {(f"stage {one.stage}", one.start, one.end) for one in found.slots}
-    forward = figure.data[0]
-    assert len(set(forward.marker.color)) == 2  # a shade per chunk
+    assert len(set(series[0].colour)) == 2  # a shade per chunk
 
 
 def pair(first: tuple[Item, ...], second: tuple[Item, ...]) -> Workload:

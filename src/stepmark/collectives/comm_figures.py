@@ -1,21 +1,26 @@
-"""Rows of collectives to plotly figures."""
+"""Figures of collectives."""
 
-from collections.abc import Sequence
-from html import escape
-from math import ceil, floor, log2
-
-import plotly.graph_objects as go
-from plotly.graph_objects import Figure
-from plotly.subplots import make_subplots
+from collections.abc import Iterator, Sequence
 
 from stepmark.cases.record import RunInfo
 from stepmark.collectives.comm_remarks import PairMatrix, matrices
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.device import DeviceSpec
 from stepmark.tables.columns import Row, digits, number, text
-from stepmark.tables.figures import COLOURS, INK, Drawn, curve_style, log_ticks, styled
+from stepmark.tables.figures import (
+    INK,
+    Axis,
+    Cells,
+    Figure,
+    Kind,
+    Mark,
+    Panel,
+    Series,
+    unique,
+)
 from stepmark.tables.row_tables import describe, grouped
 
+_SIZE = Axis(title="message size", base=2, words=format_bytes)
 # Settings that distinguish curves of one figure; those that differ make up their names.
 _CURVE = (
     *("placement", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
@@ -23,123 +28,129 @@ _CURVE = (
 )
 
 
-def drawn(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> list[Drawn]:
-    """Return all figures of the collectives of a run; none for what was not measured."""
+def figures(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Iterator[Figure]:
+    """Yield the figures of the collectives of a run; none for what was not measured."""
     right = [row for row in rows if row["status"] == "measured"]
-    figures: list[Drawn] = []
     for group in _grouped([row for row in right if not row["pair"]], ("collective", "dtype")):
-        if len({row["size_bytes"] for row in group}) < 2:
-            continue
-        note = "Median of the slowest rank: bus bandwidth, and time."
-        title = f"{text(group[0], 'collective')} {text(group[0], 'dtype')}"
-        figures.append((title, note, over_size(group, run, device)))
+        if len({row["size_bytes"] for row in group}) >= 2:
+            yield over_size(group, run, device)
     if any(row["slowdown"] or row["slowdown_beside"] for row in right):
-        note = "Time together over time alone: 1 is undisturbed."
-        figures.append(("Beside compute", note, contention(right, run)))
+        yield contention(right, run)
     for matrix in matrices(rows):
-        note = f"{format_bytes(matrix.size_bytes)} {matrix.setting}; from line to column."
-        figures.append((f"Pairs: {matrix.title}", note, heat_map(matrix)))
-    return figures
+        yield heat_map(matrix)
 
 
 def over_size(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
-    """Draw bus bandwidth and time over the message size, a curve for each setting."""
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.15)
+    """Return bus bandwidth and time over the message size, a curve for each setting."""
     curves = _grouped(rows, _CURVE)
-    for index, (curve, name) in enumerate(zip(curves, _names(curves), strict=True)):
-        for column, key in ((1, "busbw_gb_s"), (2, "time_s")):
-            figure.add_scatter(
+    names = _names(curves)
+
+    def series(key: str) -> list[Series]:
+        return [
+            Series(
+                kind=Kind.CURVE,
+                name=name,
                 x=[number(row, "size_bytes") for row in curve],
                 y=[number(row, key) or 0.0 for row in curve],
-                name=name,
-                legendgroup=str(index),
-                showlegend=column == 1,
-                **curve_style(index),
-                text=[_hover(row, run) for row in curve],
-                hovertemplate="%{text}<extra></extra>",
-                row=1,
-                col=column,
+                hover=[_hover(row, run) for row in curve],
             )
-    if device and device.link_bytes_per_s and any(row["pct_link"] for row in rows):
-        _add_link(figure, device, rows)
-    figure.update_xaxes(title="message size", type="log", **size_ticks(_sizes(rows)))
-    figure.update_yaxes(title="busbw (GB/s)", rangemode="tozero", row=1, col=1)
-    times = [time_s for row in rows if (time_s := number(row, "time_s"))]
-    ticks = log_ticks(times, format_time)
-    figure.update_yaxes(title="time", type="log", **ticks, row=1, col=2)
-    return styled(figure, height=400 + 20 * (len(curves) // 5))
+            for name, curve in zip(names, curves, strict=True)
+        ]
+
+    has_link = device and device.link_bytes_per_s and any(row["pct_link"] for row in rows)
+    return Figure(
+        title=f"{text(rows[0], 'collective')} {text(rows[0], 'dtype')}",
+        note="Median of the slowest rank: bus bandwidth, and time.",
+        x=_SIZE,
+        y=Axis(title="busbw (GB/s)", has_zero=True),
+        series=series("busbw_gb_s") + ([_link(device, rows)] if device and has_link else []),
+        right=Panel(
+            x=_SIZE,
+            y=Axis(title="time", base=10, words=format_time),
+            series=series("time_s"),
+        ),
+        height=400 + 20 * (len(curves) // 5),
+    )
+
+
+def _link(device: DeviceSpec, rows: Sequence[Row]) -> Series:
+    """Return the limit of the link over the sizes."""
+    sizes = [size for row in rows if (size := number(row, "size_bytes"))]
+    rate = (device.link_bytes_per_s or 0.0) / GB
+    return Series(
+        kind=Kind.LINE,
+        name=f"{device.link_kind or 'link'}, {rate:g} GB/s per direction",
+        x=[min(sizes), max(sizes)],
+        y=[rate, rate],
+        colour=INK,
+        dash="dash",
+    )
 
 
 def contention(rows: Sequence[Row], run: RunInfo) -> Figure:
-    """Draw how much slower collective and compute are together than alone."""
-    figure = go.Figure()
+    """Return how much slower collective and compute are together than alone."""
     overlapped = [row for row in rows if row["beside"]]
     keys = ("collective", "dtype", *_CURVE)
     curves = _grouped(overlapped, keys)
-    names = _names(curves, keys)
-    for index, (curve, name) in enumerate(zip(curves, names, strict=True)):
-        compute = text(curve[0], "beside")
+    series = []
+    for index, (curve, name) in enumerate(zip(curves, _names(curves, keys), strict=True)):
         for key, what, dash in (
             ("slowdown", text(curve[0], "collective"), "solid"),
-            ("slowdown_beside", compute, "dash"),
+            ("slowdown_beside", text(curve[0], "beside"), "dash"),
         ):
             measured = [row for row in curve if row[key] is not None]
-            line = {"color": COLOURS[index % len(COLOURS)], "dash": dash}
-            figure.add_scatter(
-                x=[number(row, "size_bytes") for row in measured],
-                y=[number(row, key) for row in measured],
-                name=escape(what) + (f", {name}" if len(curves) > 1 else ""),
-                **curve_style(index) | {"line": line},
-                text=[_hover(row, run) for row in measured],
-                hovertemplate="%{y:.3f} x<br>%{text}<extra></extra>",
+            series.append(
+                Series(
+                    kind=Kind.CURVE,
+                    name=f"{what}, {name}" if len(curves) > 1 else what,
+                    x=[number(row, "size_bytes") for row in measured],
+                    y=[number(row, key) for row in measured],
+                    index=index,
+                    dash=dash,
+                    hover=[f"{number(row, key):.3f} x\n{_hover(row, run)}" for row in measured],
+                )
             )
-    figure.add_hline(y=1, line={"color": INK, "dash": "dash", "width": 1})
-    figure.update_xaxes(title="message size", type="log", **size_ticks(_sizes(overlapped)))
-    figure.update_yaxes(title="time together / alone", type="log", dtick="D1")
-    return styled(figure, height=360)
+    return Figure(
+        title="Beside compute",
+        note="Time together over time alone: 1 is undisturbed.",
+        x=_SIZE,
+        y=Axis(title="time together / alone", base=10),
+        series=series,
+        marks=[Mark(y=(1, 1))],
+        height=360,
+    )
 
 
 def heat_map(matrix: PairMatrix) -> Figure:
-    """Draw source by line, destination by column; a frame around each slow link."""
+    """Return source by line, destination by column; a frame around each slow link."""
     names = [str(rank) for rank in matrix.ranks]
     place = {rank: index for index, rank in enumerate(matrix.ranks)}
-    values, faster_is_more = [value for *_, value in matrix.known], matrix.more_is_better
-    figure = go.Figure()
-    # A cell is a bar of width 1: page.py's plotly has no heat maps, which saves 0.3 MB a page.
-    figure.add_bar(
-        orientation="h",
+    values = [value for *_, value in matrix.known]
+    # Half the median wide at least: a few percent of noise must not look like a pattern.
+    low, high = (0.5, 1.05) if matrix.more_is_better else (0.95, 1.5)
+    cells = Cells(
+        x=[place[destination] for _, destination, _ in matrix.known],
         y=[place[source] for source, *_ in matrix.known],
-        base=[place[destination] - 0.5 for _, destination, _ in matrix.known],
-        x=[1] * len(values),
-        marker={
-            "color": values,
-            # Light is fast, dark is slow, whichever way the unit goes.
-            "colorscale": "Cividis" if faster_is_more else "Cividis_r",
-            # Half the median wide at least: a few percent of noise must not look like a
-            # pattern.
-            "cmin": min([matrix.median * (0.5 if faster_is_more else 0.95), *values]),
-            "cmax": max([matrix.median * (1.05 if faster_is_more else 1.5), *values]),
-            "colorbar": {"title": matrix.unit, "thickness": 12, "outlinewidth": 0},
-        },
-        text=[] if len(names) > 24 else [digits(value, 3) for value in values],
-        textposition="inside",
-        insidetextanchor="middle",
-        textangle=0,
-        hovertext=[f"{a} to {b}: {digits(v, 3)} {matrix.unit}" for a, b, v in matrix.known],
-        hoverinfo="text",
+        values=values,
+        limits=(min([matrix.median * low, *values]), max([matrix.median * high, *values])),
+        unit=matrix.unit,
+        more_is_better=matrix.more_is_better,
+        labels=[] if len(names) > 24 else [digits(value, 3) for value in values],
+        hover=[f"{a} to {b}: {digits(v, 3)} {matrix.unit}" for a, b, v in matrix.known],
     )
-    for source, destination, _ in matrix.slow:
-        x, y = place[destination], place[source]
-        edge = {"color": COLOURS[1], "width": 3}
-        figure.add_shape(type="rect", x0=x - 0.5, x1=x + 0.5, y0=y - 0.5, y1=y + 0.5, line=edge)
-    edges = -0.5, len(names) - 0.5
-    axis = {"tickvals": list(place.values()), "ticktext": names, "showgrid": False}
-    styled(figure, height=min(900, 150 + 44 * len(names)))
-    figure.update_xaxes(title="to rank", range=edges, **axis)
-    figure.update_yaxes(title="from rank", range=edges[::-1], **axis)
-    width = min(1100, 260 + 76 * len(names))
-    figure.update_layout(showlegend=False, width=width, bargap=0.04)
-    return figure
+    around = {rank: (index - 0.5, index + 0.5) for rank, index in place.items()}
+    ticks = dict(enumerate(names))
+    end = len(names) - 0.5
+    return Figure(
+        title=f"Pairs: {matrix.title}",
+        note=f"{format_bytes(matrix.size_bytes)} {matrix.setting}; from line to column.",
+        x=Axis(title="to rank", ticks=ticks, limits=(-0.5, end)),
+        y=Axis(title="from rank", ticks=ticks, limits=(end, -0.5)),
+        cells=cells,
+        marks=[Mark(x=around[to], y=around[source]) for source, to, _ in matrix.slow],
+        height=min(900, 150 + 44 * len(names)),
+        width=min(1100, 260 + 76 * len(names)),
+    )
 
 
 def _grouped(rows: Sequence[Row], keys: Sequence[str]) -> list[list[Row]]:
@@ -152,13 +163,8 @@ def _names(curves: Sequence[Sequence[Row]], keys: Sequence[str] = _CURVE) -> lis
     """Name each curve by the settings that not all have."""
     heads = [curve[0] for curve in curves]
     differing = [key for key in keys if len({head[key] for head in heads}) > 1]
-    return [
-        escape(
-            " ".join(word for key in differing or ["placement"] if (word := _word(head, key)))
-        )
-        or "plain"
-        for head in heads
-    ]
+    words = ([_word(head, key) for key in differing or ["placement"]] for head in heads)
+    return unique([" ".join(filter(None, own)) or "plain" for own in words])
 
 
 def _word(row: Row, key: str) -> str:
@@ -178,35 +184,6 @@ def _word(row: Row, key: str) -> str:
             return f"{key} {row[key]}" if row[key] is not None else ""
 
 
-def _add_link(figure: Figure, device: DeviceSpec, rows: Sequence[Row]) -> None:
-    sizes = _sizes(rows)
-    rate = (device.link_bytes_per_s or 0.0) / GB
-    figure.add_scatter(
-        x=[min(sizes), max(sizes)],
-        y=[rate, rate],
-        mode="lines",
-        name=f"{escape(device.link_kind or 'link')}, {rate:g} GB/s per direction",
-        line={"color": INK, "dash": "dash", "width": 1.5},
-        hoverinfo="name",
-        row=1,
-        col=1,
-    )
-
-
-def size_ticks(sizes: Sequence[float]) -> dict[str, object]:
-    """Return about six powers of two, named as sizes, for a logarithmic axis of bytes."""
-    if not sizes:
-        return {}
-    low, high = floor(log2(min(sizes))), ceil(log2(max(sizes)))
-    step = max(1, ceil((high - low) / 6))
-    ticks = [2.0**power for power in range(low, high + 1, step)]
-    return {"tickvals": ticks, "ticktext": [format_bytes(tick) for tick in ticks]}
-
-
-def _sizes(rows: Sequence[Row]) -> list[float]:
-    return [size for row in rows if (size := number(row, "size_bytes"))]
-
-
 def _hover(row: Row, run: RunInfo) -> str:
     rate = number(row, "busbw_gb_s")
     low, high = (format_time(number(row, key) or 0.0) for key in ("p10_s", "p99_s"))
@@ -216,4 +193,4 @@ def _hover(row: Row, run: RunInfo) -> str:
         f"p10 {low}, p99 {high}, {row['n']} samples in {row['launches']} launches",
         f"run {run.run_id}",
     ]
-    return "<br>".join(escape(line) for line in lines)
+    return "\n".join(lines)

@@ -19,6 +19,7 @@ from stepmark.comparison.compare import Options
 from stepmark.comparison.compare import compare as compare_sides
 from stepmark.comparison.compare_options import CompareOptions
 from stepmark.comparison.comparison import Comparison, Series, Side
+from stepmark.comparison.comparison_page import page
 from stepmark.comparison.comparison_text import printed
 from stepmark.comparison.series import STRICT, context, series_of_records
 from stepmark.comparison.table_series import InputDefaults, series_of_tables, table_list
@@ -345,8 +346,6 @@ def _deliver(comparison: Comparison, options: CompareOptions) -> None:
     }
     write_files(options, "compare", document, rows)
     if options.html:
-        from stepmark.comparison.comparison_page import html  # noqa: PLC0415 - plotly
-
-        write_text(options.html, html(comparison), "html")
+        write_text(options.html, page(comparison).html(), "html")
     if not options.to_stdout:
         printed(comparison, console())

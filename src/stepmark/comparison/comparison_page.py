@@ -1,13 +1,7 @@
 """A comparison as a page: curves of every side, ratios with their intervals, all lines."""
 
-from collections.abc import Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 
-import plotly.graph_objects as go
-from plotly.graph_objects import Figure
-from plotly.subplots import make_subplots
-
-from stepmark.collectives.comm_figures import size_ticks
 from stepmark.comparison.comparison import Comparison, Line
 from stepmark.comparison.comparison_text import (
     closing,
@@ -23,89 +17,91 @@ from stepmark.comparison.comparison_text import (
 )
 from stepmark.ground.ratio import EFFECT_FLOOR, Ratio
 from stepmark.ground.units import format_bytes
-from stepmark.tables.figures import INK, Drawn, curve_style, styled
-from stepmark.tables.page import document, figure_section, section
+from stepmark.tables.figures import Axis, Figure, Kind, Mark, Panel, Series
+from stepmark.tables.page import Html, Page, Section, paragraph, preformatted
 from stepmark.tables.row_tables import page_table
 
 # Fields that divide lines into figures; size runs along the axis.
 _GROUP = ("family", "dtype", "redop", "placement", "num_ranks", "phase")
 
 
-def html(comparison: Comparison, lead: Sequence[str] = ()) -> str:
-    """Return the document; `lead` are lines that come first, such as a recommendation."""
+def page(comparison: Comparison, lead: Sequence[str] = ()) -> Page:
+    """Return the page; `lead` are lines that come first, such as a recommendation."""
     constant, _ = split_fields(comparison.lines)
-    paragraphs = [*map(mean_text, comparison.overall), *closing(comparison)]
-    summary = f"<pre>{escape(chr(10).join(lead))}</pre>" if lead else ""
-    summary += "".join(f"<p>{escape(text)}</p>" for text in paragraphs)
-    figures = (figure_section(*figure) for figure in drawn(comparison))
-    parts = (
-        section("Summary", summary),
-        *figures,
-        section("All lines", page_table(table_of(comparison))),
-    )
+    first = [preformatted(*lead)] if lead else []
+    paragraphs = map(paragraph, [*map(mean_text, comparison.overall), *closing(comparison)])
     names = " and ".join([", ".join(comparison.names[:-1]), comparison.names[-1]])
-    return document(
-        f"Comparison of {names}", escape(headline(comparison, constant)), "\n".join(parts)
+    return Page(
+        title=f"Comparison of {names}",
+        lead=headline(comparison, constant),
+        sections=[
+            Section("Summary", [*first, *paragraphs]),
+            *figures(comparison),
+            Section("All lines", [Html(page_table(table_of(comparison)))]),
+        ],
     )
 
 
-def drawn(comparison: Comparison) -> list[Drawn]:
-    """Return a figure of each group of lines."""
-    base = comparison.names[0]
-    note = (
-        f"The second: speed over {base}, with 99 % intervals; the band is +-{EFFECT_FLOOR:.0%}."
-    )
+def figures(comparison: Comparison) -> Iterator[Figure]:
+    """Yield a figure of each group of lines."""
     sized: dict[tuple[str | int | float | None, ...], list[Line]] = {}
     for line in comparison.lines:
         if line.size_bytes:
             key = tuple(line.fields.get(name) for name in _GROUP)
             sized.setdefault(key, []).append(line)
-    figures: list[Drawn] = []
     for key, lines in sized.items():
         if len(lines) > 1:
             title = " ".join(str(word) for word in key[:4] if word not in (None, "", "none"))
             title += f", {key[4]} ranks" if key[4] else ""
-            figures.append((title or "values", note, over_size(lines, comparison.names)))
+            yield over_size(title or "values", lines, comparison.names)
     rest = [line for line in comparison.lines if not line.size_bytes]
     if rest:
-        note = f"Speed over {base}, with 99 % intervals."
-        figures.append(("Ratios", note, ratios(rest, comparison)))
-    return figures
+        yield ratios(rest, comparison)
 
 
-def over_size(lines: Sequence[Line], names: Sequence[str]) -> Figure:
-    """Draw the values of each side on the left, its speed over the baseline's on the right."""
-    figure = make_subplots(rows=1, cols=2, horizontal_spacing=0.09)
+def over_size(title: str, lines: Sequence[Line], names: Sequence[str]) -> Figure:
+    """Return the values of each side, and on the right its speed over the baseline's."""
     ordered = sorted(lines, key=lambda line: line.size_bytes or 0)
-    for index, name in enumerate(names):
-        own = [line for line in ordered if name in line.cells]
-        points = [line for line in own if line.cells[name].value is not None]
-        figure.add_scatter(
-            x=[line.size_bytes for line in points],
-            y=[_height(line, name) for line in points],
-            name=escape(name),
-            legendgroup=name,
-            **curve_style(index),
-            text=[escape(_hover(line, name)) for line in points],
-            hovertemplate="%{text}<extra></extra>",
-            row=1,
-            col=1,
+    of_side = {name: [line for line in ordered if name in line.cells] for name in names}
+    values = [
+        Series(
+            kind=Kind.CURVE,
+            name=name,
+            x=[line.size_bytes for line in own],
+            y=[_height(line, name) for line in own],
+            hover=[_hover(line, name) for line in own],
         )
-        _add_ratios(figure, own, name, index)
-    low, high = 1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR
-    figure.add_hrect(
-        y0=low, y1=high, fillcolor=INK, opacity=0.25, line_width=0, layer="below", row=1, col=2
+        for name, own in of_side.items()
+    ]
+    speeds = []
+    for name, own in of_side.items():
+        points = [(line, r) for line in own if (r := line.cells[name].ratio) is not None]
+        speeds.append(
+            Series(
+                kind=Kind.CURVE,
+                name=name,
+                x=[line.size_bytes for line, _ in points],
+                y=[r.speed for _, r in points],
+                intervals=[_interval(r) for _, r in points],
+                hover=[_hover(line, name) for line, _ in points],
+            )
+        )
+    size = Axis(title="size", base=2, words=format_bytes)
+    speed = Axis(title=f"speed over {names[0]}", limits=_window(ordered))
+    band = Mark(y=(1 / (1 + EFFECT_FLOOR), 1 + EFFECT_FLOOR))
+    return Figure(
+        title=title,
+        note=f"The second: speed over {names[0]}, with 99 % intervals; the band is "
+        f"+-{EFFECT_FLOOR:.0%}.",
+        x=size,
+        y=Axis(title=unit_text(ordered[0]), base=10),
+        series=values,
+        right=Panel(x=size, y=speed, series=speeds, marks=[band]),
+        height=420,
     )
-    sizes = [float(line.size_bytes or 1) for line in ordered]
-    figure.update_xaxes(title="size", type="log", **size_ticks(sizes))
-    figure.update_yaxes(title=unit_text(ordered[0]), type="log", dtick="D2", row=1, col=1)
-    figure.update_yaxes(
-        title=f"speed over {escape(names[0])}", range=_window(ordered), row=1, col=2
-    )
-    return styled(figure, height=420)
 
 
-def _window(lines: Sequence[Line]) -> list[float] | None:
+def _window(lines: Sequence[Line]) -> tuple[float, float] | None:
     """Return the range of all speeds; very wide intervals are cut, not to flatten the rest."""
     intervals = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
     if not intervals:
@@ -114,7 +110,7 @@ def _window(lines: Sequence[Line]) -> list[float] | None:
     low = max(slowest / 2, min(r.low or r.speed for r in intervals))
     high = min(fastest * 2, max(r.high or r.speed for r in intervals))
     low, high = min(low, 1 / (1 + EFFECT_FLOOR)), max(high, 1 + EFFECT_FLOOR)
-    return [low - 0.05 * (high - low), high + 0.05 * (high - low)]
+    return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 
 def _height(line: Line, name: str) -> float | None:
@@ -131,61 +127,42 @@ def _hover(line: Line, name: str) -> str:
     return text
 
 
-def _add_ratios(figure: Figure, lines: Sequence[Line], name: str, index: int) -> None:
-    points = [(line, r) for line in lines if (r := line.cells[name].ratio) is not None]
-    if not points:
-        return
-    figure.add_scatter(
-        x=[line.size_bytes for line, _ in points],
-        y=[r.speed for _, r in points],
-        error_y=_error_bars([r for _, r in points]),
-        name=escape(name),
-        legendgroup=name,
-        showlegend=False,
-        **curve_style(index),
-        text=[escape(_hover(line, name)) for line, _ in points],
-        hovertemplate="%{text}<extra></extra>",
-        row=1,
-        col=2,
-    )
-
-
-def _error_bars(ratios: Sequence[Ratio]) -> dict[str, object]:
-    """Return error bars of speeds; none where an interval is unknown."""
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [(ratio.high or ratio.speed) - ratio.speed for ratio in ratios],
-        "arrayminus": [ratio.speed - (ratio.low or ratio.speed) for ratio in ratios],
-        "thickness": 1,
-    }
+def _interval(ratio: Ratio) -> tuple[float, float]:
+    """Return the interval of a speed; the speed alone where it is unknown."""
+    return ratio.low or ratio.speed, ratio.high or ratio.speed
 
 
 def ratios(lines: Sequence[Line], comparison: Comparison) -> Figure:
-    """Draw one row per line, a point with its interval for each side."""
+    """Return one row per line, a point with its interval for each side."""
     _, varying = split_fields(comparison.lines)
     labels = [_label(line, varying) or f"line {place}" for place, line in enumerate(lines, 1)]
-    figure = go.Figure()
+    series = []
     for index, name in enumerate(comparison.names[1:], 1):
         points = [
             (label, line, r)
             for label, line in zip(labels, lines, strict=True)
             if (r := ratio_of(line, name))
         ]
-        style = curve_style(index) | {"mode": "markers"}
-        figure.add_scatter(
-            y=[label for label, *_ in points],
-            x=[r.speed for *_, r in points],
-            error_x=_error_bars([r for *_, r in points]),
-            name=escape(name),
-            **style,
-            text=[escape(f"{label}: {_hover(line, name)}") for label, line, _ in points],
-            hovertemplate="%{text}<extra></extra>",
+        series.append(
+            Series(
+                kind=Kind.POINTS,
+                name=name,
+                x=[r.speed for *_, r in points],
+                y=[label for label, *_ in points],
+                index=index,
+                intervals=[_interval(r) for *_, r in points],
+                hover=[f"{label}: {_hover(line, name)}" for label, line, _ in points],
+            )
         )
-    figure.add_vline(x=1, line={"color": INK, "dash": "dash", "width": 1})
-    figure.update_xaxes(title=f"speed over {escape(comparison.names[0])}")
-    figure.update_yaxes(automargin=True, autorange="reversed")
-    return styled(figure, height=160 + 24 * len(lines))
+    return Figure(
+        title="Ratios",
+        note=f"Speed over {comparison.names[0]}, with 99 % intervals.",
+        x=Axis(title=f"speed over {comparison.names[0]}"),
+        y=Axis(categories=labels),
+        series=series,
+        marks=[Mark(x=(1, 1))],
+        height=160 + 24 * len(lines),
+    )
 
 
 def _label(line: Line, varying: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from stepmark.cases.sweep import Setting, Sweep
 from stepmark.comparison import comparison_text as drawn
 from stepmark.comparison import recommendation, sweep_run, tuner_verb
+from stepmark.comparison.comparison_page import page
 from stepmark.comparison.comparison_text import printed
 from stepmark.comparison.recommendation import Advice
 from stepmark.comparison.sweep_options import SweepOptions
@@ -146,9 +147,7 @@ def _files(result: Result, sweep: Sweep, options: SweepOptions, lines: Sequence[
     }
     write_files(options, "sweep", document, rows)
     if target := options.html:
-        from stepmark.comparison.comparison_page import html  # noqa: PLC0415 - plotly
-
-        write_text(target, html(comparison, lines), "html")
+        write_text(target, page(comparison, lines).html(), "html")
 
 
 def _say(text: str) -> None:

@@ -1,76 +1,68 @@
-"""Histograms of messages as plotly figures and a page."""
+"""Histograms of messages as figures and a page."""
 
-from collections.abc import Sequence
-from html import escape
-
-import plotly.graph_objects as go
-from plotly.graph_objects import Figure
+from collections.abc import Iterator, Sequence
 
 from stepmark.findings.finding import Finding
 from stepmark.findings.histogram import MESSAGE, lines
 from stepmark.ground.units import format_bytes
 from stepmark.tables.columns import Row, number, text
-from stepmark.tables.figures import COLOURS, Drawn, styled
-from stepmark.tables.page import document, figure_section
+from stepmark.tables.figures import Axis, Figure, Kind, Series
+from stepmark.tables.page import Page, Section, paragraph, preformatted
+from stepmark.tables.row_tables import grouped
 
 
-def drawn(rows: Sequence[Row]) -> list[Drawn]:
-    """Return calls and bytes by size, and the expected time where it is known."""
+def figures(rows: Sequence[Row]) -> Iterator[Figure]:
+    """Yield calls and bytes by size, and the expected time where it is known."""
     if not rows:
-        return []
-    figures = [
-        ("Calls by message size", _note(rows), bars(rows, "calls_per_rank", "calls per rank")),
-        ("Bytes by message size", _note(rows), bars(rows, "bytes_per_rank", "bytes per rank")),
-    ]
+        return
+    note = _note(rows)
+    yield bars(rows, "calls_per_rank", title="Calls", unit="calls per rank", note=note)
+    yield bars(rows, "bytes_per_rank", title="Bytes", unit="bytes per rank", note=note)
     if any(number(row, "expected_per_rank_s") for row in rows):
         note = "Calls times the time of one by the measured curve; overlap is not subtracted."
-        figure = bars(rows, "expected_per_rank_s", "expected seconds per rank")
-        figures.append(("Expected time by message size", note, figure))
-    return figures
+        unit = "expected seconds per rank"
+        yield bars(rows, "expected_per_rank_s", title="Expected time", unit=unit, note=note)
 
 
-def bars(rows: Sequence[Row], key: str, title: str) -> Figure:
-    """Draw one bar per bin, stacked by collective, dtype, group and phase."""
+def bars(rows: Sequence[Row], key: str, *, title: str, unit: str, note: str) -> Figure:
+    """Return one bar per bin, stacked by collective, dtype, group and phase."""
     order = sorted({(number(row, "from_bytes") or 0.0, _bin(row)) for row in rows})
-    names = list(dict.fromkeys(name for _, name in order))
-    figure = go.Figure()
-    series = dict.fromkeys(_series(row) for row in rows)
-    for index, name in enumerate(series):
-        group = [row for row in rows if _series(row) == name]
-        figure.add_bar(
-            x=[_bin(row) for row in group],
-            y=[number(row, key) for row in group],
-            name=escape(name),
-            marker_color=COLOURS[index % len(COLOURS)],
-            # Above seven colours a pattern tells equal ones apart.
-            marker_pattern_shape=("", "/", "x", ".")[index // len(COLOURS) % 4],
-            hovertext=[_hover(row, name) for row in group],
-            hoverinfo="text",
-        )
-    figure.update_xaxes(
-        title="message size", type="category", categoryorder="array", categoryarray=names
+    named = [row | {"series": _series(row)} for row in rows]
+    groups = grouped(named, ["series"])
+    return Figure(
+        title=f"{title} by message size",
+        note=note,
+        x=Axis(title="message size", categories=list(dict.fromkeys(name for _, name in order))),
+        y=Axis(title=unit, has_zero=True),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=text(group[0], "series"),
+                x=[_bin(row) for row in group],
+                y=[number(row, key) for row in group],
+                hover=[_hover(row) for row in group],
+            )
+            for group in groups
+        ],
+        height=360 + 20 * (len(groups) // 5),
     )
-    figure.update_yaxes(title=title, rangemode="tozero")
-    figure.update_layout(barmode="stack")
-    return styled(figure, height=360 + 20 * (len(series) // 5))
 
 
-def page(title: str, sections: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]]) -> str:
-    """Return one self-contained document: per source a heading, findings, figures, rows."""
-    return document(title, "", "\n".join(_source(*source) for source in sections))
+def page(title: str, sources: Sequence[tuple[str, Sequence[Row], Sequence[Finding]]]) -> Page:
+    """Return the page of several sources: name, rows of the histogram, findings."""
+    return Page(title=title, sections=[_source(*source) for source in sources])
 
 
-def _source(name: str, rows: Sequence[Row], findings: Sequence[Finding]) -> str:
-    parts = [f"<h2>{escape(name)}</h2>"]
-    parts += [
-        f'<p class="{"quiet" if finding.severity == "note" else "warning"}">'
-        f"{escape(f'{finding.severity}: {finding.text}')}</p>"
+def _source(name: str, rows: Sequence[Row], findings: Sequence[Finding]) -> Section:
+    content = [
+        paragraph(
+            f"{finding.severity}: {finding.text}",
+            "quiet" if finding.severity == "note" else "warning",
+        )
         for finding in findings
     ]
-    parts += [figure_section(*figure) for figure in drawn(rows)]
-    if rows:
-        parts.append(f"<h2>Rows</h2><pre>{escape(chr(10).join(lines(rows)))}</pre>")
-    return f"<section>{''.join(parts)}</section>"
+    text = [preformatted(*lines(rows))] if rows else []
+    return Section(name, content, [*figures(rows), Section("Rows", text)])
 
 
 def _note(rows: Sequence[Row]) -> str:
@@ -84,7 +76,7 @@ def _bin(row: Row) -> str:
     low, high = number(row, "from_bytes"), number(row, "below_bytes")
     if low is None or high != low + 1:
         return text(row, "bin")
-    return f"{format_bytes(low)}<br>{low:.0f} B" if low >= 1024 else format_bytes(low)
+    return f"{format_bytes(low)}\n{low:.0f} B" if low >= 1024 else format_bytes(low)
 
 
 def _series(row: Row) -> str:
@@ -92,11 +84,11 @@ def _series(row: Row) -> str:
     return " ".join(word for word in words if word) or "all"
 
 
-def _hover(row: Row, name: str) -> str:
+def _hover(row: Row) -> str:
     texts = [
-        name,
+        text(row, "series"),
         f"{text(row, 'bin')} ({text(row, 'size_is')})",
         f"{number(row, 'calls_per_rank') or 0:.6g} calls per rank, {row['calls']} in all",
         f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per rank",
     ]
-    return "<br>".join(escape(line) for line in texts)
+    return "\n".join(texts)

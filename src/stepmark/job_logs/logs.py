@@ -19,6 +19,7 @@ from stepmark.findings.histogram import (
     summary,
     unknown_ranks,
 )
+from stepmark.findings.histogram_figures import page
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.options import plain
@@ -268,9 +269,7 @@ class LogReport:
                 )
                 for view in self.views
             ]
-            from stepmark.findings.histogram_figures import page  # noqa: PLC0415 - plotly
-
-            write_text(self.options.html, page("stepmark logs", sections), "html")
+            write_text(self.options.html, page("stepmark logs", sections).html(), "html")
 
     def document(self) -> dict[str, object]:
         """Return everything as plain values, whatever options limit the text."""

@@ -3,5 +3,5 @@
 - op_options.py, op_plan.py: options, and the cases that follow from them.
 - op.py: the verb.
 - bench/: implementations and their timing, with torch.
-- op_columns.py, styles.py: rows; the columns of other benchmarks.
+- op_columns.py, op_figures.py, styles.py: rows and figures; the columns of other benchmarks.
 """

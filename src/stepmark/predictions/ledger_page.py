@@ -1,16 +1,13 @@
 """Two ledgers beside each other on a page: predicted and measured, or two runs."""
 
 import re
-from collections.abc import Iterable, Sequence
-from html import escape
-
-import plotly.graph_objects as go
+from collections.abc import Iterator, Sequence
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.predictions.predicted_steps import StepReport
-from stepmark.tables.figures import Drawn, styled
-from stepmark.tables.page import section
+from stepmark.tables.figures import Axis, Figure, Kind, Series
+from stepmark.tables.page import Html, Section, heading, items, paragraph, preformatted
 from stepmark.timeline import ledger_svg
 from stepmark.timeline.ledger import WAITING, Group, Ledger, Line
 from stepmark.timeline.ledger_text import (
@@ -25,27 +22,27 @@ from stepmark.timeline.prediction import LEFT_OUT
 from stepmark.traces.trace_page import COLOURS_OF
 
 
-def html(
+def sections(
     first: Ledger,
     second: Ledger,
     names: tuple[str, str] = NAMES,
     *,
     step: str = "the step",
     text: Sequence[str] = (),
-) -> str:
+) -> list[Section]:
     """Return the sections: the picture, and the lines."""
-    lines = [*difference_lines(first, second, names)]
-    return picture((first, second), names, step) + section(
-        f"Lines of {escape(step)}", _paragraphs(text) + _table(lines)
-    )
+    lines = preformatted(*difference_lines(first, second, names), is_table=True)
+    return [
+        picture((first, second), names, step),
+        Section(f"Lines of {step}", [*map(paragraph, text), lines]),
+    ]
 
 
-def picture(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> str:
+def picture(ledgers: Sequence[Ledger], names: Sequence[str], step: str) -> Section:
     """Return the section with the picture of one ledger, or of two."""
     note = "Each line begins where the one above ends, so the lines add up to the step."
     title = f"Ledger of {step}, {' and '.join(names)}"
-    drawn = ledger_svg.html(ledgers, names, title)
-    return section(escape(title), _paragraphs([note], "quiet") + drawn)
+    return Section(title, [paragraph(note, "quiet"), ledger_svg.html(ledgers, names, title)])
 
 
 def headline(report: StepReport | ConfigError) -> str:
@@ -55,24 +52,24 @@ def headline(report: StepReport | ConfigError) -> str:
     return clauses(report.steps[0].sentence)[0]
 
 
-def answer(report: StepReport | ConfigError) -> str:
-    """Return what a reader sees first: of each step the ledger, and what is worth doing."""
+def answer(report: StepReport | ConfigError) -> Iterator[Html]:
+    """Yield what a reader sees first: of each step the ledger, and what is worth doing."""
     if isinstance(report, ConfigError):
-        return f'<p class="warning">{escape(str(report))}</p>'
-    parts = []
+        yield paragraph(str(report), "warning")
+        return
     for index, step in enumerate(report.steps):
         first, rest = clauses(step.sentence)
-        parts += [f"<h2>{escape(first)}</h2>"] if index else []
-        parts.append(_paragraphs([rest]))
+        if index:
+            yield heading(first, 2)
+        yield paragraph(rest)
         ledgers = [step.measured.ledger]
         ledgers[:0] = [step.predicted] if step.predicted is not None else []
-        parts.append(ledger_svg.html(ledgers, NAMES[-len(ledgers) :], f"Ledger of {step.name}"))
-        items = "".join(
-            f"<li>{escape(each.text)}:<pre>{escape(each.command)}</pre></li>"
-            for each in step.suggestions
-        )
-        parts.append(f"<h3>Worth doing</h3><ol>{items}</ol>" if items else "")
-    return "\n".join(parts)
+        names = NAMES[-len(ledgers) :]
+        yield ledger_svg.html(ledgers, names, f"Ledger of {step.name}")
+        if step.suggestions:
+            yield heading("Worth doing")
+            texts = [f"{each.text}:" for each in step.suggestions]
+            yield items(texts, [each.command for each in step.suggestions])
 
 
 def clauses(sentence: str) -> tuple[str, str]:
@@ -82,58 +79,46 @@ def clauses(sentence: str) -> tuple[str, str]:
     return first, rest[:1].upper() + rest[1:]
 
 
-def evidence(report: StepReport | ConfigError) -> str:
-    """Return the sections with every line of the ledgers and where they are from."""
+def evidence(report: StepReport | ConfigError) -> Iterator[Section]:
+    """Yield the sections with every line of the ledgers and where they are from."""
     if isinstance(report, ConfigError):
-        return ""
-    parts = []
+        return
     for step in report.steps:
-        text = [source_line(step.measured), *step.replayed]
+        text = map(paragraph, [source_line(step.measured), *step.replayed])
         lines = []
         if step.predicted is not None:
             lines = [*difference_lines(step.predicted, step.measured.ledger), ""]
             lines += power_lines(*step.power)
-        table = _table(lines) if lines else ""
-        parts.append(section(f"Lines of {escape(step.name)}", table + _paragraphs(text)))
+        table = [preformatted(*lines, is_table=True)] if lines else []
+        yield Section(f"Lines of {step.name}", [*table, *text])
     notes = [*(f"note: {note}" for note in report.notes), report.commitment]
-    parts.append(section("Prediction", _paragraphs(notes, "quiet")))
-    return "\n".join(parts)
+    yield Section("Prediction", [paragraph(note, "quiet") for note in notes])
 
 
-def _paragraphs(texts: Iterable[str], kind: str = "") -> str:
-    return "".join(f'<p class="{kind}">{escape(text)}</p>' for text in texts)
-
-
-def _table(lines: Sequence[str]) -> str:
-    return f'<pre class="table">{escape(chr(10).join(lines).strip())}</pre>'
-
-
-def stages(ledgers: Sequence[Ledger]) -> Drawn:
+def stages(ledgers: Sequence[Ledger]) -> Figure:
     """Return a bar per pipeline stage, of its lines; waiting is apart from transfers."""
-    figure = go.Figure()
     names = [f"stage {stage}" for stage in range(len(ledgers))]
-    for line in (line for group in Group for line in _lines_of(ledgers, group)):
-        words = escape(WAITING if line[1] == WAITING else words_of(line))
-        figure.add_bar(
-            orientation="h",
-            y=names,
-            x=[_ns(own, line) / 1e6 for own in ledgers],
-            name=words,
-            showlegend=line[0] is not Group.OVERLAPPED,
-            marker={
-                "color": COLOURS_OF.get(line[1], COLOURS_OF[LEFT_OUT]),
-                "pattern": {"shape": "/" if line[0] is Group.OVERLAPPED else ""},
-            },
-            hovertemplate="%{y}: %{x:.3f} ms " + words + "<extra></extra>",
-        )
-    figure.update_xaxes(title="ms")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_layout(barmode="stack")
-    note = (
-        "Lines add up to the step, which is as long in each stage. Hatched: compute under "
-        "communication."
+    return Figure(
+        title="Ledger of the step by stage",
+        note="Lines add up to the step, which is as long in each stage. Hatched: compute under "
+        "communication.",
+        x=Axis(title="ms"),
+        y=Axis(categories=names),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=WAITING if line[1] == WAITING else words_of(line),
+                x=[_ns(own, line) / 1e6 for own in ledgers],
+                y=names,
+                colour=COLOURS_OF.get(line[1], COLOURS_OF[LEFT_OUT]),
+                pattern="/" if group is Group.OVERLAPPED else "",
+                is_in_legend=group is not Group.OVERLAPPED,
+            )
+            for group in Group
+            for line in _lines_of(ledgers, group)
+        ],
+        height=260 + 30 * len(ledgers),
     )
-    return "Ledger of the step by stage", note, styled(figure, height=260 + 30 * len(ledgers))
 
 
 def _lines_of(ledgers: Sequence[Ledger], group: Group) -> Sequence[Line]:

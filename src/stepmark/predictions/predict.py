@@ -23,6 +23,7 @@ from stepmark.predictions.comm import CommCosts, latency_s
 from stepmark.predictions.costs import RooflineCosts, file_cost, first_of
 from stepmark.predictions.predict_options import PredictOptions, show_what_if
 from stepmark.predictions.predict_target import Target, target_of
+from stepmark.predictions.prediction_page import page
 from stepmark.predictions.step import predict_step
 from stepmark.step.roofline import roofline_time
 from stepmark.step.tree import stage_of_case
@@ -59,9 +60,7 @@ def run(options: PredictOptions) -> int:
         spans = prediction.timeline.spans()
         write_json(step_timeline.perfetto(spans), options.timeline, "timeline", "timeline")
     if options.html:
-        from stepmark.predictions.prediction_page import page  # noqa: PLC0415 - plotly
-
-        write_text(options.html, page(document, prediction), "html")
+        write_text(options.html, page(document, prediction).html(), "html")
     if not options.to_stdout:
         print_text(report.lines(document, prediction))
     return 0

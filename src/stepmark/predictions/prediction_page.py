@@ -1,12 +1,19 @@
 """A predicted step as one HTML page: figures, ledger, timeline, sources."""
 
 from collections.abc import Mapping
-from html import escape
 from typing import Any
 
 from stepmark.predictions import prediction as text
 from stepmark.predictions.ledger_page import picture, stages
-from stepmark.tables.page import definitions, document, figure_section, section
+from stepmark.tables.page import (
+    Html,
+    Page,
+    Section,
+    definitions,
+    items,
+    paragraph,
+    preformatted,
+)
 from stepmark.timeline.prediction import StepPrediction
 from stepmark.timeline.step_timeline import timelines_of
 from stepmark.traces.trace_page import streams
@@ -17,32 +24,32 @@ _NOTE = (
 )
 
 
-def page(facts: Mapping[str, Any], prediction: StepPrediction) -> str:
-    """Return the document. facts: report.prediction.document."""
+def page(facts: Mapping[str, Any], prediction: StepPrediction) -> Page:
+    """Return the page. facts: report.prediction.document."""
     ledgers = prediction.timeline.ledgers
-    if len(ledgers) > 1:
-        ledger = figure_section(*stages(ledgers))
-    else:
-        ledger = picture(ledgers, ("predicted",), "the step")
     timelines = timelines_of([*prediction.timeline.spans()], prediction.step_s)
     results = dict(text.headline(facts, prediction.step_s))
-    lines, warning = "\n".join(text.ledger_lines(prediction)), ""
+    warnings = []
     if facts["memory"] and facts["memory"]["verdict"] not in ("fits", "unknown"):
-        warning = f'<p class="warning">memory: {escape(results.pop("memory"))}</p>'
-    parts = [
-        section("Prediction", definitions(results.items()) + warning),
-        ledger,
-        *(figure_section(*each) for each in streams(timelines, _NOTE, "stage")),
-        section("Sources and notes", _sources(facts)),
-        section("Lines", f'<pre class="table">{escape(lines)}</pre>'),
-    ]
+        warnings.append(paragraph(f"memory: {results.pop('memory')}", "warning"))
     lead = f"One optimizer step on {facts['num_ranks']} x {facts['device']}"
     if step := text.step_text(facts):
         lead += f": {step}"
-    return document(f"Prediction: {facts['name']}", escape(lead), "\n".join(parts))
+    one_stage = len(ledgers) == 1
+    return Page(
+        title=f"Prediction: {facts['name']}",
+        lead=lead,
+        sections=[
+            Section("Prediction", [definitions(results.items()), *warnings]),
+            picture(ledgers, ("predicted",), "the step") if one_stage else stages(ledgers),
+            *streams(timelines, _NOTE, "stage"),
+            Section("Sources and notes", _sources(facts)),
+            Section("Lines", [preformatted(*text.ledger_lines(prediction), is_table=True)]),
+        ],
+    )
 
 
-def _sources(facts: Mapping[str, Any]) -> str:
+def _sources(facts: Mapping[str, Any]) -> list[Html]:
     """Return where costs are from, and the notes."""
     total = sum(facts["sources_s"].values())
     shares = {name: time_s / total for name, time_s in facts["sources_s"].items() if time_s}
@@ -50,5 +57,5 @@ def _sources(facts: Mapping[str, Any]) -> str:
         ("calibration", facts["calibration"] or "none"),
         ("compute time", ", ".join(f"{share:.1%} {name}" for name, share in shares.items())),
     ]
-    notes = "".join(f"<li>{escape(note)}</li>" for note in facts["notes"])
-    return definitions(pairs) + (f"<ul>{notes}</ul>" if notes else "")
+    notes = [items(facts["notes"])] if facts["notes"] else []
+    return [definitions(pairs), *notes]

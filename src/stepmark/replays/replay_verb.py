@@ -25,6 +25,7 @@ from stepmark.operators import op_plan
 from stepmark.replays import replay_log_verb
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_options import ReplayOptions
+from stepmark.replays.replay_page import page
 from stepmark.replays.stand_in import stand_ins
 from stepmark.step import native
 from stepmark.step.rank_program import check_ends, communicators
@@ -222,9 +223,7 @@ def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
     if options.timeline:
         write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline", "timeline")
     if options.html:
-        from stepmark.replays.replay_page import page  # noqa: PLC0415 - plotly
-
-        write_text(options.html, page(file, log), "html")
+        write_text(options.html, page(file, log).html(), "html")
     if options.aicb_log:
         iterations = log.spans[0, :, :, 1].tolist()
         write_text(

@@ -1,7 +1,6 @@
 """The page of a run: what it measured, with its commands and its environment."""
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Iterator, Sequence
 
 from stepmark.cases.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.collectives import comm_figures
@@ -9,21 +8,19 @@ from stepmark.collectives.comm_columns import COMM_COLUMNS
 from stepmark.collectives.comm_summary import comm_lines
 from stepmark.ground.units import format_bytes
 from stepmark.model.device import DeviceSpec
+from stepmark.operators import op_figures
 from stepmark.operators.op_columns import OP_COLUMNS
 from stepmark.runs.first_screen import machine_facts
 from stepmark.runs.summary import summary_lines, train_lines
-from stepmark.tables import figures
 from stepmark.tables.columns import Row, text
-from stepmark.tables.figures import Drawn
-from stepmark.tables.page import definitions, document, figure_section, section
+from stepmark.tables.figures import Figure
+from stepmark.tables.page import Html, Page, Section, definitions, details, heading, paragraph
 from stepmark.tables.row_tables import LEAD, describe, page_table, ran
 from stepmark.training import training_figures
 from stepmark.training.train_columns import TRAIN_COLUMNS
 
-_LAYER_NOTE = "Fastest backend and dtype of each role of a layer (of each kind), once."
 
-
-def html(
+def page(
     run: RunInfo,
     records: Sequence[Record],
     rows: Sequence[Row],
@@ -32,46 +29,48 @@ def html(
     train_rows: Sequence[Row] = (),
     *,
     headline: str = "",
-    answer: str = "",
-    evidence: str = "",
-    replays: str = "",
-) -> str:
-    """Return the document: the answer, the evidence, then the details.
+    answer: Sequence[Html] = (),
+    evidence: Sequence[Section] = (),
+    replays: Sequence[Section | Figure] = (),
+) -> Page:
+    """Return the page: the answer, the evidence, then the details.
 
-    headline (text) and answer: about the steps that the run predicted; evidence: their lines.
+    headline and answer: about the steps that the run predicted; evidence: their lines.
     """
     other_rows = [*comm_rows, *train_rows]
-    shown = (
-        evidence,
-        *_figures(training_figures.drawn(records) if train_rows else ()),
-        section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
-        *_figures(_operator_figures(run, rows, device)),
-        *_figures(comm_figures.drawn(comm_rows, run, device)),
-        replays,
-    )
-    details = (
-        section("Training", page_table(ran(train_rows, TRAIN_COLUMNS)) if train_rows else ""),
-        section(
-            "Measurements", page_table(ran(rows, OP_COLUMNS)) if rows or not other_rows else ""
-        ),
-        section("Collectives", page_table(ran(comm_rows, COMM_COLUMNS)) if comm_rows else ""),
-        section("Skipped and failed", _unmeasured(records, [*rows, *other_rows])),
-        section("Environment", _environment(run)),
-    )
-    body = f"{_part('Evidence', shown)}\n{_part('Details', details)}"
-    lead = f"{escape(run.created_at)} &middot; <code>{escape(run.command)}</code>"
     if answer:
         facts = definitions(machine_facts(run, rows, comm_rows))
-        answer = f'<div class="answer">{answer}<h3>Machine</h3>{facts}</div>'
-    title = f"stepmark {run.run_id}"
-    return document(title, lead, body, headline=headline, opening=answer)
-
-
-def _part(title: str, sections: Iterable[str]) -> str:
-    """Return sections under a heading of their own; nothing without any."""
-    inside = "\n".join(filter(None, sections))
-    heading = f'<section><h2 class="part">{title}</h2></section>'
-    return f"{heading}\n{inside}" if inside else ""
+        answer = [*answer, heading("Machine"), facts]
+    shown = [
+        *evidence,
+        *(training_figures.figures(records) if train_rows else ()),
+        Section("Summary", _summary(run, rows, device, comm_rows, train_rows)),
+        *op_figures.figures(rows, run, device),
+        *comm_figures.figures(comm_rows, run, device),
+        *replays,
+    ]
+    tables = (
+        ("Training", train_rows, TRAIN_COLUMNS, bool(train_rows)),
+        ("Measurements", rows, OP_COLUMNS, bool(rows) or not other_rows),
+        ("Collectives", comm_rows, COMM_COLUMNS, bool(comm_rows)),
+    )
+    more = [
+        *(
+            Section(title, [Html(page_table(ran(own, columns)))])
+            for title, own, columns, has in tables
+            if has
+        ),
+        Section("Skipped and failed", list(_unmeasured(records, [*rows, *other_rows]))),
+        Section("Environment", _environment(run)),
+    ]
+    return Page(
+        title=f"stepmark {run.run_id}",
+        lead=run.created_at,
+        command=run.command,
+        headline=headline,
+        opening=answer,
+        sections=[Section("Evidence", (), shown), Section("Details", (), more)],
+    )
 
 
 def _summary(
@@ -80,7 +79,7 @@ def _summary(
     device: DeviceSpec | None,
     comm_rows: Sequence[Row],
     train_rows: Sequence[Row],
-) -> str:
+) -> list[Html]:
     peaks = "from data sheet" if device else "device unknown: shares are of measured ceilings"
     rates = dict.fromkeys(text(row, "rate") for row in rows)
     environment = run.environment
@@ -101,10 +100,7 @@ def _summary(
             or "unknown",
         ),
     ]
-    warnings = "".join(
-        f'<p class="warning">{escape(line)}</p>' for line in environment.warnings
-    )
-    return definitions(lines) + warnings
+    return [definitions(lines), *(paragraph(line, "warning") for line in environment.warnings)]
 
 
 def _power(device: DeviceInfo) -> str:
@@ -116,56 +112,17 @@ def _power(device: DeviceInfo) -> str:
     return f"{text} (default {default:.0f} W)" if is_changed else text
 
 
-def _operator_figures(
-    run: RunInfo, rows: Sequence[Row], device: DeviceSpec | None
-) -> list[Drawn]:
-    """Return the figures that are not empty."""
-    drawn = (
-        (
-            "Roofline",
-            "Each point is one operator; the lines are what bounds it.",
-            figures.roofline(rows, run, device),
-        ),
-        (
-            "Memory bandwidth",
-            "Operators without matrix products: compulsory bytes over time.",
-            figures.bandwidth(rows, run, device),
-        ),
-        ("One layer", _LAYER_NOTE, figures.time_breakdown(rows, run)),
-        (
-            "Head, loss and optimizer",
-            "No part of a layer. Of loss and loss_chunked a step has one: they do not add up.",
-            figures.time_breakdown(rows, run, is_layer=False),
-        ),
-    )
-    return [
-        (title, note, figure)
-        for title, note, figure in drawn
-        if any(trace.type == "bar" or trace.mode == "markers" for trace in figure.data)
-    ]
-
-
-def _figures(drawn: Iterable[Drawn]) -> list[str]:
-    return [figure_section(*figure) for figure in drawn]
-
-
-def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> str:
+def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Html]:
     tracebacks = {r.case.case_id: r.traceback for r in records if isinstance(r, Failed)}
-    items = []
     for row in rows:
         if row["status"] not in ("skipped", "failed"):
             continue
         trace = tracebacks.get(text(row, "case_id"))
-        more = f"<pre>{escape(trace)}</pre>" if trace else ""
-        items.append(
-            f"<details><summary><b>{escape(text(row, 'status'))}</b> {escape(describe(row))}: "
-            f"{escape(text(row, 'message'))}</summary>"
-            f"<pre>{escape(text(row, 'command'))}</pre>{more}</details>"
-        )
-    return "\n".join(items)
+        blocks = [text(row, "command"), *([trace] if trace else [])]
+        yield details(text(row, "status"), f"{describe(row)}: {text(row, 'message')}", blocks)
 
 
-def _environment(run: RunInfo) -> str:
+def _environment(run: RunInfo) -> list[Html]:
     env = run.environment
     memory = format_bytes(env.memory_bytes)
     pairs = [
@@ -179,7 +136,7 @@ def _environment(run: RunInfo) -> str:
         *env.variables.items(),
         *((f"setting {name}", value) for name, value in run.settings.items()),
     ]
-    return definitions(pairs)
+    return [definitions(pairs)]
 
 
 def _device(device: DeviceInfo) -> str:

@@ -2,7 +2,7 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -13,8 +13,10 @@ from stepmark.ground.files import write_text
 from stepmark.ground.option_groups import Files
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
+from stepmark.predictions import ledger_page
 from stepmark.predictions.predicted_steps import StepReport
-from stepmark.runs import summary
+from stepmark.replays import replay_page
+from stepmark.runs import run_page, summary
 from stepmark.runs.runs_options import (
     ExportOptions,
     ListOptions,
@@ -22,6 +24,7 @@ from stepmark.runs.runs_options import (
     ShowOptions,
     SqlOptions,
 )
+from stepmark.runs.step_ledger import comparison_page
 from stepmark.store import query
 from stepmark.store.codec import to_plain
 from stepmark.store.reader import Run, find_run, list_runs, read
@@ -37,6 +40,8 @@ from stepmark.store.view import (
 )
 from stepmark.tables.columns import Row, given
 from stepmark.tables.export import names_of
+from stepmark.tables.figures import Figure
+from stepmark.tables.page import Section
 from stepmark.tables.table import Table
 
 
@@ -167,9 +172,7 @@ def run_report(options: ReportOptions) -> None:
         else:
             other = find_run(options.runs, options.other)
             target = options.out or path / f"report-{other.name}.html"
-            from stepmark.runs.step_ledger import comparison_page  # noqa: PLC0415 - plotly
-
-            write_text(target, comparison_page(path, other), "out")
+            write_text(target, comparison_page(path, other).html(), "out")
     sys.stdout.write(f"{target}\n")
 
 
@@ -191,16 +194,13 @@ def write_run_page(
     target: Path | None = None,
 ) -> Path:
     """Write the page of a run. report: of the steps that it predicted, if any."""
-    from stepmark.predictions import ledger_page  # noqa: PLC0415 - plotly
-    from stepmark.runs import run_page  # noqa: PLC0415 - plotly
-
-    replays: Iterable[str] = ()
+    replays: list[Section | Figure] = []
     if run.replay_rows:
-        from stepmark.replays import replay_page  # noqa: PLC0415 - plotly
         from stepmark.replays.replay_log_verb import of_run  # noqa: PLC0415 - numpy
 
-        replays = (replay_page.sections(*each) for each in of_run(path, run.records))
-    html = run_page.html(
+        for replay in of_run(path, run.records):
+            replays += replay_page.sections(*replay)
+    page = run_page.page(
         run.run,
         run.records,
         run.rows,
@@ -208,10 +208,10 @@ def write_run_page(
         run.comm_rows,
         run.train_rows,
         headline=ledger_page.headline(report) if report else "",
-        answer=ledger_page.answer(report) if report else "",
-        evidence=ledger_page.evidence(report) if report else "",
-        replays="\n".join(replays),
+        answer=list(ledger_page.answer(report)) if report else [],
+        evidence=list(ledger_page.evidence(report)) if report else [],
+        replays=replays,
     )
     target = target or path / "report.html"
-    write_text(target, html, "out")
+    write_text(target, page.html(), "out")
     return target

@@ -3,16 +3,17 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from html import escape
 from pathlib import Path
 
 from stepmark.cases.record import Measured
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.ground.units import format_time
+from stepmark.predictions import ledger_page
 from stepmark.store.view import print_text, view
 from stepmark.tables.columns import Row, number
 from stepmark.tables.export import write_csv, write_json
+from stepmark.tables.page import Page, Section
 from stepmark.timeline import ledger_text as report
 from stepmark.timeline.ledger import (
     TRANSFER,
@@ -93,7 +94,7 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
     )
 
 
-def comparison_page(first: Path, second: Path) -> str:
+def comparison_page(first: Path, second: Path) -> Page:
     """Return a page with the ledgers of the training steps that both runs profiled.
 
     Where they have no case in common and profiled one step each, it is of these two.
@@ -105,10 +106,7 @@ def comparison_page(first: Path, second: Path) -> str:
     if not pairs:
         allowed = f"a run with a profiled training step of a case that {first.name} has, too"
         raise ConfigError("run", second.name, allowed)
-    from stepmark.predictions import ledger_page  # noqa: PLC0415 - plotly
-    from stepmark.tables import page  # noqa: PLC0415 - plotly
-
-    sections = []
+    sections: list[Section] = []
     for sides in pairs:
         steps = [
             measured_ledger(path, record)
@@ -124,11 +122,11 @@ def comparison_page(first: Path, second: Path) -> str:
             )
         ]
         name = titles[0] if titles[0] == titles[1] else "the steps"
-        sections.append(
-            ledger_page.html(steps[0].ledger, steps[1].ledger, ("A", "B"), step=name, text=text)
+        sections += ledger_page.sections(
+            steps[0].ledger, steps[1].ledger, ("A", "B"), step=name, text=text
         )
-    lead = f"A: {escape(first.name)}; B: {escape(second.name)}"
-    return page.document("Two runs", lead, "\n".join(sections))
+    lead = f"A: {first.name}; B: {second.name}"
+    return Page(title="Two runs", lead=lead, sections=sections)
 
 
 def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:

@@ -5,5 +5,5 @@
 - launches.py, outcomes.py: launches of a case pooled; figures that kinds of rows share.
 - row_tables.py: tables of what was measured, on a terminal, in a pipe or on a page.
 - export.py: rows to CSV, JSON and Parquet.
-- page.py, figures.py: an HTML page that needs no network; plotly figures and their style.
+- page.py, figures.py: pages and figures as plain data; an HTML page that needs no network.
 """

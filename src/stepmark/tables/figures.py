@@ -1,285 +1,387 @@
-"""Rows of operators to plotly figures, and the style of all figures; page.py makes documents.
+"""Figures as plain data, and the one function that draws them, in the format of plotly.js.
 
 Colours are Okabe and Ito's, which colour-blind readers distinguish, on transparent ground; the
-page sets the ink by the reader's light or dark scheme.
+page sets the ink by the reader's light or dark scheme. All words are text: the drawing escapes
+them, and a line feed in them begins a new line.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from html import escape
-from itertools import cycle
-from math import ceil, floor, log10
+from math import ceil, floor, isfinite, log2, log10
 from textwrap import wrap
+from typing import Any
 
-import plotly.graph_objects as go
-from plotly.graph_objects import Figure
 
-from stepmark.cases.record import RunInfo
-from stepmark.ground.dtypes import DType
-from stepmark.ground.units import GB, TFLOP, format_time
-from stepmark.model.device import DeviceSpec
-from stepmark.tables.columns import Row, digits, number, text
-from stepmark.tables.outcomes import MATMULS
-from stepmark.tables.row_tables import describe
+class Kind(StrEnum):
+    """How a series is drawn, as plotly calls it."""
+
+    LINE = "lines"  # without points: a limit
+    CURVE = "lines+markers"
+    POINTS = "markers"
+    BARS = "bar"  # on one another; spans, which begin where `starts` says, are not
+
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1")
+INK = "#777777"
+_GRID = "rgba(128,128,128,0.25)"
 _DASHES = ("solid", "dash", "dot", "dashdot")
 _SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "star", "cross")
-INK = "#777777"
-GRID = "rgba(128,128,128,0.25)"
-Drawn = tuple[str, str, Figure]  # title, note, figure
+_PATTERNS = ("", "/", "x", ".")
 _FEW_POWERS = 3  # of ten, on a logarithmic axis
+_MOST_SIZES = 6  # powers of two, about
+_MANY_POINTS = 20  # of a curve, which are drawn smaller
+_MOST_EDGED = 400  # spans; edges of more would hide their colours
+_HALVES = ((0, 0.435), (0.565, 1))  # of the width, for two panels
+
+Value = float | str | None
 
 
-def roofline(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
-    """Draw TFLOP/s over arithmetic intensity, under the roof of each dtype."""
-    points = [row for row in _jobs(rows) if number(row, "tflops")]
-    figure = go.Figure()
-    intensities = [number(row, "arithmetic_intensity") or 1.0 for row in points] or [1.0]
-    low, high = min(20.0, *intensities) / 2, max(1000.0, *intensities) * 2
-    roofs = _roofs(points, rows, device)
-    for (name, peak, bandwidth), dash in zip(roofs, cycle(_DASHES), strict=False):
-        xs, ys = _roof(low, high, peak, bandwidth)
-        line = {"color": INK, "width": 1.5, "dash": dash}
-        figure.add_scatter(x=xs, y=ys, mode="lines", name=name, line=line, hoverinfo="name")
-    for index, family in enumerate(dict.fromkeys(text(row, "family") for row in points)):
-        own = [row for row in points if row["family"] == family]
-        figure.add_scatter(
-            x=[number(row, "arithmetic_intensity") for row in own],
-            y=[number(row, "tflops") for row in own],
-            mode="markers",
-            name=family,
-            marker=_marker(index, size=9, line={"width": 0.5, "color": INK}),
-            text=[_hover(row, run) for row in own],
-            hovertemplate="%{text}<extra></extra>",
-        )
-    reached = [y for trace in figure.data for y in trace.y if y]
-    title = "FLOP per byte of compulsory traffic"
-    figure.update_xaxes(type="log", title=title, **log_ticks([low, high]))
-    figure.update_yaxes(type="log", title="TFLOP/s", **log_ticks(reached))
-    return styled(figure, height=520)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Series:
+    """Values under one name: series of one name have one style and one entry in the legend.
 
-
-def bandwidth(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Figure:
-    """Draw the share of the memory bandwidth of operators without matrix products."""
-    key = "pct_hbm" if device and device.hbm_bytes_per_s else "pct_ceiling"
-    bars = [r for r in _jobs(rows) if not number(r, "flops") and number(r, key) is not None]
-    bars.sort(key=lambda row: (text(row, "family"), number(row, key) or 0.0))
-    names = _names(bars)
-    families = list(dict.fromkeys(text(row, "family") for row in bars))
-    figure = go.Figure()
-    for index, family in enumerate(families):
-        named = zip(names, bars, strict=True)
-        own = [(name, row) for name, row in named if row["family"] == family]
-        figure.add_bar(
-            orientation="h",
-            y=[name for name, _ in own],
-            x=[number(row, key) for _, row in own],
-            name=family,
-            marker_color=COLOURS[index % len(COLOURS)],
-            text=[f"{digits(number(row, 'gb_per_s'))} GB/s" for _, row in own],
-            textposition="auto",
-            hovertext=[_hover(row, run) for _, row in own],
-            hoverinfo="text",
-        )
-    of = "HBM bandwidth" if key == "pct_hbm" else "the measured copy"
-    figure.update_xaxes(title=f"% of {of}", rangemode="tozero")
-    figure.update_yaxes(automargin=True)
-    figure.add_vline(x=100, line={"color": INK, "dash": "dash", "width": 1})
-    return styled(figure, height=170 + 26 * len(bars))
-
-
-def time_breakdown(rows: Sequence[Row], run: RunInfo, *, is_layer: bool = True) -> Figure:
-    """Draw time x count of each role by pass, of the fastest backend.
-
-    Of one layer, or of what is no part of a layer: head, loss and optimizer.
+    x, y: numbers, or names of an axis of categories. None is a gap.
+    colour: of the series, or of each bar; of COLOURS by default.
+    index: chooses colour, dash, symbol and pattern; the place of the name by default.
+    intervals: the lower and upper end of each value.
+    labels: within bars. hover: per point; by default its place, value and name.
     """
-    best: dict[tuple[str, str, str], tuple[float, Row]] = {}
-    for row in _jobs(rows):
-        own = _is_of_layer(text(row, "role")) is is_layer
-        if own and row["model"] and row["role"] and (time_s := number(row, "time_s")):
-            key = (_setting(row), text(row, "role"), text(row, "pass"))
-            if key not in best or time_s < best[key][0]:
-                best[key] = (time_s, row)
-    several = len({setting for setting, *_ in best}) > 1
-    figure = go.Figure()
-    for index, phase in enumerate(dict.fromkeys(phase for *_, phase in best)):
-        timed = {key: each for key, each in best.items() if key[2] == phase}
-        names = [_ALTERNATIVES.get(role, role) for _, role, _ in timed]
-        figure.add_bar(
-            orientation="h",
-            y=[
-                folded(f"{setting} {name}" if several else name)
-                for (setting, *_), name in zip(timed, names, strict=True)
-            ],
-            x=[time_s * (number(row, "count") or 1) * 1e3 for time_s, row in timed.values()],
-            name=phase or "pass not given",
-            marker_color=COLOURS[index % len(COLOURS)],
-            hovertext=[f"{_hover(row, run)}<br>x {row['count']}" for _, row in timed.values()],
-            hoverinfo="text",
-        )
-    only = next(iter(best), ("",))[0]
-    title = "ms (time x count)"
-    figure.update_xaxes(title=title if several or not only else f"{title}, {escape(only)}")
-    figure.update_yaxes(automargin=True, autorange="reversed")
-    figure.update_layout(barmode="stack")
-    return styled(figure, height=170 + 26 * len({key[:2] for key in best}))
+
+    kind: Kind
+    name: str
+    x: Sequence[Value]
+    y: Sequence[Value]
+    colour: str | Sequence[str] = ""
+    index: int | None = None
+    dash: str = ""
+    pattern: str = ""
+    starts: Sequence[float] = ()
+    intervals: Sequence[tuple[float, float]] = ()
+    labels: Sequence[str] = ()
+    hover: Sequence[str] = ()
+    is_in_legend: bool = True
 
 
-_ALTERNATIVES = {
-    "loss_chunked": "loss_chunked (instead of loss)",
-    "optimizer_layer": "optimizer_layer (of each layer)",
-    "optimizer_moe_layer": "optimizer_moe_layer (of each MoE layer)",
-    "optimizer_ends": "optimizer_ends (embedding, head)",
-}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cells:
+    """Squares of a map, coloured by value; light is fast, whichever way the unit goes.
+
+    x, y: the columns and rows by number. limits: the values of the darkest and lightest colour.
+    """
+
+    x: Sequence[int]
+    y: Sequence[int]
+    values: Sequence[float]
+    limits: tuple[float, float]
+    unit: str
+    more_is_better: bool
+    labels: Sequence[str] = ()
+    hover: Sequence[str] = ()
 
 
-def _is_of_layer(role: str) -> bool:
-    """Return whether a layer has the role. The others are once per step, or alternatives."""
-    return role not in ("head", "loss", *_ALTERNATIVES)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """The title and places of an axis.
+
+    base: of a logarithmic axis, 10 or 2; words: a tick of it as text.
+    categories: the names along it, from the left or from the top. ticks: words by place.
+    limits: the values at its ends.
+    """
+
+    title: str = ""
+    base: int | None = None
+    words: Callable[[float], str] = "{:g}".format
+    has_zero: bool = False
+    categories: Sequence[str] = ()
+    ticks: Mapping[int, str] | Mapping[float, str] = field(default_factory=dict)
+    limits: tuple[float, float] | None = None
 
 
-def _setting(row: Row) -> str:
-    mbs = "" if row["mbs"] is None else f" mbs {row['mbs']}"
-    scale = "" if row["scale"] is None else f" scaled {row['scale']}"
-    return f"{row['model']}{mbs}{scale}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mark:
+    """A dashed line across a panel, a shaded band, or a frame.
+
+    x, y: both ends. With one axis it is a band across the panel, or a line where they are the
+    same; with two it is a frame. name: at the right end of a line.
+    """
+
+    x: tuple[float, float] | None = None
+    y: tuple[float, float] | None = None
+    name: str = ""
 
 
-def _roofs(
-    points: Sequence[Row], rows: Sequence[Row], device: DeviceSpec | None
-) -> list[tuple[str, float, float | None]]:
-    """Return (name, FLOP/s, bytes/s) of each dtype; "measured" where no peak is known."""
-    copies = [number(row, "gb_per_s") for row in _jobs(rows) if row["family"] == "copy"]
-    best_copy = max((rate for rate in copies if rate), default=None)
-    bandwidth = device.hbm_bytes_per_s if device else None
-    slope = "memory peak" if bandwidth else "measured copy"
-    if not bandwidth and best_copy:
-        bandwidth = best_copy * GB
-    roofs = []
-    for dtype in dict.fromkeys(text(row, "dtype") for row in points):
-        peak = device.peak(DType(dtype)) if device else None
-        kind = "peak" if peak else "measured ceiling"
-        if not peak:
-            same = [r for r in points if r["dtype"] == dtype and r["family"] in MATMULS]
-            peak = max((number(row, "tflops") or 0.0 for row in same), default=0.0) * TFLOP
-        if peak:
-            roofs.append(
-                (f"{dtype} {kind}" + (f", {slope}" if bandwidth else ""), peak, bandwidth)
-            )
-    return roofs
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """Series, or the cells of a map, on two axes."""
+
+    x: Axis
+    y: Axis
+    series: Sequence[Series] = ()
+    cells: Cells | None = None
+    marks: Sequence[Mark] = ()
 
 
-def _roof(
-    low: float, high: float, peak: float, bandwidth: float | None
-) -> tuple[list[float], list[float]]:
-    """Return corners of min(peak, intensity x bandwidth), in FLOP/byte and TFLOP/s."""
-    if bandwidth is None:
-        return [low, high], [peak / TFLOP] * 2
-    ridge = peak / bandwidth
-    xs = [low, ridge, max(high, 2 * ridge)] if ridge > low else [low, high]
-    return xs, [min(peak, x * bandwidth) / TFLOP for x in xs]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure(Panel):
+    """A panel with a title and a note; one on its right has the same legend.
+
+    height, width: in pixels, by default as wide as the page.
+    """
+
+    title: str
+    note: str
+    height: int
+    width: int | None = None
+    right: Panel | None = None
 
 
-def _jobs(rows: Sequence[Row]) -> list[Row]:
-    """Return correct measurements of all ranks together."""
-    return [row for row in rows if row["rank"] is None and row["status"] == "measured"]
+def draw(figure: Figure) -> dict[str, Any]:
+    """Return the data and the layout of a figure for plotly.js."""
+    panels = [figure] if figure.right is None else [figure, figure.right]
+    series = [each for panel in panels for each in panel.series]
+    places = list(dict.fromkeys(each.name for each in series if not each.colour))
+    layout = _layout(figure, has_spans=any(each.starts for each in series))
+    data = []
+    for number, panel in enumerate(panels):
+        axis = str(number + 1) if number else ""
+        traces = [_cells(panel.cells)] if panel.cells else []
+        for each in panel.series:
+            place = places.index(each.name) if each.name in places else 0
+            trace = _trace(each, panel, place if each.index is None else each.index)
+            trace["showlegend"] = each.is_in_legend and number == 0
+            trace["legendgroup"] = trace["name"] if len(panels) > 1 else ""
+            traces.append(trace)
+        data += [trace | {"xaxis": f"x{axis}", "yaxis": f"y{axis}"} for trace in traces]
+        layout[f"xaxis{axis}"] = _axis(panel, panel.x) | {"anchor": f"y{axis}"}
+        layout[f"yaxis{axis}"] = _axis(panel, panel.y) | {"anchor": f"x{axis}"}
+        if len(panels) > 1:
+            layout[f"xaxis{axis}"]["domain"] = _HALVES[number]
+        layout["shapes"] += [_shape(mark, axis) for mark in panel.marks]
+        layout["annotations"] += [_name(mark, axis) for mark in panel.marks if mark.name]
+    return {"data": data, "layout": layout}
 
 
-def _names(bars: Sequence[Row]) -> list[str]:
-    """Name bars; equal names get their shape, then a number."""
-    has_models = len({row["model"] for row in bars if row["role"]}) > 1
-    keys = (*["model"] * has_models, "role", "pass", "backend")
-    short = [_joined(row, keys if row["role"] else ("family", "shape", *keys)) for row in bars]
-    long = [
-        name if short.count(name) == 1 else f"{name} {escape(text(row, 'shape'))}"
-        for name, row in zip(short, bars, strict=True)
-    ]
-    return unique(long)
-
-
-def folded(name: str) -> str:
-    """Return a name as HTML in lines that leave room for the figure, also on a phone."""
-    return "<br>".join(map(escape, wrap(name, 28, break_on_hyphens=False)))
-
-
-def unique(names: Sequence[str]) -> list[str]:
-    """Number equal names, whose bars would be drawn over each other."""
-    return [
-        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
-        for index, name in enumerate(names)
-    ]
-
-
-def _joined(row: Row, keys: Sequence[str]) -> str:
-    return escape(" ".join(word for word in (text(row, key) for key in keys) if word))
-
-
-def _hover(row: Row, run: RunInfo) -> str:
-    rate = f"{digits(number(row, 'gb_per_s'))} GB/s"
-    if row["tflops"]:
-        rate = f"{digits(number(row, 'tflops'))} TFLOP/s, {rate}"
-    time = format_time(number(row, "time_s") or 0.0)
-    lines = (describe(row), f"{time}, {rate}", text(row, "rate"), f"run {run.run_id}")
-    return "<br>".join(escape(line) for line in lines)
-
-
-def _marker(index: int, **style: object) -> dict[str, object]:
-    symbol = _SYMBOLS[index % len(_SYMBOLS)]
-    return {"color": COLOURS[index % len(COLOURS)], "symbol": symbol, **style}
-
-
-def curve_style(index: int, *, width: float = 2, size: int = 7) -> dict[str, object]:
-    """Return a style whose colour, dash and symbol distinguish even curves on one another."""
-    dash = _DASHES[index % len(_DASHES)]
+def _layout(figure: Figure, *, has_spans: bool) -> dict[str, Any]:
     return {
-        "mode": "lines+markers",
-        "line": {"color": COLOURS[index % len(COLOURS)], "width": width, "dash": dash},
-        "marker": _marker(index, size=size),
-    }
-
-
-def log_ticks(
-    values: Sequence[float], words: Callable[[float], str] = "{:g}".format
-) -> dict[str, object]:
-    """Return ticks for a logarithmic axis: 1, 2, 5 of each power of ten, or of many powers 1.
-
-    words: of a tick.
-    """
-    if not values:
-        return {}
-    low, high = floor(log10(min(values))), ceil(log10(max(values)))
-    steps = (1, 2, 5) if high - low <= _FEW_POWERS else (1,)
-    ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
-    return {"tickvals": ticks, "ticktext": [words(tick) for tick in ticks]}
-
-
-def reference_line(figure: Figure, y: float, name: str) -> None:
-    """Draw a dashed line across the figure, named at its right end."""
-    figure.add_hline(
-        y=y,
-        line={"color": INK, "dash": "dash", "width": 1},
-        annotation={"text": name, "font": {"size": 11}},
-        annotation_position="bottom right",
-    )
-
-
-def styled(figure: Figure, height: int) -> Figure:
-    figure.update_layout(
-        template="none",
-        height=height,
-        margin={"l": 56, "r": 16, "t": 16, "b": 48},
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 13, "color": INK},
-        legend={
+        "height": figure.height,
+        "width": figure.width,
+        "margin": {"l": 56, "r": 16, "t": 16, "b": 48},
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 13, "color": INK},
+        "legend": {
             "orientation": "h",
             "yanchor": "bottom",
             "y": 1.0,
             "x": 0,
             "traceorder": "normal",
         },
-        bargap=0.25,
-        showlegend=True,
-    )
-    figure.update_xaxes(gridcolor=GRID, zeroline=False, automargin=True)
-    figure.update_yaxes(gridcolor=GRID, zeroline=False, automargin=True)
-    return figure
+        "barmode": "overlay" if has_spans else "stack",
+        "bargap": 0.25,
+        "uniformtext": {"mode": "hide" if has_spans else False, "minsize": 8},
+        "showlegend": True,
+        "shapes": [],
+        "annotations": [],
+    }
+
+
+def _trace(series: Series, panel: Panel, index: int) -> dict[str, Any]:
+    """Return a series as a trace. index: of its style."""
+    trace: dict[str, Any] = {
+        "type": "bar" if series.kind is Kind.BARS else "scatter",
+        "name": _markup(series.name),
+        "x": _values(series.x),
+        "y": _values(series.y),
+        **_hover(series, panel),
+    }
+    colour = series.colour or COLOURS[index % len(COLOURS)]
+    if series.kind is Kind.BARS:
+        # Above seven colours a pattern tells equal ones apart.
+        pattern = _PATTERNS[index // len(COLOURS) % len(_PATTERNS)]
+        marker = {"color": colour, "pattern": {"shape": series.pattern or pattern}}
+        trace |= {"orientation": "h" if panel.y.categories else "v", "marker": marker}
+        return trace | _bars(series)
+    dash = series.dash or _DASHES[index % len(_DASHES)]
+    is_thin = series.kind is Kind.LINE or len(series.x) > _MANY_POINTS
+    trace["line"] = {"color": colour, "width": 1.5 if is_thin else 2, "dash": dash}
+    symbol = _SYMBOLS[index % len(_SYMBOLS)]
+    size = 9 if series.kind is Kind.POINTS else 5 if is_thin else 7
+    trace["marker"] = {"color": colour, "symbol": symbol, "size": size}
+    trace["mode"] = series.kind.value
+    if series.intervals:
+        values, axis = (series.x, "x") if panel.y.categories else (series.y, "y")
+        trace[f"error_{axis}"] = _error_bars(values, series.intervals)
+    return trace
+
+
+def _bars(series: Series) -> dict[str, Any]:
+    """Return what bars have besides their values."""
+    bars: dict[str, Any] = {"textposition": "auto", "text": [*map(_markup, series.labels)]}
+    if series.starts:
+        is_edged = bool(series.labels) and len(series.x) <= _MOST_EDGED
+        bars |= {
+            "base": series.starts,
+            "width": 0.9,
+            "textposition": "inside",
+            "insidetextanchor": "middle",
+            "textangle": 0,
+            "textfont": {"size": 11},
+        }
+        edge = {"width": 0.5 if is_edged else 0, "color": "rgba(255,255,255,0.6)"}
+        bars["marker"] = {"color": series.colour, "line": edge}
+    return bars
+
+
+def _cells(cells: Cells) -> dict[str, Any]:
+    """Return a map as bars: the plotly.js of a page has no heat maps, which saves 0.3 MB."""
+    return {
+        "type": "bar",
+        "orientation": "h",
+        "x": [1] * len(cells.x),
+        "base": [column - 0.5 for column in cells.x],
+        "y": cells.y,
+        "width": 0.96,
+        "marker": {
+            "color": cells.values,
+            "colorscale": "Cividis",
+            "reversescale": not cells.more_is_better,
+            "cmin": cells.limits[0],
+            "cmax": cells.limits[1],
+            "colorbar": {"title": {"text": cells.unit}, "thickness": 12, "outlinewidth": 0},
+        },
+        "text": [*map(_markup, cells.labels)],
+        "textposition": "inside",
+        "insidetextanchor": "middle",
+        "textangle": 0,
+        "hovertext": [*map(_markup, cells.hover)],
+        "hoverinfo": "text",
+        "showlegend": False,
+    }
+
+
+def _hover(series: Series, panel: Panel) -> dict[str, Any]:
+    """Return the text of each point, or a template of its place, value and name."""
+    if series.kind is Kind.LINE:
+        return {"hoverinfo": "name"}
+    if series.hover:
+        return {"hoverinfo": "text", "hovertext": [*map(_markup, series.hover)]}
+    if panel.y.categories:
+        text = f"%{{y}}: %{{x:.5g}} {panel.x.title}"
+    else:
+        place = "" if panel.x.categories else f"{panel.x.title} "
+        text = f"{place}%{{x}}: %{{y:.5g}} {panel.y.title}"
+    return {"hovertemplate": f"{_markup(f'{text}, {series.name}')}<extra></extra>"}
+
+
+def _error_bars(
+    values: Sequence[Value], intervals: Sequence[tuple[float, float]]
+) -> dict[str, Any]:
+    pairs = list(zip(values, intervals, strict=True))
+    return {
+        "type": "data",
+        "symmetric": False,
+        "array": [high - float(value or 0) for value, (_, high) in pairs],
+        "arrayminus": [float(value or 0) - low for value, (low, _) in pairs],
+        "thickness": 1,
+    }
+
+
+def _axis(panel: Panel, axis: Axis) -> dict[str, Any]:
+    has_bars = any(each.kind is Kind.BARS for each in panel.series)
+    layout: dict[str, Any] = {
+        "title": {"text": escape(axis.title)},
+        "gridcolor": _GRID,
+        "zeroline": False,
+        "automargin": True,
+        "showgrid": not (panel.cells or (has_bars and axis.categories)),
+    }
+    if axis.has_zero:
+        layout["rangemode"] = "tozero"
+    ticks = axis.ticks
+    if axis.base:
+        layout["type"] = "log"
+        ticks = _log_ticks(axis, panel)
+    if ticks:
+        layout |= {"tickvals": [*ticks], "ticktext": [*map(_markup, ticks.values())]}
+    if axis.limits:
+        layout["range"] = axis.limits
+    if axis.categories:
+        layout |= {
+            "type": "category",
+            "categoryorder": "array",
+            "categoryarray": [*map(_markup, axis.categories)],
+            "autorange": "reversed" if axis is panel.y else True,
+        }
+    return layout
+
+
+def _log_ticks(axis: Axis, panel: Panel) -> dict[float, str]:
+    """Return some powers of two, or 1, 2, 5 of each power of ten; of many powers 1."""
+    columns = [each.x if axis is panel.x else each.y for each in panel.series]
+    values = [value for column in columns for value in column if isinstance(value, int | float)]
+    positive = [value for value in values if value > 0]
+    if not positive:
+        return {}
+    log = log2 if axis.base == 2 else log10
+    low = floor(log(min(positive)))
+    high = ceil(log(max(positive)))
+    if axis.base == 2:
+        step = max(1, ceil((high - low) / _MOST_SIZES))
+        ticks = [2.0**power for power in range(low, high + 1, step)]
+    else:
+        steps = (1, 2, 5) if high - low <= _FEW_POWERS else (1,)
+        ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
+    return {tick: axis.words(tick) for tick in ticks}
+
+
+def _shape(mark: Mark, axis: str) -> dict[str, Any]:
+    """Return a mark on the axes of a panel; axis: their number, "" for the first."""
+    shape: dict[str, Any] = {"type": "rect"}
+    for name, ends in (("x", mark.x), ("y", mark.y)):
+        across = f"{name}{axis} domain"
+        shape[f"{name}ref"] = f"{name}{axis}" if ends else across
+        shape[f"{name}0"], shape[f"{name}1"] = ends or (0, 1)
+    if mark.x and mark.y:
+        return shape | {"line": {"color": COLOURS[1], "width": 3}}
+    (first, last) = mark.x or mark.y or (0, 1)
+    if first == last:
+        return shape | {"type": "line", "line": {"color": INK, "dash": "dash", "width": 1}}
+    return shape | {"fillcolor": INK, "opacity": 0.2, "line": {"width": 0}, "layer": "below"}
+
+
+def _name(mark: Mark, axis: str) -> dict[str, Any]:
+    """Return the name of a line across a panel, below its right end."""
+    assert mark.y
+    return {
+        **{"x": 1, "xref": f"x{axis} domain", "xanchor": "right"},
+        **{"y": mark.y[0], "yref": f"y{axis}", "yanchor": "top"},
+        **{"text": escape(mark.name), "font": {"size": 11}, "showarrow": False},
+    }
+
+
+def _values(values: Sequence[Value]) -> list[Value]:
+    """Return numbers and names as they are drawn; what is not finite is a gap."""
+    return [_markup(value) if isinstance(value, str) else _finite(value) for value in values]
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and isfinite(value) else None
+
+
+def _markup(text: str) -> str:
+    return escape(text).replace("\n", "<br>")
+
+
+def folded(name: str) -> str:
+    """Return a name in lines that leave room for the figure, also on a phone."""
+    return "\n".join(wrap(name, 28, break_on_hyphens=False))
+
+
+def unique(names: Sequence[str]) -> list[str]:
+    """Number equal names, whose series or bars would be one."""
+    return [
+        name if names.count(name) == 1 else f"{name} ({names[: index + 1].count(name)})"
+        for index, name in enumerate(names)
+    ]

@@ -1,33 +1,107 @@
-"""A page: one HTML file that needs no network, to mail, to archive, to open offline."""
+"""A page: one HTML file that needs no network, to mail, to archive, to open offline.
 
+A page is a title and sections, whose content the functions of this file make of text, which
+they escape. Nothing but a table or a picture is given as HTML.
+"""
+
+import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib.resources import files
+from itertools import zip_longest
+from typing import Literal, NewType
 
-from plotly.graph_objects import Figure
+from stepmark.tables.figures import Figure, draw
 
 _FEW_SECTIONS = 3
+_CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
+
+Html = NewType("Html", str)
 
 
-def document(title: str, lead: str, body: str, *, headline: str = "", opening: str = "") -> str:
-    """Return a page that needs nothing else.
+@dataclass(frozen=True, slots=True)
+class Section:
+    """Content under a title, then sections of their own; without any it is left out.
 
-    `title` and `headline`, which stands in for it on the page, are text; the others are HTML.
-    opening: what stands above the table of contents.
+    A section of sections is a part of the page. A figure stands for a section under its title.
     """
-    above = f'<p class="quiet">{escape(title)}</p>' if headline else ""
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{escape(title)}</title>\n"
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n'
-        f"<style>{_data('page.css')}</style>\n<script>{plotly_js()}</script></head>\n"
-        f"<body><main>{above}<h1>{escape(headline or title)}</h1>\n"
-        f'<p class="quiet">{lead}</p>\n{opening}\n{_with_contents(body)}\n</main>\n'
-        f"<script>{_data('page.js')}</script></body></html>\n"
-    )
+
+    title: str
+    content: Sequence[Html] = ()
+    sections: "Sequence[Section | Figure]" = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Page:
+    """A title and sections.
+
+    lead, command: what is small below the title. headline: stands in for the title on the page.
+    opening: what is above the table of contents.
+    """
+
+    title: str
+    lead: str = ""
+    command: str = ""
+    headline: str = ""
+    opening: Sequence[Html] = ()
+    sections: Sequence[Section | Figure]
+
+    def html(self) -> str:
+        """Return the whole document."""
+        above = paragraph(self.title, "quiet") if self.headline else ""
+        command = f" &middot; <code>{escape(self.command)}</code>" if self.command else ""
+        opening = "\n".join(self.opening)
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            f"<title>{escape(self.title)}</title>\n"
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            '<meta name="color-scheme" content="light dark">\n'
+            f"<style>{_data('page.css')}</style>\n<script>{plotly_js()}</script></head>\n"
+            f"<body><main>{above}<h1>{escape(self.headline or self.title)}</h1>\n"
+            f'<p class="quiet">{escape(self.lead)}{command}</p>\n{opening}\n'
+            f"{_with_contents(self.sections)}\n</main>\n"
+            f"<script>{_data('page.js')}</script></body></html>\n"
+        )
+
+
+def paragraph(text: str, tone: Literal["", "quiet", "warning"] = "") -> Html:
+    """Return text, quiet beside other text or as a warning."""
+    return Html(f'<p class="{tone}">{escape(text)}</p>')
+
+
+def heading(text: str, level: Literal[2, 3] = 3) -> Html:
+    """Return a heading within a section, which the table of contents omits."""
+    return Html(f"<h{level}>{escape(text)}</h{level}>")
+
+
+def definitions(pairs: Iterable[tuple[str, str]]) -> Html:
+    """Return names and their values beside each other."""
+    cells = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
+    return Html(f"<dl>{''.join(cells)}</dl>")
+
+
+def preformatted(*lines: str, is_table: bool = False) -> Html:
+    """Return lines as they are; those of a table scroll and are not folded."""
+    kind = ' class="table"' if is_table else ""
+    return Html(f"<pre{kind}>{escape(chr(10).join(lines))}</pre>")
+
+
+def items(texts: Iterable[str], commands: Iterable[str] = ()) -> Html:
+    """Return a list; it is numbered if there are commands, one below each text."""
+    blocks = list(map(preformatted, commands))
+    pairs = zip_longest(texts, blocks, fillvalue="")
+    entries = (f"<li>{escape(text)}{block}</li>" for text, block in pairs)
+    kind = "ol" if blocks else "ul"
+    return Html(f"<{kind}>{''.join(entries)}</{kind}>")
+
+
+def details(status: str, reason: str, blocks: Iterable[str]) -> Html:
+    """Return a status and its reason, which unfold to blocks of text."""
+    summary = f"<summary><b>{escape(status)}</b> {escape(reason)}</summary>"
+    return Html(f"<details>{summary}{''.join(map(preformatted, blocks))}</details>")
 
 
 def plotly_js() -> str:
@@ -40,41 +114,42 @@ def _data(name: str) -> str:
     return files("stepmark").joinpath("data", name).read_text(encoding="utf-8")
 
 
-def _with_contents(body: str) -> str:
-    """Return the sections, which get names, below a table of contents if there are several."""
+def _with_contents(sections: Sequence[Section | Figure]) -> str:
+    """Return the sections one after the other, below links to them if they are several."""
     links: dict[str, str] = {}
-
-    def named(match: re.Match[str]) -> str:
-        kind, title = match.groups()
-        name = re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+    body = []
+    for section in _listed(sections):
+        name = re.sub(r"[^a-z0-9]+", "-", section.title.lower()).strip("-")
         if name in links:
             name += f"-{len(links)}"
+        is_part = isinstance(section, Section) and section.sections
+        kind = ' class="part"' if is_part else ""
+        title = escape(section.title)
         links[name] = f'<li{kind}><a href="#{name}">{title}</a></li>'
-        return f'<section id="{name}"><h2{kind}>{title}</h2>'
-
-    body = re.sub(r'<section><h2( class="part"|)>(.*?)</h2>', named, body)
-    if len(links) < _FEW_SECTIONS:
-        return body
-    return f"<nav><h3>Contents</h3><ul>{''.join(links.values())}</ul></nav>\n{body}"
-
-
-def section(title: str, content: str) -> str:
-    """Return a section, or nothing without content. The title is HTML."""
-    return f"<section><h2>{title}</h2>\n{content}</section>" if content else ""
+        content = _plot(section, name) if isinstance(section, Figure) else section.content
+        body.append(f'<section id="{name}"><h2{kind}>{title}</h2>\n')
+        body += [*content, "</section>\n"]
+    if len(links) >= _FEW_SECTIONS:
+        body.insert(0, f"<nav><h3>Contents</h3><ul>{''.join(links.values())}</ul></nav>\n")
+    return "".join(body)
 
 
-def definitions(pairs: Iterable[tuple[str, str]]) -> str:
-    cells = (f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in pairs)
-    return f"<dl>{''.join(cells)}</dl>"
+def _listed(sections: Sequence[Section | Figure]) -> Iterator[Section | Figure]:
+    """Yield the sections that are not empty, each before those within it."""
+    for section in sections:
+        inside = [] if isinstance(section, Figure) else list(_listed(section.sections))
+        if isinstance(section, Figure) or section.content or inside:
+            yield section
+            yield from inside
 
 
-def figure_section(title: str, note: str, figure: Figure) -> str:
-    """Return a plot under its title (text) and a note."""
-    plot = figure.to_html(
-        full_html=False,
-        include_plotlyjs=False,
-        config={"displaylogo": False, "responsive": True, "displayModeBar": False},
-    )
-    return section(
-        escape(title), f'<p class="quiet">{escape(note)}</p><div class="plot">{plot}</div>'
-    )
+def _plot(figure: Figure, section: str) -> list[str]:
+    """Return the note of a figure and the figure. section: its name."""
+    drawn = json.dumps(draw(figure) | {"config": _CONFIG}, separators=(",", ":"))
+    drawn = drawn.replace("<", r"\u003c")  # no tag within a script
+    return [
+        paragraph(figure.note, "quiet"),
+        f'<div class="plot"><div style="height:{figure.height}px">'
+        f'<div id="plot-{section}" style="height:100%"></div></div>'
+        f'<script>Plotly.newPlot("plot-{section}",{drawn})</script></div>',
+    ]

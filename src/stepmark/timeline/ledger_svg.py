@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from html import escape
 from math import ceil, floor, log10
 
+from stepmark.tables.page import Html
 from stepmark.timeline.ledger import Group, Ledger
 from stepmark.timeline.ledger_rows import LedgerRow, LedgerTable, ledger_table
 
@@ -40,11 +41,14 @@ LIGHT = Theme(ink="#1b1f24", quiet="#5a6470", line="#d9dee4", paper="#ffffff")
 DARK = Theme(ink="#e4e7eb", quiet="#9aa5b1", line="#30363d", paper="#0d1117")
 
 
-def html(ledgers: Sequence[Ledger], names: Sequence[str], title: str) -> str:
-    """Return the picture for a page, once for a screen and once for a phone."""
+def html(ledgers: Sequence[Ledger], names: Sequence[str], title: str) -> Html:
+    """Return the picture for a page, once for a screen and once for a phone.
+
+    SVG does not flow: a phone's rows have two lines, which no style sheet makes of one.
+    """
     wide = svg(ledgers, names, title=title)
     narrow = svg(ledgers, names, title=title, is_narrow=True)
-    return f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>'
+    return Html(f'<div class="wide">{wide}</div><div class="narrow">{narrow}</div>')
 
 
 def svg(

@@ -18,6 +18,7 @@ from stepmark.timeline.trace_breakdown import RankTimes
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.timeline.trace_timeline import Timeline
 from stepmark.traces import trace_breakdown as report
+from stepmark.traces import trace_page
 from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
 from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.timeline import timeline
@@ -45,8 +46,6 @@ def breakdown(options: BreakdownOptions) -> int:
         filled = {name: rows for name, rows in tables.items() if rows}
         write_tables(filled or {"steps": []}, options.csv, "csv")
     if options.html:
-        from stepmark.traces import trace_page  # noqa: PLC0415 - plotly
-
         page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
@@ -54,7 +53,7 @@ def breakdown(options: BreakdownOptions) -> int:
             histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
             list(times.lines(details=True)),
         )
-        write_text(options.html, page, "html")
+        write_text(options.html, page.html(), "html")
     if not options.to_stdout:
         print_text(times.lines(details=options.details))
     return 0

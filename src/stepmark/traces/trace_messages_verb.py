@@ -8,6 +8,7 @@ from stepmark.cases.message import RECV, SEND, Histogram, MessageKind
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
 from stepmark.findings.expected import Expected
+from stepmark.findings.histogram_figures import page
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.units import format_time
@@ -327,11 +328,11 @@ class _View:
         """Write the files that the options name. Raises ConfigError."""
         options = self.options
         if options.html:
-            from stepmark.findings.histogram_figures import page  # noqa: PLC0415 - plotly
-
             title = f"messages of {self.traces.world_size} ranks"
             write_text(
-                options.html, page("stepmark trace messages", [(title, self.rows, ())]), "html"
+                options.html,
+                page("stepmark trace messages", [(title, self.rows, ())]).html(),
+                "html",
             )
         if options.json:
             write_json(self.document(), options.json, "messages")

@@ -2,16 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
-
-import plotly.graph_objects as go
 
 from stepmark.findings import histogram_figures
 from stepmark.ground.units import format_time
 from stepmark.model.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OTHER
 from stepmark.tables.columns import Row, number
-from stepmark.tables.figures import COLOURS, Drawn, styled
-from stepmark.tables.page import document, figure_section, section
+from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
+from stepmark.tables.page import Page, Section, preformatted
 from stepmark.timeline.ledger import WAITING, Work
 from stepmark.timeline.prediction import LEFT_OUT
 from stepmark.timeline.step_timeline import MOST_BARS, MOST_LANES
@@ -63,16 +60,18 @@ def page(
     timelines: Mapping[int, Timeline],
     messages: Sequence[Row],
     lines: Sequence[str],
-) -> str:
-    """Return the document. tables: of the breakdown; messages: rows of a histogram."""
-    drawn = [
-        *streams(timelines, "Times are those of each rank's clock."),
-        *_steps(tables["steps"]),
-        *_hidden(tables["communication"], len(tables["steps"])),
-        *histogram_figures.drawn(messages),
-    ]
-    report = section("Report", f"<pre>{escape(chr(10).join(lines))}</pre>")
-    return document(title, "", "\n".join([*(figure_section(*each) for each in drawn), report]))
+) -> Page:
+    """Return the page. tables: of the breakdown; messages: rows of a histogram."""
+    return Page(
+        title=title,
+        sections=[
+            *streams(timelines, "Times are those of each rank's clock."),
+            *_steps(tables["steps"]),
+            *_hidden(tables["communication"], len(tables["steps"])),
+            *histogram_figures.figures(messages),
+            Section("Report", [preformatted(*lines)]),
+        ],
+    )
 
 
 def _shown(timelines: Mapping[int, Timeline]) -> dict[int, Timeline]:
@@ -89,7 +88,7 @@ def _shown(timelines: Mapping[int, Timeline]) -> dict[int, Timeline]:
 
 def streams(
     timelines: Mapping[int, Timeline], note: str, lane: str = "rank"
-) -> Iterator[Drawn]:
+) -> Iterator[Figure]:
     """Yield the figure of streams over time. lane: what timelines are numbered by."""
     shown = _shown(timelines)
     if not shown:
@@ -104,30 +103,10 @@ def streams(
     bars.sort(key=lambda item: item[1].start - item[1].end)
     bars, left_out = bars[:MOST_BARS], bars[MOST_BARS:]
     counts = Counter((rank, bar.stream) for rank, bar in bars)
-    figure = go.Figure()
-    for group, colour in COLOURS_OF.items():
-        own = [(rank, bar) for rank, bar in bars if bar.group == group]
-        if own:
-            figure.add_bar(
-                orientation="h",
-                y=[names[rank] + escape(bar.stream) for rank, bar in own],
-                base=[(bar.start - first) / 1e6 for _, bar in own],
-                x=[(bar.end - bar.start) / 1e6 for _, bar in own],
-                name=group,
-                marker={
-                    "color": [_blended(colour, counts[rank, bar.stream]) for rank, bar in own],
-                    "line": {"width": 0},
-                },
-                hovertext=[_hover(bar) for _, bar in own],
-                hoverinfo="text",
-                width=0.8,
-            )
+    by_group = {
+        group: [(rank, bar) for rank, bar in bars if bar.group == group] for group in COLOURS_OF
+    }
     last = max(each.end for each in shown.values())
-    figure.update_xaxes(title="ms", range=[0, (last - first) / 1e6])
-    figure.update_yaxes(
-        autorange="reversed", type="category", categoryarray=lanes, showgrid=False
-    )
-    figure.update_layout(barmode="overlay")
     joined_ns = max(each.joined_ns for each in shown.values())
     steps = dict.fromkeys(each.step for each in shown.values())
     notes = [note, "Drag to zoom in."]
@@ -143,8 +122,28 @@ def streams(
     if left_out:
         time = sum(bar.end - bar.start for _, bar in left_out) / 1e6
         notes.append(f"{len(left_out)} bars of together {time:.3f} ms are too short to draw.")
-    title = "Streams" if None in steps else f"Streams in step {', '.join(map(str, steps))}"
-    yield title, " ".join(notes), styled(figure, height=max(260, 150 + 26 * len(lanes)))
+    yield Figure(
+        title="Streams" if None in steps else f"Streams in step {', '.join(map(str, steps))}",
+        note=" ".join(notes),
+        x=Axis(title="ms", limits=(0, (last - first) / 1e6)),
+        y=Axis(categories=lanes),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=group,
+                y=[names[rank] + bar.stream for rank, bar in own],
+                starts=[(bar.start - first) / 1e6 for _, bar in own],
+                x=[(bar.end - bar.start) / 1e6 for _, bar in own],
+                colour=[
+                    _blended(COLOURS_OF[group], counts[rank, bar.stream]) for rank, bar in own
+                ],
+                hover=[_hover(bar) for _, bar in own],
+            )
+            for group, own in by_group.items()
+            if own
+        ],
+        height=max(260, 150 + 26 * len(lanes)),
+    )
 
 
 def _blended(colour: str, num_bars: int) -> str:
@@ -159,21 +158,21 @@ def _blended(colour: str, num_bars: int) -> str:
 
 
 def _streams(each: Timeline) -> list[str]:
-    """Return the streams of a rank as HTML, the busiest first."""
+    """Return the streams of a rank, the busiest first."""
     busy: Counter[str] = Counter()
     for bar in each.bars:
         busy[bar.stream] += bar.busy
-    return [escape(stream) for stream, _ in busy.most_common()]
+    return [stream for stream, _ in busy.most_common()]
 
 
 def _hover(bar: Bar) -> str:
     took = (bar.end - bar.start) / 1e3
     share = min(100.0, 100 * bar.busy / max(bar.end - bar.start, 1))
     count = f"{bar.num_events} events, {share:.0f} % busy" if bar.num_events > 1 else "1 event"
-    return f"{escape(bar.name[:90])}<br>{bar.group}: {took:.1f} us, {count}"
+    return f"{bar.name[:90]}\n{bar.group}: {took:.1f} us, {count}"
 
 
-def _steps(rows: Sequence[Row]) -> Iterator[Drawn]:
+def _steps(rows: Sequence[Row]) -> Iterator[Figure]:
     """Yield the parts of a step: by rank (means over steps), or by step of one rank."""
     if not rows:
         return
@@ -188,21 +187,20 @@ def _steps(rows: Sequence[Row]) -> Iterator[Drawn]:
         slowest = sorted(groups, key=lambda name: -_mean(groups[name], "window_ns"))
         groups = {name: own for name, own in groups.items() if name in slowest[:_MOST_STEPS]}
         note += f" The {_MOST_STEPS} slowest of {len(slowest)}."
-    figure = go.Figure()
-    for column, (name, colour) in _PARTS.items():
-        times = [_mean(own, column) for own in groups.values()]
-        if any(times):
-            figure.add_bar(
-                x=list(groups),
-                y=times,
-                name=name,
-                marker_color=colour,
-                hovertemplate="%{x}: %{y:.3f} ms " + name + "<extra></extra>",
-            )
-    figure.update_layout(barmode="stack")
-    figure.update_xaxes(type="category")
-    figure.update_yaxes(title="ms per step")
-    yield "Parts of a step", note, styled(figure, height=380)
+    names = list(groups)
+    times = {column: [_mean(own, column) for own in groups.values()] for column in _PARTS}
+    yield Figure(
+        title="Parts of a step",
+        note=note,
+        x=Axis(categories=names),
+        y=Axis(title="ms per step"),
+        series=[
+            Series(kind=Kind.BARS, name=name, x=names, y=times[column], colour=colour)
+            for column, (name, colour) in _PARTS.items()
+            if any(times[column])
+        ],
+        height=380,
+    )
 
 
 def _mean(rows: Sequence[Row], column: str) -> float:
@@ -213,7 +211,7 @@ def _mean(rows: Sequence[Row], column: str) -> float:
     return total / len(rows) / 1e6
 
 
-def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Drawn]:
+def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Figure]:
     """Yield how much of each collective runs beside compute."""
     if not rows:
         return
@@ -230,21 +228,23 @@ def _hidden(rows: Sequence[Row], num_steps: int) -> Iterator[Drawn]:
             for old, new in zip(before, (hidden, exposed), strict=True)
         ]
     names = sorted(sums, key=lambda name: -sum(sums[name]))[:12]
-    figure = go.Figure()
-    for place, title, colour in ((0, "hidden by compute", COLOURS[5]), (1, "exposed", _RED)):
-        figure.add_bar(
-            orientation="h",
-            y=[escape(name) for name in names],
-            x=[sums[name][place] for name in names],
-            name=title,
-            marker_color=colour,
-            hovertemplate="%{x:.3f} ms " + title + "<extra></extra>",
-        )
-    figure.update_layout(barmode="stack")
-    figure.update_yaxes(autorange="reversed", type="category", showgrid=False)
-    figure.update_xaxes(title="ms per rank and step")
-    note = (
-        "Time in which any call of a collective runs, waiting for other ranks included; "
-        "collectives that run at the same time count each."
+    yield Figure(
+        title="Communication beside compute",
+        note="Time in which any call of a collective runs, waiting for other ranks included; "
+        "collectives that run at the same time count each.",
+        x=Axis(title="ms per rank and step"),
+        y=Axis(categories=names),
+        series=[
+            Series(
+                kind=Kind.BARS,
+                name=name,
+                x=[sums[row][place] for row in names],
+                y=names,
+                colour=colour,
+            )
+            for place, (name, colour) in enumerate(
+                [("hidden by compute", COLOURS[5]), ("exposed", _RED)]
+            )
+        ],
+        height=130 + 30 * len(names),
     )
-    yield "Communication beside compute", note, styled(figure, height=130 + 30 * len(names))

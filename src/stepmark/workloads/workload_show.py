@@ -32,6 +32,7 @@ from stepmark.workloads import workload_tables, workload_text
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.workload_files import StageFlag, stage_of
 from stepmark.workloads.workload_options import Rows
+from stepmark.workloads.workload_page import page
 from stepmark.workloads.workload_tables import SETUP, ranges
 
 # Sizes among a framework's settings that are set by flags of the layout.
@@ -67,9 +68,7 @@ def show(
         with_rows = {name: rows for name, rows in tables.items() if rows}
         export.write_tables(with_rows, options.csv, "csv")
     if html:
-        from stepmark.workloads.workload_page import page  # noqa: PLC0415 - plotly
-
-        write_text(html, page(workload, number, _defaults(workload.rules)), "html")
+        write_text(html, page(workload, number, _defaults(workload.rules)).html(), "html")
         if html != "-":
             sys.stderr.write(f"wrote {html}\n")
     if not text or options.to_stdout or html == "-":
