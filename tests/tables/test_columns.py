@@ -9,7 +9,7 @@ from stepmark.collectives.comm_columns import COMM_COLUMNS
 from stepmark.operators.op_columns import OP_COLUMNS
 from stepmark.store.run_export import export
 from stepmark.store.view import sql_types, view
-from stepmark.tables.columns import EVERYWHERE, Column, Unit, View, rows
+from stepmark.tables.columns import EVERYWHERE, Column, Unit, View, rows_of
 from stepmark.tables.table import aligned, fitted
 from stepmark.training.train_columns import TRAIN_COLUMNS
 
@@ -70,7 +70,7 @@ def test_a_unit_says_how_its_values_read(unit: Unit, value: object, shown: str) 
 
 def test_a_row_has_every_column_in_order() -> None:
     columns = [Column("b", lambda one: one), Column("a", lambda one: None, views=EVERYWHERE)]
-    assert [list(row.items()) for row in rows(columns, [1, 2])] == [
+    assert [list(row.items()) for row in rows_of(columns, [1, 2])] == [
         [("b", 1), ("a", None)],
         [("b", 2), ("a", None)],
     ]

@@ -40,6 +40,7 @@ from stepmark.store import view
 from stepmark.store.commands import options_of
 from stepmark.store.reader import find_run
 from stepmark.tables.columns import Row
+from stepmark.tables.launches import message_of
 from stepmark.tables.row_tables import ran
 from stepmark.tables.table import Table
 from stepmark.training import train
@@ -108,14 +109,10 @@ class Run(Table):
     def _unmeasured(self) -> list[str]:
         """Return a line per case that was skipped or has failed."""
         return [
-            f"{record.kind}: {record.case.family}: {_reason(record)}"
+            f"{record.kind}: {record.case.family}: {message_of(record)}"
             for record in self.records
             if isinstance(record, Skipped | Failed)
         ]
-
-
-def _reason(record: Skipped | Failed) -> str:
-    return record.reason if isinstance(record, Skipped) else record.message
 
 
 class Replay(ReplayLog, Table):
@@ -126,7 +123,7 @@ class Replay(ReplayLog, Table):
     """
 
     _declared = ()
-    _kind_of = None
+    kind_of = staticmethod(lambda _: "")
 
     def rows(self) -> list[Row]:
         """Return the messages of a step: `comm_logs`."""

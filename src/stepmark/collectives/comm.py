@@ -17,7 +17,7 @@ from stepmark.measuring.machine import Machine
 from stepmark.measuring.measure import measure_or_list
 from stepmark.model.collectives import FACTS, Api, Collective, placements
 from stepmark.store.view import View, print_text, show_rows, view
-from stepmark.tables.columns import SHOWN, TEXT, Column, rows
+from stepmark.tables.columns import SHOWN, TEXT, Column, rows_of
 from stepmark.tables.export import write_json
 from stepmark.tables.table import Table
 from stepmark.workloads.models import file_notes
@@ -99,7 +99,7 @@ def _how(options: CommOptions) -> CommHow:
 def _list() -> list[str]:
     """Return the table of `comm --list`: every collective and what it supports."""
     return [
-        *Table(rows(_LIST_COLUMNS, Collective), _LIST_COLUMNS).text(),
+        *Table(rows_of(_LIST_COLUMNS, Collective), _LIST_COLUMNS).text(),
         "p2p-matrix: every ordered pair, bandwidth and latency, one pair at a time",
         "out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.",
     ]

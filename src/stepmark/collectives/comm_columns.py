@@ -29,8 +29,8 @@ from stepmark.tables.columns import (
     Row,
     View,
     number,
+    rows_of,
 )
-from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.launches import CommLaunches, pooled
 from stepmark.tables.outcomes import (
     LIMIT_SLACK,
@@ -217,11 +217,16 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("dtype", lambda o: o.case.dtype.value, views=SHOWN, leaves=3),
     Column("redop", lambda o: o.case.redop.value, views=SHOWN, leaves=7),
     Column("root", lambda o: o.case.root, COUNT, views=PAGE),
-    Column("placement", lambda o: _placement(o.case), views=SHOWN, leaves=2),
+    Column(
+        "placement",
+        lambda o: "in-place" if o.case.in_place else "out-of-place",
+        views=SHOWN,
+        leaves=2,
+    ),
     Column("num_ranks", lambda o: o.case.num_ranks, COUNT, "ranks", SHOWN, 4),
     Column("world_size", lambda o: o.case.world_size, COUNT),
     Column("split", lambda o: o.case.split or None, views=PAGE),
-    Column("pair", lambda o: _pair(o.case), views=SHOWN),
+    Column("pair", lambda o: "-".join(map(str, o.case.pair or ())) or None, views=SHOWN),
     Column("mode", lambda o: o.case.mode.value, views=SHOWN, leaves=4),
     Column("aligned", lambda o: o.case.aligned, FLAG),
     Column("api", lambda o: o.case.api.value, views=SHOWN, leaves=6),
@@ -315,14 +320,6 @@ def rows(
 
 def _role(label: Label) -> str:
     return label.role + (f" mbs {label.mbs}" if label.mbs else "")
-
-
-def _placement(case: CommCase) -> str:
-    return "in-place" if case.in_place else "out-of-place"
-
-
-def _pair(case: CommCase) -> str | None:
-    return f"{case.pair[0]}-{case.pair[1]}" if case.pair else None
 
 
 def _gb(bytes_per_s: float | None) -> float | None:

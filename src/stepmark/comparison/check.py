@@ -35,7 +35,6 @@ from stepmark.comparison.series import by_process
 from stepmark.ground.errors import ConfigError, worst
 from stepmark.ground.launches import squares_within
 from stepmark.ground.options import build, plain
-from stepmark.ground.ratio import Ratio
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_duration
 from stepmark.measuring.delivery import finish, write_files
@@ -117,7 +116,8 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     # Means, because under a power cap the clock and so the median hop between a few states.
     sides = [side_of_runs("reference", before), side_of_runs("now", [path])]
     comparison = compare(sides, Options(statistic="mean"))
-    accepted = accept(_ratios(comparison), options.floor)
+    ratios = [line.cells[comparison.names[1]].ratio for line in comparison.lines]
+    accepted = accept(ratios, options.floor)
     comparison = replace(
         comparison,
         too_slow=tuple((place, "now") for place in accepted.slow),
@@ -152,16 +152,15 @@ def _runs_named(options: CheckOptions) -> list[Path]:
     return [find_run(options.runs, name) for name in options.baseline.split(",")]
 
 
-def _ratios(comparison: Comparison) -> list[Ratio | None]:
-    return [line.cells[comparison.names[1]].ratio for line in comparison.lines]
-
-
 def _check_baseline(first: Path, reference: Reference, options: CheckOptions) -> None:
     """Raise ConfigError for a baseline of too few launches to accept an equal machine."""
     processes = [by_process(records) for records in reference.values()]
     launches = min(map(len, processes))
     squares, df = squares_within(
-        {name: math.log(fmean(map(_mean_s, own))) for name, own in by_name.items()}
+        {
+            name: math.log(fmean(fmean(slowest_per_sample(r.samples.seconds)) for r in own))
+            for name, own in by_name.items()
+        }
         for by_name in processes
     )
     # A noisy baseline is not refused: what decides is how the launches of today vary.
@@ -186,10 +185,6 @@ def _check_baseline(first: Path, reference: Reference, options: CheckOptions) ->
             f"launches vary by {launch_sd:.1%}; measure one by "
             f"`{command} --launches {needed}`",
         )
-
-
-def _mean_s(record: Measured) -> float:
-    return fmean(slowest_per_sample(record.samples.seconds))
 
 
 def _launch_s(records: Sequence[Measured]) -> float | None:

@@ -13,8 +13,7 @@ from stepmark.comparison.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.ground.verdicts import FALSE_SHARE
-from stepmark.tables.columns import COUNT, PAGE, SHOWN, Column, Row, View, digits, text
-from stepmark.tables.columns import rows as rows_of
+from stepmark.tables.columns import COUNT, PAGE, SHOWN, Column, Row, View, digits, rows_of, text
 from stepmark.tables.row_tables import print_lines, print_table
 from stepmark.tables.table import Table
 

@@ -40,7 +40,8 @@ def series_of_tables(
                 continue
             if reading.num_wrong:
                 continue
-            key = (*_table_key(table), *reading.measurement)
+            of_table = (table.collective, table.method, table.unit, table.num_ranks)
+            key = (*of_table, *reading.measurement)
             first, readings = groups.setdefault(key, (table, []))
             if first is not table:
                 raise ConfigError(
@@ -49,10 +50,6 @@ def series_of_tables(
             readings.append(reading)
     all_series = (_series_of_readings(path, *group, defaults) for group in groups.values())
     return [series for series in all_series if series.launches or series.below is not None]
-
-
-def _table_key(table: Table) -> tuple[object, ...]:
-    return table.collective, table.method, table.unit, table.num_ranks
 
 
 def _series_of_readings(

@@ -148,7 +148,10 @@ def rows(
         key = (*(getattr(kind, name) for name in by), size_is, bins.of(size)[0])
         cells.setdefault(key, {})[kind] = tally
     table = []
-    for key in sorted(cells, key=lambda key: tuple(map(_sortable, key))):
+    # Numbers by size, among texts.
+    for key in sorted(
+        cells, key=lambda key: [(v, "") if isinstance(v, int) else (0, str(v)) for v in key]
+    ):
         messages = cells[key]
         low, high = bins.of(size_of(next(iter(messages)))[0])
         row: Row = dict(zip((*by, "size_is"), key, strict=False))
@@ -157,11 +160,6 @@ def rows(
         row |= _times(messages, num_ranks, expected) if expected is not None else {}
         table.append(row)
     return table
-
-
-def _sortable(value: object) -> tuple[int, str]:
-    """Return a key that sorts numbers by size, among texts."""
-    return (value, "") if isinstance(value, int) else (0, str(value))
 
 
 def _counts(messages: Histogram, num_ranks: int) -> Row:

@@ -5,7 +5,7 @@ in the row of all ranks (the slowest of them in each sample). With several ranks
 rank follows it, so that a slow device stands out in `vs_median_rank`.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,9 +30,9 @@ from stepmark.tables.columns import (
     Column,
     Row,
     View,
+    rows_of,
     text,
 )
-from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.launches import OpLaunches, pooled
 from stepmark.tables.outcomes import (
     CACHES,
@@ -40,6 +40,7 @@ from stepmark.tables.outcomes import (
     LIMIT_SLACK,
     Ceilings,
     Figures,
+    figure,
     measured_ceilings,
     num_wrong,
     percent,
@@ -242,11 +243,6 @@ class OpOutcome:
 
 def _joined(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
-
-
-def figure(of: Callable[[OpFigures], object]) -> Callable[[OpOutcome], object]:
-    """Make a column that is empty without a measurement."""
-    return lambda outcome: None if outcome.figures is None else of(outcome.figures)
 
 
 def _role_words(row: Row) -> str:

@@ -196,7 +196,10 @@ def _spans_more(target: Target, most: int) -> bool:
     if target.case is not None and target.case.device == "cpu":
         return False
     curves = target.parts.curves if target.parts else ()
-    if any(_is_over_hosts(curve, most) for curve in curves):
+    if any(
+        curve.num_ranks > most if curve.num_hosts is None else curve.num_hosts > 1
+        for curve in curves
+    ):
         return False
     workload = target.workload
     groups = {
@@ -215,10 +218,6 @@ def _ranks_per_host(curves: Sequence[Curve], link_domain: int) -> int:
     if all(curve.num_hosts == 1 for curve in known):
         return link_domain
     return max(curve.num_ranks // (curve.num_hosts or 1) for curve in known)
-
-
-def _is_over_hosts(curve: Curve, most: int) -> bool:
-    return curve.num_ranks > most if curve.num_hosts is None else curve.num_hosts > 1
 
 
 def _effects(

@@ -8,8 +8,7 @@ from stepmark.cases.replay_case import ReplayCase
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.model.device import DeviceSpec
 from stepmark.store.commands import command_of
-from stepmark.tables.columns import COUNT, FLAG, SECONDS, SHOWN, TEXT, Column, Row
-from stepmark.tables.columns import rows as rows_of
+from stepmark.tables.columns import COUNT, FLAG, SECONDS, SHOWN, TEXT, Column, Row, rows_of
 
 _Outcome = tuple[Record, ReplayCase, tuple[float, ...]]  # iterations by the slowest rank
 

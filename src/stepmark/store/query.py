@@ -16,12 +16,11 @@ import msgspec
 from stepmark.cases.kind import KINDS
 from stepmark.cases.record import Record
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.files import open_bytes
 from stepmark.ground.options import load
+from stepmark.store.codec import to_plain
 from stepmark.store.reader import RUN, Run, with_all_samples
-from stepmark.store.view import columns, device_of, of_records
-from stepmark.tables.columns import COUNT, FLAG, JSON, NUMBER, Column, Row
-from stepmark.tables.columns import rows as rows_of
+from stepmark.store.view import declared, device_of, of_records
+from stepmark.tables.columns import COUNT, FLAG, JSON, NUMBER, Column, Row, rows_of
 from stepmark.tables.table import Table
 
 if TYPE_CHECKING:
@@ -36,16 +35,6 @@ class _Line:
     text: bytes
     row: Row
 
-    @property
-    def label(self) -> dict[str, Any]:
-        """Return the first place in a model."""
-        labels = self.plain["case"].get("labels")
-        return labels[0] if labels else {}
-
-    @property
-    def levels(self) -> dict[str, Any]:
-        return self.plain.get("levels") or {}
-
 
 def _field(name: str) -> Callable[[_Line], object]:
     return lambda o: o.plain.get(name)
@@ -56,13 +45,14 @@ def _of_case(name: str) -> Callable[[_Line], object]:
 
 
 def _level(name: str) -> Callable[[_Line], object]:
-    return lambda o: o.levels.get(name)
+    return lambda o: (o.plain.get("levels") or {}).get(name)
 
 
 def _phase(line: _Line) -> object:
     """Return the pass of an operator, or of the first place of a collective."""
     op = line.plain["case"].get("op") or {}
-    return op.get("phase") or line.label.get("phase")
+    labels = line.plain["case"].get("labels") or [{}]
+    return op.get("phase") or labels[0].get("phase")
 
 
 # What is said of a record besides the columns of its kind.
@@ -87,30 +77,22 @@ _OF_RECORDS: tuple[Column[_Line], ...] = (
     Column("message", _field("message")),
     Column("record", lambda o: o.text.decode(), JSON),
 )
-_OF_RUNS: tuple[Column[tuple[dict[str, Any], str]], ...] = (
-    Column("run_id", lambda o: o[0].get("run_id")),
-    Column("created_at", lambda o: o[0].get("created_at")),
-    Column("command", lambda o: o[0].get("command")),
-    Column("num_cases", lambda o: o[0].get("num_cases"), COUNT),
-    Column("host", lambda o: _environment(o[0]).get("host")),
-    Column("device_name", lambda o: next(iter(_devices(o[0])), {}).get("name")),
-    Column("num_devices", lambda o: len(_devices(o[0])), COUNT),
-    Column("torch", lambda o: _environment(o[0]).get("torch")),
-    Column("driver", lambda o: (_environment(o[0]).get("versions") or {}).get("driver")),
-    Column("git_commit", lambda o: _environment(o[0]).get("git_commit")),
-    Column("stepmark", lambda o: _environment(o[0]).get("stepmark")),
-    Column("environment", lambda o: o[0].get("environment"), JSON),
-    Column("settings", lambda o: o[0].get("settings"), JSON),
-    Column("path", lambda o: o[1]),
+_OF_RUNS: tuple[Column[Run], ...] = (
+    Column("run_id", lambda o: o.info.run_id),
+    Column("created_at", lambda o: o.info.created_at),
+    Column("command", lambda o: o.info.command),
+    Column("num_cases", lambda o: o.info.num_cases, COUNT),
+    Column("host", lambda o: o.info.environment.host),
+    Column("device_name", lambda o: next((d.name for d in o.info.environment.devices), None)),
+    Column("num_devices", lambda o: len(o.info.environment.devices), COUNT),
+    Column("torch", lambda o: o.info.environment.torch),
+    Column("driver", lambda o: o.info.environment.versions.get("driver")),
+    Column("git_commit", lambda o: o.info.environment.git_commit),
+    Column("stepmark", lambda o: o.info.environment.stepmark),
+    Column("environment", lambda o: to_plain(o.info)["environment"], JSON),
+    Column("settings", lambda o: to_plain(o.info)["settings"], JSON),
+    Column("path", lambda o: str(o.path / RUN)),
 )
-
-
-def _environment(plain: dict[str, Any]) -> dict[str, Any]:
-    return plain.get("environment") or {}
-
-
-def _devices(plain: dict[str, Any]) -> list[dict[str, Any]]:
-    return _environment(plain).get("devices") or []
 
 
 def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
@@ -134,26 +116,20 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
             raise ConfigError("sql", query, f"it fails: {_one_line(error)}") from None
 
 
-def _declared() -> list[Column[Any]]:
-    """Return the columns of all kinds, each name once."""
-    by_name = {column.name: column for kind in KINDS for column in columns(kind)}
-    return list(by_name.values())
-
-
 def rows_of_runs(runs: Sequence[Run]) -> Table:
     """Return the rows of all runs, as `runs show` has them."""
     rows: list[Row] = []
     for run in runs:
         records = list(with_all_samples(run.path, run.latest))
         rows += of_records(run.info, records).all_rows
-    return Table(rows, _declared())
+    return Table(rows, declared())
 
 
 def records_of_runs(runs: Sequence[Run]) -> Table:
     """Return the records of all runs."""
     lines = [line for run in runs for line in _lines(run)]
     own = {column.name for column in _OF_RECORDS}
-    others = [column for column in _declared() if column.name not in own]
+    others = [column for column in declared() if column.name not in own]
     rows = [
         facts | {column.name: line.row.get(column.name) for column in others}
         for line, facts in zip(lines, rows_of(_OF_RECORDS, lines), strict=True)
@@ -189,9 +165,7 @@ def _first_rows(run: Run, records: Sequence[Record]) -> dict[str, Row]:
 
 def runs_themselves(runs: Sequence[Run]) -> Table:
     """Return a row per run whose run.json can be read."""
-    files = [run.path / RUN for run in runs if run.is_known]
-    infos = [(msgspec.json.decode(open_bytes(file)), str(file)) for file in files]
-    return Table(rows_of(_OF_RUNS, infos), _OF_RUNS)
+    return Table(rows_of(_OF_RUNS, [run for run in runs if run.is_known]), _OF_RUNS)
 
 
 _VIEWS = {"rows": rows_of_runs, "records": records_of_runs, "runs": runs_themselves}

@@ -165,7 +165,12 @@ def operator_samples(runs: Path, name: str) -> tuple[Run, dict[Op, list[float]]]
 
 def sql_types() -> dict[str, str]:
     """Return the SQL type of every declared column."""
-    return {column.name: column.unit.sql_type for kind in KINDS for column in columns(kind)}
+    return {column.name: column.unit.sql_type for column in declared()}
+
+
+def declared() -> list[Column[Any]]:
+    """Return the columns of all kinds, each name once."""
+    return list({each.name: each for kind in KINDS for each in columns(kind)}.values())
 
 
 def show_rows(run: View) -> None:

@@ -170,7 +170,7 @@ def _unit_of(name: str) -> Unit:
     return next((unit for end, unit in _ENDS.items() if name.endswith(end)), NUMBER)
 
 
-def rows(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
+def rows_of(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:
     """Return one row per outcome, with every column."""
     return [{column.name: column.of(outcome) for column in columns} for outcome in outcomes]
 

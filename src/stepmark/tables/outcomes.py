@@ -1,10 +1,10 @@
 """Figures that rows of operators, collectives and training share."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from stepmark.cases.record import Measured, Record, Telemetry, is_busy
 from stepmark.ground.dtypes import DType
@@ -207,3 +207,8 @@ def status_words(row: Row) -> str:
     """Return the outcome of a row where it is not just measured."""
     above = "above limit" if row["over_limit"] else ""
     return above if row["status"] == "measured" else f"{row['status']} {above}".strip()
+
+
+def figure(of: Callable[[Any], object]) -> Callable[[Any], object]:
+    """Make a column of an outcome's figures that is empty without a measurement."""
+    return lambda outcome: None if outcome.figures is None else of(outcome.figures)

@@ -39,7 +39,7 @@ class Table:
         """
         self._rows = list(rows)
         self._declared = columns
-        self._kind_of = kind_of
+        self.kind_of = kind_of or (lambda _: "")
 
     def rows(self) -> list[Row]:
         """Return a dict per row."""
@@ -72,10 +72,6 @@ class Table:
         cells = [[column.title for column in columns]]
         cells += [[column.shown(row) for column in columns] for row in self.rows()]
         return aligned(cells, [column.unit.is_numeric for column in columns])
-
-    def kind_of(self, row: Row) -> str:
-        """Return what sets a row apart, or nothing."""
-        return self._kind_of(row) if self._kind_of else ""
 
     def html(self) -> str:
         """Return a table of a page: a heading sorts it, a row has the command that makes it."""

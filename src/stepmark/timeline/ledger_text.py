@@ -20,8 +20,9 @@ from stepmark.tables.columns import (
     Row,
     digits,
     given,
+    rows_of,
 )
-from stepmark.tables.columns import rows as rows_of
+from stepmark.tables.outcomes import megahertz
 from stepmark.tables.table import Table
 from stepmark.timeline.ledger import (
     RECOMPUTED,
@@ -237,7 +238,7 @@ def difference_lines(
     rows.append(
         {
             "part": "sum of absolute differences of lines",
-            "apart_ns": _ms(total_ns),
+            "apart_ns": MS.show(total_ns),
             "apart_pct": f"{_percent(total_ns, step_ns):.1f}" if step_ns else None,
         }
     )
@@ -261,15 +262,11 @@ POWER_COLUMNS: tuple[Column[_Quantity], ...] = (
 def power_rows(predicted: StepPower, measured: StepPower) -> list[Row]:
     """Return clock, power and energy of the step on one GPU, as predicted and measured."""
     items: list[_Quantity] = [
-        ("SM clock", "MHz", _mhz(predicted.clock_hz), _mhz(measured.clock_hz)),
+        ("SM clock", "MHz", megahertz(predicted.clock_hz), megahertz(measured.clock_hz)),
         ("power", "W", predicted.power_w, measured.power_w),
         ("energy", "J", predicted.energy_j, measured.energy_j),
     ]
     return rows_of(POWER_COLUMNS, items)
-
-
-def _mhz(clock_hz: float | None) -> float | None:
-    return None if clock_hz is None else clock_hz / 1e6
 
 
 def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
@@ -301,10 +298,10 @@ def source_line(measured: MeasuredLedger) -> str:
     if measured.num_ranks > 1:
         which += f", which works the longest of {measured.num_ranks}"
     cost_ns = measured.profiled.window_ns - measured.ledger.window_ns
-    than = f"{_ms(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
-    text = f"{which}: {_ms(measured.profiled.window_ns)} ms with the profiler, {than}"
+    than = f"{MS.show(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
+    text = f"{which}: {MS.show(measured.profiled.window_ns)} ms with the profiler, {than}"
     rest_ns = measured.ledger.lines.get(UNEXPLAINED, 0)
-    return f"measured: {text}" + f"; {_ms(rest_ns)} ms are unexplained" * bool(rest_ns)
+    return f"measured: {text}" + f"; {MS.show(rest_ns)} ms are unexplained" * bool(rest_ns)
 
 
 def sentence(
@@ -402,7 +399,3 @@ def _signed(value: float, places: int) -> str:
 def _short(nanoseconds: float) -> str:
     """Return milliseconds with three digits."""
     return digits(nanoseconds / _MS, 3)
-
-
-def _ms(nanoseconds: float) -> str:
-    return f"{nanoseconds / _MS:.3f}"

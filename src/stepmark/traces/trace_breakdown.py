@@ -20,8 +20,8 @@ from stepmark.tables.columns import (
     Row,
     View,
     given,
+    rows_of,
 )
-from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.table import Table
 from stepmark.timeline.ledger_text import spread_lines
 from stepmark.timeline.trace_breakdown import RankTimes, StepTimes
@@ -207,15 +207,17 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
             for part in ("host_bound_ns", "unknown_idle_ns") * (name == "idle_ns"):
                 if 2 * (own := _sum(steps, part)) > time:
                     words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
-                    cause = f" ({_ms(own / len(steps))} ms is {words})"
+                    cause = f" ({MS.show(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
     times = {row["rank"]: _mean(steps, "window_ns", {row["rank"]}) for row in steps}
     slowest = max(times, key=lambda rank: times[rank])
     if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
-        parts.append(f"the slowest is rank {slowest} with {_ms(times[slowest])} ms")
+        parts.append(f"the slowest is rank {slowest} with {MS.show(times[slowest])} ms")
     average = " on average" * (len(steps) > 1)
     where = " on the host (no GPU events)" * (steps[0]["clock"] == "host")
-    return f"{_which(steps)}{where}: {_ms(took / len(steps))} ms{average}: {', '.join(parts)}"
+    return (
+        f"{_which(steps)}{where}: {MS.show(took / len(steps))} ms{average}: {', '.join(parts)}"
+    )
 
 
 def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
@@ -231,14 +233,14 @@ def _waiting(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
         return ""
     worst = max(arrivals, key=lambda row: _ns(row, "caused_ns"))
     is_most = 2 * _ns(worst, "caused_ns") > _sum(arrivals, "waiting_ns")
-    text = f"{_ms(waiting)} of {_ms(comm)} ms is waiting, "
+    text = f"{MS.show(waiting)} of {MS.show(comm)} ms is waiting, "
     text += f"{'mostly' if is_most else 'the most'} for rank {worst['rank']}"
     for name, cause in _CAUSES.items():
         own, others = (
             _mean(steps, name, o) for o in ({worst["rank"]}, ranks - {worst["rank"]})
         )
         if own - others > waiting / 2:
-            return f" ({text}, {cause} {_ms(own)} ms, others {_ms(others)} ms)"
+            return f" ({text}, {cause} {MS.show(own)} ms, others {MS.show(others)} ms)"
     return f" ({text})"
 
 
@@ -295,7 +297,7 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
     worst, num_others = order[0], len(rows) - 1
     yield ""
     if caused := _ns(worst, "caused_ns"):
-        each = _ms(caused / _ns(worst, "steps") / num_others)
+        each = MS.show(caused / _ns(worst, "steps") / num_others)
         yield (
             f"The others wait for rank {worst['rank']} the most: {each} ms of a step on "
             f"average, hidden or not. It arrives last in {worst['num_last']} of "
@@ -310,7 +312,7 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
         means = {
             "waits_ns": _ns(row, "waiting_ns") / steps,
             "waited_for_ns": _ns(row, "caused_ns") / steps / num_others,
-            "early": "n/a" if row["early_ns"] is None else _ms(early_ns),
+            "early": "n/a" if row["early_ns"] is None else MS.show(early_ns),
         }
         shown.append(row | means)
     yield from Table(shown, _ARRIVAL_COLUMNS).text()
@@ -444,10 +446,6 @@ def _sum(rows: Iterable[Row], name: str) -> int:
 def _ns(row: Row, name: str) -> int:
     value = row[name]
     return value if isinstance(value, int) else 0
-
-
-def _ms(nanoseconds: float) -> str:
-    return f"{nanoseconds / 1e6:.3f}"
 
 
 def _share(part: float, whole: float) -> str:

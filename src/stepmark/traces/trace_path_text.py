@@ -141,7 +141,7 @@ def lines(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the text of the paths."""
     for path in paths:
         step = "whole trace" if path.step is None else f"step {path.step}"
-        yield f"{step}, rank {path.rank}: {_ms(_time(path.segments))} ms, of which"
+        yield f"{step}, rank {path.rank}: {MS.show(_time(path.segments))} ms, of which"
         yield from Table(list(_shown(path)), _COLUMNS).text()
         yield from _remarks(path)
         yield ""
@@ -154,19 +154,21 @@ def _remarks(path: Path) -> Iterator[str]:
     for segment in path.segments:
         by_rank[segment.rank] += segment.time
     if set(by_rank) != {path.rank}:
-        words = ", ".join(f"rank {rank} {_ms(time)} ms" for rank, time in by_rank.most_common())
+        words = ", ".join(
+            f"rank {rank} {MS.show(time)} ms" for rank, time in by_rank.most_common()
+        )
         yield f"where the path runs: {words}; ranks wait for it in collectives"
     if inferred := [part for part in path.segments if part.is_inferred]:
         yield (
-            f"inferred: {len(inferred)} waits for another stream ({_ms(_time(inferred))} ms of "
-            "gaps), as the trace does not tell which event was awaited"
+            f"inferred: {len(inferred)} waits for another stream "
+            f"({MS.show(_time(inferred))} ms of gaps), as the trace does not tell which event was awaited"
         )
     if path.uncounted or path.unmatched:
         yield (
-            f"* {_ms(path.unmatched)} ms of communication on this path, and "
-            f"{_ms(path.uncounted)} ms of rank {path.rank} on and beside it, may be waiting "
-            "for other ranks: their traces are missing, or do not say which collective it is. "
-            "It counts as 0 in these bounds"
+            f"* {MS.show(path.unmatched)} ms of communication on this path, and "
+            f"{MS.show(path.uncounted)} ms of rank {path.rank} on and beside it, may be "
+            "waiting for other ranks: their traces are missing, or do not say which collective "
+            "it is. It counts as 0 in these bounds"
         )
     if path.absent:
         yield f"no trace of {ranks_text(path.absent)}: whether they arrived last is not known"
@@ -181,7 +183,3 @@ def _ns(row: Row, key: str = "time_ns") -> int:
     value = row[key]
     assert isinstance(value, int)
     return value
-
-
-def _ms(nanoseconds: int) -> str:
-    return f"{nanoseconds / 1e6:.3f}"

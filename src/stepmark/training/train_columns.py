@@ -44,12 +44,13 @@ from stepmark.tables.columns import (
     Row,
     View,
     number,
+    rows_of,
 )
-from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.launches import is_beyond_chance, message_of
 from stepmark.tables.outcomes import (
     Ceilings,
     Figures,
+    figure,
     measured_ceilings,
     num_wrong,
     rank_words,
@@ -176,11 +177,6 @@ class TrainOutcome:
     def status(self) -> str:
         wrong = isinstance(self.record, Measured) and self.record.num_wrong
         return status_of(self.record, wrong or None)
-
-
-def figure(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:
-    """Make a column that is empty without a measurement."""
-    return lambda outcome: None if outcome.figures is None else of(outcome.figures)
 
 
 def all_ranks(of: Callable[[TrainFigures], object]) -> Callable[[TrainOutcome], object]:

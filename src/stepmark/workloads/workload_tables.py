@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from stepmark.cases.message import Histogram, MessageKind, Tally
 from stepmark.findings.histogram import size_of
-from stepmark.model.ops import FAMILY_OF, Op
+from stepmark.model.ops import Op
 from stepmark.step.workload import (
     CommOp,
     ComputeOp,
@@ -35,10 +35,11 @@ from stepmark.tables.columns import (
     Row,
     Unit,
     given,
+    rows_of,
 )
-from stepmark.tables.columns import rows as rows_of
 from stepmark.tables.outcomes import percent
 from stepmark.tables.table import Table
+from stepmark.workloads.durations import family
 
 T = TypeVar("T")
 SETUP = "setup"  # runs once, before the first step
@@ -164,10 +165,10 @@ COLLECTIVE_COLUMNS: tuple[Column[_Messages], ...] = (
     _shown("modules", lambda o: ", ".join(o.modules), TEXT, "of"),
 )
 COMPUTE_COLUMNS: tuple[Column[_Computed], ...] = (
-    _shown("family", lambda o: _family(o.op), TEXT, "operator"),
+    _shown("family", lambda o: family(o.op), TEXT, "operator"),
     _shown("pass", lambda o: o.phase),
-    _shown("shape", lambda o: _shape(o.op)),
-    _shown("dtype", lambda o: _dtype(o.op)),
+    _shown("shape", lambda o: o.op.name if isinstance(o.op, Kernel) else o.op.shape_text),
+    _shown("dtype", lambda o: "" if isinstance(o.op, Kernel) else o.op.dtype.value),
     _shown("calls", lambda o: o.calls, COUNT),
     Column("flops_each", lambda o: o.op.flops, FLOPS),
     _shown("flops", lambda o: o.flops, FLOPS, "FLOP"),
@@ -347,18 +348,6 @@ def _sums(counted: Mapping[Operation, int], workload: Workload) -> Sums:
 
 def _known(alike: AlikeLayers) -> list[int]:
     return [layer for layer in alike[0] if layer is not None]
-
-
-def _family(op: Op | Kernel) -> str:
-    return "kernel" if isinstance(op, Kernel) else FAMILY_OF[type(op)]
-
-
-def _shape(op: Op | Kernel) -> str:
-    return op.name if isinstance(op, Kernel) else op.shape_text
-
-
-def _dtype(op: Op | Kernel) -> str:
-    return "" if isinstance(op, Kernel) else op.dtype.value
 
 
 def _by_layer(

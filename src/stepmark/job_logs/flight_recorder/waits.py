@@ -133,7 +133,8 @@ def wait_graph(groups: Sequence[GroupDumps], differing: Mapping[GroupDumps, int]
     for call in graph.calls:
         for rank in call.waiting:
             first = next(iter(fronts.get(rank, ())), None)
-            if first and call not in fronts[rank] and not _has_started(call.steps[rank]):
+            has_started = any(op.state == "started" for op in call.steps[rank])
+            if first and call not in fronts[rank] and not has_started:
                 call.behind[rank] = fronts[rank][-1]
     return graph
 
@@ -151,10 +152,6 @@ def _entered(shared: GroupDumps, differing: int | None) -> int:
         ),
         default=0,
     )
-
-
-def _has_started(step: Step) -> bool:
-    return any(op.state == "started" for op in step)
 
 
 class _Builder:
