@@ -161,7 +161,8 @@ def _remarks(path: Path) -> Iterator[str]:
     if inferred := [part for part in path.segments if part.is_inferred]:
         yield (
             f"inferred: {len(inferred)} waits for another stream "
-            f"({MS.show(_time(inferred))} ms of gaps), as the trace does not tell which event was awaited"
+            f"({MS.show(_time(inferred))} ms of gaps), as the trace does not tell which event "
+            "was awaited"
         )
     if path.uncounted or path.unmatched:
         yield (
