@@ -66,9 +66,9 @@ def _keep_no_device_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """What measures here releases what was frozen: the next would collect all of it first."""
-    if not gc.get_freeze_count():
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """What measures releases what was frozen: the next would collect all of it first."""
+    if item.get_closest_marker("ranks"):
         gc.freeze()
 
 
