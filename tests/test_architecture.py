@@ -185,3 +185,9 @@ def test_nouns_and_workloads_import_no_torch() -> None:
     ]
     assert len(modules) > 20
     assert "torch" not in loaded_by("import " + ", ".join(modules))
+
+
+def test_tests_of_a_file_run_in_one_process(request: pytest.FixtureRequest) -> None:
+    """What they share is made once, and ranks of two tests never wait for each other."""
+    is_worker = hasattr(request.config, "workerinput")
+    assert request.node.nodeid.endswith("@test_architecture") is is_worker
