@@ -22,24 +22,23 @@ settings.register_profile("thorough", deadline=None, max_examples=200)
 settings.load_profile("stepmark")
 
 TESTS = Path(__file__).parent
-# Files whose tests look at the same captured steps, which one process captures once.
+# Files whose tests look at the steps that real ranks are compared with: captured once.
 TOGETHER = dict.fromkeys(
-    ("capture/test_overlap", "capture/test_shortcuts", "capture/test_truth"), "capture"
+    ("capture/test_overlap", "capture/test_shortcuts", "capture/test_truth"), "ranks"
 )
 
 
-def measures_ranks(item: pytest.Item) -> bool:
-    """Return whether a test uses a pool of ranks to measure collectives.
+def has_ranks(item: pytest.Item) -> bool:
+    """Return whether a test uses a pool of ranks.
 
-    Tests elsewhere that start ranks to measure, or look at the clock, have the mark themselves.
+    Tests that start ranks in another way, or look at the clock, have the mark themselves.
     """
-    has_pool = hasattr(getattr(item, "module", None), "Pool")
-    return has_pool and item.path.parent.name == "collectives"
+    return hasattr(getattr(item, "module", None), "Pool")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that measure on ranks, and have one worker run all of them, from the start.
+    """Mark tests that use ranks, and have one worker run all of them, from the start.
 
     Ranks of two such tests would wait for each other. The others stay together by file.
     """
@@ -47,7 +46,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         name = path.relative_to(TESTS).with_suffix("").as_posix()
         group = pytest.mark.xdist_group(TOGETHER.get(name, name))
         for item in of_file:
-            if measures_ranks(item):
+            if has_ranks(item):
                 item.add_marker("ranks")
             is_of_ranks = item.get_closest_marker("ranks") is not None
             item.add_marker(pytest.mark.xdist_group("ranks") if is_of_ranks else group)

@@ -144,7 +144,13 @@ def test_other_commands_are_parsed(
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_beside_files", "forked_ranks")
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(commands(p, "sh try"))], ids=lambda p: p.stem
+    "page",
+    [
+        # The first page runs the main job, as cli/test_run does.
+        pytest.param(page, marks=[pytest.mark.slow] * (page.stem == "start"), id=page.stem)
+        for page in PAGES
+        if any(commands(page, "sh try"))
+    ],
 )
 def test_small_commands_measure(page: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The first of each verb, with less time where --budget limits it."""

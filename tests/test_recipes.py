@@ -73,18 +73,18 @@ def test_an_operator(run: Run) -> None:
 COLUMN = """
 from stepmark.cli.main import status
 for words in (
-    ["runs", "show", "runs/gemm", "--json", "shown.json"],
-    ["runs", "show", "runs/gemm", "--csv", "shown.csv"],
-    ["runs", "sql", "SELECT range_s FROM rows", "--json", "found.json"],
-    ["report", "runs/gemm", "--out", "column.html"],
+    ["runs", "show", "few/gemm", "--json", "shown.json"],
+    ["runs", "show", "few/gemm", "--csv", "shown.csv"],
+    ["runs", "sql", "SELECT range_s FROM rows", "--runs", "few", "--json", "found.json"],
+    ["report", "few/gemm", "--out", "column.html"],
 ):
     assert status(words) == 0, words
 """
 
 
 def test_a_column(run: Run, tree: Path) -> None:
-    (tree / "runs").mkdir()
-    (tree / "runs" / "gemm").symlink_to(ROOT / "results" / "h200-x2-gemm")
+    (tree / "few").mkdir()
+    (tree / "few" / "gemm").symlink_to(ROOT / "results" / "h200-x2-gemm")
     printed = run("-c", COLUMN)
     assert "range" in printed.splitlines()[3].split()
     shown = json.loads((tree / "shown.json").read_text())["rows"]
