@@ -80,7 +80,7 @@ ERRORS = {"clock": 2.4, "allocated": 0.8, "reserved": 4.9}
 
 
 def test_published_steps_are_predicted_as_well_as_they_were() -> None:
-    """tests/test_outputs.py holds this transcript to what the recipe prints; it is slow."""
+    """tests/test_outputs.py holds this transcript to what the recipe prints."""
     shown = (outputs.FOLDER / "predictions.txt").read_text()
     for stratum, (count, mean, largest) in STRATA.items():
         found = re.search(rf"{stratum}: (\d+) rows, mean (.*) %, max (.*) %", shown)
