@@ -1,5 +1,6 @@
 """Ranks on two hosts measure what ranks on one host do."""
 
+import json
 import math
 import re
 from pathlib import Path
@@ -47,9 +48,8 @@ def test_bus_bandwidth_is_that_of_the_link(hosts: list[Host], tmp_path: Path) ->
     for host in hosts:
         host.shape(rate_mbit)
     try:
-        job = Job(
-            hosts, tmp_path, "comm", "all_reduce", *CPU, "-b", "64M", "-e", "64M", "-n", "4"
-        )
+        words = ("-b", "64M", "-e", "64M", "-n", "4", "--json", str(tmp_path / "comm.json"))
+        job = Job(hosts, tmp_path, "comm", "all_reduce", *CPU, *words)
         try:
             assert job.end() == [0, 0], job.err()
         finally:
@@ -57,10 +57,9 @@ def test_bus_bandwidth_is_that_of_the_link(hosts: list[Host], tmp_path: Path) ->
     finally:
         for host in hosts:
             host.unshape()
-    (row,) = [line.split() for line in job.out().splitlines() if re.match(r" +67108864 ", line)]
-    busbw, num_wrong = float(row[-2]), int(row[-1])
-    assert math.isclose(busbw, rate_mbit / 8000, rel_tol=0.1)
-    assert num_wrong == 0
+    (row,) = json.loads((tmp_path / "comm.json").read_text())["rows"]
+    assert math.isclose(row["busbw_gb_s"], rate_mbit / 8000, rel_tol=0.1)
+    assert row["num_wrong"] == 0
     ranks = re.findall(r"^#  Rank +(\d+) .* on +(\S+)", job.out(), re.MULTILINE)
     assert ranks == [("0", "n1"), ("1", "n2")]
     for host, err in ((hosts[0], job.err()), (hosts[1], job.err(1))):
