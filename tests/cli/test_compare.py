@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -262,6 +263,18 @@ def test_csv_and_page(cut: list[Path], tmp_path: Path) -> None:
     html = page.read_text()
     assert "<h1>Comparison of no-plugin, plugin and plugin-gdr3</h1>" in html
     assert html.count("Plotly.newPlot(") == 1
+    # Lines are sorted by what they are, not by how it reads: 1 KiB before 1 GiB.
+    (first, *_) = re.findall(r"<tr>(<td.*?)</tr>", html)
+    keys = [
+        float(key)
+        for key in re.findall(r' data-v="([^"]+)">(?:[\d.]+ [KMG]?i?B|[\d.]+)<', first)
+    ]
+    row = next(csv.DictReader(io.StringIO(text)))
+    assert keys[0] == float(row["size_bytes"])
+    assert keys[1:3] == [
+        float(row["baseline_busbw_gb_s"]),
+        float(row["busbw_gb_s"]),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from stepmark.comparison.comparison_text import (
     mean_text,
     ratio_of,
     ratio_text,
-    shown_busbw_gb_s,
+    shown_value,
     split_fields,
     table_of,
     unit_text,
@@ -68,7 +68,7 @@ def over_size(title: str, lines: Sequence[Line], names: Sequence[str]) -> Figure
             kind=Kind.CURVE,
             name=name,
             x=[line.size_bytes for line in own],
-            y=[_height(line, name) for line in own],
+            y=[shown_value(line, name) for line in own],
             hover=[_hover(line, name) for line in own],
         )
         for name, own in of_side.items()
@@ -111,12 +111,6 @@ def _window(lines: Sequence[Line]) -> tuple[float, float] | None:
     high = min(fastest * 2, max(r.high or r.speed for r in intervals))
     low, high = min(low, 1 / (1 + EFFECT_FLOOR)), max(high, 1 + EFFECT_FLOOR)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
-
-
-def _height(line: Line, name: str) -> float | None:
-    cell = line.cells[name]
-    busbw = shown_busbw_gb_s(line, cell)
-    return cell.value if busbw is None else busbw
 
 
 def _hover(line: Line, name: str) -> str:

@@ -6,6 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,19 @@ from stepmark.comparison.comparison import TIME, Cell, Comparison, Line, Overall
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.ground.verdicts import FALSE_SHARE
-from stepmark.tables.columns import COUNT, PAGE, SHOWN, Column, Row, View, digits, rows_of, text
+from stepmark.tables.columns import (
+    BYTES,
+    COUNT,
+    NUMBER,
+    PAGE,
+    SHOWN,
+    Column,
+    Row,
+    View,
+    digits,
+    rows_of,
+    text,
+)
 from stepmark.tables.row_tables import print_lines, print_table
 from stepmark.tables.table import Table
 
@@ -185,10 +198,6 @@ def unit_text(line: Line) -> str:
     return named.get(line.unit, f"in {line.unit}" if line.unit else "values as printed")
 
 
-def size_text(line: Line) -> str:
-    return "" if line.size_bytes is None else format_bytes(line.size_bytes)
-
-
 def shown(value: object) -> str:
     return "" if value is None else str(value)
 
@@ -203,6 +212,14 @@ def value_text(line: Line, cell: Cell | None) -> str:
     if busbw is not None:
         return f"{busbw:.2f}"
     return format_time(cell.value) if line.unit == "s" else digits(cell.value, 6)
+
+
+def shown_value(line: Line, name: str) -> float | None:
+    """Return the number that a side shows: its bus bandwidth in GB/s, or its value."""
+    if name not in line.cells:
+        return None
+    busbw = shown_busbw_gb_s(line, line.cells[name])
+    return line.cells[name].value if busbw is None else busbw
 
 
 def verdict_text(ratio: Ratio) -> str:
@@ -269,7 +286,7 @@ def _too_slow_text(comparison: Comparison, place: int, name: str) -> str:
     line = comparison.lines[place]
     ratio = line.cells[name].ratio
     words = [shown(line.fields.get(n)) for n in _HEAD if n not in ("phase", "dtype", "redop")]
-    words.append(size_text(line))
+    words.append("" if line.size_bytes is None else format_bytes(line.size_bytes))
     speed = "" if ratio is None else ratio_text(ratio)
     return f"too slow: {name} {' '.join(word for word in words if word)}: {speed}"
 
@@ -295,45 +312,72 @@ def table_of(comparison: Comparison) -> Table:
 
 
 def _columns(comparison: Comparison) -> list[Column[Line]]:
-    base, *others = comparison.names
     _, varying = split_fields(comparison.lines)
-    columns: list[Column[Line]] = [
-        *(Column(name, partial(_field, name), views=SHOWN) for name in varying),
-        Column("size_text", size_text, COUNT, "size", SHOWN),
+    is_wide = len(comparison.names) > _WIDE + 1
+    columns = [
+        *map(_field_column, varying),
+        Column("size_bytes", lambda line: line.size_bytes, BYTES, "size", SHOWN),
     ]
-    is_wide = len(others) > _WIDE
     for name in comparison.names:
-        views = PAGE if is_wide and name in others else SHOWN
-        columns.append(Column(f"{name} value", partial(_value, name), COUNT, name, views))
-    for name in others:
-        verdict = f"{name} verdict"
-        views = PAGE if is_wide else SHOWN
-        style = partial(_style, verdict)
-        # Without intervals there is no verdict to show.
-        ratios = (ratio_of(line, name) for line in comparison.lines)
-        has_verdicts = any(ratio and ratio.low is not None for ratio in ratios)
-        columns += [
-            Column(f"{name} ratio", partial(_ratio, name), COUNT, f"{name} / {base}", views),
-            Column(
-                verdict,
-                partial(_verdict, name),
-                heading="verdict",
-                views=SHOWN if has_verdicts and not is_wide else PAGE,
-                style=style,
-            ),
-        ]
-        if is_wide:
-            marked = partial(_marked, name)
-            columns.append(Column(f"{name} mark", marked, COUNT, name, _CONSOLE, style=style))
+        is_first = name == comparison.names[0]
+        columns += _value_columns(name, SHOWN if is_first or not is_wide else PAGE)
+    for name in comparison.names[1:]:
+        columns += _ratio_columns(comparison, name, is_wide=is_wide)
     return columns
 
 
-def _field(name: str, line: Line) -> str:
-    return shown(line.fields.get(name))
+def _field_column(name: str) -> Column[Line]:
+    return Column(name, lambda line: line.fields.get(name), views=SHOWN)
 
 
-def _value(name: str, line: Line) -> str:
-    return value_text(line, line.cells.get(name))
+def _value_columns(name: str, views: frozenset[View]) -> list[Column[Line]]:
+    """Return the value of a side, by which lines are sorted, and its words."""
+    words = f"{name} words"
+    return [
+        Column(
+            f"{name} value",
+            lambda line: shown_value(line, name),
+            NUMBER,
+            name,
+            views,
+            words=itemgetter(words),
+        ),
+        Column(words, lambda line: value_text(line, line.cells.get(name))),
+    ]
+
+
+def _ratio_columns(comparison: Comparison, name: str, *, is_wide: bool) -> list[Column[Line]]:
+    """Return the ratio of a side, its interval and verdict; of one of many, also its mark."""
+    verdict = f"{name} verdict"
+    # Without intervals there is no verdict to show.
+    ratios = (ratio_of(line, name) for line in comparison.lines)
+    has_verdicts = any(ratio and ratio.low is not None for ratio in ratios)
+    return [
+        Column(
+            f"{name} speed",
+            lambda line: getattr(ratio_of(line, name), "speed", None),
+            NUMBER,
+            f"{name} / {comparison.names[0]}",
+            PAGE if is_wide else SHOWN,
+            words=itemgetter(f"{name} ratio"),
+        ),
+        Column(f"{name} ratio", partial(_ratio, name)),
+        Column(
+            verdict,
+            partial(_verdict, name),
+            heading="verdict",
+            views=SHOWN if has_verdicts and not is_wide else PAGE,
+            style=partial(_style, verdict),
+        ),
+        Column(
+            f"{name} mark",
+            partial(_marked, name),
+            COUNT,
+            name,
+            _CONSOLE if is_wide else frozenset(),
+            style=partial(_style, verdict),
+        ),
+    ]
 
 
 def ratio_of(line: Line, name: str) -> Ratio | None:
