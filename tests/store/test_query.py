@@ -178,3 +178,5 @@ def test_a_record_has_the_figures_of_its_row(name: str) -> None:
 def test_only_named_views_are_made(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(queries._VIEWS, "records", lambda runs: pytest.fail("made"))
     assert sql(root, "SELECT count(*) FROM runs")[1] == [(2,)]
+    monkeypatch.undo()
+    assert sql(root, "SHOW TABLES")[1] == [("records",), ("rows",), ("runs",)]

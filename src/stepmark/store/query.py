@@ -2,7 +2,7 @@
 
 `records` has one row per record that the reader reads, with its figures alone: launches of a
 case, which share a row of `rows`, have one each, and so has a case that failed and was measured
-on resume. Only the views that a query names are made.
+on resume. Only the views that a query names are made; all, if it names none.
 """
 
 import dataclasses
@@ -100,10 +100,11 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
     import duckdb  # noqa: PLC0415
 
     with duckdb.connect() as connection:
-        for name, table_of in _VIEWS.items():
-            if re.search(rf"\b{name}\b", query, re.IGNORECASE):
-                table_of(runs).create_in(connection, f"{name}_")
-                connection.execute(f"CREATE VIEW {name} AS FROM {name}_")
+        connection.execute("CREATE SCHEMA kept")  # what the views show cannot be dropped
+        named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
+        for name in named or _VIEWS:  # a query such as SHOW TABLES names none
+            _VIEWS[name](runs).create_in(connection, f"kept.{name}")
+            connection.execute(f"CREATE VIEW {name} AS FROM kept.{name}")
         # The views are loaded: the query itself may read no other file, and write none.
         connection.execute("SET enable_external_access = false")
         try:
