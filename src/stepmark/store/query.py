@@ -55,7 +55,7 @@ def _phase(line: _Line) -> object:
     return op.get("phase") or labels[0].get("phase")
 
 
-# What is said of a record besides the columns of its kind.
+# The columns of a record, besides those of its kind.
 _OF_RECORDS: tuple[Column[_Line], ...] = (
     Column("run_id", _field("run_id")),
     Column("kind", _field("kind")),
@@ -100,11 +100,11 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
     import duckdb  # noqa: PLC0415
 
     with duckdb.connect() as connection:
-        connection.execute("CREATE SCHEMA kept")  # what the views show cannot be dropped
+        connection.execute("CREATE SCHEMA stored")  # what the views show cannot be dropped
         named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
         for name in named or _VIEWS:  # a query such as SHOW TABLES names none
-            _VIEWS[name](runs).create_in(connection, f"kept.{name}")
-            connection.execute(f"CREATE VIEW {name} AS FROM kept.{name}")
+            _VIEWS[name](runs).create_in(connection, f"stored.{name}")
+            connection.execute(f"CREATE VIEW {name} AS FROM stored.{name}")
         # The views are loaded: the query itself may read no other file, and write none.
         connection.execute("SET enable_external_access = false")
         try:
