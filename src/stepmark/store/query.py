@@ -100,7 +100,9 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
     import duckdb  # noqa: PLC0415
 
     with duckdb.connect() as connection:
-        connection.execute("CREATE SCHEMA stored")  # what the views show cannot be dropped
+        connection.execute(
+            "CREATE SCHEMA stored"
+        )  # apart, so that SHOW TABLES has the views alone
         named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
         for name in named or _VIEWS:  # a query such as SHOW TABLES names none
             _VIEWS[name](runs).create_in(connection, f"stored.{name}")
