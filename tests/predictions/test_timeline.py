@@ -41,6 +41,9 @@ from stepmark.timeline.ledger import (
 )
 from stepmark.timeline.prediction import LEFT_OUT, Span, Timeline
 from stepmark.timeline.step_cost import Costs, OpCost
+from stepmark.workloads.job import Job
+from stepmark.workloads.rules.megatron import rule as megatron
+from stepmark.workloads.rules.megatron.settings import Megatron
 from stepmark.workloads.rules.pytorch.case import of_case
 
 from .reference_timeline import Line, Reference, same_lines
@@ -346,6 +349,24 @@ def test_repetitions_that_are_left_out_are_one_span(name: str, last: int) -> Non
     assert max(span.microbatch or 0 for span in spans) == last
     for span in left_out:
         assert 0.5 < (span.end_ns - span.start_ns) / 1e9 / timeline.step_s < 1
+
+
+@pytest.mark.parametrize(("pp", "vpp", "rounds"), [(4, 2, 9), (8, 2, 7), (8, 2, 8)])
+def test_interleaved_rounds_left_out_change_nothing(
+    pp: int, vpp: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of a round repeat more often than the round, and never as often in all stages."""
+    ranks, gbs = ParallelConfig(pp=pp), pp * rounds
+    job = Job(model=replace(TINY, num_layers=pp * vpp), parallel=ranks, gbs=gbs)
+    asked = Megatron(virtual_pipeline_model_parallel_size=vpp)
+    workload = megatron.workload(job, asked)
+    machine = costs(host=0.0, contention=False)
+    few = simulate(workload, machine)
+    assert any(span.kind == LEFT_OUT for span in few.spans())
+    monkeypatch.setattr(timeline_module, "_REPEATS", rounds)
+    whole = simulate(workload, machine)
+    assert few.step_s == pytest.approx(whole.step_s, rel=1e-12)
+    assert few.ledgers == whole.ledgers
 
 
 def test_gaps_on_a_cpu_are_the_hosts() -> None:

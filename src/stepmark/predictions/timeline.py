@@ -19,7 +19,7 @@ from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
 from stepmark.predictions.step_lines import seconds_of
 from stepmark.predictions.works import Call, Clock
 from stepmark.step.workload import Workload
-from stepmark.step.workload_stages import num_steady, shortened, steady_run
+from stepmark.step.workload_stages import num_steady, shortened, steady_runs
 from stepmark.timeline.ledger import (
     CONTENTION,
     TRANSFER,
@@ -68,10 +68,8 @@ def _programs(
 ) -> list[Program]:
     """Return the programs of all stages. repeats: with the bounds of the steady state."""
     compiler = Compiler(workload, costs, clock, merges=merges)
-    programs = [
-        compiler.program(stage, steady_run(workload, stage) if repeats else None)
-        for stage in range(len(workload.stages))
-    ]
+    runs = steady_runs(workload) if repeats else (None,) * len(workload.stages)
+    programs = [compiler.program(stage, run) for stage, run in enumerate(runs)]
     for stage, program in enumerate(programs):
         if not program.queues[0]:
             allowed = (

@@ -79,14 +79,13 @@ def shortened(workload: Workload, num_repeats: int) -> Workload:
 
     Every other stage loses as many repeats.
     """
+    runs = steady_runs(workload)
     less = num_steady(workload) - num_repeats
     if less <= 0:
         return workload
     blocks = dict(workload.blocks)
     stages = []
-    for index, stage in enumerate(workload.stages):
-        run = steady_run(workload, index)
-        assert run is not None
+    for index, (stage, run) in enumerate(zip(workload.stages, runs, strict=True)):
         name = f"{stage.step}, shortened {index}"
         blocks[name] = tuple(
             replace(run, times=run.times - less) if item is run else item
@@ -97,22 +96,38 @@ def shortened(workload: Workload, num_repeats: int) -> Workload:
 
 
 def num_steady(workload: Workload) -> int:
-    """Return repeats of the steady state in the stage that has the fewest."""
-    runs = (steady_run(workload, index) for index in range(len(workload.stages)))
-    return min(run.times if run else 0 for run in runs)
+    """Return repeats of the steady state in the stage that has the fewest; 0 without one."""
+    return min((run.times for run in steady_runs(workload)), default=0)
 
 
-def steady_run(workload: Workload, stage: int) -> Run | None:
-    """Return the longest run of a step that repeats forwards and backwards together."""
+def steady_runs(workload: Workload) -> tuple[Run, ...]:
+    """Return the run of each stage's step that is its steady state; () where a stage has none.
+
+    It is the longest one that repeats forwards and backwards together, and moves on by as many
+    micro-batches as in every other stage, so that all stages can leave out equal messages: with
+    interleaved stages a round of as many micro-batches as there are stages, and no part of it.
+    """
     blocks, cache = workload.blocks, dict[str, frozenset[str]]()
-    runs = [
-        item
-        for item in blocks[workload.stages[stage].step]
-        if isinstance(item, Run)
-        and item.microbatch_step
-        and {"forward", "backward"} <= _passes(blocks, item.block, cache)
+    by_stage = [
+        [
+            item
+            for item in blocks[stage.step]
+            if isinstance(item, Run)
+            and item.microbatch_step
+            and {"forward", "backward"} <= _passes(blocks, item.block, cache)
+        ]
+        for stage in workload.stages
     ]
-    return max(runs, key=lambda run: run.times, default=None)
+    longest_step = max((run.microbatch_step for runs in by_stage for run in runs), default=0)
+    steady = [
+        max(
+            (run for run in runs if run.microbatch_step == longest_step),
+            key=lambda run: run.times,
+            default=None,
+        )
+        for runs in by_stage
+    ]
+    return tuple(run for run in steady if run) if all(steady) else ()
 
 
 def _passes(
