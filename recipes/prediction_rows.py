@@ -21,7 +21,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from stepmark.ground.options import WholeNumbers, build, flag
 from stepmark.measuring.machine import machine
 from stepmark.measuring.measure import measure_quietly, resume
 from stepmark.predictions.predicted_steps import Step
+from stepmark.predictions.prediction import ledgers_of
 from stepmark.runs import run as main_job
 from stepmark.runs import step_report
 from stepmark.runs.run_options import RunOptions
@@ -278,38 +279,38 @@ def _errors(rows: list[dict[str, Any]], name: str) -> str:
 
 
 def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    committed = step_report.commitment(path)
-    if committed is None:
+    found = predictions.read(path)
+    if found is None:
         return
+    document, digest = found
+    committed = {
+        "run": path.name,
+        "version": document["version"],
+        "sha256": digest,
+        "committed_at": document["created_at"],
+    }
     run = view.view(path)
     steps = _measured_steps(path, run)
-    for own in committed.steps:
-        records = step_report.records_of(run, own.case_id)
-        if len(records) < _LAUNCHES or own.problem:
-            sys.stderr.write(f"{path.name}: left out: {own.problem or 'not measured'}\n")
+    for entry in document["predictions"]:
+        records = step_report.records_of(run, entry["case_id"])
+        if len(records) < _LAUNCHES or entry["problem"]:
+            sys.stderr.write(f"{path.name}: left out: {entry['problem'] or 'not measured'}\n")
             continue
-        yield _row(path, committed, own, records, steps.get(own.case_id))
+        step = steps.get(entry["case_id"])
+        yield {**committed, **_row(entry["prediction"], records, step)}
 
 
-def _row(
-    path: Path,
-    committed: step_report.Commitment,
-    own: step_report.Committed,
-    records: list[Measured],
-    step: Step | None,
-) -> dict[str, Any]:
+def _row(own: Mapping[str, Any], records: list[Measured], step: Step | None) -> dict[str, Any]:
+    """Return the figures of a step. own: the document of its prediction."""
     case = records[0].train
     facts = records[0].training
     assert facts is not None
     measured_s = statistics.mean(view.median_s(record) * case.cycle for record in records)
-    bound, strategy, compiled = step_report.stratum(case, own.bound)
+    bound, strategy, compiled = step_report.stratum(case, own["bound"])
     tokens = case.tokens_per_step * case.micro_steps
+    sizes = own["memory"] or {}
     row = {
-        "run": path.name,
-        "version": committed.version,
-        "sha256": committed.digest,
-        "committed_at": committed.created_at,
-        "device": own.device,
+        "device": own["device"],
         "model": case.model.name,
         "ranks": case.num_ranks,
         "mbs": case.mbs,
@@ -320,31 +321,31 @@ def _row(
         "bound": bound,
         "strategy": strategy,
         "compiled": compiled,
-        "predicted_s": own.step_s,
+        "predicted_s": own["step_s"],
         "measured_s": measured_s,
-        "error_pct": 100 * (own.step_s / measured_s - 1),
+        "error_pct": 100 * (own["step_s"] / measured_s - 1),
         "flops_per_s": per_token(case).causal * tokens / measured_s / case.num_ranks,
         "clock_error_pct": None,
         "energy_error_pct": None,
         "lines_error_pct": None,
         "largest_line_error_pct": None,
-        "predicted_allocated": own.allocated_bytes,
+        "predicted_allocated": sizes.get("allocated_bytes"),
         "measured_allocated": max((b for b in facts.allocated_bytes if b), default=None),
-        "predicted_reserved": own.reserved_bytes,
+        "predicted_reserved": sizes.get("reserved_bytes"),
         "measured_reserved": max((b for b in facts.reserved_bytes if b), default=None),
     }
     for name in ("allocated", "reserved"):
         first, second = row[f"predicted_{name}"], row[f"measured_{name}"]
         row[f"{name}_error_pct"] = 100 * (first / second - 1) if first and second else None
-    if step is None or not own.ledgers:
+    if step is None:
         return row
     for name, first, second in (
-        ("clock_error_pct", own.power.clock_hz, step.power[1].clock_hz),
-        ("energy_error_pct", own.power.energy_j, step.power[1].energy_j),
+        ("clock_error_pct", own["clock_hz"], step.power[1].clock_hz),
+        ("energy_error_pct", own["energy_j"], step.power[1].energy_j),
     ):
         row[name] = 100 * (first / second - 1) if first and second else None
     ledger = step.measured.ledger
-    predicted = own.ledgers[of_case(case).stage_of(step.measured.rank)]
+    predicted = ledgers_of(own)[of_case(case).stage_of(step.measured.rank)]
     row["lines_error_pct"] = 100 * absolute_ns(predicted, ledger) / ledger.window_ns
     large = [
         100 * abs(each.ns) / each.second_ns

@@ -4,6 +4,7 @@ import gzip
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,9 @@ from typing import Any
 from tests.predictions.test_calibrate import step_of
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.predictions import parts
-from stepmark.predictions.parts import read_parts
+from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.predict import predict
-from stepmark.predictions.predict_target import Target
+from stepmark.predictions.predict_inputs import of_training
 from stepmark.workloads.rules.pytorch.case import of_case
 
 DATA = Path(__file__).parents[1] / "data" / "h200-steps"
@@ -54,19 +54,11 @@ def copy_runs(folder: Path) -> Path:
 
 
 @cache
-def parts_of(path: Path, words: str) -> parts.Parts:
-    return read_parts(path, step_of(words))
+def inputs_of(path: Path, words: str) -> Inputs:
+    return of_training(step_of(words), path)
 
 
 def step_s(runs: Path, name: str, case: TrainCase, **changes: float) -> float:
     """The predicted step of a case by a calibration."""
-    own = parts_of(runs / name, WORDS[name])
-    target = Target(
-        name="step",
-        workload=of_case(case),
-        case=case,
-        device=own.device,
-        device_name=own.device_name,
-        parts=own,
-    )
-    return predict(target, changes)[0].step_s
+    inputs = replace(inputs_of(runs / name, WORDS[name]), case=case, workload=of_case(case))
+    return predict(changed(inputs, changes)).step_s

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from stepmark.predictions import predict_target
+from stepmark.predictions import predict_inputs
 
 from .predicted_runs import GPT2, LLAMA, WORDS, Predict, copy_runs, joined
 
@@ -171,8 +171,8 @@ def test_a_calibration_of_another_cpu_host_is_not_taken_by_itself(
 
     rewritten(copies / GPT2, on_cpu)
     words = f"{WORDS[GPT2]} --device cpu --precision amp --runs {copies}"
-    monkeypatch.setattr(predict_target.socket, "gethostname", lambda: "here")
+    monkeypatch.setattr(predict_inputs.socket, "gethostname", lambda: "here")
     assert "stepmark calibrate" in run(words)[2]
     assert "on here, not vm; or --force" in run(f"{words} --calibration {GPT2}")[2]
-    monkeypatch.setattr(predict_target.socket, "gethostname", lambda: "vm")
+    monkeypatch.setattr(predict_inputs.socket, "gethostname", lambda: "vm")
     assert run(words)[0] == 0

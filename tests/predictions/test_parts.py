@@ -12,22 +12,20 @@ from tests.traces.comm_traces import MAIN, TraceWriter
 from stepmark.cases.comm_curve import Curve
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel
-from stepmark.model.device import load_devices
 from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
-from stepmark.predictions import parts as calibrated_parts
+from stepmark.predictions import calibration
+from stepmark.predictions.calibration import _unscaled
 from stepmark.predictions.comm_contention import comm_slowdown
 from stepmark.predictions.contention import contention
-from stepmark.predictions.costs import RooflineCosts
-from stepmark.predictions.parts import Parts, _unscaled
-from stepmark.predictions.predict import Target, _ranks_per_host, predict
+from stepmark.predictions.predict import _ranks_per_host, predict
+from stepmark.predictions.predict_inputs import of_training
 from stepmark.step.trace_ops import MeasuredOp, OpKey, OpTable
 from stepmark.timeline.ledger import Group, Work
 from stepmark.traces.kineto.arrivals import rank_parts
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.kineto.ledger import ledgers
 from stepmark.traces.kineto.reader import read_trace
-from stepmark.workloads.rules.pytorch.case import of_case
 
 
 class Step(TraceWriter):
@@ -102,44 +100,19 @@ def test_a_prediction_has_the_measured_contention(factor: float) -> None:
         parallel=ParallelConfig(dp_shard=8),
         data_parallel=DataParallel.FSDP,
     )
-    device = load_devices()["h200-sxm"]
     works = dict.fromkeys(Work, factor)
-    parts = Parts(
-        run="r",
-        device=device,
-        device_name="NVIDIA H200",
-        compute=(RooflineCosts(device),),
-        host_s=lambda _op: 0.0,
-        gap_s=0.0,
-        compute_slowdown=works,
-        comm_slowdown=factor,
-        is_host=False,
-        curves=(),
-        power=None,
-        memory=(),
-        memory_bytes=None,
-        step=None,
-        notes=(),
-    )
-    target = Target(
-        name="x",
-        workload=of_case(case),
-        case=case,
-        device=device,
-        device_name="NVIDIA H200",
-        parts=parts,
-    )
-    prediction, notes = predict(target, {})
+    alone = of_training(case, None, "NVIDIA H200")
+    inputs = replace(alone, gap_s=0.0, compute_slowdown=works, comm_slowdown=factor)
+    prediction = predict(inputs)
     timeline = prediction.timeline
     beside = timeline.ledgers[0].total(Group.OVERLAPPED) * 1e-9
     assert beside > 0
     assert timeline.contention_s == pytest.approx(beside * (1 - 1 / factor), abs=1e-6)
-    assert not any("contention" in note for note in notes)
-    _, notes = predict(replace(target, parts=None), {})
-    (note,) = [note for note in notes if "contention" in note]
+    assert not any("contention" in note for note in prediction.notes)
+    (note,) = [note for note in predict(alone).notes if "contention" in note]
     assert "(matmul, attention, norm and elementwise, communication)" in note
     less = {work: each for work, each in works.items() if work is not Work.MATMUL}
-    _, notes = predict(replace(target, parts=replace(parts, compute_slowdown=less)), {})
+    notes = predict(replace(inputs, compute_slowdown=less)).notes
     (note,) = [note for note in notes if "contention" in note]
     assert "not measured (matmul):" in note
 
@@ -159,7 +132,7 @@ def test_waiting_in_a_pipeline_is_no_time_between_operations(pp: int, gap_s: flo
     facts = SimpleNamespace(fwd_s=((10e-3,) * 3,), bwd_s=(), optim_s=())
     train = SimpleNamespace(parallel=ParallelConfig(pp=pp))
     record: Any = SimpleNamespace(training=facts, train=train)
-    _, found_s = calibrated_parts._unprofiled(table, record)
+    _, found_s = calibration._unprofiled(table, record)
     assert found_s == pytest.approx(gap_s)
 
 

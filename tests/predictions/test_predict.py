@@ -13,7 +13,7 @@ import pytest
 from stepmark.cli.main import status
 from stepmark.predictions import prediction_page
 from stepmark.timeline.ledger import Group, Work
-from stepmark.timeline.prediction import Span
+from stepmark.timeline.timeline import Span
 from stepmark.traces.kineto.ledger import ledgers
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.trace_page import MOST_BARS

@@ -13,10 +13,10 @@ from tests.predictions.test_calibrate import STEPS, planned, step_of
 from stepmark.cases.train_case import TrainCase
 from stepmark.cli import main
 from stepmark.ground.stats import slowest_per_sample
-from stepmark.predictions import predict_target
+from stepmark.predictions.inputs import changed
 from stepmark.predictions.likeness import is_like
-from stepmark.predictions.predict import facts, predict
-from stepmark.predictions.predict_target import Target
+from stepmark.predictions.predict import predict
+from stepmark.predictions.predict_inputs import of_training
 from stepmark.step.workload import CommOp
 from stepmark.store.reader import read_records
 from stepmark.workloads.rules.pytorch.case import of_case
@@ -269,22 +269,16 @@ def test_lines_add_up_to_the_step_and_faster_devices_are_not_slower(words: str) 
     case = step_of(words)
     if case.fp8_all_gather:
         case = replace(case, fp8_all_gather=False)
-    spec = predict_target._spec("h200")
-    target = Target(
-        name="step",
-        workload=of_case(case),
-        case=case,
-        device=spec,
-        device_name="h200",
-        parts=None,
-    )
-    prediction, _ = predict(target, {})
+    inputs = of_training(case, None, "NVIDIA H200")
+    prediction = predict(inputs)
     for ledger in prediction.timeline.ledgers:
         assert sum(ledger.lines.values()) == round(prediction.step_s * 1e9)
     for name in ("link", "hbm", "flops"):
-        assert predict(target, {name: 1.0})[0].timeline.ledgers == prediction.timeline.ledgers
-        assert predict(target, {name: 2.0})[0].step_s <= prediction.step_s * (1 + 1e-9)
-    assert facts(target).tokens == case.tokens_per_step * case.grad_accum
+        same = predict(changed(inputs, {name: 1.0}))
+        assert same.timeline.ledgers == prediction.timeline.ledgers
+        faster = predict(changed(inputs, {name: 2.0}))
+        assert faster.step_s <= prediction.step_s * (1 + 1e-9)
+    assert prediction.document()["tokens"] == case.tokens_per_step * case.grad_accum
 
 
 def test_a_change_acts_on_what_an_operation_is_bound_by(run: Predict) -> None:

@@ -14,8 +14,8 @@ from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.model.model import MoeConfig, find_model
 from stepmark.model.ops import Gemm, Phase
 from stepmark.model.parallel import ParallelConfig
-from stepmark.predictions import timeline as timeline_module
-from stepmark.predictions.timeline import simulate
+from stepmark.predictions import simulation
+from stepmark.predictions.simulation import simulate
 from stepmark.step.workload import (
     COMPUTE,
     CommOp,
@@ -39,8 +39,8 @@ from stepmark.timeline.ledger import (
     Work,
     ledger,
 )
-from stepmark.timeline.prediction import LEFT_OUT, Span, Timeline
 from stepmark.timeline.step_cost import Costs, OpCost
+from stepmark.timeline.timeline import LEFT_OUT, Span, Timeline
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron import rule as megatron
 from stepmark.workloads.rules.megatron.settings import Megatron
@@ -242,7 +242,7 @@ def check_free(workload: Workload, prices: Costs, monkeypatch: pytest.MonkeyPatc
     """The step by ends alone is that by events, each line but for rounding."""
     ours = simulate(workload, prices)
     with monkeypatch.context() as patch:
-        patch.setattr(timeline_module, "is_serial", lambda _programs: False)
+        patch.setattr(simulation, "is_serial", lambda _programs: False)
         theirs = simulate(workload, prices)
     assert ours.step_s == pytest.approx(theirs.step_s, rel=1e-12)
     assert ours.num_kernels == pytest.approx(theirs.num_kernels)
@@ -363,7 +363,7 @@ def test_interleaved_rounds_left_out_change_nothing(
     machine = costs(host=0.0, contention=False)
     few = simulate(workload, machine)
     assert any(span.kind == LEFT_OUT for span in few.spans())
-    monkeypatch.setattr(timeline_module, "_REPEATS", rounds)
+    monkeypatch.setattr(simulation, "_REPEATS", rounds)
     whole = simulate(workload, machine)
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-12)
     assert few.ledgers == whole.ledgers

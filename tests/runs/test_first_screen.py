@@ -44,9 +44,7 @@ def long_report() -> StepReport:
         sentence="; ".join(["llama-3.1-8b fsdp on 8 x NVIDIA H100 80GB HBM3: words"] * 5),
         suggestions=(suggestion,) * 3,
     )
-    return StepReport(
-        steps=(step,), notes=(), digest="0" * 64, committed_at="2026-11-26", is_before=True
-    )
+    return StepReport(steps=(step,), notes=(), commitment="prediction committed")
 
 
 def screen(report: StepReport | None) -> list[str]:

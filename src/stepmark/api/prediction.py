@@ -5,12 +5,12 @@ from html import escape
 
 from stepmark.api.keywords import read, spells_keywords
 from stepmark.api.model import Model
-from stepmark.api.workload import Workload, in_files
-from stepmark.predictions import prediction as report
+from stepmark.api.workload import Workload
+from stepmark.predictions import prediction as core
+from stepmark.predictions import prediction_text
 from stepmark.predictions.predict import predicted
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.tables.table import Table
-from stepmark.timeline.prediction import StepMemory, StepPrediction
 
 
 class Prediction(Table):
@@ -22,21 +22,19 @@ class Prediction(Table):
     timeline, and the sources of the costs.
     """
 
-    def __init__(
-        self, facts: report.Facts, prediction: StepPrediction, notes: list[str]
-    ) -> None:
-        """Keep a prediction. facts: of the step. notes: how far it is to be trusted."""
-        super().__init__(report.rows(prediction), report.LEDGER_COLUMNS)
+    def __init__(self, prediction: core.Prediction) -> None:
+        """Keep a prediction."""
+        super().__init__(prediction.rows(), prediction_text.LEDGER_COLUMNS)
         self.step_s = prediction.step_s
         self.is_lower_bound = prediction.is_lower_bound
-        self.memory: StepMemory | None = facts.memory
-        self.notes = notes
-        self.document = report.document(facts, prediction, notes)
+        self.memory = prediction.memory
+        self.notes = list(prediction.notes)
+        self.document = prediction.document()
         self.prediction = prediction
 
     def show(self) -> None:
         """Print what `stepmark predict` prints."""
-        print("\n".join(report.lines(self.document, self.prediction)))  # noqa: T201
+        print("\n".join(prediction_text.lines(self.document)))  # noqa: T201
 
     def __repr__(self) -> str:
         return f"<Prediction {self.document['name']}: {self.step_s * 1e3:.2f} ms>"
@@ -44,7 +42,7 @@ class Prediction(Table):
     def _repr_html_(self) -> str:
         facts = self.document
         where = f"{facts['name']} on {facts['num_ranks']} x {facts['device']}"
-        pairs = report.headline(facts, self.step_s)
+        pairs = prediction_text.headline(facts)
         lines = "".join(f"<li>{escape(name)}: {escape(text)}</li>" for name, text in pairs)
         notes = "".join(f"<p>note: {escape(note)}</p>" for note in self.notes)
         return f"<p>{escape(where)}</p><ul>{lines}</ul>{super()._repr_html_()}{notes}"
@@ -60,5 +58,6 @@ def predict(
     `stepmark predict`, e.g. device="h200", nproc=8, strategy="fsdp", mbs=2;
     `options("predict")` lists them. Raises ConfigError.
     """
-    with in_files([] if what is None else [what]) as words:
-        return Prediction(*predicted(read(PredictOptions, words, options)))
+    workload = what.program if isinstance(what, Workload) else None
+    words = [] if what is None or workload else [what]
+    return Prediction(predicted(read(PredictOptions, words, options), workload))

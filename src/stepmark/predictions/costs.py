@@ -7,7 +7,8 @@ is divided among the operations inside. All measured time goes to some operation
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from stepmark.step.trace_ops import COMM, MEMORY, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.timeline.ledger import Work, work_of, work_of_op
 from stepmark.timeline.step_cost import OpCost, Source, known_time
+from stepmark.workloads.file_times import FileTimes
 
 _PASS = {Phase.FWD: "fwd", Phase.OPTIM: "optim"}
 _SHORT_NS = 3000  # a kernel of the optimizer that combines norms takes less
@@ -266,16 +268,24 @@ class RooflineCosts:
 CostOf = Callable[[ComputeOp], OpCost | None]
 
 
-def first_of(
-    sources: Iterable[CostOf], host_s: Callable[[ComputeOp], float] = lambda _op: 0.0
-) -> CostOf:
-    """Return the cost of the first source that has one, with the host's time added."""
-    known = tuple(sources)
+def sources(
+    device: DeviceSpec | None,
+    measured: Iterable[CostOf] = (),
+    file: FileTimes | None = None,
+    *,
+    of_file: bool = False,
+) -> tuple[CostOf, ...]:
+    """Return the sources of costs, the best first. of_file: the file's times go before all."""
+    of_sheet = [] if device is None else [RooflineCosts(device)]
+    own = [] if file is None else [partial(file_cost, has_rows=file.has_rows)]
+    return (*(own if of_file else ()), *measured, *of_sheet, *own)
+
+
+def first_of(known: Iterable[CostOf]) -> CostOf:
+    """Return the cost of the first source that has one."""
+    known = tuple(known)
 
     def cost(op: ComputeOp) -> OpCost | None:
-        for source in known:
-            if (found := source(op)) is not None:
-                return replace(found, host_s=host_s(op))
-        return None
+        return next((found for of in known if (found := of(op)) is not None), None)
 
     return cost

@@ -18,7 +18,7 @@ from stepmark.timeline.ledger_text import (
     source_line,
     words_of,
 )
-from stepmark.timeline.prediction import LEFT_OUT
+from stepmark.timeline.timeline import LEFT_OUT
 from stepmark.traces.trace_page import COLOURS_OF
 
 

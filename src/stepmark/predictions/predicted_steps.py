@@ -32,22 +32,11 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What a run says of its steps.
-
-    digest, committed_at: of the committed predictions; is_before: so before any measurement.
-    """
+    """What a run says of its steps. commitment: when their predictions were committed."""
 
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
-    digest: str
-    committed_at: str
-    is_before: bool
-
-    @property
-    def commitment(self) -> str:
-        when = "before" if self.is_before else "after the start of"
-        text = f"prediction committed {when} the measurement, {self.committed_at}"
-        return f"{text}, and not changed since: sha256 {self.digest}"
+    commitment: str
 
     def lines(self) -> Iterator[str]:
         """Yield the report as text; it ends with a sentence per step."""

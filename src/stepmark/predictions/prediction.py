@@ -1,92 +1,174 @@
-"""What a prediction says: text, rows, JSON."""
+"""A predicted step, and all that is derived from it."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from operator import itemgetter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
-from stepmark.ground.units import TFLOP, format_bytes
-from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given
-from stepmark.tables.table import Table
-from stepmark.timeline.ledger import TRANSFER, WAITING, Group, Idle, Ledger
-from stepmark.timeline.prediction import StepMemory, StepPrediction
+from stepmark.cases.flops import per_token
+from stepmark.cases.train_words import techniques
+from stepmark.ground.units import TFLOP
+from stepmark.predictions.inputs import Inputs
+from stepmark.step.tree import stage_of_case
+from stepmark.step.workload_stages import missing_pipeline
+from stepmark.step_memory import memory
+from stepmark.tables.columns import Row
+from stepmark.timeline.ledger import WAITING, Group, Idle, Ledger
 from stepmark.timeline.step_cost import Source
+from stepmark.timeline.timeline import Timeline
+from stepmark.training import train_plan
 
-_MOST_STAGES = 4  # that are all printed
+HOST = "the host"
 _ORDER = {group: index for index, group in enumerate(Group)}
-_HOST = "the host"
-_LEAST_SHARE_PCT = 5.0  # of the step that the sentence on its limit names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What is predicted. tokens: of one optimizer step over all ranks; None: unknown."""
+class StepMemory:
+    """Predicted memory of the fullest rank.
 
-    name: str
-    device: str
-    num_ranks: int
-    tokens: int | None = None
-    flops_per_token: float | None = None  # the model's, with the causal half
-    executed_per_token: float | None = None  # with recomputation
-    peak_flops_per_s: float | None = None
-    mbs: int | None = None
-    seq_len: int | None = None
-    techniques: str = ""
-    host_is_known: bool = True
-    pipeline_is_known: bool = True  # False: the file has one stage of several
-    calibration: str = ""
-    memory: StepMemory | None = None
+    verdict: fits, runs out of memory, uncertain, or unknown for a device of unknown size.
+    fitting: options with which a step fits that runs out of memory, "" where none is known.
+    """
+
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int | None
+    verdict: str
+    fitting: str
 
 
-def document(facts: Facts, prediction: StepPrediction, notes: list[str]) -> Row:
-    """Return everything as plain data. Times are of one optimizer step."""
-    timeline, step_s = prediction.timeline, prediction.step_s
-    tokens_per_s = facts.tokens / step_s if facts.tokens else None
-    energy_j = prediction.energy_j
-    return {
-        **asdict(facts),
-        "step_s": step_s,
-        "is_lower_bound": prediction.is_lower_bound,
-        "tokens_per_s": tokens_per_s,
-        "tokens_per_s_gpu": tokens_per_s / facts.num_ranks if tokens_per_s else None,
-        "mfu_pct": _percent(facts, tokens_per_s, facts.flops_per_token),
-        "hfu_pct": _percent(facts, tokens_per_s, facts.executed_per_token),
-        "tflops": tokens_per_s * facts.flops_per_token / facts.num_ranks / TFLOP
-        if tokens_per_s and facts.flops_per_token
-        else None,
-        "bound": "host" if timeline.is_host_bound else "device",
-        "shares_pct": shares_pct(timeline.ledgers[timeline.slowest]),
-        "bubble_s": timeline.bubble_s if facts.pipeline_is_known else None,
-        "comm_s": timeline.comm_s,
-        "exposed_comm_s": timeline.exposed_s,
-        "contention_s": timeline.contention_s,
-        "num_kernels": round(timeline.num_kernels),
-        "clock_hz": prediction.clock_hz,
-        "power_w": prediction.power_w,
-        "energy_j": energy_j,
-        "energy_per_token_j": energy_j * facts.num_ranks / facts.tokens
-        if energy_j and facts.tokens
-        else None,
-        "sources_s": {str(source): time_s for source, time_s in prediction.sources.items()},
-        "ledger": rows(prediction),
-        "ledger_parts": part_rows(prediction),
-        "notes": [*notes, *_memory_notes(facts.memory)],
-    }
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """A predicted step of every pipeline stage.
 
+    slowdown: of attention, as log; 0 at full clock. clock_hz, power_w: means over the step of
+    one device; None where no power was measured. sources: seconds of compute by origin.
+    is_lower_bound: some operations or links have no known cost. notes: how far it is to be
+    trusted.
+    """
 
-def _memory_notes(memory: StepMemory | None) -> Iterator[str]:
-    """Yield what uncertain memory means for the time (docs/prediction.md, measured errors)."""
-    if memory is not None and memory.verdict == "uncertain":
-        yield (
-            "memory may run out, and torch's allocator then frees its cache in every step: one "
-            "such step took 2.4 times its predicted time"
+    inputs: Inputs
+    timeline: Timeline
+    slowdown: float = 0.0
+    clock_hz: float | None = None
+    power_w: float | None = None
+    sources: Mapping[Source, float] = field(default_factory=dict)
+    is_lower_bound: bool = False
+    notes: tuple[str, ...] = ()
+
+    @property
+    def step_s(self) -> float:
+        """Return the seconds of an optimizer step."""
+        return self.timeline.step_s
+
+    @cached_property
+    def memory(self) -> StepMemory | None:
+        """The memory of a rank; None for a workload, and on a CPU, where torch counts none."""
+        inputs, case = self.inputs, self.inputs.case
+        if case is None or case.device != "cuda":
+            return None
+        of_sheet = inputs.device.hbm_bytes if inputs.device else None
+        device_bytes = inputs.memory_bytes or of_sheet
+        allocated, reserved = memory.calibrated(case, stage_of_case, inputs.memory)
+        verdict, fitting = "unknown", ""
+        if device_bytes is not None:
+            verdict = memory.verdict(case, allocated, reserved, device_bytes)
+            if verdict == "runs out of memory":
+                fitting = train_plan.what_fits(case, device_bytes, inputs.memory)
+        return StepMemory(
+            allocated_bytes=allocated,
+            reserved_bytes=reserved,
+            device_bytes=device_bytes,
+            verdict=verdict,
+            fitting=fitting,
         )
 
+    def rows(self) -> list[Row]:
+        """Return the lines of the ledgers, which add up to the step of each stage."""
+        return [
+            {
+                "stage": stage,
+                "group": str(group),
+                "line": str(name),
+                "time_ns": time_ns,
+                "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
+            }
+            for stage, ledger in enumerate(self.timeline.ledgers)
+            for (group, name), time_ns in sorted(
+                ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
+            )
+        ]
 
-def _percent(facts: Facts, tokens_per_s: float | None, flops: float | None) -> float | None:
-    if not tokens_per_s or not flops or not facts.peak_flops_per_s:
-        return None
-    return 100 * tokens_per_s * flops / facts.num_ranks / facts.peak_flops_per_s
+    def part_rows(self) -> list[Row]:
+        """Return parts of lines by stage, such as the waiting in exposed communication."""
+        return [
+            {"stage": stage, "part": name, "time_ns": time_ns}
+            for stage, ledger in enumerate(self.timeline.ledgers)
+            for name, time_ns in ledger.within.items()
+            if time_ns
+        ]
+
+    def document(self) -> dict[str, Any]:
+        """Return everything as plain data. Times are of one optimizer step."""
+        inputs, timeline, step_s = self.inputs, self.timeline, self.step_s
+        case, peak = inputs.case, inputs.peak_flops_per_s
+        num_ranks = case.num_ranks if case else inputs.workload.world_size
+        tokens = case.tokens_per_step * case.grad_accum if case else None
+        flops = per_token(case) if case else None
+        tokens_per_s = tokens / step_s if tokens else None
+        energy_j = self.power_w and self.power_w * step_s
+
+        def rate(flops_per_token: float, unit: float, scale: float = 1.0) -> float | None:
+            """Return the FLOP/s of each rank in this unit."""
+            return tokens_per_s and scale * tokens_per_s * flops_per_token / num_ranks / unit
+
+        pipeline_is_known = case is not None or not missing_pipeline(inputs.workload)
+        return {
+            "name": inputs.name,
+            "device": " with ".join(filter(None, (inputs.device_name, inputs.what_if))),
+            "num_ranks": num_ranks,
+            "tokens": tokens,
+            "flops_per_token": flops and flops.causal,
+            "executed_per_token": flops and flops.hfu,
+            "peak_flops_per_s": peak,
+            "mbs": case and case.mbs,
+            "seq_len": case and case.model.seq_len,
+            "techniques": techniques(case) if case else "",
+            "host_is_known": inputs.host_is_known,
+            "pipeline_is_known": pipeline_is_known,
+            "calibration": inputs.calibration if case else "",
+            "memory": self.memory and asdict(self.memory),
+            "step_s": step_s,
+            "is_lower_bound": self.is_lower_bound,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_gpu": tokens_per_s and tokens_per_s / num_ranks,
+            "mfu_pct": flops and peak and rate(flops.causal, peak, 100),
+            "hfu_pct": flops and peak and rate(flops.hfu, peak, 100),
+            "tflops": flops and rate(flops.causal, TFLOP),
+            "bound": "host" if timeline.is_host_bound else "device",
+            "shares_pct": shares_pct(timeline.ledgers[timeline.slowest]),
+            "bubble_s": timeline.bubble_s if pipeline_is_known else None,
+            "comm_s": timeline.comm_s,
+            "exposed_comm_s": timeline.exposed_s,
+            "contention_s": timeline.contention_s,
+            "num_kernels": round(timeline.num_kernels),
+            "clock_hz": self.clock_hz,
+            "power_w": self.power_w,
+            "energy_j": energy_j,
+            "energy_per_token_j": energy_j and tokens and energy_j * num_ranks / tokens,
+            "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
+            "ledger": self.rows(),
+            "ledger_parts": self.part_rows(),
+            "notes": [*self.notes, *self._memory_notes()],
+        }
+
+    def _memory_notes(self) -> Iterator[str]:
+        """Yield what uncertain memory means for the time (docs/prediction.md)."""
+        if self.memory and self.memory.verdict == "uncertain":
+            yield (
+                "memory may run out, and torch's allocator then frees its cache in every step: "
+                "one such step took 2.4 times its predicted time"
+            )
 
 
 def shares_pct(ledger: Ledger) -> dict[str, float]:
@@ -96,7 +178,7 @@ def shares_pct(ledger: Ledger) -> dict[str, float]:
         "computation": ledger.total(Group.COMPUTE) + ledger.total(Group.OVERLAPPED),
         "exposed communication": ledger.total(Group.COMM) - waiting_ns,
         "the pipeline bubble": waiting_ns + ledger.lines.get((Group.IDLE, Idle.RANK), 0),
-        _HOST: ledger.lines.get((Group.IDLE, Idle.HOST), 0),
+        HOST: ledger.lines.get((Group.IDLE, Idle.HOST), 0),
         "launch gaps": ledger.lines.get((Group.IDLE, Idle.LAUNCH_GAP), 0),
         "copies": ledger.total(Group.COPIES),
     }
@@ -104,172 +186,16 @@ def shares_pct(ledger: Ledger) -> dict[str, float]:
     return {name: 100 * time_ns / ledger.window_ns for name, time_ns in ordered if time_ns}
 
 
-def rows(prediction: StepPrediction) -> list[Row]:
-    """Return the lines of the ledgers, which add up to the step of each stage."""
-    return [
-        {
-            "stage": stage,
-            "group": str(group),
-            "line": str(name),
-            "time_ns": time_ns,
-            "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
-        }
-        for stage, ledger in enumerate(prediction.timeline.ledgers)
-        for (group, name), time_ns in sorted(
-            ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
-        )
-    ]
-
-
-def part_rows(prediction: StepPrediction) -> list[Row]:
-    """Return parts of lines by stage, such as the waiting in exposed communication."""
-    return [
-        {"stage": stage, "part": name, "time_ns": time_ns}
-        for stage, ledger in enumerate(prediction.timeline.ledgers)
-        for name, time_ns in ledger.within.items()
-        if time_ns
-    ]
-
-
-def by_sheet(device: str) -> str:
-    return f"the data sheet's of {device} over published efficiencies, often 15 to 35 % off"
-
-
-def source_notes(
-    sources: Mapping[Source, float], comm: Mapping[str, Source], device: str
-) -> Iterator[str]:
-    """Yield where costs are from, where it is not a measurement of these very operations."""
-    total = sum(sources.values())
-    texts = {
-        Source.SCALED: "is scaled from other shapes",
-        Source.OPERATOR: "is that of operators measured by themselves",
-        Source.ROOFLINE: f"is {by_sheet(device)}",
-        Source.FILE: "is the workload file's own",
-    }
-    for source, text in texts.items():
-        if total and sources.get(source):
-            yield f"{sources[source] / total:.0%} of the compute time {text}"
-    by_source: dict[Source, list[str]] = {}
-    for name, source in comm.items():
-        by_source.setdefault(source, []).append(name)
-    if names := by_source.get(Source.SCALED):
-        yield f"times of {', '.join(names)} are scaled from other sizes or numbers of ranks"
-    if names := by_source.get(Source.ROOFLINE):
-        yield f"times of {', '.join(names)} are by the data sheet's links"
-
-
-def lines(facts: Mapping[str, Any], prediction: StepPrediction) -> Iterator[str]:
-    """Yield the prediction as text."""
-    where = f"{facts['num_ranks']} x {facts['device']}"
-    pairs = dict(headline(facts, prediction.step_s))
-    yield f"{facts['name']} on {where}: predicted step {pairs.pop('predicted step')}"
-    if step := step_text(facts):
-        yield f"  step: {step}"
-    memory = pairs.pop("memory", "")
-    yield "  " + ", ".join(pairs.values())
-    if memory:
-        yield f"  memory: {memory}"
-    yield ""
-    yield from ledger_lines(prediction)
-    yield from (f"note: {note}" for note in facts["notes"])
-
-
-def step_text(facts: Mapping[str, Any]) -> str:
-    """Return the tokens of the optimizer step, and how they are computed."""
-    if not facts["tokens"]:
-        return ""
-    shape = f"mbs {facts['mbs']}, seq {facts['seq_len']}"
-    return f"{facts['tokens']:,} tokens, {shape}, {facts['techniques']}"
-
-
-_STAGE = given("stage")
-LEDGER_COLUMNS = (
-    given("time_ns", MS, "ms"),
-    given("share_pct", PERCENT, "%"),
-    _STAGE,
-    given("group", heading="ledger"),
-    given("line", heading=NO_HEADING),
-)
-
-
-def ledger_lines(prediction: StepPrediction) -> Iterator[str]:
-    """Yield the ledger of each stage as a table; of many stages those that differ most."""
-    ledgers = prediction.timeline.ledgers
-    has_stages, shown = len(ledgers) > 1, _stages_shown(ledgers)
-    table: list[dict[str, Any]] = rows(prediction)
-    step_ns = prediction.step_s * 1e9
-    parts: list[dict[str, Any]] = part_rows(prediction)
-    for row in parts:  # after the lines of their stage
-        if row["part"] == TRANSFER:  # the rest of exposed communication
-            continue
-        share_pct = 100 * row["time_ns"] / step_ns
-        table.append({**row, "group": "of which", "line": row["part"], "share_pct": share_pct})
-    stages = sorted((row for row in table if row["stage"] in shown), key=itemgetter("stage"))
-    yield from Table(
-        stages, [c for c in LEDGER_COLUMNS if has_stages or c is not _STAGE]
-    ).text()
-    if len(shown) < len(ledgers):
-        yield (
-            f"{len(shown)} of {len(ledgers)} stages: the first, the last, and that which waits "
-            "least; --csv and --json have all"
-        )
-
-
-def _stages_shown(ledgers: Sequence[Ledger]) -> list[int]:
-    last = len(ledgers) - 1
-    if last < _MOST_STAGES:
-        return list(range(len(ledgers)))
-    busiest = min(range(len(ledgers)), key=lambda stage: ledgers[stage].within.get(WAITING, 0))
-    return sorted({0, busiest, last})
-
-
-def headline(facts: Mapping[str, Any], step_s: float) -> Iterator[tuple[str, str]]:
-    """Yield the results with their titles, those that are known."""
-    least, most = ("at least ", "at most ") if facts["is_lower_bound"] else ("", "")
-    yield "predicted step", f"{least}{step_s * 1e3:.2f} ms"
-    if facts["tokens_per_s"]:
-        yield "throughput", f"{most}{facts['tokens_per_s']:,.0f} tokens/s"
-    if facts["mfu_pct"] is not None:
-        yield "MFU", f"{most}{facts['mfu_pct']:.1f} % MFU (causal)"
-    if facts["hfu_pct"] is not None and facts["hfu_pct"] != facts["mfu_pct"]:
-        yield "HFU", f"{most}{facts['hfu_pct']:.1f} % HFU"
-    yield "limit", _limit(facts)
-    if facts["comm_s"]:
-        exposed, comm = facts["exposed_comm_s"], facts["comm_s"]
-        text = f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed"
-        if facts["contention_s"]:
-            text += f", {facts['contention_s'] * 1e3:.1f} ms of contention"
-        yield "communication", text
-    if facts["bubble_s"]:
-        yield "pipeline", f"{facts['bubble_s'] * 1e3:.1f} ms of pipeline bubble"
-    if facts["power_w"] is not None:
-        yield "power", f"{facts['power_w']:.0f} W at {facts['clock_hz'] / 1e6:.0f} MHz"
-    if facts["energy_per_token_j"]:
-        yield "energy", f"{facts['energy_per_token_j'] * 1e3:.1f} mJ per token"
-    if facts["memory"]:
-        yield "memory", _memory(facts["memory"])
-
-
-def _limit(facts: Mapping[str, Any]) -> str:
-    """Return what the step waits for, with shares; the host comes first where it is late."""
-    shares: dict[str, float] = {**facts["shares_pct"]}
-    first, idle = next(iter(shares), "computation"), ""
-    if facts["bound"] == "host":
-        first, idle = _HOST, "device idle "
-    words = [f"{first} ({idle}{shares.pop(first, 0.0):.1f} % of the step)"]
-    words += (f"{n} ({pct:.1f} %)" for n, pct in shares.items() if pct >= _LEAST_SHARE_PCT)
-    condition = "" if facts["host_is_known"] else " if the host keeps up"
-    first_ones = f"{', '.join(words[:-1])} and " if words[1:] else ""
-    return f"bound by {first_ones}{words[-1]}{condition}"
-
-
-def _memory(memory: Mapping[str, Any]) -> str:
-    """Return the predicted memory and whether it fits."""
-    sizes = (format_bytes(memory[name]) for name in ("allocated_bytes", "reserved_bytes"))
-    text = "{} allocated, {} reserved".format(*sizes)
-    if memory["device_bytes"] is None:
-        return f"{text}; that of the device is unknown"
-    verdicts = {"fits": "fits into", "uncertain": "may run out of"}
-    words = verdicts.get(memory["verdict"], "RUNS OUT OF")
-    text += f", {words} {format_bytes(memory['device_bytes'])}"
-    return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
+def ledgers_of(document: Mapping[str, Any]) -> tuple[Ledger, ...]:
+    """Return the ledgers of a prediction's document, by pipeline stage."""
+    lines: dict[int, dict[tuple[Group, str], int]] = {}
+    for row in document["ledger"]:
+        key = Group(row["group"]), str(row["line"])
+        lines.setdefault(row["stage"], {})[key] = row["time_ns"]
+    parts = {stage: dict[str, int]() for stage in lines}
+    for row in document.get("ledger_parts", ()):
+        parts[row["stage"]][str(row["part"])] = row["time_ns"]
+    return tuple(
+        Ledger(window_ns=sum(own.values()), lines=own, within=parts[stage])
+        for stage, own in lines.items()
+    )

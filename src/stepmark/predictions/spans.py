@@ -10,7 +10,7 @@ from stepmark.predictions.step_events import Lane
 from stepmark.predictions.works import Call, Segment
 from stepmark.step.workload import COMPUTE, CommOp, Operation
 from stepmark.timeline.ledger import WAITING, Idle
-from stepmark.timeline.prediction import LEFT_OUT, Span
+from stepmark.timeline.timeline import LEFT_OUT, Span
 
 _NS = 1e9
 

@@ -1,41 +1,46 @@
 """Prediction of a step: its timeline, in a fixed point with power and clock."""
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from stepmark.predictions.power import clock_factors, for_products, mean_power_w, slowdown_of
-from stepmark.predictions.timeline import simulate
-from stepmark.step.workload import ComputeOp, Workload
+from stepmark.predictions.simulation import simulate
+from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.timeline.ledger import Work, work_of_op
-from stepmark.timeline.prediction import StepPrediction, Timeline
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel, Source
+from stepmark.timeline.timeline import Timeline
 
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
 _BISECTIONS = 12
 _MAX_POWER, _MAX_TIME = 4.0, 3.0  # factors of the power and of the time of compute
 _FULL_CLOCK = 0.98  # share of the highest clock: a device at it is below its power limit
-_Totals = tuple[dict[Source, float], float | None]  # seconds of compute, FLOP/s of products
 
 
-def predict_step(
-    workload: Workload, costs: Costs, power: PowerModel | None = None
-) -> StepPrediction:
-    """Return the prediction of one step of the workload. Raises ConfigError."""
-    totals, timeline = _totals(workload, costs), simulate(workload, costs)
-    if power is None:
-        return StepPrediction(timeline=timeline, sources=totals[0])
-    return _limited(workload, costs, power, totals, timeline)
+class Clock(NamedTuple):
+    """Means over a step of one device. slowdown: of attention, as log; 0 at full clock."""
+
+    slowdown: float
+    clock_hz: float
+    power_w: float
 
 
-def _limited(
-    workload: Workload, costs: Costs, power: PowerModel, totals: _Totals, timeline: Timeline
-) -> StepPrediction:
-    """Return the prediction of a step of these totals and of this timeline at full clock."""
-    (sources, product_rate), slowdown, full_s = totals, 0.0, timeline.busy_s
-    power = for_products(power, product_rate)
+def at_clock(
+    workload: Workload,
+    costs: Costs,
+    power: PowerModel,
+    product_flops_per_s: float | None,
+    timeline: Timeline,
+) -> tuple[Timeline, Clock]:
+    """Return the step that has this timeline at full clock, as its power lets it run.
+
+    product_flops_per_s: rate of its products at full clock. Raises ConfigError.
+    """
+    slowdown, full_s = 0.0, timeline.busy_s
+    power = for_products(power, product_flops_per_s)
     for _ in range(_MOST_ROUNDS):
         new = slowdown_of(power, full_s, timeline.step_s, slowdown)
         is_close = abs(new - slowdown) < _CLOSE
@@ -43,12 +48,10 @@ def _limited(
         if is_close:
             break
         timeline = simulate(workload, costs, clock_factors(power, slowdown))
-    return StepPrediction(
-        timeline=timeline,
+    return timeline, Clock(
         slowdown=slowdown,
         clock_hz=power.full_clock_hz * math.exp(-slowdown),
         power_w=mean_power_w(power, slowdown, full_s, timeline.step_s),
-        sources=sources,
     )
 
 
@@ -60,8 +63,9 @@ def anchored_power(
     It is at most that of the operators. A step that communicates also waits for other ranks, so
     its time tells less of the power of its work than operators do. costs: as for fitted_power.
     """
-    slowdown = predict_step(workload, costs, power).slowdown
-    full_clock_hz = min(power.full_clock_hz, clock_hz * math.exp(slowdown))
+    rate = total(workload, costs).product_flops_per_s
+    _, own = at_clock(workload, costs, power, rate, simulate(workload, costs))
+    full_clock_hz = min(power.full_clock_hz, clock_hz * math.exp(own.slowdown))
     return replace(power, full_clock_hz=full_clock_hz)
 
 
@@ -87,24 +91,26 @@ def fitted_power(
     if not power.is_limited:
         return power
     costs = replace(costs, compute=cache(costs.compute))
-    totals, full = _totals(workload, costs), simulate(workload, costs)
+    rate, full = total(workload, costs).product_flops_per_s, simulate(workload, costs)
     if clock_hz >= _FULL_CLOCK * power.full_clock_hz:
-        own_w = mean_power_w(for_products(power, totals[1]), 0.0, full.busy_s, full.step_s)
+        own_w = mean_power_w(for_products(power, rate), 0.0, full.busy_s, full.step_s)
         measured_j = (power_w - power.static_w) * step_s
         factor = measured_j / ((own_w - power.static_w) * full.step_s)
         return _multiplied(power, min(_MAX_POWER, max(1 / _MAX_POWER, factor)))
     max_slowdown = math.log(power.full_clock_hz / clock_hz)
 
-    def predicted_with(factor: float) -> StepPrediction:
-        return _limited(workload, costs, _multiplied(power, factor), totals, full)
+    def predicted_with(factor: float) -> tuple[float, float]:
+        step, clock = at_clock(workload, costs, _multiplied(power, factor), rate, full)
+        return step.step_s, clock.slowdown
 
     def is_too_low(factor: float) -> bool:
-        step = predicted_with(factor)
-        is_slow = step.step_s >= step_s or step.slowdown >= max_slowdown
-        return not (step.slowdown and is_slow)
+        own_s, slowdown = predicted_with(factor)
+        is_slow = own_s >= step_s or slowdown >= max_slowdown
+        return not (slowdown and is_slow)
 
     factor = _least_factor(is_too_low, _MAX_POWER)
-    full_clock_hz = clock_hz * math.exp(predicted_with(factor).slowdown)
+    _, slowdown = predicted_with(factor)
+    full_clock_hz = clock_hz * math.exp(slowdown)
     return replace(_multiplied(power, factor), full_clock_hz=full_clock_hz)
 
 
@@ -138,9 +144,23 @@ def _multiplied(power: PowerModel, factor: float) -> PowerModel:
     return replace(power, dynamic_w={w: factor * x for w, x in power.dynamic_w.items()})
 
 
-def _totals(workload: Workload, costs: Costs) -> _Totals:
-    """Return seconds of compute by origin, and the rate of products, over all stages."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Total:
+    """Computation of all stages. sources: seconds by origin of the cost.
+
+    product_flops_per_s: rate of products; None without any. unknown: operations without a cost
+    in some of their passes, with whether they have none in all of them.
+    """
+
+    sources: Mapping[Source, float]
+    product_flops_per_s: float | None
+    unknown: Mapping[str, bool]
+
+
+def total(workload: Workload, costs: Costs) -> Total:
+    """Return the computation of a step by its costs."""
     sources: dict[Source, float] = {}
+    has_cost: dict[str, set[bool]] = {}
     flops = product_s = 0.0
     for stage in range(len(workload.stages)):
         for op, count in workload.tally(stage).items():
@@ -151,4 +171,11 @@ def _totals(workload: Workload, costs: Costs) -> _Totals:
             sources[cost.source] = sources.get(cost.source, 0.0) + count * cost.total_s
             if work_of_op(op) is Work.MATMUL:
                 flops += count * (op.op.flops or 0)
-    return sources, flops / product_s if product_s else None
+            if not op.is_wait:
+                name = op.op.name if isinstance(op.op, Kernel) else op.module
+                has_cost.setdefault(name, set()).add(cost.source is not Source.UNKNOWN)
+    return Total(
+        sources=sources,
+        product_flops_per_s=flops / product_s if product_s else None,
+        unknown={name: known == {False} for name, known in has_cost.items() if False in known},
+    )

@@ -22,7 +22,7 @@ from stepmark.tables.columns import (
     given,
 )
 from stepmark.tables.table import Table
-from stepmark.timeline.prediction import Span
+from stepmark.timeline.timeline import Span
 
 if TYPE_CHECKING:
     import numpy.typing as npt

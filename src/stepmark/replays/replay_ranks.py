@@ -16,7 +16,7 @@ from stepmark.model.kernel_groups import COMMUNICATION
 from stepmark.step.rank_program import Step, program
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Workload, pass_of
 from stepmark.timeline.ledger import Work, work_of, work_of_op
-from stepmark.timeline.prediction import Span
+from stepmark.timeline.timeline import Span
 
 if TYPE_CHECKING:
     import numpy as np

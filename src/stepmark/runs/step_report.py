@@ -2,8 +2,8 @@
 
 import csv
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -15,12 +15,11 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.train_words import shape_text
 from stepmark.cases.training import CompileScope
 from stepmark.ground.errors import ConfigError, StepmarkError
-from stepmark.predictions import predict
-from stepmark.predictions import prediction as report
 from stepmark.predictions.interval import PastPrediction, interval
-from stepmark.predictions.parts import read_parts
-from stepmark.predictions.predict_target import Target, step_words
+from stepmark.predictions.predict import calibration_notes, predict
+from stepmark.predictions.predict_inputs import of_training, step_words
 from stepmark.predictions.predicted_steps import Step, StepReport
+from stepmark.predictions.prediction import ledgers_of
 from stepmark.replays import replay_log_verb
 from stepmark.runs.step_ledger import measured_ledger
 from stepmark.runs.suggestions import Measurement, suggestions
@@ -28,7 +27,7 @@ from stepmark.store import ledgers, predictions
 from stepmark.store.view import View, median_s
 from stepmark.tables.columns import Row, number, text
 from stepmark.timeline import ledger_text as report_ledger
-from stepmark.timeline.ledger import Group, Ledger, MeasuredLedger, StepPower
+from stepmark.timeline.ledger import MeasuredLedger, StepPower
 from stepmark.workloads.rules.pytorch.case import of_case
 
 VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
@@ -78,20 +77,10 @@ def predicted_steps(run: Path, plan: Plan) -> dict[str, Any]:
 
 
 def _prediction(run: Path, case: TrainCase) -> Row:
-    parts = read_parts(run, case)
-    target = Target(
-        name=f"{case.model.name} {case.strategy}",
-        workload=of_case(case),
-        case=case,
-        device=parts.device,
-        device_name=parts.device_name,
-        parts=parts,
-        calibration=run,
-    )
-    about = predict.facts(target)
-    prediction, notes = predict.predict(target, {})
-    notes += predict.calibration_notes(target)
-    document = report.document(about, prediction, notes)
+    inputs = of_training(case, run)
+    prediction = predict(inputs)
+    more = calibration_notes(inputs)
+    document = replace(prediction, notes=(*prediction.notes, *more)).document()
     around = interval(
         past_predictions(), stratum(case, str(document["bound"])), prediction.step_s
     )
@@ -130,38 +119,8 @@ def past_predictions() -> Sequence[PastPrediction]:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """The committed prediction of a step. problem: why there is none, "" with one.
-
-    ledgers: by pipeline stage.
-    """
-
-    case_id: str
-    problem: str
-    step_s: float = 0.0
-    bound: str = ""
-    device: str = ""
-    interval: str = ""
-    has_interval: bool = False
-    power: StepPower = StepPower()
-    allocated_bytes: int | None = None
-    reserved_bytes: int | None = None
-    ledgers: tuple[Ledger, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Commitment:
-    """The committed predictions of a run. digest: their hash."""
-
-    steps: tuple[Committed, ...]
-    version: int
-    created_at: str
-    digest: str
-
-
-def commitment(path: Path) -> Commitment | None:
-    """Return what a run predicted; None where it predicts nothing.
+def step_report(path: Path, run: View) -> StepReport | None:
+    """Return the report of the steps that a run predicted; None where it predicts none.
 
     Raises ConfigError for a prediction that was changed after it was committed.
     """
@@ -169,79 +128,44 @@ def commitment(path: Path) -> Commitment | None:
     if found is None:
         return None
     document, digest = found
-    steps = []
-    for entry in document["predictions"]:
-        own = Committed(case_id=entry["case_id"], problem=entry["problem"])
-        if (known := entry["prediction"]) is not None:
-            lines: dict[int, dict[tuple[Group, str], int]] = {}
-            for row in known["ledger"]:
-                key = Group(row["group"]), str(row["line"])
-                lines.setdefault(row["stage"], {})[key] = row["time_ns"]
-            parts = {stage: dict[str, int]() for stage in lines}
-            for row in known.get("ledger_parts", ()):
-                parts[row["stage"]][str(row["part"])] = row["time_ns"]
-            sizes = known["memory"] or {}
-            own = replace(
-                own,
-                **{name: known[name] for name in ("step_s", "bound", "device", "interval")},
-                has_interval=None not in known.get("interval_s", (None,)),
-                allocated_bytes=sizes.get("allocated_bytes"),
-                reserved_bytes=sizes.get("reserved_bytes"),
-                power=StepPower(**{n: known[n] for n in ("clock_hz", "power_w", "energy_j")}),
-                ledgers=tuple(
-                    Ledger(window_ns=sum(each.values()), lines=each, within=parts[stage])
-                    for stage, each in lines.items()
-                ),
-            )
-        steps.append(own)
-    return Commitment(
-        steps=tuple(steps),
-        version=document["version"],
-        created_at=document["created_at"],
-        digest=digest,
-    )
-
-
-def step_report(path: Path, run: View) -> StepReport | None:
-    """Return the report of the steps that a run predicted; None where it predicts none.
-
-    Raises ConfigError for a prediction that was changed after it was committed.
-    """
-    committed = commitment(path)
-    if committed is None:
-        return None
-    created_at = datetime.fromisoformat(committed.created_at).timestamp()
+    created_at = datetime.fromisoformat(document["created_at"]).timestamp()
     steps: list[Step] = []
     notes: list[str] = []
     is_before, kept = True, ledgers.read(path)
-    for own in committed.steps:
-        if own.problem:
-            notes.append(f"no prediction: {own.problem}")
-        elif not own.has_interval:
-            notes.append(f"prediction: {own.interval}")
-        records = records_of(run, own.case_id)
+    for entry in document["predictions"]:
+        case_id, predicted = entry["case_id"], entry["prediction"]
+        if entry["problem"]:
+            notes.append(f"no prediction: {entry['problem']}")
+        elif not _has_interval(predicted):
+            notes.append(f"prediction: {predicted['interval']}")
+        records = records_of(run, case_id)
         for record in records:
             if record.started_at < created_at - _CLOCK_STEP_S:
                 is_before = False
                 notes.append("the step was measured before its prediction was committed")
             if record.training and record.training.traces:
                 try:
-                    measured = kept.get(own.case_id) or measured_ledger(path, record)
+                    measured = kept.get(case_id) or measured_ledger(path, record)
                 except ConfigError as error:
                     notes.append(f"no ledger: {error}")
                     continue
-                steps.append(_step(own, record, measured, path, run))
+                steps.append(_step(predicted, record, measured, path, run))
                 notes += [*measured.notes, *_heat_notes(record)]
-        has_ledger = own.case_id in {step.case_id for step in steps}
-        if own.ledgers and records and (len(records) > 1 or not has_ledger):
-            notes.append(_totals(own, records))
+        has_ledger = case_id in {step.case_id for step in steps}
+        if predicted and records and (len(records) > 1 or not has_ledger):
+            notes.append(_totals(predicted, records))
+    when = "before" if is_before else "after the start of"
+    committed_at = f"{datetime.fromtimestamp(created_at, UTC):%Y-%m-%d %H:%M:%S} UTC"
+    commitment = f"prediction committed {when} the measurement, {committed_at}"
     return StepReport(
         steps=tuple(steps),
         notes=tuple(dict.fromkeys(notes)),
-        digest=committed.digest,
-        committed_at=f"{datetime.fromtimestamp(created_at, UTC):%Y-%m-%d %H:%M:%S} UTC",
-        is_before=is_before,
+        commitment=f"{commitment}, and not changed since: sha256 {digest}",
     )
+
+
+def _has_interval(predicted: Mapping[str, Any]) -> bool:
+    return None not in predicted.get("interval_s", (None,))
 
 
 def reported(path: Path, run: View) -> StepReport | ConfigError | None:
@@ -273,26 +197,35 @@ def records_of(run: View, case_id: str) -> list[Measured]:
     ]
 
 
-def _totals(own: Committed, records: Sequence[Measured]) -> str:
+def _totals(predicted: Mapping[str, Any], records: Sequence[Measured]) -> str:
     """Return the times of a step that has no ledger, of all launches."""
     case = records[0].train
     ran = [record for record in records if any(record.samples.seconds)]
     times = [f"{1e3 * median_s(record) * case.cycle:.1f}" for record in ran]
     name = f"{case.model.name} {shape_text(case)}"
     measured = f"measured {' and '.join(times)} ms" if times else "not measured"
-    return f"{name}: {measured}, predicted {1e3 * own.step_s:.1f} ms ({own.interval})"
+    predicted_ms = 1e3 * predicted["step_s"]
+    return f"{name}: {measured}, predicted {predicted_ms:.1f} ms ({predicted['interval']})"
 
 
 def _step(
-    own: Committed, record: Measured, measured: MeasuredLedger, path: Path, run: View
+    predicted: Mapping[str, Any] | None,
+    record: Measured,
+    measured: MeasuredLedger,
+    path: Path,
+    run: View,
 ) -> Step:
-    case = record.train
+    """Return a measured step beside its prediction's document; None: there is none."""
+    case, ledger, power, around = record.train, None, StepPower(), ""
+    if predicted:
+        ledger = ledgers_of(predicted)[of_case(case).stage_of(measured.rank)]
+        power = StepPower(**{n: predicted[n] for n in ("clock_hz", "power_w", "energy_j")})
+        around = predicted["interval"] if _has_interval(predicted) else ""
     devices = ", ".join(sorted({device.name for device in run.run.environment.devices}))
     name = f"{case.model.name} {case.strategy} on {case.num_ranks} x {devices}"
     place = case.case_id, record.launch
     rows = [r for r in run.train_rows if (r.get("case_id"), r.get("launch")) == place]
     row = next((row for row in rows if row["rank"] is None), {})
-    ledger = own.ledgers[of_case(case).stage_of(measured.rank)] if own.ledgers else None
     measured_steps = [each for each in run.records if isinstance(each, Measured)]
     ids = {each.case.case_id for each in measured_steps if each.launch >= STEP_LAUNCH}
     options = step_words(case) if len(ids) > 1 else ()
@@ -301,12 +234,12 @@ def _step(
         name=f"{case.model.name} {shape_text(case)}",
         predicted=ledger,
         measured=measured,
-        power=(own.power, _measured_power(record, measured)),
+        power=(power, _measured_power(record, measured)),
         sentence=report_ledger.sentence(
             name,
             measured.ledger,
             ledger,
-            interval=own.interval if own.has_interval else "",
+            interval=around,
             mfu_pct=number(row, "mfu_pct"),
             validity=text(row, "validity"),
         ),

@@ -5,7 +5,7 @@ from operator import attrgetter
 
 from stepmark.step.workload import COMPUTE
 from stepmark.tables.columns import Row
-from stepmark.timeline.prediction import Span
+from stepmark.timeline.timeline import Span
 from stepmark.timeline.trace_timeline import Bar, Timeline
 
 MOST_BARS = 5000

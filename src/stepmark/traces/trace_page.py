@@ -10,8 +10,8 @@ from stepmark.tables.columns import Row, number
 from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
 from stepmark.tables.page import Page, Section, preformatted
 from stepmark.timeline.ledger import WAITING, Work
-from stepmark.timeline.prediction import LEFT_OUT
 from stepmark.timeline.step_timeline import MOST_BARS, MOST_LANES
+from stepmark.timeline.timeline import LEFT_OUT
 from stepmark.timeline.trace_timeline import Bar, Timeline
 
 _MANY = 200  # bars of a stream, which may be narrower than a pixel

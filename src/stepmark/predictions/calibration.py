@@ -1,7 +1,7 @@
-"""The measured parts of a calibration run, as costs of a training case."""
+"""What a calibration run measured, as inputs of a prediction."""
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,13 +15,20 @@ from stepmark.collectives.measured_curves import run_curves
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_time
-from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.device import find_device
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.predictions import contention, power, step
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.comm_contention import comm_slowdown
-from stepmark.predictions.costs import CostOf, OperatorCosts, ProfiledCosts, pass_of
+from stepmark.predictions.costs import (
+    CostOf,
+    OperatorCosts,
+    ProfiledCosts,
+    pass_of,
+    sources,
+)
+from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.predictions.likeness import is_like, missing_profile, nearest_profile
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import CommOp, ComputeOp, Workload
@@ -43,39 +50,13 @@ _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 _PowerRecord = tuple[Measured, float, float]  # with mean clock and power
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """What one sitting on one machine measured for a case.
-
-    compute: sources of costs of operations, the best first. compute_slowdown, comm_slowdown: as
-    in Costs, where they are known. memory: cases of few layers with their allocated and
-    reserved bytes.
-    """
-
-    run: str
-    device: DeviceSpec | None
-    device_name: str
-    compute: tuple[CostOf, ...]
-    host_s: Callable[[ComputeOp | CommOp], float]
-    gap_s: float | None  # None: no step was profiled
-    compute_slowdown: Mapping[Work, float]
-    comm_slowdown: float | None
-    is_host: bool
-    curves: tuple[Curve, ...]
-    power: PowerModel | None
-    memory: tuple[tuple[TrainCase, int, int], ...]
-    memory_bytes: int | None  # of the device
-    step: tuple[TrainCase, float] | None  # calibrated step, its measured seconds
-    notes: tuple[str, ...]
-
-
-def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Parts:
-    """Return the parts of a run. case: what is predicted; None: a workload of a file.
+def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
+    """Return the inputs with what the run at `path` measured, in one sitting on one machine.
 
     Raises ConfigError for a run that has nothing for the case, or that was measured by another
     version of a timing method unless `force`.
     """
-    run = read_aloud(path)
+    run, case = read_aloud(path), inputs.case
     records = [record for record in run.latest if isinstance(record, Measured)]
     if not run.info.environment.devices:
         raise ConfigError("calibration", path.name, "a run whose run.json names its device")
@@ -84,55 +65,52 @@ def read_parts(path: Path, case: TrainCase | None, *, force: bool = False) -> Pa
         if version not in map(str, METHOD_VERSIONS[record.case.kind]) and not force:
             allowed = f"measured as this release does, not by {record.samples.method}"
             raise ConfigError("calibration", path.name, f"{allowed}; or --force")
-    notes: list[str] = []
-    steps = [record for record in records if isinstance(record.case, TrainCase)]
-    compute: list[CostOf] = []
-    curves = tuple(run_curves(path))
-    is_host, shallow = False, None
-    gap_s: float | None = None
-    host_s: Callable[[ComputeOp | CommOp], float] = _no_host
-    memory: list[tuple[TrainCase, int, int]] = []
-    calibrated: tuple[TrainCase, float] | None = None
-    if case is not None:
-        profiled = nearest_profile(steps, case)
-        if profiled is None:
-            raise ConfigError("calibration", path.name, missing_profile(steps, case))
-        shallow = _shallow(path, profiled, curves, notes)
-        if shallow.is_host:
-            shallow = _slowed(shallow, CommCosts(curves, None), notes)
-        calibrated = replace(profiled.train, labels=()), shallow.step_s
-        compute.append(shallow.costs)
-        gap_s, is_host = shallow.gap_s, shallow.is_host
-        if not is_host:
-            host_s = _host_times(steps, case, notes)
-        memory = list(_memory(steps, case))
     times = {
         launches.case.op: launches.time_s
         for launches in pooled(_operators(records), OpLaunches)
     }
-    compute.append(OperatorCosts(times))
-    first = run.info.environment.devices[0]
-    return Parts(
-        run=path.name,
-        device=find_device(first.name),
+    measured: tuple[CostOf, ...] = (OperatorCosts(times),)
+    first, shallow = run.info.environment.devices[0], None
+    inputs = replace(inputs, calibration=path.name, curves=tuple(run_curves(path)))
+    if case is not None:
+        steps = [record for record in records if isinstance(record.case, TrainCase)]
+        inputs, shallow = _with_profile(inputs, path, steps, case)
+        measured = (shallow.costs, *measured)
+    device = find_device(first.name)
+    return replace(
+        inputs,
+        device=device,
         device_name=first.name,
-        compute=tuple(compute),
-        host_s=host_s,
-        gap_s=gap_s,
-        compute_slowdown=shallow.compute_slowdown if shallow else {},
-        comm_slowdown=shallow.comm_slowdown if shallow else None,
-        is_host=is_host,
-        curves=curves,
-        power=_power(records, shallow),
-        memory=tuple(memory),
+        compute=sources(device, measured, inputs.file, of_file=inputs.times_of_file),
+        power=None if inputs.times_of_file else _power(records, shallow),
         memory_bytes=first.memory_bytes,
-        step=calibrated,
-        notes=tuple(notes),
     )
 
 
-def _no_host(_op: ComputeOp | CommOp) -> float:
-    return 0.0
+def _with_profile(
+    inputs: Inputs, path: Path, steps: Sequence[Measured], case: TrainCase
+) -> tuple[Inputs, "_Shallow"]:
+    """Return the inputs with what steps of few layers tell, and the profiled one."""
+    profiled = nearest_profile(steps, case)
+    if profiled is None:
+        raise ConfigError("calibration", path.name, missing_profile(steps, case))
+    notes: list[str] = []
+    shallow = _shallow(path, profiled, inputs.curves, notes)
+    if shallow.is_host:
+        shallow = _slowed(shallow, CommCosts(inputs.curves, None), notes)
+    inputs = replace(
+        inputs,
+        host_s=no_host if shallow.is_host else _host_times(steps, case, notes),
+        host_is_known=True,
+        gap_s=shallow.gap_s,
+        is_host=shallow.is_host,
+        compute_slowdown=shallow.compute_slowdown,
+        comm_slowdown=shallow.comm_slowdown,
+        memory=tuple(_memory(steps, case)),
+        step=(replace(profiled.train, labels=()), shallow.step_s),
+        notes=(*inputs.notes, *notes),
+    )
+    return inputs, shallow
 
 
 def _operators(records: Iterable[Measured]) -> Iterator[Measured]:
@@ -337,7 +315,7 @@ def _host_times(
     record = min(filter(is_like_it, steps), key=distance, default=None)
     if record is None or record.training is None:
         notes.append("the host's time was not calibrated: it counts as ahead of the device")
-        return _no_host
+        return no_host
     counts = {"fwd": 0, "bwd": 0, "optim": 0}
     for op in of_case(record.train).expand():
         counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait

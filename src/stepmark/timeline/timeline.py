@@ -1,10 +1,9 @@
-"""Prediction of a training step."""
+"""A training step over time."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from stepmark.timeline.ledger import Ledger, Work
-from stepmark.timeline.step_cost import Source
 
 LEFT_OUT = "left out"
 
@@ -49,44 +48,3 @@ class Timeline:
     num_kernels: float
     is_host_bound: bool
     spans: Callable[[], Iterator[Span]]  # of all stages, in any order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepPrediction:
-    """A predicted step of every stage.
-
-    slowdown: of attention, as log; 0 at full clock. clock_hz, power_w: means over the step of
-    one device; None where no power was measured. sources: seconds of compute by origin.
-    is_lower_bound: some operations or links have no known cost.
-    """
-
-    timeline: Timeline
-    slowdown: float = 0.0
-    clock_hz: float | None = None
-    power_w: float | None = None
-    sources: Mapping[Source, float]
-    is_lower_bound: bool = False
-
-    @property
-    def step_s(self) -> float:
-        return self.timeline.step_s
-
-    @property
-    def energy_j(self) -> float | None:
-        """Return the energy of one device."""
-        return None if self.power_w is None else self.power_w * self.step_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
-    """Predicted memory of the fullest rank.
-
-    verdict: fits, runs out of memory, uncertain, or unknown for a device of unknown size.
-    fitting: options with which a step fits that runs out of memory, "" where none is known.
-    """
-
-    allocated_bytes: int
-    reserved_bytes: int
-    device_bytes: int | None
-    verdict: str
-    fitting: str

@@ -1,10 +1,10 @@
-"""Targets of `stepmark predict`: a case or a workload file, with measured parts or none."""
+"""Inputs of `stepmark predict`: a case or a workload, with what a run measured or nothing."""
 
 import contextlib
 import operator
 import shlex
 import socket
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -17,36 +17,28 @@ from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.predictions.calibrate import HOST
+from stepmark.predictions.calibration import calibrated
+from stepmark.predictions.costs import sources
+from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.predictions.likeness import is_like
-from stepmark.predictions.parts import Parts, read_parts
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
 from stepmark.training import train_plan
 from stepmark.training.train_options import TrainOptions, given_options, options_of
-from stepmark.workloads import file_times, workload_files
+from stepmark.workloads import workload_files
+from stepmark.workloads.file_times import FileTimes
 from stepmark.workloads.models import read_models
 from stepmark.workloads.rules.pytorch.case import of_case
 
 _NO_EFFECT = ("text", "text_file", "workers", "seed", "lr", "compile_fallback")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
-    """What is predicted. case: None for a workload file; times_of_file: by its own times."""
+def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inputs:
+    """Return what a prediction is made of. workload: the step, if no option names it.
 
-    name: str
-    workload: Workload
-    case: TrainCase | None
-    device: DeviceSpec | None
-    device_name: str
-    parts: Parts | None
-    calibration: Path | None = None  # the run of the parts
-    times_of_file: bool = False
-
-
-def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
-    """Return what is predicted, and notes on its calibration or options."""
+    Raises ConfigError.
+    """
     for name in _NO_EFFECT:
         value = getattr(options, name)
         if value not in (None, False):
@@ -54,37 +46,45 @@ def target_of(options: PredictOptions) -> tuple[Target, list[str]]:
     if options.force and not (options.calibration or options.from_run):
         raise ConfigError("force", "given", "only with --calibration or --from-run")
     file = _workload_file(options)
-    if file is not None:
-        return _file_target(options, file)
+    if workload is not None or file is not None:
+        return _of_workload(options, workload, file or "")
     base = find_run(options.runs, options.from_run) if options.from_run else None
     here = _machine(options, base)
     train = _train_options(options, base)
     case = _case(options, train, here)
-    workload = of_case(case)
     path = _calibration(options, here, case, base)
+    device = find_device(here.name)
+    if path is None and device is None:
+        allowed = "a calibration of this machine (stepmark calibrate), or --device and its name"
+        raise ConfigError("calibration", "missing", allowed)
     try:
-        parts = read_parts(path, case, force=options.force) if path else None
+        inputs = of_training(case, path, here.name, force=options.force)
     except ConfigError as error:
         if error.field == "calibration" and path == base:
             raise ConfigError("from-run", error.value, error.allowed) from None
         raise
-    device = parts.device if parts else find_device(here.name)
-    if parts is None and device is None:
-        allowed = "a calibration of this machine (stepmark calibrate), or --device and its name"
-        raise ConfigError("calibration", "missing", allowed)
-    target = Target(
-        name=f"{case.model.name} {case.strategy}",
-        workload=workload,
-        case=case,
-        device=device,
-        device_name=parts.device_name if parts else here.name,
-        parts=parts,
-        calibration=path,
-    )
     notes = _run_notes(options, train, here, case, base) if base else []
     if path:
-        return target, [*notes, *_origin_notes(path, here)]
-    return target, [*notes, *_unused(options, train, here, case, workload)]
+        notes += _origin_notes(path, here)
+    else:
+        notes += _unused(options, train, here, case, inputs.workload)
+    return replace(inputs, notes=(*inputs.notes, *notes))
+
+
+def of_training(
+    case: TrainCase, run: Path | None, device_name: str = "", *, force: bool = False
+) -> Inputs:
+    """Return the inputs of a case by what a run measured; by the data sheet without one."""
+    device = find_device(device_name)
+    inputs = Inputs(
+        name=f"{case.model.name} {case.strategy}",
+        workload=of_case(case),
+        case=case,
+        device=device,
+        device_name=device_name,
+        compute=sources(device),
+    )
+    return calibrated(inputs, run, force=force) if run else inputs
 
 
 def _run_notes(
@@ -154,38 +154,44 @@ def _workload_file(options: PredictOptions) -> str | None:
     return options.models[0] if is_there and not is_config else None
 
 
-def _file_target(options: PredictOptions, file: str) -> tuple[Target, list[str]]:
+def _of_workload(options: PredictOptions, workload: Workload | None, name: str) -> Inputs:
+    """Return the inputs of a workload; None: it is read from the file of this name."""
     given = {**given_options(options), "gbs": options.gbs, "from_run": options.from_run}
-    for name, value in given.items():
-        if name != "models" and value is not None:
-            raise ConfigError(name, "given", "left out: a workload file says what its step is")
-    workload = workload_files.read(file)
+    for option, value in given.items():
+        if option != "models" and value is not None:
+            allowed = "left out: a workload file says what its step is"
+            raise ConfigError(option, "given", allowed)
+    workload = workload or workload_files.read(name)
     if not workload.stages:
-        raise ConfigError("workload", file, "a workload with the operations of a step")
-    parts, notes = None, []
+        allowed = "a workload with the operations of a step"
+        raise ConfigError("workload", name or workload.name, allowed)
     device = _spec(options.device) if options.device else None
-    if options.calibration:
-        path = find_run(options.runs, options.calibration)
-        here = Machine(device="cuda", name=device.names[0] if device else "", is_here=False)
-        _check_device(read_info(path), here, force=options.force)
-        parts = read_parts(path, None, force=options.force)
-        device, notes = parts.device, _origin_notes(path, here)
     own = find_device(str(workload.settings.get("devices")))  # of a trace
-    is_timed = file_times.any_in(workload) and (not options.device or device == own)
-    if device is None and parts is None:
+    file = FileTimes(workload)
+    is_timed = file.has_any and (not options.device or device == own)
+    path = find_run(options.runs, options.calibration) if options.calibration else None
+    here = Machine(device="cuda", name=device.names[0] if device else "", is_here=False)
+    if path is not None:
+        _check_device(read_info(path), here, force=options.force)
+    elif device is None:
         device = (own if is_timed else None) or find_device(machine(None).name)
         if device is None and not is_timed:
             raise ConfigError("device", "missing", "the name of a device, e.g. h200")
-    target = Target(
+    inputs = Inputs(
         name=workload.name,
         workload=workload,
-        case=None,
-        device=device,
-        device_name=parts.device_name if parts else device.names[0] if device else "unknown",
-        parts=parts,
+        file=file,
         times_of_file=is_timed,
+        device=device,
+        device_name=device.names[0] if device else "unknown",
+        compute=sources(device, file=file, of_file=is_timed),
+        host_s=file.host_s if is_timed else no_host,
+        host_is_known=is_timed and file.has_host,
     )
-    return target, notes
+    if path is None:
+        return inputs
+    inputs = calibrated(inputs, path, force=options.force)
+    return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))
 
 
 def _spec(name: str) -> DeviceSpec:

@@ -29,8 +29,8 @@ from stepmark.timeline.ledger import (
     Ledger,
     Work,
 )
-from stepmark.timeline.prediction import Span, Timeline
 from stepmark.timeline.step_cost import Costs
+from stepmark.timeline.timeline import Span, Timeline
 
 _REPEATS = 4  # of a steady state that are simulated first
 _SAME = 1e-9  # of a step: times that differ less are equal

@@ -1,0 +1,148 @@
+"""What a step is predicted from: what it does, and what its parts cost."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from stepmark.cases.comm_curve import Curve
+from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import Precision
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.device import DeviceSpec
+from stepmark.predictions.costs import CostOf, first_of
+from stepmark.predictions.predict_options import show_what_if
+from stepmark.step.roofline import roofline_time
+from stepmark.step.workload import ComputeOp, Operation, Workload
+from stepmark.timeline.ledger import Work
+from stepmark.timeline.step_cost import OpCost, PowerModel
+from stepmark.workloads.file_times import FileTimes
+
+# Between kernels that are launched already, without a profiler: measured on an H200
+# (docs/LOG.md). It stands in where no calibration has it.
+_GAP_S = 1.2e-6
+_IN_HOST = 8  # GPUs
+
+
+def no_host(_op: Operation) -> float:
+    """Return the host's time where it is ahead of the device."""
+    return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a step does, and what its parts cost.
+
+    case: None for a workload file, whose times are then `file`. compute: sources of costs of
+    operations, the best first. What a calibration measures has the value of what is not known
+    without one: calibration: its run; curves: of collectives; compute_slowdown, comm_slowdown:
+    as in Costs; is_host: computation runs on it; memory: cases of few layers with their
+    allocated and reserved bytes; memory_bytes: of the device; step: the calibrated step and
+    its measured seconds. link: factor on the bandwidth of messages; what_if: how the device was
+    changed. notes: on the choice of all this.
+    """
+
+    name: str
+    workload: Workload
+    compute: tuple[CostOf, ...]
+    device_name: str
+    device: DeviceSpec | None = None
+    case: TrainCase | None = None
+    file: FileTimes | None = None
+    times_of_file: bool = False  # they are the costs
+    host_s: Callable[[Operation], float] = no_host
+    host_is_known: bool = False
+    gap_s: float = _GAP_S
+    is_host: bool = False
+    compute_slowdown: Mapping[Work, float] = field(default_factory=dict)
+    comm_slowdown: float | None = None
+    curves: tuple[Curve, ...] = ()
+    link: float = 1.0
+    what_if: str = ""
+    power: PowerModel | None = None
+    memory: tuple[tuple[TrainCase, int, int], ...] = ()
+    memory_bytes: int | None = None
+    calibration: str = ""
+    step: tuple[TrainCase, float] | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def link_domain(self) -> int:
+        """Return the most GPUs that the device's links connect."""
+        return (self.device.link_domain if self.device else None) or _IN_HOST
+
+    @property
+    def peak_flops_per_s(self) -> float | None:
+        """Return the peak of the case's products; FP8's peak is not used."""
+        if self.case is None or self.device is None:
+            return None
+        is_fp32 = self.case.precision is Precision.FP32
+        return self.device.peak(DType.FP32 if is_fp32 else DType.BF16)
+
+
+def changed(inputs: Inputs, changes: Mapping[str, float]) -> Inputs:
+    """Return the inputs with another device, as --what-if has it. Raises ConfigError."""
+    if not changes:
+        return inputs
+    cost_of, device = first_of(inputs.compute), inputs.device
+    faster = device and _faster(device, changes)
+
+    def cost(op: ComputeOp) -> OpCost | None:
+        found = cost_of(op)
+        if found is None:
+            return None
+        times = {
+            work: time_s / _factor(op, work, device, faster, changes)
+            for work, time_s in found.time_s.items()
+        }
+        return replace(found, time_s=times)
+
+    return replace(
+        inputs,
+        device=faster,
+        what_if=show_what_if(tuple(changes.items())),
+        compute=(cost,),
+        link=changes.get("link", 1.0),
+        power=_changed_power(inputs.power, changes),
+    )
+
+
+def _faster(device: DeviceSpec, changes: Mapping[str, float]) -> DeviceSpec:
+    flops = changes.get("flops", 1.0)
+    peaks = {dtype: flops * peak for dtype, peak in device.peak_flops_per_s.items()}
+    bandwidth = device.hbm_bytes_per_s and changes.get("hbm", 1.0) * device.hbm_bytes_per_s
+    return replace(device, hbm_bytes_per_s=bandwidth, peak_flops_per_s=peaks)
+
+
+def _factor(
+    op: ComputeOp,
+    work: Work,
+    device: DeviceSpec | None,
+    faster: DeviceSpec | None,
+    changes: Mapping[str, float],
+) -> float:
+    """Return how many times as fast the operation is: its roofline's ratio, where known.
+
+    Work of several kinds stays as fast as it is in the file.
+    """
+    flops = changes.get("flops", 1.0)
+    if work is Work.FILE:
+        return 1.0
+    if work not in (Work.MATMUL, Work.ATTENTION):
+        return changes.get("hbm", 1.0)
+    if device is None or faster is None or device.hbm_bytes_per_s is None:
+        return flops
+    before_s, after_s = roofline_time(op.op, device), roofline_time(op.op, faster)
+    return before_s / after_s if before_s and after_s else flops
+
+
+def _changed_power(power: PowerModel | None, changes: Mapping[str, float]) -> PowerModel | None:
+    limit_w = changes.get("power")
+    if limit_w is None:
+        return power
+    shown = f"power={limit_w:g}W"
+    if power is None:
+        allowed = "it needs a calibration that measured the power of a GPU"
+        raise ConfigError("what-if", shown, allowed)
+    if limit_w <= power.static_w:
+        raise ConfigError("what-if", shown, f"above {power.static_w:.0f} W, idle")
+    return replace(power, limit_w=limit_w)

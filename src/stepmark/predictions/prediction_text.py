@@ -1,0 +1,158 @@
+"""What a prediction says, as text, from its document."""
+
+from collections.abc import Iterator, Mapping
+from operator import itemgetter
+from typing import Any
+
+from stepmark.ground.units import format_bytes
+from stepmark.predictions.prediction import HOST
+from stepmark.tables.columns import MS, NO_HEADING, PERCENT, given
+from stepmark.tables.table import Table
+from stepmark.timeline.ledger import TRANSFER, WAITING
+from stepmark.timeline.step_cost import Source
+
+_MOST_STAGES = 4  # that are all printed
+_LEAST_SHARE_PCT = 5.0  # of the step that the sentence on its limit names
+
+
+def by_sheet(device: str) -> str:
+    return f"the data sheet's of {device} over published efficiencies, often 15 to 35 % off"
+
+
+def source_notes(
+    sources: Mapping[Source, float], comm: Mapping[str, Source], device: str
+) -> Iterator[str]:
+    """Yield where costs are from, where it is not a measurement of these very operations."""
+    total = sum(sources.values())
+    texts = {
+        Source.SCALED: "is scaled from other shapes",
+        Source.OPERATOR: "is that of operators measured by themselves",
+        Source.ROOFLINE: f"is {by_sheet(device)}",
+        Source.FILE: "is the workload file's own",
+    }
+    for source, text in texts.items():
+        if total and sources.get(source):
+            yield f"{sources[source] / total:.0%} of the compute time {text}"
+    by_source: dict[Source, list[str]] = {}
+    for name, source in comm.items():
+        by_source.setdefault(source, []).append(name)
+    if names := by_source.get(Source.SCALED):
+        yield f"times of {', '.join(names)} are scaled from other sizes or numbers of ranks"
+    if names := by_source.get(Source.ROOFLINE):
+        yield f"times of {', '.join(names)} are by the data sheet's links"
+
+
+def lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the prediction as text. document: of Prediction."""
+    where = f"{document['num_ranks']} x {document['device']}"
+    pairs = dict(headline(document))
+    yield f"{document['name']} on {where}: predicted step {pairs.pop('predicted step')}"
+    if step := step_text(document):
+        yield f"  step: {step}"
+    memory = pairs.pop("memory", "")
+    yield "  " + ", ".join(pairs.values())
+    if memory:
+        yield f"  memory: {memory}"
+    yield ""
+    yield from ledger_lines(document)
+    yield from (f"note: {note}" for note in document["notes"])
+
+
+def step_text(document: Mapping[str, Any]) -> str:
+    """Return the tokens of the optimizer step, and how they are computed."""
+    if not document["tokens"]:
+        return ""
+    shape = f"mbs {document['mbs']}, seq {document['seq_len']}"
+    return f"{document['tokens']:,} tokens, {shape}, {document['techniques']}"
+
+
+_STAGE = given("stage")
+LEDGER_COLUMNS = (
+    given("time_ns", MS, "ms"),
+    given("share_pct", PERCENT, "%"),
+    _STAGE,
+    given("group", heading="ledger"),
+    given("line", heading=NO_HEADING),
+)
+
+
+def ledger_lines(document: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the ledger of each stage as a table; of many stages those that differ most."""
+    table: list[dict[str, Any]] = [*document["ledger"]]
+    num_stages, shown = 1 + max(row["stage"] for row in table), _stages_shown(document)
+    step_ns = document["step_s"] * 1e9
+    for row in document["ledger_parts"]:  # after the lines of their stage
+        if row["part"] == TRANSFER:  # the rest of exposed communication
+            continue
+        share_pct = 100 * row["time_ns"] / step_ns
+        table.append({**row, "group": "of which", "line": row["part"], "share_pct": share_pct})
+    stages = sorted((row for row in table if row["stage"] in shown), key=itemgetter("stage"))
+    yield from Table(
+        stages, [c for c in LEDGER_COLUMNS if num_stages > 1 or c is not _STAGE]
+    ).text()
+    if len(shown) < num_stages:
+        yield (
+            f"{len(shown)} of {num_stages} stages: the first, the last, and that which waits "
+            "least; --csv and --json have all"
+        )
+
+
+def _stages_shown(document: Mapping[str, Any]) -> set[int]:
+    stages = dict.fromkeys((row["stage"] for row in document["ledger"]), 0)
+    if len(stages) <= _MOST_STAGES:
+        return set(stages)
+    waits = [row for row in document["ledger_parts"] if row["part"] == WAITING]
+    waiting_ns = stages | {row["stage"]: row["time_ns"] for row in waits}
+    return {min(stages), min(stages, key=lambda stage: waiting_ns[stage]), max(stages)}
+
+
+def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the results with their titles, those that are known."""
+    least, most = ("at least ", "at most ") if document["is_lower_bound"] else ("", "")
+    yield "predicted step", f"{least}{document['step_s'] * 1e3:.2f} ms"
+    if document["tokens_per_s"]:
+        yield "throughput", f"{most}{document['tokens_per_s']:,.0f} tokens/s"
+    if document["mfu_pct"] is not None:
+        yield "MFU", f"{most}{document['mfu_pct']:.1f} % MFU (causal)"
+    if document["hfu_pct"] is not None and document["hfu_pct"] != document["mfu_pct"]:
+        yield "HFU", f"{most}{document['hfu_pct']:.1f} % HFU"
+    yield "limit", _limit(document)
+    if document["comm_s"]:
+        exposed, comm = document["exposed_comm_s"], document["comm_s"]
+        text = f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed"
+        if document["contention_s"]:
+            text += f", {document['contention_s'] * 1e3:.1f} ms of contention"
+        yield "communication", text
+    if document["bubble_s"]:
+        yield "pipeline", f"{document['bubble_s'] * 1e3:.1f} ms of pipeline bubble"
+    if document["power_w"] is not None:
+        yield "power", f"{document['power_w']:.0f} W at {document['clock_hz'] / 1e6:.0f} MHz"
+    if document["energy_per_token_j"]:
+        yield "energy", f"{document['energy_per_token_j'] * 1e3:.1f} mJ per token"
+    if document["memory"]:
+        yield "memory", _memory(document["memory"])
+
+
+def _limit(document: Mapping[str, Any]) -> str:
+    """Return what the step waits for, with shares; the host comes first where it is late."""
+    shares: dict[str, float] = {**document["shares_pct"]}
+    first, idle = next(iter(shares), "computation"), ""
+    if document["bound"] == "host":
+        first, idle = HOST, "device idle "
+    words = [f"{first} ({idle}{shares.pop(first, 0.0):.1f} % of the step)"]
+    words += (f"{n} ({pct:.1f} %)" for n, pct in shares.items() if pct >= _LEAST_SHARE_PCT)
+    condition = "" if document["host_is_known"] else " if the host keeps up"
+    first_ones = f"{', '.join(words[:-1])} and " if words[1:] else ""
+    return f"bound by {first_ones}{words[-1]}{condition}"
+
+
+def _memory(memory: Mapping[str, Any]) -> str:
+    """Return the predicted memory and whether it fits."""
+    sizes = (format_bytes(memory[name]) for name in ("allocated_bytes", "reserved_bytes"))
+    text = "{} allocated, {} reserved".format(*sizes)
+    if memory["device_bytes"] is None:
+        return f"{text}; that of the device is unknown"
+    verdicts = {"fits": "fits into", "uncertain": "may run out of"}
+    words = verdicts.get(memory["verdict"], "RUNS OUT OF")
+    text += f", {words} {format_bytes(memory['device_bytes'])}"
+    return f"{text}; it would fit with {memory['fitting']}" if memory["fitting"] else text
