@@ -65,7 +65,7 @@ def test_the_profilers_cost_is_taken_off(tmp_path: Path) -> None:
     assert (own.profiled.window_ns, own.ledger.window_ns) == (1_100_000, 1_080_000)
     assert own.profiled.lines[Group.IDLE, "host"] == 51_000
     assert own.ledger.lines == {**own.profiled.lines, (Group.IDLE, "host"): 31_000}
-    assert own.ledger.within == {"transfer": 540_000}
+    assert own.ledger.within == {"transfer": 540_000, WAITING: 0, "recomputed": 0}
 
 
 def test_a_step_is_a_whole_cycle(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def test_the_page_of_a_predicted_step(
     assert f"committed {when} the measurement, {created_at[:10]} 00:00:00 UTC, and not" in html
     assert digest in html
     assert re.search(r"\n    matmul +0\.600 +0\.\d+ ", html)
-    assert re.search(rf"\nof which {WAITING} +0\.100\n", html)
+    assert re.search(rf"\nof which {WAITING} +0\.100 +0\.000 +-0\.100 ", html)
     assert "sum of absolute differences" in html
     assert status(["runs", "show", str(path)]) == 0
     sentence = capsys.readouterr().out.splitlines()[-1]

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 from hypothesis import given
 
+from stepmark.cli.main import status
 from stepmark.step.trace_ops import COMPUTE
-from stepmark.timeline.ledger import Event, Group, Idle, Ledger, Work, work_of
+from stepmark.timeline.ledger import WAITING, Event, Group, Idle, Ledger, Work, work_of
 from stepmark.timeline.ledger import ledger as swept
 from stepmark.timeline.trace_breakdown import StepTimes
 from stepmark.traces.kineto import idle
@@ -59,6 +60,17 @@ def test_totals_are_those_of_the_breakdown(file: Path) -> None:
     assert [number for number, _ in own] == [step.step for step in steps]
     for (_, each), step in zip(own, steps, strict=True):
         assert_totals_are_those_of(step, each)
+
+
+def test_ranks_that_wait_for_none_count_in_the_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    """The ledger and the breakdown of the same trace say how long ranks wait for each other."""
+    shown = []
+    for verb, title in (("breakdown", f"    {WAITING}"), ("ledger", f"of which {WAITING}")):
+        assert status(["trace", verb, str(TRACES / "fsdp8")]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        (line,) = [line for line in lines if line.startswith(title)]
+        shown.append(line.removeprefix(title).split())
+    assert shown[0] == shown[1]
 
 
 def named(job: Job) -> dict[int, str]:

@@ -180,4 +180,4 @@ def _with_waiting(ledger: Ledger, step: StepTimes) -> Ledger:
     if waiting_ns is None:
         return ledger
     parts = {TRANSFER: step.exposed_comm_ns - waiting_ns, WAITING: waiting_ns}
-    return replace(ledger, within={**ledger.within, **{n: t for n, t in parts.items() if t}})
+    return replace(ledger, within={**ledger.within, **parts})

@@ -76,10 +76,12 @@ STEP_COLUMNS: tuple[Column[_Item], ...] = (
 def step_rows(steps: Sequence[RankLedger]) -> list[Row]:
     """Return a row per line of each step. Rows that are no parts add up to the window."""
     items: list[_Item] = []
+    parts = _part_names([each.ledger for each in steps])
     for each in steps:
         lines = sorted(each.ledger.lines.items(), key=lambda item: -item[1])
         items += [(each, str(group), name, ns, False) for (group, name), ns in lines]
-        items += [(each, "within", name, ns, True) for name, ns in each.ledger.within.items()]
+        within = each.ledger.within.items()
+        items += [(each, "within", name, ns, True) for name, ns in within if name in parts]
     return rows_of(STEP_COLUMNS, items)
 
 
@@ -152,9 +154,14 @@ def _table(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int]]]:
 
 
 def _parts(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int | None]]]:
-    """Yield titles and times of what lines consist of, where a ledger has it."""
-    for name in dict.fromkeys(name for own in ledgers for name in own.within):
+    """Yield titles and times of what lines consist of; None where it is not known."""
+    for name in _part_names(ledgers):
         yield f"of which {name}", [own.within.get(name) for own in ledgers]
+
+
+def _part_names(ledgers: Sequence[Ledger]) -> list[str]:
+    """Return the names of parts that any ledger has."""
+    return list(dict.fromkeys(name for own in ledgers for name, ns in own.within.items() if ns))
 
 
 def lines_of(ledgers: Sequence[Ledger], group: Group) -> list[Line]:

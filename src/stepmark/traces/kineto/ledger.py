@@ -143,7 +143,7 @@ def _ledger(
     compute, comm, copies = (pieces.clip(start, end) for pieces in groups)
     kernels = join(compute.times, comm.times)
     lines: Counter[Line] = Counter({(Group.IDLE, str(cause)): ns for cause, ns in idle.items()})
-    within: Counter[str] = Counter()
+    recomputed_ns = 0
     for group, pieces, beside in (
         (Group.COMPUTE, compute, comm.times),
         (Group.COMM, comm, compute.times),
@@ -158,9 +158,9 @@ def _ledger(
             lines[group, names[label]] += exposed_ns
             if group is Group.COMPUTE:
                 lines[Group.OVERLAPPED, names[label]] += hidden_ns
-                within[RECOMPUTED] += (exposed_ns + hidden_ns) * (label >= len(_WORKS))
+                recomputed_ns += (exposed_ns + hidden_ns) * (label >= len(_WORKS))
     return Ledger(
         window_ns=end - start,
         lines={line: time_ns for line, time_ns in lines.items() if time_ns},
-        within=dict(+within),
+        within={RECOMPUTED: recomputed_ns},
     )
