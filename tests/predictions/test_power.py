@@ -209,7 +209,7 @@ class Step(NamedTuple):
 
 
 def predict_step(workload: Workload, costs: Costs, power: PowerModel) -> Step:
-    rate, full = total(workload, costs).product_flops_per_s, simulate(workload, costs)
+    rate, full = total(workload.issued(), costs).product_flops_per_s, simulate(workload, costs)
     timeline, clock = at_clock(workload, costs, power, rate, full)
     return Step(timeline.step_s, *clock)
 

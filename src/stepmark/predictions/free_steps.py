@@ -82,7 +82,7 @@ class FreeSteps:
         lane.steps.append(step := Step(number, 0.0, [], starts, ends, size))
         earlier: dict[int, float] = {}
         if before:
-            for dep, dependents in enumerate(program.next_dependents):
+            for dep, dependents in program.next_dependents.items():
                 for item in dependents:
                     earlier[item] = max(earlier.get(item, 0.0), before.ends[dep])
         free = [before.ends[queue[-1]] if before else 0.0 for queue in program.queues]

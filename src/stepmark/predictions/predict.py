@@ -1,6 +1,6 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -23,7 +23,7 @@ from stepmark.predictions.prediction import Prediction
 from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
 from stepmark.predictions.step import at_clock, total
-from stepmark.step.workload import CommOp, ComputeOp, Group, Workload
+from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
 from stepmark.timeline import step_timeline
@@ -71,8 +71,8 @@ def predicted(options: PredictOptions, workload: Workload | None = None) -> Pred
 def predict(inputs: Inputs) -> Prediction:
     """Return the prediction of a step. Raises ConfigError."""
     workload, file, power = inputs.workload, inputs.file, inputs.power
-    costs, comm = _costs(inputs)
-    computed, timeline, clock = total(workload, costs), simulate(workload, costs), None
+    (costs, comm), issued = _costs(inputs), file.issued if file else workload.issued()
+    computed, timeline, clock = total(issued, costs), simulate(workload, costs), None
     if power:
         rate = computed.product_flops_per_s
         timeline, clock = at_clock(workload, costs, power, rate, timeline)
@@ -86,7 +86,7 @@ def predict(inputs: Inputs) -> Prediction:
     gaps = list(file.gaps()) if file else []
     has_excess = file is not None and file.has_excess
     spans_hosts = bool(comm.of_one_host) or (
-        not inputs.times_of_file and _reaches_over_hosts(inputs)
+        not inputs.times_of_file and _reaches_over_hosts(inputs, issued)
     )
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
     notes = [*gaps, *(f"of the file: {note}" for note in of_file)]
@@ -177,7 +177,7 @@ def calibration_notes(inputs: Inputs) -> Iterator[str]:
         yield f"the calibrated step ({layers}) {times}: expect such an error ({error:+.0%})"
 
 
-def _reaches_over_hosts(inputs: Inputs) -> bool:
+def _reaches_over_hosts(inputs: Inputs, issued: Iterable[Operation]) -> bool:
     """Return whether ranks of several hosts communicate by costs of one host."""
     if inputs.case is not None and inputs.case.device == "cpu":
         return False
@@ -187,12 +187,7 @@ def _reaches_over_hosts(inputs: Inputs) -> bool:
         for curve in inputs.curves
     ):
         return False
-    groups = {
-        workload.groups[op.group]
-        for stage in range(len(workload.stages))
-        for op in workload.tally(stage)
-        if isinstance(op, CommOp)
-    }
+    groups = {workload.groups[op.group] for op in issued if isinstance(op, CommOp)}
     return max((group.reach for group in groups), default=0) >= most
 
 

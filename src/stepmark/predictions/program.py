@@ -23,6 +23,8 @@ from stepmark.step.workload_stages import stages_of, transfer_of
 from stepmark.timeline.step_cost import Costs, OpCost
 
 _WAIT = OpCost(time_s={}, num_kernels=0.0)
+# Names for which an operation waits with how many to go back, and the operation's own or "".
+_Link = tuple[list[tuple[str, int]], str]
 
 
 class Program:
@@ -34,16 +36,17 @@ class Program:
     repetition of the steady state begins, and where the last ends.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self) -> None:
         self.works: list[Segment | Call] = []
         self.offsets: list[tuple[int, int]] = []  # layer and micro-batch
         self.streams: list[int] = []
         self.begins: list[float] = []
         self.issues: list[float] = []
         self.deps: list[list[int]] = []
-        self.dependents: list[list[int]] = [[] for _ in range(size)]
-        self.next_dependents: list[list[int]] = [[] for _ in range(size)]
+        self.dependents: defaultdict[int, list[int]] = defaultdict(list)
+        self.next_dependents: defaultdict[int, list[int]] = defaultdict(list)
         self.queues: list[list[int]] = [[]]
+        self.calls: list[tuple[int, str]] = []  # items, and their collectives
         self.ordinals: list[list[int]] = []  # of a call's parts, among those of their key
         self._num_parts: Counter[object] = Counter()
         self.host_s = 0.0
@@ -56,19 +59,25 @@ class Program:
         self.works.append(work)
         self.offsets.append(offset)
         self.streams.append(stream)
-        self.deps.append([dep for dep in deps if self.streams[dep] != stream])
-        for dep in self.deps[index]:
+        own = [dep for dep in deps if self.streams[dep] != stream]
+        self.deps.append(own)
+        for dep in own:
             self.dependents[dep].append(index)
         if stream == len(self.queues):
             self.queues.append([])
         self.queues[stream].append(index)
         ordinals: list[int] = []
-        for part in work.parts if isinstance(work, Call) else ():
-            ordinals.append(self._num_parts[part.key])
-            self._num_parts[part.key] += 1
+        if isinstance(work, Call):
+            first_s = work.host_s
+            self.calls.append((index, work.ops[0].collective))
+            for part in work.parts:
+                number = self._num_parts[part.key]
+                self._num_parts[part.key] = number + 1
+                ordinals.append(number)
+        else:
+            first_s = work.issues[0]
         self.ordinals.append(ordinals)
         self.begins.append(self.host_s)
-        first_s = work.host_s if isinstance(work, Call) else work.issues[0]
         self.issues.append(self.host_s + first_s)
         self.host_s += work.host_s
 
@@ -101,6 +110,7 @@ class Compiler:
             if not isinstance(item, Run) and item.name
         }
         self._after: dict[str, tuple[str, int]] = {}
+        self._links_of: dict[Segment | Call, list[_Link]] = {}
         self._awaited = {
             self._parsed(text)[0]
             for block in workload.blocks.values()
@@ -222,26 +232,38 @@ class Compiler:
             self._after[text] = (text, 0) if is_name else parse_after(text)
         return self._after[text]
 
+    def _links(self, work: Segment | Call) -> list[_Link]:
+        """Return what the work's operations wait for, and names by which others wait for them.
+
+        Repeats share a work, and so what is returned for it.
+        """
+        if work not in self._links_of:
+            links = [
+                ([*map(self._parsed, op.after)], op.name if op.name in self._awaited else "")
+                for op in work.named
+            ]
+            self._links_of[work] = [(waits, name) for waits, name in links if waits or name]
+        return self._links_of[work]
+
     def _linked(self, placed: Sequence[Placed]) -> Program:
         """Resolve the names for which items wait."""
-        program = Program(len(placed))
+        program = Program()
         numbers = {COMPUTE: 0}
         newest: dict[str, list[int]] = defaultdict(list)  # items by name
-        earlier: list[
-            tuple[int, str, int]
-        ] = []  # item, name, how many back from the step's end
+        # Item, name, how many back from the step's end.
+        earlier: list[tuple[int, str, int]] = []
         for index, (work, layer, microbatch) in enumerate(placed):
             deps = set[int]()
-            for op in work.named:
-                for name, back in map(self._parsed, op.after):
-                    if back < len(newest[name]):
-                        deps.add(newest[name][-1 - back])
+            for waits, name in self._links(work):
+                for awaited, back in waits:
+                    if back < len(newest[awaited]):
+                        deps.add(newest[awaited][-1 - back])
                     else:
-                        earlier.append((index, name, back - len(newest[name])))
-                if op.name in self._awaited:
-                    newest[op.name].append(index)
+                        earlier.append((index, awaited, back - len(newest[awaited])))
+                if name:
+                    newest[name].append(index)
             stream = numbers.setdefault(work.ops[0].stream, len(numbers))
-            program.add(work, (layer, microbatch), stream, deps - {index})
+            program.add(work, (layer, microbatch), stream, deps - {index} if deps else ())
         for index, name, back in earlier:
             if back < len(newest[name]):
                 dep = newest[name][-1 - back]

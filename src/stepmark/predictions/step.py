@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from stepmark.predictions.power import clock_factors, for_products, mean_power_w, slowdown_of
 from stepmark.predictions.simulation import simulate
-from stepmark.step.workload import ComputeOp, Kernel, Workload
+from stepmark.step.workload import ComputeOp, Kernel, Operation, Workload
 from stepmark.timeline.ledger import Work, work_of_op
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel, Source
 from stepmark.timeline.timeline import Timeline
@@ -63,7 +63,7 @@ def anchored_power(
     It is at most that of the operators. A step that communicates also waits for other ranks, so
     its time tells less of the power of its work than operators do. costs: as for fitted_power.
     """
-    rate = total(workload, costs).product_flops_per_s
+    rate = total(workload.issued(), costs).product_flops_per_s
     _, own = at_clock(workload, costs, power, rate, simulate(workload, costs))
     full_clock_hz = min(power.full_clock_hz, clock_hz * math.exp(own.slowdown))
     return replace(power, full_clock_hz=full_clock_hz)
@@ -91,7 +91,7 @@ def fitted_power(
     if not power.is_limited:
         return power
     costs = replace(costs, compute=cache(costs.compute))
-    rate, full = total(workload, costs).product_flops_per_s, simulate(workload, costs)
+    rate, full = total(workload.issued(), costs).product_flops_per_s, simulate(workload, costs)
     if clock_hz >= _FULL_CLOCK * power.full_clock_hz:
         own_w = mean_power_w(for_products(power, rate), 0.0, full.busy_s, full.step_s)
         measured_j = (power_w - power.static_w) * step_s
@@ -157,23 +157,21 @@ class Total:
     unknown: Mapping[str, bool]
 
 
-def total(workload: Workload, costs: Costs) -> Total:
-    """Return the computation of a step by its costs."""
+def total(issued: Mapping[Operation, int], costs: Costs) -> Total:
+    """Return the computation of a step by its costs. issued: as of Workload."""
     sources: dict[Source, float] = {}
     has_cost: dict[str, set[bool]] = {}
     flops = product_s = 0.0
-    for stage in range(len(workload.stages)):
-        for op, count in workload.tally(stage).items():
-            if not isinstance(op, ComputeOp):
-                continue
-            cost: OpCost = costs.compute(op)
-            product_s += count * cost.time_s.get(Work.MATMUL, 0.0)
-            sources[cost.source] = sources.get(cost.source, 0.0) + count * cost.total_s
-            if work_of_op(op) is Work.MATMUL:
-                flops += count * (op.op.flops or 0)
-            if not op.is_wait:
-                name = op.op.name if isinstance(op.op, Kernel) else op.module
-                has_cost.setdefault(name, set()).add(cost.source is not Source.UNKNOWN)
+    for op, count in issued.items():
+        if not isinstance(op, ComputeOp):
+            continue
+        cost: OpCost = costs.compute(op)
+        product_s += count * cost.time_s.get(Work.MATMUL, 0.0)
+        sources[cost.source] = sources.get(cost.source, 0.0) + count * cost.total_s
+        if work_of_op(op) is Work.MATMUL:
+            flops += count * (op.op.flops or 0)
+        name = op.op.name if isinstance(op.op, Kernel) else op.module
+        has_cost.setdefault(name, set()).add(cost.source is not Source.UNKNOWN)
     return Total(
         sources=sources,
         product_flops_per_s=flops / product_s if product_s else None,

@@ -159,7 +159,7 @@ class Simulator:
         waiting = [len(deps) for deps in program.deps]
         if number and lane.steps[-1].num_left:
             ends = lane.steps[-1].ends
-            for item, dependents in enumerate(program.next_dependents):
+            for item, dependents in program.next_dependents.items():
                 for dependent in dependents:
                     waiting[dependent] += ends[item] != ends[item]
         nan = [math.nan] * size
@@ -293,10 +293,11 @@ class Simulator:
         step.num_left -= 1
         stream.place += 1
         program = lane.program
-        dependents = [(step, other) for other in program.dependents[item]]
+        dependents = [(step, other) for other in program.dependents.get(item, ())]
         if step is not lane.steps[-1]:
             following = lane.steps[step.number + 1]
-            dependents += [(following, other) for other in program.next_dependents[item]]
+            later = program.next_dependents.get(item, ())
+            dependents += [(following, other) for other in later]
         for its, other in dependents:
             its.waiting[other] -= 1
         self._start(lane, stream)

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from stepmark.predictions.step_events import Lane
-from stepmark.predictions.works import Busy, Call, Segment
+from stepmark.predictions.works import Busy, Segment
 from stepmark.timeline.ledger import CONTENTION, RECOMPUTED, TRANSFER, Group, Idle, Line, Work
 
 
@@ -31,7 +31,7 @@ def seconds_of(
     start = end - length_s
     busy = _serial([each for each in lane.busy if each.end > start and each.start < end])
     total = _under([_Cover(start, end, "", start)], busy)
-    calls = _covers(_calls(lane), start, end)
+    calls = _covers(_calls(lane, start), start, end)
     moves = _covers([(*times, TRANSFER) for times in lane.transferred], start, end)
     hidden, moving = _under(calls, busy), _under(moves, busy)
     contention_s = sum(each.extra_s for each in busy)
@@ -78,12 +78,15 @@ def _line(work: str) -> Line:
     return (Group.COPIES if work is Work.COPY else Group.COMPUTE), work
 
 
-def _calls(lane: Lane) -> Iterator[tuple[float, float, str]]:
-    """Yield start, end and name of calls; NaN: not yet."""
-    for step in lane.steps:
-        for work, start, end in zip(lane.program.works, step.starts, step.ends, strict=True):
-            if isinstance(work, Call):
-                yield start, end, work.ops[0].collective
+def _calls(lane: Lane, after: float) -> Iterator[tuple[float, float, str]]:
+    """Yield start, end and name of calls, but of steps that were over then; NaN: not yet."""
+    over = [
+        end <= after and not unfinished
+        for end, unfinished in zip(lane.ends, lane.unfinished, strict=True)
+    ]
+    for step in lane.steps[over.index(False) if False in over else len(over) :]:
+        for item, name in lane.program.calls:
+            yield step.starts[item], step.ends[item], name
 
 
 def _covers(

@@ -12,7 +12,7 @@ before it, as in git. Computation waits for a collective on the stream "compute"
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -283,30 +283,49 @@ class Workload:
 
     def tally(self, stage: int = 0, *, setup: bool = False) -> Counter[Operation]:
         """Count the runs of each operation, with relative layers and micro-batches."""
-        block, total = self._program(stage, setup), Counter[Operation]()
-        for item, count in self._tally(block, {}).values() if block else ():
-            total[item] += count
-        return total
+        block = self._program(stage, setup)
+        return _counted(self._tally(block, {}).values() if block else ())
 
-    def _tally(
-        self, block: str, tallies: dict[str, dict[int, tuple[Operation, int]]]
-    ) -> dict[int, tuple[Operation, int]]:
+    def _tally(self, block: str, tallies: "_Tallies") -> "_Tally":
         """Count by identity, since operations take long to compare."""
         if block not in tallies:
             counts = tallies[block] = {}
             for item in self.blocks[block]:
                 if isinstance(item, Run):
-                    inside = [
-                        (op, count * item.times)
-                        for op, count in self._tally(item.block, tallies).values()
-                    ]
+                    _add(counts, self._tally(item.block, tallies).values(), item.times)
                 else:
-                    inside = [(item, 1)]
-                for op, count in inside:
-                    _, before = counts.get(id(op), (op, 0))
-                    counts[id(op)] = op, before + count
+                    _add(counts, ((item, 1),), 1)
         return tallies[block]
+
+    def issued(self) -> Counter[Operation]:
+        """Count the runs of each operation over all stages; mere waits do not count."""
+        tallies: _Tallies = {}
+        counts: _Tally = {}
+        for stage in self.stages:
+            _add(counts, self._tally(stage.step, tallies).values(), 1)
+        return _counted(
+            (op, count)
+            for op, count in counts.values()
+            if isinstance(op, CommOp) or not op.is_wait
+        )
 
     def num_operations(self, stage: int = 0) -> int:
         """Return the number of operations of one step, without expanding it."""
         return sum(self.tally(stage).values())
+
+
+_Tally = dict[int, tuple[Operation, int]]  # by identity
+_Tallies = dict[str, _Tally]  # by block
+
+
+def _add(counts: _Tally, inside: Iterable[tuple[Operation, int]], times: int) -> None:
+    for op, count in inside:
+        _, before = counts.get(id(op), (op, 0))
+        counts[id(op)] = op, before + times * count
+
+
+def _counted(counts: Iterable[tuple[Operation, int]]) -> Counter[Operation]:
+    total = Counter[Operation]()
+    for op, count in counts:
+        total[op] += count
+    return total

@@ -21,18 +21,11 @@ def host_settings(times_s: Mapping[str, float]) -> dict[str, float]:
 
 
 class FileTimes:
-    """Times of a workload file. issued: how often each operation runs in all stages.
-
-    Mere waits do not count.
-    """
+    """Times of a workload file. issued: how often each operation runs."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
-        self.issued = Counter[Operation]()
-        for stage in range(len(workload.stages)):
-            for op, count in workload.tally(stage).items():
-                if isinstance(op, CommOp) or not op.is_wait:
-                    self.issued[op] += count
+        self.issued = workload.issued()
 
     @property
     def has_rows(self) -> bool:

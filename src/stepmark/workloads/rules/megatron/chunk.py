@@ -63,6 +63,7 @@ class Library:
     plan: Plan
     blocks: dict[str, Block]
     operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
+    of_layer: dict[bool, tuple[Param, ...]] = field(default_factory=dict)  # by is_moe
     _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
         default_factory=dict
     )
@@ -74,6 +75,7 @@ class Library:
         plan = self.plan
         for kind in {_kind(plan, layer) for layer in (0, plan.model.num_layers - 1)}:
             steps = _layer(plan, kind)
+            self.of_layer[kind == _MOE] = gradients.layer_params(plan, moe=kind == _MOE)
             self.add(f"{kind}.forward", forward(steps))
             self.add(f"{kind}.again", forward(steps, again=True))
             self.add(f"{kind}.backward", backward(steps, _selected(plan, steps)))

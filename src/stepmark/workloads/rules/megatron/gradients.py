@@ -11,7 +11,7 @@ the reduction of the learning rate at the start of training_log.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -86,8 +86,13 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
         yield Param(module=leaf.role, count=count, whole=of_heads or plan.sequence_parallel)
 
 
-def chunk_params(plan: Plan, chunk: Chunk, is_moe: Sequence[bool]) -> tuple[Param, ...]:
-    """Return a chunk's parameters in the order of named_parameters. is_moe: by layer."""
+def chunk_params(
+    plan: Plan, chunk: Chunk, is_moe: Sequence[bool], of_layer: Mapping[bool, tuple[Param, ...]]
+) -> tuple[Param, ...]:
+    """Return a chunk's parameters in the order of named_parameters.
+
+    is_moe: by layer. of_layer: layer_params of a dense layer and of one with experts.
+    """
     model, params = plan.model, list[Param]()
     shared = model.tied_embeddings and plan.job.parallel.pp > 1
     if chunk.has_embedding:
@@ -96,9 +101,8 @@ def chunk_params(plan: Plan, chunk: Chunk, is_moe: Sequence[bool]) -> tuple[Para
             params.append(
                 Param(module="embedding", count=table.numel, place=EMBEDDING, own_bucket=alone)
             )
-    by_kind = {moe: layer_params(plan, moe=moe) for moe in set(is_moe)}
     for place, moe in enumerate(is_moe):
-        params += [replace(param, place=place) for param in by_kind[moe]]
+        params += [replace(param, place=place) for param in of_layer[moe]]
     if chunk.has_head:
         norm, head, _ = plan.tree.output().inside
         leaves = [norm, head] if shared or not model.tied_embeddings else [norm]

@@ -239,7 +239,7 @@ class _StageBuilder:
         plan = self.library.plan
         kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
         params = tuple(
-            gradients.chunk_params(plan, chunk, kind)
+            gradients.chunk_params(plan, chunk, kind, self.library.of_layer)
             for chunk, kind in zip(chunks, kinds, strict=True)
         )
         return StageParams(
