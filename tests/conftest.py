@@ -64,6 +64,13 @@ def _keep_no_device_memory(request: pytest.FixtureRequest) -> Iterator[None]:
         torch.cuda.empty_cache()
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a long text by its length: workers send the names of their tests with every report."""
+    if isinstance(val, str | bytes) and len(val) > 200:
+        return f"{argname} of {len(val)}"
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """What measures releases what was frozen: the next would collect all of it first."""
