@@ -102,8 +102,10 @@ def reduced_bytes(case: TrainCase, ranks: Ranks) -> int:
 def curves_kinds_and_bytes(
     ranks: Ranks, names: list[str], backend: str = "aot_eager"
 ) -> dict[str, Any]:
-    """Compile with a backend of torch.compile; return losses of these cases, and of what they are compared with; of all FP8 cases the
+    """Return losses of these cases, and of what they are compared with; of all FP8 cases the
     kinds of layers and of a weight; and how many bytes of gradients two micro-steps reduce.
+
+    backend: of torch.compile.
     """
     parallelize._how = lambda _case: {"backend": backend, "dynamic": False}
     wanted = {*names, *(name.replace(": ", ": like ", 1) for name in names)}
