@@ -37,6 +37,7 @@ class Tab:
         self._data = b""  # of replies that are not read yet
         self._number, self._session = 0, ""
         self.problems: list[str] = []
+        self._shown: tuple[Path, int, str] | None = None  # page, width and scheme
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
@@ -92,6 +93,12 @@ class Tab:
         while self._read().get("method") != "Page.loadEventFired":
             pass
         self.value("new Promise(done => setTimeout(done, 300))")
+        self._shown = page, width, scheme
+
+    def show(self, page: Path, *, width: int, scheme: str) -> None:
+        """Load a page unless the tab shows it already: large ones take seconds."""
+        if self._shown != (page, width, scheme):
+            self.open(page, width=width, scheme=scheme)
 
     def value(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, of a promise once it has one."""

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -53,6 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from tests.scheduling import Scheduling
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _keep_no_device_memory(request: pytest.FixtureRequest) -> Iterator[None]:
     """Other processes, which later tests start, need the memory that torch caches."""
@@ -62,6 +72,13 @@ def _keep_no_device_memory(request: pytest.FixtureRequest) -> Iterator[None]:
 
         gc.collect()
         torch.cuda.empty_cache()
+
+
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a long text by its length: every report of a test has its name."""
+    if isinstance(val, str | bytes) and len(val) > 200:
+        return f"{argname} of {len(val)}"
+    return None
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -8,8 +8,10 @@ files that it wrote. To freeze another command add its line and write the transc
 `git diff` is then the review.
 
 Commands of a file run one after the other in one folder, so that one reads what another wrote.
+A command that does not read the width, in COLUMNS, runs once.
 """
 
+import argparse
 import functools
 import hashlib
 import os
@@ -71,23 +73,44 @@ def transcribe(lines: list[str]) -> str:
         patch.setattr(trace_files, "_cores", lambda: 1)
         patch.setattr(trace_files, "read_trace", functools.cache(read_trace))
         patch.setattr(waiting, "_PATIENCE_S", 1e6)  # no line that depends on how long it takes
-        return "".join(_section(line, folder, patch) for line in lines)
+        variables = _variables_read(patch)
+        return "".join(_section(line, folder, patch, variables) for line in lines)
 
 
-def _section(line: str, folder: Path, patch: pytest.MonkeyPatch) -> str:
-    """Return what one command did."""
+def _variables_read(patch: pytest.MonkeyPatch) -> set[str]:
+    """Return the names of variables that this process reads, which grow as it reads them."""
+    names: set[str] = set()
+    original = os.environ.__class__.__getitem__
+
+    def read(environ: "os._Environ[str]", name: str) -> str:
+        names.add(name)
+        return original(environ, name)
+
+    patch.setattr(os.environ.__class__, "__getitem__", read)
+    # argparse makes a formatter for each option that it is given; none of them prints.
+    patch.setattr(argparse.ArgumentParser, "_get_formatter", _formatter)
+    return names
+
+
+def _formatter(parser: argparse.ArgumentParser) -> argparse.HelpFormatter:
+    return parser.formatter_class(prog=parser.prog, width=WIDTHS[0])  # type: ignore[call-arg]
+
+
+def _section(line: str, folder: Path, patch: pytest.MonkeyPatch, variables: set[str]) -> str:
+    """Return what one command did. variables: those that this process has read."""
     program, *words = shlex.split(line)
     before = _written(folder)
     shown = []
     for width in WIDTHS:
         patch.setenv("COLUMNS", str(width))
+        variables.clear()
         run = stepmark if program == "stepmark" else _recipe
         done = run(*words, cwd=folder)
         text = _block("to stdout", _plain(done.stdout, folder))
         text += _block("to stderr", _plain(done.stderr, folder))
         shown.append(text)
-        if program != "stepmark":
-            break  # a recipe prints no tables that know a width
+        if program != "stepmark" or "COLUMNS" not in variables:
+            break  # nor does a recipe, which prints no tables that know a width
     section = f"{PROMPT}{line}\n{shown[0]}"
     if shown[-1] != shown[0]:
         section += f"# at {WIDTHS[-1]} columns\n{shown[-1]}"
@@ -134,7 +157,7 @@ def _content(path: Path) -> str:
     """Return the text of a file; of one that is no text its size and digest."""
     data = path.read_bytes()
     text = data.decode(errors="replace")
-    if all(char.isprintable() or char.isspace() for char in text):
+    if "".join(text.split()).isprintable():
         return text
     return f"{len(data)} bytes, sha256 {hashlib.sha256(data).hexdigest()[:16]}\n"
 

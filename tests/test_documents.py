@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ from stepmark.cli import main
 from stepmark.ground import options
 from stepmark.model.ops import FAMILIES
 from stepmark.operators.op_options import LAYER
+from stepmark.step.workload import Workload
+from stepmark.timeline.trace_columns import RankTrace
+from stepmark.traces import trace_files
+from stepmark.traces.kineto.reader import read_trace
+from stepmark.workloads import workload
+from stepmark.workloads.workload import generate
+from stepmark.workloads.workload_options import GenerateOptions
 
 ROOT = Path(__file__).parents[1]
 DIARY = ROOT / "docs" / "LOG.md"
@@ -112,7 +120,31 @@ def test_what_is_only_parsed_is_a_handler(name: str) -> None:
     assert f'"stepmark.{name}"' in handlers
 
 
-@pytest.mark.usefixtures("_beside_files")
+@cache
+def read_once(path: Path) -> RankTrace:
+    return read_trace(path)
+
+
+GENERATED: dict[str, Workload] = {}
+
+
+def generate_once(options: GenerateOptions) -> Workload:
+    """Pages show the same job."""
+    key = repr(options)
+    if key not in GENERATED:
+        GENERATED[key] = generate(options)
+    return GENERATED[key]
+
+
+@pytest.fixture
+def _read_and_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share traces and workloads between pages."""
+    monkeypatch.setattr(trace_files, "_cores", lambda: 1)
+    monkeypatch.setattr(trace_files, "read_trace", lambda path: read_once(Path(path).resolve()))
+    monkeypatch.setattr(workload, "generate", generate_once)
+
+
+@pytest.mark.usefixtures("_beside_files", "_read_and_generated_once")
 @pytest.mark.parametrize("page", WITH_COMMANDS, ids=lambda page: page.relative_to(ROOT))
 def test_commands_work(
     page: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

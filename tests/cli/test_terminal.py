@@ -40,24 +40,18 @@ COMMANDS = [
 def on_terminal(line: str, columns: int, cwd: Path, *, has_ranks: bool = False) -> str:
     """Return what a command writes to stdout, a terminal of so many columns.
 
-    has_ranks: it is forked from a process that has imported torch, and so are its ranks.
+    It is forked from a process that has imported torch; has_ranks: and so are its ranks.
     """
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     variables = environment() | {"TERM": "xterm"}
     variables.pop("COLUMNS", None)
-    if has_ranks:
-        with Path(os.devnull).open("w") as nothing:
-            process: subprocess.Popen[bytes] = fork_server.server().fork_command(
-                ["tests.forking", "stepmark", *line.split()],
-                variables | {"PYTHONPATH": f"{variables['PYTHONPATH']}{os.pathsep}{ROOT}"},
-                str(cwd),
-                (its, nothing.fileno()),
-            )
-    else:
-        words = command(*line.split())
-        process = subprocess.Popen(
-            words, cwd=cwd, env=variables, stdout=its, stderr=subprocess.DEVNULL
+    with Path(os.devnull).open("w") as nothing:
+        process = fork_server.server().fork_command(
+            [*(["tests.forking"] if has_ranks else []), "stepmark", *line.split()],
+            variables | {"PYTHONPATH": f"{variables['PYTHONPATH']}{os.pathsep}{ROOT}"},
+            str(cwd),
+            (its, nothing.fileno()),
         )
     os.close(its)
     output = b""

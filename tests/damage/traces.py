@@ -17,6 +17,7 @@ from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from tests.damage.mutators import Effect, Inputs, Lines, Mutator, Output, verdict
 from tests.traces import trace_truth
 
@@ -25,12 +26,14 @@ from stepmark.runs import step_ledger
 from stepmark.step.workload import CommOp
 from stepmark.traces import (
     trace,
+    trace_files,
     trace_kernels_verb,
     trace_messages_verb,
     trace_path_verb,
     trace_workload,
 )
 from stepmark.traces import trace_options as options
+from stepmark.traces.kineto.reader import read_trace
 
 DATA = Path(__file__).parents[1] / "data" / "traces" / "fsdp8"
 GPU, CALLS = ("kernel", "gpu_memcpy", "gpu_memset"), ("cuda_runtime", "cuda_driver")
@@ -86,6 +89,12 @@ def _data(lines: Lines) -> bytes:
 
 def _read(folder: Path) -> tuple[dict[str, Json], list[str]]:
     """Return what each command prints as JSON, and all notes and refusals."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trace_files, "read_trace", cache(read_trace))  # once for all commands
+        return _read_by_all(folder)
+
+
+def _read_by_all(folder: Path) -> tuple[dict[str, Json], list[str]]:
     files, documents = tuple(map(str, sorted(folder.iterdir()))), {}
     notes: list[str] = []
     for name, (run, kind) in _VERBS.items():

@@ -18,6 +18,7 @@ from stepmark.replays.bench.messages import Messenger, SharedBuffers
 from stepmark.replays.bench.verification import verify
 from stepmark.step import native
 from stepmark.step.rank_program import communicators, program
+from stepmark.step.workload import Workload
 
 Call = tuple[str, tuple[int, ...], str, int]  # collective, ranks, torch type, largest buffer
 _NAMES = {
@@ -66,7 +67,7 @@ class Recorder:
 Result = tuple[list[Call], list[Span], Check]
 
 
-def replay(ranks: Ranks, files: list[str]) -> list[Result]:
+def replay(ranks: Ranks, workloads: list[Workload]) -> list[Result]:
     """Run each workload; return its calls, the times of its operations, and what is wrong."""
     recorder = Recorder()
     for name in ("all_reduce", "broadcast", "reduce", "all_to_all_single", "barrier"):
@@ -75,14 +76,12 @@ def replay(ranks: Ranks, files: list[str]) -> list[Result]:
         recorder.patch(messages, name)
     recorder.patch_batches()
     results = []
-    for file in files:
-        workload = native.read(Path(file))
+    here = capabilities(ranks.device)
+    for workload in workloads:
         messenger = Messenger(communicators(workload), ranks.rank, "gloo")
         steps = program(workload, ranks.rank)
         buffers = SharedBuffers(steps, ranks.device)
-        computation = Computation(
-            steps, Compute.SLEEP, ranks.device, capabilities(ranks.device)
-        )
+        computation = Computation(steps, Compute.SLEEP, ranks.device, here)
         made = Program(
             steps=steps, messenger=messenger, buffers=buffers, computation=computation
         )

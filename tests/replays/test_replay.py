@@ -109,7 +109,7 @@ def test_calls_are_those_of_the_file_in_its_order_and_every_schedule_ends(
     for workload in workloads.values():
         check_ends(workload)
     with Pool(4) as pool:
-        by_rank = pool.run(replay, [str(path) for path in files.values()], timeout_s=480)
+        by_rank = pool.run(replay, list(workloads.values()), timeout_s=480)
     for rank, results in enumerate(by_rank):
         for (words, workload), (calls, spans, check) in zip(
             workloads.items(), results, strict=True

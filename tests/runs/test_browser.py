@@ -105,17 +105,17 @@ def test_contents_lead_to_sections(tab: browser.Tab, page: Path) -> None:
     links = re.findall(r'<a href="#([^"]+)">(.*?)</a>', text)
     assert len(links) >= 3
     assert len({name for name, _ in links}) == len(links)
-    tab.open(page, width=1280)
+    tab.show(page, width=1280, scheme="dark")
     for name, title in links:
         heading = tab.value(f"document.getElementById({name!r}).firstChild.textContent")
         assert heading == unescape(title)
 
 
-def test_the_answer_comes_first(tab: browser.Tab, tmp_path: Path) -> None:
-    page = write_page(RESULTS / "h200-predictions-2", tmp_path / "report.html")
+@pytest.mark.parametrize("page", [PREDICTED], indirect=True)
+def test_the_answer_comes_first(tab: browser.Tab, page: Path) -> None:
     top = "document.querySelector('{}').getBoundingClientRect().top + scrollY"
     for width, picture in ((390, ".narrow svg"), (1280, ".wide svg")):
-        tab.open(page, width=width)
+        tab.show(page, width=width, scheme="light")
         assert "measured 184 ms" in tab.value("document.querySelector('h1').textContent")
         value = partial(top.format)
         order = [tab.value(value(each)) for each in ("h1", picture, "nav", "section table")]
@@ -125,7 +125,7 @@ def test_the_answer_comes_first(tab: browser.Tab, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", OF_FULLEST, indirect=True)
 def test_on_paper_nothing_is_hidden_in_a_box(tab: browser.Tab, page: Path) -> None:
-    tab.open(page, width=1280, scheme="dark")
+    tab.show(page, width=1280, scheme="dark")
     tab.call("Emulation.setEmulatedMedia", media="print")
     hidden = (
         "Array.from(document.querySelectorAll('.box'))"

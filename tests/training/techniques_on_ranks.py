@@ -9,7 +9,7 @@ from tests.training.curves import FEW_STEPS, STEPS, losses, small, spread
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, Fp8, GradSync, Precision, Recompute
 from stepmark.measuring.ranks import Ranks
-from stepmark.training import trainer
+from stepmark.training import parallelize, trainer
 from stepmark.training.messages import MessageRecorder
 from stepmark.training.transformer import canonical_name
 
@@ -99,10 +99,15 @@ def reduced_bytes(case: TrainCase, ranks: Ranks) -> int:
     )
 
 
-def curves_kinds_and_bytes(ranks: Ranks, names: list[str]) -> dict[str, Any]:
+def curves_kinds_and_bytes(
+    ranks: Ranks, names: list[str], backend: str = "aot_eager"
+) -> dict[str, Any]:
     """Return losses of these cases, and of what they are compared with; of all FP8 cases the
     kinds of layers and of a weight; and how many bytes of gradients two micro-steps reduce.
+
+    backend: of torch.compile.
     """
+    parallelize._how = lambda _case: {"backend": backend, "dynamic": False}
     wanted = {*names, *(name.replace(": ", ": like ", 1) for name in names)}
     found = {name: case for name, case in cases().items() if name in wanted}
     steps: dict[str, int] = {}  # by case: as many as a comparison with it needs
