@@ -12,7 +12,6 @@ from contextlib import contextmanager
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -52,15 +51,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             is_of_ranks = item.get_closest_marker("ranks") is not None
             item.add_marker(pytest.mark.xdist_group("ranks") if is_of_ranks else group)
     items.sort(key=lambda item: item.get_closest_marker("ranks") is None)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
-    if config.getvalue("dist") != "loadgroup":
-        return None
-    from tests.scheduling import Scheduling
-
-    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)
