@@ -21,7 +21,7 @@ from stepmark.predictions.contention import contention
 from stepmark.predictions.predict import _ranks_per_host, predict
 from stepmark.predictions.predict_inputs import of_training
 from stepmark.step.trace_ops import MeasuredOp, OpKey, OpTable
-from stepmark.timeline.ledger import Group, Work
+from stepmark.timeline.ledger import CONTENTION, Group, Work
 from stepmark.traces.kineto.arrivals import rank_parts
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.kineto.ledger import ledgers
@@ -104,10 +104,10 @@ def test_a_prediction_has_the_measured_contention(factor: float) -> None:
     alone = of_training(case, None, "NVIDIA H200")
     inputs = replace(alone, gap_s=0.0, compute_slowdown=works, comm_slowdown=factor)
     prediction = predict(inputs)
-    timeline = prediction.timeline
-    beside = timeline.ledgers[0].total(Group.OVERLAPPED) * 1e-9
+    step = prediction.step
+    beside = step.ledgers[0].total(Group.OVERLAPPED) * 1e-9
     assert beside > 0
-    assert timeline.contention_s == pytest.approx(beside * (1 - 1 / factor), abs=1e-6)
+    assert step.part_s(CONTENTION) == pytest.approx(beside * (1 - 1 / factor), abs=1e-6)
     assert not any("contention" in note for note in prediction.notes)
     (note,) = [note for note in predict(alone).notes if "contention" in note]
     assert "(matmul, attention, norm and elementwise, communication)" in note

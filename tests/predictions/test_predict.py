@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from stepmark.cli.main import status
-from stepmark.predictions import prediction_page
+from stepmark.timeline.bars import bars
 from stepmark.timeline.ledger import Group, Work
-from stepmark.timeline.timeline import Span
+from stepmark.timeline.timeline import Span, Timeline
 from stepmark.traces.kineto.ledger import ledgers
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.trace_page import MOST_BARS
@@ -256,17 +256,16 @@ def test_bars_of_a_page_hold_all_spans() -> None:
         start = free[stage] + chance.choice((0, 1, 300))
         free[stage] = start + chance.choice((5, 20, 900))
         kind = chance.choice((Work.MATMUL, Work.ELEMENTWISE))
-        where = {"stage": stage, "stream": "compute", "kind": kind, "name": f"op {number}"}
-        spans.append(Span(**where, start_ns=start, end_ns=free[stage]))
-    timelines = prediction_page.timelines_of(spans, max(free.values()) / 1e9)
+        spans.append(Span(stage, "compute", kind, f"op {number}", start, free[stage]))
+    timelines = bars(Timeline(spans, (0, max(free.values()))))
     for stage, timeline in timelines.items():
         assert len(timeline.bars) <= MOST_BARS // 2
-        own = [span for span in spans if span.stage == stage]
+        own = [span for span in spans if span.rank == stage]
         assert sum(bar.num_events for bar in timeline.bars) == len(own)
         assert sum(bar.busy for bar in timeline.bars) == sum(s.end_ns - s.start_ns for s in own)
         for before, after in itertools.pairwise(timeline.bars):
             assert before.end <= after.start
-    few = prediction_page.timelines_of(spans[:9], 1e-5)
+    few = bars(Timeline(spans[:9], (0, 10_000)))
     assert {bar.num_events for each in few.values() for bar in each.bars} == {1}
 
 

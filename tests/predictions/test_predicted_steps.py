@@ -271,11 +271,11 @@ def test_lines_add_up_to_the_step_and_faster_devices_are_not_slower(words: str) 
         case = replace(case, fp8_all_gather=False)
     inputs = of_training(case, None, "NVIDIA H200")
     prediction = predict(inputs)
-    for ledger in prediction.timeline.ledgers:
+    for ledger in prediction.step.ledgers:
         assert sum(ledger.lines.values()) == round(prediction.step_s * 1e9)
     for name in ("link", "hbm", "flops"):
         same = predict(changed(inputs, {name: 1.0}))
-        assert same.timeline.ledgers == prediction.timeline.ledgers
+        assert same.step.ledgers == prediction.step.ledgers
         faster = predict(changed(inputs, {name: 2.0}))
         assert faster.step_s <= prediction.step_s * (1 + 1e-9)
     assert prediction.document()["tokens"] == case.tokens_per_step * case.grad_accum

@@ -15,7 +15,7 @@ from stepmark.model.model import MoeConfig, find_model
 from stepmark.model.ops import Gemm, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions import simulation
-from stepmark.predictions.simulation import simulate
+from stepmark.predictions.simulation import SteadyStep, simulate
 from stepmark.step.workload import (
     COMPUTE,
     CommOp,
@@ -40,7 +40,7 @@ from stepmark.timeline.ledger import (
     ledger,
 )
 from stepmark.timeline.step_cost import Costs, OpCost
-from stepmark.timeline.timeline import LEFT_OUT, Span, Timeline
+from stepmark.timeline.timeline import LEFT_OUT, Span
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron import rule as megatron
 from stepmark.workloads.rules.megatron.settings import Megatron
@@ -160,7 +160,7 @@ def random_workload(seed: int) -> Workload:
     )
 
 
-def lines_of(timeline: Timeline, stage: int) -> Counter[Line]:
+def lines_of(timeline: SteadyStep, stage: int) -> Counter[Line]:
     return Counter({line: ns / 1e9 for line, ns in timeline.ledgers[stage].lines.items()})
 
 
@@ -177,25 +177,25 @@ def check_same(workload: Workload, prices: Costs, num_steps: int) -> None:
     check_spans(ours)
 
 
-def spans_of(timeline: Timeline) -> list[Span]:
+def spans_of(step: SteadyStep) -> list[Span]:
     """Return all spans; those of a stream do not overlap."""
-    spans = sorted(timeline.spans(), key=lambda span: (span.start_ns, span.name))
+    spans = sorted(step.timeline(), key=lambda span: (span.start_ns, span.name))
     ends: dict[tuple[int, str], int] = {}
     for span in spans:
-        assert ends.get((span.stage, span.stream), 0) <= span.start_ns < span.end_ns
-        ends[span.stage, span.stream] = span.end_ns
-    assert max(ends.values()) == round(timeline.step_s * 1e9)
+        assert ends.get((span.rank, span.stream), 0) <= span.start_ns < span.end_ns
+        ends[span.rank, span.stream] = span.end_ns
+    assert max(ends.values()) == round(step.step_s * 1e9)
     return spans
 
 
-def check_spans(timeline: Timeline, *, by_line: bool = True) -> None:
+def check_spans(timeline: SteadyStep, *, by_line: bool = True) -> None:
     """The ledger of the spans is that of the step, by line or by group of lines."""
     spans, idle = spans_of(timeline), (Group.IDLE, str(Idle.HOST))
     # A call that waited has begun with its waiting.
-    waits = {(s.stage, s.stream, s.end_ns): s.start_ns for s in spans if s.kind == WAITING}
+    waits = {(s.rank, s.stream, s.end_ns): s.start_ns for s in spans if s.kind == WAITING}
     for stage, own in enumerate(timeline.ledgers):
         events = []
-        for span in (span for span in spans if span.stage == stage):
+        for span in (span for span in spans if span.rank == stage):
             is_call = span.kind in CALLS
             group = Group.COPIES if span.kind == Work.COPY else Group.COMPUTE
             name = span.name if is_call else span.kind
@@ -213,7 +213,7 @@ def check_spans(timeline: Timeline, *, by_line: bool = True) -> None:
         moves = [
             Event(Group.COMM, TRANSFER, span.start_ns, span.end_ns)
             for span in spans
-            if span.stage == stage and span.kind == COMMUNICATION
+            if span.rank == stage and span.kind == COMMUNICATION
         ]
         moves += (event for event in events if event.group is not Group.COMM)
         moving = ledger(moves, 0, own.window_ns, lambda a, b: [(Idle.HOST, b - a)])
@@ -253,7 +253,7 @@ def check_free(workload: Workload, prices: Costs, monkeypatch: pytest.MonkeyPatc
             diffs = Counter(mine)  # type: ignore[arg-type]
             diffs.subtract(plain)  # type: ignore[arg-type]
             assert max(map(abs, diffs.values())) <= most
-    if LEFT_OUT not in {span.kind for span in ours.spans()}:
+    if LEFT_OUT not in {span.kind for span in ours.timeline()}:
         check_spans(ours)
 
 
@@ -344,7 +344,7 @@ def test_repetitions_that_are_left_out_are_one_span(name: str, last: int) -> Non
     timeline = simulate(of_case(replace(REAL[name], **many)), costs(3, host=0.0))
     spans = spans_of(timeline)
     left_out = [span for span in spans if span.kind == LEFT_OUT]
-    assert [span.stage for span in left_out] == [*range(len(timeline.ledgers))]
+    assert [span.rank for span in left_out] == [*range(len(timeline.ledgers))]
     assert len(spans) < 3000
     assert max(span.microbatch or 0 for span in spans) == last
     for span in left_out:
@@ -362,7 +362,7 @@ def test_interleaved_rounds_left_out_change_nothing(
     workload = megatron.workload(job, asked)
     machine = costs(host=0.0, contention=False)
     few = simulate(workload, machine)
-    assert any(span.kind == LEFT_OUT for span in few.spans())
+    assert any(span.kind == LEFT_OUT for span in few.timeline())
     monkeypatch.setattr(simulation, "_REPEATS", rounds)
     whole = simulate(workload, machine)
     assert few.step_s == pytest.approx(whole.step_s, rel=1e-12)

@@ -15,7 +15,6 @@ from stepmark.replays import replay_ranks, replay_text
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_page import page
 from stepmark.step.workload import Group, Workload
-from stepmark.timeline.step_timeline import perfetto
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -208,7 +207,7 @@ def test_the_rank_with_the_shortest_time_came_last() -> None:
 
 def test_the_timeline_has_every_timed_operation_of_a_rank() -> None:
     own = log(staged((work(), REDUCE, REDUCE)), spans()).timeline()
-    events = perfetto(own, "rank")["traceEvents"]
+    events = own.perfetto("rank")["traceEvents"]
     drawn = [event for event in events if event["ph"] == "X"]
     assert Counter(event["pid"] for event in drawn) == {0: 3, 1: 2}
     of_rank = [event for event in drawn if event["pid"] == 0]

@@ -10,29 +10,32 @@ import pytest
 
 from stepmark.cli.main import status
 from stepmark.model.kernel_groups import COMMUNICATION, group_of
-from stepmark.timeline.trace_timeline import Bar, Timeline
+from stepmark.timeline.bars import Bar, Bars, bars
 from stepmark.traces import trace_page
 from stepmark.traces.kineto.reader import read_trace
-from stepmark.traces.kineto.timeline import MOST_BARS, timeline
+from stepmark.traces.kineto.timeline import timeline
+from stepmark.traces.trace import _MOST_BARS
 from stepmark.traces.trace_options import BreakdownOptions
 
 DATA = Path(__file__).parents[1] / "data" / "traces"
 OPTIONS = BreakdownOptions(files=("x",))
 
 
-def check(each: Timeline, events: list[tuple[str, int, int, str]]) -> None:
+def check(each: Bars, events: list[tuple[str, int, int, str]]) -> None:
     """Bars of a stream do not overlap, hold all events of the window, and follow it."""
-    assert len(each.bars) <= MOST_BARS
+    assert len(each.bars) <= _MOST_BARS
     streams = {bar.stream for bar in each.bars}
     assert streams == {stream for stream, *_ in events}
     for stream in streams:
-        bars = [bar for bar in each.bars if bar.stream == stream]
+        of_stream = [bar for bar in each.bars if bar.stream == stream]
         own = [event for event in events if event[0] == stream]
-        assert sum(bar.num_events for bar in bars) == len(own)
-        assert sum(bar.busy for bar in bars) == sum(end - start for _, start, end, _ in own)
-        for before, after in itertools.pairwise(bars):
+        assert sum(bar.num_events for bar in of_stream) == len(own)
+        assert sum(bar.busy for bar in of_stream) == sum(
+            end - start for _, start, end, _ in own
+        )
+        for before, after in itertools.pairwise(of_stream):
             assert before.end <= after.start
-        for bar in bars:
+        for bar in of_stream:
             inside = [e for e in own if e[1] < bar.end and e[2] > bar.start]
             assert len(inside) == bar.num_events
             assert bar.name in {name for *_, name in inside}
@@ -62,8 +65,9 @@ def test_bars_hold_all_events(count: int, tmp_path: Path) -> None:
     file = tmp_path / "rank0.json"
     file.write_text(json.dumps({"traceEvents": document}))
     trace = read_trace(file)
-    each = timeline(trace, OPTIONS)
-    assert each is not None
+    made = timeline(trace, OPTIONS)
+    assert made is not None
+    (each,) = bars(made, _MOST_BARS).values()
     gpu = trace.gpu
     check(
         each,
@@ -84,14 +88,12 @@ def test_bars_hold_all_events(count: int, tmp_path: Path) -> None:
 
 def test_a_page_of_many_ranks_has_few_bars() -> None:
     """The ranks with least and most communication are among those that are drawn."""
-    bars = [
+    drawn = [
         Bar("GPU 0 stream 7", 10 * n, 10 * n + 9, COMMUNICATION, "nccl", 1, 9)
         for n in range(900)
     ]
     timelines = {
-        rank: Timeline(
-            step=1, start=0, end=9000, joined_ns=0, bars=tuple(bars[: 850 + rank % 37])
-        )
+        rank: Bars(step=1, start=0, end=9000, joined_ns=0, bars=tuple(drawn[: 850 + rank % 37]))
         for rank in range(40)
     }
     tables: dict[str, list[dict[str, object]]] = {"steps": [], "communication": []}

@@ -21,8 +21,8 @@ from stepmark.workloads.rules.megatron import rule as megatron
 from stepmark.workloads.rules.megatron.settings import Megatron
 from stepmark.workloads.rules.pytorch import fsdp, plain
 from stepmark.workloads.rules.pytorch.schedules import Schedule
-from stepmark.workloads.workload_lanes import slots
-from stepmark.workloads.workload_pipeline import Timeline, timeline
+from stepmark.workloads.workload_lanes import spans as spans_of
+from stepmark.workloads.workload_pipeline import Chart, chart_of
 
 GEMM = Gemm(m=8, n=8, k=8, dtype=DType.BF16)
 ALL = 10**6
@@ -35,9 +35,9 @@ def job(pp: int, gbs: int, vpp: int = 1) -> Workload:
     return megatron.workload(Job(model=model, parallel=ParallelConfig(pp=pp), gbs=gbs), asked)
 
 
-def drawn(workload: Workload, most: int = ALL) -> Timeline:
-    found = timeline(workload, most)
-    assert isinstance(found, Timeline), found
+def drawn(workload: Workload, most: int = ALL) -> Chart:
+    found = chart_of(workload, most)
+    assert isinstance(found, Chart), found
     return found
 
 
@@ -58,15 +58,15 @@ def test_each_micro_batch_goes_forward_and_backward_once_in_order(
     micro = micro if vpp == 1 else micro * pp
     found = drawn(job(pp, micro, vpp))
     at: dict[tuple[int, str, int | None, int | None], int] = {}
-    for slot in found.slots:
-        key = (slot.stage, slot.kind, slot.microbatch, slot.layer)
+    for slot in found.timeline:
+        key = (slot.rank, slot.kind, slot.microbatch, slot.layer)
         assert key not in at
-        at[key] = slot.start
-        assert slot.end - slot.start == (2 if slot.kind == "backward" else 1)
+        at[key] = slot.start_ns
+        assert slot.end_ns - slot.start_ns == (2 if slot.kind == "backward" else 1)
     for stage in range(pp):
-        own = [slot for slot in found.slots if slot.stage == stage]
+        own = [slot for slot in found.timeline if slot.rank == stage]
         assert len(own) == 2 * micro * vpp + 1
-        assert all(one.end <= two.start for one, two in pairwise(own))
+        assert all(one.end_ns <= two.start_ns for one, two in pairwise(own))
     # Layer by layer a forward comes after the one before it, a backward before.
     when = {(kind, index, layer): start for (_, kind, index, layer), start in at.items()}
     for (kind, index, layer), start in when.items():
@@ -82,11 +82,11 @@ def test_repeats_left_out_change_no_idle_time(pp: int, vpp: int) -> None:
     whole, few = drawn(workload), drawn(workload, 0)
     assert few.left_out > 0
     assert whole.left_out == 0
-    assert len(few.slots) < len(whole.slots)
+    assert len(few.timeline) < len(whole.timeline)
     assert few.idle_percent == pytest.approx(whole.idle_percent)
     cut = shortened(workload, 7)
     assert num_steady(cut) == 7
-    assert slots(cut)
+    assert spans_of(cut)
 
 
 def test_1f1b_on_two_stages() -> None:
@@ -117,7 +117,7 @@ def test_the_figure_has_a_bar_per_slot() -> None:
         for each in series
         for stage, start, x in zip(each.y, each.starts, each.x, strict=True)
     }
-    assert spans == {(f"stage {one.stage}", one.start, one.end) for one in found.slots}
+    assert spans == {(f"stage {one.rank}", one.start_ns, one.end_ns) for one in found.timeline}
     assert len(set(series[0].colour)) == 2  # a shade per chunk
 
 
@@ -154,7 +154,7 @@ def worked(microbatch: int, *after: str, kernel: Kernel | None = None) -> Comput
 
 def test_stages_that_wait_for_each_other_are_not_drawn() -> None:
     both = (moved(RECV), worked(0), moved(SEND))
-    assert timeline(pair(both, both), ALL) == (
+    assert chart_of(pair(both, both), ALL) == (
         "not drawn: by their order of transfers, stages wait for each other"
     )
 
@@ -175,7 +175,7 @@ def test_what_follows_the_last_backward_pass_is_no_other_one() -> None:
     assert workload_pipeline.lines(sharded) == workload_pipeline.lines(job(2, 3))
     both = tuple(replace(worked(0), microbatch=one) for one in (None, 0, 1))
     alone = drawn(pair((*both, moved(SEND), replace(worked(0), microbatch=None)), (worked(0),)))
-    assert [(one.stage, one.microbatch) for one in alone.slots] == [(0, 0), (0, 1), (1, 0)]
+    assert [(one.rank, one.microbatch) for one in alone.timeline] == [(0, 0), (0, 1), (1, 0)]
 
 
 @pytest.mark.parametrize("per_pass", [0, 4])
@@ -192,7 +192,7 @@ def test_shards_change_nothing_of_a_pipelines_figure(
     sharded = drawn(fsdp.workload(shards, fsdp.Fsdp(**asked)))
     whole = Job(model=model, parallel=ParallelConfig(pp=4), gbs=8)
     alone = drawn(plain.workload(whole, plain.Pp(**asked)))
-    assert sharded.slots == alone.slots
+    assert [*sharded.timeline] == [*alone.timeline]
     assert sharded.idle_percent == alone.idle_percent
     if schedule is not Schedule.INTERLEAVED:
         micro = per_pass or 8
@@ -205,7 +205,7 @@ def test_a_receipt_is_waited_for_where_its_name_is() -> None:
     wait = Kernel(name="wait", flops=0, bytes_moved=0)
     receiver = (moved(RECV, "in"), worked(7), worked(8, "in", kernel=wait), worked(9))
     found = drawn(pair(sender, receiver))
-    assert [(s.stage, s.microbatch, s.start, s.end) for s in found.slots] == [
+    assert [(s.rank, s.microbatch, s.start_ns, s.end_ns) for s in found.timeline] == [
         (0, 0, 0, 1),
         (0, 1, 1, 2),
         (1, 7, 0, 1),

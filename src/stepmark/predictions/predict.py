@@ -26,11 +26,9 @@ from stepmark.predictions.step import at_clock, total
 from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
-from stepmark.timeline import step_timeline
 from stepmark.timeline.ledger import Group as LedgerGroup
-from stepmark.timeline.ledger import Idle, Work
+from stepmark.timeline.ledger import Idle, Ledger, Work
 from stepmark.timeline.step_cost import Costs, OpCost, Source, known_time
-from stepmark.timeline.timeline import Timeline
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.workload_files import read_notes
 
@@ -45,10 +43,10 @@ def run(options: PredictOptions) -> int:
     document = prediction.document()
     write_files(options, "prediction", document, document["ledger"])
     if options.timeline:
-        spans = prediction.timeline.spans()
-        write_json(step_timeline.perfetto(spans), options.timeline, "timeline", "timeline")
+        events = prediction.step.timeline().perfetto()
+        write_json(events, options.timeline, "timeline", "timeline")
     if options.html:
-        write_text(options.html, page(document, prediction.timeline).html(), "html")
+        write_text(options.html, page(document, prediction.step).html(), "html")
     if not options.to_stdout:
         print_text(prediction_text.lines(document))
     return 0
@@ -72,10 +70,10 @@ def predict(inputs: Inputs) -> Prediction:
     """Return the prediction of a step. Raises ConfigError."""
     workload, file, power = inputs.workload, inputs.file, inputs.power
     (costs, comm), issued = _costs(inputs), file.issued if file else workload.issued()
-    computed, timeline, clock = total(issued, costs), simulate(workload, costs), None
+    computed, step, clock = total(issued, costs), simulate(workload, costs), None
     if power:
         rate = computed.product_flops_per_s
-        timeline, clock = at_clock(workload, costs, power, rate, timeline)
+        step, clock = at_clock(workload, costs, power, rate, step)
         if clock.power_w > 1.001 * power.limit_w:
             allowed = f"above {clock.power_w:.0f} W, which the step draws at the lowest clock"
             raise ConfigError("what-if", f"power={power.limit_w:g}W", allowed)
@@ -95,7 +93,7 @@ def predict(inputs: Inputs) -> Prediction:
     if file and inputs.times_of_file:
         notes.append(file.note())
     else:
-        notes += _contention_notes(inputs, timeline)
+        notes += _contention_notes(inputs, step.ledgers)
     if spans_hosts:
         text = f"{workload.world_size} GPUs communicate as {inputs.link_domain} of one host do"
         least = "" if has_excess else _AT_LEAST
@@ -103,7 +101,7 @@ def predict(inputs: Inputs) -> Prediction:
     notes += _use_notes(inputs, computed.sources)
     return Prediction(
         inputs=inputs,
-        timeline=timeline,
+        step=step,
         slowdown=clock.slowdown if clock else 0.0,
         clock_hz=clock.clock_hz if clock else None,
         power_w=clock.power_w if clock else None,
@@ -248,11 +246,11 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
     return costs, comm
 
 
-def _contention_notes(inputs: Inputs, timeline: Timeline) -> Iterator[str]:
+def _contention_notes(inputs: Inputs, ledgers: Iterable[Ledger]) -> Iterator[str]:
     """Yield what runs beside communication without a known contention."""
     works = {
         name
-        for ledger in timeline.ledgers
+        for ledger in ledgers
         for group, name in ledger.lines
         if group is LedgerGroup.OVERLAPPED and Work(name) not in inputs.compute_slowdown
     }

@@ -9,13 +9,13 @@ from stepmark.cases.flops import per_token
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
 from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.simulation import SteadyStep
 from stepmark.step.tree import stage_of_case
 from stepmark.step.workload_stages import missing_pipeline
 from stepmark.step_memory import memory
 from stepmark.tables.columns import Row
-from stepmark.timeline.ledger import WAITING, Group, Idle, Ledger
+from stepmark.timeline.ledger import CONTENTION, TRANSFER, WAITING, Group, Idle, Ledger
 from stepmark.timeline.step_cost import Source
-from stepmark.timeline.timeline import Timeline
 from stepmark.training import train_plan
 
 HOST = "the host"
@@ -48,7 +48,7 @@ class Prediction:
     """
 
     inputs: Inputs
-    timeline: Timeline
+    step: SteadyStep
     slowdown: float = 0.0
     clock_hz: float | None = None
     power_w: float | None = None
@@ -59,7 +59,7 @@ class Prediction:
     @property
     def step_s(self) -> float:
         """Return the seconds of an optimizer step."""
-        return self.timeline.step_s
+        return self.step.step_s
 
     @cached_property
     def memory(self) -> StepMemory | None:
@@ -93,7 +93,7 @@ class Prediction:
                 "time_ns": time_ns,
                 "share_pct": 100 * time_ns / ledger.window_ns if ledger.window_ns else None,
             }
-            for stage, ledger in enumerate(self.timeline.ledgers)
+            for stage, ledger in enumerate(self.step.ledgers)
             for (group, name), time_ns in sorted(
                 ledger.lines.items(), key=lambda line: (_ORDER[line[0][0]], -line[1])
             )
@@ -103,14 +103,14 @@ class Prediction:
         """Return parts of lines by stage, such as the waiting in exposed communication."""
         return [
             {"stage": stage, "part": name, "time_ns": time_ns}
-            for stage, ledger in enumerate(self.timeline.ledgers)
+            for stage, ledger in enumerate(self.step.ledgers)
             for name, time_ns in ledger.within.items()
             if time_ns
         ]
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data. Times are of one optimizer step."""
-        inputs, timeline, step_s = self.inputs, self.timeline, self.step_s
+        inputs, step, step_s = self.inputs, self.step, self.step_s
         case, peak = inputs.case, inputs.peak_flops_per_s
         num_ranks = case.num_ranks if case else inputs.workload.world_size
         tokens = case.tokens_per_step * case.grad_accum if case else None
@@ -145,13 +145,13 @@ class Prediction:
             "mfu_pct": flops and peak and rate(flops.causal, peak, 100),
             "hfu_pct": flops and peak and rate(flops.hfu, peak, 100),
             "tflops": flops and rate(flops.causal, TFLOP),
-            "bound": "host" if timeline.is_host_bound else "device",
-            "shares_pct": shares_pct(timeline.ledgers[timeline.slowest]),
-            "bubble_s": timeline.bubble_s if pipeline_is_known else None,
-            "comm_s": timeline.comm_s,
-            "exposed_comm_s": timeline.exposed_s,
-            "contention_s": timeline.contention_s,
-            "num_kernels": round(timeline.num_kernels),
+            "bound": "host" if step.is_host_bound else "device",
+            "shares_pct": shares_pct(step.ledgers[step.slowest]),
+            "bubble_s": step.part_s(WAITING) if pipeline_is_known else None,
+            "comm_s": step.comm_s,
+            "exposed_comm_s": step.part_s(TRANSFER),
+            "contention_s": step.part_s(CONTENTION),
+            "num_kernels": round(step.num_kernels),
             "clock_hz": self.clock_hz,
             "power_w": self.power_w,
             "energy_j": energy_j,

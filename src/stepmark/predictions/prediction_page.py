@@ -5,6 +5,7 @@ from typing import Any
 
 from stepmark.predictions import prediction_text as text
 from stepmark.predictions.ledger_page import picture, stages
+from stepmark.predictions.simulation import SteadyStep
 from stepmark.tables.page import (
     Html,
     Page,
@@ -14,8 +15,7 @@ from stepmark.tables.page import (
     paragraph,
     preformatted,
 )
-from stepmark.timeline.step_timeline import timelines_of
-from stepmark.timeline.timeline import Timeline
+from stepmark.timeline.bars import bars
 from stepmark.traces.trace_page import streams
 
 _NOTE = (
@@ -24,17 +24,16 @@ _NOTE = (
 )
 
 
-def page(document: Mapping[str, Any], timeline: Timeline) -> Page:
+def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
     """Return the page of a prediction. document: of Prediction."""
-    ledgers = timeline.ledgers
-    timelines = timelines_of([*timeline.spans()], timeline.step_s)
+    ledgers = step.ledgers
     results = dict(text.headline(document))
     warnings = []
     if document["memory"] and document["memory"]["verdict"] not in ("fits", "unknown"):
         warnings.append(paragraph(f"memory: {results.pop('memory')}", "warning"))
     lead = f"One optimizer step on {document['num_ranks']} x {document['device']}"
-    if step := text.step_text(document):
-        lead += f": {step}"
+    if shape := text.step_text(document):
+        lead += f": {shape}"
     one_stage = len(ledgers) == 1
     return Page(
         title=f"Prediction: {document['name']}",
@@ -42,7 +41,7 @@ def page(document: Mapping[str, Any], timeline: Timeline) -> Page:
         sections=[
             Section("Prediction", [definitions(results.items()), *warnings]),
             picture(ledgers, ("predicted",), "the step") if one_stage else stages(ledgers),
-            *streams(timelines, _NOTE, "stage"),
+            *streams(bars(step.timeline()), _NOTE, "stage"),
             Section("Sources and notes", _sources(document)),
             Section("Lines", [preformatted(*text.ledger_lines(document), is_table=True)]),
         ],

@@ -9,7 +9,7 @@ then adds as much as one more does.
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from stepmark.ground.errors import ConfigError
 from stepmark.predictions.free_steps import FreeSteps, is_serial
@@ -21,7 +21,6 @@ from stepmark.predictions.works import Call, Clock
 from stepmark.step.workload import Workload
 from stepmark.step.workload_stages import num_steady, shortened, steady_runs
 from stepmark.timeline.ledger import (
-    CONTENTION,
     TRANSFER,
     WAITING,
     Group,
@@ -37,7 +36,7 @@ _SAME = 1e-9  # of a step: times that differ less are equal
 _NS = 1e9
 
 
-def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> Timeline:
+def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "SteadyStep":
     """Return a steady step of all pipeline stages, one rank of each.
 
     clock: factor on the time of computation by kind of work; missing: 1. Raises ConfigError for
@@ -53,13 +52,13 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> Ti
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
-                return free.timeline(is_host_bound=False)
+                return free
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
             slow = Simulator(programs(merges=False), costs.comm_slowdown, slowest)
             bound = _steady(few, slow, less)
             if bound and bound.follows_host():
-                return bound.timeline(is_host_bound=True)
+                return replace(bound, is_host_bound=True)
         kept *= 2
 
 
@@ -91,7 +90,7 @@ def _ahead(costs: Costs, programs: Callable[..., list[Program]]) -> Simulator | 
 
 def _steady(
     workload: Workload, simulator: Simulator | FreeSteps, less: int
-) -> "_Steady | None":
+) -> "SteadyStep | None":
     """Simulate until a step repeats; None: its micro-batches do not yet."""
     lanes = simulator.lanes
     for number in range(MOST_STEPS):
@@ -115,10 +114,10 @@ def _steady(
 
 def _found(
     simulator: Simulator | FreeSteps, number: int, less: int, period_s: float
-) -> "_Steady":
+) -> "SteadyStep":
     if isinstance(simulator, FreeSteps):
         simulator.record(number)
-    return _Steady(simulator, number, less, period_s)
+    return SteadyStep(simulator, number, less, period_s)
 
 
 def _deadlock(lanes: Sequence[Lane]) -> str:
@@ -179,24 +178,31 @@ def _main_end(lane: Lane, number: int, bound: int) -> float:
     return step.ends[queue[place - 1]] if place else lane.ends[number - 1]
 
 
-@dataclass(frozen=True, slots=True)
-class _Steady:
-    """A steady step. less: repetitions of its steady state that are left out."""
+@dataclass(frozen=True)
+class SteadyStep:
+    """One steady step of all pipeline stages that was simulated. number: of the simulated ones.
+
+    less: repetitions of its steady state that are left out, each of period_s.
+    """
 
     simulator: Simulator | FreeSteps
     number: int
     less: int
     period_s: float
+    is_host_bound: bool = False
 
     @property
     def lanes(self) -> Sequence[Lane]:
+        """Return the stages."""
         return self.simulator.lanes
 
     def start(self, lane: Lane) -> float:
+        """Return when the step begins on a stage."""
         return lane.ends[self.number - 1] if self.number else 0.0
 
-    @property
+    @cached_property
     def step_s(self) -> float:
+        """Seconds of the step."""
         lane = self.lanes[0]
         return lane.ends[self.number] - self.start(lane) + self.less * self.period_s
 
@@ -212,29 +218,45 @@ class _Steady:
             if lane.has_host
         )
 
-    def timeline(self, *, is_host_bound: bool) -> Timeline:
-        parts = [self._ledger(lane) for lane in self.lanes]
-        ledgers = tuple(own for own, _ in parts)
-        computing = [own.total(Group.COMPUTE) + own.total(Group.OVERLAPPED) for own in ledgers]
-        slowest = computing.index(max(computing))
-        own, moving_ns = parts[slowest]
+    @cached_property
+    def _parts(self) -> list[tuple[Ledger, int]]:
+        return [self._ledger(lane) for lane in self.lanes]
+
+    @cached_property
+    def ledgers(self) -> tuple[Ledger, ...]:
+        """Ledgers by stage."""
+        return tuple(own for own, _ in self._parts)
+
+    @cached_property
+    def slowest(self) -> int:
+        """The stage that computes the longest, of which the figures are."""
+        computing = [
+            own.total(Group.COMPUTE) + own.total(Group.OVERLAPPED) for own in self.ledgers
+        ]
+        return computing.index(max(computing))
+
+    @property
+    def busy_s(self) -> dict[Work, float]:
+        """Return the compute of the slowest stage by kind of work, contention included."""
         busy_s = dict.fromkeys(Work, 0.0)
-        for (group, name), time_ns in own.lines.items():
+        for (group, name), time_ns in self.ledgers[self.slowest].lines.items():
             if group in (Group.COMPUTE, Group.OVERLAPPED):
                 busy_s[Work(name)] += time_ns / _NS
-        return Timeline(
-            step_s=self.step_s,
-            ledgers=ledgers,
-            slowest=slowest,
-            busy_s=busy_s,
-            contention_s=own.within[CONTENTION] / _NS,
-            comm_s=moving_ns / _NS,
-            exposed_s=own.within[TRANSFER] / _NS,
-            bubble_s=own.within[WAITING] / _NS,
-            num_kernels=_num_kernels(self.lanes[slowest], self.less),
-            is_host_bound=is_host_bound,
-            spans=self.spans,
-        )
+        return busy_s
+
+    def part_s(self, name: str) -> float:
+        """Return the seconds of a part of the slowest stage's lines: see Ledger.within."""
+        return self.ledgers[self.slowest].within[name] / _NS
+
+    @property
+    def comm_s(self) -> float:
+        """Return the communication of the slowest stage, exposed or not."""
+        return self._parts[self.slowest][1] / _NS
+
+    @property
+    def num_kernels(self) -> float:
+        """Return the kernels of the slowest stage."""
+        return _num_kernels(self.lanes[self.slowest], self.less)
 
     def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
         """Return the ledger of a step, and in how many ns messages move.
@@ -270,8 +292,11 @@ class _Steady:
         own = replace(own, within=parts)
         return own, round(moved_s * _NS)
 
-    def spans(self) -> Iterator[Span]:
-        """Yield what runs in the step; repetitions that are left out are one span."""
+    def timeline(self) -> Timeline:
+        """Return what runs in the step; repetitions that are left out are one span."""
+        return Timeline(self._spans(), (0, round(self.step_s * _NS)))
+
+    def _spans(self) -> Iterator[Span]:
         for lane in self.lanes:
             hole_s = _main_end(lane, self.number, -1) - self.start(lane) if self.less else 0.0
             yield from spans(lane, self.number, self.less, hole_s, self.less * self.period_s)

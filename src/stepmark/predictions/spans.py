@@ -44,12 +44,13 @@ def spans(lane: Lane, step: int, less: int, hole_s: float, length_s: float) -> I
             yield _span(lane, ran, begin_ns, end_ns)
     if less:
         yield Span(
-            stage=lane.stage,
+            rank=lane.stage,
             stream=COMPUTE,
             kind=LEFT_OUT,
             name=f"{less} more repetitions of the steady state",
             start_ns=round(hole_s * _NS),
             end_ns=round((hole_s + length_s) * _NS),
+            repeats=less,
         )
 
 
@@ -59,7 +60,7 @@ def _span(lane: Lane, ran: _Ran, start_ns: int, end_ns: int) -> Span:
     if isinstance(work, Segment):
         layer, microbatch = map(add, work.places[ran.owner], (layer, microbatch))
     return Span(
-        stage=lane.stage,
+        rank=lane.stage,
         stream=op.stream,
         kind=ran.kind,
         name=op.collective if isinstance(op, CommOp) else op.module,

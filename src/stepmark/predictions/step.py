@@ -7,11 +7,10 @@ from functools import cache
 from typing import NamedTuple
 
 from stepmark.predictions.power import clock_factors, for_products, mean_power_w, slowdown_of
-from stepmark.predictions.simulation import simulate
+from stepmark.predictions.simulation import SteadyStep, simulate
 from stepmark.step.workload import ComputeOp, Kernel, Operation, Workload
 from stepmark.timeline.ledger import Work, work_of_op
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel, Source
-from stepmark.timeline.timeline import Timeline
 
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
@@ -33,25 +32,25 @@ def at_clock(
     costs: Costs,
     power: PowerModel,
     product_flops_per_s: float | None,
-    timeline: Timeline,
-) -> tuple[Timeline, Clock]:
-    """Return the step that has this timeline at full clock, as its power lets it run.
+    step: SteadyStep,
+) -> tuple[SteadyStep, Clock]:
+    """Return the step that is this one at full clock, as its power lets it run.
 
     product_flops_per_s: rate of its products at full clock. Raises ConfigError.
     """
-    slowdown, full_s = 0.0, timeline.busy_s
+    slowdown, full_s = 0.0, step.busy_s
     power = for_products(power, product_flops_per_s)
     for _ in range(_MOST_ROUNDS):
-        new = slowdown_of(power, full_s, timeline.step_s, slowdown)
+        new = slowdown_of(power, full_s, step.step_s, slowdown)
         is_close = abs(new - slowdown) < _CLOSE
         slowdown = new
         if is_close:
             break
-        timeline = simulate(workload, costs, clock_factors(power, slowdown))
-    return timeline, Clock(
+        step = simulate(workload, costs, clock_factors(power, slowdown))
+    return step, Clock(
         slowdown=slowdown,
         clock_hz=power.full_clock_hz * math.exp(-slowdown),
-        power_w=mean_power_w(power, slowdown, full_s, timeline.step_s),
+        power_w=mean_power_w(power, slowdown, full_s, step.step_s),
     )
 
 

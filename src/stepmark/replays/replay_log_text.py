@@ -22,7 +22,7 @@ from stepmark.tables.columns import (
     given,
 )
 from stepmark.tables.table import Table
-from stepmark.timeline.timeline import Span
+from stepmark.timeline.timeline import Timeline
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -152,9 +152,10 @@ class ReplayLog:
             share = f"{row['alone_pct']:.0f} % of its bandwidth alone"
             yield f"replayed: {row['collective']} of {size}, {row['pass']}: {share}"
 
-    def timeline(self) -> list[Span]:
-        """Return the timed operations of the last pass; stages are ranks."""
-        return list(replay_ranks.spans_of(self.workload, self.spans))
+    def timeline(self) -> Timeline:
+        """Return the timed operations of the last pass."""
+        spans = list(replay_ranks.spans_of(self.workload, self.spans))
+        return Timeline(spans, (0, max((span.end_ns for span in spans), default=0)))
 
     def document(self) -> Row:
         """Return all of it as JSON."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.tables.figures import Figure
 from stepmark.tables.page import Page, Section, preformatted
-from stepmark.timeline.step_timeline import timelines_of
+from stepmark.timeline.bars import bars
 from stepmark.traces.trace_page import streams
 
 _NOTE = (
@@ -22,8 +22,6 @@ def page(file: str, log: ReplayLog) -> Page:
 
 def sections(file: str, log: ReplayLog) -> Iterator[Section | Figure]:
     """Yield the sections of a replay, also for the page of its run."""
-    spans = log.timeline()
-    end_s = max((span.end_ns for span in spans), default=0) / 1e9
-    for figure in streams(timelines_of(spans, end_s), _NOTE):
+    for figure in streams(bars(log.timeline()), _NOTE):
         yield replace(figure, title=f"{figure.title} of {file}")
     yield Section(f"Replay of {file}", [preformatted(*log.lines(), is_table=True)])

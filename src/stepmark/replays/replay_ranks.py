@@ -143,14 +143,14 @@ def _synchronizing(
 
 
 def spans_of(workload: Workload, spans: "Times") -> Iterator[Span]:
-    """Yield the timed operations of the last pass; ranks are in the place of stages."""
+    """Yield the timed operations of the last pass."""
     for rank in range(workload.world_size):
         steps = program(workload, rank)
         for step, (start, time_s) in zip(steps, spans[rank, -1].tolist(), strict=False):
             op = step.op
             if not math.isnan(time_s):
                 yield Span(
-                    stage=rank,
+                    rank=rank,
                     stream=op.stream,
                     kind=COMMUNICATION if isinstance(op, CommOp) else _work(op),
                     name=op.collective if isinstance(op, CommOp) else op.module,

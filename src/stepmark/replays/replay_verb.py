@@ -32,7 +32,6 @@ from stepmark.step.rank_program import check_ends, communicators
 from stepmark.step.workload import ComputeOp, Item, Run, Workload
 from stepmark.store.view import console, view
 from stepmark.tables.export import write_csv, write_json
-from stepmark.timeline.step_timeline import perfetto
 from stepmark.workloads import workload_files
 from stepmark.workloads.formats import aicb_log
 from stepmark.workloads.shrink import shrunk
@@ -221,7 +220,7 @@ def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
     if options.csv:
         write_csv(log.comm_logs, options.csv, "replay")
     if options.timeline:
-        write_json(perfetto(log.timeline(), "rank"), options.timeline, "timeline", "timeline")
+        write_json(log.timeline().perfetto("rank"), options.timeline, "timeline", "timeline")
     if options.html:
         write_text(options.html, page(file, log).html(), "html")
     if options.aicb_log:

@@ -3,6 +3,6 @@
 - ledger.py: lines in integer ns that add up to the step.
 - ledger_text.py, ledger_rows.py, ledger_svg.py: a ledger as text, as few rows, as a picture.
 - step_cost.py, timeline.py: costs of the parts of a step; what runs in it, and when.
-- step_timeline.py: operations over time, for Perfetto and as few bars.
-- trace_columns.py, trace_breakdown.py, trace_timeline.py, critical_path.py: a profiled step.
+- bars.py: a timeline as few bars.
+- trace_columns.py, trace_breakdown.py, critical_path.py: a profiled step.
 """

@@ -14,9 +14,9 @@ from stepmark.store.view import print_text
 from stepmark.tables.columns import Row
 from stepmark.tables.export import write_json, write_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
+from stepmark.timeline.bars import Bars, bars
 from stepmark.timeline.trace_breakdown import RankTimes
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
-from stepmark.timeline.trace_timeline import Timeline
 from stepmark.traces import trace_breakdown as report
 from stepmark.traces import trace_page
 from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
@@ -24,6 +24,8 @@ from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.timeline import timeline
 from stepmark.traces.trace_files import damage_notes, map_traces
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
+
+_MOST_BARS = 1200  # of one rank, before those of many ranks are joined further
 
 
 def breakdown(options: BreakdownOptions) -> int:
@@ -49,7 +51,7 @@ def breakdown(options: BreakdownOptions) -> int:
         page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
             tables,
-            times.timelines,
+            times.bars,
             histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
             list(times.lines(details=True)),
         )
@@ -67,7 +69,7 @@ class StepTimes:
     missing_ranks: tuple[int, ...]
     ranks: list[tuple[int, RankTimes]]
     messages: Messages
-    timelines: dict[int, Timeline]  # by rank; none unless there is a page
+    bars: dict[int, Bars]  # of a step, by rank; none unless there is a page
     notes: list[str]
 
     @property
@@ -93,7 +95,7 @@ def step_times(options: BreakdownOptions) -> StepTimes | None:
         missing_ranks=traces.missing,
         ranks=ranks,
         messages=messages,
-        timelines={r.info.rank or 0: r.value[1] for r in traces.results if r.value[1]},
+        bars={rank: own for r in traces.results for rank, own in r.value[1].items()},
         notes=[*traces.notes, *notes],
     )
 
@@ -121,11 +123,12 @@ def _is_table(files: Sequence[str]) -> bool:
     return len(files) == 1 and path.is_file() and looks_like_profiler_table(read_head(path))
 
 
-def _reduce(options: BreakdownOptions, trace: RankTrace) -> tuple[RankParts, Timeline | None]:
-    """Return what is kept of a rank's trace, and a timeline for a page."""
+def _reduce(options: BreakdownOptions, trace: RankTrace) -> tuple[RankParts, dict[int, Bars]]:
+    """Return what is kept of a rank's trace, and the bars of a step for a page."""
     parts = rank_parts(trace, options.has_step)
     has_page = options.html and parts.times.steps
-    return parts, timeline(trace, options) if has_page else None
+    own = timeline(trace, options) if has_page else None
+    return parts, bars(own, _MOST_BARS) if own else {}
 
 
 def _damage(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[tuple[int, Damage]]:

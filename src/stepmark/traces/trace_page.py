@@ -9,10 +9,9 @@ from stepmark.model.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OT
 from stepmark.tables.columns import Row, number
 from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
 from stepmark.tables.page import Page, Section, preformatted
+from stepmark.timeline.bars import MOST_BARS, MOST_LANES, Bar, Bars
 from stepmark.timeline.ledger import WAITING, Work
-from stepmark.timeline.step_timeline import MOST_BARS, MOST_LANES
 from stepmark.timeline.timeline import LEFT_OUT
-from stepmark.timeline.trace_timeline import Bar, Timeline
 
 _MANY = 200  # bars of a stream, which may be narrower than a pixel
 _MOST_STEPS = 64  # bars of steps
@@ -57,7 +56,7 @@ _PARTS = {
 def page(
     title: str,
     tables: Mapping[str, Sequence[Row]],
-    timelines: Mapping[int, Timeline],
+    bars_of: Mapping[int, Bars],
     messages: Sequence[Row],
     lines: Sequence[str],
 ) -> Page:
@@ -65,7 +64,7 @@ def page(
     return Page(
         title=title,
         sections=[
-            *streams(timelines, "Times are those of each rank's clock."),
+            *streams(bars_of, "Times are those of each rank's clock."),
             *_steps(tables["steps"]),
             *_hidden(tables["communication"], len(tables["steps"])),
             *histogram_figures.figures(messages),
@@ -74,29 +73,25 @@ def page(
     )
 
 
-def _shown(timelines: Mapping[int, Timeline]) -> dict[int, Timeline]:
+def _shown(bars_of: Mapping[int, Bars]) -> dict[int, Bars]:
     """Return at most MOST_LANES: extremes by their time in communication, and some between."""
     ranks = sorted(
-        timelines,
-        key=lambda rank: sum(b.busy for b in timelines[rank].bars if b.group == COMMUNICATION),
+        bars_of,
+        key=lambda rank: sum(b.busy for b in bars_of[rank].bars if b.group == COMMUNICATION),
     )
     if len(ranks) > MOST_LANES:
         places = {round(n * (len(ranks) - 1) / (MOST_LANES - 1)) for n in range(MOST_LANES)}
         ranks = [ranks[place] for place in places]
-    return {rank: timelines[rank] for rank in sorted(ranks)}
+    return {rank: bars_of[rank] for rank in sorted(ranks)}
 
 
-def streams(
-    timelines: Mapping[int, Timeline], note: str, lane: str = "rank"
-) -> Iterator[Figure]:
-    """Yield the figure of streams over time. lane: what timelines are numbered by."""
-    shown = _shown(timelines)
+def streams(bars_of: Mapping[int, Bars], note: str, lane: str = "rank") -> Iterator[Figure]:
+    """Yield the figure of streams over time. lane: what they are numbered by."""
+    shown = _shown(bars_of)
     if not shown:
         return
     first = min(each.start for each in shown.values())
-    names = {
-        rank: f"{lane} {rank}, " * (lane == "rank" or len(timelines) > 1) for rank in shown
-    }
+    names = {rank: f"{lane} {rank}, " * (lane == "rank" or len(bars_of) > 1) for rank in shown}
     lanes = [names[rank] + stream for rank, each in shown.items() for stream in _streams(each)]
     bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
     # The longest are drawn first, so that of too many the shortest are left out.
@@ -115,10 +110,8 @@ def streams(
             f"Events with pauses below {format_time(joined_ns / 1e9)} between them are one "
             "bar, in the colour of the group that takes most of it."
         )
-    if len(shown) < len(timelines):
-        notes.append(
-            f"{len(shown)} of {len(timelines)} {lane}s, by their time in communication."
-        )
+    if len(shown) < len(bars_of):
+        notes.append(f"{len(shown)} of {len(bars_of)} {lane}s, by their time in communication.")
     if left_out:
         time = sum(bar.end - bar.start for _, bar in left_out) / 1e6
         notes.append(f"{len(left_out)} bars of together {time:.3f} ms are too short to draw.")
@@ -157,7 +150,7 @@ def _blended(colour: str, num_bars: int) -> str:
     return f"rgba({red},{green},{blue},0.999)"
 
 
-def _streams(each: Timeline) -> list[str]:
+def _streams(each: Bars) -> list[str]:
     """Return the streams of a rank, the busiest first."""
     busy: Counter[str] = Counter()
     for bar in each.bars:

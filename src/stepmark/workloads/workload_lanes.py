@@ -20,20 +20,9 @@ from stepmark.step.workload import (
     pass_of,
 )
 from stepmark.step.workload_stages import Transfer, transfer_of
+from stepmark.timeline.timeline import Span
 
 UNITS = {"forward": 1, "backward": 2, "optimizer": 1}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """One forward or backward of a stage's chunk; microbatch None: the optimizer."""
-
-    stage: int
-    kind: str
-    microbatch: int | None
-    layer: int | None  # the chunk's first
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +43,11 @@ class _Move:
 _Piece = _Work | _Move
 
 
-def slots(workload: Workload) -> tuple[Slot, ...]:
-    """Return all stages' work in time; () where stages would deadlock."""
+def spans(workload: Workload) -> tuple[Span, ...]:
+    """Return each forward or backward of a stage's chunk, and its optimizer, in units of time.
+
+    The layer is the chunk's first one. () where stages would deadlock.
+    """
     moves = _Moves.of(workload)
     cache: dict[str, tuple[_Piece, ...]] = {}
     sent: dict[Transfer, list[int]] = defaultdict(list)
@@ -67,7 +59,7 @@ def slots(workload: Workload) -> tuple[Slot, ...]:
         pass
     if any(not lane.is_done for lane in lanes):
         return ()
-    return tuple(slot for lane in lanes for slot in lane.slots)
+    return tuple(span for lane in lanes for span in lane.spans)
 
 
 class _Lane:
@@ -81,7 +73,7 @@ class _Lane:
         sent: Mapping[Transfer, list[int]],
     ) -> None:
         self.stage, self._workload = stage, workload
-        self.slots: list[Slot] = []
+        self.spans: list[Span] = []
         self._pieces = pieces
         self._sent = sent
         self._next = 0
@@ -145,14 +137,16 @@ class _Lane:
         if piece.kind not in UNITS:
             return True
         end = self._now + UNITS[piece.kind]
-        self.slots.append(
-            Slot(
-                stage=self.stage,
+        self.spans.append(
+            Span(
+                rank=self.stage,
+                stream=COMPUTE,
                 kind=piece.kind,
-                microbatch=piece.microbatch,
+                name=piece.kind,
+                start_ns=self._now,
+                end_ns=end,
                 layer=piece.layer,
-                start=self._now,
-                end=end,
+                microbatch=piece.microbatch,
             )
         )
         self._now = end

@@ -9,28 +9,29 @@ from stepmark.step.workload import Workload
 from stepmark.tables.columns import number
 from stepmark.tables.figures import COLOURS, Axis, Figure, Kind, Series
 from stepmark.tables.page import Page, Section, definitions, paragraph, preformatted
+from stepmark.timeline.timeline import Span
 from stepmark.workloads import workload_text
-from stepmark.workloads.workload_lanes import Slot
-from stepmark.workloads.workload_pipeline import Timeline, timeline
+from stepmark.workloads.workload_pipeline import Chart, chart_of
 from stepmark.workloads.workload_tables import alike_layers, histogram, stage_rows
 from stepmark.workloads.workload_text import NO_DEFAULTS, Settings
 
 _KINDS = ("forward", "backward", "optimizer")
 _PASSES = ("forward", "backward")
-_MOST_SLOTS = 20_000
+_MOST_SPANS = 20_000
 _MOST_TICKS = 40  # of bars, each with its number
 
 
-def pipeline(chart: Timeline) -> Figure:
+def pipeline(chart: Chart) -> Figure:
     """Return stages over time, a bar per forward and backward, lighter from chunk to chunk."""
-    chunk_of = _chunks(chart.slots)
+    spans = list(chart.timeline)
+    chunk_of = _chunks(spans)
 
-    def chunk(slot: Slot) -> int:
-        return chunk_of.get((slot.stage, slot.layer), 0)
+    def chunk(span: Span) -> int:
+        return chunk_of.get((span.rank, span.layer), 0)
 
     # By chunk: the legend has the first one's shade.
     by_kind = {
-        kind: sorted((slot for slot in chart.slots if slot.kind == kind), key=chunk)
+        kind: sorted((span for span in spans if span.kind == kind), key=chunk)
         for kind in _KINDS
     }
     note = (
@@ -48,12 +49,12 @@ def pipeline(chart: Timeline) -> Figure:
             Series(
                 kind=Kind.BARS,
                 name=kind,
-                y=[f"stage {slot.stage}" for slot in own],
-                starts=[slot.start for slot in own],
-                x=[slot.end - slot.start for slot in own],
-                colour=[_lighter(colour, chunk(slot)) for slot in own],
+                y=[f"stage {span.rank}" for span in own],
+                starts=[span.start_ns for span in own],
+                x=[span.time_ns for span in own],
+                colour=[_lighter(colour, chunk(span)) for span in own],
                 labels=["" if s.microbatch is None else str(s.microbatch) for s in own],
-                hover=[_hover(slot) for slot in own],
+                hover=[_hover(span) for span in own],
             )
             for colour, (kind, own) in zip(COLOURS, by_kind.items(), strict=False)
             if own
@@ -62,12 +63,12 @@ def pipeline(chart: Timeline) -> Figure:
     )
 
 
-def _chunks(slots: Iterable[Slot]) -> dict[tuple[int, int | None], int]:
+def _chunks(spans: Iterable[Span]) -> dict[tuple[int, int | None], int]:
     """Return the number of each chunk, by its stage and first layer."""
     layers: dict[int, set[int]] = {}
-    for slot in slots:
-        if slot.layer is not None:
-            layers.setdefault(slot.stage, set()).add(slot.layer)
+    for span in spans:
+        if span.layer is not None:
+            layers.setdefault(span.rank, set()).add(span.layer)
     return {
         (stage, layer): index
         for stage, numbers in layers.items()
@@ -82,10 +83,10 @@ def _lighter(colour: str, steps: int) -> str:
     return "#" + "".join(f"{round(part + (255 - part) * share):02x}" for part in parts)
 
 
-def _hover(slot: Slot) -> str:
-    words = [f"stage {slot.stage} {slot.kind}"]
-    words += [] if slot.microbatch is None else [f"micro-batch {slot.microbatch}"]
-    words += [] if slot.layer is None else [f"from layer {slot.layer}"]
+def _hover(span: Span) -> str:
+    words = [f"stage {span.rank} {span.kind}"]
+    words += [] if span.microbatch is None else [f"micro-batch {span.microbatch}"]
+    words += [] if span.layer is None else [f"from layer {span.layer}"]
     return ", ".join(words)
 
 
@@ -189,7 +190,7 @@ def page(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> Pa
 def _pipeline(workload: Workload) -> list[Section | Figure]:
     if len(workload.stages) == 1:
         return []
-    chart = timeline(workload, _MOST_SLOTS)
+    chart = chart_of(workload, _MOST_SPANS)
     if isinstance(chart, str):
         return [Section("Pipeline", [paragraph(chart)])]
     return [pipeline(chart), stages(workload)]

@@ -5,32 +5,37 @@ steady state are drawn; the idle time is still that of the whole step.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from stepmark.step.workload import Run, Workload
 from stepmark.step.workload_stages import num_steady, shortened
-from stepmark.workloads.workload_lanes import Slot, slots
+from stepmark.timeline.timeline import Span, Timeline
+from stepmark.workloads.workload_lanes import spans
 
 _KEPT = 4  # repeats of a steady state that are drawn where all are too many
 _MOST_PIECES = 200_000
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Timeline:
+class Chart(NamedTuple):
     """All stages' work in time. left_out: repeats of the steady state that are left out."""
 
-    slots: tuple[Slot, ...]
-    num_stages: int
+    timeline: Timeline
     idle_percent: float  # of the whole step, until the last forward or backward ends
-    left_out: int = 0
+    left_out: int
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages, all of which work."""
+        return 1 + max(self.timeline.columns["rank"])
 
     @property
     def end(self) -> int:
-        return max(slot.end for slot in self.slots)
+        """Return when the last work ends."""
+        return self.timeline.window[1]
 
 
-def timeline(workload: Workload, most: int) -> Timeline | str:
-    """Return all of it, or few repeats of the steady state if it exceeds `most` slots.
+def chart_of(workload: Workload, most: int) -> Chart | str:
+    """Return all of it, or few repeats of the steady state if it exceeds `most` spans.
 
     A text is the reason for which there is none.
     """
@@ -38,27 +43,26 @@ def timeline(workload: Workload, most: int) -> Timeline | str:
     cut = workload if num_pieces(workload) <= most else shortened(workload, _KEPT)
     if num_pieces(cut) > _MOST_PIECES:
         return "too many micro-batches and stages to draw"
-    drawn = slots(cut)
+    drawn = spans(cut)
     if not drawn:
         return "not drawn: by their order of transfers, stages wait for each other"
     less = num_steady(workload) - num_steady(cut)
     busy, end = _sums(drawn)
     if less:  # each repeat adds as much as one more does
-        longer, later = _sums(slots(shortened(workload, _KEPT + 1)))
+        longer, later = _sums(spans(shortened(workload, _KEPT + 1)))
         busy, end = busy + less * (longer - busy), end + less * (later - end)
-    return Timeline(
-        slots=drawn,
-        num_stages=num_stages,
+    return Chart(
+        timeline=Timeline(drawn, (0, max(span.end_ns for span in drawn))),
         idle_percent=100 * (1 - busy / (end * num_stages)) if end else 0.0,
         left_out=less,
     )
 
 
-def _sums(drawn: Sequence[Slot]) -> tuple[int, int]:
+def _sums(drawn: Sequence[Span]) -> tuple[int, int]:
     """Return units of forwards and backwards over all stages, and the end of the last."""
-    work = [slot for slot in drawn if slot.kind != "optimizer"]
-    busy = sum(slot.end - slot.start for slot in work)
-    return busy, max((slot.end for slot in work), default=0)
+    work = [span for span in drawn if span.kind != "optimizer"]
+    busy = sum(span.time_ns for span in work)
+    return busy, max((span.end_ns for span in work), default=0)
 
 
 def num_pieces(workload: Workload) -> int:
@@ -76,7 +80,7 @@ def num_pieces(workload: Workload) -> int:
     return sum(count(stage.step) for stage in workload.stages)
 
 
-_MOST_SLOTS = 2000
+_MOST_SPANS = 2000
 _WIDEST = 200  # characters
 
 
@@ -87,9 +91,9 @@ def lines(workload: Workload) -> list[str]:
     """
     if len(workload.stages) == 1:
         return []
-    chart = timeline(workload, _MOST_SLOTS)
-    if isinstance(chart, Timeline) and _width(chart) > _WIDEST:
-        chart = timeline(workload, 0)
+    chart = chart_of(workload, _MOST_SPANS)
+    if isinstance(chart, Chart) and _width(chart) > _WIDEST:
+        chart = chart_of(workload, 0)
     if isinstance(chart, str):
         return [chart]
     if _width(chart) > _WIDEST:
@@ -98,10 +102,10 @@ def lines(workload: Workload) -> list[str]:
     drawn = []
     for stage in range(chart.num_stages):
         cells = ["." * width] * chart.end
-        for slot in chart.slots:
-            if slot.stage == stage:
-                for unit in range(slot.start, slot.end):
-                    cells[unit] = _cell(slot).ljust(width)
+        for span in chart.timeline:
+            if span.rank == stage:
+                for unit in range(span.start_ns, span.end_ns):
+                    cells[unit] = _cell(span).ljust(width)
         drawn.append(f"{f'stage {stage}'.ljust(label)}  {' '.join(cells)}".rstrip())
     legend = "f forward 1 unit, b backward 2, o optimizer; the number is the micro-batch"
     legend += (
@@ -110,17 +114,17 @@ def lines(workload: Workload) -> list[str]:
     return [*drawn, f"{legend}; idle {chart.idle_percent:.1f} %"]
 
 
-def _width(chart: Timeline) -> int:
+def _width(chart: Chart) -> int:
     return _label(chart) + 2 + chart.end * (_cell_width(chart) + 1)
 
 
-def _label(chart: Timeline) -> int:
+def _label(chart: Chart) -> int:
     return len(f"stage {chart.num_stages - 1}")
 
 
-def _cell_width(chart: Timeline) -> int:
-    return max(len(_cell(slot)) for slot in chart.slots)
+def _cell_width(chart: Chart) -> int:
+    return max(len(_cell(span)) for span in chart.timeline)
 
 
-def _cell(slot: Slot) -> str:
-    return slot.kind[0] + ("" if slot.microbatch is None else str(slot.microbatch))
+def _cell(span: Span) -> str:
+    return span.kind[0] + ("" if span.microbatch is None else str(span.microbatch))
