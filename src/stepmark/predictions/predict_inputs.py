@@ -165,6 +165,7 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
     if not workload.stages:
         allowed = "a workload with the operations of a step"
         raise ConfigError("workload", name or workload.name, allowed)
+    workload.check()
     device = _spec(options.device) if options.device else None
     own = find_device(str(workload.settings.get("devices")))  # of a trace
     file = FileTimes(workload)

@@ -42,7 +42,6 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
     clock: factor on the time of computation by kind of work; missing: 1. Raises ConfigError for
     a workload whose stages wait for each other.
     """
-    workload.check()
     total, kept = num_steady(workload), _REPEATS
     while True:
         few = shortened(workload, kept) if kept < total else workload
