@@ -58,7 +58,7 @@ class Chunk:
         self.embedding, self.output = embedding, output
         sharding = technique.sharding
         self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
-        self._groups = self._group(layers) if sharding else FsdpGroups[Param]()
+        self._groups = self._group(layers)
         self._order = FsdpOrder(self._groups, self._recorder)
         self.layers = [
             replace(layer, experts=experts)
@@ -183,7 +183,8 @@ class Chunk:
 
     def _group(self, layers: Sequence[Layer]) -> FsdpGroups[Param]:
         technique, sharding = self._technique, self._technique.sharding
-        assert sharding is not None
+        if sharding is None:
+            return FsdpGroups()
         units = [layer.unit for layer in layers]
         return group_params(
             [

@@ -249,6 +249,12 @@ class FsdpOrder(Generic[P]):
         else:
             self._events.keep_grads(group)
 
+    def reduce(self) -> None:
+        """Reduce all gradients after the passes of a pipeline (perform_reduce_grad)."""
+        for group in self.groups:
+            self.post_backward(group)
+        self.finalize()
+
     def finalize(self, *, reduces: bool = True) -> None:
         """End the last backward pass and forget the forward passes."""
         self._newest = None
