@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import GradSync, Precision, Recompute
@@ -11,7 +10,7 @@ from stepmark.ground.units import MIB
 from stepmark.model.ops import Phase
 from stepmark.step.module import Module
 from stepmark.step_memory.allocator import Allocator, Block
-from stepmark.step_memory.fsdp_memory import FsdpMemory, group_weights
+from stepmark.step_memory.fsdp_memory import FsdpMemory
 from stepmark.step_memory.step_tensors import FP32, Formats, Unit, UnitBuilder, Weight
 from stepmark.workloads.pipeline import Act, Action
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpOrder
@@ -27,29 +26,18 @@ _NUM_ROUNDS = 2
 _Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
 
 
-@dataclass(slots=True, eq=False)
-class _Stage:
-    """A pipeline stage of a rank. kept: of passes without a backward yet, the oldest first."""
-
-    units: list[Unit]
-    fsdp: FsdpMemory
-    order: FsdpOrder[Weight]
-    kept: deque[list[_Kept]] = field(default_factory=deque)
-
-
 def _actions(case: TrainCase, rank: int) -> list[Action]:
     """Return torch's schedule of a micro-step, without rounds that need no more memory."""
     if case.parallel.pp == 1:
         return [act_of(Act.FORWARD), act_of(Act.BACKWARD)]
+    ranks, count = case.parallel.pp, case.num_microbatches
+    per_round = count // max(1, count // ranks)
     order = Order(
         schedule=Schedule(case.pp_schedule),
-        num_ranks=case.parallel.pp,
-        num_microbatches=case.num_microbatches,
-        num_chunks=case.num_stages // case.parallel.pp,
+        num_ranks=ranks,
+        num_microbatches=min(count, _NUM_ROUNDS * per_round),
+        num_chunks=case.num_stages // ranks,
     )
-    if order.rounds > _NUM_ROUNDS:
-        few = order.num_microbatches // order.rounds * _NUM_ROUNDS
-        order = replace(order, num_microbatches=few)
     actions: list[Action] = []
     for span in spans(order)[rank]:
         once = [action for tick in span.ticks for action in tick]
@@ -74,7 +62,7 @@ class StepMemory:
         self._units = UnitBuilder(case).units(root, stage)
         self._actions = _actions(case, stage)
         self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
-        self._stages = [self._stage(units) for units in self._divide()]
+        self._stages = [(units, FsdpMemory(case, self.heap, units)) for units in self._divide()]
         self._added: list[Block] = []  # gradients that a compiled graph returns to be added
         self._has_moments = False
         self._start()
@@ -96,10 +84,6 @@ class StepMemory:
         num_blocks = sum(unit.name == "block" for unit in self._units)
         middle = (self._units[0].name == "embedding") + -(-num_blocks // 2)
         return [self._units[:middle], self._units[middle:]]
-
-    def _stage(self, units: list[Unit]) -> _Stage:
-        fsdp = FsdpMemory(self._case, self.heap)
-        return _Stage(units, fsdp, FsdpOrder(group_weights(self._case, units), fsdp))
 
     def _start(self) -> None:
         case, model = self._case, self._case.model
@@ -152,30 +136,35 @@ class StepMemory:
 
     def _micro_step(self, *, is_last: bool) -> None:
         is_reduced = is_last or self._case.grad_sync is GradSync.EVERY
-        is_pipelined = self._case.parallel.pp > 1  # reduces after all passes
+        keeps = self._case.parallel.pp > 1  # gathered weights and gradients until REDUCE
+        kept = [deque[list[_Kept]]() for _ in self._stages]  # of passes without a backward yet
         for action in self._actions:
-            stage = self._stages[action.chunk]
+            units, fsdp = self._stages[action.chunk]
+            order = fsdp.order
             match action.act:
                 case Act.FORWARD:
-                    stage.kept.append(self._forward(stage))
+                    kept[action.chunk].append(self._forward(units, order))
                 case Act.BACKWARD:
-                    reduces = is_reduced and not is_pipelined
-                    self._backward(stage, reduces=reduces, keeps=is_pipelined)
+                    oldest = kept[action.chunk].popleft()
+                    reduces = is_reduced and not keeps
+                    self._backward(units, oldest, order, reduces=reduces, keeps=keeps)
                 case Act.GATHER:
-                    stage.order.unshard()
+                    order.unshard()
                 case Act.RELEASE:
-                    stage.order.reshard()
+                    order.reshard()
                 case Act.REDUCE:
-                    stage.order.reduce()
+                    for group in order.groups:
+                        order.post_backward(group)
+                    order.finalize()
         if self._case.precision is Precision.MASTER:
             self._drop_grads()
 
-    def _forward(self, stage: _Stage) -> list[_Kept]:
-        stage.order.wait_for_unshard(Phase.FWD)
+    def _forward(self, units: list[Unit], order: FsdpOrder[Weight]) -> list[_Kept]:
+        order.wait_for_unshard(Phase.FWD)
         kept: list[_Kept] = []
-        for unit in stage.units:
+        for unit in units:
             for group in unit.begins:
-                stage.order.pre_forward(group)
+                order.pre_forward(group)
             if unit.name == "embedding":
                 kept.append([])
             elif unit.is_checkpointed:
@@ -190,9 +179,9 @@ class StepMemory:
                 if unit.name == "output":
                     kept[-1].append(self._loss(unit))
             for group in unit.ends:
-                stage.order.post_forward(group)
-        stage.order.end_forward()
-        for unit in stage.units:  # autocast's cache ends with its region
+                order.post_forward(group)
+        order.end_forward()
+        for unit in units:  # autocast's cache ends with its region
             if unit.is_checkpointed:
                 self._free_copies(unit.all_weights)
         return kept
@@ -263,13 +252,20 @@ class StepMemory:
         assert total is not None
         return [grad_input, total]
 
-    def _backward(self, stage: _Stage, *, reduces: bool, keeps: bool) -> None:
-        """keeps: weights stay gathered, and gradients are reduced later, as in a pipeline."""
-        order, kept = stage.order, stage.kept.popleft()
+    def _backward(
+        self,
+        units: list[Unit],
+        kept: list[_Kept],
+        order: FsdpOrder[Weight],
+        *,
+        reduces: bool,
+        keeps: bool,
+    ) -> None:
+        """keeps: weights stay gathered."""
         order.wait_for_unshard(Phase.BWD)
-        is_last = stage.units[-1].name == "output"
+        is_last = units[-1].name == "output"
         grad = self._allocate_rows(0 if is_last else self._row_bytes)
-        for unit, blocks in zip(reversed(stage.units), reversed(kept), strict=True):
+        for unit, blocks in zip(reversed(units), reversed(kept), strict=True):
             for group in reversed(unit.ends):
                 order.pre_backward(group)
             if unit.name == "output":
@@ -388,8 +384,8 @@ class StepMemory:
             if weight.grad is not None and not self._keeps_grads:
                 self.heap.free(weight.grad)
                 weight.grad = None
-        for stage in self._stages:
-            stage.fsdp.drop_grads()
+        for _, fsdp in self._stages:
+            fsdp.drop_grads()
 
     def _optimize(self) -> None:
         is_master = self._case.precision is Precision.MASTER

@@ -22,7 +22,7 @@ from stepmark.workloads.rules.pytorch.fsdp_order import (
     ParamGroup,
     group_params,
 )
-from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder
+from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder, Sharding
 from stepmark.workloads.rules.pytorch.technique import Technique, before_recompute, recomputed
 
 Blocks = dict[str, Block]
@@ -58,7 +58,7 @@ class Chunk:
         self.embedding, self.output = embedding, output
         sharding = technique.sharding
         self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
-        self._groups = self._group(layers)
+        self._groups = self._group(sharding, layers) if sharding else FsdpGroups()
         self._order = FsdpOrder(self._groups, self._recorder)
         self.layers = [
             replace(layer, experts=experts)
@@ -181,24 +181,22 @@ class Chunk:
         segments.append((self._recorder.take(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
 
-    def _group(self, layers: Sequence[Layer]) -> FsdpGroups[Param]:
-        technique, sharding = self._technique, self._technique.sharding
-        if sharding is None:
-            return FsdpGroups()
-        units = [layer.unit for layer in layers]
+    def _group(self, sharding: Sharding, layers: Sequence[Layer]) -> FsdpGroups[Param]:
         return group_params(
             [
-                (unit.params, None) if unit.experts_at is None else (unit.others, unit.experts)
-                for unit in units
+                (layer.unit.params, None)
+                if layer.unit.experts_at is None
+                else (layer.unit.others, layer.unit.experts)
+                for layer in layers
             ],
             embedding=self.embedding.params if self.embedding else None,
             output=self.output.params if self.output else None,
             first_layer=layers[0].index if layers else 0,
             reshard=sharding.reshard,
             prefetch=sharding.prefetch,
-            blocks_per_group=technique.blocks_per_group,
-            root_has_ends=technique.root_has_ends,
-            regathers_table=technique.regathers_table,
+            blocks_per_group=self._technique.blocks_per_group,
+            root_has_ends=self._technique.root_has_ends,
+            regathers_table=self._technique.regathers_table,
         )
 
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:

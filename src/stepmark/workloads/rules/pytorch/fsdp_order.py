@@ -27,7 +27,7 @@ class ParamGroup(Generic[P]):
     """
 
     module: str
-    params: tuple[P, ...]
+    params: Sequence[P]
     layer: int | None = None
     shards: str = "fsdp"
     reshard: int | None = 0
@@ -48,42 +48,36 @@ class ParamGroup(Generic[P]):
         else:
             self.before.append((other, 1))
 
-    def pop(self) -> "ParamGroup[P] | None":
-        """Remove the newest forward pass, and return the group before it."""
+    def pop(self) -> "list[ParamGroup[P]]":
+        """Remove the newest forward pass, and return the group before it, if there is one."""
         if not self.before:
-            return None
+            return []
         other, count = self.before.pop()
         if count > 1:
             self.before.append((other, count - 1))
-        return other
+        return [other] if other else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FsdpGroups(Generic[P]):
-    """Groups of a model, or of a pipeline stage. experts: by block, if they have their own."""
+    """Groups of a model or of a pipeline stage, and all of them in the order of named_modules.
 
+    blocks: each of blocks_per_group blocks. experts: by block, if they have their own.
+    """
+
+    all: tuple[ParamGroup[P], ...] = ()
     root: ParamGroup[P] | None = None
     embedding: ParamGroup[P] | None = None
-    blocks: tuple[ParamGroup[P], ...] = ()  # each of blocks_per_group blocks
+    blocks: tuple[ParamGroup[P], ...] = ()
     experts: tuple[ParamGroup[P] | None, ...] = ()
     output: ParamGroup[P] | None = None
-    blocks_per_group: int = 1
-
-    @property
-    def all(self) -> list[ParamGroup[P]]:
-        """Return groups in the order of named_modules."""
-        groups = [self.root, self.embedding]
-        for index, block in enumerate(self.blocks):
-            first = index * self.blocks_per_group
-            groups += [block, *self.experts[first : first + self.blocks_per_group]]
-        return [group for group in (*groups, self.output) if group]
 
 
 def group_params(
-    blocks: Sequence[tuple[tuple[P, ...], tuple[P, ...] | None]],
+    blocks: Sequence[tuple[Sequence[P], Sequence[P] | None]],
     *,
-    embedding: tuple[P, ...] | None,
-    output: tuple[P, ...] | None,
+    embedding: Sequence[P] | None,
+    output: Sequence[P] | None,
     first_layer: int = 0,
     reshard: int | None = 0,
     prefetch: int = 1,
@@ -130,13 +124,18 @@ def group_params(
         else None
         for layer, (_, params) in enumerate(blocks, first_layer)
     ]
+    inside = (
+        group
+        for at, part in enumerate(parts)
+        for group in (part, *experts[at * blocks_per_group : (at + 1) * blocks_per_group])
+    )
     return FsdpGroups(
+        all=tuple(group for group in (root, first, *inside, last) if group),
         root=root,
         embedding=first,
         blocks=tuple(parts),
         experts=tuple(experts),
         output=last,
-        blocks_per_group=blocks_per_group,
     )
 
 
@@ -158,11 +157,8 @@ class FsdpEvents(Generic[P]):
     def reshard(self, group: ParamGroup[P]) -> None:
         """Free gathered weights, all but this rank's share of them if the group is inner."""
 
-    def keep_grads(self, group: ParamGroup[P]) -> None:
-        """Let unsharded gradients wait for a later reduction."""
-
-    def reduce(self, group: ParamGroup[P]) -> None:
-        """Issue the reduction of the gradients."""
+    def collect_grads(self, group: ParamGroup[P], *, reduces: bool) -> None:
+        """Issue the reduction of gradients, or let them wait for a later one."""
 
     def finalize(self, *, reduces: bool) -> None:
         """End the last backward pass, and wait for its reductions."""
@@ -204,20 +200,15 @@ class FsdpOrder(Generic[P]):
             self._reshard(group)
 
     def pre_forward(self, group: ParamGroup[P] | None) -> None:
-        if group is None:
-            return
-        self._unshard(group, Phase.FWD)
-        self._wait(group, Phase.FWD, keeps_buffer=True)
-        for other in group.ahead:
-            self._unshard(other, Phase.FWD)
+        if group:
+            self._begin(group, Phase.FWD, group.ahead)
 
     def post_forward(self, group: ParamGroup[P] | None) -> None:
-        if group is None:
-            return
-        if group.reshard is not None:
-            self._reshard(group, is_inner=group.reshard > 0)
-        group.push(self._newest)
-        self._newest = group
+        if group:
+            if group.reshard is not None:
+                self._reshard(group, is_inner=group.reshard > 0)
+            group.push(self._newest)
+            self._newest = group
 
     def end_forward(self) -> None:
         """End a forward pass of the whole model (_post_forward of the root)."""
@@ -226,34 +217,17 @@ class FsdpOrder(Generic[P]):
             self._copied = None
 
     def pre_backward(self, group: ParamGroup[P] | None) -> None:
-        if group is None:
-            return
-        self._unshard(group, Phase.BWD)
-        self._wait(group, Phase.BWD)
-        if group.behind:
-            for other in group.behind:
-                self._unshard(other, Phase.BWD)
-        elif (before := group.pop()) is not None:
-            self._unshard(before, Phase.BWD)
+        if group:
+            self._begin(group, Phase.BWD, group.behind or group.pop())
 
     def post_backward(
         self, group: ParamGroup[P] | None, *, reduces: bool = True, keeps: bool = False
     ) -> None:
         """keeps: weights stay gathered, as in a pipeline."""
-        if group is None:
-            return
-        if not keeps:
-            self._reshard(group)
-        if reduces:
-            self._events.reduce(group)
-        else:
-            self._events.keep_grads(group)
-
-    def reduce(self) -> None:
-        """Reduce all gradients after the passes of a pipeline (perform_reduce_grad)."""
-        for group in self.groups:
-            self.post_backward(group)
-        self.finalize()
+        if group:
+            if not keeps:
+                self._reshard(group)
+            self._events.collect_grads(group, reduces=reduces)
 
     def finalize(self, *, reduces: bool = True) -> None:
         """End the last backward pass and forget the forward passes."""
@@ -264,6 +238,15 @@ class FsdpOrder(Generic[P]):
             group.is_pending = False
             group.before.clear()
         self._events.finalize(reduces=reduces)
+
+    def _begin(
+        self, group: ParamGroup[P], phase: Phase, others: Sequence[ParamGroup[P]]
+    ) -> None:
+        """Let a module have its weights, and gather others ahead of time."""
+        self._unshard(group, phase)
+        self._wait(group, phase, keeps_buffer=phase is Phase.FWD)
+        for other in others:
+            self._unshard(other, phase)
 
     def _unshard(self, group: ParamGroup[P], phase: Phase | None) -> None:
         is_unused = phase is Phase.BWD and not group.in_backward

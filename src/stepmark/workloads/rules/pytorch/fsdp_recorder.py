@@ -9,7 +9,7 @@ the reduction before it. Copies in and out of buffers are on "compute".
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from stepmark.ground.dtypes import DType
@@ -25,7 +25,7 @@ GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # names for
 _COPY_IN, _COPY_OUT = "reduce_copy_in", "copy_out"
 # A gather waits for a copy out of the buffer that it reuses: in the forward pass that of the
 # gather before the last; between passes for the computation.
-_GATHER_AFTER = {Phase.FWD: f"{_COPY_OUT}~1", Phase.BWD: _COPY_OUT, None: COMPUTE_DONE}
+_GATHER_AFTER = {Phase.FWD: (_COPY_OUT, 1), Phase.BWD: (_COPY_OUT, 0), None: (COMPUTE_DONE, 0)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,22 +88,21 @@ class FsdpRecorder(FsdpEvents[Param]):
         """Count operations named COMPUTE_DONE."""
         self._num_compute_done += times
 
-    def state(self, groups: Iterable[ParamGroup[Param]]) -> tuple[object, ...]:
+    def state(self, groups: Sequence[ParamGroup[Param]]) -> tuple[object, ...]:
         """Return the state on which dependencies of later operations depend."""
-        groups = tuple(groups)
         may_gather = self._begins and not all(group.is_whole for group in groups)
         num_done = self._num_compute_done if may_gather else -1
         distances = [self._distance(group) for group in groups if group.is_pending]
         return self._begins, num_done, self._gathered_on, *distances
 
     def gather(self, group: ParamGroup[Param], phase: Phase | None) -> None:
-        after = [_GATHER_AFTER[phase]]
+        after = [self._named(*_GATHER_AFTER[phase])]
         ranks = self._sharding.comms.groups[group.shards].size
         stream = f"{group.shards}_inner" if group.is_inner else group.shards
-        if self._begins and COMPUTE_DONE not in after:
-            after.append(_back(COMPUTE_DONE, self._num_compute_done))
+        if self._begins and phase is not None:
+            after.append(self._named(COMPUTE_DONE, self._num_compute_done))
         if self._gathered_on not in ("", stream):
-            after.append(GATHER)
+            after.append(self._named(GATHER))
         ops = self._sharding.comms(
             Collective.ALL_GATHER,
             sum(param.padded(ranks) for param in group.params),
@@ -115,7 +114,7 @@ class FsdpRecorder(FsdpEvents[Param]):
             microbatch=self._microbatch,
             stream=stream,
             name=self._named(GATHER),
-            after=tuple(self._named(name) for name in after),
+            after=tuple(after),
         )
         if ops:
             self._gathers += 1
@@ -131,12 +130,12 @@ class FsdpRecorder(FsdpEvents[Param]):
             sum(param.padded(ranks) for param in group.params)
             * self._sharding.gathered.itemsize
         )
-        after = self._named(_back(GATHER, self._distance(group)))
+        after = self._named(GATHER, self._distance(group))
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 
-    def reduce(self, group: ParamGroup[Param]) -> None:
+    def collect_grads(self, group: ParamGroup[Param], *, reduces: bool) -> None:
         trained = [param for param in group.params if param.is_trained]
-        if not trained:
+        if not reduces or not trained:
             return
         sharding, comms = self._sharding, self._sharding.comms
         for param in trained:
@@ -213,13 +212,7 @@ class FsdpRecorder(FsdpEvents[Param]):
         """Count the gathers since this group's newest one."""
         return self._gathers - self._issued.get(group, 0)
 
-    def _named(self, name: str) -> str:
-        stem, mark, distance = name.partition("~")
-        if stem == COMPUTE_DONE:  # the name has no suffix
-            return name
-        return f"{stem}{self._suffix}{mark}{distance}"
-
-
-def _back(name: str, distance: int) -> str:
-    """Refer to the operation of this name that is so many before the newest one."""
-    return f"{name}~{distance}" if distance else name
+    def _named(self, name: str, distance: int = 0) -> str:
+        """Refer to the operation of this name that is so many before the newest one."""
+        suffix = "" if name == COMPUTE_DONE else self._suffix
+        return f"{name}{suffix}~{distance}" if distance else f"{name}{suffix}"
