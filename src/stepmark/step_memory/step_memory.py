@@ -20,23 +20,19 @@ from stepmark.workloads.rules.pytorch.schedules import Order, Schedule, act_of, 
 _WORKSPACES = (32 * MIB, 32 * MIB)
 # torch's gradient of a lookup adds sorted segments of tokens where there are more than a few.
 _FEW_LOOKUPS, _LOOKUPS_PER_SEGMENT = 3072, 10
-# Rounds of micro-batches: in a third one nothing comes that was not there in the second.
-_NUM_ROUNDS = 2
 
 _Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
 
 
 def _actions(case: TrainCase, rank: int) -> list[Action]:
-    """Return torch's schedule of a micro-step, without rounds that need no more memory."""
+    """Return torch's schedule of a micro-step, without repetitions that need no more memory."""
     if case.parallel.pp == 1:
         return [act_of(Act.FORWARD), act_of(Act.BACKWARD)]
-    ranks, count = case.parallel.pp, case.num_microbatches
-    per_round = count // max(1, count // ranks)
     order = Order(
         schedule=Schedule(case.pp_schedule),
-        num_ranks=ranks,
-        num_microbatches=min(count, _NUM_ROUNDS * per_round),
-        num_chunks=case.num_stages // ranks,
+        num_ranks=case.parallel.pp,
+        num_microbatches=case.num_microbatches,
+        num_chunks=case.num_stages // case.parallel.pp,
     )
     actions: list[Action] = []
     for span in spans(order)[rank]:
