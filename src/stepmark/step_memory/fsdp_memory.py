@@ -38,7 +38,7 @@ class FsdpMemory(FsdpEvents[Weight]):
     def __init__(self, case: TrainCase, heap: Allocator, units: list[Unit]) -> None:
         self._heap, self._formats = heap, Formats(case)
         self._reduced_itemsize = case.reduce_dtype.itemsize
-        groups = _group(case, units) if self._formats.is_fsdp else FsdpGroups()
+        groups = _group_weights(case, units) if self._formats.is_fsdp else FsdpGroups()
         self.order = FsdpOrder(groups, self)
         self._tensors = {group: _GroupTensors() for group in self.order.groups}
         self._last_reduced: list[Block] = []  # freed before the next reduction
@@ -126,7 +126,7 @@ class FsdpMemory(FsdpEvents[Weight]):
             blocks.clear()
 
 
-def _group(case: TrainCase, units: list[Unit]) -> FsdpGroups[Weight]:
+def _group_weights(case: TrainCase, units: list[Unit]) -> FsdpGroups[Weight]:
     """Return the groups of a stage, and let units have those that begin and end with them."""
     has_experts, size = case.parallel.ep > 1, case.blocks_per_group
     blocks = [unit for unit in units if unit.name == "block"]

@@ -58,7 +58,7 @@ class Chunk:
         self.embedding, self.output = embedding, output
         sharding = technique.sharding
         self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
-        self._groups = self._group(sharding, layers) if sharding else FsdpGroups()
+        self._groups = self._group_layers(sharding, layers) if sharding else FsdpGroups()
         self._order = FsdpOrder(self._groups, self._recorder)
         self.layers = [
             replace(layer, experts=experts)
@@ -181,7 +181,7 @@ class Chunk:
         segments.append((self._recorder.take(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
 
-    def _group(self, sharding: Sharding, layers: Sequence[Layer]) -> FsdpGroups[Param]:
+    def _group_layers(self, sharding: Sharding, layers: Sequence[Layer]) -> FsdpGroups[Param]:
         return group_params(
             [
                 (layer.unit.params, None)
