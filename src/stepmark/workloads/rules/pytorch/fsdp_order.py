@@ -104,18 +104,14 @@ def group_params(
     parts = [
         ParamGroup(
             module="blocks",
-            params=tuple(
-                param for others, _ in blocks[at : at + blocks_per_group] for param in others
-            ),
+            params=[x for others, _ in blocks[at : at + blocks_per_group] for x in others],
             layer=first_layer + at,
             reshard=reshard,
         )
         for at in range(0, len(blocks), blocks_per_group)
     ]
     if prefetch > 1:  # torch gathers one group ahead by itself
-        for index, part in enumerate(parts):
-            part.ahead = parts[index + 1 : index + 1 + prefetch]
-            part.behind = parts[max(0, index - prefetch) : index][::-1]
+        _link(parts, prefetch)
     experts = [
         ParamGroup(
             module="experts", params=params, layer=layer, shards="expert_fsdp", reshard=reshard
@@ -137,6 +133,13 @@ def group_params(
         experts=tuple(experts),
         output=last,
     )
+
+
+def _link(parts: list[ParamGroup[P]], prefetch: int) -> None:
+    """Set up explicit prefetching (training/parallelize.py: _prefetch)."""
+    for index, part in enumerate(parts):
+        part.ahead = parts[index + 1 : index + 1 + prefetch]
+        part.behind = parts[max(0, index - prefetch) : index][::-1]
 
 
 class FsdpEvents(Generic[P]):
