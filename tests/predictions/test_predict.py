@@ -170,7 +170,7 @@ def test_no_line_of_a_long_step_is_below_zero(capsys: pytest.CaptureFixture[str]
 
 TOO_LARGE = {
     "llama-3.1-8b --nproc 1": "--strategy fsdp --nproc 4 --ac full --mbs 1",
-    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 16": "--nproc 32 --ac full --mbs 2",
+    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 12": "--nproc 64 --ac full --mbs 2",
     "qwen3-8b --nproc 1 --precision master": "--precision amp --mbs 1",
     "llama-3.1-70b --nproc 1 --cuda-graph": "",
     "llama-3.1-70b --nproc 8 --strategy ddp --bucket-mb 50": "",

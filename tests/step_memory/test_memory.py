@@ -314,8 +314,8 @@ def test_weights_that_are_whole_at_a_time() -> None:
     assert estimate(fsdp).gathered_bytes == 2 * (head + layer)
     kept = estimate(dataclasses.replace(fsdp, reshard="no")).gathered_bytes
     assert kept == 2 * (32 * layer + head + LLAMA.head_params)
-    two = estimate(dataclasses.replace(fsdp, prefetch=2)).gathered_bytes
-    assert two == 2 * (head + 2 * layer)
+    # parallelize.py sets how many are gathered ahead for blocks; the head has torch's own one.
+    assert estimate(dataclasses.replace(fsdp, prefetch=2)).gathered_bytes == 2 * (head + layer)
     part = estimate(dataclasses.replace(fsdp, reshard="4")).gathered_bytes
     assert part == 2 * (head + layer) + (32 * layer + LLAMA.head_params) // 2
 

@@ -31,8 +31,8 @@ OLD_FP8 = (
 BOUNDS = {
     "h200-x2-train-proxy-ddp-fp8-head-bf16": (0.2, 8.3),
     # Fullest rank; the estimate has balanced routing.
-    "h200-x2-train-mixtral-quarter-ep": (6.6, 25),
-    "h200-x4-train-mixtral-quarter-ep": (9.6, 34),
+    "h200-x2-train-mixtral-quarter-ep": (6.8, 25),
+    "h200-x4-train-mixtral-quarter-ep": (9.8, 34),
 }
 USUAL = (0.5, 7)
 
@@ -71,7 +71,7 @@ def test_every_recorded_step_is_within_its_bounds() -> None:
             errors.append(error)
         elif record.training:  # the rank with the fewest rows has hardly more than a fair share
             least = min(filter(None, record.training.allocated_bytes))
-            assert off(memory.allocated_bytes, least) <= 0.2
+            assert off(memory.allocated_bytes, least) <= 0.35
     assert len(errors) >= 20
     assert sum(error for error, _ in errors) / len(errors) <= 0.1
 

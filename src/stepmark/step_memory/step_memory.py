@@ -1,15 +1,20 @@
 """Tensors of a training step of training on one rank, as they come and go."""
 
+from collections import deque
 from collections.abc import Iterable
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import GradSync, Precision, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.units import MIB
+from stepmark.model.ops import Phase
 from stepmark.step.module import Module
 from stepmark.step_memory.allocator import Allocator, Block
 from stepmark.step_memory.fsdp_memory import FsdpMemory
 from stepmark.step_memory.step_tensors import FP32, Formats, Unit, UnitBuilder, Weight
+from stepmark.workloads.pipeline import Act, Action
+from stepmark.workloads.rules.pytorch.fsdp_order import FsdpOrder
+from stepmark.workloads.rules.pytorch.schedules import Order, Schedule, act_of, spans
 
 # cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
 _WORKSPACES = (32 * MIB, 32 * MIB)
@@ -19,30 +24,22 @@ _FEW_LOOKUPS, _LOOKUPS_PER_SEGMENT = 3072, 10
 _Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
 
 
-def _passes(case: TrainCase, rank: int, units: list[Unit]) -> list[tuple[bool, list[Unit]]]:
-    """Return passes of a micro-step, forward or not, until more of them need no more memory.
-
-    With 1F1B a rank is ahead by as many microbatches as ranks follow it. With interleaved
-    stages it begins with a round through the first one and two passes for each later rank
-    (torch/distributed/pipelining/schedules.py).
-    """
-    stages, per_round = [units], case.num_microbatches
-    later = case.parallel.pp - 1 - rank
-    ahead, total = later + 1, later + 2  # with one of those that find gradients
-    if case.num_stages > case.parallel.pp:
-        num_blocks = sum(unit.name == "block" for unit in units)
-        middle = (units[0].name == "embedding") + -(-num_blocks // 2)
-        stages = [units[:middle], units[middle:]]
-        rounds = max(1, case.num_microbatches // case.parallel.pp)
-        per_round //= rounds
-        ahead, total = per_round + 2 * later + 1, 2 * per_round * min(rounds, 2)
-    total = min(total, len(stages) * case.num_microbatches)
-    turns = [number // per_round % len(stages) for number in range(total)]
-    forward = [(True, stages[turn]) for turn in turns]
-    passes = forward[:ahead]
-    for number, turn in enumerate(turns):
-        passes += [(False, stages[-1 - turn]), *forward[ahead + number : ahead + number + 1]]
-    return passes
+def _actions(case: TrainCase, rank: int) -> list[Action]:
+    """Return torch's schedule of a micro-step, without repetitions that need no more memory."""
+    if case.parallel.pp == 1:
+        return [act_of(Act.FORWARD), act_of(Act.BACKWARD)]
+    order = Order(
+        schedule=Schedule(case.pp_schedule),
+        num_ranks=case.parallel.pp,
+        num_microbatches=case.num_microbatches,
+        num_chunks=case.num_stages // case.parallel.pp,
+    )
+    actions: list[Action] = []
+    for span in spans(order)[rank]:
+        once = [action for tick in span.ticks for action in tick]
+        is_steady = {Act.FORWARD, Act.BACKWARD} <= {action.act for action in once}
+        actions += once * (1 if is_steady else span.times)
+    return actions
 
 
 class StepMemory:
@@ -59,9 +56,9 @@ class StepMemory:
         self._row_bytes = case.model.hidden_size * self._formats.itemsize
         self._tokens = -(-case.mbs // case.num_microbatches) * case.model.seq_len // axes.cp
         self._units = UnitBuilder(case).units(root, stage)
-        self._passes = _passes(case, stage, self._units)
+        self._actions = _actions(case, stage)
         self._weights = {id(x): x for unit in self._units for x in unit.all_weights}.values()
-        self._fsdp = FsdpMemory(case, self.heap, self._units)
+        self._stages = [(units, FsdpMemory(case, self.heap, units)) for units in self._divide()]
         self._added: list[Block] = []  # gradients that a compiled graph returns to be added
         self._has_moments = False
         self._start()
@@ -75,6 +72,14 @@ class StepMemory:
             self._optimize()
 
     # Start
+
+    def _divide(self) -> list[list[Unit]]:
+        """Return the units of each stage of this rank; interleaved ones are two."""
+        if self._case.num_stages == self._case.parallel.pp:
+            return [self._units]
+        num_blocks = sum(unit.name == "block" for unit in self._units)
+        middle = (self._units[0].name == "embedding") + -(-num_blocks // 2)
+        return [self._units[:middle], self._units[middle:]]
 
     def _start(self) -> None:
         case, model = self._case, self._case.model
@@ -127,23 +132,35 @@ class StepMemory:
 
     def _micro_step(self, *, is_last: bool) -> None:
         is_reduced = is_last or self._case.grad_sync is GradSync.EVERY
-        kept: list[tuple[list[Unit], list[_Kept]]] = []
-        for number, (is_forward, units) in enumerate(self._passes):
-            if is_forward:
-                kept.append((units, self._forward(units)))
-                continue
-            first = next(each for each in kept if each[0] is units)
-            kept.remove(first)
-            is_over = all(units is not later for _, later in self._passes[number + 1 :])
-            reduces = is_reduced and is_over
-            self._backward(*first, reduces=reduces, reshards=is_over)
+        keeps = self._case.parallel.pp > 1  # gathered weights and gradients until REDUCE
+        kept = [deque[list[_Kept]]() for _ in self._stages]  # of passes without a backward yet
+        for action in self._actions:
+            units, fsdp = self._stages[action.chunk]
+            order = fsdp.order
+            match action.act:
+                case Act.FORWARD:
+                    kept[action.chunk].append(self._forward(units, order))
+                case Act.BACKWARD:
+                    oldest = kept[action.chunk].popleft()
+                    reduces = is_reduced and not keeps
+                    self._backward(units, oldest, order, reduces=reduces, keeps=keeps)
+                case Act.GATHER:
+                    order.unshard()
+                case Act.RELEASE:
+                    order.reshard()
+                case Act.REDUCE:
+                    for group in order.groups:
+                        order.post_backward(group)
+                    order.finalize()
         if self._case.precision is Precision.MASTER:
             self._drop_grads()
 
-    def _forward(self, units: list[Unit]) -> list[_Kept]:
+    def _forward(self, units: list[Unit], order: FsdpOrder[Weight]) -> list[_Kept]:
+        order.wait_for_unshard(Phase.FWD)
         kept: list[_Kept] = []
         for unit in units:
-            self._fsdp.gather(unit)
+            for group in unit.begins:
+                order.pre_forward(group)
             if unit.name == "embedding":
                 kept.append([])
             elif unit.is_checkpointed:
@@ -157,8 +174,9 @@ class StepMemory:
                 kept.append(self._keep(unit))
                 if unit.name == "output":
                     kept[-1].append(self._loss(unit))
-            self._fsdp.reshard(unit)
-        self._fsdp.end_forward()
+            for group in unit.ends:
+                order.post_forward(group)
+        order.end_forward()
         for unit in units:  # autocast's cache ends with its region
             if unit.is_checkpointed:
                 self._free_copies(unit.all_weights)
@@ -231,12 +249,21 @@ class StepMemory:
         return [grad_input, total]
 
     def _backward(
-        self, units: list[Unit], kept: list[_Kept], *, reduces: bool, reshards: bool
+        self,
+        units: list[Unit],
+        kept: list[_Kept],
+        order: FsdpOrder[Weight],
+        *,
+        reduces: bool,
+        keeps: bool,
     ) -> None:
+        """keeps: weights stay gathered."""
+        order.wait_for_unshard(Phase.BWD)
         is_last = units[-1].name == "output"
         grad = self._allocate_rows(0 if is_last else self._row_bytes)
         for unit, blocks in zip(reversed(units), reversed(kept), strict=True):
-            self._fsdp.gather_again(unit)
+            for group in reversed(unit.ends):
+                order.pre_backward(group)
             if unit.name == "output":
                 grad = self._output_backward(unit, blocks, grad)
             elif unit.name == "block":
@@ -248,9 +275,11 @@ class StepMemory:
             if self._compresses:
                 numel = sum(weight.numel for weight in unit.all_weights)
                 self.heap.free(self.heap.allocate(2 * numel, "gathered"))
-            self._fsdp.reduce(unit, reduces=reduces, reshards=reshards)
+            for group in reversed(unit.begins):
+                order.post_backward(group, reduces=reduces, keeps=keeps)
         self.heap.free(grad)
-        self._fsdp.end_backward()
+        if not keeps:
+            order.finalize(reduces=reduces)
 
     def _output_backward(self, unit: Unit, kept: _Kept, grad: Block) -> Block:
         case, logits = self._case, self._tokens * self._case.model.vocab_size
@@ -351,7 +380,8 @@ class StepMemory:
             if weight.grad is not None and not self._keeps_grads:
                 self.heap.free(weight.grad)
                 weight.grad = None
-        self._fsdp.drop_grads()
+        for _, fsdp in self._stages:
+            fsdp.drop_grads()
 
     def _optimize(self) -> None:
         is_master = self._case.precision is Precision.MASTER

@@ -10,6 +10,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.step.module import Module, Param
 from stepmark.step_memory.allocator import Block
+from stepmark.workloads.rules.pytorch.fsdp_order import ParamGroup
 
 FP32 = 4
 _STORED_ITEMSIZE = {
@@ -61,33 +62,21 @@ class Leaf:
 
 @dataclass(slots=True)
 class Unit:
-    """A block, or one end of the model. Leaves are in forward order."""
+    """A block, or one end of the model. Leaves are in forward order.
+
+    begins, ends: FSDP's groups whose modules begin and end with it, in forward order.
+    """
 
     name: str
     leaves: tuple[Leaf, ...]
     weights: list[list[Weight]]  # by leaf
     is_checkpointed: bool = False
-    groups: "list[Group]" = field(default_factory=list)
+    begins: list[ParamGroup[Weight]] = field(default_factory=list)
+    ends: list[ParamGroup[Weight]] = field(default_factory=list)
 
     @property
     def all_weights(self) -> list[Weight]:
         return [weight for weights in self.weights for weight in weights]
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """Parameters that FSDP gathers and reduces together."""
-
-    weights: list[Weight]
-    num_units: int
-    has_blocks: bool
-    reshards: bool  # after the forward pass
-    in_backward: bool = True  # gathered for it
-    buffer: Block | None = None
-    whole: list[Block] = field(default_factory=list)
-    partial: Block | None = None  # what resharding over some ranks leaves
-    sharded_grad: Block | None = None
-    units_done: int = 0
 
 
 class UnitBuilder:

@@ -28,7 +28,7 @@ from stepmark.workloads.rules.pytorch import ddp, fsdp, pipeline, plain
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.rules.pytorch.ddp import Ddp
 from stepmark.workloads.rules.pytorch.fsdp import Fsdp
-from stepmark.workloads.rules.pytorch.fsdp_order import REDUCE, REPLICATE
+from stepmark.workloads.rules.pytorch.fsdp_recorder import REDUCE, REPLICATE
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 from .jobs import (

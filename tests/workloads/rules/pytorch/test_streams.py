@@ -14,7 +14,12 @@ from stepmark.step.workload import COMPUTE, CommOp, Operation, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import fsdp
 from stepmark.workloads.rules.pytorch.fsdp import Ends, Fsdp
-from stepmark.workloads.rules.pytorch.fsdp_order import COMPUTE_DONE, GATHER, REDUCE, REPLICATE
+from stepmark.workloads.rules.pytorch.fsdp_recorder import (
+    COMPUTE_DONE,
+    GATHER,
+    REDUCE,
+    REPLICATE,
+)
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 from .jobs import DENSE, EXPERTS, comms, generated, jobs, make

@@ -17,11 +17,12 @@ from stepmark.step.workload import Block, Item, Run
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.pytorch.fsdp_order import (
-    UNSHARDED,
-    FsdpRecorder,
+    FsdpGroups,
+    FsdpOrder,
     ParamGroup,
-    link_prefetch,
+    group_params,
 )
+from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder, Sharding
 from stepmark.workloads.rules.pytorch.technique import Technique, before_recompute, recomputed
 
 Blocks = dict[str, Block]
@@ -34,7 +35,7 @@ class Layer:
     unit: Unit
     index: int
     is_checkpointed: bool = False
-    experts: ParamGroup | None = None
+    experts: ParamGroup[Param] | None = None
 
 
 class Chunk:
@@ -57,44 +58,19 @@ class Chunk:
         self.embedding, self.output = embedding, output
         sharding = technique.sharding
         self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
-        self._unsharding = False  # all weights were gathered at once before a pass
-        reshard = sharding.reshard if sharding else None
-        end_units = [unit for unit in (embedding, output) if unit]
-        self._root = self._first = self._last = None
-        if sharding and technique.root_has_ends and end_units:
-            params = tuple(param for unit in end_units for param in unit.params)
-            self._root = ParamGroup(module="root", params=params, reshard=None)
-        elif sharding and not technique.root_has_ends:
-            if embedding:
-                self._first = ParamGroup(
-                    module="embedding",
-                    params=embedding.params,
-                    reshard=reshard,
-                    in_backward=technique.regathers_table,
-                )
-            if output:
-                self._last = ParamGroup(module="output", params=output.params, reshard=None)
-        self.layers = [self._with_experts(layer, reshard) for layer in layers]
+        self._groups = self._group_layers(sharding, layers) if sharding else FsdpGroups()
+        self._order = FsdpOrder(self._groups, self._recorder)
+        self.layers = [
+            replace(layer, experts=experts)
+            for layer, experts in zip_longest(layers, self._groups.experts)
+        ]
         size = technique.blocks_per_group
         parts = [
             self.layers[index : index + size] for index in range(0, len(self.layers), size)
         ]
-        groups = [
-            ParamGroup(
-                module="blocks",
-                params=tuple(
-                    param
-                    for layer in part
-                    for param in (layer.unit.others if layer.experts else layer.unit.params)
-                ),
-                layer=part[0].index,
-                reshard=reshard,
-            )
-            for part in (parts if sharding else ())
-        ]
-        link_prefetch(groups, sharding.prefetch if sharding else 1)
         # Without a sharding the parts have no group.
-        self._groups = list(zip_longest(groups, parts))
+        self._parts = list(zip_longest(self._groups.blocks, parts))
+        end_units = [unit for unit in (embedding, output) if unit]
         for unit in end_units:
             self._register(unit)
         for unit in {layer.unit.name: layer.unit for layer in self.layers}.values():
@@ -112,16 +88,16 @@ class Chunk:
 
     def state(self) -> tuple[object, ...]:
         """FSDP's state. Passes that start from equal states are equal."""
-        return self._recorder.state(self._all_groups())
+        return self._order.state, self._recorder.state(self._order.groups)
 
     def open_passes(self) -> list[int]:
         """Count forward passes without a backward by group, and by the group before them."""
-        return [count for group in self._all_groups() for _, count in group.before]
+        return [count for group in self._order.groups for _, count in group.before]
 
     def open_more(self, counts: Sequence[int]) -> None:
         """Add open passes, as if more passes had run that leave the state as it is."""
         more = iter(counts)
-        for group in self._all_groups():
+        for group in self._order.groups:
             group.before = [(other, count + next(more)) for other, count in group.before]
 
     def count_compute_done(self, times: int = 1) -> None:
@@ -129,108 +105,99 @@ class Chunk:
         self._recorder.count_compute_done(times)
 
     def forward(self) -> Block:
-        recorder, segments = self._recorder, [(self._opened(Phase.FWD), 0)]
-        recorder.begin()
-        recorder.pre_forward(self._root)
-        segments += self._forward(self.embedding, self._first)
-        for group, members in self._groups:
-            recorder.pre_forward(group)
+        order, groups = self._order, self._groups
+        order.wait_for_unshard(Phase.FWD)
+        segments = [(self._recorder.take(), 0)]
+        self._recorder.begin()
+        order.pre_forward(groups.root)
+        segments += self._forward(self.embedding, groups.embedding)
+        for group, members in self._parts:
+            order.pre_forward(group)
             segments.append((tuple(self._passes(members, "fwd")), members[0].index))
-            recorder.post_forward(group)
-        segments += self._forward(self.output, self._last)
-        recorder.post_forward(self._root)
+            order.post_forward(group)
+        segments += self._forward(self.output, groups.output)
+        order.post_forward(groups.root)
+        order.end_forward()
         return folded(segments, self.blocks, f"fwd{self._suffix}")
 
     def _forward(
-        self, unit: Unit | None, group: ParamGroup | None
+        self, unit: Unit | None, group: ParamGroup[Param] | None
     ) -> Iterator[tuple[Block, int]]:
         """Yield the forward pass of one end of the model."""
         if unit:
-            self._recorder.pre_forward(group)
+            self._order.pre_forward(group)
             yield (*self._recorder.take(), _run(unit, "fwd")), 0
             self.count_compute_done()
-            self._recorder.post_forward(group)
+            self._order.post_forward(group)
 
     def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
         """keeps: weights stay gathered, because the step of a pipeline has more passes."""
-        recorder, segments = self._recorder, [(self._opened(Phase.BWD), 0)]
-        leave = partial(recorder.post_backward, reduces=reduces, keeps=keeps)
-        recorder.pre_backward(self._root)
-        recorder.pre_backward(self._last)
+        recorder, order, groups = self._recorder, self._order, self._groups
+        order.wait_for_unshard(Phase.BWD)
+        segments = [(recorder.take(), 0)]
+        leave = partial(order.post_backward, reduces=reduces, keeps=keeps)
+        order.pre_backward(groups.root)
+        order.pre_backward(groups.output)
         if self.output:
             segments.append(((*recorder.take(), _run(self.output, "bwd")), 0))
             self.count_compute_done()
-            leave(self._last)
+            leave(groups.output)
         segments.append((recorder.take(), 0))
-        for group, members in reversed(self._groups):
+        for group, members in reversed(self._parts):
             base = members[0].index
-            recorder.pre_backward(group)
+            order.pre_backward(group)
             passes = tuple(self._passes(members, "bwd", leave))
             leave(group)
             segments.append(((*passes, *recorder.take(base)), base))
-        recorder.pre_backward(self._first)
+        order.pre_backward(groups.embedding)
         if self.embedding:
             segments.append(((*recorder.take(), _run(self.embedding, "bwd")), 0))
-        leave(self._first)
-        leave(self._root)
+        leave(groups.embedding)
+        leave(groups.root)
         segments.append((recorder.take(), 0))
         if not keeps:
-            recorder.end(self._all_groups(), reduces=reduces)
+            order.finalize(reduces=reduces)
             segments.append((recorder.take(), 0))
         return folded(segments, self.blocks, f"bwd{self._suffix}")
 
     def gather(self) -> Block:
         """Return the gather of all weights before a pass: a pipeline's UNSHARD."""
-        self._unsharding = True
         with self._recorder.of_all():
-            for group in self._all_groups():
-                self._recorder.unshard(group, Phase.FWD, (COMPUTE_DONE,))
+            self._order.unshard()
         return self._recorder.take()
 
     def release(self) -> None:
         """Release weights between passes: a pipeline's RESHARD."""
-        for group in self._all_groups():
-            group.is_whole = group.is_inner = False
-
-    def _opened(self, phase: Phase) -> Block:
-        """Wait for all weights that `gather` gathered (_assert_unsharded)."""
-        if self._unsharding:
-            for group in self._all_groups():
-                self._recorder.wait(group, phase)
-        self._unsharding = False
-        return self._recorder.take()
+        self._order.reshard()
 
     def reduce(self) -> Block:
         """Reduce all gradients in the order of the modules: a stage's perform_reduce_grad."""
         segments: list[tuple[Block, int]] = []
-        for group in self._all_groups():
+        for group in self._order.groups:
             with self._recorder.of_all():
-                self._recorder.post_backward(group)
+                self._order.post_backward(group)
             segments.append((self._recorder.take(group.layer or 0), group.layer or 0))
-        self._recorder.end(self._all_groups())
+        self._order.finalize()
         segments.append((self._recorder.take(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
 
-    def _with_experts(self, layer: Layer, reshard: int | None) -> Layer:
-        if layer.unit.experts_at is None or not self.is_sharded:
-            return layer
-        group = ParamGroup(
-            module="experts",
-            params=layer.unit.experts,
-            layer=layer.index,
-            shards="expert_fsdp",
-            reshard=reshard,
+    def _group_layers(self, sharding: Sharding, layers: Sequence[Layer]) -> FsdpGroups[Param]:
+        return group_params(
+            [
+                (layer.unit.params, None)
+                if layer.unit.experts_at is None
+                else (layer.unit.others, layer.unit.experts)
+                for layer in layers
+            ],
+            embedding=self.embedding.params if self.embedding else None,
+            output=self.output.params if self.output else None,
+            first_layer=layers[0].index if layers else 0,
+            reshard=sharding.reshard,
+            prefetch=sharding.prefetch,
+            blocks_per_group=self._technique.blocks_per_group,
+            root_has_ends=self._technique.root_has_ends,
+            regathers_table=self._technique.regathers_table,
         )
-        return replace(layer, experts=group)
-
-    def _all_groups(self) -> list[ParamGroup]:
-        """Return groups in the order of named_modules."""
-        blocks = (
-            group
-            for part, members in self._groups
-            for group in (part, *(layer.experts for layer in members))
-        )
-        return [group for group in (self._root, self._first, *blocks, self._last) if group]
 
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
@@ -254,7 +221,7 @@ class Chunk:
         self,
         members: Sequence[Layer],
         way: str,
-        leave: Callable[[ParamGroup | None], None] = lambda group: None,
+        leave: Callable[[ParamGroup[Param] | None], None] = lambda group: None,
     ) -> Iterator[Item]:
         """Yield the passes of blocks, the last one first if backward."""
         base = members[0].index
@@ -265,23 +232,29 @@ class Chunk:
                 yield from self._pieces(layer, each, base, leave)
 
     def _pieces(
-        self, layer: Layer, way: str, base: int, leave: Callable[[ParamGroup | None], None]
+        self,
+        layer: Layer,
+        way: str,
+        base: int,
+        leave: Callable[[ParamGroup[Param] | None], None],
     ) -> Iterator[Item]:
         """leave: is called after experts in the backward pass."""
-        unit, recorder = layer.unit, self._recorder
+        unit, recorder, order = layer.unit, self._recorder, self._order
         is_backward = way in ("bwd", "rest")
         pieces = unit.bwd if is_backward else unit.fwd
         for index in range(len(pieces)):
             experts = layer.experts if index == unit.experts_at else None
-            (recorder.pre_backward if is_backward else recorder.pre_forward)(experts)
+            (order.pre_backward if is_backward else order.pre_forward)(experts)
             yield from recorder.take(base)
             yield _run(unit, way, index, len(pieces), layer.index - base)
             if way == "fwd":
-                recorder.post_forward(experts)
+                order.post_forward(experts)
             elif is_backward:
                 leave(experts)
             yield from recorder.take(base)
-        if way != "again":
+        if way == "again":
+            order.end_forward()
+        else:
             self.count_compute_done()
 
 

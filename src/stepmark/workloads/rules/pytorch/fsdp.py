@@ -13,7 +13,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.step.workload import Group, Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, check_at_least, setting
-from stepmark.workloads.rules.pytorch.fsdp_order import Sharding
+from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
 from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
 from stepmark.workloads.rules.pytorch.step import SOURCE, build
 from stepmark.workloads.rules.pytorch.technique import check_settings, technique

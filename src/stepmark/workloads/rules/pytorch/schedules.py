@@ -13,7 +13,7 @@ the same actions at the same place.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby
 
 from stepmark.ground.errors import ConfigError
@@ -125,6 +125,7 @@ def later(act: Act, microbatch: int, chunk: int = 0) -> Action:
     return Action(act=act, microbatch=microbatch, chunk=chunk, after=(COMPUTE_DONE,))
 
 
+@lru_cache(maxsize=16)  # of the same pipeline many steps are predicted
 def spans(order: Order) -> list[tuple[Span, ...]]:
     """Return the schedule of each pp rank; ticks that repeat are one span."""
     if order.schedule is Schedule.INTERLEAVED:

@@ -12,7 +12,7 @@ from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, Groupe
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.job import check_at_least, check_trained
-from stepmark.workloads.rules.pytorch.fsdp_order import Sharding
+from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
 from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
 from stepmark.workloads.rules.pytorch.units import TpPlan
 
