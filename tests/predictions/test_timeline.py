@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tests.timeline.swept_ledger import Event, ledger
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, GradSync, Recompute
@@ -33,11 +34,9 @@ from stepmark.timeline.ledger import (
     CONTENTION,
     TRANSFER,
     WAITING,
-    Event,
     Group,
     Idle,
     Work,
-    ledger,
 )
 from stepmark.timeline.step_cost import Costs, OpCost
 from stepmark.timeline.timeline import LEFT_OUT, Span

@@ -4,7 +4,9 @@ import random
 
 import pytest
 
-from stepmark.timeline.ledger import Event, Group, Idle, Ledger, ledger, work_of
+from stepmark.timeline.ledger import Group, Idle, Ledger, work_of
+
+from .swept_ledger import Event, ledger
 
 NAMES = {
     Group.COMPUTE: ("matmul", "attention"),

@@ -1,4 +1,4 @@
-"""The ledger of a trace: totals are the breakdown's, lines those of core.ledger's sweep."""
+"""The ledger of a trace: totals are the breakdown's, lines those of a sweep over time."""
 
 from collections import Counter
 from pathlib import Path
@@ -7,11 +7,12 @@ from unittest import mock
 
 import pytest
 from hypothesis import given
+from tests.timeline.swept_ledger import Event
+from tests.timeline.swept_ledger import ledger as swept
 
 from stepmark.cli.main import status
 from stepmark.step.trace_ops import COMPUTE
-from stepmark.timeline.ledger import WAITING, Event, Group, Idle, Ledger, Work, work_of
-from stepmark.timeline.ledger import ledger as swept
+from stepmark.timeline.ledger import WAITING, Group, Idle, Ledger, Work, work_of
 from stepmark.timeline.trace_breakdown import StepTimes
 from stepmark.traces.kineto import idle
 from stepmark.traces.kineto.breakdown import breakdown
@@ -83,7 +84,7 @@ def named(job: Job) -> dict[int, str]:
 
 
 def by_sweep(job: Job, works: list[tuple[int, GpuWork]], step: StepTimes) -> Ledger:
-    """Return the ledger of a window by core.ledger; idle times nanosecond by nanosecond."""
+    """Return the ledger of a window by a sweep; idle times nanosecond by nanosecond."""
     names = named(job)
     groups = {"compute": Group.COMPUTE, "comm": Group.COMM}
     labels = {"memory": "copy", "set": "copy"} | {k: str(work) for k, work in KERNELS.items()}
