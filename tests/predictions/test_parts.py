@@ -16,9 +16,10 @@ from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions import calibration
 from stepmark.predictions.calibration import _unscaled
+from stepmark.predictions.comm import ranks_per_host
 from stepmark.predictions.comm_contention import comm_slowdown
 from stepmark.predictions.contention import contention
-from stepmark.predictions.predict import _ranks_per_host, predict
+from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import of_training
 from stepmark.step.trace_ops import MeasuredOp, OpKey, OpTable
 from stepmark.timeline.ledger import CONTENTION, Group, Work
@@ -86,9 +87,9 @@ def test_a_host_has_the_ranks_of_the_fullest_curve() -> None:
     curve = Curve(collective="all_reduce", num_ranks=2, points=((16, 2e-4),), source="")
     sparse = replace(curve, num_hosts=2)
     full = replace(curve, num_ranks=16, num_hosts=2)
-    assert _ranks_per_host([sparse, full], link_domain=4) == 8
+    assert ranks_per_host([sparse, full], link_domain=4) == 8
     inside = replace(curve, num_hosts=1)
-    assert _ranks_per_host([inside], link_domain=4) == 4
+    assert ranks_per_host([inside], link_domain=4) == 4
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

@@ -1,6 +1,6 @@
 """Time of a collective: from a measured curve, or from the device's links."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import log
 
 from stepmark.cases.comm_curve import ABOVE, MEASURED, Curve
@@ -25,15 +25,15 @@ class CommCosts:
         self,
         curves: Iterable[Curve],
         device: DeviceSpec | None,
-        ranks_per_host: int | None = None,
+        link_domain: int | None = None,
     ) -> None:
-        """ranks_per_host: a group that reaches further takes curves over hosts, if there are.
-
-        None: all groups are inside a host.
+        """link_domain: most GPUs that links connect; a group that reaches further than a host
+        takes curves over hosts, if there are. None: all groups are inside a host.
         """
-        self._ranks_per_host = ranks_per_host
+        own = tuple(curves)
+        self._ranks_per_host = link_domain and ranks_per_host(own, link_domain)
         self._curves: dict[str, list[Curve]] = {}
-        for curve in curves:
+        for curve in own:
             self._curves.setdefault(curve.collective, []).append(curve)
         self._device = device
         self.sources: dict[str, Source] = {}
@@ -88,6 +88,15 @@ class CommCosts:
 
     def _note(self, op: CommOp, source: Source) -> None:
         self.sources[op.collective] = source
+
+
+def ranks_per_host(curves: Sequence[Curve], link_domain: int) -> int:
+    """Return the ranks of a host where curves were measured over hosts, else the domain."""
+    pairs = (Collective.P2P, Collective.P2P_BOTH)
+    known = [curve for curve in curves if curve.num_hosts and curve.collective not in pairs]
+    if all(curve.num_hosts == 1 for curve in known):
+        return link_domain
+    return max(curve.num_ranks // (curve.num_hosts or 1) for curve in known)
 
 
 def latency_s(op: CommOp, group: Group) -> float:

@@ -1,17 +1,14 @@
 """stepmark predict: the step of a case or of a workload file, from measured parts."""
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
-from stepmark.cases.comm_curve import Curve
-from stepmark.cases.training import Fp8
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.units import format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
-from stepmark.model.collectives import Collective
 from stepmark.model.ops import Phase
 from stepmark.predictions import prediction_text
 from stepmark.predictions.comm import CommCosts, latency_s
@@ -20,19 +17,17 @@ from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.predictions.prediction import Prediction
+from stepmark.predictions.prediction_notes import first_few, notes_of
 from stepmark.predictions.prediction_page import page
 from stepmark.predictions.simulation import simulate
 from stepmark.predictions.step import at_clock, total
 from stepmark.step.workload import CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json
-from stepmark.timeline.ledger import Group as LedgerGroup
-from stepmark.timeline.ledger import Idle, Ledger, Work
+from stepmark.timeline.ledger import Idle
 from stepmark.timeline.step_cost import Costs, OpCost, Source, known_time
 from stepmark.workloads.rules.pytorch.case import of_case
-from stepmark.workloads.workload_files import read_notes
 
-_AT_LEAST = ", and the step takes at least as long"
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
@@ -78,59 +73,24 @@ def predict(inputs: Inputs) -> Prediction:
             allowed = f"above {clock.power_w:.0f} W, which the step draws at the lowest clock"
             raise ConfigError("what-if", f"power={power.limit_w:g}W", allowed)
     if computed.unknown and not any(computed.sources.values()):
-        names = _first_few(computed.unknown)
+        names = first_few(computed.unknown)
         allowed = f"one whose computation has known costs, which {names} lack"
         raise ConfigError("workload", inputs.name, f"{allowed} ({_remedy(workload)})")
-    gaps = list(file.gaps()) if file else []
-    has_excess = file is not None and file.has_excess
     spans_hosts = bool(comm.of_one_host) or (
         not inputs.times_of_file and _reaches_over_hosts(inputs, issued)
     )
-    of_file = workload.notes if inputs.times_of_file else read_notes(workload)
-    notes = [*gaps, *(f"of the file: {note}" for note in of_file)]
-    notes += _unknown_notes(computed.unknown)
-    notes += prediction_text.source_notes(computed.sources, comm.sources, inputs.device_name)
-    if file and inputs.times_of_file:
-        notes.append(file.note())
-    else:
-        notes += _contention_notes(inputs, step.ledgers)
-    if spans_hosts:
-        text = f"{workload.world_size} GPUs communicate as {inputs.link_domain} of one host do"
-        least = "" if has_excess else _AT_LEAST
-        notes.append(f"links between hosts are not modelled: {text}{least}")
-    notes += _use_notes(inputs, computed.sources)
-    return Prediction(
+    prediction = Prediction(
         inputs=inputs,
         step=step,
         slowdown=clock.slowdown if clock else 0.0,
         clock_hz=clock.clock_hz if clock else None,
         power_w=clock.power_w if clock else None,
         sources=computed.sources,
-        is_lower_bound=bool(computed.unknown or gaps or spans_hosts) and not has_excess,
-        notes=(*notes, *inputs.notes),
+        comm_sources=comm.sources,
+        unknown=computed.unknown,
+        spans_hosts=spans_hosts,
     )
-
-
-def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[str]:
-    """Yield what of the inputs is not used, or stands for what is not known."""
-    measured_on = inputs.workload.settings.get("devices")
-    if inputs.file and Source.FILE not in sources and inputs.file.has_any:
-        yield "the workload file's own times are not used"
-    if Source.FILE in sources and not inputs.times_of_file and measured_on:
-        yield f"the workload file's own times are those of {measured_on}"
-    if inputs.case and inputs.case.fp8 != Fp8.NONE:
-        yield "MFU and HFU are of the bf16 peak, not of the FP8 peak"
-        if Source.ROOFLINE in sources:
-            yield "casts to FP8 take no time by the data sheet: the step takes longer"
-    if not inputs.host_is_known:
-        yield "the host's time is not known: it counts as ahead of the device"
-    is_on_gpu = inputs.case is None or inputs.case.device == "cuda"
-    if inputs.power is None and is_on_gpu and not inputs.times_of_file:
-        yield "power was not calibrated: the clock counts as not limited by power"
-
-
-def _first_few(names: Collection[str]) -> str:
-    return ", ".join(list(names)[:5]) + (", ..." if len(names) > 5 else "")
+    return replace(prediction, notes=(*notes_of(prediction), *inputs.notes))
 
 
 def _remedy(workload: Workload) -> str:
@@ -141,18 +101,6 @@ def _remedy(workload: Workload) -> str:
         "its rows have no shapes: predict the workload that the text is made from, or make the "
         "text with times, as by workload generate --compute-from and an AIOB profile"
     )
-
-
-def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:
-    """Yield the operations without a time, and those without one in some of their passes."""
-    untimed = [name for name, is_untimed in unknown.items() if is_untimed]
-    partly = [name for name, is_untimed in unknown.items() if not is_untimed]
-    if untimed:
-        names = _first_few(untimed)
-        yield f"{len(untimed)} operations have no known cost and take no time: {names}"
-    if partly:
-        names = _first_few(partly)
-        yield f"{len(partly)} operations have a known cost in some passes only: {names}"
 
 
 def calibration_notes(inputs: Inputs) -> Iterator[str]:
@@ -189,15 +137,6 @@ def _reaches_over_hosts(inputs: Inputs, issued: Iterable[Operation]) -> bool:
     return max((group.reach for group in groups), default=0) >= most
 
 
-def _ranks_per_host(curves: Sequence[Curve], link_domain: int) -> int:
-    """Return the ranks of a host where curves were measured over hosts, else the domain."""
-    pairs = (Collective.P2P, Collective.P2P_BOTH)
-    known = [curve for curve in curves if curve.num_hosts and curve.collective not in pairs]
-    if all(curve.num_hosts == 1 for curve in known):
-        return link_domain
-    return max(curve.num_ranks // (curve.num_hosts or 1) for curve in known)
-
-
 def _effects(
     inputs: Inputs, changes: Mapping[str, float], prediction: Prediction
 ) -> Iterator[str]:
@@ -216,9 +155,7 @@ def _effects(
 def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
     """Return all costs, and the source of those of collectives."""
     cost_of = first_of(inputs.compute)
-    comm = CommCosts(
-        inputs.curves, inputs.device, _ranks_per_host(inputs.curves, inputs.link_domain)
-    )
+    comm = CommCosts(inputs.curves, inputs.device, inputs.link_domain)
 
     @cache
     def compute(op: ComputeOp) -> OpCost:
@@ -244,19 +181,3 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
         comm_slowdown=inputs.comm_slowdown or 1.0,
     )
     return costs, comm
-
-
-def _contention_notes(inputs: Inputs, ledgers: Iterable[Ledger]) -> Iterator[str]:
-    """Yield what runs beside communication without a known contention."""
-    works = {
-        name
-        for ledger in ledgers
-        for group, name in ledger.lines
-        if group is LedgerGroup.OVERLAPPED and Work(name) not in inputs.compute_slowdown
-    }
-    names = [str(work) for work in Work if work in works]
-    if works and inputs.comm_slowdown is None:
-        names.append("communication")
-    if names:
-        text = "the contention between computation and communication was not measured"
-        yield f"{text} ({', '.join(names)}): where they overlap, both take as long as alone"

@@ -42,9 +42,9 @@ class Prediction:
     """A predicted step of every pipeline stage.
 
     slowdown: of attention, as log; 0 at full clock. clock_hz, power_w: means over the step of
-    one device; None where no power was measured. sources: seconds of compute by origin.
-    is_lower_bound: some operations or links have no known cost. notes: how far it is to be
-    trusted.
+    one device; None where no power was measured. sources, comm_sources: seconds of compute by
+    origin, and that of messages by collective. unknown: as of Total. spans_hosts: ranks of
+    several hosts communicate by the costs of one. notes: how far it is to be trusted.
     """
 
     inputs: Inputs
@@ -53,13 +53,23 @@ class Prediction:
     clock_hz: float | None = None
     power_w: float | None = None
     sources: Mapping[Source, float] = field(default_factory=dict)
-    is_lower_bound: bool = False
+    comm_sources: Mapping[str, Source] = field(default_factory=dict)
+    unknown: Mapping[str, bool] = field(default_factory=dict)
+    spans_hosts: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def step_s(self) -> float:
         """Return the seconds of an optimizer step."""
         return self.step.step_s
+
+    @property
+    def is_lower_bound(self) -> bool:
+        """Return whether some operations or links have no known cost."""
+        file = self.inputs.file
+        if file and file.has_excess:
+            return False
+        return bool(self.unknown or self.spans_hosts or (file and file.gaps))
 
     @cached_property
     def memory(self) -> StepMemory | None:

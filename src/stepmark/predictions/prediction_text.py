@@ -9,37 +9,9 @@ from stepmark.predictions.prediction import HOST
 from stepmark.tables.columns import MS, NO_HEADING, PERCENT, given
 from stepmark.tables.table import Table
 from stepmark.timeline.ledger import TRANSFER, WAITING
-from stepmark.timeline.step_cost import Source
 
 _MOST_STAGES = 4  # that are all printed
 _LEAST_SHARE_PCT = 5.0  # of the step that the sentence on its limit names
-
-
-def by_sheet(device: str) -> str:
-    return f"the data sheet's of {device} over published efficiencies, often 15 to 35 % off"
-
-
-def source_notes(
-    sources: Mapping[Source, float], comm: Mapping[str, Source], device: str
-) -> Iterator[str]:
-    """Yield where costs are from, where it is not a measurement of these very operations."""
-    total = sum(sources.values())
-    texts = {
-        Source.SCALED: "is scaled from other shapes",
-        Source.OPERATOR: "is that of operators measured by themselves",
-        Source.ROOFLINE: f"is {by_sheet(device)}",
-        Source.FILE: "is the workload file's own",
-    }
-    for source, text in texts.items():
-        if total and sources.get(source):
-            yield f"{sources[source] / total:.0%} of the compute time {text}"
-    by_source: dict[Source, list[str]] = {}
-    for name, source in comm.items():
-        by_source.setdefault(source, []).append(name)
-    if names := by_source.get(Source.SCALED):
-        yield f"times of {', '.join(names)} are scaled from other sizes or numbers of ranks"
-    if names := by_source.get(Source.ROOFLINE):
-        yield f"times of {', '.join(names)} are by the data sheet's links"
 
 
 def lines(document: Mapping[str, Any]) -> Iterator[str]:

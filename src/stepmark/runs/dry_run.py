@@ -20,7 +20,7 @@ from stepmark.measuring.machine import Machine
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.ops import Phase
 from stepmark.predictions.costs import RooflineCosts
-from stepmark.predictions.prediction_text import by_sheet
+from stepmark.predictions.prediction_notes import by_sheet
 from stepmark.step.roofline import limit_of
 from stepmark.step.workload import CommOp, ComputeOp
 from stepmark.store.commands import command_of

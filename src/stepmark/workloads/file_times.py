@@ -1,7 +1,7 @@
 """Times that a workload file has of its operations and of their host, and what it lacks."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation, Workload, pass_of
@@ -79,14 +79,19 @@ class FileTimes:
             "the contention that there were"
         )
 
-    def gaps(self) -> Iterator[str]:
-        """Yield what of a training step the file lacks, so that the step takes longer."""
+    @cached_property
+    def gaps(self) -> tuple[str, ...]:
+        """What of a training step the file lacks, so that the step takes longer."""
         ops = [op for op in self.issued if isinstance(op, ComputeOp)]
+        gaps = []
         if not ops:
-            yield "the file has no computation: the step is one of communication alone"
+            gaps.append("the file has no computation: the step is one of communication alone")
         if stages := missing_pipeline(self._workload):
-            yield f"the file has {stages}: no pipeline is modelled, and its bubble is not known"
+            text = f"the file has {stages}: no pipeline is modelled, and its bubble"
+            gaps.append(f"{text} is not known")
         if ops and self._workload.rules == "aicb":  # its lines of computation are products
             works = {work_of_op(op) for op in ops if not isinstance(op.op, Kernel)}
             if missing := [str(work) for work in _OF_A_STEP if work not in works]:
-                yield f"the file has no computation of these kinds: {', '.join(missing)}"
+                kinds = ", ".join(missing)
+                gaps.append(f"the file has no computation of these kinds: {kinds}")
+        return tuple(gaps)

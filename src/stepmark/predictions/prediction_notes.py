@@ -1,0 +1,109 @@
+"""What to say about a prediction: how far it is to be trusted."""
+
+from collections.abc import Collection, Iterator, Mapping
+
+from stepmark.cases.training import Fp8
+from stepmark.predictions.inputs import Inputs
+from stepmark.predictions.prediction import Prediction
+from stepmark.timeline.ledger import Group, Work
+from stepmark.timeline.step_cost import Source
+from stepmark.workloads.workload_files import read_notes
+
+
+def notes_of(prediction: Prediction) -> Iterator[str]:
+    """Yield what a step lacks, where its costs are from, and what is not modelled."""
+    inputs = prediction.inputs
+    workload, file = inputs.workload, inputs.file
+    yield from file.gaps if file else ()
+    of_file = workload.notes if inputs.times_of_file else read_notes(workload)
+    yield from (f"of the file: {note}" for note in of_file)
+    yield from _unknown_notes(prediction.unknown)
+    yield from _source_notes(prediction)
+    if file and inputs.times_of_file:
+        yield file.note()
+    else:
+        yield from _contention_notes(prediction)
+    if prediction.spans_hosts:
+        text = f"{workload.world_size} GPUs communicate as {inputs.link_domain} of one host do"
+        is_least = file is None or not file.has_excess
+        least = ", and the step takes at least as long" if is_least else ""
+        yield f"links between hosts are not modelled: {text}{least}"
+    yield from _use_notes(inputs, prediction.sources)
+
+
+def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:
+    """Yield the operations without a time, and those without one in some of their passes."""
+    untimed = [name for name, is_untimed in unknown.items() if is_untimed]
+    partly = [name for name, is_untimed in unknown.items() if not is_untimed]
+    if untimed:
+        names = first_few(untimed)
+        yield f"{len(untimed)} operations have no known cost and take no time: {names}"
+    if partly:
+        names = first_few(partly)
+        yield f"{len(partly)} operations have a known cost in some passes only: {names}"
+
+
+def first_few(names: Collection[str]) -> str:
+    """Return the first names."""
+    return ", ".join(list(names)[:5]) + (", ..." if len(names) > 5 else "")
+
+
+def by_sheet(device: str) -> str:
+    return f"the data sheet's of {device} over published efficiencies, often 15 to 35 % off"
+
+
+def _source_notes(prediction: Prediction) -> Iterator[str]:
+    """Yield where costs are from, where it is not a measurement of these very operations."""
+    sources = prediction.sources
+    total = sum(sources.values())
+    texts = {
+        Source.SCALED: "is scaled from other shapes",
+        Source.OPERATOR: "is that of operators measured by themselves",
+        Source.ROOFLINE: f"is {by_sheet(prediction.inputs.device_name)}",
+        Source.FILE: "is the workload file's own",
+    }
+    for source, text in texts.items():
+        if total and sources.get(source):
+            yield f"{sources[source] / total:.0%} of the compute time {text}"
+    by_source: dict[Source, list[str]] = {}
+    for name, source in prediction.comm_sources.items():
+        by_source.setdefault(source, []).append(name)
+    if names := by_source.get(Source.SCALED):
+        yield f"times of {', '.join(names)} are scaled from other sizes or numbers of ranks"
+    if names := by_source.get(Source.ROOFLINE):
+        yield f"times of {', '.join(names)} are by the data sheet's links"
+
+
+def _contention_notes(prediction: Prediction) -> Iterator[str]:
+    """Yield what runs beside communication without a known contention."""
+    inputs = prediction.inputs
+    works = {
+        name
+        for ledger in prediction.step.ledgers
+        for group, name in ledger.lines
+        if group is Group.OVERLAPPED and Work(name) not in inputs.compute_slowdown
+    }
+    names = [str(work) for work in Work if work in works]
+    if works and inputs.comm_slowdown is None:
+        names.append("communication")
+    if names:
+        text = "the contention between computation and communication was not measured"
+        yield f"{text} ({', '.join(names)}): where they overlap, both take as long as alone"
+
+
+def _use_notes(inputs: Inputs, sources: Mapping[Source, float]) -> Iterator[str]:
+    """Yield what of the inputs is not used, or stands for what is not known."""
+    measured_on = inputs.workload.settings.get("devices")
+    if inputs.file and Source.FILE not in sources and inputs.file.has_any:
+        yield "the workload file's own times are not used"
+    if Source.FILE in sources and not inputs.times_of_file and measured_on:
+        yield f"the workload file's own times are those of {measured_on}"
+    if inputs.case and inputs.case.fp8 != Fp8.NONE:
+        yield "MFU and HFU are of the bf16 peak, not of the FP8 peak"
+        if Source.ROOFLINE in sources:
+            yield "casts to FP8 take no time by the data sheet: the step takes longer"
+    if not inputs.host_is_known:
+        yield "the host's time is not known: it counts as ahead of the device"
+    is_on_gpu = inputs.case is None or inputs.case.device == "cuda"
+    if inputs.power is None and is_on_gpu and not inputs.times_of_file:
+        yield "power was not calibrated: the clock counts as not limited by power"
