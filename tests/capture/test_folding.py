@@ -31,7 +31,7 @@ def llama(num_layers: int, num_microbatches: int) -> Step:
 
 
 Shape = tuple[int, int]
-FEW, MANY = (3, 2), (5, 3)  # layers and micro-batches
+FEW, MANY = (6, 3), (8, 4)  # layers and micro-batches
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ class Prediction(Table):
     step_s: seconds of an optimizer step; is_lower_bound: at least as many. memory: of a rank,
     with a verdict whether it fits; None where it is unknown. notes: how far it is to be
     trusted. document: everything, as `stepmark predict --json` writes it. prediction: with the
-    timeline, and the sources of the costs.
+    simulated step, whose `step.timeline()` has every operation, and the sources of the costs.
     """
 
     def __init__(self, prediction: core.Prediction) -> None:

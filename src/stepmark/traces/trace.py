@@ -14,7 +14,7 @@ from stepmark.store.view import print_text
 from stepmark.tables.columns import Row
 from stepmark.tables.export import write_json, write_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
-from stepmark.timeline.bars import Bars, bars
+from stepmark.timeline.bars import MOST_BARS, MOST_LANES, Bars, bars
 from stepmark.timeline.trace_breakdown import RankTimes
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces import trace_breakdown as report
@@ -25,7 +25,7 @@ from stepmark.traces.kineto.timeline import timeline
 from stepmark.traces.trace_files import damage_notes, map_traces
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
 
-_MOST_BARS = 1200  # of one rank, before those of many ranks are joined further
+_MOST_BARS = MOST_BARS // MOST_LANES  # of one rank: the number of ranks is not known
 
 
 def breakdown(options: BreakdownOptions) -> int:
