@@ -7,7 +7,7 @@ import gzip
 import json
 import os
 import re
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -299,7 +299,13 @@ def test_creation_where_nothing_can_be_created(tmp_path: Path) -> None:
 
 def test_new_run_id_is_utc_and_sorts() -> None:
     now = datetime(2026, 11, 20, 22, 13, tzinfo=UTC)
-    assert re.fullmatch(r"20261120-221300-[0-9a-f]{4}", runs.new_run_id(now))
+    later = (0, 20, 999_999, 1_000_000, 3_600_000_000)
+    ids = [runs.new_run_id(now + timedelta(microseconds=time_us)) for time_us in later]
+    assert ids == sorted({*ids})
+    assert [re.fullmatch(r"20261120-221300-[0-9a-f]{4}", each) is None for each in ids] == [
+        *(False, False, False),
+        *(True, True),
+    ]
 
 
 def test_find_run(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import errno
 import os
-import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -39,8 +38,9 @@ class StoreError(StepmarkError):
 
 
 def new_run_id(now: datetime) -> str:
-    """Return e.g. 20261120-221300-ab12, in UTC; ids sort by time."""
-    return f"{now.astimezone(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    """Return e.g. 20261120-221300-ab12, in UTC; ids sort by time, also within a second."""
+    part = now.microsecond * 0x10000 // 1_000_000
+    return f"{now.astimezone(UTC):%Y%m%d-%H%M%S}-{part:04x}"
 
 
 class RunWriter(files.Lock):
