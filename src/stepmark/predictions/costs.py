@@ -286,6 +286,6 @@ def first_of(known: Iterable[CostOf]) -> CostOf:
     known = tuple(known)
 
     def cost(op: ComputeOp) -> OpCost | None:
-        return next((found for of in known if (found := of(op)) is not None), None)
+        return next(filter(None, (source(op) for source in known)), None)
 
     return cost

@@ -27,7 +27,7 @@ from stepmark.store import ledgers, predictions
 from stepmark.store.view import View, median_s
 from stepmark.tables.columns import Row, number, text
 from stepmark.timeline import ledger_text as report_ledger
-from stepmark.timeline.ledger import MeasuredLedger, StepPower
+from stepmark.timeline.ledger import Ledger, MeasuredLedger, StepPower
 from stepmark.workloads.rules.pytorch.case import of_case
 
 VERSION = 3  # of the predictor: rows of other versions are no past predictions of this one
@@ -216,7 +216,10 @@ def _step(
     run: View,
 ) -> Step:
     """Return a measured step beside its prediction's document; None: there is none."""
-    case, ledger, power, around = record.train, None, StepPower(), ""
+    case = record.train
+    ledger: Ledger | None = None
+    power = StepPower()
+    around = ""
     if predicted:
         ledger = ledgers_of(predicted)[of_case(case).stage_of(measured.rank)]
         power = StepPower(**{n: predicted[n] for n in ("clock_hz", "power_w", "energy_j")})
