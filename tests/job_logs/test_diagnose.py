@@ -406,9 +406,11 @@ def test_a_mismatch_names_ranks_and_calls() -> None:
     ]
     lines += [coll(rank, call, num_ranks=4) for rank, call in enumerate(calls)]
     (one,) = [one for one in findings(lines) if one.rule == "call-mismatch"]
-    assert "Call 1 of communicator 0xabc0" in one.text
-    assert "3 ranks (rank 0) issued all_reduce of 9984512 fp32, sum" in one.text
-    assert "1 rank (rank 2) issued all_gather of 59205120 int8" in one.text
+    assert "Ranks disagree on call 1 of communicator 0xabc0" in one.text
+    assert "ranks 0-1, 3: all_reduce of 9984512 fp32, sum" in one.text
+    assert "rank 2: all_gather of 59205120 int8" in one.text
+    assert "Rank 2 differs from all others" in one.text
+    assert one.ranks == (2,)
 
 
 def test_a_rank_behind_is_named_with_what_it_did_not_do() -> None:

@@ -9,7 +9,7 @@ import pytest
 from stepmark.findings.finding import Finding, Severity
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.job_logs.log_sources import collect
-from stepmark.job_logs.logs import read_report
+from stepmark.job_logs.logs import LogReport, read_report
 from stepmark.job_logs.nccl_log import read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
 
@@ -19,18 +19,18 @@ CAUSES = {
     "all_to_all": ("p2p-mismatch", "rank 1 sent 262144 fp32 to rank 0, which expected 524288"),
     "assert": ("failure-assert", "(rank 1), at /work/job.py:62"),
     "dtype": ("call-mismatch", "2097152 bf16"),
-    "duplicate_gpu": ("failure-duplicate-gpu", "(ranks 0, 1)"),
+    "duplicate_gpu": ("failure-duplicate-gpu", "(ranks 0-1)"),
     "env_algo": ("failure-no-algorithm", "NCCL_ALGO"),
     "env_ifname": ("failure-no-interface", "NCCL_SOCKET_IFNAME"),
-    "group_order": ("failure-deadlock", "rank 1 for rank 0 for rank 1"),
+    "group_order": ("failure-deadlock", "Ranks 0-1 wait for each other, a deadlock"),
     "host_only": ("failure-missing-rank", "Rank 1 did not join"),
     "init_missing": ("init-incomplete", "of rank 1 no line shows a start"),
     "killed": ("failure-killed", "Rank 1 (pid 785) was killed (SIGKILL)"),
     "missing": ("failure-missing-rank", "Rank 1 did not join"),
     "missing_quiet": ("failure-missing-rank", "Rank 1 did not join"),
-    "missing_warn": ("failure-missing-rank", "rank 0 waited 15.07 s in collective 4"),
+    "missing_warn": ("failure-missing-rank", "in which rank 0 waits 15.07 s (timed out)"),
     "oom": ("failure-gpu-memory", "(rank 1), at /work/job.py:57"),
-    "order": ("call-mismatch", "issued broadcast of 1048576 fp32, root 0"),
+    "order": ("call-mismatch", "rank 1: broadcast of 1048576 fp32, root 0"),
     "python_error": (
         "failure-python",
         "Rank 1 raised ValueError: shape of the batch is wrong, at /work/job.py:47",
@@ -54,8 +54,8 @@ def diagnosed(fault: str) -> list[Finding]:
     return diagnose(read_log([DATA / fault / "output.txt.gz"]))
 
 
-# What the dumps of a job show, where no rank is missing from a call.
-DUMPED = {"group_order": "fr-deadlock", "order": "fr-mismatch", "root": "fr-not-completed"}
+def first_problem(report: LogReport) -> Finding:
+    return next(one for one in report.findings if one.severity is Severity.PROBLEM)
 
 
 def test_every_fault_has_a_row() -> None:
@@ -91,9 +91,10 @@ def test_the_folder_with_its_dumps_has_the_cause_first_and_an_exit_code(fault: s
     ]
     problems = [one.rule for one in report.findings if one.severity is Severity.PROBLEM]
     assert problems == ([CAUSES[fault][0]] if fault in CAUSES else [])
-    # Dumps prove the cause, below it, and are no second problem.
-    shown = [link.rule for one in report.findings for link in one.chain if "fr-" in link.rule]
-    assert shown == ([DUMPED.get(fault, "fr-hang")] if has_dumps and problems else [])
+    # Dumps prove the cause with the log, and are no second problem.
+    if has_dumps and problems:
+        files = {line.file.rpartition("/")[2] for line in first_problem(report).evidence}
+        assert files == {"output.txt.gz", "dump_rank0.pickle.gz", "dump_rank1.pickle.gz"}
     assert report.exit_code == (fault in CAUSES)
 
 
@@ -105,8 +106,8 @@ def test_a_rank_behind_in_a_job_that_died_is_not_called_a_hang() -> None:
 
 CONSEQUENCES = (
     ("python_error", {"behind", "failure-stopped", "failure-teardown"}),
-    ("missing", {"call-mismatch", "failure-terminated", "failure-teardown"}),
-    ("order", {"failure-timeout", "failure-terminated", "failure-teardown"}),
+    ("missing", {"late-call", "failure-terminated", "failure-teardown"}),
+    ("order", {"failure-terminated", "failure-teardown"}),
     ("recv", {"behind", "failure-terminated", "failure-teardown"}),
     ("group_order", {"behind", "failure-terminated", "failure-teardown"}),
     ("env_ifname", {"failure-nccl", "failure-stopped", "failure-teardown"}),
@@ -142,11 +143,21 @@ def test_output_without_a_line_of_nccl_is_not_called_its_log(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("second", "rule", "words", "ranks"),
     [
-        ((6, "ALLREDUCE", 8), "failure-timeout", "Rank 0 is behind: other ranks wait in", (0,)),
-        ((4, "ALLREDUCE", 8), "failure-timeout", "Rank 1 is behind: other ranks wait in", (1,)),
-        ((5, "BROADCAST", 8), "failure-mismatch", "(broadcast of 8 elements)", ()),
-        ((5, "ALLREDUCE", 9), "failure-mismatch", "(all_reduce of 9 elements)", ()),
-        ((5, "ALLREDUCE", 8), "failure-timeout", "The cause is unknown", ()),
+        (
+            (6, "ALLREDUCE", 8),
+            "failure-not-completed",
+            "rank 1 has gone on: rank 0 is behind",
+            (0,),
+        ),
+        (
+            (4, "ALLREDUCE", 8),
+            "failure-not-completed",
+            "rank 0 has gone on: rank 1 is behind",
+            (1,),
+        ),
+        ((5, "BROADCAST", 8), "call-mismatch", "rank 1: broadcast of 8 elements", (0, 1)),
+        ((5, "ALLREDUCE", 9), "call-mismatch", "rank 1: all_reduce of 9 elements", (0, 1)),
+        ((5, "ALLREDUCE", 8), "failure-wait", "The cause is unknown", ()),
     ],
 )
 def test_time_outs_in_different_calls_name_the_rank_behind(
@@ -173,16 +184,15 @@ def joined_rules(log: str, dumps: str, tmp_path: Path) -> list[Finding]:
 
 
 def test_dumps_that_contradict_the_log_say_so(tmp_path: Path) -> None:
-    first, second = joined_rules("group_order", "missing", tmp_path)
-    assert (first.rule, second.rule) == ("failure-deadlock", "fr-hang")
-    assert "The dumps of this job show another problem (of ranks 0, 1), fr-hang" in first.text
-    assert "The log of this job shows another problem (of ranks 0, 1)" in second.text
+    (cause,) = joined_rules("group_order", "missing", tmp_path)
+    assert cause.rule == "failure-deadlock"
+    assert "Time-outs and dumps contradict each other on rank 1" in cause.text
 
 
 def test_dumps_name_the_cause_that_a_log_leaves_open(tmp_path: Path) -> None:
     (cause,) = joined_rules("missing_quiet", "order", tmp_path)
-    assert cause.rule == "fr-mismatch"
-    assert cause.consequences[0].rule == "failure-missing-rank"
+    assert cause.rule == "call-mismatch"
+    assert "Calls that wait, likely as a consequence: rank 0 waits 15.07 s" in cause.text
     assert {one.severity for one in cause.consequences} == {Severity.NOTE}
 
 

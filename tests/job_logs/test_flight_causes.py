@@ -11,10 +11,11 @@ import pytest
 from tests import fork_server
 
 from stepmark.findings.finding import Finding, Severity
+from stepmark.findings.stalls import Cause, causes
 from stepmark.job_logs.flight_recorder import parse, read_flight_recorder
-from stepmark.job_logs.flight_recorder.causes import Cause, causes
 from stepmark.job_logs.flight_recorder.findings import findings
 from stepmark.job_logs.flight_recorder.groups import groups_of
+from stepmark.job_logs.flight_recorder.waits import shown_by
 
 from .flight_samples import dump, entry, write
 from .flight_simulator import FAULTS, Job, random_job
@@ -50,7 +51,11 @@ def simulated(seed: int, damage: str) -> tuple[Job, bool, list[Cause]]:
         parse(pickle.dumps(held), f"rank{rank}", rank=rank) for rank, held in by_rank.items()
     ]
     problem = Severity.PROBLEM
-    return job, is_gloo, [one for one in causes(groups_of(dumps)) if one.severity is problem]
+    return (
+        job,
+        is_gloo,
+        [one for one in causes(*shown_by(groups_of(dumps))) if one.severity is problem],
+    )
 
 
 def verdict(job: Job, is_gloo: bool, cause: Cause) -> str:
@@ -62,7 +67,7 @@ def verdict(job: Job, is_gloo: bool, cause: Cause) -> str:
     if job.wrong in cause.suspects:
         return "suspected"
     # gloo does not record transfers: the text says that a rank may wait in one.
-    is_proven = cause.suspects and cause.rule != "fr-unknown"
+    is_proven = cause.suspects and cause.rule != "failure-wait"
     has_transfers = any(call.pair for program in job.programs for call in program)
     return "wrong" if is_proven and not (is_gloo and has_transfers) else "unknown"
 
@@ -114,31 +119,33 @@ def test_no_wrong_rank_is_named_in_many_random_programs() -> None:
 @pytest.mark.parametrize("fault", ["missing", "missing_warn", "missing_quiet", "host_only"])
 def test_real_rank_that_sleeps_is_named(fault: str) -> None:
     (held,) = problems(list((REAL / fault).glob("dump*")))
-    assert held.rule == "fr-hang"
-    assert held.text.startswith("rank 1 is likely the cause, waiting for no other rank")
+    assert held.rule == "failure-missing-rank"
+    assert held.text.startswith("Rank 1 did not join a call")
+    assert "It waits for no other rank and is likely the cause" in held.text
     # With two ranks, one that makes a call too many leaves the same dumps.
     assert "unless rank 0, alone in it, makes a call too many" in held.text
-    assert "longer than their time-out" in held.text
+    assert "(started, timed out)" in held.text
     assert [line.text[:6] for line in held.evidence] == ["rank 0", "rank 1"]
 
 
 def test_real_groups_in_opposite_order_are_a_deadlock_with_its_edges() -> None:
     (held,) = problems(list((REAL / "group_order").glob("dump*")))
-    assert held.rule == "fr-deadlock"
+    assert held.rule == "failure-deadlock"
     assert "rank 0 waits in collective 4 of group 1" in held.text
     assert "rank 1 waits in collective 4 of group 2" in held.text
 
 
 def test_real_order_is_a_mismatch_and_the_hang_its_consequence() -> None:
     (held,) = problems(list((REAL / "order").glob("dump*")))
-    assert held.rule == "fr-mismatch"
+    assert held.rule == "call-mismatch"
     assert "2 collectives from 4 to 5 of group 0 default_pg" in held.text
-    assert "likely as a consequence: rank 0 waits in collective 6" in held.text
+    assert "likely as a consequence: rank 0 waits" in held.text
+    assert "in collective 6 of group 0 default_pg" in held.text
 
 
 def test_real_roots_that_differ_are_not_recorded_and_the_text_says_so() -> None:
     (held,) = problems(list((REAL / "root").glob("dump*")))
-    assert held.rule == "fr-not-completed"
+    assert held.rule == "failure-not-completed"
     assert "Collective 4 is a broadcast, whose root is not recorded" in held.text
 
 
@@ -154,8 +161,8 @@ def test_a_rank_without_a_dump_may_be_the_cause(tmp_path: Path) -> None:
     waits = entry(2) | {"state": "started"}
     dumps = {rank: dump([entry(1), waits], 3) for rank in (0, 1)}
     (held,) = problems(write(tmp_path, dumps))
-    assert held.rule == "fr-unknown"
-    assert "rank 2 may be the cause or a victim: its progress is unknown" in held.text
+    assert held.rule == "failure-wait"
+    assert "rank 2 may be the cause or a victim, its progress is unknown" in held.text
 
 
 def test_unknown_members_are_never_all_there(tmp_path: Path) -> None:
@@ -163,8 +170,8 @@ def test_unknown_members_are_never_all_there(tmp_path: Path) -> None:
     dumps = {rank: dump([entry(1), waits], 4) for rank in (0, 1)}
     dumps[2] = dump([entry(1)], 4)
     (held,) = problems(write(tmp_path, dumps))
-    assert held.rule == "fr-unknown"
-    assert "do not list the members of the group: another rank may be missing" in held.text
+    assert held.rule == "failure-wait"
+    assert "the members of the group are not listed: another rank may be missing" in held.text
     assert "no rank is missing" not in held.text
 
 
@@ -180,8 +187,9 @@ def test_a_chain_of_groups_ends_at_the_rank_that_waits_for_nobody(tmp_path: Path
         call = entry(1, process_group=(group, group), pg_id=int(group), state="started")
         dumps[rank] = dump([entry(1), call], 3, pg_config=config)
     (held,) = problems(write(tmp_path, dumps))
-    assert held.rule == "fr-hang"
-    assert held.text.startswith("rank 2 is likely the cause")
+    assert held.rule == "failure-missing-rank"
+    assert held.text.startswith("Rank 2 did not join a call")
+    assert "is likely the cause" in held.text
     assert "collective 1 of group 2" in held.text
     assert "in which rank 1 waits" in held.text
     assert "victim: rank 0" in held.text
@@ -204,10 +212,11 @@ def test_forked_gloo_ranks(tmp_path: Path) -> None:
     for fault in ("size", "skip", "splits", "pair"):
         texts[fault] = [one.text for one in problems(list(tmp_path.glob(f"{fault}_rank*")))]
     assert texts["healthy"] == texts["splits"] == []  # gloo does not record splits
-    starts = {"missing": "rank 2 is likely", "sub_group": "rank 3 is likely"}
-    starts |= {"skip": "rank 1 is likely", "pair": "ranks 0-1 are maybe"}
-    for fault, start in starts.items():
-        assert texts[fault][0].startswith(start), texts[fault]
+    for fault, who in (("missing", "Rank 2"), ("sub_group", "Rank 3"), ("skip", "Rank 1")):
+        assert texts[fault][0].startswith(f"{who} did not join a call"), texts[fault]
+        assert "and is likely the cause" in texts[fault][0]
+    assert texts["pair"][0].startswith("Ranks 0-1 did not join a call")
+    assert "and are maybe the cause" in texts["pair"][0]
     for fault, words in (("size", "Rank 1"), ("dtype", "Rank 1"), ("order", "Rank 3")):
         assert f"{words} differs from all others" in texts[fault][0]
     assert "all cycles lead through rank 2" in texts["group_order"][0]
@@ -215,4 +224,4 @@ def test_forked_gloo_ranks(tmp_path: Path) -> None:
     # Without the dump of the rank at fault, it is unknown.
     (tmp_path / "missing_rank2").unlink()
     (held,) = problems(list(tmp_path.glob("missing_rank*")))
-    assert held.rule == "fr-unknown"
+    assert held.rule == "failure-wait"

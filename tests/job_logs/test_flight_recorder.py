@@ -153,7 +153,7 @@ def test_first_disagreement_is_named_with_both_sides(tmp_path: Path, other: Any)
         2: dump([entry(1), entry(2), entry(3)], 3),
     }
     held = found(tmp_path, three)
-    assert rules(held) == ["fr-mismatch"]
+    assert rules(held) == ["call-mismatch"]
     assert "2 collectives from 2 to 3 of group 0 default_pg (first rank 1:" in held[0].text
     assert "Rank 1 differs from all others" in held[0].text
     assert "ranks 0, 2: all_reduce of 1024 Float" in held[0].text
@@ -185,9 +185,10 @@ def test_a_rank_that_did_not_come(tmp_path: Path) -> None:
         2: dump([entry(1), entry(2), waits], 4),
     }
     held = found(tmp_path, dumps)
-    assert rules(held) == ["fr-hang"]
+    assert rules(held) == ["failure-missing-rank"]
     assert "collective 3" in held[0].text
-    assert held[0].text.startswith("rank 1 is the cause, waiting for no other rank")
+    assert held[0].text.startswith("Rank 1 did not join a call")
+    assert "It waits for no other rank and is the cause" in held[0].text
     assert "ranks 0, 2 wait (scheduled: it may have started unrecorded)" in held[0].text
     assert "victims: ranks 0, 2" in held[0].text
     assert rules(held, Severity.NOTE) == ["fr-limits", "fr-missing-dump"]
@@ -198,7 +199,7 @@ def test_a_rank_that_did_not_come(tmp_path: Path) -> None:
 def test_all_came_and_none_is_through(tmp_path: Path) -> None:
     waits = entry(2) | {"state": "started"}
     held = found(tmp_path, {rank: dump([entry(1), waits]) for rank in range(2)})
-    assert rules(held) == ["fr-not-completed"]
+    assert rules(held) == ["failure-not-completed"]
     assert "every member has issued it, so no rank is missing" in held[0].text
 
 
@@ -207,7 +208,7 @@ def test_a_state_found_late_is_no_problem(tmp_path: Path) -> None:
     dumps = {0: dump([entry(1)]), 1: dump([entry(1) | {"state": "scheduled"}])}
     held = found(tmp_path, dumps)
     assert rules(held) == []
-    assert rules(held, Severity.WARNING) == ["fr-not-completed"]
+    assert rules(held, Severity.WARNING) == ["failure-not-completed"]
 
 
 def test_a_rank_behind_with_everything_completed_is_no_hang(tmp_path: Path) -> None:
@@ -231,7 +232,7 @@ def test_a_wrapped_buffer_says_so_and_is_still_compared(tmp_path: Path) -> None:
     late = [entry(number) for number in range(101, 105)]
     dumps = {0: dump(late), 1: dump([entry(102), entry(103, "broadcast")])}
     held = found(tmp_path, dumps)
-    assert rules(held) == ["fr-mismatch"]
+    assert rules(held) == ["call-mismatch"]
     assert "collective 103" in held[0].text
     assert rules(held, Severity.WARNING) == ["fr-wrapped"]
     assert "up to 101 operations" in held[1].text
@@ -245,13 +246,13 @@ def test_pairs(tmp_path: Path) -> None:
     assert found(tmp_path, good) == []
     good[1]["entries"][1] |= {"output_sizes": [[9]]}
     held = found(tmp_path, good)
-    assert rules(held) == ["fr-mismatch"]
+    assert rules(held) == ["call-mismatch"]
     assert "transfer 2 from rank 0 to rank 1 of group 0 default_pg" in held[0].text
     assert "sent as 8 Float, received as 9 Float" in held[0].text
     good[1]["entries"].pop()
     good[0]["entries"][1] |= {"state": "scheduled"}
     held = found(tmp_path, good)
-    assert rules(held) == ["fr-hang"]
+    assert rules(held) == ["failure-missing-rank"]
     assert "rank 1 has not issued transfer 2 from rank 0 to rank 1" in held[0].text
     assert "in which rank 0 waits" in held[0].text
 
@@ -292,7 +293,7 @@ def test_transfers_of_a_wrapped_buffer_are_not_paired(tmp_path: Path) -> None:
     }
     assert rules(found(tmp_path, dumps)) == []
     dumps[1]["entries"][0]["record_id"] = 0
-    assert rules(found(tmp_path, dumps)) == ["fr-mismatch"]
+    assert rules(found(tmp_path, dumps)) == ["call-mismatch"]
 
 
 def test_a_coalesced_group_without_parts_is_counted_as_unknown(tmp_path: Path) -> None:

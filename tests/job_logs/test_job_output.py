@@ -27,7 +27,7 @@ FATAL = (
     (
         "srun: error: node-3: tasks 2-3: Exited with exit code 1",
         "failure-exit",
-        "Ranks 2, 3 ended with exit code 1",
+        "Ranks 2-3 ended with exit code 1",
     ),
     (
         "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01 DUE TO TIME LIMIT ***",

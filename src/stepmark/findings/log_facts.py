@@ -196,14 +196,15 @@ class IssuedCall:
 class Mismatch:
     """The first place (from 0) where ranks of a communicator issued different collectives.
 
-    `sides`: one rank of each kind of call, the most frequent first. certain False: that the
-    ranks form one communicator is inferred, for want of lines of its start.
+    `sides`: one rank of each kind of call, the most frequent first; `issuers`: all that issued
+    it, as (process, rank). certain False: that the ranks form one communicator is inferred, for
+    want of lines of its start.
     """
 
     communicator: str
     position: int
     sides: tuple[IssuedCall, ...]
-    ranks: tuple[int, ...]  # how many ranks issued each
+    issuers: tuple[tuple[tuple[str, int | None], ...], ...]
     certain: bool
 
 

@@ -3,27 +3,31 @@
 import glob
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from stepmark.cases.message import Histogram
 from stepmark.findings.finding import Finding
 from stepmark.findings.histogram import ranks_seen, with_ranks
 from stepmark.findings.log_facts import LogFacts
+from stepmark.findings.stalls import Cause
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import decode, is_binary, read_head
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_summary
-from stepmark.job_logs.flight_recorder import looks_like_flight_recorder, read_flight_recorder
+from stepmark.job_logs.flight_recorder import (
+    FlightFacts,
+    looks_like_flight_recorder,
+    read_flight_recorder,
+)
 from stepmark.job_logs.flight_recorder.findings import findings
 from stepmark.job_logs.flight_recorder.groups import progress
 from stepmark.job_logs.inspector import looks_like_inspector, read_inspector
 from stepmark.job_logs.job_output import is_job_output
+from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
-from stepmark.job_logs.one_cause import join_findings
 from stepmark.text_tables import looks_like_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table
 
@@ -184,17 +188,20 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     Messages of two kinds may be of one job, so they are never added; a log and dumps are taken
     as of one job, with one cause.
     """
-    readers: dict[str, Callable[[list[Path]], Source]] = {
-        LOG: partial(_log, num_ranks, inputs.facts if num_ranks is None else {}),
-        FLIGHT: _flight_recorder,
-        INSPECTOR: _inspector,
-    }
     paths = inputs.paths
-    by_kind = {kind: read(paths[kind]) for kind, read in readers.items() if paths[kind]}
-    if LOG in by_kind and FLIGHT in by_kind:
-        both = join_findings(by_kind[LOG].findings, by_kind[FLIGHT].findings)
-        for kind, joined in zip((LOG, FLIGHT), both, strict=True):
-            by_kind[kind] = replace(by_kind[kind], findings=tuple(joined))
+    dumps = read_flight_recorder(paths[FLIGHT]) if paths[FLIGHT] else None
+    by_kind: dict[str, Source] = {}
+    causes: Sequence[Cause] | None = None
+    if paths[LOG]:
+        known = inputs.facts.get(paths[LOG][0]) if num_ranks is None else None
+        facts = known or read_log(paths[LOG], num_ranks=num_ranks)
+        stalls = stalls_of(facts, dumps.dumps if dumps else ())
+        causes = stalls.causes
+        by_kind[LOG] = _log(facts, stalls, paths[LOG])
+    if dumps:
+        by_kind[FLIGHT] = _flight_recorder(dumps, causes, paths[FLIGHT])
+    if paths[INSPECTOR]:
+        by_kind[INSPECTOR] = _inspector(paths[INSPECTOR])
     sources = list(by_kind.values())
     if num_ranks is None:
         return sources
@@ -203,16 +210,13 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     ]
 
 
-def _log(
-    num_ranks: int | None, known: Mapping[Path, LogFacts], paths: Sequence[Path]
-) -> Source:
-    facts = known.get(paths[0]) or read_log(paths, num_ranks=num_ranks)
+def _log(facts: LogFacts, stalls: JobStalls, paths: Sequence[Path]) -> Source:
     return Source(
         kind=LOG if facts.has_messages else OUTPUT,
         files=tuple(map(str, paths)),
         histogram=facts.messages,
         num_ranks_seen=max(len(facts.processes), ranks_seen(facts.messages)),
-        findings=tuple(diagnose(facts)),
+        findings=tuple(diagnose(facts, stalls)),
         lines=tuple(log_summary.fact_lines(facts)),
         tuning=tuple(log_summary.choice_rows(facts)),
         rows=(
@@ -224,8 +228,10 @@ def _log(
     )
 
 
-def _flight_recorder(paths: Sequence[Path]) -> Source:
-    facts = read_flight_recorder(paths)
+def _flight_recorder(
+    facts: FlightFacts, known: Sequence[Cause] | None, paths: Sequence[Path]
+) -> Source:
+    """Return the dumps. known: the causes, which are shown with the log of the job."""
     dumps = facts.dumps
     ranks = [dump.rank for dump in dumps if dump.rank is not None]
     versions = dict.fromkeys(dump.version or "unknown" for dump in dumps)
@@ -247,7 +253,7 @@ def _flight_recorder(paths: Sequence[Path]) -> Source:
         files=tuple(map(str, paths)),
         histogram=facts.histogram,
         num_ranks_seen=len(dumps),
-        findings=tuple(findings(dumps)),
+        findings=tuple(findings(dumps, known)),
         lines=tuple(lines),
         rows=(("ranks", rows),),
     )

@@ -5,26 +5,25 @@ of two ranks are not written at the same moment. One note says what the dumps le
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.stalls import ARRIVED, MISMATCH, MISSING, Cause, causes
 from stepmark.ground.units import ranks_text
-from stepmark.job_logs.flight_recorder.causes import Cause, causes
 from stepmark.job_logs.flight_recorder.groups import GroupDumps, groups_of, progress
 from stepmark.job_logs.flight_recorder.operations import Dump
+from stepmark.job_logs.flight_recorder.waits import shown_by
 
 
-def findings(dumps: Sequence[Dump]) -> list[Finding]:
-    """Return problems first, in the order of groups. One dump alone shows little."""
+def findings(dumps: Sequence[Dump], known: Sequence[Cause] | None = None) -> list[Finding]:
+    """Return problems first, in the order of groups. One dump alone shows little.
+
+    known: the causes, where they were found together with other files of the job.
+    """
     groups = groups_of(dumps)
-    known = causes(groups)
-    unsorted = [
-        replace(
-            _finding(cause.rule, f"{cause.text}.", cause.evidence, cause.severity),
-            ranks=tuple(sorted(cause.ranks | cause.suspects)),
-        )
-        for cause in known
-    ]
+    unsorted = []
+    if known is None:
+        known = causes(*shown_by(groups))
+        unsorted = [cause.finding() for cause in known]
     unsorted += _limits(known, groups, dumps)
     unsorted += _missing(groups)
     for rule in (_lost, _watchdog, _versions):
@@ -41,7 +40,7 @@ def _limits(
     limits = []
     if any(cause.victims and not cause.is_over for cause in known):
         limits.append("a running job looks the same, unless a later dump shows the same calls")
-    if "fr-hang" in rules:
+    if MISSING in rules:
         limits.append(
             "a rank that waits for nobody may wait in what is not recorded: its own code, a "
             "communicator's setup"
@@ -51,7 +50,7 @@ def _limits(
                 else ""
             )
         )
-    if rules & {"fr-not-completed", "fr-mismatch"}:
+    if rules & {ARRIVED, MISMATCH}:
         limits.append(
             "roots of broadcasts and reductions, reduction operations and split sizes are not "
             "recorded, so ranks may differ in them"

@@ -1,14 +1,15 @@
-"""Calls that must agree between ranks and do not: which, from which number on, and of whom.
+"""Calls of dumps that must agree between ranks and do not: which, and from which number on."""
 
-One wrong rank disagrees in every group that it shares with others, and from one number on where
-it leaves out or adds a call. Such disagreements are one mismatch, not several.
-"""
-
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from stepmark.cases.message import RECV, SEND
-from stepmark.findings.finding import Evidence
+from stepmark.findings.disagreement import (
+    MAX_SIDES,
+    Disagreement,
+    Sides,
+    sides_text,
+    suspects_of,
+)
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs.flight_recorder.groups import GroupDumps
 from stepmark.job_logs.flight_recorder.operations import (
@@ -20,72 +21,39 @@ from stepmark.job_logs.flight_recorder.operations import (
 from stepmark.model.collectives import Collective, torch_collective
 
 _EXCHANGES = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V)
-_MAX_SIDES = 4
-Sides = list[tuple[int, ...]]  # ranks that agree with each other, the largest side last
+DUMPS = "dumps"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """Disagreements of one group, or of transfers from a rank to another.
-
-    `suspects` are the ranks of which one is wrong: those that differ from a majority, or all.
-    """
-
-    shared: GroupDumps
-    first: int | None  # number of the first collective that differs; None for transfers
-    suspects: frozenset[int]
-    text: str
-    evidence: tuple[Evidence, ...]
+def disagreements(shared: GroupDumps) -> tuple[list[Disagreement], int | None]:
+    """Return those of one group, and the first number at which its collectives differ."""
+    transfers = list(_transfers(shared))
+    differing: list[int] = []
+    if len(shared.steps) > 1:
+        differing = [n for n in shared.numbers() if _differs(shared.at(n), shared)]
+    found = [_collectives(shared, differing)] if differing else []
+    first = 0 if transfers else differing[0] if differing else None
+    return [*found, *transfers], first
 
 
-def mismatches(groups: Sequence[GroupDumps]) -> list[list[Mismatch]]:
-    """Return disagreements, those together that one wrong rank can explain."""
-    merged: list[list[Mismatch]] = []
-    for shared in groups:
-        for new in (*_collectives(shared), *_transfers(shared)):
-            for known in merged:
-                if new.suspects.intersection(*(old.suspects for old in known)):
-                    known.append(new)
-                    break
-            else:
-                merged.append([new])
-    return merged
-
-
-def _collectives(shared: GroupDumps) -> Iterator[Mismatch]:
-    """Report the first number at which ranks issue different collectives."""
-    if len(shared.steps) < 2:
-        return
-    differing = [number for number in shared.numbers() if _differs(shared.at(number), shared)]
-    if not differing:
-        return
+def _collectives(shared: GroupDumps, differing: list[int]) -> Disagreement:
+    """Return the first number at which ranks issue different collectives."""
     first, last = differing[0], differing[-1]
     by_rank = shared.at(first)
     sides, reason = _differs(by_rank, shared) or ([], "")
-    calls = "; ".join(
-        f"{ranks_text(ranks)}: {describe(by_rank[ranks[0]])}" for ranks in sides[:_MAX_SIDES]
-    )
+    calls = sides_text((ranks, describe(by_rank[ranks[0]])) for ranks in sides)
     span = f"collective {first} of {shared.label} ("
     if first < last:
         span = f"{len(differing)} collectives from {first} to {last} of {shared.label} (first "
     evidence = (
-        evidence_of(shared.dumps[ranks[0]], by_rank[ranks[0]][0])
-        for ranks in sides[:_MAX_SIDES]
+        evidence_of(shared.dumps[ranks[0]], by_rank[ranks[0]][0]) for ranks in sides[:MAX_SIDES]
     )
-    yield Mismatch(
-        shared=shared,
-        first=first,
-        suspects=_suspects(sides),
+    return Disagreement(
+        source=DUMPS,
+        group=shared.label,
+        suspects=suspects_of(sides),
         text=f"{span}{calls}{reason})",
         evidence=tuple(evidence),
     )
-
-
-def _suspects(sides: Sides) -> frozenset[int]:
-    """Return the minority, or all ranks where there is none."""
-    *others, largest = sides
-    rest = [rank for ranks in others for rank in ranks]
-    return frozenset(rest if len(largest) > max(1, len(rest)) else (*rest, *largest))
 
 
 def _differs(by_rank: dict[int, Step], shared: GroupDumps) -> tuple[Sides, str] | None:
@@ -170,7 +138,7 @@ def _total(shapes: object) -> object:
     return sum(elements for elements, _ in shapes), tuple(sorted(words))
 
 
-def _transfers(shared: GroupDumps) -> Iterator[Mismatch]:
+def _transfers(shared: GroupDumps) -> Iterator[Disagreement]:
     """Compare the n-th send of a pair with the n-th receive, where both dumps are complete."""
     for (source, target), (sends, receives) in transfers_of(shared).items():
         for index, (sent, received) in enumerate(
@@ -181,9 +149,9 @@ def _transfers(shared: GroupDumps) -> Iterator[Mismatch]:
                 continue
             ends = f"transfer {index} from rank {source} to rank {target} of {shared.label}"
             sizes = f"sent as {_size(sent.inputs)}, received as {_size(received.outputs)}"
-            yield Mismatch(
-                shared=shared,
-                first=None,
+            yield Disagreement(
+                source=DUMPS,
+                group=shared.label,
                 suspects=frozenset((source, target)),
                 text=f"{ends} ({sizes})",
                 evidence=(

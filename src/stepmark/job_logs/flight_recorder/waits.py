@@ -1,24 +1,20 @@
-"""The wait-for graph of a job: which rank waits in which call, and for whom.
+"""What each rank of a job waits in, from its flight-recorder dumps.
 
-A rank waits in its first call that is not completed, and in transfers of pairs before it. Such
-a call waits for the members that have not issued it, and for those that have, behind another
-call that is not completed. Following these edges ends at a rank that waits for nobody, at one
-without a dump, at a call that all have issued, or in a cycle. If all ranks use the groups in
-one order, no cycle exists, and a rank that stops is the only one that waits for nobody.
-
-Over 250 lines: the graph and what builds it.
+A rank waits in its first collective that is not completed, and in transfers of pairs before it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 
+from stepmark.findings.disagreement import Disagreement
+from stepmark.findings.wait_graph import Call, Part, WaitGraph, find_behind
 from stepmark.job_logs.flight_recorder.groups import GroupDumps, is_done
-from stepmark.job_logs.flight_recorder.mismatch import transfers_of
+from stepmark.job_logs.flight_recorder.mismatch import disagreements, transfers_of
 from stepmark.job_logs.flight_recorder.operations import (
     Dump,
     Operation,
     Step,
     describe,
+    evidence_of,
 )
 from stepmark.model.collectives import Collective, torch_collective
 
@@ -27,97 +23,26 @@ _SYNCHRONIZING = {
     *(Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER),
     Collective.BARRIER,
 }
+_ROOTED = (Collective.BROADCAST, Collective.REDUCE)
 
 
-@dataclass(slots=True, eq=False)
-class Call:
-    """One collective, or one transfer, with what each member has done of it."""
-
-    shared: GroupDumps
-    title: str
-    number: int | None  # of a collective; None for a transfer
-    steps: dict[int, Step]  # by rank that issued it and still has the entry
-    absent: frozenset[int]  # has not issued it
-    unknown: frozenset[int]  # no dump, one that is too old, or a buffer that lost its beginning
-    behind: dict[int, "Call"] = field(default_factory=dict)  # issued it, waits in another call
-
-    @property
-    def is_transfer(self) -> bool:
-        return self.number is None
-
-    @property
-    def blockers(self) -> frozenset[int]:
-        return self.absent | self.behind.keys()
-
-    @property
-    def waiting(self) -> list[int]:
-        return sorted(rank for rank, step in self.steps.items() if not is_done(step))
-
-    @property
-    def done(self) -> list[int]:
-        return sorted(self.steps.keys() - set(self.waiting))
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the dumps do not list the members, so that others may be missing."""
-        return self.shared.group.ranks is None
+def shown_by(groups: Sequence[GroupDumps]) -> tuple[WaitGraph, list[Disagreement]]:
+    """Return what the dumps show: who waits for whom, and calls that differ."""
+    found: list[Disagreement] = []
+    differing: dict[GroupDumps, int] = {}
+    for shared in groups:
+        own, first = disagreements(shared)
+        found += own
+        if first is not None:
+            differing[shared] = first
+    return _wait_graph(groups, differing), found
 
 
-@dataclass(frozen=True, slots=True)
-class WaitGraph:
-    """The calls that each blocked rank waits in, in the order in which it issued them."""
-
-    fronts: dict[int, list[Call]]
-    stale: frozenset[int]  # ranks whose dump is older than a call that they have entered since
-    dumps: dict[int, Dump]
-
-    @property
-    def calls(self) -> list[Call]:
-        return list(dict.fromkeys(call for calls in self.fronts.values() for call in calls))
-
-    @property
-    def idle(self) -> frozenset[int]:
-        """Ranks that others wait for and that wait for nobody."""
-        return frozenset(
-            rank for call in self.calls for rank in call.absent if rank not in self.fronts
-        )
-
-    def cycle(self, collectives_only: bool) -> dict[int, list[Call]]:
-        """Return the ranks on cycles, each with its calls that wait for another of them."""
-        edges = {
-            rank: [call for call in calls if not (collectives_only and call.is_transfer)]
-            for rank, calls in self.fronts.items()
-        }
-        return _core(edges, frozenset())
-
-    def breakers(self, cycle: Mapping[int, list[Call]]) -> frozenset[int]:
-        """Return the ranks without which no cycle is left."""
-        if len(cycle) > 64:
-            return frozenset(cycle)
-        return frozenset(rank for rank in cycle if not _core(cycle, frozenset({rank})))
-
-
-def _core(
-    edges: Mapping[int, Sequence[Call]], removed: frozenset[int]
-) -> dict[int, list[Call]]:
-    """Remove ranks that wait for none of the others, or that none waits for, until all do."""
-    core = {rank: list(calls) for rank, calls in edges.items() if rank not in removed}
-    while True:
-        kept = {
-            rank: [call for call in calls if call.blockers & core.keys() - {rank}]
-            for rank, calls in core.items()
-        }
-        awaited = {rank for calls in kept.values() for call in calls for rank in call.blockers}
-        kept = {rank: calls for rank, calls in kept.items() if calls and rank in awaited}
-        if len(kept) == len(core):
-            return kept
-        core = kept
-
-
-def wait_graph(groups: Sequence[GroupDumps], differing: Mapping[GroupDumps, int]) -> WaitGraph:
+def _wait_graph(groups: Sequence[GroupDumps], differing: Mapping[GroupDumps, int]) -> WaitGraph:
     """Build the graph. `differing`: the first number from which a group's calls disagree."""
     dumps = {rank: dump for shared in groups for rank, dump in shared.dumps.items()}
     entered = {shared: _entered(shared, differing.get(shared)) for shared in groups}
+    # Ranks whose dump is older than a call that they have entered since.
     stale = frozenset(
         rank
         for shared, number in entered.items()
@@ -129,14 +54,18 @@ def wait_graph(groups: Sequence[GroupDumps], differing: Mapping[GroupDumps, int]
     for rank, dump in dumps.items():
         if rank not in stale and (calls := list(builder.front(rank, dump))):
             fronts[rank] = calls
-    graph = WaitGraph(fronts=fronts, stale=stale, dumps=dumps)
-    for call in graph.calls:
-        for rank in call.waiting:
-            first = next(iter(fronts.get(rank, ())), None)
-            has_started = any(op.state == "started" for op in call.steps[rank])
-            if first and call not in fronts[rank] and not has_started:
-                call.behind[rank] = fronts[rank][-1]
-    return graph
+    find_behind(fronts)
+    return WaitGraph(
+        fronts=fronts,
+        free=frozenset(dumps.keys() - fronts.keys() - stale),
+        last={
+            rank: evidence_of(dump, dump.operations[-1])
+            for rank, dump in dumps.items()
+            if dump.operations
+        },
+        hides_transfers=any("gloo" in dump.backends for dump in dumps.values()),
+        has_transfers=any(dump.has_unrecorded for dump in dumps.values()),
+    )
 
 
 def _entered(shared: GroupDumps, differing: int | None) -> int:
@@ -209,8 +138,7 @@ class _Builder:
                 is_known = last is not None and rank not in self._stale
                 (absent if is_known else unknown).add(rank)
             title = f"collective {number} of {shared.label}"
-            call = Call(shared, title, number, steps, frozenset(absent), frozenset(unknown))
-            self._calls[key] = call
+            self._calls[key] = _call(shared, title, number, steps, absent, unknown)
         return self._calls[key]
 
     def _transfer(self, shared: GroupDumps, rank: int, op: Operation) -> Call:
@@ -218,9 +146,9 @@ class _Builder:
         if place is None:  # peers unknown, or a buffer that lost its beginning
             ranks = shared.group.ranks or ()
             peers = {ranks[place] for place in op.peers or () if place < len(ranks)} - {rank}
-            others = frozenset(peers or shared.members - {rank})
+            others = set(peers or shared.members - {rank})
             title = f"a {op.kind} of {shared.label}"
-            return Call(shared, title, None, {rank: (op,)}, frozenset(), others)
+            return _call(shared, title, None, {rank: (op,)}, set(), others)
         _, pair, index = place
         key = (*place,)
         if key not in self._calls:
@@ -233,30 +161,57 @@ class _Builder:
                     steps[end] = (ops[index],)
                 else:
                     absent.add(end)
-            title = (
-                f"transfer {index + 1} from rank {pair[0]} to rank {pair[1]} of {shared.label}"
-            )
-            self._calls[key] = Call(
-                shared, title, None, steps, frozenset(absent), frozenset(unknown)
-            )
+            ends = f"from rank {pair[0]} to rank {pair[1]}"
+            title = f"transfer {index + 1} {ends} of {shared.label}"
+            self._calls[key] = _call(shared, title, None, steps, absent, unknown)
         return self._calls[key]
 
 
-def call_text(call: Call) -> str:
-    """Return e.g. 'collective 3 of group 0 default_pg (all_reduce of 1024 Float (4 KiB))'."""
-    calls = dict.fromkeys(describe(call.steps[rank]) for rank in call.waiting)
-    return f"{call.title} ({' or '.join(list(calls)[:3])})"
+def _call(
+    shared: GroupDumps,
+    title: str,
+    number: int | None,
+    steps: Mapping[int, Step],
+    absent: set[int],
+    unknown: set[int],
+) -> Call:
+    return Call(
+        group=shared.label,
+        name=shared.group.name,
+        number=number,
+        title=title,
+        parts={rank: _part(shared.dumps[rank], step) for rank, step in steps.items()},
+        absent=dict.fromkeys(sorted(absent)),
+        unknown={r: "" if r in shared.dumps else "without a dump" for r in sorted(unknown)},
+        is_open=shared.group.ranks is None,
+        remark=_rooted(shared, number),
+    )
 
 
-def age_s(graph: WaitGraph, ranks: Iterable[int]) -> tuple[float, bool]:
-    """Return how long the calls have waited at least, and whether one exceeded its time-out."""
-    longest, is_over = 0.0, False
-    for rank in ranks:
-        dump = graph.dumps[rank]
-        for call in graph.fronts.get(rank, ()):
-            for op in call.steps[rank]:
-                if op.created_ns and dump.latest_ns and not op.is_done:
-                    age = (dump.latest_ns - op.created_ns) / 1e9
-                    longest = max(longest, age)
-                    is_over |= op.timeout_s is not None and age >= op.timeout_s
-    return longest, is_over
+def _part(dump: Dump, step: Step) -> Part:
+    """Return a rank's part; it waits from its issue to the latest time in the dump."""
+    waiting = [op for op in step if not op.is_done]
+    first = waiting[0] if waiting else step[0]
+    ages = [
+        ((dump.latest_ns - op.created_ns) / 1e9, op.timeout_s)
+        for op in waiting
+        if op.created_ns and dump.latest_ns
+    ]
+    return Part(
+        text=describe(step),
+        state="started" if any(op.state == "started" for op in step) else first.state,
+        is_done=not waiting,
+        evidence=(evidence_of(dump, step[0]),),
+        seconds=max((age for age, _ in ages), default=0.0),
+        is_over=any(limit is not None and age >= limit for age, limit in ages),
+    )
+
+
+def _rooted(shared: GroupDumps, number: int | None) -> str:
+    """Name the call or the one before if ranks may have different roots in it."""
+    for place in (number - 1, number) if number else ():
+        for step in shared.at(place).values():
+            name = torch_collective(step[0].kind)
+            if name in _ROOTED:
+                return f"Collective {place} is a {name}, whose root is not recorded"
+    return ""

@@ -1,4 +1,8 @@
-"""What ProcessGroupNCCL prints on collectives that did not end."""
+"""What ProcessGroupNCCL prints on collectives that did not end.
+
+A line names the rank in the job by its tag ([rank8]:) and the rank in its group ([Rank 1]); the
+group stands in the same line, in another one of that rank, or nowhere.
+"""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -8,14 +12,17 @@ from stepmark.findings.log_facts import AbsentRank, GroupProgress
 from stepmark.job_logs.job_output.lines import numbers_of
 from stepmark.model.collectives import collective_named
 
+_UNKNOWN_ELEMENTS = 2**64 - 1  # what torch prints for -1
 _WATCHDOG = re.compile(
     r"\[Rank (\d{1,8})\] Watchdog caught collective operation timeout: WorkNCCL\(SeqNum="
     r"(\d{1,12}), OpType=(\w+)(?:, NumelIn=(\d+), NumelOut=(\d+))?, Timeout\(ms\)=\d+\) "
     r"ran for (\d{1,12}) milliseconds"
 )
+_GROUP = re.compile(
+    r"\[PG (?:ID )?(\S{1,20}(?: \([^()]{1,80}\))?)"
+    r"(?: PG GUID ([^\]]{1,120}?))? Rank (\d{1,8})\]"
+)
 _STATUS = re.compile(
-    r"\[PG (?:ID )?(\S{1,20})(?: \([^()]{1,80}\))?"
-    r"(?: PG GUID ([^\]]{1,120}?))? Rank (\d{1,8})\].{0,120}?"
     r"(?:(?:at work(?: sequence id)?|Timeout at NCCL work): (\d{1,12}).{0,40}?)?"
     r"[Ll]ast enqueued (?:NCCL )?work: (-?\d{1,12}), "
     r"last completed (?:NCCL )?work: (-?\d{1,12})"
@@ -23,11 +30,14 @@ _STATUS = re.compile(
 _REPORT = re.compile(r"\] ?Rank (\d{1,8})\s*$")
 _ABSENT = re.compile(
     r"\[([\d, \-]{1,400})\] finished collective #\d+, but didn't join collective #(\d{1,12})"
+    r"|ranks \[([\d, ]{1,400})\] are the lagging ranks that caused this timeout"
 )
 
 
 @dataclass(slots=True)
 class _TimedOut:
+    """A collective that timed out on a rank; rank: in the job, as far as the line says."""
+
     group_rank: int
     rank: int
     number: int
@@ -44,74 +54,91 @@ class WatchdogLines:
     timeouts: list[_TimedOut] = field(default_factory=list)
     absent: list[AbsentRank] = field(default_factory=list)
     _progress: dict[tuple[str, int], GroupProgress] = field(default_factory=dict)
-    _reporter: int | None = None
+    _reporter: tuple[int, int] | None = None  # its rank in the group and in the job
 
     def read(self, body: str, rank: int | None, evidence: Evidence) -> bool:
         """Read a line; return whether it was one of these."""
-        is_known = False
-        for match in _WATCHDOG.finditer(body):
-            group_rank, number, kind, numel, _, milliseconds = match.groups()
-            call = collective_named(kind.lower().strip("_").removesuffix("_base"))
-            call += f" of {numel} elements" if numel else ""
-            timeout = _TimedOut(
-                group_rank=int(group_rank),
-                rank=int(group_rank) if rank is None else rank,
-                number=int(number),
-                call=call,
-                seconds=int(milliseconds) / 1000,
-                evidence=evidence,
-            )
-            same = (timeout.rank, timeout.number, timeout.call, timeout.group_rank)
-            if same not in {
-                (t.rank, t.number, t.call, t.group_rank) for t in self.timeouts[-64:]
-            }:
-                self.timeouts.append(timeout)
-            is_known = True
-        if status := _STATUS.search(body):
-            self._status(status, rank, evidence)
-            is_known = True
-        if report := _REPORT.search(body):
-            self._reporter = int(report[1])
-            is_known = True
-        if (missing := _ABSENT.search(body)) and self._reporter is not None:
-            for absent in numbers_of(missing[1]):
+        named = _GROUP.search(body)
+        group = None if named is None else (named[2] or named[1], int(named[3]))
+        timeouts = [
+            self._timed_out(match, rank, evidence) for match in _WATCHDOG.finditer(body)
+        ]
+        if group is not None:
+            self._state(group, _STATUS.search(body), rank, evidence, timeouts)
+        report = _REPORT.search(body)
+        if report:
+            place = int(report[1])
+            self._reporter = (place, place if rank is None else rank)
+        missing = _ABSENT.search(body)
+        if missing and self._reporter is not None:
+            for absent in numbers_of(missing[1] or missing[3]):
                 self.absent.append(
                     AbsentRank(
                         group="?",
                         rank=absent,
-                        reporter=self._reporter,
-                        position=int(missing[2]),
+                        reporter=self._reporter[1],
+                        position=int(missing[2] or 0),
                         evidence=evidence,
                     )
                 )
-            is_known = True
+        is_known = bool(timeouts or report or missing) or (
+            group is not None and "ast enqueued" in body
+        )
         return is_known or "collective #" in body or "Timeout at collective" in body
 
-    def _status(self, match: re.Match[str], rank: int | None, evidence: Evidence) -> None:
-        number, guid, group_rank, at, enqueued, completed = match.groups()
-        group = guid or number
-        key = (group, int(group_rank))
-        for timed_out in self.timeouts:
-            fits = at is None or timed_out.number == int(at)
-            if (
-                timed_out.group is None
-                and at is not None
-                and fits
-                and timed_out.group_rank == key[1]
-            ):
-                timed_out.group = group
+    def _timed_out(
+        self, match: re.Match[str], rank: int | None, evidence: Evidence
+    ) -> _TimedOut:
+        """Return the time-out of a line, or the same one of an earlier line."""
+        group_rank, number, kind, numel, _, milliseconds = match.groups()
+        call = collective_named(kind.lower().strip("_").removesuffix("_base"))
+        if numel and int(numel) != _UNKNOWN_ELEMENTS:
+            call += f" of {numel} elements"
+        new = _TimedOut(
+            group_rank=int(group_rank),
+            rank=int(group_rank) if rank is None else rank,
+            number=int(number),
+            call=call,
+            seconds=int(milliseconds) / 1000,
+            evidence=evidence,
+        )
+        key = (new.rank, new.number, new.call, new.group_rank)
+        for known in reversed(self.timeouts[-4096:]):
+            if key == (known.rank, known.number, known.call, known.group_rank):
+                return known
+        self.timeouts.append(new)
+        return new
+
+    def _state(
+        self,
+        group: tuple[str, int],
+        status: re.Match[str] | None,
+        rank: int | None,
+        evidence: Evidence,
+        timeouts: list[_TimedOut],
+    ) -> None:
+        """Note the group of the time-outs of a rank, and how far it came in the group."""
+        name, group_rank = group
+        job_rank = group_rank if rank is None else rank
+        at, enqueued, completed = status.groups() if status else (None, "-1", "-1")
+        for timed_out in self.timeouts if at is not None else timeouts:
+            is_same = (timed_out.rank, timed_out.group_rank) == (job_rank, group_rank)
+            if timed_out.group is None and is_same and at in (None, str(timed_out.number)):
+                timed_out.group = name
         if at is not None:
             self.absent = [
-                replace(absent, group=group)
-                if absent.group == "?" and absent.reporter == key[1]
+                replace(absent, group=name)
+                if absent.group == "?" and absent.reporter == job_rank
                 else absent
                 for absent in self.absent
             ]
-        if key not in self._progress or at is not None:
+        key = (name, job_rank)
+        known = self._progress.get(key)
+        if known is None or at is not None or (known.enqueued is None and status):
             self._progress[key] = GroupProgress(
-                group=group,
-                group_rank=key[1],
-                rank=key[1] if rank is None else rank,
+                group=name,
+                group_rank=group_rank,
+                rank=job_rank,
                 enqueued=None if int(enqueued) < 0 else int(enqueued),
                 completed=None if int(completed) < 0 else int(completed),
                 waits_in=None,
@@ -125,7 +152,7 @@ class WatchdogLines:
         states = dict(self._progress)
         for timed_out in self.timeouts:
             group = "" if timed_out.group is None else timed_out.group
-            key = (group, timed_out.group_rank)
+            key = (group, timed_out.rank)
             state = states.get(key)
             if state is not None and state.waits_in is not None:
                 continue

@@ -9,14 +9,16 @@ from dataclasses import replace
 
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
+from stepmark.findings.stalls import MISMATCH, MISSING
+from stepmark.ground.units import ranks_text
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
-from stepmark.job_logs.nccl_log.waits import UNSEEN, missing_anywhere, ranks_text, waits_of
 
 _PROBLEM = Severity.PROBLEM
 # Findings of the log that are causes, and those that only show where ranks stopped.
-_CAUSES = frozenset({"call-mismatch", "p2p-mismatch"})
-_SYMPTOMS = frozenset({"behind", "p2p-unpaired", "init-incomplete"})
+_CAUSES = frozenset({MISMATCH, "p2p-mismatch"})
+LATE = "late-call"  # a call that differs, issued after a time-out
+_SYMPTOMS = frozenset({"behind", "p2p-unpaired", "init-incomplete", LATE})
 # Variables that explain a finding, if they are set.
 _SET_BY: dict[str, tuple[str, ...]] = {
     "failure-no-interface": ("NCCL_SOCKET_IFNAME",),
@@ -32,7 +34,6 @@ _SET_BY: dict[str, tuple[str, ...]] = {
     "ofi-tcp": ("FI_PROVIDER",),
     "plugin-not-loaded": ("NCCL_NET_PLUGIN",),
 }
-_LATER = "Another call was issued there later."
 _INSIDE_HOST = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
 # Findings that lead to another one.
 _LEADS_TO = {
@@ -41,25 +42,25 @@ _LEADS_TO = {
 }
 
 
-def linked(facts: LogFacts, findings: Sequence[Finding]) -> list[Finding]:
+def linked(
+    facts: LogFacts, findings: Sequence[Finding], stalls: Sequence[Finding]
+) -> list[Finding]:
     """Return the findings with failures of the output, each under what explains it."""
-    failures = _failures(facts.failures)
     others = _with_settings(facts, _join_warnings(findings))
-    waits = list(waits_of(facts))
     ranked: list[tuple[Role, int, Finding]] = []
-    for place, (role, finding) in enumerate(failures):
+    for place, (role, finding) in enumerate(_failures(facts.failures)):
         ranked.append((role, place, finding))
-    ranked += [(Role.WAIT, -2, finding) for finding in waits]
+    problems = [one for one in stalls if one.severity is _PROBLEM]
+    others += [one for one in stalls if one.severity is not _PROBLEM]
+    for finding in problems:
+        is_cause = finding.rule in _CAUSES
+        ranked.append((Role.CAUSE if is_cause else Role.WAIT, -2, finding))
     for finding in others:
         if finding.rule in _CAUSES and finding.severity is _PROBLEM:
-            is_late = _is_late(facts, finding, waits)
-            if is_late:
-                waits[0] = replace(waits[0], text=waits[0].text.replace(UNSEEN, _LATER))
-                ranked[len(failures)] = (Role.WAIT, -2, waits[0])
-            ranked.append((Role.WAIT, -1, finding) if is_late else (Role.CAUSE, -1, finding))
+            ranked.append((Role.CAUSE, -1, finding))
         elif finding.rule == "init-incomplete" and facts.has_failed:
             problem = replace(finding, severity=_PROBLEM)
-            ranked.append((Role.WAIT, -3 if _explains(facts, waits) else -1, problem))
+            ranked.append((Role.WAIT, -3 if _explains(facts, problems) else -1, problem))
     plain = [
         finding for finding in others if not any(finding.rule == f.rule for *_, f in ranked)
     ]
@@ -201,23 +202,12 @@ def _join_warnings(findings: Sequence[Finding]) -> list[Finding]:
     return result
 
 
-def _is_late(facts: LogFacts, mismatch: Finding, waits: Sequence[Finding]) -> bool:
-    """Return whether a call of the mismatch was issued after another rank had timed out."""
-    if not any(wait.rule == "failure-missing-rank" for wait in waits):
-        return False
-    timed_out = [state.evidence for state in facts.progress if state.waits_in is not None]
-    first = min(timed_out, key=lambda line: (line.file, line.line))
-    return any(call.file == first.file and call.line > first.line for call in mismatch.evidence)
-
-
-def _explains(facts: LogFacts, waits: Sequence[Finding]) -> bool:
+def _explains(facts: LogFacts, stalls: Sequence[Finding]) -> bool:
     """Return whether a rank that others miss is one that never finished a start."""
-    if not waits:
-        return False
     stuck = {
         member.rank
         for group in facts.communicators
         for member in group.members
         if member.started and not member.completed
     }
-    return bool(stuck & missing_anywhere(facts))
+    return any(one.rule == MISSING and stuck & set(one.ranks) for one in stalls)

@@ -13,12 +13,15 @@ from stepmark.findings.log_facts import (
     IssuedCall,
     LaggingRank,
     LogFacts,
+    Mismatch,
     Occurrences,
     PeerDifference,
 )
+from stepmark.findings.stalls import MISMATCH
 from stepmark.job_logs.failures import classify
+from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import network_rules, start_rules
-from stepmark.job_logs.nccl_log.causes import linked
+from stepmark.job_logs.nccl_log.causes import LATE, linked
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
 # NVLink systems of the last generations run 12 to 32 channels.
@@ -27,10 +30,17 @@ MIN_CHANNELS = 8
 _ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
 
 
-def diagnose(facts: LogFacts) -> list[Finding]:
-    """Return all findings, problems first, each with the lines that show it."""
+def diagnose(facts: LogFacts, stalls: JobStalls | None = None) -> list[Finding]:
+    """Return all findings, problems first, each with the lines that show it.
+
+    stalls: why ranks do not go on, where other files of the job were read as well.
+    """
+    stalls = stalls_of(facts) if stalls is None else stalls
     findings = [finding for rule in RULES for finding in rule(facts)]
-    return sorted(linked(facts, findings), key=lambda finding: _ORDER.index(finding.severity))
+    findings += map(call_mismatch, stalls.late)
+    findings += (call_mismatch(one) for one in facts.mismatches if not one.certain)
+    found = linked(facts, findings, [cause.finding() for cause in stalls.causes])
+    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
 
 
 def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
@@ -59,27 +69,23 @@ _FALLS_BACK = re.compile(
 )
 
 
-_ALIGN = (
-    "Make the ranks issue the same collectives in one order, with equal counts, types and "
-    "roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code."
-)
+def call_mismatch(mismatch: Mismatch) -> Finding:
+    """Return that ranks seem to have issued different collectives at the same place.
 
-
-def call_mismatch(facts: LogFacts) -> Iterator[Finding]:
-    """Report ranks that issued different collectives at the same place."""
-    for mismatch in facts.mismatches:
-        sides = "; ".join(
-            f"{plural(number, 'rank')} ({_rank(side)}) issued {side.call}"
-            for side, number in zip(mismatch.sides, mismatch.ranks, strict=True)
-        )
-        call = f"Call {mismatch.position + 1} of communicator {mismatch.communicator}"
-        text = f"{call} differs: {sides}"
-        severity = Severity.PROBLEM if mismatch.certain else Severity.WARNING
-        if not mismatch.certain:
-            text += ". No line confirms that these ranks form one communicator"
-        evidence = [side.evidence for side in mismatch.sides]
-        finding = finding_of("call-mismatch", severity, text + ".", evidence)
-        yield replace(finding, action=_ALIGN)
+    Those of ranks that certainly form a communicator are causes of stalls, unless one came after
+    a time-out.
+    """
+    sides = "; ".join(
+        f"{plural(len(issuers), 'rank')} ({_rank(side)}) issued {side.call}"
+        for side, issuers in zip(mismatch.sides, mismatch.issuers, strict=True)
+    )
+    call = f"Call {mismatch.position + 1} of communicator {mismatch.communicator}"
+    text = f"{call} differs: {sides}"
+    if not mismatch.certain:
+        text += ". No line confirms that these ranks form one communicator"
+    evidence = [side.evidence for side in mismatch.sides]
+    rule = MISMATCH if not mismatch.certain else LATE
+    return finding_of(rule, Severity.WARNING, text + ".", evidence)
 
 
 def peer_differences(facts: LogFacts) -> Iterator[Finding]:
@@ -299,7 +305,6 @@ _HARMLESS = (
 
 RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     unknown_warnings,
-    call_mismatch,
     peer_differences,
     lagging_ranks,
     lost_lines,

@@ -87,7 +87,7 @@ class _Comparison:
                             self._issued(longest, first.left),
                             self._issued(handle, first.right),
                         ),
-                        ranks=(1, 1),
+                        issuers=(_issuers([longest]), _issuers([handle])),
                         certain=is_certain,
                     )
                 )
@@ -164,7 +164,7 @@ class _Comparison:
             communicator=_name_of(group, is_certain),
             position=position,
             sides=tuple(self._issued(ranks[0], position) for ranks in by_size),
-            ranks=tuple(len(ranks) for ranks in by_size),
+            issuers=tuple(map(_issuers, by_size)),
             certain=is_certain,
         )
 
@@ -222,6 +222,10 @@ class _Comparison:
             call=call,
             evidence=Evidence(file=str(self._files[index]), line=line, text=text),
         )
+
+
+def _issuers(handles: Sequence[CommHandle]) -> tuple[tuple[str, int | None], ...]:
+    return tuple((handle.process, handle.rank) for handle in handles)
 
 
 def _groups(

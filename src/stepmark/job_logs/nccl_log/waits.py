@@ -1,199 +1,215 @@
-"""What time-outs of collectives show: the rank that others wait for, a cycle, or neither."""
+"""What the output of a job shows of its ranks' calls: time-outs, states, logged calls.
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+The watchdog's lines name ranks that timed out; others of their group are known by a line on their
+state, by another rank's report, or not at all.
+"""
 
-from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.findings.log_facts import GroupProgress, LogFacts
-from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
-UNSEEN = "No line shows what was done instead."
-_PROBLEM = Severity.PROBLEM
+from stepmark.findings.disagreement import Disagreement, sides_text, suspects_of
+from stepmark.findings.finding import Evidence
+from stepmark.findings.log_facts import (
+    AbsentRank,
+    Communicator,
+    GroupProgress,
+    LogFacts,
+    Mismatch,
+)
+from stepmark.findings.wait_graph import Call, Part, WaitGraph, find_behind
+from stepmark.ground.units import ranks_text
 
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {comma_list(ranks)}"
-
-
-def missing_anywhere(facts: LogFacts) -> set[int]:
-    """Return the ranks that did not join what others waited in."""
-    return {rank for wait in _groups(facts) for rank in _missing(facts, wait)}
-
-
-def _groups(facts: LogFacts) -> list[list[GroupProgress]]:
-    """Return the states of each group in which a rank timed out."""
-    groups: dict[str, list[GroupProgress]] = {}
-    for state in facts.progress:
-        groups.setdefault(state.group, []).append(state)
-    return [
-        states
-        for states in groups.values()
-        if any(state.waits_in is not None for state in states)
-    ]
-
-
-def _missing(facts: LogFacts, states: Sequence[GroupProgress]) -> dict[int, Evidence]:
-    """Return the ranks that did not join what others of the group waited in."""
-    first = min(state.waits_in for state in states if state.waits_in is not None)
-    ranks = {state.group_rank: state.rank for state in states}
-    waiting = {state.rank for state in states if state.waits_in is not None}
-    missing: dict[int, Evidence] = {}
-    for absent in facts.absent:
-        rank = ranks.get(absent.rank, absent.rank)
-        if absent.group in (states[0].group, "?") and rank not in waiting:
-            missing.setdefault(rank, absent.evidence)
-    for state in states:
-        if state.waits_in is None and state.enqueued is not None and state.enqueued < first:
-            missing.setdefault(state.rank, state.evidence)
-    return missing
-
-
-def waits_of(facts: LogFacts) -> Iterator[Finding]:
-    """Yield what time-outs show: a rank that did not come, a cycle, or that it is unknown."""
-    groups = _groups(facts)
-    if not groups:
-        return
-    if different := next(filter(None, map(_different_calls, groups)), None):
-        yield different
-        return
-    missing = [_missing(facts, states) for states in groups]
-    waits_for = {
-        state.rank: absent
-        for states, absent in zip(groups, missing, strict=True)
-        for state in states
-        if state.waits_in is not None and absent
-    }
-    if cycle := _cycle(waits_for):
-        yield _deadlock(groups, missing, cycle)
-        return
-    for states, absent in zip(groups, missing, strict=True):
-        ends = [rank for rank in absent if rank not in waits_for]
-        if ends:
-            yield _missing_rank(states, {rank: absent[rank] for rank in ends})
-            return
-    behind = {one.rank: one for one in facts.behind if one.rank is not None}
-    if len({one.communicator for one in facts.behind}) == 1 and behind and not any(missing):
-        lines = {rank: one.missing.evidence for rank, one in behind.items()}
-        yield _missing_rank(groups[0], lines)
-        return
-    yield _unknown_wait(groups)
-
-
-def _cycle(waits_for: dict[int, dict[int, Evidence]]) -> list[int]:
-    """Return ranks of which each waits for the next, and the last for the first."""
-    for start in waits_for:
-        path = [start]
-        while True:
-            step = next((rank for rank in waits_for[path[-1]] if rank in waits_for), None)
-            if step is None:
-                break
-            if step in path:
-                return path[path.index(step) :]
-            path.append(step)
-    return []
-
-
-def _waiting_text(states: Sequence[GroupProgress]) -> str:
-    """Return e.g. "rank 0 waited 15 s in collective 4 (all_reduce) of group 0"."""
-    parts = []
-    for state in states:
-        group = f" of group {state.group}" if state.group else ""
-        call = f" ({state.call})" if state.call else ""
-        parts.append(
-            f"rank {state.rank} waited {state.seconds or 0:.4g} s in collective "
-            f"{state.waits_in}{call}{group}"
-        )
-    return comma_list(parts, most=4)
-
-
-def _waiting(states: Iterable[GroupProgress]) -> list[GroupProgress]:
-    return sorted(
-        (state for state in states if state.waits_in is not None),
-        key=lambda state: (state.waits_in or 0, state.rank),
-    )
-
-
-def _missing_rank(states: Sequence[GroupProgress], absent: dict[int, Evidence]) -> Finding:
-    waiting = _waiting(states)
-    who = ranks_text(sorted(absent))
-    text = (
-        f"{who[:1].upper()}{who[1:]} did not join a collective: {_waiting_text(waiting)}. "
-        f"{UNSEEN}"
-    )
-    lines = [*absent.values(), *(state.evidence for state in waiting)]
-    action = (
-        f"Look at the code of {who} at that point (py-spy dump, flight-recorder dumps): a slow "
-        "data loader or checkpoint, a branch without the call, or a process that hangs."
-    )
-    finding = finding_of("failure-missing-rank", _PROBLEM, text, lines)
-    return replace(finding, action=action, ranks=tuple(sorted(absent)))
-
-
-def _deadlock(
-    groups: Sequence[Sequence[GroupProgress]],
-    missing: Sequence[dict[int, Evidence]],
-    cycle: Sequence[int],
-) -> Finding:
-    states = [state for group in groups for state in _waiting(group) if state.rank in cycle]
-    order = " for ".join(f"rank {rank}" for rank in [*cycle, cycle[0]])
-    text = (
-        f"Ranks wait for each other in different groups ({order}): {_waiting_text(states)}. "
-        "They use the groups in different order."
-    )
-    lines = [line for absent in missing for line in absent.values()]
-    lines += [state.evidence for state in states]
-    action = "Issue collectives of all groups in one order on every rank."
-    finding = finding_of("failure-deadlock", _PROBLEM, text, lines)
-    return replace(finding, action=action, ranks=tuple(sorted(cycle)))
-
-
-def _unknown_wait(groups: Sequence[Sequence[GroupProgress]]) -> Finding:
-    states = [state for group in groups for state in _waiting(group)]
-    waiting = [_waiting(group) for group in groups]
-    apart = [group for group in waiting if group[0].waits_in != group[-1].waits_in]
-    behind = sorted(
-        {s.rank for group in apart for s in group if s.waits_in == group[0].waits_in}
-    )
-    text = f"Collectives timed out: {_waiting_text(states)}. "
-    if apart:
-        verb = "is" if len(behind) == 1 else "are"
-        text += (
-            f"{ranks_text(behind).capitalize()} {verb} behind: other ranks wait in a later "
-            "collective of the same group. Calls of different kind or size were paired, or a "
-            "collective ended on some ranks only"
-        )
-    else:
-        text += (
-            "No line shows a rank that did not join: a rank without lines here, different "
-            "calls, or data that stopped flowing. The cause is unknown"
-        )
-    action = (
-        "Set TORCH_NCCL_TRACE_BUFFER_SIZE (TORCH_FR_BUFFER_SIZE) for flight-recorder dumps, or "
-        "NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,COLL, and read the logs of all ranks."
-    )
-    finding = finding_of("failure-timeout", _PROBLEM, text + ".", [s.evidence for s in states])
-    return replace(finding, action=action, ranks=tuple(behind))
-
-
-def _different_calls(states: Sequence[GroupProgress]) -> Finding | None:
-    """Return that ranks of a group timed out in one collective that differs between them."""
-    by_number: dict[int | None, list[GroupProgress]] = {}
-    for state in _waiting(states):
-        if state.call and not state.call.startswith(_UNNUMBERED):
-            by_number.setdefault(state.waits_in, []).append(state)
-    for same in by_number.values():
-        # What a rank gives differs by rank in others, such as gather and all_to_all.
-        calls = {
-            state.call if state.call.startswith(_EQUAL) else state.call.partition(" of ")[0]
-            for state in same
-        }
-        if len(calls) > 1:
-            text = f"Ranks issued different calls as one collective: {_waiting_text(same)}."
-            finding = finding_of("failure-mismatch", _PROBLEM, text, [s.evidence for s in same])
-            action = "Make the ranks issue the same collectives in one order, of equal size."
-            return replace(finding, action=action)
-    return None
-
-
+MAX_HOLES = 1024
+TIME_OUTS = "time-outs"
+LOG = "log"
+# Watchdogs count these on one rank alone, or give each a size of its own.
 _UNNUMBERED = ("send", "recv", "coalesced", "unknown")
 _EQUAL = ("all_reduce", "broadcast")
+
+
+@dataclass(slots=True)
+class _Group:
+    """A process group by the lines of its ranks; no two have one rank in the group."""
+
+    name: str  # as the lines give it, e.g. "7(tp)"; "" unknown
+    states: dict[int, GroupProgress] = field(default_factory=dict)  # by rank in the group
+
+    @property
+    def label(self) -> str:
+        name, _, words = self.name.partition("(")
+        return f"group {name} {words.rstrip(')')}".strip() if name else "a group without a name"
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the collectives that timed out."""
+        return sorted(
+            {n for state in self.states.values() if (n := state.waits_in) is not None}
+        )
+
+    def rank_of(self, group_rank: int) -> int | None:
+        """Return the rank in the job: as a line states it, or if both are the same in all."""
+        if state := self.states.get(group_rank):
+            return state.rank
+        is_same = all(place == state.rank for place, state in self.states.items())
+        return group_rank if is_same else None
+
+
+def shown_by(facts: LogFacts) -> tuple[WaitGraph, list[Disagreement]]:
+    """Return what the output shows: who waits for whom, and calls that differ."""
+    groups = [group for group in _groups(facts.progress) if group.numbers]
+    found = [one for group in groups for one in _disagreements(group)]
+    calls = {(group.name, n): _call(facts, group, n) for group in groups for n in group.numbers}
+    fronts: dict[int, list[Call]] = {}
+    for group in groups:
+        for state in group.states.values():
+            if state.waits_in is not None:
+                fronts.setdefault(state.rank, []).append(calls[group.name, state.waits_in])
+    _add_lagging(facts, list(calls.values()))
+    find_behind(fronts)
+    is_known = {rank for call in calls.values() for rank in call.ranks}
+    return WaitGraph(fronts=fronts, free=frozenset(is_known - fronts.keys())), found
+
+
+def _groups(states: Sequence[GroupProgress]) -> Iterator[_Group]:
+    """Yield the groups. Ranks with one place in a group are of different groups of one name.
+
+    A number of a group without its id (PG 6) counts in each process alone.
+    """
+    by_name: dict[str, list[_Group]] = {}
+    for state in states:
+        known = by_name.setdefault(state.group, [])
+        own = next((one for one in known if state.group_rank not in one.states), None)
+        if own is None:
+            own = _Group(state.group if not known else f"{state.group}#{len(known) + 1}")
+            known.append(own)
+        own.states[state.group_rank] = state
+    for groups in by_name.values():
+        yield from groups
+
+
+def _call(facts: LogFacts, group: _Group, number: int) -> Call:
+    parts: dict[int, Part] = {}
+    absent: dict[int, Evidence | None] = {}
+    unknown: dict[int, str] = {}
+    for state in group.states.values():
+        if state.waits_in == number:
+            seconds = state.seconds or 0.0
+            parts[state.rank] = Part(
+                state.call, "timed out", False, (state.evidence,), seconds, is_over=True
+            )
+        elif number <= max(state.enqueued or 0, state.waits_in or 0):
+            is_done = number <= max(state.completed or 0, (state.waits_in or 1) - 1)
+            parts[state.rank] = Part("", "issued", is_done, (state.evidence,))
+        elif state.enqueued is not None:
+            absent[state.rank] = state.evidence
+        elif state.waits_in is not None:
+            absent[state.rank] = None  # it waits in an earlier one
+        else:
+            unknown[state.rank] = "without a line on its progress"
+    for report in _reports(facts, group):
+        rank = group.rank_of(report.rank)
+        rank = report.rank if rank is None else rank
+        if rank not in parts and absent.get(rank) is None:
+            absent[rank] = report.evidence
+            unknown.pop(rank, None)
+    remark = ""
+    named = {*group.states, *(report.rank for report in _reports(facts, group))}
+    holes = sorted(set(range(min(max(named), MAX_HOLES))) - named)
+    if holes:
+        ranks = [group.rank_of(place) for place in holes]
+        if None in ranks:
+            places = ", ".join(map(str, holes[:8])) + (", ..." if len(holes) > 8 else "")
+            remark = f"Of rank {places} of its group no line is here"
+        else:
+            unknown |= {rank: "without a line here" for rank in ranks if rank is not None}
+    return Call(
+        group=group.label,
+        name=group.name.partition("(")[0],
+        number=number,
+        title=f"collective {number} of {group.label}",
+        parts=parts,
+        absent=absent,
+        unknown=unknown,
+        is_open=True,
+        remark=remark,
+    )
+
+
+def _reports(facts: LogFacts, group: _Group) -> Iterator[AbsentRank]:
+    """Yield what ranks of the group report on others that did not join."""
+    for report in facts.absent:
+        state = group.states.get(report.rank)
+        has_waited = state is not None and state.waits_in is not None
+        if report.group in (group.name, "?") and not has_waited:
+            yield report
+
+
+def _add_lagging(facts: LogFacts, calls: Sequence[Call]) -> None:
+    """Note ranks that logged fewer calls, where nothing else shows who is missing."""
+    lines = {one.rank: one.missing.evidence for one in facts.behind if one.rank is not None}
+    is_one = len({one.communicator for one in facts.behind}) == 1
+    if is_one and len(calls) == 1 and not calls[0].absent:
+        for rank, line in lines.items():
+            if rank not in calls[0].parts:
+                calls[0].absent[rank] = line
+                calls[0].unknown.pop(rank, None)
+
+
+def _disagreements(group: _Group) -> Iterator[Disagreement]:
+    """Yield that ranks of a group timed out in one collective that differs between them."""
+    for number in group.numbers:
+        same = [state for state in group.states.values() if state.waits_in == number]
+        sides: dict[str, list[GroupProgress]] = {}
+        for state in same:
+            if state.call and not state.call.startswith(_UNNUMBERED):
+                # What a rank gives differs by rank in others, such as gather and all_to_all.
+                is_whole = state.call.startswith(_EQUAL) and " of " in state.call
+                words = state.call if is_whole else state.call.partition(" of ")[0]
+                sides.setdefault(words, []).append(state)
+        if len(sides) < 2:
+            continue
+        by_size = sorted(sides.values(), key=len)
+        ranks = [tuple(state.rank for state in side) for side in by_size]
+        calls = sides_text(
+            (who, side[0].call) for who, side in zip(ranks, by_size, strict=True)
+        )
+        yield Disagreement(
+            source=TIME_OUTS,
+            group=group.label,
+            text=f"collective {number} of {group.label} ({calls})",
+            suspects=suspects_of(ranks),
+            evidence=tuple(side[0].evidence for side in by_size),
+        )
+
+
+def logged(mismatch: Mismatch, job_ranks: Mapping[str, int]) -> Disagreement:
+    """Return logged calls that differ. job_ranks: of processes with one rank."""
+    label = f"communicator {mismatch.communicator}"
+    words = []
+    sides = []
+    for issuers, side in zip(mismatch.issuers, mismatch.sides, strict=True):
+        ranks = [rank for _, rank in issuers if rank is not None]
+        words.append(f"{ranks_text(ranks) if ranks else side.process}: {side.call}")
+        named = (job_ranks.get(process, rank) for process, rank in issuers)
+        sides.append(tuple(rank for rank in named if rank is not None))
+    return Disagreement(
+        source=LOG,
+        group=label,
+        text=f"call {mismatch.position + 1} of {label} ({'; '.join(reversed(words))})",
+        suspects=suspects_of(sorted(sides, key=len)),
+        evidence=tuple(side.evidence for side in mismatch.sides),
+    )
+
+
+def job_ranks(groups: Sequence[Communicator]) -> dict[str, int]:
+    """Return the rank in the largest communicator, of processes that have one there."""
+    largest = max(groups, key=lambda group: group.num_ranks or 0, default=None)
+    if largest is None:
+        return {}
+    counts = Counter(member.process for member in largest.members)
+    return {
+        member.process: member.rank
+        for member in largest.members
+        if member.rank is not None and member.process and counts[member.process] == 1
+    }

@@ -1,0 +1,356 @@
+"""Why a job does not go on: the cause, the ranks that wait, the evidence.
+
+Each cause is one finding. What follows from it is part of it, not another problem.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from stepmark.findings import disagreement
+from stepmark.findings.disagreement import Disagreement
+from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.wait_graph import Call, WaitGraph
+from stepmark.ground.units import format_time, ranks_text
+
+_MAX_SHOWN = 3  # calls in a text
+_MAX_EVIDENCE = 8  # ranks
+MISMATCH, MISSING, DEADLOCK = "call-mismatch", "failure-missing-rank", "failure-deadlock"
+ARRIVED, UNKNOWN = "failure-not-completed", "failure-wait"
+STALLS = frozenset({MISMATCH, MISSING, DEADLOCK, ARRIVED, UNKNOWN})
+_ACTIONS = {
+    MISMATCH: "Make the ranks issue the same collectives in one order, with equal counts, "
+    "types and roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code.",
+    MISSING: "Look at the code of {who} at that point (py-spy dump): a slow data loader or "
+    "checkpoint, a branch without the call, or a process that hangs.",
+    DEADLOCK: "Issue collectives of all groups in one order on every rank.",
+    ARRIVED: "Look at the network and the GPUs of these ranks (NCCL_DEBUG=INFO, dmesg), and "
+    "whether the call is the same on all of them.",
+    UNKNOWN: "Set TORCH_NCCL_TRACE_BUFFER_SIZE (TORCH_FR_BUFFER_SIZE) for flight-recorder "
+    "dumps, or NCCL_DEBUG=INFO with NCCL_DEBUG_SUBSYS=INIT,COLL, and read the logs of all "
+    "ranks.",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cause:
+    """`ranks` are the cause; if `is_likely`, `suspects` may be the cause instead.
+
+    Without `ranks` one of `suspects` is the cause, unless `text` says what else may be: by the
+    rule UNKNOWN, or where gloo does not record what a rank waits in.
+    """
+
+    rule: str
+    ranks: frozenset[int]
+    suspects: frozenset[int] = frozenset()
+    is_likely: bool = False
+    victims: frozenset[int] = frozenset()
+    groups: frozenset[str] = frozenset()  # labels
+    text: str
+    evidence: tuple[Evidence, ...]
+    severity: Severity = Severity.PROBLEM
+    is_over: bool = False  # a call waits longer than its time-out
+
+    def finding(self) -> Finding:
+        """Return the cause with its sentence and what to do."""
+        ranks = tuple(sorted(self.ranks | self.suspects))
+        who = ranks_text(self.ranks or self.suspects or self.victims)
+        text = f"{self.text[:1].upper()}{self.text[1:]}."
+        return Finding(
+            rule=self.rule,
+            severity=self.severity,
+            text=text,
+            evidence=self.evidence,
+            count=len(self.evidence) or 1,
+            action=_ACTIONS[self.rule].format(who=who),
+            ranks=ranks,
+        )
+
+
+def causes(graph: WaitGraph, disagreements: Sequence[Disagreement]) -> list[Cause]:
+    """Return mismatches, each with the waits that follow from it, then all other waits."""
+    waits = list(_waits(graph))
+    explained = []
+    for parts in disagreement.merged(disagreements):
+        cause = _mismatch(parts)
+        related = [wait for wait in waits if _follows(wait, cause)]
+        waits = [wait for wait in waits if wait not in related]
+        explained.append(_with_consequences(cause, related, graph))
+    return explained + waits
+
+
+def _follows(wait: Cause, mismatch: Cause) -> bool:
+    suspects = mismatch.ranks | mismatch.suspects
+    blamed = wait.ranks | wait.suspects
+    if wait.rule == ARRIVED:
+        blamed |= wait.victims
+    return bool(wait.groups & mismatch.groups or blamed & suspects)
+
+
+def _mismatch(parts: Sequence[Disagreement]) -> Cause:
+    suspects = parts[0].suspects.intersection(*(part.suspects for part in parts))
+    shown = [part for part in parts if part.source == parts[0].source]
+    text = f"ranks disagree on {'; on '.join(part.text for part in shown[:_MAX_SHOWN])}"
+    if len(shown) > _MAX_SHOWN:
+        text += f"; and in {len(shown) - _MAX_SHOWN} more groups or pairs"
+    if len(suspects) == 1:
+        verb = "takes part in each of these" if len(shown) > 1 else "differs from all others"
+        text += f". {ranks_text(suspects).capitalize()} {verb}"
+        named, rest = suspects, frozenset[int]()
+    else:
+        text += f". The {parts[0].source} {'do' if parts[0].source == 'dumps' else 'does'} not "
+        text += "show which side is wrong"
+        named, rest = frozenset[int](), suspects
+    return Cause(
+        rule=MISMATCH,
+        ranks=named,
+        suspects=rest,
+        groups=frozenset(part.group for part in parts),
+        text=text,
+        evidence=tuple(line for part in parts[:_MAX_SHOWN] for line in part.evidence),
+    )
+
+
+def _with_consequences(cause: Cause, related: Sequence[Cause], graph: WaitGraph) -> Cause:
+    """Tell which ranks wait since a mismatch, instead of a second problem."""
+    if not related:
+        return cause
+    calls = [call for call in graph.calls if call.group in cause.groups] or graph.calls
+    victims = frozenset(graph.fronts) - cause.ranks - cause.suspects
+    text = f"{cause.text}. Calls that wait, likely as a consequence: "
+    text += _waiting_text(calls) + _victims_text(victims)
+    lines = [line for wait in related for line in wait.evidence]
+    return replace(
+        cause,
+        text=text,
+        victims=frozenset(graph.fronts),
+        evidence=tuple(dict.fromkeys((*cause.evidence, *lines))),
+        is_over=any(wait.is_over for wait in related),
+    )
+
+
+def _waits(graph: WaitGraph) -> Iterator[Cause]:
+    """Yield a cycle or ranks that wait for nobody, else what else calls wait for."""
+    cycle, idle = graph.cycle(collectives_only=True), graph.idle
+    calls = graph.calls
+    ends = [call for call in calls if not call.blockers]
+    unknown = [call for call in ends if call.unknown or (call.is_open and not call.is_split)]
+    if cycle:
+        yield _deadlock(graph, cycle)
+    elif idle:
+        yield _stopped(graph, idle)
+    elif unknown:
+        yield _unknown(graph, unknown)
+    elif all(call.done for call in ends) and (cycle := graph.cycle(collectives_only=False)):
+        yield _deadlock(graph, cycle)
+    else:
+        yield from _arrived(graph, ends)
+
+
+def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
+    """Name ranks that others wait for and that wait for nobody."""
+    calls = [call for call in graph.calls if call.absent.keys() & idle]
+    direct = frozenset(rank for call in calls for rank in call.waiting)
+    texts = [
+        f"{ranks_text(call.absent.keys() & idle)} {_has(call.absent.keys() & idle)} not issued "
+        f"{call_text(call)}, in which {_ranks_wait([call])}"
+        for call in calls[:_MAX_SHOWN]
+    ]
+    more = f"; nor {len(calls) - _MAX_SHOWN} more calls" if len(calls) > _MAX_SHOWN else ""
+    # One rank alone in a call looks the same if it is the one that should not be there.
+    alone = direct if len(direct) == 1 else frozenset[int]()
+    is_gloo = graph.hides_transfers
+    is_unclear = len(idle) > 1 and bool(is_gloo or alone)
+    is_unknown = (is_gloo and (graph.has_transfers or bool(alone))) or is_unclear
+    doubt = "maybe " if is_unknown else "likely " if is_gloo or alone else ""
+    text = (
+        f"{ranks_text(idle)} did not join a call: {'; '.join(texts)}{more}. "
+        f"{_it(idle).capitalize()} {_s(idle, 'wait')} for no other rank and "
+        f"{'is' if len(idle) == 1 else 'are'} {doubt}the cause"
+    )
+    if is_gloo:
+        which = "it waits" if len(idle) == 1 else "one of them waits"
+        text += f", unless {which} in a send or receive, which gloo does not record"
+    if alone:
+        text += f", unless {ranks_text(alone)}, alone in it, makes a call too many"
+    if is_unknown:
+        return _cause(graph, UNKNOWN, frozenset(), text, calls, suspects=idle | alone)
+    if is_gloo:
+        return _cause(graph, MISSING, frozenset(), text, calls, suspects=idle)
+    cause = _cause(graph, MISSING, idle, text, calls, suspects=alone)
+    return replace(cause, is_likely=bool(doubt))
+
+
+def _deadlock(graph: WaitGraph, cycle: dict[int, list[Call]]) -> Cause:
+    edges = [(rank, call) for rank, calls in cycle.items() for call in calls]
+    texts = [
+        f"rank {rank} waits in {call_text(call)}, which "
+        + " and which ".join(_blocked_text(call, cycle.keys()))
+        for rank, call in edges[: _MAX_SHOWN + 1]
+    ]
+    text = f"{ranks_text(cycle)} wait for each other, a deadlock: {'; '.join(texts)}"
+    if any(call.is_transfer for _, call in edges):
+        text += "; if transfers do not block, one of them is stopped elsewhere instead"
+    elif len({call.group for _, call in edges}) > 1:
+        text += ". They do not make these calls in the same order"
+    breakers = graph.breakers(cycle)
+    named = breakers if len(breakers) == 1 else frozenset(cycle)
+    if len(named) < len(cycle):
+        text += f"; all cycles lead through {ranks_text(named)}"
+    calls = list(dict.fromkeys(call for _, call in edges))
+    one_named = named if len(named) == 1 else frozenset[int]()
+    return _cause(graph, DEADLOCK, one_named, text, calls, suspects=named - one_named)
+
+
+def _blocked_text(call: Call, ranks: Iterable[int]) -> Iterator[str]:
+    """Say for whom of these ranks a call waits."""
+    if absent := call.absent.keys() & set(ranks):
+        yield f"{ranks_text(absent)} {_has(absent)} not issued"
+    for rank in sorted(call.behind.keys() & set(ranks))[:_MAX_SHOWN]:
+        yield f"rank {rank} has issued behind {call.behind[rank].title}"
+
+
+def _unknown(graph: WaitGraph, calls: Sequence[Call]) -> Cause:
+    """Name the ranks that may be the cause where no source shows it."""
+    listed = [frozenset(call.unknown) for call in calls if call.unknown]
+    common = frozenset.intersection(*listed) if listed else frozenset[int]()
+    maybe = common or frozenset(rank for ranks in listed for rank in ranks)
+    text = f"{_waiting_text(calls)}. The cause is unknown: "
+    if maybe:
+        how = "its" if len(maybe) == 1 else "their"
+        text += f"{ranks_text(maybe)} may be the cause or a victim, {how} progress is unknown"
+        reasons = {rank: why for call in calls for rank, why in call.unknown.items() if why}
+        for reason in dict.fromkeys(reasons.values()):
+            lacking = [rank for rank in maybe if reasons.get(rank) == reason]
+            text += f" ({ranks_text(lacking)} {reason})" if lacking else ""
+    else:
+        text += "every rank that is shown to be a member has issued it"
+    if any(call.is_open for call in calls):
+        text += "; the members of the group are not listed: another rank may be missing"
+        outside = graph.free - frozenset(rank for call in calls for rank in call.parts)
+        if outside:
+            text += f", such as {ranks_text(outside)}, which {_s(outside, 'wait')} for nobody"
+        text += ", calls may differ, or data stopped flowing"
+    remarks = dict.fromkeys(call.remark for call in calls if call.remark)
+    text += "".join(f". {remark}" for remark in remarks)
+    return _cause(graph, UNKNOWN, frozenset(), text, calls, suspects=maybe)
+
+
+def _arrived(graph: WaitGraph, calls: Sequence[Call]) -> Iterator[Cause]:
+    """Report calls that every member has issued and that are not completed."""
+    for call in calls:
+        text = f"{_waiting_text([call])}; "
+        done, waiting = ranks_text(call.done), ranks_text(call.waiting)
+        if call.is_split:
+            text += f"{done} {_has(call.done)} gone on: {waiting} "
+            text += "is" if len(call.waiting) == 1 else "are"
+            text += " behind. Calls of different kind or size were paired, or the call ended "
+            text += "on some ranks only"
+        elif call.done:
+            text += f"{done} {_has(call.done)} completed it: the state may be late"
+        else:
+            text += "every member has issued it, so no rank is missing"
+            text += f". {call.remark}" if call.remark else ""
+        cause = _cause(graph, ARRIVED, frozenset(), text, [call])
+        if call.is_split:
+            cause = replace(cause, suspects=frozenset(call.waiting))
+        is_late = call.done and not call.is_split and cause.victims <= set(call.waiting)
+        yield replace(cause, severity=Severity.WARNING if is_late else Severity.PROBLEM)
+
+
+def _cause(
+    graph: WaitGraph,
+    rule: str,
+    named: frozenset[int],
+    text: str,
+    calls: Sequence[Call],
+    suspects: frozenset[int] = frozenset(),
+) -> Cause:
+    """Add what all waits have in common: victims, how long they wait, the evidence."""
+    direct = frozenset(rank for call in calls for rank in call.waiting)
+    victims = frozenset(graph.fronts) - named
+    text += _victims_text(victims - suspects - (frozenset() if named else direct))
+    is_over = any(call.is_over for rank in direct for call in graph.fronts.get(rank, ()))
+    text += f". {graph.doubt}" if graph.doubt else ""
+    lines = [line for call in calls for line in call.absent.values() if line][:_MAX_EVIDENCE]
+    waiting = dict.fromkeys((rank, call) for call in calls for rank in call.waiting)
+    for rank, call in list(waiting)[:_MAX_EVIDENCE]:
+        lines += call.parts[rank].evidence
+    lines += [graph.last[rank] for rank in sorted(named)[:_MAX_EVIDENCE] if rank in graph.last]
+    return Cause(
+        rule=rule,
+        ranks=named,
+        suspects=suspects,
+        victims=victims,
+        groups=frozenset(call.group for call in calls),
+        text=text,
+        evidence=tuple(dict.fromkeys(lines)),
+        is_over=is_over,
+    )
+
+
+def call_text(call: Call) -> str:
+    """Return e.g. 'collective 3 of group 0 default_pg (all_reduce of 1024 Float (4 KiB))'."""
+    words = _words(call)
+    return f"{call.title} ({' or '.join(words[:3])})" if words else call.title
+
+
+def _words(call: Call) -> tuple[str, ...]:
+    """Return what the ranks that wait in a call have issued, as far as known."""
+    texts = dict.fromkeys(call.parts[rank].text for rank in call.waiting)
+    return tuple(text for text in texts if text)
+
+
+def _victims_text(ranks: frozenset[int]) -> str:
+    return f"; victim{'s' if len(ranks) > 1 else ''}: {ranks_text(ranks)}" if ranks else ""
+
+
+def _waiting_text(calls: Sequence[Call]) -> str:
+    """Say who waits in which calls, those of alike groups together: no rank is lost."""
+    alike: dict[tuple[int | None, tuple[str, ...], str], list[Call]] = {}
+    for call in calls:
+        purpose = call.group.partition(call.name)[2] if call.name else call.group
+        alike.setdefault((call.number, _words(call), purpose), []).append(call)
+    texts = []
+    for (number, words, purpose), same in list(alike.items())[:_MAX_SHOWN]:
+        where = call_text(same[0])
+        if len(same) > 1:
+            names = ", ".join(call.name for call in same[:8])
+            more = ", ..." if len(same) > 8 else ""
+            where = f"call {number} of {len(same)} groups, {names}{more}{purpose}"
+            where += (
+                f" ({' or '.join(words[:3])})" if isinstance(words, tuple) and words else ""
+            )
+        texts.append(_ranks_wait(same, where))
+    rest = [call for same in list(alike.values())[_MAX_SHOWN:] for call in same]
+    if rest:
+        ranks = {rank for call in rest for rank in call.waiting}
+        texts.append(f"{ranks_text(ranks)} in {len(rest)} more calls")
+    return "; ".join(texts)
+
+
+def _ranks_wait(calls: Sequence[Call], where: str = "") -> str:
+    """Return e.g. 'ranks 0, 2 wait 15.1 s in collective 3 of group 0 (timed out)'."""
+    ranks = sorted({rank for call in calls for rank in call.waiting})
+    parts = [call.parts[rank] for call in calls for rank in call.waiting]
+    states = dict.fromkeys(part.state or "no state" for part in parts)
+    span = ""
+    if any(call.is_over for call in calls):
+        span = f" {format_time(max(part.seconds for part in parts))}"
+        states["timed out"] = None
+    names = ", ".join(states)
+    # Without TORCH_NCCL_ENABLE_TIMING nothing records a start.
+    names += ": it may have started unrecorded" if names == "scheduled" else ""
+    place = f" in {where}" if where else ""
+    return f"{ranks_text(ranks)} {_s(ranks, 'wait')}{span}{place} ({names})"
+
+
+def _s(ranks: Iterable[int], verb: str) -> str:
+    return f"{verb}s" if len(list(ranks)) == 1 else verb
+
+
+def _it(ranks: Iterable[int]) -> str:
+    return "it" if len(list(ranks)) == 1 else "they"
+
+
+def _has(ranks: Iterable[int]) -> str:
+    return "has" if len(list(ranks)) == 1 else "have"
