@@ -14,9 +14,9 @@ from typing import Any
 
 from stepmark.findings.finding import Evidence
 from stepmark.ground.errors import ConfigError
-from stepmark.job_logs.job_output.lines import split_tag
+from stepmark.job_logs.job_output.lines import split_tag, whole_lines
 
-MAX_STATEMENTS = 100_000
+_MAX_FOREIGN = 100  # lines of other programs in a row, inside a report
 _MAX_COMPUTED_RANKS = 2**24  # of one report; ranks beyond that RAS does not list are unknown
 _MAX_CHARACTERS = 2000  # of a line
 _KINDS = ("INCOMPLETE", "ERROR", "MISMATCH")
@@ -39,12 +39,17 @@ _START = re.compile(
     r"|(?P<communicators>Communicators\.\.\.)|Group Comms Nodes Ranks"
     r"|#\d{1,9}-\d{1,9} \([0-9a-f]{1,16}\) (?:MISMATCH|INCOMPLETE|ERROR)$"
 )
+_MARKS = (
+    *("compiled with CUDA", "Job summary", "Communicators...", "Group Comms"),
+    *(") MISMATCH", ") INCOMPLETE", ") ERROR"),
+)
 _TOTALS = re.compile(r"(?<!\S)(\d{1,9})(?: \d{1,9} \d{1,9})? (\d{1,9}) (\d{1,9})$")
 _LISTED = re.compile(r"Rank (?P<rank>\d{1,9}) -- (?P<place>.*)$")
 _SIDE = re.compile(
     r"(?:(?P<count>\d{1,9}) ranks|Rank (?P<rank>\d{1,9})) (?:have |has )?"
     r"(?:status (?P<status>[A-Z]{1,20})|launched up to operation (?P<operation>\d{1,20})"
-    r"|not launched any operations|reported (?P<error>[A-Za-z ]{1,60}?))(?: -- (?P<place>.*))?$"
+    r"|not launched any operations|reported (?P<error>(?:[A-Za-z ]{1,60} )?"
+    r"(?:error|argument|usage|progress|[Tt]imeout)))(?: -- (?P<place>.*))?$"
 )
 _HEADING = re.compile(r"#(\d{1,9})-\d{1,9} \(([0-9a-f]{1,16})\) ([A-Z]{1,20})$")
 _SUBJECT = re.compile(
@@ -179,22 +184,21 @@ def read_ras(text: str, file: str) -> tuple[RasReport, ...]:
 
 
 def _text_reports(text: str, file: str) -> list[RasReport]:
-    lines = text.split("\n")
-    if lines[-1][-1:].isalnum():
-        lines[-1] = lines[-1].rpartition(" ")[0]  # a word that may be cut, such as a number
     readers: list[_TextReader] = []
-    for number, raw in enumerate(lines, start=1):
+    num_foreign = 0
+    for number, raw in enumerate(whole_lines(text), start=1):
         if len(raw) < 4:
             continue
         line = _single_spaced(raw)
-        start = _START.search(line)
-        if start and (not readers or start.lastgroup in readers[-1].begun):
+        start = _START.search(line) if any(mark in line for mark in _MARKS) else None
+        is_open = bool(readers) and num_foreign <= _MAX_FOREIGN
+        if start and not (is_open and start.lastgroup not in readers[-1].begun):
             evidence = Evidence(file=file, line=number, text=line[:300])
             readers.append(_TextReader(report=RasReport(evidence=evidence)))
-        if readers:
-            readers[-1].read(line, number, start)
-            if len(readers[-1].report.statements) > MAX_STATEMENTS:
-                raise ConfigError("file", file, f"at most {MAX_STATEMENTS} statements of RAS")
+            is_open = True
+        if is_open:
+            is_known = readers[-1].read(line, number, start)
+            num_foreign = 0 if is_known else num_foreign + 1
     return [reader.finish() for reader in readers]
 
 
@@ -213,7 +217,8 @@ class _TextReader:
     statement: RasStatement | None = None  # to which sides belong
     side: RasSide | None = None  # to which ranks and processes belong
 
-    def read(self, line: str, number: int, start: re.Match[str] | None) -> None:
+    def read(self, line: str, number: int, start: re.Match[str] | None) -> bool:
+        """Read a line, and return whether it is one of a report."""
         previous, self.previous = self.previous, line
         evidence = Evidence(file=self.report.evidence.file, line=number, text=line[:300])
         if start:
@@ -240,6 +245,9 @@ class _TextReader:
         elif self.side and (match := _RANK_LIST.search(line)):
             numbers = re.findall(r"\d{1,9}", match[1])
             self.side.processes += [RasProcess(rank=int(number)) for number in numbers]
+        else:
+            return start is not None
+        return True
 
     def _begin_statement(self, match: re.Match[str], evidence: Evidence) -> None:
         name = match.lastgroup or ""
@@ -341,8 +349,10 @@ def _fill_ranks(statement: RasStatement, absent: Sequence[RasSide], computes: bo
     total = statement.count
     if total is None and size is not None:
         total = size - sum(side.count for side in others)
+    # Ranks are listed all or none; of processes of the job RAS may know some only.
     is_cut = any(0 < len(side.processes) < side.count for side in statement.sides)
-    return sum(side.count for side in statement.sides) == total and not is_cut
+    adds_up = sum(side.count for side in statement.sides) == total
+    return adds_up and not (is_cut and statement.hash)
 
 
 def _json_reports(text: str, file: str) -> Iterator[RasReport]:
@@ -354,6 +364,8 @@ def _json_reports(text: str, file: str) -> Iterator[RasReport]:
     starts = [match.start() for match in _JSON_START.finditer(text)] or [max(0, text.find("{"))]
     line = position = 0
     for start, end in pairwise([*starts, len(text)]):
+        if '"communicators' not in text[start:end]:
+            continue
         line += text.count("\n", position, start)
         position = start
         try:
@@ -398,11 +410,16 @@ def _json_communicator(
         lambda: defaultdict(list)
     )
     for entry in _dicts(fields.get("missing_ranks")):
-        for kind, subject, value in _conditions_without_data(_dict(entry.get("status"))):
-            members[kind, subject][value].append(_json_process(entry))
+        status = _dict(entry.get("status"))
+        is_dead = status.get("considered_dead") is True
+        if status.get("unresponsive") is False and not is_dead:
+            members["MISMATCH", "status"]["NOCOMM"].append(_json_process(entry))
+        else:
+            value = "DEAD" if is_dead else "missing"
+            members["INCOMPLETE", "data"][value].append(_json_process(entry))
     for entry in _dicts(fields.get("ranks")):
-        for kind, subject, value in _conditions(entry):
-            members[kind, subject][value].append(_json_process(entry))
+        for kind, subject, condition in _conditions(entry):
+            members[kind, subject][condition].append(_json_process(entry))
     statements = []
     for kind, subject in sorted(members, key=lambda key: _KINDS.index(key[0])):
         values = members[kind, subject]
@@ -416,9 +433,7 @@ def _json_communicator(
             group=number,
             size=_integer(fields.get("size")),
             sides=[
-                RasSide(
-                    value=value, count=len(values[value]), evidence=evidence, processes=found
-                )
+                RasSide(value=value, count=len(found), evidence=evidence, processes=found)
                 for value, found in sorted(values.items(), key=lambda pair: -len(pair[1]))
             ],
         )
@@ -456,16 +471,6 @@ def _conditions(entry: Mapping[str, Any]) -> Iterator[tuple[str, str, int | str]
     for name, value in _dict(entry.get("collective_counts")).items():
         if (count := _integer(value)) is not None:
             yield "MISMATCH", name, count
-
-
-def _conditions_without_data(
-    status: Mapping[str, Any],
-) -> Iterator[tuple[str, str, int | str]]:
-    if status.get("unresponsive") is False:
-        yield "MISMATCH", "status", "NOCOMM"
-    else:
-        is_dead = status.get("considered_dead") is True
-        yield "INCOMPLETE", "data", "DEAD" if is_dead else "missing"
 
 
 def _is_json_whole(fields: Mapping[str, Any]) -> bool:
