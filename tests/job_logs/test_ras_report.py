@@ -217,6 +217,8 @@ def test_several_queries_in_a_file() -> None:
     headless = COUNTS[COUNTS.index("Job summary") :]
     assert len(read_ras(headless + headless, "a.txt")) == 2
     assert len(read_ras(TABLE + HEALTHY, "a.txt")) == 2
+    table = HEALTHY[HEALTHY.index("Group ") :]
+    assert [len(each.groups) for each in read_ras(table + table, "a.txt")] == [1, 1]
 
 
 @pytest.mark.parametrize(

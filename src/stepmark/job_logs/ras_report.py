@@ -36,7 +36,7 @@ _RESULTS = {
 # Lines with single spaces. A launcher's tag or a time may be in front.
 _START = re.compile(
     r"(?P<version>NCCL version (\S{1,40}) compiled with CUDA)|(?P<summary>Job summary$)"
-    r"|(?P<communicators>Communicators\.\.\.)|Group Comms Nodes Ranks"
+    r"|(?P<communicators>Communicators\.\.\.)|(?P<table>Group Comms Nodes Ranks)"
     r"|#\d{1,9}-\d{1,9} \([0-9a-f]{1,16}\) (?:MISMATCH|INCOMPLETE|ERROR)$"
 )
 _MARKS = (
@@ -161,7 +161,11 @@ class RasReport:
 
     @property
     def is_ok(self) -> bool:
-        """Whether all of the report was read, and it states no error, warning or abort."""
+        """Whether all of the report was read, and it states no error, warning or abort.
+
+        It does not show that the job moves: RAS says RUNNING and OK of ranks that all wait in
+        one operation (https://github.com/NVIDIA/nccl/issues/1730).
+        """
         has_abort = any(row.errors or row.status == "ABORT" for row in self.groups)
         return self.is_whole and bool(self.groups) and not (self.statements or has_abort)
 

@@ -46,9 +46,10 @@ _CULPRIT = re.compile(r"(\d{1,8}); (?:Error type: )?([A-Z_]{5,40})(?:, (.*))?$")
 class TraceProblem(StrEnum):
     """What a block states.
 
-    UNDECIDED: dumps are missing, so the analyzer does not decide. NO_ERROR: all ranks made the
-    same call, and it did not finish for another reason. MISSING_DUMPS: the analyzer stopped
-    because files are missing. ABORTED: it stopped after ten mismatches of a group.
+    UNDECIDED: dumps are missing, so the analyzer does not decide; it says so of each call of
+    the group, sound or not. NO_ERROR: it found none, and does not know why the call did not
+    finish. MISSING_DUMPS: it stopped because files are missing. ABORTED: it stopped after ten
+    mismatches of a group, whose name it may print with a number behind it.
     """
 
     MISSING_RANKS = "missing ranks"
@@ -129,7 +130,7 @@ def read_trace_text(text: str, file: str) -> tuple[TracedCall, ...]:
     calls: list[TracedCall] = []
     is_open = False
     for number, line in enumerate(whole_lines(text), start=1):
-        if not is_open and not any(mark in line for mark in _MARKS):
+        if not line or not (is_open or any(mark in line for mark in _MARKS)):
             continue
         evidence = Evidence(file=file, line=number, text=line[:300].strip())
         if head := _HEAD.search(line) or _NOTE.search(line):
@@ -137,7 +138,7 @@ def read_trace_text(text: str, file: str) -> tuple[TracedCall, ...]:
             calls.append(_begin(head, evidence))
         elif is_open and (entry := _FIELD.search(line)):
             _read_field(calls[-1], entry[1], " ".join(entry[2].split()), evidence)
-        elif is_open and (frame := _FRAME.search(line)):
+        elif is_open and len(calls[-1].stack) < 1000 and (frame := _FRAME.search(line)):
             calls[-1].stack.append(frame[1])
         elif is_open and calls[-1].stack:
             is_open = False
