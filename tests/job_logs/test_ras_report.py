@@ -66,7 +66,10 @@ def mismatch(rows: str, statements: str, errors: str = "") -> RasReport:
     )
 
 
-def summary(statement: RasStatement) -> tuple[str, str, list[tuple[int | str, int, object]]]:
+Summary = tuple[str, str, list[tuple[int | str, int, tuple[int, ...]]]]
+
+
+def summary(statement: RasStatement) -> Summary:
     """Return kind, subject, and value, count and ranks of each side."""
     sides = [(side.value, side.count, side.ranks) for side in statement.sides]
     return statement.kind, statement.subject, sides
@@ -435,3 +438,109 @@ def test_ten_megabytes_of_nonsense(unit: str) -> None:
     with pytest.raises(ConfigError):
         read_ras(text, "a")
     assert time.process_time() - start < 4  # under 1 s on an idle core
+
+
+STATUSES = ("NOCOMM", "INIT", "RUNNING", "FINALIZE", "ABORT")
+FLAGS = {"FINALIZE": "finalize_called", "ABORT": "abort_flag"}
+# Of each rank: None without data, else its status, and operations of two collectives.
+RANKS = st.none() | st.tuples(st.sampled_from(STATUSES), st.integers(0, 2), st.integers(0, 1))
+Communicator = list[tuple[str, int, int] | None]
+
+
+def rank_lines(ranks: dict[int | str, list[int]], size: int, *, verbose: bool) -> str:
+    """Return lines of the text format: all sides, and the ranks of small ones."""
+    words = {0: "not launched any operations", 1: "launched up to operation 1"}
+    words |= {2: "launched up to operation 2"}
+    lines = ""
+    for value, members in sorted(ranks.items(), key=lambda side: -len(side[1])):
+        word = f"status {value}" if isinstance(value, str) else words[value]
+        count = len(members)
+        place = "GPU 0 managed by process 5 on node 10.0.0.1"
+        if count == 1:
+            lines += f"  Rank {members[0]} has {word} -- {place}\n"
+            continue
+        lines += f"  {count} ranks have {word}\n"
+        if count < size / 2 if verbose else count <= min(10, size / 4):
+            lines += "".join(f"  Rank {rank} -- {place}\n" for rank in members)
+    return lines
+
+
+def as_text(communicators: list[Communicator], *, verbose: bool) -> str:
+    rows = errors = warnings = ""
+    for number, ranks in enumerate(communicators):
+        head = f"#{number}-0 ({number:016x})"
+        missing = [rank for rank, data in enumerate(ranks) if data is None]
+        sides: list[dict[int | str, list[int]]] = [{}, {}, {}]  # status and two collectives
+        for rank, data in enumerate(ranks):
+            if data is not None:
+                sides[0].setdefault(data[0], []).append(rank)
+            if data is not None and data[0] != "NOCOMM":
+                sides[1].setdefault(data[1], []).append(rank)
+                sides[2].setdefault(data[2], []).append(rank)
+        kinds = []
+        if missing:
+            kinds.append("INCOMPLETE")
+            errors += (
+                f"{head} INCOMPLETE\n  Missing communicator data from {len(missing)} ranks\n"
+            )
+            if len(missing) <= 10 or verbose:
+                errors += "".join(f"  Rank {rank} -- [not found]\n" for rank in missing)
+            errors += "\n"
+        if any(len(side) > 1 for side in sides):
+            kinds.append("MISMATCH")
+            warnings += f"{head} MISMATCH\n"
+        names = ("status", "Reduce operation counts", "X operation counts")
+        for side, name in zip(sides, names, strict=True):
+            if len(side) > 1:
+                warnings += f"  Communicator ranks have different {name}\n"
+                warnings += rank_lines(side, len(ranks), verbose=verbose) + "\n"
+        status = next((word for word in reversed(STATUSES) if word in sides[0]), "NOCOMM")
+        rows += f"{number:5} 1 1 1 {len(ranks)} 0 {status} {','.join(kinds) or 'OK'}\n"
+    return f"{TABLE}{rows}\nErrors\n======\n\n{errors}Warnings\n========\n\n{warnings}"
+
+
+def as_json(communicators: list[Communicator]) -> str:
+    documents = []
+    for number, ranks in enumerate(communicators):
+        missing: list[object] = []
+        present: list[object] = []
+        for rank, data in enumerate(ranks):
+            place = {"rank": rank, "host": "10.0.0.1", "pid": 5, "cuda_dev": 0, "nvml_dev": 0}
+            if data is None or data[0] == "NOCOMM":
+                missing.append(place | {"status": {"unresponsive": data is None}})
+                continue
+            status: dict[str, object] = {"init_state": 7 if data[0] == "INIT" else 0}
+            status |= {FLAGS[data[0]]: True} if data[0] in FLAGS else {}
+            counts = {"Reduce": data[1], "X": data[2]}
+            present.append(place | {"status": status, "collective_counts": counts})
+        document = {"hash": f"0x{number:x}", "size": len(ranks)}
+        documents.append(document | {"ranks": present, "missing_ranks": missing})
+    fields = {"nccl_version": "2.28.7", "communicators_count": len(documents)}
+    return json.dumps(fields | {"communicators": documents}, indent=2)
+
+
+@given(
+    st.lists(st.lists(RANKS, min_size=2, max_size=40), min_size=1, max_size=3), st.booleans()
+)
+def test_text_says_what_json_says(communicators: list[Communicator], verbose: bool) -> None:
+    """The text lists fewer ranks; those that are listed or computed are the right ones."""
+    text = report(as_text(communicators, verbose=verbose))
+    (full,) = read_ras(as_json(communicators), "ras.json")
+    assert text.is_whole
+    assert full.is_whole
+    truth = {
+        (statement.hash, statement.subject, side.value): side.ranks
+        for statement in full.statements
+        for side in statement.sides
+    }
+    ranks = {
+        (statement.hash, statement.subject, side.value): side.ranks or side.count
+        for statement in text.statements
+        for side in statement.sides
+    }
+    assert ranks.keys() == truth.keys()
+    assert all(ranks[key] in (truth[key], len(truth[key])) for key in truth)
+    assert [row.status for row in text.groups if row.status != "NOCOMM"] == [
+        row.status for row in full.groups if row.status not in ("NOCOMM", "")
+    ]
+    assert [row.errors for row in text.groups] == [row.errors for row in full.groups]
