@@ -4,7 +4,7 @@
 - nccl_log/: debug logs of NCCL and RCCL.
 - flight_recorder/: dumps of torch's flight recorder.
 - job_output/, failures.py: tracebacks, time-outs, signals; the meaning of each.
-- inspector.py: lines of NCCL's inspector.
+- inspector.py, ras_report.py: lines of NCCL's inspector, reports of its RAS subsystem.
 - one_cause.py: a log and dumps of one job joined.
 - log_summary.py: facts and findings as lines and rows.
 """

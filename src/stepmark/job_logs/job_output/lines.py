@@ -33,6 +33,14 @@ def split_tag(text: str) -> tuple[int | None, str, str]:
     return rank, tag, _LOGGER.sub("", text, count=1)
 
 
+def whole_lines(text: str) -> list[str]:
+    """Return the lines. Of a last line without end, a last word that may be cut is left out."""
+    lines = text.split("\n")
+    if lines[-1][-1:].isalnum():
+        lines[-1] = lines[-1].rpartition(" ")[0]
+    return lines
+
+
 def numbers_of(text: str) -> list[int]:
     """Return the numbers of "0, 2-4"."""
     numbers: list[int] = []
