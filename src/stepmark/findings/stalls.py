@@ -16,7 +16,6 @@ _MAX_SHOWN = 3  # calls in a text
 _MAX_EVIDENCE = 8  # ranks
 MISMATCH, MISSING, DEADLOCK = "call-mismatch", "failure-missing-rank", "failure-deadlock"
 ARRIVED, UNKNOWN = "failure-not-completed", "failure-wait"
-STALLS = frozenset({MISMATCH, MISSING, DEADLOCK, ARRIVED, UNKNOWN})
 _ACTIONS = {
     MISMATCH: "Make the ranks issue the same collectives in one order, with equal counts, "
     "types and roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code.",
@@ -222,10 +221,9 @@ def _unknown(graph: WaitGraph, calls: Sequence[Call]) -> Cause:
         for reason in dict.fromkeys(reasons.values()):
             lacking = [rank for rank in maybe if reasons.get(rank) == reason]
             text += f" ({ranks_text(lacking)} {reason})" if lacking else ""
-    else:
-        text += "every rank that is shown to be a member has issued it"
     if any(call.is_open for call in calls):
-        text += "; the members of the group are not listed: another rank may be missing"
+        text += "; " if maybe else ""
+        text += "the members of the group are not listed: another rank may be missing"
         outside = graph.free - frozenset(rank for call in calls for rank in call.parts)
         if outside:
             text += f", such as {ranks_text(outside)}, which {_s(outside, 'wait')} for nobody"
@@ -317,9 +315,7 @@ def _waiting_text(calls: Sequence[Call]) -> str:
             names = ", ".join(call.name for call in same[:8])
             more = ", ..." if len(same) > 8 else ""
             where = f"call {number} of {len(same)} groups, {names}{more}{purpose}"
-            where += (
-                f" ({' or '.join(words[:3])})" if isinstance(words, tuple) and words else ""
-            )
+            where += f" ({' or '.join(words[:3])})" if words else ""
         texts.append(_ranks_wait(same, where))
     rest = [call for same in list(alike.values())[_MAX_SHOWN:] for call in same]
     if rest:

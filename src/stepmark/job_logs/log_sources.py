@@ -2,18 +2,18 @@
 
 import glob
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from stepmark.cases.message import Histogram
-from stepmark.findings.finding import Finding
+from stepmark.findings.finding import Finding, Severity
 from stepmark.findings.histogram import ranks_seen, with_ranks
 from stepmark.findings.log_facts import LogFacts
 from stepmark.findings.stalls import Cause
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.read_text import decode, is_binary, read_head
+from stepmark.ground.read_text import decode, is_binary, read_head, read_text
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_summary
 from stepmark.job_logs.flight_recorder import (
@@ -23,11 +23,20 @@ from stepmark.job_logs.flight_recorder import (
 )
 from stepmark.job_logs.flight_recorder.findings import findings
 from stepmark.job_logs.flight_recorder.groups import progress
+from stepmark.job_logs.flight_recorder.trace_text import (
+    TracedCall,
+    TraceProblem,
+    looks_like_trace_text,
+    read_trace_text,
+)
 from stepmark.job_logs.inspector import looks_like_inspector, read_inspector
 from stepmark.job_logs.job_output import is_job_output
+from stepmark.job_logs.job_output.lines import has_nccl_line
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
+from stepmark.job_logs.ras_report import looks_like_ras, read_ras
+from stepmark.job_logs.reports import ras_findings
 from stepmark.text_tables import looks_like_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table
 
@@ -35,6 +44,7 @@ MAX_FILES = 100_000
 # Files of a folder that may be output of a job; a named file may have any name.
 _OUTPUT_SUFFIXES = frozenset({"", ".out", ".err", ".log", ".txt", ".gz", ".stdout", ".stderr"})
 LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "tables"
+RAS, ANALYSIS = "RAS report", "analysis of dumps"
 OUTPUT = "job output"  # a log without lines of NCCL
 
 
@@ -157,6 +167,10 @@ def kinds_of(path: Path) -> set[str]:
         return {INSPECTOR}
     if looks_like_flight_recorder(head):
         return {FLIGHT}
+    if looks_like_trace_text(head):
+        return {ANALYSIS}
+    if looks_like_ras(head):
+        return {RAS, LOG} if has_nccl_line(head) else {RAS}
     is_report = head.startswith(b"{\n") and path.suffix == ".json"  # ours may quote a log
     kinds = {LOG} if looks_like_log(head) and not is_report else set()
     if not is_binary(head) and looks_like_tables(decode(head)):
@@ -190,16 +204,25 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     """
     paths = inputs.paths
     dumps = read_flight_recorder(paths[FLIGHT]) if paths[FLIGHT] else None
-    by_kind: dict[str, Source] = {}
-    causes: Sequence[Cause] | None = None
+    traced = [call for path in paths[ANALYSIS] for call in _traced(path)]
+    facts = None
     if paths[LOG]:
         known = inputs.facts.get(paths[LOG][0]) if num_ranks is None else None
         facts = known or read_log(paths[LOG], num_ranks=num_ranks)
-        stalls = stalls_of(facts, dumps.dumps if dumps else ())
-        causes = stalls.causes
+    stalls = stalls_of(facts, dumps.dumps if dumps else (), traced)
+    by_kind: dict[str, Source] = {}
+    if facts:
         by_kind[LOG] = _log(facts, stalls, paths[LOG])
+    # What the files show together is told with the first of them.
     if dumps:
-        by_kind[FLIGHT] = _flight_recorder(dumps, causes, paths[FLIGHT])
+        by_kind[FLIGHT] = _flight_recorder(
+            dumps, stalls.causes, paths[FLIGHT], is_first=not by_kind
+        )
+    if traced:
+        own = [] if by_kind else [cause.finding() for cause in stalls.causes]
+        by_kind[ANALYSIS] = _analysis(traced, own, paths[ANALYSIS])
+    if paths[RAS]:
+        by_kind[RAS] = _ras(paths[RAS])
     if paths[INSPECTOR]:
         by_kind[INSPECTOR] = _inspector(paths[INSPECTOR])
     sources = list(by_kind.values())
@@ -229,9 +252,9 @@ def _log(facts: LogFacts, stalls: JobStalls, paths: Sequence[Path]) -> Source:
 
 
 def _flight_recorder(
-    facts: FlightFacts, known: Sequence[Cause] | None, paths: Sequence[Path]
+    facts: FlightFacts, causes: Sequence[Cause], paths: Sequence[Path], *, is_first: bool
 ) -> Source:
-    """Return the dumps. known: the causes, which are shown with the log of the job."""
+    """Return the dumps; with the causes, unless they are shown with the log of the job."""
     dumps = facts.dumps
     ranks = [dump.rank for dump in dumps if dump.rank is not None]
     versions = dict.fromkeys(dump.version or "unknown" for dump in dumps)
@@ -253,9 +276,66 @@ def _flight_recorder(
         files=tuple(map(str, paths)),
         histogram=facts.histogram,
         num_ranks_seen=len(dumps),
-        findings=tuple(findings(dumps, known)),
+        findings=tuple(findings(dumps, causes, is_first=is_first)),
         lines=tuple(lines),
         rows=(("ranks", rows),),
+    )
+
+
+def _traced(path: Path) -> tuple[TracedCall, ...]:
+    return read_trace_text(read_text(path), str(path))
+
+
+def _analysis(
+    traced: Sequence[TracedCall], own: Sequence[Finding], paths: Sequence[Path]
+) -> Source:
+    """Return what torch's analyzer of dumps printed."""
+    counts = Counter(one.problem.value for one in traced)
+    words = ", ".join(f"{number} of {kind}" for kind, number in counts.items())
+    unclear = [one for one in traced if one.problem in _UNCLEAR or not one.is_whole]
+    notes = [
+        Finding(
+            rule="analysis-unclear",
+            severity=Severity.WARNING,
+            text=f"The analyzer does not decide on all calls ({one.problem.value}).",
+            evidence=tuple(one.evidence),
+        )
+        for one in unclear[:_MAX_RANKS_SHOWN]
+    ]
+    return Source(
+        kind=ANALYSIS,
+        files=tuple(map(str, paths)),
+        histogram={},
+        num_ranks_seen=0,
+        findings=(*own, *notes),
+        lines=(f"analysis of flight-recorder dumps: {len(traced)} calls, {words}",),
+    )
+
+
+_UNCLEAR = (TraceProblem.UNDECIDED, TraceProblem.MISSING_DUMPS, TraceProblem.ABORTED)
+
+
+def _ras(paths: Sequence[Path]) -> Source:
+    """Return reports of RAS; of one job, so a later one is the job's state."""
+    reports = [report for path in paths for report in read_ras(read_text(path), str(path))]
+    lines = []
+    for report in reports:
+        words = [f"NCCL {report.version}"] if report.version else []
+        if report.totals:
+            words.append("{} nodes, {} processes, {} GPUs".format(*report.totals))
+        lines.append(f"RAS report: {', '.join(words) or 'no summary'}")
+        lines += [
+            f"  group {row.number}: communicators {row.num_communicators}, ranks {row.size}, "
+            f"{row.status} {' '.join(row.errors) or 'OK'}"
+            for row in report.groups[:_MAX_RANKS_SHOWN]
+        ]
+    return Source(
+        kind=RAS,
+        files=tuple(map(str, paths)),
+        histogram={},
+        num_ranks_seen=0,
+        findings=tuple(one for report in reports for one in ras_findings(report)),
+        lines=tuple(lines),
     )
 
 

@@ -14,16 +14,17 @@ from stepmark.job_logs.flight_recorder.operations import Dump
 from stepmark.job_logs.flight_recorder.waits import shown_by
 
 
-def findings(dumps: Sequence[Dump], known: Sequence[Cause] | None = None) -> list[Finding]:
+def findings(
+    dumps: Sequence[Dump], known: Sequence[Cause] | None = None, *, is_first: bool = True
+) -> list[Finding]:
     """Return problems first, in the order of groups. One dump alone shows little.
 
-    known: the causes, where they were found together with other files of the job.
+    known: the causes, where other files of the job were read as well; unless is_first, they are
+    shown with these.
     """
     groups = groups_of(dumps)
-    unsorted = []
-    if known is None:
-        known = causes(*shown_by(groups))
-        unsorted = [cause.finding() for cause in known]
+    known = causes(*shown_by(groups)) if known is None else known
+    unsorted = [cause.finding() for cause in known if is_first]
     unsorted += _limits(known, groups, dumps)
     unsorted += _missing(groups)
     for rule in (_lost, _watchdog, _versions):

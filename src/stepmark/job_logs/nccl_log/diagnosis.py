@@ -72,8 +72,8 @@ _FALLS_BACK = re.compile(
 def call_mismatch(mismatch: Mismatch) -> Finding:
     """Return that ranks seem to have issued different collectives at the same place.
 
-    Those of ranks that certainly form a communicator are causes of stalls, unless one came after
-    a time-out.
+    Those of ranks that certainly form a communicator are causes, unless a call came after a
+    time-out.
     """
     sides = "; ".join(
         f"{plural(len(issuers), 'rank')} ({_rank(side)}) issued {side.call}"

@@ -1,7 +1,7 @@
 """What the output of a job shows of its ranks' calls: time-outs, states, logged calls.
 
-The watchdog's lines name ranks that timed out; others of their group are known by a line on their
-state, by another rank's report, or not at all.
+The watchdog's lines name ranks that timed out; others of their group are known by a line on
+their state, by another rank's report, or not at all.
 """
 
 from collections import Counter
@@ -120,7 +120,7 @@ def _call(facts: LogFacts, group: _Group, number: int) -> Call:
         ranks = [group.rank_of(place) for place in holes]
         if None in ranks:
             places = ", ".join(map(str, holes[:8])) + (", ..." if len(holes) > 8 else "")
-            remark = f"Of rank {places} of its group no line is here"
+            remark = f"Without a line here: rank {places} within the group"
         else:
             unknown |= {rank: "without a line here" for rank in ranks if rank is not None}
     return Call(
