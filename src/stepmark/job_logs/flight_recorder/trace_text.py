@@ -95,10 +95,10 @@ class TracedCall:
 
     group, description: of the process group ("0", "default_pg"). kind: torch's name without
     backend and peers ("all_reduce", "send"). Ranks are global. expected_ranks: members of the
-    group. num_expected: their number, which early versions print alone. state: of the rank
-    that the analyzer read first. mismatches: () of a block that is cut. stack: "function at
-    file:line", innermost first. evidence: its first line, then those of ranks and errors.
-    is_whole: the block was read up to its stack.
+    group. num_expected: their number, which early versions print alone. kind, sizes and state
+    are those of the rank that the analyzer read first, which need not be rank 0. mismatches:
+    () of a block that is cut. stack: "function at file:line", innermost first. evidence: its
+    first line, then those of ranks and errors. is_whole: the block was read up to its stack.
     """
 
     problem: TraceProblem
