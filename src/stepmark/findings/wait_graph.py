@@ -4,8 +4,8 @@ Dumps, time-outs of a watchdog and reports fill it, each with what it knows: a r
 a call may be issued, completed or unknown. A call waits for the members that have not issued
 it, and for those that have, behind another call that is not completed. Following these edges
 ends at a rank that waits for nobody, at one that is unknown, at a call that all have issued, or
-in a cycle. If all ranks use the groups in one order, no cycle exists, and a rank that stops is the
-only one that waits for nobody.
+in a cycle. If all ranks use the groups in one order, no cycle exists, and a rank that stops is
+the only one that waits for nobody.
 """
 
 from collections.abc import Mapping, Sequence

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import prod
 
 from stepmark.findings.disagreement import Disagreement, sides_text, suspects_of
 from stepmark.findings.finding import Evidence, Finding, Severity
@@ -19,7 +20,7 @@ _PROCESS_ACTION = "Look at this process and its node: its own output, dmesg, the
 
 
 def shown_by_analyzer(traced: Sequence[TracedCall]) -> tuple[WaitGraph, list[Disagreement]]:
-    """Return what torch's analyzer of dumps shows: who waits for whom, and calls that differ."""
+    """Return what torch's analyzer shows: who waits for whom, and calls that differ."""
     calls = [_traced_call(one) for one in traced if _is_wait(one)]
     fronts: dict[int, list[Call]] = {}
     for call in sorted(calls, key=lambda call: call.number or 0):
@@ -44,8 +45,9 @@ def _label(one: TracedCall) -> str:
 def _traced_call(one: TracedCall) -> Call:
     members = one.expected_ranks or tuple(range(one.num_expected or 0))
     lacking = {*one.missing_ranks, *one.ranks_without_dump}
-    sizes = f" of {one.input_sizes}" if one.input_sizes else ""
-    part = Part(f"{one.kind}{sizes}", one.state, False, tuple(one.evidence[:1]))
+    elements = sum(map(prod, one.input_sizes or ()))
+    words = f"{one.kind} of {elements} elements" if elements else one.kind
+    part = Part(words, one.state, False, tuple(one.evidence[:1]))
     return Call(
         group=_label(one),
         name=one.group,
