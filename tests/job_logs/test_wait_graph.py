@@ -74,8 +74,8 @@ def problems(tmp_path: Path, text: str) -> list[Finding]:
 def timed_out(rank: int, place: int, group: str, number: int = 7, numel: int = 100) -> str:
     call = (
         f"[Rank {place}] Watchdog caught collective operation timeout: WorkNCCL(SeqNum="
-        f"{number}, OpType=ALLREDUCE, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000) ran for "
-        "600098 milliseconds before timing out."
+        f"{number}, OpType=ALLREDUCE, NumelIn={numel}, NumelOut={numel}, Timeout(ms)=600000) "
+        "ran for 600098 milliseconds before timing out."
     )
     return (
         f"[rank{rank}]:[E1013 03:22:49.68 ProcessGroupNCCL.cpp:629] {call}\n"

@@ -5,6 +5,7 @@
 - flight_recorder/: dumps of torch's flight recorder.
 - job_output/, failures.py: tracebacks, time-outs, signals; the meaning of each.
 - inspector.py, ras_report.py: lines of NCCL's inspector, reports of its RAS subsystem.
-- one_cause.py: a log and dumps of one job joined.
+- reports.py: what reports of RAS and of torch's analyzer of dumps show of the ranks.
+- job_stalls.py: why ranks do not go on, by all files of a job together.
 - log_summary.py: facts and findings as lines and rows.
 """
