@@ -218,3 +218,16 @@ def test_what_looks_like_the_inspector() -> None:
     assert looks_like_inspector(json.dumps(header() | operation()).encode())
     assert not looks_like_inspector(b'{"entries": []}')
     assert not looks_like_inspector(b"# nccl-tests")
+
+
+def test_a_rank_whose_records_end_earlier_is_behind(tmp_path: Path) -> None:
+    records = []
+    for rank, most in ((0, 9), (1, 7), (2, 9)):
+        records.append(header(rank, 3))
+        records += [operation(coll_sn=number) for number in range(1, most + 1)]
+    found = [one for one in read(tmp_path, *records).findings if one.rule == "behind"]
+    assert [one.ranks for one in found] == [(1,)]
+    assert "all_reduce 7 of 9 on rank 1" in found[0].text
+    assert found[0].evidence[0].line == len(records) - 10
+    even = [one for one in records if one.get("coll_perf", {}).get("coll_sn", 0) < 8]
+    assert not [one for one in read(tmp_path, *even).findings if one.rule == "behind"]

@@ -21,6 +21,7 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import open_binary
+from stepmark.ground.units import ranks_text
 from stepmark.model.collectives import FACTS, Collective, collective_named, num_parts
 
 MAX_LINE_BYTES = 2**24
@@ -80,6 +81,8 @@ class _State:
     num_unread: int = 0
     smallest: int | None = None
     first_drop: Evidence | None = None
+    # Communicator and collective -> rank -> its last number, and file and line that has it.
+    last: dict[tuple[str, str], dict[int, tuple[int, str, int]]] = field(default_factory=dict)
 
 
 def looks_like_inspector(head: bytes) -> bool:
@@ -126,7 +129,7 @@ def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
             _add_stats(state, stats, current, Evidence(file=file, line=number, text=""))
         for prefix in ("coll", "p2p"):
             if isinstance(fields := record.get(f"{prefix}_perf"), dict):
-                _add(state, fields, prefix, current or unknown)
+                _add(state, fields, prefix, current or unknown, (file, number))
 
 
 def _record(line: bytes) -> dict[str, Any] | None:
@@ -158,7 +161,11 @@ def _integer(value: object) -> int | None:
 
 
 def _add(
-    state: _State, fields: Mapping[str, Any], prefix: str, communicator: _Communicator
+    state: _State,
+    fields: Mapping[str, Any],
+    prefix: str,
+    communicator: _Communicator,
+    place: tuple[str, int],
 ) -> None:
     name = collective_named(str(fields.get(prefix) or ""))
     size = _integer(fields.get(f"{prefix}_msg_size_bytes"))
@@ -182,6 +189,11 @@ def _add(
         total.timed += 1
         total.seconds += seconds
     total.ranks.add((communicator.process, communicator.rank))
+    sequence = _integer(fields.get("coll_sn"))
+    if sequence is not None and communicator.rank is not None and communicator.id:
+        last = state.last.setdefault((communicator.label, name), {})
+        if sequence >= last.get(communicator.rank, (0,))[0]:
+            last[communicator.rank] = (sequence, *place)
     groups = state.ranks.setdefault(communicator.process, {})
     groups.setdefault(communicator.id, set()).add(communicator.rank)
     state.smallest = size if state.smallest is None else min(state.smallest, size)
@@ -251,7 +263,29 @@ def _facts(state: _State) -> InspectorFacts:
     )
 
 
+def _behind(state: _State) -> Iterator[Finding]:
+    """Yield ranks whose records end at an earlier collective than those of others."""
+    for (communicator, name), last in state.last.items():
+        most = max(number for number, _, _ in last.values())
+        behind = {rank: place for rank, place in last.items() if place[0] < most}
+        if not behind:
+            continue
+        worst = min(behind, key=lambda rank: behind[rank])
+        number, file, line = behind[worst]
+        yield Finding(
+            rule="behind",
+            severity=Severity.WARNING,
+            text=f"The records of {ranks_text(behind)} of {communicator} end earlier than "
+            f"those of {ranks_text(last.keys() - behind.keys())}: {name} {number} of {most} on "
+            f"rank {worst}. It hangs here, unless its records were not written yet or it still ran.",
+            evidence=(Evidence(file=file, line=line, text=f"coll_sn {number}"),),
+            count=len(behind),
+            ranks=tuple(sorted(behind)),
+        )
+
+
 def _findings(state: _State, sources: Counter[str], clock: str) -> Iterator[Finding]:
+    yield from _behind(state)
     if state.dropped:
         assert state.first_drop is not None
         lost = sum(state.dropped.values())
