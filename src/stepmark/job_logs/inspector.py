@@ -277,7 +277,7 @@ def _behind(state: _State) -> Iterator[Finding]:
             severity=Severity.WARNING,
             text=f"The records of {ranks_text(behind)} of {communicator} end earlier than "
             f"those of {ranks_text(last.keys() - behind.keys())}: {name} {number} of {most} on "
-            f"rank {worst}. It hangs here, unless its records were not written yet or it still ran.",
+            f"rank {worst}. It hangs here, unless it still ran or its records were late.",
             evidence=(Evidence(file=file, line=line, text=f"coll_sn {number}"),),
             count=len(behind),
             ranks=tuple(sorted(behind)),
