@@ -96,8 +96,7 @@ def _mismatch(parts: Sequence[Disagreement]) -> Cause:
         text += f". {ranks_text(suspects).capitalize()} {verb}"
         named, rest = suspects, frozenset[int]()
     else:
-        text += f". The {parts[0].source} {'do' if parts[0].source == 'dumps' else 'does'} not "
-        text += "show which side is wrong"
+        text += f". The {parts[0].source} cannot show which side is wrong"
         named, rest = frozenset[int](), suspects
     return Cause(
         rule=MISMATCH,
@@ -239,10 +238,10 @@ def _arrived(graph: WaitGraph, calls: Sequence[Call]) -> Iterator[Cause]:
         text = f"{_waiting_text([call])}; "
         done, waiting = ranks_text(call.done), ranks_text(call.waiting)
         if call.is_split:
-            text += f"{done} {_has(call.done)} gone on: {waiting} "
-            text += "is" if len(call.waiting) == 1 else "are"
-            text += " behind. Calls of different kind or size were paired, or the call ended "
-            text += "on some ranks only"
+            text += (
+                f"{done} {_has(call.done)} gone on, {waiting} {_has(call.waiting)} not. Calls "
+            )
+            text += "of different kind or size were paired, or it ended on some ranks only"
         elif call.done:
             text += f"{done} {_has(call.done)} completed it: the state may be late"
         else:
@@ -250,7 +249,8 @@ def _arrived(graph: WaitGraph, calls: Sequence[Call]) -> Iterator[Cause]:
             text += f". {call.remark}" if call.remark else ""
         cause = _cause(graph, ARRIVED, frozenset(), text, [call])
         if call.is_split:
-            cause = replace(cause, suspects=frozenset(call.waiting))
+            fewer = min(call.waiting, call.done, key=len)
+            cause = replace(cause, suspects=frozenset(fewer))
         is_late = call.done and not call.is_split and cause.victims <= set(call.waiting)
         yield replace(cause, severity=Severity.WARNING if is_late else Severity.PROBLEM)
 

@@ -119,7 +119,7 @@ def _sort(
     try:
         kinds = kinds_of(path)
         is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
-        if not only_tables and kinds <= {TABLES} and is_output:
+        if not only_tables and kinds <= {TABLES, RAS, ANALYSIS} and is_output:
             is_log = _read_only(path, inputs) if is_only else is_job_output(path)
             kinds |= {LOG} if is_log else set()
     except ConfigError as error:

@@ -170,8 +170,14 @@ def _stated(one: RasStatement) -> Finding:
     )
     lines = [one.evidence, *(side.evidence for side in one.sides)]
     smaller = _ranks_of(one.sides[1:] or one.sides)
+    if one.kind == "ERROR":
+        # A remote error follows from the process at the other end.
+        own = [side for side in one.sides if not str(side.value).startswith("Remote")]
+        smaller = _ranks_of(own or one.sides)
     what = {"MISMATCH": "differ in", "ERROR": "report an error:"}[one.kind]
     text = f"Ranks of {_communicator(one)} {what} {one.subject} ({sides}){_places(one.sides)}."
+    if one.kind == "ERROR" and len(smaller) < len(_ranks_of(one.sides)):
+        text += f" Remote errors follow from others: look at {ranks_text(smaller)} first."
     text += f" {_MOVING}." if one.kind == "MISMATCH" and one.subject != "status" else ""
     return _finding(f"ras-{one.kind.lower()}", text, lines, ranks=smaller)
 

@@ -20,7 +20,7 @@ _WATCHDOG = re.compile(
 )
 _GROUP = re.compile(
     r"\[PG (?:ID )?(\S{1,20}(?: \([^()]{1,80}\))?)"
-    r"(?: PG GUID ([^\]]{1,120}?))? Rank (\d{1,8})\]"
+    r"(?: PG GUID ([^\]]{1,120}?))? Rank (\d{1,8})\](\s*$)?"
 )
 _STATUS = re.compile(
     r"(?:(?:at work(?: sequence id)?|Timeout at NCCL work): (\d{1,12}).{0,40}?)?"
@@ -54,10 +54,19 @@ class WatchdogLines:
     timeouts: list[_TimedOut] = field(default_factory=list)
     absent: list[AbsentRank] = field(default_factory=list)
     _progress: dict[tuple[str, int], GroupProgress] = field(default_factory=dict)
-    _reporter: tuple[int, int] | None = None  # its rank in the group and in the job
+    _reporter: int | None = None  # its rank in the job
+    # A line that ends before its call, with its rank.
+    _broken: tuple[str, int | None, Evidence] | None = None
 
     def read(self, body: str, rank: int | None, evidence: Evidence) -> bool:
         """Read a line; return whether it was one of these."""
+        if self._broken is not None and body.startswith(("WorkNCCL(", "by watchdog at work")):
+            start, rank, evidence = self._broken
+            body = start + body
+        self._broken = None
+        if body.rstrip().endswith(("operation timeout:", "error or timeout) detected")):
+            self._broken = (f"{body.rstrip()} ", rank, evidence)
+            return True
         named = _GROUP.search(body)
         group = None if named is None else (named[2] or named[1], int(named[3]))
         timeouts = [
@@ -65,10 +74,10 @@ class WatchdogLines:
         ]
         if group is not None:
             self._state(group, _STATUS.search(body), rank, evidence, timeouts)
-        report = _REPORT.search(body)
+        report = _REPORT.search(body) or (named if named and named[4] is not None else None)
         if report:
-            place = int(report[1])
-            self._reporter = (place, place if rank is None else rank)
+            place = int(report[3] if report is named else report[1])
+            self._reporter = place if rank is None else rank
         missing = _ABSENT.search(body)
         if missing and self._reporter is not None:
             for absent in numbers_of(missing[1] or missing[3]):
@@ -76,7 +85,7 @@ class WatchdogLines:
                     AbsentRank(
                         group="?",
                         rank=absent,
-                        reporter=self._reporter[1],
+                        reporter=self._reporter,
                         position=int(missing[2] or 0),
                         evidence=evidence,
                     )
@@ -92,7 +101,8 @@ class WatchdogLines:
         """Return the time-out of a line, or the same one of an earlier line."""
         group_rank, number, kind, numel, _, milliseconds = match.groups()
         call = collective_named(kind.lower().strip("_").removesuffix("_base"))
-        if numel and int(numel) != _UNKNOWN_ELEMENTS:
+        is_coalesced = call == "coalesced"  # its size is never given
+        if numel and int(numel) != _UNKNOWN_ELEMENTS and not is_coalesced:
             call += f" of {numel} elements"
         new = _TimedOut(
             group_rank=int(group_rank),

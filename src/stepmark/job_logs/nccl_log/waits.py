@@ -67,8 +67,8 @@ def shown_by(facts: LogFacts) -> tuple[WaitGraph, list[Disagreement]]:
                 fronts.setdefault(state.rank, []).append(calls[group.name, state.waits_in])
     _add_lagging(facts, list(calls.values()))
     find_behind(fronts)
-    is_known = {rank for call in calls.values() for rank in call.ranks}
-    return WaitGraph(fronts=fronts, free=frozenset(is_known - fronts.keys())), found
+    known = {rank for call in calls.values() for rank in (*call.parts, *call.absent)}
+    return WaitGraph(fronts=fronts, free=frozenset(known - fronts.keys())), found
 
 
 def _groups(states: Sequence[GroupProgress]) -> Iterator[_Group]:
@@ -116,7 +116,8 @@ def _call(facts: LogFacts, group: _Group, number: int) -> Call:
     remark = ""
     named = {*group.states, *(report.rank for report in _reports(facts, group))}
     holes = sorted(set(range(min(max(named), MAX_HOLES))) - named)
-    if holes:
+    # Of a group that few lines are of, the log is a part.
+    if holes and len(holes) <= len(named):
         ranks = [group.rank_of(place) for place in holes]
         if None in ranks:
             places = ", ".join(map(str, holes[:8])) + (", ..." if len(holes) > 8 else "")
