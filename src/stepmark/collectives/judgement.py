@@ -1,0 +1,305 @@
+"""Whether a table of a collective's results is normal for its hardware, and if not, why.
+
+A table is compared with healthy tables in three figures: the peak bandwidth from 256 MiB on
+(tolerance 15 %), the shortest time up to 64 KiB (twice), and its own shape (table_curve.py).
+Between these, two healthy tables of one platform differ by up to 54 %: middle sizes are judged
+by the table's shape alone. Unknown is an answer: it says what is missing.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from stepmark.collectives.reference_ranges import (
+    Hardware,
+    Nics,
+    Range,
+    Span,
+    family_of,
+    hardware_of,
+    has_latency,
+    load_ranges,
+    rate,
+    reference_range,
+    send_channel_share,
+    tuner_latency_s,
+)
+from stepmark.collectives.table_curve import Curve, CurveFault, curve_faults, curves_of
+from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.reading import Table
+from stepmark.ground.units import GB, format_bytes, format_time
+
+_TOLERANCE, _LATENCY_TOLERANCE = 0.85, 2.0
+_FAR = 0.5  # of what other GPUs reach
+_WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
+_NICS = re.compile(r"(?P<count>[1-9]\d?)\s?x\s?(?P<gbit>[1-9]\d{0,3})G?", re.IGNORECASE)
+_OF_LINKS = (
+    "NVLink connections that are down or not used, or PCIe instead",
+    "nvidia-smi nvlink --status, nvidia-smi topo -m, NCCL_DEBUG=INFO (P2P or SHM)",
+)
+_OF_NETWORK = (
+    "a part of the NICs in use (NCCL_IB_HCA; one GPU uses the NICs near to it), no GPUDirect RDMA, "
+    "or PCIe settings of the NICs (MaxReadReq, MAX_ACC_OUT_READ, ACS)",
+    "NCCL_DEBUG=INFO (`NET/IB : Using` names all NICs, connections have GDRDMA), and ib_write_bw "
+    "for each NIC",
+)
+_NO_RANKS = "the hardware is not stated (lines `# Rank 0 ... on HOST device 0 ... GPU`)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The verdict on one curve. rows: figures beside their references."""
+
+    value: str  # "normal", "not normal", "unknown"
+    text: str
+    rows: tuple[dict[str, str], ...]
+    findings: tuple[Finding, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, then a line for each figure."""
+        yield f"{self.value}: {self.text}"
+        for row in self.rows:
+            yield f"    {row['figure']:14} {row['value']:26} {row['reference']}".rstrip()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """A curve's figures beside the range of its hardware."""
+
+    curve: Curve
+    hardware: Hardware
+    range: Range
+    unit: float  # rate(), bytes/s; 0 is unknown
+    peak_span: Span | None  # bytes/s
+    latency_span: Span | None  # seconds
+    is_slow: bool
+    is_late: bool
+
+
+def parse_nics(text: str) -> Nics:
+    """Parse "8x400G": NICs of a host and the Gbit/s of each. Raises ConfigError."""
+    if match := _NICS.fullmatch(text.strip()):
+        return int(match["count"]), float(match["gbit"])
+    raise ConfigError("nics", text, "NICs of a host and the Gbit/s of each, as in 8x400G")
+
+
+def judge(
+    table: Table, *, nics: Nics | None = None, ranges: Sequence[Range] | None = None
+) -> tuple[Judgement, ...]:
+    """Return a verdict for each data type and column; () for a table of anything else.
+
+    nics: NICs of a host that the ranks use.
+    """
+    hardware = hardware_of(table, nics)
+    known = load_ranges() if ranges is None else ranges
+    fits = [_fit(table, curve, hardware, known) for curve in curves_of(table)]
+    return tuple(_judgement(table, fit, nics) for fit in fits)
+
+
+def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
+    doubt, curve = _doubt(table, fit), fit.curve
+    faults = [
+        *([] if doubt else _outside(fit, nics)),
+        *curve_faults(curve, table.num_ranks or 0),
+    ]
+    severe = [fault for fault in faults if fault.is_severe]
+    value = "not normal" if severe else "unknown" if doubt else "normal"
+    rows = _rows(fit, faults)
+    name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype} {curve.column}"
+    sentences = [
+        f"{name.strip()}: {'; '.join(row['figure'] + ' ' + row['value'] for row in rows[:-1])}",
+        doubt,
+        *(f"{fault.text}. Usual cause: {fault.cause}. Try: {fault.action}" for fault in faults),
+        *_remarks(table, fit),
+        "" if faults or value != "unknown" else "the table's own shape shows no fault",
+    ]
+    return Judgement(
+        value=value,
+        text=". ".join(each for each in sentences if each) + ".",
+        rows=rows,
+        findings=tuple(_finding(table, fault) for fault in severe),
+    )
+
+
+def _fit(table: Table, curve: Curve, hardware: Hardware, ranges: Sequence[Range]) -> _Fit:
+    family = family_of(table.collective, curve.dtype)
+    each = reference_range(ranges, hardware, family)
+    gbit = hardware.nic_gbit or each.nic_gbit
+    unit = rate(hardware, family, gbit)
+    peak_span = latency_span = None
+    if unit:
+        low, high = each.share or (1.0, 1.0)
+        if family == "sendrecv" and hardware.num_hosts > 1:
+            low = min(low, send_channel_share(hardware.num_ranks, gbit))
+        # NICs that are full are normal, whatever other tables reach by trees and switches.
+        peak_span = min(low, 1.0) * unit, high * unit
+    if each.latency and has_latency(table):
+        estimate = tuner_latency_s(family, hardware)
+        latency_span = each.latency[0] * estimate, each.latency[1] * estimate
+    peak, smallest = curve.peak, curve.smallest
+    # One table is no range of latency, and other GPUs are none.
+    late_s = _LATENCY_TOLERANCE * latency_span[1] if latency_span and each.link else inf
+    late_s = inf if latency_span and latency_span[0] == latency_span[1] else late_s
+    return _Fit(
+        curve=curve,
+        hardware=hardware,
+        range=each,
+        unit=unit,
+        peak_span=peak_span,
+        latency_span=latency_span,
+        is_slow=bool(peak and peak_span and peak.busbw < _TOLERANCE * peak_span[0]),
+        is_late=bool(smallest and smallest.time_s > late_s),
+    )
+
+
+def _doubt(table: Table, fit: _Fit) -> str:
+    """Return why the figures cannot be judged; "" where they can."""
+    hardware, each, peak, span = fit.hardware, fit.range, fit.curve.peak, fit.peak_span
+    reach = f"which reach {_span(span, _rate)}"
+    missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
+    device = table.device or "a GPU that is not stated"
+    is_outside = fit.is_slow or fit.is_late
+    is_near = not peak or not span or peak.busbw > _FAR * span[0] or not hardware.device
+    has_peak = peak and span and (each.share or not fit.is_slow)
+    has_time = not peak and fit.curve.smallest and fit.latency_span
+    reasons = (
+        (not table.num_hosts, _NO_RANKS),
+        (not hardware.num_hosts, "the hosts have different numbers of ranks"),
+        (
+            not has_peak and not has_time,
+            f"there is no reference for these sizes of {device} on such hosts{missing}",
+        ),
+        (
+            is_outside and not hardware.is_stated,
+            f"the NICs of a host are not stated (--nics 8x400G); with {_nics_text(fit)} for each "
+            f"GPU others reach {_span(span, _rate)}",
+        ),
+        (
+            fit.is_slow and not each.link and is_near,
+            f"there are only tables of other GPUs or NICs to compare, {reach}",
+        ),
+        (
+            fit.is_slow and each.share and each.share[0] == each.share[1],
+            f"there is only one table to compare, {reach}",
+        ),
+    )
+    return next((text for is_true, text in reasons if is_true), "")
+
+
+def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
+    """Yield the figures outside their range, with the usual causes."""
+    peak, smallest, each = fit.curve.peak, fit.curve.smallest, fit.range
+    if fit.is_slow and peak and fit.peak_span:
+        part = peak.busbw / fit.peak_span[0]
+        count = ""
+        if nics and each.family in ("all_reduce", "gather"):
+            used = max(round(peak.busbw / fit.unit * nics[0] / _WIRE), 1)
+            count = f", about the rate of {used} of {nics[0]} NICs"
+        cause, action = _OF_LINKS if fit.hardware.num_hosts == 1 else _OF_NETWORK
+        yield CurveFault(
+            name="plateau",
+            text=f"the peak is {part:.0%} of the least that healthy tables reach "
+            f"({_span(fit.peak_span, _rate)}){count}",
+            cause=cause,
+            action=action,
+            points=[peak],
+        )
+    if fit.is_late and smallest:
+        yield CurveFault(
+            name="latency",
+            text=f"{format_time(smallest.time_s)} is more than twice the shortest time of healthy "
+            f"tables ({_span(fit.latency_span, format_time)})",
+            cause="a network over TCP or the host's memory, CPUs that save power, or loaded hosts",
+            action="NCCL_DEBUG=INFO (NET/Socket), and the CPUs' performance governor",
+            points=[smallest],
+        )
+
+
+def _remarks(table: Table, fit: _Fit) -> Iterator[str]:
+    peak, high = fit.curve.peak, fit.peak_span[1] if fit.peak_span else 0.0
+    if table.gpus_per_thread > 1 and fit.curve.smallest:
+        count = table.gpus_per_thread
+        yield f"small messages are not judged: one thread launches on {count} GPUs in turn"
+    if not peak or not fit.unit or not fit.range.share:
+        return
+    if fit.hardware.num_hosts == 1 and high > fit.unit and peak.busbw < 0.9 * fit.unit:
+        yield (
+            "this is the rate of a ring; with NVLS, the reduction in the switch, tables reach up "
+            f"to {_rate(high)}"
+        )
+    if not fit.hardware.is_stated and not fit.is_slow:
+        yield f"the NICs of a host are not stated: {_nics_text(fit)} for each GPU fit"
+    if peak.busbw > high / _TOLERANCE:
+        yield f"this is more than the {_rate(high)} of healthy tables"
+
+
+def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]:
+    """Return the figures beside their references; a figure that is missing has no row."""
+    peak, small, half, each = (
+        fit.curve.peak,
+        fit.curve.smallest,
+        fit.curve.half_bytes,
+        fit.range,
+    )
+    top = peak or max(fit.curve.points, key=lambda point: point.busbw)
+    limit = "links" if fit.hardware.num_hosts == 1 else f"NICs, {_nics_text(fit)} for each GPU"
+    share = f" = {top.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of the {limit}"
+    figures = (
+        (
+            "peak busbw" if peak else "largest busbw",
+            f"{_rate(top.busbw)} at {format_bytes(top.size_bytes)}{share if fit.unit else ''}",
+            _span(fit.peak_span if each.share else None, _rate),
+        ),
+        (
+            "shortest time",
+            f"{format_time(small.time_s)} at {format_bytes(small.size_bytes)}" if small else "",
+            _span(fit.latency_span, format_time),
+        ),
+        (
+            "half of peak",
+            f"from {format_bytes(half)}" if half else "",
+            _span(each.half_bytes, format_bytes),
+        ),
+        ("shape", ", ".join(fault.name for fault in faults) or "no fault", ""),
+    )
+    own = f", {each.num_own} of them runs of stepmark" if each.num_own else ""
+    tables = f" ({each.num_tables} tables{own}{'' if each.link else ' of other GPUs or NICs'})"
+    return tuple(
+        {
+            "figure": figure,
+            "value": value,
+            "reference": reference + tables if reference else "",
+            "sources": "; ".join(each.sources) if reference else "",
+        }
+        for figure, value, reference in figures
+        if value
+    )
+
+
+def _nics_text(fit: _Fit) -> str:
+    gbit = fit.hardware.nic_gbit or fit.range.nic_gbit
+    return f"{gbit:.4g}G {fit.range.network}".strip()
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / GB:.4g} GB/s"
+
+
+def _span(span: Span | None, text_of: Callable[[float], str]) -> str:
+    return f"{text_of(span[0])} to {text_of(span[1])}" if span else ""
+
+
+def _finding(table: Table, fault: CurveFault) -> Finding:
+    evidence = [
+        Evidence(file=table.file, line=point.line, text=str(point)) for point in fault.points
+    ]
+    return Finding(
+        rule=f"not-normal-{fault.name}",
+        severity=Severity.WARNING,
+        text=f"{fault.text}; usual cause: {fault.cause}",
+        evidence=tuple(evidence[:5]),
+        count=len(evidence),
+        action=fault.action,
+    )
