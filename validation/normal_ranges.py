@@ -6,7 +6,8 @@
 Sources: data/collective-tables.csv (what a table is and where it stands, whether its source
 calls it healthy) and data/collective-rows.csv (its rows), and our own runs of nccl-tests. A
 table is scored three ways: by all ranges, by ranges made without it, and by ranges made without
-any table of its source; each with the NICs that its source states, and without.
+any table of its source; each with the NICs that its source states, and without. `score -v`
+prints each table that is not called what its source calls it.
 """
 
 import csv
@@ -14,6 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -51,16 +53,23 @@ class Sample:
     is_own: bool = False
 
 
-def samples() -> list[Sample]:
+@cache
+def samples() -> tuple[Sample, ...]:
     """Return all public tables, then our own."""
     rows: dict[str, list[dict[str, str]]] = {}
-    for row in csv.DictReader((DATA / "collective-rows.csv").open()):
+    for row in _rows("collective-rows.csv"):
         rows.setdefault(row["id"], []).append(row)
-    public = [
-        _public(facts, rows[facts["id"]])
-        for facts in csv.DictReader((DATA / "collective-tables.csv").open())
-    ]
-    return [*public, *_own()]
+    public = [_public(facts, rows[facts["id"]]) for facts in _rows("collective-tables.csv")]
+    return (*public, *_own())
+
+
+@cache
+def _by_name() -> dict[str, Sample]:
+    return {sample.name: sample for sample in samples()}
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((DATA / name).read_text(encoding="utf-8").splitlines()))
 
 
 def _public(facts: dict[str, str], rows: Sequence[dict[str, str]]) -> Sample:
@@ -119,45 +128,59 @@ def _own() -> Iterator[Sample]:
                 )
 
 
+Figures = dict[str, float]
+Key = tuple[str, str, str, float, str]  # link, hosts, network, NICs' rate, collectives
+
+
+@cache
+def _figures(name: str) -> list[tuple[Key, Figures]]:
+    """Return the figures of each curve of a healthy sample, with what they hold for."""
+    sample = _by_name()[name]
+    hardware = reference_ranges.hardware_of(sample.table, sample.nics)
+    is_known = hardware.num_hosts == 1 or (hardware.num_hosts and hardware.nic_gbit)
+    if sample.healthy != "yes" or not is_known:
+        return []
+    link = (hardware.device and hardware.device.link_kind) or ""
+    result = []
+    for curve in curves_of(sample.table):
+        figures: Figures = {}
+        family = reference_ranges.family_of(sample.table.collective, curve.dtype)
+        unit = reference_ranges.rate(hardware, family, hardware.nic_gbit)
+        if unit and curve.peak:
+            figures["share"] = curve.peak.busbw / unit
+        if curve.smallest and reference_ranges.has_latency(sample.table):
+            estimate = reference_ranges.tuner_latency_s(family, hardware)
+            figures["latency"] = curve.smallest.time_s / estimate
+        if curve.half_bytes:
+            figures["half_bytes"] = curve.half_bytes
+        if figures:
+            key = (link, hardware.hosts, sample.network, hardware.nic_gbit, family)
+            result.append((key, figures))
+    return result
+
+
 def derive(chosen: Sequence[Sample]) -> list[Range]:
     """Return the ranges of these samples' healthy tables."""
-    groups: dict[tuple[object, ...], list[tuple[Sample, dict[str, float]]]] = {}
+    groups: dict[Key, list[tuple[Sample, Figures]]] = {}
     for sample in chosen:
-        hardware = reference_ranges.hardware_of(sample.table, sample.nics)
-        link = hardware.device.link_kind if hardware.device else ""
-        is_known = hardware.num_hosts == 1 or (hardware.num_hosts and hardware.nic_gbit)
-        if sample.healthy != "yes" or not is_known:
-            continue
-        for curve in curves_of(sample.table):
-            figures: dict[str, float] = {}
-            family = reference_ranges.family_of(sample.table.collective, curve.dtype)
-            unit = reference_ranges.rate(hardware, family, hardware.nic_gbit)
-            if unit and curve.peak:
-                figures["share"] = curve.peak.busbw / unit
-            if curve.smallest and reference_ranges.has_latency(sample.table):
-                estimate = reference_ranges.tuner_latency_s(family, hardware)
-                figures["latency"] = curve.smallest.time_s / estimate
-            if curve.half_bytes:
-                figures["half_bytes"] = curve.half_bytes
-            key = (link or "", hardware.hosts, sample.network, hardware.nic_gbit, family)
-            if figures:
-                groups.setdefault(key, []).append((sample, figures))
-    return [_range(key, group) for key, group in sorted(groups.items(), key=str)]
+        for key, figures in _figures(sample.name):
+            groups.setdefault(key, []).append((sample, figures))
+    return [_range(key, group) for key, group in sorted(groups.items())]
 
 
-def _range(key: tuple[object, ...], group: Sequence[tuple[Sample, dict[str, float]]]) -> Range:
+def _range(key: Key, group: Sequence[tuple[Sample, Figures]]) -> Range:
     def span(name: str, digits: int) -> Span | None:
         values = [figures[name] for _, figures in group if name in figures]
         return (round(min(values), digits), round(max(values), digits)) if values else None
 
     link, hosts, network, gbit, family = key
     return Range(
-        link=str(link),
-        hosts=str(hosts),
-        network=str(network),
-        nic_gbit=float(str(gbit)),
-        family=str(family),
-        share=span("share", 3),
+        link=link,
+        hosts=hosts,
+        network=network,
+        nic_gbit=gbit,
+        family=family,
+        share=span("share", 4),
         latency=span("latency", 2),
         half_bytes=span("half_bytes", 0),
         num_tables=len(group),
@@ -167,10 +190,10 @@ def _range(key: tuple[object, ...], group: Sequence[tuple[Sample, dict[str, floa
 
 
 HEADER = """# Ranges of healthy tables of collective results. Do not edit: they are derived by
-# `python validation/normal_ranges.py write` from the tables in validation/data and our own runs.
-# share: peak busbw / rate of the link or NICs (reference_ranges.rate). latency: shortest time up
-# to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. half_bytes: size
-# from which on the bandwidth is at least half of its peak.
+# `python validation/normal_ranges.py write` from the tables in validation/data and our runs.
+# share: peak busbw / rate of the link or NICs (reference_ranges.rate). latency: shortest time
+# up to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. half_bytes:
+# size from which on the bandwidth is at least half of its peak.
 """
 
 

@@ -40,12 +40,14 @@ _OF_LINKS = (
     "nvidia-smi nvlink --status, nvidia-smi topo -m, NCCL_DEBUG=INFO (P2P or SHM)",
 )
 _OF_NETWORK = (
-    "a part of the NICs in use (NCCL_IB_HCA; one GPU uses the NICs near to it), no GPUDirect RDMA, "
-    "or PCIe settings of the NICs (MaxReadReq, MAX_ACC_OUT_READ, ACS)",
-    "NCCL_DEBUG=INFO (`NET/IB : Using` names all NICs, connections have GDRDMA), and ib_write_bw "
-    "for each NIC",
+    "a part of the NICs in use (NCCL_IB_HCA; one GPU uses the NICs near to it), no GPUDirect "
+    "RDMA, or PCIe settings of the NICs (MaxReadReq, MAX_ACC_OUT_READ, ACS)",
+    "NCCL_DEBUG=INFO (`NET/IB : Using` names all NICs, connections have GDRDMA), and "
+    "ib_write_bw for each NIC",
 )
-_NO_RANKS = "the hardware is not stated (lines `# Rank 0 ... on HOST device 0 ... GPU`)"
+_NO_RANKS = (
+    "the hardware is not stated (lines `# Rank 0 ... on HOST device 0 ... GPU` tell hosts)"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +57,24 @@ class Judgement:
     value: str  # "normal", "not normal", "unknown"
     text: str
     rows: tuple[dict[str, str], ...]
+    sources: tuple[str, ...]  # of the references
     findings: tuple[Finding, ...] = ()
 
     def lines(self) -> Iterator[str]:
         """Yield the verdict, then a line for each figure."""
-        yield f"{self.value}: {self.text}"
+        yield f"answer     {self.value}: {self.text}"
         for row in self.rows:
-            yield f"    {row['figure']:14} {row['value']:26} {row['reference']}".rstrip()
+            reference = f"   healthy: {row['reference']}" if row["reference"] else ""
+            yield f"    {row['figure']:14} {row['value']}{reference}"
+
+    def document(self) -> dict[str, object]:
+        """Return it as plain values."""
+        return {
+            "verdict": self.value,
+            "text": self.text,
+            "figures": list(self.rows),
+            "sources": list(self.sources),
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +120,9 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
     severe = [fault for fault in faults if fault.is_severe]
     value = "not normal" if severe else "unknown" if doubt else "normal"
     rows = _rows(fit, faults)
-    name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype} {curve.column}"
+    name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype}"
+    figures = "; ".join(f"{row['figure']} {row['value']}" for row in rows[:-2])
     sentences = [
-        f"{name.strip()}: {'; '.join(row['figure'] + ' ' + row['value'] for row in rows[:-1])}",
         doubt,
         *(f"{fault.text}. Usual cause: {fault.cause}. Try: {fault.action}" for fault in faults),
         *_remarks(table, fit),
@@ -117,8 +130,11 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
     ]
     return Judgement(
         value=value,
-        text=". ".join(each for each in sentences if each) + ".",
+        text=f"{name} {curve.column}".strip()
+        + f": {figures}."
+        + "".join(f" {each[0].upper()}{each[1:]}." for each in sentences if each),
         rows=rows,
+        sources=fit.range.sources,
         findings=tuple(_finding(table, fault) for fault in severe),
     )
 
@@ -173,8 +189,8 @@ def _doubt(table: Table, fit: _Fit) -> str:
         ),
         (
             is_outside and not hardware.is_stated,
-            f"the NICs of a host are not stated (--nics 8x400G); with {_nics_text(fit)} for each "
-            f"GPU others reach {_span(span, _rate)}",
+            f"the NICs of a host are not stated (--nics 8x400G); with {_nics_text(each)} for "
+            f"each GPU others reach {_span(span, _rate)}",
         ),
         (
             fit.is_slow and not each.link and is_near,
@@ -209,9 +225,9 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
     if fit.is_late and smallest:
         yield CurveFault(
             name="latency",
-            text=f"{format_time(smallest.time_s)} is more than twice the shortest time of healthy "
-            f"tables ({_span(fit.latency_span, format_time)})",
-            cause="a network over TCP or the host's memory, CPUs that save power, or loaded hosts",
+            text=f"{format_time(smallest.time_s)} is more than twice the shortest time of "
+            f"healthy tables ({_span(fit.latency_span, format_time)})",
+            cause="a network over TCP or the host's memory, CPUs that save power, or load",
             action="NCCL_DEBUG=INFO (NET/Socket), and the CPUs' performance governor",
             points=[smallest],
         )
@@ -226,11 +242,12 @@ def _remarks(table: Table, fit: _Fit) -> Iterator[str]:
         return
     if fit.hardware.num_hosts == 1 and high > fit.unit and peak.busbw < 0.9 * fit.unit:
         yield (
-            "this is the rate of a ring; with NVLS, the reduction in the switch, tables reach up "
-            f"to {_rate(high)}"
+            "this is the rate of a ring; with NVLS, the reduction in the switch, tables reach "
+            f"up to {_rate(high)}"
         )
     if not fit.hardware.is_stated and not fit.is_slow:
-        yield f"the NICs of a host are not stated: {_nics_text(fit)} for each GPU fit"
+        nics = _nics_text(fit.range)
+        yield f"the NICs of a host are not stated: {nics} for each GPU fit"
     if peak.busbw > high / _TOLERANCE:
         yield f"this is more than the {_rate(high)} of healthy tables"
 
@@ -244,8 +261,14 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
         fit.range,
     )
     top = peak or max(fit.curve.points, key=lambda point: point.busbw)
-    limit = "links" if fit.hardware.num_hosts == 1 else f"NICs, {_nics_text(fit)} for each GPU"
-    share = f" = {top.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of the {limit}"
+    assumed = "" if fit.hardware.is_stated else ", assumed"
+    gbit = fit.hardware.nic_gbit or each.nic_gbit
+    limit = f"the NICs ({gbit:.4g}G for each GPU{assumed})"
+    if fit.hardware.num_hosts == 1 and fit.hardware.device:
+        limit = str(fit.hardware.device.link_kind)
+    share = f" = {top.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {limit}"
+    own = f", {each.num_own} by this project" if each.num_own else ""
+    tables = f"{each.num_tables}{own}{'' if each.link else ', of other GPUs or NICs'}"
     figures = (
         (
             "peak busbw" if peak else "largest busbw",
@@ -263,24 +286,17 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
             _span(each.half_bytes, format_bytes),
         ),
         ("shape", ", ".join(fault.name for fault in faults) or "no fault", ""),
+        ("healthy tables", tables, ""),
     )
-    own = f", {each.num_own} of them runs of stepmark" if each.num_own else ""
-    tables = f" ({each.num_tables} tables{own}{'' if each.link else ' of other GPUs or NICs'})"
     return tuple(
-        {
-            "figure": figure,
-            "value": value,
-            "reference": reference + tables if reference else "",
-            "sources": "; ".join(each.sources) if reference else "",
-        }
+        {"figure": figure, "value": value, "reference": reference}
         for figure, value, reference in figures
         if value
     )
 
 
-def _nics_text(fit: _Fit) -> str:
-    gbit = fit.hardware.nic_gbit or fit.range.nic_gbit
-    return f"{gbit:.4g}G {fit.range.network}".strip()
+def _nics_text(each: Range) -> str:
+    return f"{each.nic_gbit:.4g}G {each.network}"
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -288,7 +304,7 @@ def _rate(bytes_per_s: float) -> str:
 
 
 def _span(span: Span | None, text_of: Callable[[float], str]) -> str:
-    return f"{text_of(span[0])} to {text_of(span[1])}" if span else ""
+    return " to ".join(dict.fromkeys(map(text_of, span))) if span else ""
 
 
 def _finding(table: Table, fault: CurveFault) -> Finding:
@@ -298,7 +314,7 @@ def _finding(table: Table, fault: CurveFault) -> Finding:
     return Finding(
         rule=f"not-normal-{fault.name}",
         severity=Severity.WARNING,
-        text=f"{fault.text}; usual cause: {fault.cause}",
+        text=fault.text,
         evidence=tuple(evidence[:5]),
         count=len(evidence),
         action=fault.action,

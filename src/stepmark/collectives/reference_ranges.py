@@ -12,6 +12,8 @@ from functools import cache
 from importlib.resources import files
 from math import ceil, log2
 
+import msgspec
+
 from stepmark.ground.reading import Table
 from stepmark.model.collectives import Collective
 from stepmark.model.device import DeviceSpec, find_device
@@ -49,7 +51,7 @@ class Hardware:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
-    """Figures of healthy tables. Each span is (lowest, highest), or None without such tables."""
+    """Figures of healthy tables. Each span is (lowest, highest); None without such tables."""
 
     link: str = ""  # link_kind of data/hardware.toml; "" for any
     hosts: str = ""  # "1", "2", "more"
@@ -67,11 +69,7 @@ class Range:
 @cache
 def load_ranges() -> tuple[Range, ...]:
     text = files("stepmark").joinpath("data", "collectives.toml").read_text(encoding="utf-8")
-    tables = tomllib.loads(text)["range"]
-    return tuple(
-        Range(**{name: tuple(v) if isinstance(v, list) else v for name, v in table.items()})
-        for table in tables
-    )
+    return msgspec.convert(tomllib.loads(text)["range"], tuple[Range, ...])
 
 
 def hardware_of(table: Table, nics: Nics | None) -> Hardware:
@@ -101,8 +99,10 @@ def rate(hardware: Hardware, family: str, nic_gbit: float) -> float:
     rank's NICs (https://github.com/NVIDIA/nccl-tests/issues/130).
     """
     ranks, hosts = hardware.num_ranks, hardware.num_hosts
+    if hosts == 1 and hardware.device:
+        return hardware.device.link_bytes_per_s or 0.0
     if hosts < 2:
-        return (hardware.device and hardware.device.link_bytes_per_s) or 0.0
+        return 0.0
     leaving = hosts / (hosts - 1) * (ranks - 1) / ranks
     nics = {"sendrecv": 1.0, "all_to_all": leaving}.get(family, ranks / hosts)
     return nics * nic_gbit / 8 * 1e9
@@ -114,18 +114,19 @@ def send_channel_share(num_ranks: int, nic_gbit: float) -> float:
     A channel carries 13 GB/s; one for each 14 GB/s of the NIC, halved while a communicator's 16
     do not suffice (NVIDIA/nccl, src/graph/paths.cc).
     """
-    channels = 2 ** ceil(log2(ceil(nic_gbit / 8 / 14)))
+    channels = 2.0 ** ceil(log2(ceil(nic_gbit / 8 / 14)))
     while channels > 1 and channels * ceil(num_ranks / 8) > 16:
-        channels //= 2
+        channels /= 2
     return min(channels * 13 / (nic_gbit / 8), 1.0)
 
 
 def has_latency(table: Table) -> bool:
     """Return whether small times are those of the collective.
 
-    Not where one thread launches on several GPUs in turn, or a program of Python waits.
+    Not where one thread launches on several GPUs in turn, or the host waits for each call.
     """
-    return table.gpus_per_thread == 1 and table.tool in ("nccl-tests", "rccl-tests", "stepmark")
+    is_queued = table.tool in ("nccl-tests", "rccl-tests") and "blocking" not in table.method
+    return is_queued and table.gpus_per_thread == 1
 
 
 def tuner_latency_s(family: str, hardware: Hardware) -> float:
@@ -147,7 +148,7 @@ def tuner_latency_s(family: str, hardware: Hardware) -> float:
 def reference_range(ranges: Sequence[Range], hardware: Hardware, family: str) -> Range:
     """Return the range of this hardware, of its fastest NICs where they are not stated.
 
-    For want of one that of other GPUs with RDMA, without a `link`; for want of any, an empty one.
+    For want of one that of other GPUs with RDMA, without a `link`; else an empty one.
     """
     link = hardware.device.link_kind if hardware.device else ""
     same = [each for each in ranges if (each.hosts, each.family) == (hardware.hosts, family)]

@@ -164,8 +164,8 @@ def _fall(points: Sequence[Point]) -> Iterator[CurveFault]:
                 f"{format_bytes(this.size_bytes)}, which takes {format_time(this.time_s)}",
                 cause="lost packets or paused ports (a step to tens of milliseconds), "
                 "congestion, or a slow host or link",
-                action="read the NICs' counters of retransmissions and pauses before and after a "
-                "run, check PFC and ECN, and measure hosts in pairs to find a slow one",
+                action="read the NICs' counters of retransmissions and pauses before and after "
+                "a run, check PFC and ECN, and measure hosts in pairs to find a slow one",
                 points=[best, *points[place:]],
             )
             return
@@ -182,8 +182,8 @@ def _slow_rows(points: Sequence[Point]) -> Iterator[CurveFault]:
         yield CurveFault(
             name="slow-rows",
             text=f"far longer than the sizes beside suggest: {_ratios_text(slow)}",
-            cause="another job on the hosts or the network, retransmissions, or of a single row "
-            "the first use of a connection",
+            cause="another job on the hosts or the network, retransmissions, or of a single "
+            "row the first use of a connection",
             action="repeat with more iterations (-n 100 -w 20)",
             points=[point for point, _ in slow],
             is_severe=len(slow) > 1,
@@ -227,6 +227,6 @@ def _slow_protocol(points: Sequence[Point]) -> Iterator[CurveFault]:
             name="protocol",
             text=f"{sizes} have a constant bandwidth and the size after takes less time",
             cause="protocol LL or LL128 is kept for sizes that are too large for it",
-            action="compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or the plug-in's tuner",
+            action="compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",
             points=slow,
         )

@@ -1,0 +1,243 @@
+"""Verdicts on tables of collectives: figures of public tables, faults of shape, and texts."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from validation import normal_ranges
+
+from stepmark.cli.main import status
+from stepmark.collectives.judgement import Judgement, judge, parse_nics
+from stepmark.findings.finding import Severity
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
+from stepmark.ground.units import GIB, KIB, MIB
+from stepmark.text_tables import tables_of
+
+ALL_REDUCE_8 = Path(__file__).parents[1] / "data" / "nccl-tests" / "8xH200-all_reduce.txt"
+SAMPLES = {sample.name: sample for sample in normal_ranges.samples()}
+H100 = "NVIDIA H100 80GB HBM3"
+NDR = (8, 400.0)
+
+
+def counts(kind: str, left_out: str, *, with_nics: bool = True) -> Counter[str]:
+    judged = normal_ranges.scores(tuple(SAMPLES.values()), left_out, with_nics=with_nics)
+    return Counter(
+        judged[name].value
+        for name, sample in SAMPLES.items()
+        if (sample.is_own if kind == "own" else sample.healthy.startswith(kind))
+        and sample.is_own is (kind == "own")
+    )
+
+
+def test_the_ranges_are_those_of_the_tables() -> None:
+    ranges = normal_ranges.derive(normal_ranges.samples())
+    assert normal_ranges.OUTPUT.read_text() == normal_ranges.toml(ranges)
+
+
+def test_public_tables_are_called_what_their_sources_call_them() -> None:
+    """A table is judged by ranges that were made without it, too."""
+    assert counts("yes", "none") == {"normal": 94, "unknown": 2}
+    assert counts("yes", "table") == {"normal": 90, "unknown": 5, "not normal": 1}
+    assert counts("yes", "source") == {"normal": 86, "unknown": 9, "not normal": 1}
+    assert counts("no", "table") == {"not normal": 9, "unknown": 1}
+    assert counts("own", "source") == {"normal": 44}
+
+
+def test_without_the_nics_no_healthy_table_is_called_not_normal() -> None:
+    assert counts("yes", "none", with_nics=False) == {"normal": 85, "unknown": 11}
+    assert counts("yes", "table", with_nics=False)["not normal"] == 0
+    assert counts("no", "table", with_nics=False) == {"not normal": 6, "unknown": 4}
+
+
+def test_the_fault_that_is_not_seen_changes_middle_sizes_alone() -> None:
+    [judgement] = judge(SAMPLES["mi350-2-before"].table)
+    assert judgement.value == "unknown"
+    assert "no reference for these sizes of MI350X" in judgement.text
+
+
+def named(name: str, nics: tuple[int, float] | None = None) -> Judgement:
+    [judgement] = judge(SAMPLES[name].table, nics=nics)
+    return judgement
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        ("rtx6000d-a2a-bad", "fall", "34.3 GB/s at 16 MiB to 0.904 GB/s at 32 MiB"),
+        ("nccl1453", "fall", "29.5 GB/s at 32 MiB to 5.27 GB/s at 64 MiB"),
+        ("xx-c00-2x1-slowpair-sendrecv", "fall", "7.82 GB/s at 512 MiB to 5.02 GB/s at 2 GiB"),
+        ("gcp-a3-cold", "floor", "every size up to 1 GiB takes 4.654 ms and more"),
+        ("rtx5090-tcp", "floor", "every size up to 16 MiB takes 4.366 ms and more"),
+        ("h200-cetus-bad", "slow-rows", "256 KiB (25.0 x), 8 MiB (8.3 x), 32 MiB (4.8 x)"),
+        ("h100-2x2", "protocol", "128 KiB, 256 KiB, 512 KiB have a constant bandwidth"),
+        ("rtx6000d-ar", "protocol", "2 MiB, 4 MiB, 8 MiB have a constant bandwidth"),
+    ],
+)
+def test_each_fault_of_a_curve_has_its_sizes(name: str, rule: str, words: str) -> None:
+    judgement = named(name)
+    assert judgement.value == "not normal"
+    [finding] = [each for each in judgement.findings if each.rule == f"not-normal-{rule}"]
+    assert finding.severity is Severity.WARNING
+    assert finding.action
+    assert words in finding.text
+    assert words[1:] in judgement.text
+    assert "Usual cause: " in judgement.text
+
+
+def test_a_part_of_the_nics() -> None:
+    judgement = named("ntest290-2ring", NDR)
+    assert [each.rule for each in judgement.findings] == ["not-normal-plateau"]
+    assert "about the rate of 2 of 8 NICs" in judgement.text
+    unstated = named("ntest290-2ring")
+    assert unstated.value == "unknown"
+    assert "(--nics 8x400G)" in unstated.text
+
+
+def test_one_slow_row_is_named_and_no_verdict() -> None:
+    judgement = named("ntest309-8", NDR)
+    assert (judgement.value, judgement.findings) == ("normal", ())
+    assert "8 MiB (" in judgement.text
+
+
+def test_a_slow_first_use_is_no_verdict() -> None:
+    judgement = named("dgxc-h100-1")
+    assert judgement.value == "normal"
+    assert "longer out-of-place than in-place: 32 B (5.0 x)" in judgement.text
+
+
+def test_small_messages_of_a_slow_path() -> None:
+    table = SAMPLES["ntest309-2"].table
+    slow = tuple(
+        replace(reading, time_s=(reading.time_s or 0.0) + 250e-6, printed=None)
+        for reading in table.readings
+    )
+    [judgement] = judge(replace(table, readings=slow), nics=NDR)
+    assert [each.rule for each in judgement.findings] == ["not-normal-latency"]
+
+
+@pytest.mark.parametrize("name", ["aws-p5-1", "ntest309-2", "gcp-a3ultra-ag", "mi355x-2"])
+def test_a_third_of_the_bandwidth_is_not_normal(name: str) -> None:
+    sample = SAMPLES[name]
+    readings = tuple(
+        replace(
+            reading,
+            time_s=3 * (reading.time_s or 0.0),
+            busbw_bytes_per_s=(reading.busbw_bytes_per_s or 0.0) / 3,
+        )
+        for reading in sample.table.readings
+        if (reading.size_bytes or 0) >= MIB
+    )
+    [judgement] = judge(replace(sample.table, readings=readings), nics=sample.nics)
+    assert "not-normal-plateau" in [each.rule for each in judgement.findings] or (
+        judgement.value == "unknown" and "only one table" in judgement.text
+    )
+
+
+def plain_table(sizes_and_times: dict[int, float], **facts: object) -> Table:
+    readings = tuple(
+        Reading(line=line, size_bytes=size, time_s=time, placement=place, dtype="fp32")
+        for line, (size, time) in enumerate(sizes_and_times.items(), 1)
+        for place in (OUT_OF_PLACE, IN_PLACE)
+    )
+    known = {"num_ranks": 8, "num_hosts": 1, "device": H100, "collective": "all_reduce"}
+    base = Table(
+        file="x", first_line=1, last_line=1, title="", tool="nccl-tests", readings=readings
+    )
+    return replace(base, **(known | facts))
+
+
+GOOD = {KIB: 15e-6, MIB: 30e-6, 256 * MIB: 1.1e-3, GIB: 4.1e-3}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"num_hosts": None, "device": ""}, "hardware is not stated"),
+        ({"num_hosts": 3}, "different numbers of ranks"),
+        ({"device": "GPU of tomorrow"}, "no reference for these sizes of GPU of tomorrow"),
+        ({"collective": "broadcast"}, "no reference"),
+        ({"num_hosts": 2}, "(--nics 8x400G)"),
+    ],
+)
+def test_what_is_missing_is_said(facts: dict[str, object], words: str) -> None:
+    [judgement] = judge(plain_table(GOOD, **facts))
+    if judgement.value == "unknown":
+        assert "The table's own shape shows no fault." in judgement.text
+    else:  # faster than the NICs that are assumed
+        assert facts == {"num_hosts": 2}
+    assert words in judgement.text or "NICs of a host are not stated" in judgement.text
+
+
+def test_other_tables_have_no_verdict() -> None:
+    assert judge(plain_table(GOOD, collective="images")) == ()
+    assert judge(plain_table(GOOD, method="nccl-tests queued, time to enqueue")) == ()
+    assert judge(plain_table({})) == ()
+    assert judge(plain_table({0: 1e-6})) == ()
+
+
+def test_one_row_is_judged_by_what_it_has() -> None:
+    [judgement] = judge(plain_table({4 * GIB: 15.8e-3}))
+    assert judgement.value == "normal"
+    [judgement] = judge(plain_table({MIB: 30e-6}))
+    assert judgement.value == "unknown"
+
+
+def test_nics_are_a_number_and_a_rate() -> None:
+    assert parse_nics("8x400G") == (8, 400.0)
+    assert parse_nics(" 32 X 100 ") == (32, 100.0)
+    for text in ("", "400G", "0x400G", "8x0", "8x400Gb"):
+        with pytest.raises(ConfigError, match="as in 8x400G"):
+            parse_nics(text)
+
+
+def printed(hosts: tuple[str, ...], per_host: int = 2, gpu: str = H100) -> Table:
+    lines = [
+        f"#  Rank {rank:2} Group  0 Pid  {rank + 100} on {host} device {index} "
+        f"[0000:0{index}:00] {gpu}"
+        for rank, (host, index) in enumerate(
+            (host, index) for host in hosts for index in range(per_host)
+        )
+    ]
+    figures = "time  algbw  busbw  #wrong "
+    rows = [f"#  size  count  type  redop  root  {figures} {figures}"]
+    rows += ["1048576 262144 float sum -1 100.0 10.49 15.73 0 100.0 10.49 15.73 0"]
+    [table] = tables_of("\n".join([*lines, *rows]), "x")
+    return table
+
+
+def test_hosts_and_gpus_are_those_of_the_rank_lines() -> None:
+    table = printed(("a", "b"))
+    assert (table.num_ranks, table.num_hosts, table.device) == (4, 2, H100)
+    assert printed(("a",), gpu="AMD Instinct MI300X OAM").device == "AMD Instinct MI300X OAM"
+    # Two containers of one name: which ranks share a host is not known.
+    assert printed(("vm", "vm")).num_hosts is None
+
+
+def test_logs_answers_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["logs", str(ALL_REDUCE_8)]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    for words in (
+        "normal: ",
+        "365.4 GB/s at 4 GiB",
+        "81% of",
+        "NVLink 4",
+        "59.32 us at 16 KiB",
+    ):
+        assert words in first
+    assert "with NVLS" in first
+
+
+def test_logs_writes_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["logs", str(ALL_REDUCE_8), "--json", "-"]) == 0
+    [table] = json.loads(capsys.readouterr().out)["tables"]
+    assert table["judgements"][0]["verdict"] == "normal"
+    assert table["device"] == "NVIDIA H200"
+
+
+def test_a_table_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (["report"], ["runs", "show"]):
+        assert status([*verb, str(ALL_REDUCE_8)]) == 2
+        assert f"`stepmark logs {ALL_REDUCE_8}`" in capsys.readouterr().err
