@@ -30,6 +30,7 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Table
 from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 
 _TOLERANCE, _LATENCY_TOLERANCE = 0.85, 2.0
 _FAR = 0.5  # of what other GPUs reach
@@ -89,6 +90,7 @@ class _Fit:
     latency_span: Span | None  # seconds
     is_slow: bool
     is_late: bool
+    max_latency_s: float  # inf where small messages are not judged
 
 
 def parse_nics(text: str) -> Nics:
@@ -118,14 +120,19 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
         *curve_faults(curve, table.num_ranks or 0),
     ]
     severe = [fault for fault in faults if fault.is_severe]
-    value = "not normal" if severe else "unknown" if doubt else "normal"
+    notes = [each for each in table.notes if each.startswith((ROWS_MISSING, OUT_OF_BOUNDS))]
+    is_wrong = any(reading.num_wrong for reading in table.readings)
+    is_wrong = is_wrong or any(each.startswith(OUT_OF_BOUNDS) for each in notes)
+    value = "not normal" if severe or is_wrong else "unknown" if doubt else "normal"
     rows = _rows(fit, faults)
     name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype}"
     figures = "; ".join(f"{row['figure']} {row['value']}" for row in rows[:-2])
     sentences = [
+        "results are wrong: no time counts" if is_wrong else "",
+        *notes,
         doubt,
         *(f"{fault.text}. Usual cause: {fault.cause}. Try: {fault.action}" for fault in faults),
-        *_remarks(table, fit),
+        *([] if doubt else _remarks(table, fit)),
         "" if faults or value != "unknown" else "the table's own shape shows no fault",
     ]
     return Judgement(
@@ -167,6 +174,7 @@ def _fit(table: Table, curve: Curve, hardware: Hardware, ranges: Sequence[Range]
         latency_span=latency_span,
         is_slow=bool(peak and peak_span and peak.busbw < _TOLERANCE * peak_span[0]),
         is_late=bool(smallest and smallest.time_s > late_s),
+        max_latency_s=late_s,
     )
 
 
@@ -177,7 +185,7 @@ def _doubt(table: Table, fit: _Fit) -> str:
     missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
     device = table.device or "a GPU that is not stated"
     is_outside = fit.is_slow or fit.is_late
-    is_near = not peak or not span or peak.busbw > _FAR * span[0] or not hardware.device
+    is_far = peak and span and peak.busbw < _FAR * span[0] and hardware.device
     has_peak = peak and span and (each.share or not fit.is_slow)
     has_time = not peak and fit.curve.smallest and fit.latency_span
     reasons = (
@@ -193,7 +201,7 @@ def _doubt(table: Table, fit: _Fit) -> str:
             f"each GPU others reach {_span(span, _rate)}",
         ),
         (
-            fit.is_slow and not each.link and is_near,
+            fit.is_slow and not each.link and (hardware.num_hosts == 1 or not is_far),
             f"there are only tables of other GPUs or NICs to compare, {reach}",
         ),
         (
@@ -235,9 +243,12 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
 
 def _remarks(table: Table, fit: _Fit) -> Iterator[str]:
     peak, high = fit.curve.peak, fit.peak_span[1] if fit.peak_span else 0.0
-    if table.gpus_per_thread > 1 and fit.curve.smallest:
-        count = table.gpus_per_thread
-        yield f"small messages are not judged: one thread launches on {count} GPUs in turn"
+    if fit.curve.smallest and fit.max_latency_s == inf:
+        threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
+        reason = threads if table.gpus_per_thread > 1 else "there is no reference"
+        yield f"small messages are not judged: {reason}"
+    if not peak:
+        yield "large messages are not judged: the table ends before the bandwidth is flat"
     if not peak or not fit.unit or not fit.range.share:
         return
     if fit.hardware.num_hosts == 1 and high > fit.unit and peak.busbw < 0.9 * fit.unit:
@@ -254,12 +265,8 @@ def _remarks(table: Table, fit: _Fit) -> Iterator[str]:
 
 def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]:
     """Return the figures beside their references; a figure that is missing has no row."""
-    peak, small, half, each = (
-        fit.curve.peak,
-        fit.curve.smallest,
-        fit.curve.half_bytes,
-        fit.range,
-    )
+    peak, small, each = fit.curve.peak, fit.curve.smallest, fit.range
+    half = fit.curve.half_bytes
     top = peak or max(fit.curve.points, key=lambda point: point.busbw)
     assumed = "" if fit.hardware.is_stated else ", assumed"
     gbit = fit.hardware.nic_gbit or each.nic_gbit
@@ -286,7 +293,7 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
             _span(each.half_bytes, format_bytes),
         ),
         ("shape", ", ".join(fault.name for fault in faults) or "no fault", ""),
-        ("healthy tables", tables, ""),
+        ("healthy tables", tables if each.num_tables else "none to compare with", ""),
     )
     return tuple(
         {"figure": figure, "value": value, "reference": reference}
@@ -309,7 +316,13 @@ def _span(span: Span | None, text_of: Callable[[float], str]) -> str:
 
 def _finding(table: Table, fault: CurveFault) -> Finding:
     evidence = [
-        Evidence(file=table.file, line=point.line, text=str(point)) for point in fault.points
+        Evidence(
+            file=table.file,
+            line=point.line,
+            text=f"{format_bytes(point.size_bytes)}: {format_time(point.time_s)}, "
+            f"{_rate(point.busbw)}",
+        )
+        for point in fault.points
     ]
     return Finding(
         rule=f"not-normal-{fault.name}",

@@ -32,11 +32,6 @@ class Point:
     busbw: float  # bytes/s
     placement_ratio: float  # out-of-place / in-place time, 1 where one is missing
 
-    def __str__(self) -> str:
-        """Return e.g. "1 MiB: 28.4 us, 64.2 GB/s"."""
-        figures = f"{format_time(self.time_s)}, {self.busbw / GB:.4g} GB/s"
-        return f"{format_bytes(self.size_bytes)}: {figures}"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
@@ -222,10 +217,11 @@ def _slow_protocol(points: Sequence[Point]) -> Iterator[CurveFault]:
         if max(rates) < 1.15 * min(rates) and after.time_s < last.time_s / 1.25:
             slow += [first, second, last]
     if slow:
-        sizes = ", ".join(format_bytes(point.size_bytes) for point in slow)
+        names = [format_bytes(point.size_bytes) for point in slow]
+        sizes = ", ".join(map(" to ".join, zip(names[::3], names[2::3], strict=True)))
         yield CurveFault(
             name="protocol",
-            text=f"{sizes} have a constant bandwidth and the size after takes less time",
+            text=f"{sizes}: a constant bandwidth, after which a larger size takes less time",
             cause="protocol LL or LL128 is kept for sizes that are too large for it",
             action="compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",
             points=slow,

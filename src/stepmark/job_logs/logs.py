@@ -253,9 +253,11 @@ class LogReport:
         if self.views and self.tables:
             yield ""
         for (table, findings), judgements in zip(self.tables, self.judgements, strict=True):
+            name, *facts = table_text(table)
+            yield name
             for judgement in judgements:
                 yield from judgement.lines()
-            yield from table_text(table)
+            yield from facts
             yield from finding_text(findings)
         for file in self.without_tables:
             yield f"{file}: no table found"

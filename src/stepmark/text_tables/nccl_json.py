@@ -109,7 +109,8 @@ def _table(
     num_ranks, num_ranks_from = _num_ranks(config)
     if num_ranks is None:
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
-    num_hosts, device = nccl_lines.hosts_and_device(_gpus(config))
+    is_split = " of group " in num_ranks_from
+    num_hosts, device = nccl_lines.hosts_and_device([] if is_split else _gpus(config))
     stepmark = _object(document.get("stepmark"))
     tool = "rccl-tests" if args and "rccl" in args[0] else "nccl-tests"
     tool = "stepmark" if stepmark else tool
@@ -156,36 +157,26 @@ def _collective(
     return nccl_lines.inferred_collective(file, readings)
 
 
-def _devices(config: JsonObject) -> list[JsonObject]:
-    return [_object(device) for device in _list(config.get("devices"))]
-
-
-def _group(devices: Sequence[JsonObject]) -> object:
-    return next((device.get("group") for device in devices if device.get("rank") == 0), 0)
-
-
 def _gpus(config: JsonObject) -> list[tuple[str, str, str]]:
-    """Return (host, PCI address, name) of one GPU of each process of rank 0's group."""
-    devices = _devices(config)
-    group = _group(devices)
+    """Return (host, PCI address, name) of the first GPU of each process."""
     return [
         (
-            str(device["hostname"]),
+            str(device.get("hostname")),
             str(device.get("device_hex") or device.get("device")),
             str(device.get("device_info") or ""),
         )
-        for device in devices
-        if device.get("group") == group and device.get("hostname")
+        for device in map(_object, _list(config.get("devices")))
+        if device.get("hostname")
     ]
 
 
 def _num_ranks(config: JsonObject) -> tuple[int | None, str]:
     """Return processes x threads x GPUs of a thread, of rank 0's group, and how it is known."""
-    devices = _devices(config)
+    devices = [_object(device) for device in _list(config.get("devices"))]
     each = (_int(config.get("nthreads")) or 1) * (_int(config.get("ngpus")) or 1)
     if not devices:
         return None, ""
-    group = _group(devices)
+    group = next((device.get("group") for device in devices if device.get("rank") == 0), 0)
     same = sum(device.get("group") == group for device in devices)
     of_all = f" of group {group}, of {len(devices)} in all" if same < len(devices) else ""
     reason = f"{same} devices{of_all}" + (f", {each} GPUs each" if each > 1 else "")

@@ -175,14 +175,8 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
     readings = _readings(complete, cycles, layout, output) if layout else []
     collective, collective_from = _collective(output, readings, file)
     num_ranks, num_ranks_from, notes = _num_ranks(facts, readings, collective)
-    groups = dict(facts.ranks)
-    same_group = [
-        gpu
-        for gpu, (_, group) in zip(facts.gpus, facts.ranks, strict=True)
-        if group == groups.get(0, 0)
-    ]
-    is_whole = len(same_group) == num_ranks
-    num_hosts, device = nccl_lines.hosts_and_device(same_group if is_whole else ())
+    is_whole = len(facts.gpus) == num_ranks  # neither split nor cut
+    num_hosts, device = nccl_lines.hosts_and_device(facts.gpus if is_whole else ())
     if num_ranks != 1:  # the busbw of one rank is 0
         readings = [_with_bound(reading) for reading in readings]
     return Table(
