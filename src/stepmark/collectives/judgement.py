@@ -188,6 +188,7 @@ def _doubt(table: Table, fit: _Fit) -> str:
     is_far = peak and span and peak.busbw < _FAR * span[0] and hardware.device
     has_peak = peak and span and (each.share or not fit.is_slow)
     has_time = not peak and fit.curve.smallest and fit.latency_span
+    end = format_bytes(fit.curve.points[-1].size_bytes)
     reasons = (
         (not table.num_hosts, _NO_RANKS),
         (not hardware.num_hosts, "the hosts have different numbers of ranks"),
@@ -199,6 +200,10 @@ def _doubt(table: Table, fit: _Fit) -> str:
             is_outside and not hardware.is_stated,
             f"the NICs of a host are not stated (--nics 8x400G); with {_nics_text(each)} for "
             f"each GPU others reach {_span(span, _rate)}",
+        ),
+        (
+            fit.is_slow and not fit.curve.is_flat,
+            f"the table ends at {end}, before the bandwidth is flat; with larger messages others reach {_span(span, _rate)}",
         ),
         (
             fit.is_slow and not each.link and (hardware.num_hosts == 1 or not is_far),
@@ -248,7 +253,7 @@ def _remarks(table: Table, fit: _Fit) -> Iterator[str]:
         reason = threads if table.gpus_per_thread > 1 else "there is no reference"
         yield f"small messages are not judged: {reason}"
     if not peak:
-        yield "large messages are not judged: the table ends before the bandwidth is flat"
+        yield "large messages are not judged: the table ends before 256 MiB"
     if not peak or not fit.unit or not fit.range.share:
         return
     if fit.hardware.num_hosts == 1 and high > fit.unit and peak.busbw < 0.9 * fit.unit:
@@ -274,6 +279,11 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
     if fit.hardware.num_hosts == 1 and fit.hardware.device:
         limit = str(fit.hardware.device.link_kind)
     share = f" = {top.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {limit}"
+    end = fit.curve.points[-1]
+    loss = 1 - end.busbw / top.busbw
+    sag = (
+        f", {loss:.0%} below the peak at {format_bytes(end.size_bytes)}" if loss > 0.05 else ""
+    )
     own = f", {each.num_own} by this project" if each.num_own else ""
     tables = f"{each.num_tables}{own}{'' if each.link else ', of other GPUs or NICs'}"
     figures = (
@@ -292,7 +302,7 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
             f"from {format_bytes(half)}" if half else "",
             _span(each.half_bytes, format_bytes),
         ),
-        ("shape", ", ".join(fault.name for fault in faults) or "no fault", ""),
+        ("shape", f"{', '.join(fault.name for fault in faults) or 'no fault'}{sag}", ""),
         ("healthy tables", tables if each.num_tables else "none to compare with", ""),
     )
     return tuple(
@@ -322,13 +332,13 @@ def _finding(table: Table, fault: CurveFault) -> Finding:
             text=f"{format_bytes(point.size_bytes)}: {format_time(point.time_s)}, "
             f"{_rate(point.busbw)}",
         )
-        for point in fault.points
+        for point in fault.points[:5]
     ]
     return Finding(
         rule=f"not-normal-{fault.name}",
         severity=Severity.WARNING,
         text=fault.text,
-        evidence=tuple(evidence[:5]),
-        count=len(evidence),
+        evidence=tuple(evidence),
+        count=len(fault.points),
         action=fault.action,
     )

@@ -78,7 +78,7 @@ def hardware_of(table: Table, nics: Nics | None) -> Hardware:
     ranks, hosts = table.num_ranks or 0, table.num_hosts or 0
     if device and 0 < ranks <= (device.link_domain or 0):
         hosts = 1
-    if hosts and ranks % hosts:
+    if hosts and (not ranks or ranks % hosts):
         hosts = 0
     gbit = nics[0] * nics[1] * hosts / ranks if nics and ranks else 0.0
     return Hardware(device=device, num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit)

@@ -11,12 +11,12 @@ from math import exp, log
 from statistics import median
 
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
-from stepmark.ground.units import GB, MIB, format_bytes, format_time
+from stepmark.ground.units import GB, GIB, MIB, format_bytes, format_time
 from stepmark.model.collectives import Collective, busbw_factor
 
 _PLATEAU_BYTES = 256 * MIB
-_MIN_FLAT_BYTES = 16 * MIB
-_MAX_FLAT_GAIN = 1.1  # of the last row over the one before, of a curve that is flat
+_MIN_FLAT_BYTES = GIB
+_MAX_FLAT_GAIN = 1.05  # of the last row over the one before
 _SMALL_BYTES = 65536  # up to here a time is latency
 _MIN_RATE = 0.1 * GB  # below, two decimals of GB/s give no time
 _SLOW_ROW, _FALL, _FLOOR_S = 3.0, 1.5, 1e-3
@@ -43,12 +43,19 @@ class Curve:
 
     @property
     def peak(self) -> Point | None:
-        """Return the fastest row from 256 MiB on, or of a curve that is flat before."""
+        """Return the fastest row from 256 MiB on."""
         large = [point for point in self.points if point.size_bytes >= _PLATEAU_BYTES]
-        end = self.points[-2:]
-        if not large and end[-1].size_bytes >= _MIN_FLAT_BYTES and len(end) == 2:
-            large = [p for p in end if end[1].busbw <= _MAX_FLAT_GAIN * end[0].busbw]
         return max(large, key=lambda point: point.busbw, default=None)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether larger messages would hardly be faster.
+
+        Healthy curves of some networks still rise by a third from 1 to 2 GiB.
+        """
+        rates = [point.busbw for point in self.points[-2:]]
+        is_large = self.points[-1].size_bytes >= _MIN_FLAT_BYTES and len(rates) == 2
+        return is_large and rates[1] <= _MAX_FLAT_GAIN * rates[0]
 
     @property
     def smallest(self) -> Point | None:
@@ -152,16 +159,18 @@ def _fall(points: Sequence[Point]) -> Iterator[CurveFault]:
     best = points[0]
     for place, (this, after) in enumerate(pairwise(points)):
         if max(this.busbw, after.busbw) < best.busbw / _FALL:
+            low = [point for point in points[place:] if point.busbw < best.busbw / _FALL]
             yield CurveFault(
                 name="fall",
                 text=f"the bandwidth falls from {best.busbw / GB:.3g} GB/s at "
                 f"{format_bytes(best.size_bytes)} to {this.busbw / GB:.3g} GB/s at "
-                f"{format_bytes(this.size_bytes)}, which takes {format_time(this.time_s)}",
+                f"{format_bytes(this.size_bytes)} ({format_time(this.time_s)}) and low up to "
+                f"{format_bytes(low[-1].size_bytes)}",
                 cause="lost packets or paused ports (a step to tens of milliseconds), "
                 "congestion, or a slow host or link",
                 action="read the NICs' counters of retransmissions and pauses before and after "
                 "a run, check PFC and ECN, and measure hosts in pairs to find a slow one",
-                points=[best, *points[place:]],
+                points=[best, *low],
             )
             return
         best = max(best, this, key=lambda point: point.busbw)
