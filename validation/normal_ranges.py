@@ -146,7 +146,7 @@ def _figures(name: str) -> list[tuple[Key, Figures]]:
         figures: Figures = {}
         family = reference_ranges.family_of(sample.table.collective, curve.dtype)
         unit = reference_ranges.rate(hardware, family, hardware.nic_gbit)
-        if unit and curve.peak:
+        if unit and curve.is_large:
             figures["share"] = curve.peak.busbw / unit
         if curve.smallest and reference_ranges.has_latency(sample.table):
             estimate = reference_ranges.tuner_latency_s(family, hardware)

@@ -37,8 +37,8 @@ _FAR = 0.5  # of what other GPUs reach
 _WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
 _NICS = re.compile(r"(?P<count>[1-9]\d?)\s?x\s?(?P<gbit>[1-9]\d{0,3})G?", re.IGNORECASE)
 _OF_LINKS = (
-    "NVLink connections that are down or not used, or PCIe instead",
-    "nvidia-smi nvlink --status, nvidia-smi topo -m, NCCL_DEBUG=INFO (P2P or SHM)",
+    "NVLink connections that are down or not used, PCIe instead, or (all-reduce) NVLS that is off",
+    "nvidia-smi nvlink --status, nvidia-smi topo -m, NCCL_DEBUG=INFO (P2P or SHM, NVLS)",
 )
 _OF_NETWORK = (
     "a part of the NICs in use (NCCL_IB_HCA; one GPU uses the NICs near to it), no GPUDirect "
@@ -88,6 +88,7 @@ class _Fit:
     unit: float  # rate(), bytes/s; 0 is unknown
     peak_span: Span | None  # bytes/s
     latency_span: Span | None  # seconds
+    has_peak: bool  # whether the peak can be judged
     is_slow: bool
     is_late: bool
     max_latency_s: float  # inf where small messages are not judged
@@ -161,7 +162,8 @@ def _fit(table: Table, curve: Curve, hardware: Hardware, ranges: Sequence[Range]
     if each.latency and has_latency(table):
         estimate = tuner_latency_s(family, hardware)
         latency_span = each.latency[0] * estimate, each.latency[1] * estimate
-    peak, smallest = curve.peak, curve.smallest
+    is_low = peak_span is not None and curve.peak.busbw < _TOLERANCE * peak_span[0]
+    has_peak = peak_span is not None and (curve.is_large or not is_low)
     # One table is no range of latency, and other GPUs are none.
     late_s = _LATENCY_TOLERANCE * latency_span[1] if latency_span and each.link else inf
     late_s = inf if latency_span and latency_span[0] == latency_span[1] else late_s
@@ -172,8 +174,9 @@ def _fit(table: Table, curve: Curve, hardware: Hardware, ranges: Sequence[Range]
         unit=unit,
         peak_span=peak_span,
         latency_span=latency_span,
-        is_slow=bool(peak and peak_span and peak.busbw < _TOLERANCE * peak_span[0]),
-        is_late=bool(smallest and smallest.time_s > late_s),
+        has_peak=has_peak and (each.share is not None or not is_low),
+        is_slow=has_peak and is_low,
+        is_late=bool(curve.smallest and curve.smallest.time_s > late_s),
         max_latency_s=late_s,
     )
 
@@ -185,15 +188,14 @@ def _doubt(table: Table, fit: _Fit) -> str:
     missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
     device = table.device or "a GPU that is not stated"
     is_outside = fit.is_slow or fit.is_late
-    is_far = peak and span and peak.busbw < _FAR * span[0] and hardware.device
-    has_peak = peak and span and (each.share or not fit.is_slow)
-    has_time = not peak and fit.curve.smallest and fit.latency_span
+    is_far = span and peak.busbw < _FAR * span[0] and hardware.device
+    has_time = not fit.curve.is_large and fit.curve.smallest and fit.latency_span
     end = format_bytes(fit.curve.points[-1].size_bytes)
     reasons = (
         (not table.num_hosts, _NO_RANKS),
         (not hardware.num_hosts, "the hosts have different numbers of ranks"),
         (
-            not has_peak and not has_time,
+            not fit.has_peak and not has_time,
             f"there is no reference for these sizes of {device} on such hosts{missing}",
         ),
         (
@@ -203,7 +205,8 @@ def _doubt(table: Table, fit: _Fit) -> str:
         ),
         (
             fit.is_slow and not fit.curve.is_flat,
-            f"the table ends at {end}, before the bandwidth is flat; with larger messages others reach {_span(span, _rate)}",
+            f"the table ends at {end}, before the bandwidth is flat; with larger messages "
+            f"others reach {_span(span, _rate)}",
         ),
         (
             fit.is_slow and not each.link and (hardware.num_hosts == 1 or not is_far),
@@ -220,7 +223,7 @@ def _doubt(table: Table, fit: _Fit) -> str:
 def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
     """Yield the figures outside their range, with the usual causes."""
     peak, smallest, each = fit.curve.peak, fit.curve.smallest, fit.range
-    if fit.is_slow and peak and fit.peak_span:
+    if fit.is_slow and fit.peak_span:
         part = peak.busbw / fit.peak_span[0]
         count = ""
         if nics and each.family in ("all_reduce", "gather"):
@@ -252,9 +255,9 @@ def _remarks(table: Table, fit: _Fit) -> Iterator[str]:
         threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
         reason = threads if table.gpus_per_thread > 1 else "there is no reference"
         yield f"small messages are not judged: {reason}"
-    if not peak:
+    if not fit.has_peak:
         yield "large messages are not judged: the table ends before 256 MiB"
-    if not peak or not fit.unit or not fit.range.share:
+    if not fit.has_peak or not fit.range.share:
         return
     if fit.hardware.num_hosts == 1 and high > fit.unit and peak.busbw < 0.9 * fit.unit:
         yield (
@@ -272,15 +275,15 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
     """Return the figures beside their references; a figure that is missing has no row."""
     peak, small, each = fit.curve.peak, fit.curve.smallest, fit.range
     half = fit.curve.half_bytes
-    top = peak or max(fit.curve.points, key=lambda point: point.busbw)
     assumed = "" if fit.hardware.is_stated else ", assumed"
     gbit = fit.hardware.nic_gbit or each.nic_gbit
     limit = f"the NICs ({gbit:.4g}G for each GPU{assumed})"
     if fit.hardware.num_hosts == 1 and fit.hardware.device:
         limit = str(fit.hardware.device.link_kind)
-    share = f" = {top.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {limit}"
+    place = f"{_rate(peak.busbw)} at {format_bytes(peak.size_bytes)}"
+    share = f" = {peak.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {limit}"
     end = fit.curve.points[-1]
-    loss = 1 - end.busbw / top.busbw
+    loss = 1 - end.busbw / peak.busbw
     sag = (
         f", {loss:.0%} below the peak at {format_bytes(end.size_bytes)}" if loss > 0.05 else ""
     )
@@ -288,8 +291,8 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
     tables = f"{each.num_tables}{own}{'' if each.link else ', of other GPUs or NICs'}"
     figures = (
         (
-            "peak busbw" if peak else "largest busbw",
-            f"{_rate(top.busbw)} at {format_bytes(top.size_bytes)}{share if fit.unit else ''}",
+            "peak busbw",
+            f"{place}{share if fit.unit else ''}",
             _span(fit.peak_span if each.share else None, _rate),
         ),
         (

@@ -42,10 +42,13 @@ class Curve:
     points: tuple[Point, ...]
 
     @property
-    def peak(self) -> Point | None:
-        """Return the fastest row from 256 MiB on."""
-        large = [point for point in self.points if point.size_bytes >= _PLATEAU_BYTES]
-        return max(large, key=lambda point: point.busbw, default=None)
+    def peak(self) -> Point:
+        return max(self.points, key=lambda point: point.busbw)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the table reaches sizes whose bandwidth is compared."""
+        return self.points[-1].size_bytes >= _PLATEAU_BYTES
 
     @property
     def is_flat(self) -> bool:
@@ -66,7 +69,7 @@ class Curve:
     @property
     def half_bytes(self) -> int | None:
         """Return the size from which on the bandwidth is at least half of its peak."""
-        half = self.peak.busbw / 2 if self.peak else 0.0
+        half = self.peak.busbw / 2 if self.is_large else 0.0
         below = max((p.size_bytes for p in self.points if p.busbw < half), default=0)
         above = (p.size_bytes for p in self.points if p.size_bytes > below > 0)
         return min(above, default=None)
