@@ -4,16 +4,25 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from validation import normal_ranges
 
 from stepmark.cli.main import status
 from stepmark.collectives.judgement import Judgement, judge, parse_nics
+from stepmark.collectives.reference_ranges import (
+    Hardware,
+    hardware_of,
+    rate,
+    send_channel_share,
+    tuner_latency_s,
+)
 from stepmark.findings.finding import Severity
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.ground.units import GIB, KIB, MIB
+from stepmark.model.device import find_device
 from stepmark.text_tables import tables_of
 
 ALL_REDUCE_8 = Path(__file__).parents[1] / "data" / "nccl-tests" / "8xH200-all_reduce.txt"
@@ -158,13 +167,18 @@ def test_a_third_of_the_bandwidth_is_not_normal(name: str) -> None:
     )
 
 
-def plain_table(sizes_and_times: dict[int, float], **facts: object) -> Table:
+def plain_table(sizes_and_times: dict[int, float], **facts: Any) -> Table:
     readings = tuple(
         Reading(line=line, size_bytes=size, time_s=time, placement=place, dtype="fp32")
         for line, (size, time) in enumerate(sizes_and_times.items(), 1)
         for place in (OUT_OF_PLACE, IN_PLACE)
     )
-    known = {"num_ranks": 8, "num_hosts": 1, "device": H100, "collective": "all_reduce"}
+    known: dict[str, Any] = {
+        "num_ranks": 8,
+        "num_hosts": 1,
+        "device": H100,
+        "collective": "all_reduce",
+    }
     base = Table(
         file="x", first_line=1, last_line=1, title="", tool="nccl-tests", readings=readings
     )
@@ -205,6 +219,71 @@ def test_one_row_is_judged_by_what_it_has() -> None:
     assert judgement.value == "normal"
     [judgement] = judge(plain_table({MIB: 30e-6}))
     assert judgement.value == "unknown"
+
+
+def test_wrong_results_are_not_normal_however_fast() -> None:
+    table = plain_table(GOOD)
+    wrong = tuple(replace(reading, num_wrong=3) for reading in table.readings)
+    [judgement] = judge(replace(table, readings=wrong))
+    assert judgement.value == "not normal"
+    assert "Results are wrong: no time counts." in judgement.text
+    [judgement] = judge(plain_table(GOOD, notes=("the footer counts values out of bounds: 7",)))
+    assert judgement.value == "not normal"
+
+
+def test_missing_rows_are_said() -> None:
+    note = "rows are missing: 2 of those that the parameters ask for"
+    [judgement] = judge(plain_table(GOOD, notes=(note,)))
+    assert judgement.value == "normal"
+    assert "Rows are missing: 2 of those" in judgement.text
+
+
+def test_each_type_has_its_verdict() -> None:
+    table = plain_table(GOOD)
+    slow = tuple(
+        replace(reading, dtype="fp16", time_s=4 * (reading.time_s or 0.0))
+        for reading in plain_table(GOOD | {4 * GIB: 16e-3}).readings
+    )
+    judgements = judge(replace(table, readings=(*table.readings, *slow)))
+    assert [each.value for each in judgements] == ["normal", "not normal"]
+    assert "fp16" in judgements[1].text
+
+
+def test_ranks_that_one_thread_launches_have_no_latency() -> None:
+    [judgement] = judge(plain_table({KIB: 90e-6, **GOOD}, gpus_per_thread=8))
+    assert judgement.value == "normal"
+    assert "one thread launches on 8 GPUs in turn" in judgement.text
+
+
+def hardware(ranks: int, hosts: int, gbit: float = 400.0) -> Hardware:
+    device = find_device(H100)
+    return Hardware(device=device, num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit)
+
+
+def test_rates_are_those_of_links_and_nics() -> None:
+    assert rate(hardware(8, 1), "all_reduce", 0) == 450e9
+    assert rate(hardware(16, 2), "all_reduce", 400) == 400e9
+    assert rate(hardware(16, 2), "sendrecv", 400) == 50e9
+    # https://github.com/NVIDIA/nccl-tests/issues/130: W m/(m-1) (n-1)/n
+    assert rate(hardware(16, 2), "all_to_all", 400) == pytest.approx(93.75e9)
+    assert rate(hardware(80, 10), "all_to_all", 400) == pytest.approx(50e9 * 10 / 9 * 79 / 80)
+    assert rate(hardware(16, 0), "all_reduce", 400) == 0
+
+
+def test_latency_is_that_of_the_tuner() -> None:
+    """Measured on H100 with InfiniBand: 24.9 us on two hosts, 34.8 us on four."""
+    assert tuner_latency_s("all_reduce", hardware(16, 2)) == pytest.approx(25.2e-6)
+    assert tuner_latency_s("all_reduce", hardware(32, 4)) == pytest.approx(35.2e-6)
+
+
+@pytest.mark.parametrize(("ranks", "channels"), [(16, 4), (32, 4), (40, 2), (64, 2), (80, 1)])
+def test_send_receive_has_fewer_channels_in_larger_groups(ranks: int, channels: int) -> None:
+    assert send_channel_share(ranks, 400) == pytest.approx(min(channels * 13 / 50, 1))
+
+
+def test_a_domain_of_nvlink_is_one_host() -> None:
+    table = plain_table(GOOD, device="NVIDIA GB200", num_ranks=32, num_hosts=8)
+    assert hardware_of(table, None).num_hosts == 1
 
 
 def test_nics_are_a_number_and_a_rate() -> None:

@@ -37,7 +37,8 @@ _FAR = 0.5  # of what other GPUs reach
 _WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
 _NICS = re.compile(r"(?P<count>[1-9]\d?)\s?x\s?(?P<gbit>[1-9]\d{0,3})G?", re.IGNORECASE)
 _OF_LINKS = (
-    "NVLink connections that are down or not used, PCIe instead, or (all-reduce) NVLS that is off",
+    "NVLink connections that are down or not used, PCIe instead, or of an all-reduce NVLS that "
+    "is off",
     "nvidia-smi nvlink --status, nvidia-smi topo -m, NCCL_DEBUG=INFO (P2P or SHM, NVLS)",
 )
 _OF_NETWORK = (
