@@ -195,16 +195,27 @@ GOOD = {KIB: 15e-6, MIB: 30e-6, 256 * MIB: 1.1e-3, GIB: 4.1e-3}
         ({"num_hosts": 3}, "different numbers of ranks"),
         ({"device": "GPU of tomorrow"}, "no reference for these sizes of GPU of tomorrow"),
         ({"collective": "broadcast"}, "no reference"),
-        ({"num_hosts": 2}, "(--nics 8x400G)"),
     ],
 )
 def test_what_is_missing_is_said(facts: dict[str, object], words: str) -> None:
     [judgement] = judge(plain_table(GOOD, **facts))
-    if judgement.value == "unknown":
-        assert "The table's own shape shows no fault." in judgement.text
-    else:  # faster than the NICs that are assumed
-        assert facts == {"num_hosts": 2}
-    assert words in judgement.text or "NICs of a host are not stated" in judgement.text
+    assert judgement.value == "unknown"
+    assert words in judgement.text
+    assert "The table's own shape shows no fault." in judgement.text
+
+
+def test_nics_that_are_assumed_are_named() -> None:
+    """As fast as tables with the fastest NICs of this GPU is normal; slower is no verdict."""
+    [judgement] = judge(plain_table(GOOD, num_ranks=16, num_hosts=2))
+    assert judgement.value == "normal"
+    assert (
+        "The NICs of a host are not stated: 400G EFA or RDMA for each GPU fit."
+        in judgement.text
+    )
+    slow = {size: 3 * time for size, time in GOOD.items()}
+    [judgement] = judge(plain_table(slow, num_ranks=16, num_hosts=2))
+    assert judgement.value == "unknown"
+    assert "(--nics 8x400G)" in judgement.text
 
 
 def test_other_tables_have_no_verdict() -> None:
@@ -279,6 +290,11 @@ def test_latency_is_that_of_the_tuner() -> None:
 @pytest.mark.parametrize(("ranks", "channels"), [(16, 4), (32, 4), (40, 2), (64, 2), (80, 1)])
 def test_send_receive_has_fewer_channels_in_larger_groups(ranks: int, channels: int) -> None:
     assert send_channel_share(ranks, 400) == pytest.approx(min(channels * 13 / 50, 1))
+
+
+def test_nics_change_nothing_on_one_host() -> None:
+    table = plain_table(GOOD)
+    assert judge(table, nics=NDR) == judge(table)
 
 
 def test_a_domain_of_nvlink_is_one_host() -> None:

@@ -37,7 +37,7 @@ class Hardware:
     device: DeviceSpec | None
     num_ranks: int  # 0 is unknown
     num_hosts: int  # 0 is unknown, or hosts have different numbers of ranks
-    nic_gbit: float  # NICs' rate for each rank; 0 is unknown
+    nic_gbit: float  # NICs' rate for each rank; 0 is unknown, or on one host
 
     @property
     def is_stated(self) -> bool:
@@ -80,7 +80,7 @@ def hardware_of(table: Table, nics: Nics | None) -> Hardware:
         hosts = 1
     if hosts and (not ranks or ranks % hosts):
         hosts = 0
-    gbit = nics[0] * nics[1] * hosts / ranks if nics and ranks else 0.0
+    gbit = nics[0] * nics[1] * hosts / ranks if nics and hosts > 1 else 0.0
     return Hardware(device=device, num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit)
 
 
