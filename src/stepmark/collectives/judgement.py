@@ -34,6 +34,7 @@ from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 
 _TOLERANCE, _LATENCY_TOLERANCE = 0.85, 2.0
 _FAR = 0.5  # of what other GPUs reach
+_RING = 0.9  # of a link's rate, which a ring cannot reach
 _WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
 _NICS = re.compile(r"(?P<count>[1-9]\d?)\s?x\s?(?P<gbit>[1-9]\d{0,3})G?", re.IGNORECASE)
 _OF_LINKS = (
@@ -250,26 +251,34 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
         )
 
 
-def _remarks(table: Table, fit: _Fit) -> Iterator[str]:
-    peak, high = fit.curve.peak, fit.peak_span[1] if fit.peak_span else 0.0
-    if fit.curve.smallest and fit.max_latency_s == inf:
-        threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
-        reason = threads if table.gpus_per_thread > 1 else "there is no reference"
-        yield f"small messages are not judged: {reason}"
-    if not fit.has_peak:
-        yield "large messages are not judged: the table ends before 256 MiB"
-    if not fit.has_peak or not fit.range.share:
-        return
-    if fit.hardware.num_hosts == 1 and high > fit.unit and peak.busbw < 0.9 * fit.unit:
-        yield (
+def _remarks(table: Table, fit: _Fit) -> list[str]:
+    """Return what a verdict does not cover, and what explains a figure within its range."""
+    peak, hardware = fit.curve.peak.busbw, fit.hardware
+    high = fit.peak_span[1] if fit.peak_span and fit.range.share and fit.has_peak else 0.0
+    threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
+    reason = threads if table.gpus_per_thread > 1 else "there is no reference"
+    is_ring = hardware.num_hosts == 1 and high > fit.unit and peak < _RING * fit.unit
+    remarks = (
+        (
+            fit.curve.smallest and fit.max_latency_s == inf,
+            f"small messages are not judged: {reason}",
+        ),
+        (not fit.has_peak, "large messages are not judged: the table ends before 256 MiB"),
+        (
+            is_ring,
             "this is the rate of a ring; with NVLS, the reduction in the switch, tables reach "
-            f"up to {_rate(high)}"
-        )
-    if not fit.hardware.is_stated and not fit.is_slow:
-        nics = _nics_text(fit.range)
-        yield f"the NICs of a host are not stated: {nics} for each GPU fit"
-    if peak.busbw > high / _TOLERANCE:
-        yield f"this is more than the {_rate(high)} of healthy tables"
+            f"up to {_rate(high)}",
+        ),
+        (
+            high and not hardware.is_stated,
+            f"the NICs of a host are not stated: {_nics_text(fit.range)} for each GPU fit",
+        ),
+        (
+            0 < high < _TOLERANCE * peak,
+            f"this is more than the {_rate(high)} of healthy tables",
+        ),
+    )
+    return [text for is_true, text in remarks if is_true]
 
 
 def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]:
