@@ -6,4 +6,5 @@
 - comm_columns.py, comm_remarks.py, comm_summary.py, comm_figures.py: rows and what they show.
 - nccl_tests.py, peer_formats.py: the forms of nccl-tests and PARAM.
 - measured_curves.py: times by size from runs and files.
+- judgement.py, table_curve.py, reference_ranges.py: whether a table of results is normal.
 """

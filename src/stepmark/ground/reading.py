@@ -65,6 +65,9 @@ class Table:
     collective_from: str = ""
     num_ranks: int | None = None
     num_ranks_from: str = ""
+    num_hosts: int | None = None  # by the rank lines
+    device: str = ""  # as torch and NCCL name it; "" if not stated or if GPUs differ
+    gpus_per_thread: int = 1  # on which one thread launches in turn
     # How it was timed: "nccl-tests queued", "nccl-tests graph", "nccl-tests blocking 1", ...;
     # "" if the file does not say.
     method: str = ""

@@ -41,3 +41,4 @@ class LogsOptions(MessageView, Files, RunsFolder):
         metavar="FILE...",
     )
     tables: bool = flag("list and validate tables of results", default=False)
+    nics: str | None = flag("NICs of a host that the ranks use, to judge a table: 8x400G")

@@ -275,6 +275,8 @@ def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
         "collective_from": table.collective_from or None,
         "num_ranks": table.num_ranks,
         "num_ranks_from": table.num_ranks_from or None,
+        "num_hosts": table.num_hosts,
+        "device": table.device or None,
         "method": table.method or None,
         "unit": table.unit or None,
         "columns": ", ".join(table.columns) or None,
@@ -309,6 +311,9 @@ def _table_facts(row: Mapping[str, object]) -> list[str]:
         if row[key] is not None:
             why = f" ({row[f'{key}_from']})" if row[f"{key}_from"] else ""
             lines.append(f"{word}: {row[key]}{why}")
+    if row["device"]:
+        hosts = f", hosts: {row['num_hosts']}" if row["num_hosts"] else ""
+        lines.append(f"GPUs: {row['device']}{hosts}")
     if row["columns"]:
         unit = row["unit"] or "unit not said"
         lines.append(f"columns ({unit}): {row['columns']}")

@@ -9,6 +9,7 @@ from io import StringIO
 from rich.console import Console
 
 from stepmark import text_tables as tables
+from stepmark.collectives.judgement import Judgement, judge, parse_nics
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
 from stepmark.findings.finding import Finding, Severity
@@ -214,6 +215,8 @@ def _check(options: LogsOptions) -> None:
     options.check_stdout()
     if options.bins:
         parse_bins(options.bins)  # before logs are read
+    if options.nics:
+        parse_nics(options.nics)
     for name, value in plain(options).items() if options.tables else ():
         if name in _OF_MESSAGES:
             rule = "it cannot be combined with --tables, which reads no messages"
@@ -227,6 +230,7 @@ class LogReport:
     options: LogsOptions
     views: tuple[SourceView, ...]
     tables: tuple[TableFindings, ...]
+    judgements: tuple[tuple[Judgement, ...], ...]  # of each table
     without_tables: tuple[str, ...]  # files that were searched in vain
 
     @property
@@ -248,8 +252,12 @@ class LogReport:
             yield from source_text(view, self.options)
         if self.views and self.tables:
             yield ""
-        for table, findings in self.tables:
-            yield from table_text(table)
+        for (table, findings), judgements in zip(self.tables, self.judgements, strict=True):
+            name, *facts = table_text(table)
+            yield name
+            for judgement in judgements:
+                yield from judgement.lines()
+            yield from facts
             yield from finding_text(findings)
         for file in self.without_tables:
             yield f"{file}: no table found"
@@ -287,8 +295,12 @@ class LogReport:
                 for view in self.views
             ],
             "tables": [
-                asdict(table) | {"findings": list(map(_finding_row, findings))}
-                for table, findings in self.tables
+                asdict(table)
+                | {"findings": list(map(_finding_row, findings))}
+                | {"judgements": [judgement.document() for judgement in judgements]}
+                for (table, findings), judgements in zip(
+                    self.tables, self.judgements, strict=True
+                )
             ],
             "exit_code": self.exit_code,
         }
@@ -307,6 +319,16 @@ class LogReport:
         if not has_request or not self.views:
             if self.tables:
                 rows_by_name["tables"] = log_summary.rows(self.tables)
+                rows_by_name["judgements"] = [
+                    {
+                        "table": log_summary.name_of(table),
+                        "verdict": judgement.value,
+                        **row,
+                    }
+                    for (table, _), judgements in zip(self.tables, self.judgements, strict=True)
+                    for judgement in judgements
+                    for row in judgement.rows
+                ]
             rows_by_name["findings"] = list(map(_finding_row, self.findings))
         return {name: rows for name, rows in rows_by_name.items() if rows} or {"findings": []}
 
@@ -325,12 +347,17 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     if not views and options.html:
         allowed = "given with logs, dumps or inspector lines: tables have no histogram"
         raise ConfigError("html", options.html, allowed)
+    found = [table for group in by_file.values() for table in group]
+    nics = parse_nics(options.nics) if options.nics else None
+    judgements = tuple(judge(table, nics=nics) for table in found)
     return LogReport(
         options=options,
         views=views,
         tables=tuple(
-            (table, tuple(validate(table))) for group in by_file.values() for table in group
+            (table, (*validate(table), *(f for each in judged for f in each.findings)))
+            for table, judged in zip(found, judgements, strict=True)
         ),
+        judgements=judgements,
         without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
     )
 

@@ -125,6 +125,12 @@ def find_run(root: Path, name: str) -> Path:
     else:
         same = [path for path in runs if path.name == name]
         matches = same or [path for path in runs if name and path.name.startswith(name)]
+    if not matches and Path(name).is_file():
+        rule = (
+            f"it is a file and no run: `stepmark logs {name}` reads logs and tables of "
+            f"results, `stepmark trace breakdown {name}` profiler traces"
+        )
+        raise ConfigError("run", name, rule)
     if not matches:
         names = ", ".join(path.name for path in runs[-3:]) or f"none in {root}"
         raise ConfigError("run", name, f"a path, an id or 'latest'; runs: {names}")

@@ -109,6 +109,8 @@ def _table(
     num_ranks, num_ranks_from = _num_ranks(config)
     if num_ranks is None:
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
+    is_split = " of group " in num_ranks_from
+    num_hosts, device = nccl_lines.hosts_and_device([] if is_split else _gpus(config))
     stepmark = _object(document.get("stepmark"))
     tool = "rccl-tests" if args and "rccl" in args[0] else "nccl-tests"
     tool = "stepmark" if stepmark else tool
@@ -134,6 +136,9 @@ def _table(
         collective_from=collective_from,
         num_ranks=num_ranks,
         num_ranks_from=num_ranks_from if num_ranks else "",
+        num_hosts=num_hosts,
+        device=device,
+        gpus_per_thread=_int(config.get("ngpus")) or 1,
         method=_method(config, args, tool, is_enqueue_time=is_enqueue_time),
         readings=readings,
         notes=tuple(notes),
@@ -150,6 +155,19 @@ def _collective(
     if collective := nccl_lines.collective_in_command(program):
         return collective, "the first of its args"
     return nccl_lines.inferred_collective(file, readings)
+
+
+def _gpus(config: JsonObject) -> list[tuple[str, str, str]]:
+    """Return (host, PCI address, name) of the first GPU of each process."""
+    return [
+        (
+            str(device.get("hostname")),
+            str(device.get("device_hex") or device.get("device")),
+            str(device.get("device_info") or ""),
+        )
+        for device in map(_object, _list(config.get("devices")))
+        if device.get("hostname")
+    ]
 
 
 def _num_ranks(config: JsonObject) -> tuple[int | None, str]:

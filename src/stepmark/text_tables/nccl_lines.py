@@ -46,7 +46,8 @@ _REDUCED = re.compile(r"#\s*Reducing maxBytes to (?P<last>\d{1,18}) due to memor
 _BLOCKING = re.compile(r"#\s*Blocking Enabled:?(?P<how>.*)")
 _RANK = re.compile(
     r"\bRank\s+(?P<rank>\d{1,7})\s+(?:Group\s+(?P<group>\d{1,7})\s+)?"
-    r"Pid\s+\d{1,9}\s+on\s+\S{1,255}\s+device\s+\d{1,5}"
+    r"Pid\s+\d{1,9}\s+on\s+(?P<host>\S{1,255})\s+device\s+(?P<index>\d{1,5})"
+    r"(?:\s+\[(?P<bus>[^\]\s]{1,40})\])?(?:\s+(?P<gpu>[A-Z]\w[\w .()/-]{0,60}?)(?=\s*(?:#|$)))?"
 )
 _PLACEMENTS = re.compile(r"#?\s*(?:(?:out-of|in)-place\s*(?:\(\+ per-iteration\))?\s*){1,2}")
 _WRONG = re.compile(r"Out of bounds values\s*:\s*(?P<count>\d{1,18})")
@@ -86,6 +87,8 @@ class OutputFacts:
     blocking: str = ""
     mode: str = ""  # of stepmark's own output
     ranks: list[tuple[int, int]] = field(default_factory=list)  # rank, group
+    # Of the same lines: host, PCI address (or number), name.
+    gpus: list[tuple[str, str, str]] = field(default_factory=list)
     num_wrong: int = 0
     average: str = ""
     columns: list[str] = field(default_factory=list)  # header words, in order
@@ -137,6 +140,24 @@ def opens_output(line: str) -> bool:
 def ranks_of(line: str) -> list[tuple[int, int]]:
     """Return (rank, group) of a rank line, or of several that were printed into one line."""
     return [(int(match["rank"]), int(match["group"] or 0)) for match in _RANK.finditer(line)]
+
+
+def gpus_of(line: str) -> list[tuple[str, str, str]]:
+    """Return (host, PCI address or number, name) of a rank line, or of several in one line."""
+    return [
+        (match["host"], match["bus"] or match["index"], match["gpu"] or "")
+        for match in _RANK.finditer(line)
+    ]
+
+
+def hosts_and_device(gpus: Sequence[tuple[str, str, str]]) -> tuple[int | None, str]:
+    """Return (hosts, name of the GPUs); None and "" where the lines do not tell.
+
+    A GPU that occurs twice is one of two hosts with the same name, as containers have.
+    """
+    hosts, names = {host for host, _, _ in gpus}, {name for _, _, name in gpus}
+    is_known = gpus and len({(host, bus) for host, bus, _ in gpus}) == len(gpus)
+    return (len(hosts) if is_known else None), (names.pop() if len(names) == 1 else "")
 
 
 def columns_of(line: str) -> list[str]:
@@ -233,6 +254,14 @@ def ranks_per_process(facts: OutputFacts) -> int:
         m["key"].rstrip("s"): int(m["value"]) for m in _NUMBERS.finditer(facts.parameters)
     }
     return max(values.get("nThread", 1) * values.get("nGpu", 1), 1)
+
+
+def gpus_per_thread(facts: OutputFacts) -> int:
+    """Return nGpus of the parameter line, 1 where it is not known."""
+    values = {
+        m["key"].rstrip("s"): int(m["value"]) for m in _NUMBERS.finditer(facts.parameters)
+    }
+    return max(values.get("nGpu", 1), 1)
 
 
 def _blocking_level(how: str) -> int:

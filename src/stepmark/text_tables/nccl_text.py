@@ -139,6 +139,7 @@ class _Reader:
             if not output.rows or ranks[0][0] in dict(output.facts.ranks):
                 output = self.output_without_rows(tag, number)
             output.facts.ranks += ranks
+            output.facts.gpus += nccl_lines.gpus_of(line)
         elif nccl_lines.opens_output(line):
             output = self.output_without_rows(tag, number)
             output.num_parameter_lines += "nThread" in line
@@ -174,6 +175,8 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
     readings = _readings(complete, cycles, layout, output) if layout else []
     collective, collective_from = _collective(output, readings, file)
     num_ranks, num_ranks_from, notes = _num_ranks(facts, readings, collective)
+    is_whole = len(facts.gpus) == num_ranks  # neither split nor cut
+    num_hosts, device = nccl_lines.hosts_and_device(facts.gpus if is_whole else ())
     if num_ranks != 1:  # the busbw of one rank is 0
         readings = [_with_bound(reading) for reading in readings]
     return Table(
@@ -188,6 +191,9 @@ def _table(output: Output, lines: Sequence[str], file: str) -> Table:
         collective_from=collective_from,
         num_ranks=num_ranks,
         num_ranks_from=num_ranks_from,
+        num_hosts=num_hosts,
+        device=device,
+        gpus_per_thread=nccl_lines.gpus_per_thread(facts),
         method=nccl_lines.method_of(facts, tool),
         readings=tuple(readings),
         notes=(

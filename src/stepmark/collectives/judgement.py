@@ -1,0 +1,357 @@
+"""Whether a table of a collective's results is normal for its hardware, and if not, why.
+
+A table is compared with healthy tables in three figures: the peak bandwidth from 256 MiB on
+(tolerance 15 %), the shortest time up to 64 KiB (twice), and its own shape (table_curve.py).
+Between these, two healthy tables of one platform differ by up to 54 %: middle sizes are judged
+by the table's shape alone. Unknown is an answer: it says what is missing.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import inf
+
+from stepmark.collectives.reference_ranges import (
+    Hardware,
+    Nics,
+    Range,
+    Span,
+    family_of,
+    hardware_of,
+    has_latency,
+    load_ranges,
+    rate,
+    reference_range,
+    send_channel_share,
+    tuner_latency_s,
+)
+from stepmark.collectives.table_curve import Curve, CurveFault, curve_faults, curves_of
+from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.reading import Table
+from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
+
+_TOLERANCE, _LATENCY_TOLERANCE = 0.85, 2.0
+_FAR = 0.5  # of what other GPUs reach
+_RING = 0.9  # of a link's rate, which a ring cannot reach
+_WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
+_NICS = re.compile(r"(?P<count>[1-9]\d?)\s?x\s?(?P<gbit>[1-9]\d{0,3})G?", re.IGNORECASE)
+_OF_LINKS = (
+    "NVLink connections that are down or not used, PCIe instead, or of an all-reduce NVLS that "
+    "is off",
+    "nvidia-smi nvlink --status, nvidia-smi topo -m, NCCL_DEBUG=INFO (P2P or SHM, NVLS)",
+)
+_OF_NETWORK = (
+    "a part of the NICs in use (NCCL_IB_HCA; one GPU uses the NICs near to it), no GPUDirect "
+    "RDMA, or PCIe settings of the NICs (MaxReadReq, MAX_ACC_OUT_READ, ACS)",
+    "NCCL_DEBUG=INFO (`NET/IB : Using` names all NICs, connections have GDRDMA), and "
+    "ib_write_bw for each NIC",
+)
+_NO_RANKS = (
+    "the hardware is not stated (lines `# Rank 0 ... on HOST device 0 ... GPU` tell hosts)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The verdict on one curve. rows: figures beside their references."""
+
+    value: str  # "normal", "not normal", "unknown"
+    text: str
+    rows: tuple[dict[str, str], ...]
+    sources: tuple[str, ...]  # of the references
+    findings: tuple[Finding, ...] = ()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the verdict, then a line for each figure."""
+        yield f"answer     {self.value}: {self.text}"
+        for row in self.rows:
+            reference = f"   healthy: {row['reference']}" if row["reference"] else ""
+            yield f"    {row['figure']:14} {row['value']}{reference}"
+
+    def document(self) -> dict[str, object]:
+        """Return it as plain values."""
+        return {
+            "verdict": self.value,
+            "text": self.text,
+            "figures": list(self.rows),
+            "sources": list(self.sources),
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Fit:
+    """A curve's figures beside the range of its hardware."""
+
+    curve: Curve
+    hardware: Hardware
+    range: Range
+    unit: float  # rate(), bytes/s; 0 is unknown
+    peak_span: Span | None  # bytes/s
+    latency_span: Span | None  # seconds
+    has_peak: bool  # whether the peak can be judged
+    is_slow: bool
+    is_late: bool
+    max_latency_s: float  # inf where small messages are not judged
+
+
+def parse_nics(text: str) -> Nics:
+    """Parse "8x400G": NICs of a host and the Gbit/s of each. Raises ConfigError."""
+    if match := _NICS.fullmatch(text.strip()):
+        return int(match["count"]), float(match["gbit"])
+    raise ConfigError("nics", text, "NICs of a host and the Gbit/s of each, as in 8x400G")
+
+
+def judge(
+    table: Table, *, nics: Nics | None = None, ranges: Sequence[Range] | None = None
+) -> tuple[Judgement, ...]:
+    """Return a verdict for each data type and column; () for a table of anything else.
+
+    nics: NICs of a host that the ranks use.
+    """
+    hardware = hardware_of(table, nics)
+    known = load_ranges() if ranges is None else ranges
+    fits = [_fit(table, curve, hardware, known) for curve in curves_of(table)]
+    return tuple(_judgement(table, fit, nics) for fit in fits)
+
+
+def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
+    doubt, curve = _doubt(table, fit), fit.curve
+    faults = [
+        *([] if doubt else _outside(fit, nics)),
+        *curve_faults(curve, table.num_ranks or 0),
+    ]
+    severe = [fault for fault in faults if fault.is_severe]
+    notes = [each for each in table.notes if each.startswith((ROWS_MISSING, OUT_OF_BOUNDS))]
+    is_wrong = any(reading.num_wrong for reading in table.readings)
+    is_wrong = is_wrong or any(each.startswith(OUT_OF_BOUNDS) for each in notes)
+    value = "not normal" if severe or is_wrong else "unknown" if doubt else "normal"
+    rows = _rows(fit, faults)
+    name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype}"
+    figures = "; ".join(f"{row['figure']} {row['value']}" for row in rows[:-2])
+    sentences = [
+        "results are wrong: no time counts" if is_wrong else "",
+        *notes,
+        doubt,
+        *(f"{fault.text}. Usual cause: {fault.cause}. Try: {fault.action}" for fault in faults),
+        *([] if doubt else _remarks(table, fit)),
+        "" if faults or value != "unknown" else "the table's own shape shows no fault",
+    ]
+    return Judgement(
+        value=value,
+        text=f"{name} {curve.column}".strip()
+        + f": {figures}."
+        + "".join(f" {each[0].upper()}{each[1:]}." for each in sentences if each),
+        rows=rows,
+        sources=fit.range.sources,
+        findings=tuple(_finding(table, fault) for fault in severe),
+    )
+
+
+def _fit(table: Table, curve: Curve, hardware: Hardware, ranges: Sequence[Range]) -> _Fit:
+    family = family_of(table.collective, curve.dtype)
+    each = reference_range(ranges, hardware, family)
+    gbit = hardware.nic_gbit or each.nic_gbit
+    unit = rate(hardware, family, gbit)
+    peak_span = latency_span = None
+    if unit:
+        low, high = each.share or (1.0, 1.0)
+        if family == "sendrecv" and hardware.num_hosts > 1:
+            low = min(low, send_channel_share(hardware.num_ranks, gbit))
+        # NICs that are full are normal, whatever other tables reach by trees and switches.
+        peak_span = min(low, 1.0) * unit, high * unit
+    if each.latency and has_latency(table):
+        estimate = tuner_latency_s(family, hardware)
+        latency_span = each.latency[0] * estimate, each.latency[1] * estimate
+    is_low = peak_span is not None and curve.peak.busbw < _TOLERANCE * peak_span[0]
+    has_peak = peak_span is not None and (curve.is_large or not is_low)
+    # One table is no range of latency, and other GPUs are none.
+    late_s = _LATENCY_TOLERANCE * latency_span[1] if latency_span and each.link else inf
+    late_s = inf if latency_span and latency_span[0] == latency_span[1] else late_s
+    return _Fit(
+        curve=curve,
+        hardware=hardware,
+        range=each,
+        unit=unit,
+        peak_span=peak_span,
+        latency_span=latency_span,
+        has_peak=has_peak and (each.share is not None or not is_low),
+        is_slow=has_peak and is_low,
+        is_late=bool(curve.smallest and curve.smallest.time_s > late_s),
+        max_latency_s=late_s,
+    )
+
+
+def _doubt(table: Table, fit: _Fit) -> str:
+    """Return why the figures cannot be judged; "" where they can."""
+    hardware, each, peak, span = fit.hardware, fit.range, fit.curve.peak, fit.peak_span
+    reach = f"which reach {_span(span, _rate)}"
+    missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
+    device = table.device or "a GPU that is not stated"
+    is_outside = fit.is_slow or fit.is_late
+    is_far = span and peak.busbw < _FAR * span[0] and hardware.device
+    has_time = not fit.curve.is_large and fit.curve.smallest and fit.latency_span
+    end = format_bytes(fit.curve.points[-1].size_bytes)
+    reasons = (
+        (not table.num_hosts, _NO_RANKS),
+        (not hardware.num_hosts, "the hosts have different numbers of ranks"),
+        (
+            not fit.has_peak and not has_time,
+            f"there is no reference for these sizes of {device} on such hosts{missing}",
+        ),
+        (
+            is_outside and not hardware.is_stated,
+            f"the NICs of a host are not stated (--nics 8x400G); with {_nics_text(each)} for "
+            f"each GPU others reach {_span(span, _rate)}",
+        ),
+        (
+            fit.is_slow and not fit.curve.is_flat,
+            f"the table ends at {end}, before the bandwidth is flat; with larger messages "
+            f"others reach {_span(span, _rate)}",
+        ),
+        (
+            fit.is_slow and not each.link and (hardware.num_hosts == 1 or not is_far),
+            f"there are only tables of other GPUs or NICs to compare, {reach}",
+        ),
+        (
+            fit.is_slow and each.share and each.share[0] == each.share[1],
+            f"there is only one table to compare, {reach}",
+        ),
+    )
+    return next((text for is_true, text in reasons if is_true), "")
+
+
+def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
+    """Yield the figures outside their range, with the usual causes."""
+    peak, smallest, each = fit.curve.peak, fit.curve.smallest, fit.range
+    if fit.is_slow and fit.peak_span:
+        part = peak.busbw / fit.peak_span[0]
+        count = ""
+        if nics and each.family in ("all_reduce", "gather"):
+            used = max(round(peak.busbw / fit.unit * nics[0] / _WIRE), 1)
+            count = f", about the rate of {used} of {nics[0]} NICs"
+        cause, action = _OF_LINKS if fit.hardware.num_hosts == 1 else _OF_NETWORK
+        yield CurveFault(
+            name="plateau",
+            text=f"the peak is {part:.0%} of the least that healthy tables reach "
+            f"({_span(fit.peak_span, _rate)}){count}",
+            cause=cause,
+            action=action,
+            points=[peak],
+        )
+    if fit.is_late and smallest:
+        yield CurveFault(
+            name="latency",
+            text=f"{format_time(smallest.time_s)} is more than twice the shortest time of "
+            f"healthy tables ({_span(fit.latency_span, format_time)})",
+            cause="a network over TCP or the host's memory, CPUs that save power, or load",
+            action="NCCL_DEBUG=INFO (NET/Socket), and the CPUs' performance governor",
+            points=[smallest],
+        )
+
+
+def _remarks(table: Table, fit: _Fit) -> list[str]:
+    """Return what a verdict does not cover, and what explains a figure within its range."""
+    peak, hardware = fit.curve.peak.busbw, fit.hardware
+    high = fit.peak_span[1] if fit.peak_span and fit.range.share and fit.has_peak else 0.0
+    threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
+    reason = threads if table.gpus_per_thread > 1 else "there is no reference"
+    is_ring = hardware.num_hosts == 1 and high > fit.unit and peak < _RING * fit.unit
+    remarks = (
+        (
+            fit.curve.smallest and fit.max_latency_s == inf,
+            f"small messages are not judged: {reason}",
+        ),
+        (not fit.has_peak, "large messages are not judged: the table ends before 256 MiB"),
+        (
+            is_ring,
+            "this is the rate of a ring; with NVLS, the reduction in the switch, tables reach "
+            f"up to {_rate(high)}",
+        ),
+        (
+            high and not hardware.is_stated,
+            f"the NICs of a host are not stated: {_nics_text(fit.range)} for each GPU fit",
+        ),
+        (
+            0 < high < _TOLERANCE * peak,
+            f"this is more than the {_rate(high)} of healthy tables",
+        ),
+    )
+    return [text for is_true, text in remarks if is_true]
+
+
+def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]:
+    """Return the figures beside their references; a figure that is missing has no row."""
+    peak, small, each = fit.curve.peak, fit.curve.smallest, fit.range
+    half = fit.curve.half_bytes
+    assumed = "" if fit.hardware.is_stated else ", assumed"
+    gbit = fit.hardware.nic_gbit or each.nic_gbit
+    limit = f"the NICs ({gbit:.4g}G for each GPU{assumed})"
+    if fit.hardware.num_hosts == 1 and fit.hardware.device:
+        limit = str(fit.hardware.device.link_kind)
+    place = f"{_rate(peak.busbw)} at {format_bytes(peak.size_bytes)}"
+    share = f" = {peak.busbw / (fit.unit or inf):.0%} of the {_rate(fit.unit)} of {limit}"
+    end = fit.curve.points[-1]
+    loss = 1 - end.busbw / peak.busbw
+    sag = (
+        f", {loss:.0%} below the peak at {format_bytes(end.size_bytes)}" if loss > 0.05 else ""
+    )
+    own = f", {each.num_own} by this project" if each.num_own else ""
+    tables = f"{each.num_tables}{own}{'' if each.link else ', of other GPUs or NICs'}"
+    figures = (
+        (
+            "peak busbw",
+            f"{place}{share if fit.unit else ''}",
+            _span(fit.peak_span if each.share else None, _rate),
+        ),
+        (
+            "shortest time",
+            f"{format_time(small.time_s)} at {format_bytes(small.size_bytes)}" if small else "",
+            _span(fit.latency_span, format_time),
+        ),
+        (
+            "half of peak",
+            f"from {format_bytes(half)}" if half else "",
+            _span(each.half_bytes, format_bytes),
+        ),
+        ("shape", f"{', '.join(fault.name for fault in faults) or 'no fault'}{sag}", ""),
+        ("healthy tables", tables if each.num_tables else "none to compare with", ""),
+    )
+    return tuple(
+        {"figure": figure, "value": value, "reference": reference}
+        for figure, value, reference in figures
+        if value
+    )
+
+
+def _nics_text(each: Range) -> str:
+    return f"{each.nic_gbit:.4g}G {each.network}"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / GB:.4g} GB/s"
+
+
+def _span(span: Span | None, text_of: Callable[[float], str]) -> str:
+    return " to ".join(dict.fromkeys(map(text_of, span))) if span else ""
+
+
+def _finding(table: Table, fault: CurveFault) -> Finding:
+    evidence = [
+        Evidence(
+            file=table.file,
+            line=point.line,
+            text=f"{format_bytes(point.size_bytes)}: {format_time(point.time_s)}, "
+            f"{_rate(point.busbw)}",
+        )
+        for point in fault.points[:5]
+    ]
+    return Finding(
+        rule=f"not-normal-{fault.name}",
+        severity=Severity.WARNING,
+        text=fault.text,
+        evidence=tuple(evidence),
+        count=len(fault.points),
+        action=fault.action,
+    )

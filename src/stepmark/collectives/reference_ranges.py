@@ -1,0 +1,179 @@
+"""Ranges of healthy tables of results by hardware, from data/collectives.toml.
+
+validation/normal_ranges.py derives that file from public tables and our own runs. Figures are
+relative to what they scale with, so that a range holds for other numbers of ranks: bandwidth to
+the link's rate on one host and to the NICs' rate on several, latency to NCCL's own estimate.
+"""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from math import ceil, log2
+
+import msgspec
+
+from stepmark.ground.reading import Table
+from stepmark.model.collectives import Collective
+from stepmark.model.device import DeviceSpec, find_device
+from stepmark.text_tables.printed_figures import itemsize_of
+
+Span = tuple[float, float]
+Nics = tuple[int, float]  # of a host, Gbit/s of each
+_FAMILY = {
+    Collective.ALL_REDUCE: "all_reduce",
+    Collective.ALL_GATHER: "gather",
+    Collective.REDUCE_SCATTER: "gather",
+    Collective.ALL_TO_ALL: "all_to_all",
+    Collective.SENDRECV: "sendrecv",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """What ranks ran on, as far as it is known. A domain of NVLink counts as one host."""
+
+    device: DeviceSpec | None
+    num_ranks: int  # 0 is unknown
+    num_hosts: int  # 0 is unknown, or hosts have different numbers of ranks
+    nic_gbit: float  # NICs' rate for each rank; 0 is unknown, or on one host
+
+    @property
+    def is_stated(self) -> bool:
+        """Return whether it is known what limits a large message."""
+        return self.num_hosts == 1 or self.nic_gbit > 0
+
+    @property
+    def hosts(self) -> str:
+        return str(self.num_hosts) if self.num_hosts < 3 else "more"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Figures of healthy tables. Each span is (lowest, highest); None without such tables."""
+
+    link: str = ""  # link_kind of data/hardware.toml; "" for any
+    hosts: str = ""  # "1", "2", "more"
+    network: str = ""  # "RDMA" (InfiniBand, RoCE), "EFA", "TCPXO", "TCPX", "TCP"
+    nic_gbit: float = 0  # for each rank
+    family: str
+    share: Span | None = None  # peak busbw / rate()
+    latency: Span | None = None  # shortest time / tuner_latency_s()
+    half_bytes: Span | None = None
+    num_tables: int = 0
+    num_own: int = 0  # of these, how many are runs of this project
+    sources: tuple[str, ...] = ()
+
+
+@cache
+def load_ranges() -> tuple[Range, ...]:
+    text = files("stepmark").joinpath("data", "collectives.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text)["range"], tuple[Range, ...])
+
+
+def hardware_of(table: Table, nics: Nics | None) -> Hardware:
+    """Return the hardware that a table states. nics: those that its ranks use."""
+    device = find_device(table.device)
+    ranks, hosts = table.num_ranks or 0, table.num_hosts or 0
+    if device and 0 < ranks <= (device.link_domain or 0):
+        hosts = 1
+    if hosts and (not ranks or ranks % hosts):
+        hosts = 0
+    gbit = nics[0] * nics[1] * hosts / ranks if nics and hosts > 1 else 0.0
+    return Hardware(device=device, num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit)
+
+
+def family_of(collective: str, dtype: str) -> str:
+    """Return the collectives that one range holds for. Switches reduce no type of one byte."""
+    family = _FAMILY.get(Collective(collective), collective)
+    is_one_byte = family == "all_reduce" and itemsize_of(dtype) == 1
+    return "all_reduce of one byte" if is_one_byte else family
+
+
+def rate(hardware: Hardware, family: str, nic_gbit: float) -> float:
+    """Return the bytes/s to which a peak busbw is compared, 0 where it is not known.
+
+    One host: the GPU's links. Several: the NICs of a host; of send-receive those of a rank. Of
+    all-to-all the share of traffic that leaves the host counts: W m/(m-1) (n-1)/n with W a
+    rank's NICs (https://github.com/NVIDIA/nccl-tests/issues/130).
+    """
+    ranks, hosts = hardware.num_ranks, hardware.num_hosts
+    if hosts == 1 and hardware.device:
+        return hardware.device.link_bytes_per_s or 0.0
+    if hosts < 2:
+        return 0.0
+    leaving = hosts / (hosts - 1) * (ranks - 1) / ranks
+    nics = {"sendrecv": 1.0, "all_to_all": leaving}.get(family, ranks / hosts)
+    return nics * nic_gbit / 8 * 1e9
+
+
+def send_channel_share(num_ranks: int, nic_gbit: float) -> float:
+    """Return the share of a NIC that send-receive reaches with the channels that NCCL gives it.
+
+    A channel carries 13 GB/s; one for each 14 GB/s of the NIC, halved while a communicator's 16
+    do not suffice (NVIDIA/nccl, src/graph/paths.cc).
+    """
+    channels = 2.0 ** ceil(log2(ceil(nic_gbit / 8 / 14)))
+    while channels > 1 and channels * ceil(num_ranks / 8) > 16:
+        channels /= 2
+    return min(channels * 13 / (nic_gbit / 8), 1.0)
+
+
+def has_latency(table: Table) -> bool:
+    """Return whether small times are those of the collective.
+
+    Not where one thread launches on several GPUs in turn, or the host waits for each call.
+    """
+    is_queued = table.tool in ("nccl-tests", "rccl-tests") and "blocking" not in table.method
+    return is_queued and table.gpus_per_thread == 1
+
+
+def tuner_latency_s(family: str, hardware: Hardware) -> float:
+    """Return NCCL's estimate of the shortest time with protocol LL, in seconds.
+
+    Constants of NVIDIA/nccl 2.30.7, src/graph/tuning.cc. All-to-all and send-receive have none
+    there: a ring's base and one hop.
+    """
+    ranks, hosts = hardware.num_ranks, hardware.num_hosts
+    hops = (ranks - hosts) * (0.6 if hosts == 1 else 1.0) + (hosts - 1) * 2.7
+    if family == "gather":
+        return (6.6 + hops) * 1e-6
+    if not family.startswith("all_reduce"):
+        return 10e-6
+    tree = 6.8 + 2 * ((ranks / hosts - 1) * 0.6 + log2(hosts) * 5)
+    return min(6.6 + 2 * hops, tree) * 1e-6
+
+
+def reference_range(ranges: Sequence[Range], hardware: Hardware, family: str) -> Range:
+    """Return the range of this hardware, of its fastest NICs where they are not stated.
+
+    For want of one that of other GPUs with RDMA, without a `link`; else an empty one.
+    """
+    link = hardware.device.link_kind if hardware.device else ""
+    same = [each for each in ranges if (each.hosts, each.family) == (hardware.hosts, family)]
+    own = [each for each in same if link and each.link == link]
+    gbit = hardware.nic_gbit or max((each.nic_gbit for each in own if each.share), default=0.0)
+    if own := [each for each in own if each.nic_gbit == gbit]:
+        return _union(own, own[0])
+    is_comparable = hardware.is_stated and "bridge" not in (link or "")
+    others = [each for each in same if each.share and each.network in ("", "RDMA")]
+    others = [each for each in others if is_comparable and "bridge" not in each.link]
+    return _union(others, Range(family=family))
+
+
+def _union(ranges: Sequence[Range], first: Range) -> Range:
+    def union(name: str) -> Span | None:
+        spans = [span for each in ranges if (span := getattr(each, name))]
+        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
+
+    return replace(
+        first,
+        network=" or ".join(sorted({each.network for each in ranges})),
+        share=union("share"),
+        latency=union("latency"),
+        half_bytes=union("half_bytes"),
+        num_tables=sum(each.num_tables for each in ranges),
+        num_own=sum(each.num_own for each in ranges),
+        sources=tuple(source for each in ranges for source in each.sources),
+    )

@@ -1,0 +1,240 @@
+"""Times and bandwidths of a table of results by size, and faults that their shape shows.
+
+A fault of shape needs no reference: it compares a table's rows with each other. Each rule's
+limit lies beyond what healthy tables show (validation/normal_ranges.py counts them).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import exp, log
+from statistics import median
+
+from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
+from stepmark.ground.units import GB, GIB, MIB, format_bytes, format_time
+from stepmark.model.collectives import Collective, busbw_factor
+
+_PLATEAU_BYTES = 256 * MIB
+_MIN_FLAT_BYTES = GIB
+_MAX_FLAT_GAIN = 1.05  # of the last row over the one before
+_SMALL_BYTES = 65536  # up to here a time is latency
+_MIN_RATE = 0.1 * GB  # below, two decimals of GB/s give no time
+_SLOW_ROW, _FALL, _FLOOR_S = 3.0, 1.5, 1e-3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One size, of the faster placement; times are medians over repeats."""
+
+    line: int
+    size_bytes: int
+    time_s: float
+    busbw: float  # bytes/s
+    placement_ratio: float  # out-of-place / in-place time, 1 where one is missing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """Rows of one data type and column, by size."""
+
+    dtype: str
+    column: str
+    points: tuple[Point, ...]
+
+    @property
+    def peak(self) -> Point:
+        return max(self.points, key=lambda point: point.busbw)
+
+    @property
+    def is_large(self) -> bool:
+        """Whether the table reaches sizes whose bandwidth is compared."""
+        return self.points[-1].size_bytes >= _PLATEAU_BYTES
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether larger messages would hardly be faster.
+
+        Healthy curves of some networks still rise by a third from 1 to 2 GiB.
+        """
+        rates = [point.busbw for point in self.points[-2:]]
+        is_large = self.points[-1].size_bytes >= _MIN_FLAT_BYTES and len(rates) == 2
+        return is_large and rates[1] <= _MAX_FLAT_GAIN * rates[0]
+
+    @property
+    def smallest(self) -> Point | None:
+        """Return the row with the shortest time up to 64 KiB."""
+        small = [point for point in self.points if point.size_bytes <= _SMALL_BYTES]
+        return min(small, key=lambda point: point.time_s, default=None)
+
+    @property
+    def half_bytes(self) -> int | None:
+        """Return the size from which on the bandwidth is at least half of its peak."""
+        half = self.peak.busbw / 2 if self.is_large else 0.0
+        below = max((p.size_bytes for p in self.points if p.busbw < half), default=0)
+        above = (p.size_bytes for p in self.points if p.size_bytes > below > 0)
+        return min(above, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurveFault:
+    """What is wrong with a curve, the usual cause and what to try. is_severe: not normal."""
+
+    name: str
+    text: str
+    cause: str
+    action: str
+    points: Sequence[Point]
+    is_severe: bool = True
+
+
+def curves_of(table: Table) -> list[Curve]:
+    """Return a curve for each data type and column; [] for a table of anything else."""
+    if table.collective not in set(Collective) or table.method.endswith("time to enqueue"):
+        return []
+    factor = busbw_factor(Collective(table.collective), table.num_ranks or 1)
+    groups: dict[tuple[str, str], dict[int, list[Reading]]] = {}
+    for reading in table.readings:
+        sizes = groups.setdefault((reading.dtype, reading.column), {})
+        sizes.setdefault(reading.size_bytes or 0, []).append(reading)
+    curves = [
+        Curve(dtype=dtype, column=column, points=tuple(_points(sizes, factor)))
+        for (dtype, column), sizes in groups.items()
+    ]
+    return [curve for curve in curves if curve.points]
+
+
+def _points(sizes: Mapping[int, Sequence[Reading]], factor: float) -> Iterator[Point]:
+    """Yield sizes with a time: as printed, or by a bandwidth of enough digits."""
+    for size, readings in sorted(sizes.items()):
+        times: dict[str, list[float]] = {}
+        for reading in readings:
+            rate = reading.busbw_bytes_per_s or reading.rate or 0.0
+            by_rate = factor * size / rate if rate > _MIN_RATE else 0.0
+            if time := reading.time_s or by_rate:
+                times.setdefault(reading.placement, []).append(time)
+        medians = {placement: median(values) for placement, values in times.items()}
+        best = min(medians.values(), default=0.0)
+        printed = max((reading.busbw_bytes_per_s or 0.0 for reading in readings), default=0.0)
+        if size and best and (factor or printed):
+            out, inside = (medians.get(name, best) for name in (OUT_OF_PLACE, IN_PLACE))
+            yield Point(
+                line=readings[0].line,
+                size_bytes=size,
+                time_s=best,
+                busbw=factor * size / best or printed,
+                placement_ratio=out / inside,
+            )
+
+
+def curve_faults(curve: Curve, num_ranks: int) -> list[CurveFault]:
+    """Return the faults that the shape shows."""
+    points = curve.points
+    return [
+        *_floor(points, num_ranks),
+        *_fall(points),
+        *_slow_rows(points),
+        *_slow_protocol(points),
+        *_first_use(points),
+    ]
+
+
+def _floor(points: Sequence[Point], num_ranks: int) -> Iterator[CurveFault]:
+    """Yield a time of a millisecond and more that sizes up to eight times larger share.
+
+    Rings of many ranks need that long for small messages: 50 us for each rank is no fault.
+    """
+    first = points[0]
+    flat = [point for point in points if point.time_s < 2 * first.time_s]
+    is_wide = flat[-1].size_bytes >= 8 * first.size_bytes
+    if is_wide and first.time_s >= max(_FLOOR_S, 5e-5 * num_ranks):
+        yield CurveFault(
+            name="floor",
+            text=f"every size up to {format_bytes(flat[-1].size_bytes)} takes "
+            f"{format_time(min(point.time_s for point in flat))} and more",
+            cause="a network over TCP or the host's memory, or too few warm-up iterations",
+            action="NCCL_DEBUG=INFO (NET/Socket, connections without GDRDMA), and -w 5",
+            points=flat,
+        )
+
+
+def _fall(points: Sequence[Point]) -> Iterator[CurveFault]:
+    """Yield a bandwidth below 2/3 of that of a smaller size, in two rows one after another."""
+    best = points[0]
+    for place, (this, after) in enumerate(pairwise(points)):
+        if max(this.busbw, after.busbw) < best.busbw / _FALL:
+            low = [point for point in points[place:] if point.busbw < best.busbw / _FALL]
+            yield CurveFault(
+                name="fall",
+                text=f"the bandwidth falls from {best.busbw / GB:.3g} GB/s at "
+                f"{format_bytes(best.size_bytes)} to {this.busbw / GB:.3g} GB/s at "
+                f"{format_bytes(this.size_bytes)} ({format_time(this.time_s)}) and low up to "
+                f"{format_bytes(low[-1].size_bytes)}",
+                cause="lost packets or paused ports (a step to tens of milliseconds), "
+                "congestion, or a slow host or link",
+                action="read the NICs' counters of retransmissions and pauses before and after "
+                "a run, check PFC and ECN, and measure hosts in pairs to find a slow one",
+                points=[best, *low],
+            )
+            return
+        best = max(best, this, key=lambda point: point.busbw)
+
+
+def _slow_rows(points: Sequence[Point]) -> Iterator[CurveFault]:
+    """Yield rows of 3 times what the sizes beside suggest; a single one is no verdict."""
+    ratios = [
+        (this, this.time_s / _between(before, this, after))
+        for before, this, after in zip(points, points[1:], points[2:], strict=False)
+    ]
+    if slow := [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]:
+        yield CurveFault(
+            name="slow-rows",
+            text=f"far longer than the sizes beside suggest: {_ratios_text(slow)}",
+            cause="another job on the hosts or the network, retransmissions, or of a single "
+            "row the first use of a connection",
+            action="repeat with more iterations (-n 100 -w 20)",
+            points=[point for point, _ in slow],
+            is_severe=len(slow) > 1,
+        )
+
+
+def _between(before: Point, this: Point, after: Point) -> float:
+    """Return the time of the middle size by interpolation in log size and log time."""
+    share = log(this.size_bytes / before.size_bytes) / log(after.size_bytes / before.size_bytes)
+    return exp(log(before.time_s) * (1 - share) + log(after.time_s) * share)
+
+
+def _ratios_text(slow: Sequence[tuple[Point, float]]) -> str:
+    return ", ".join(f"{format_bytes(p.size_bytes)} ({ratio:.1f} x)" for p, ratio in slow[:6])
+
+
+def _first_use(points: Sequence[Point]) -> Iterator[CurveFault]:
+    """Yield rows that are slow out-of-place alone."""
+    ratios = [(point, point.placement_ratio) for point in points]
+    if slow := [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]:
+        yield CurveFault(
+            name="first-use",
+            text=f"far longer out-of-place than in-place: {_ratios_text(slow)}",
+            cause="the first use of a connection, which few warm-up iterations do not cover",
+            action="take the in-place figure, or -w 20",
+            points=[point for point, _ in slow],
+            is_severe=False,
+        )
+
+
+def _slow_protocol(points: Sequence[Point]) -> Iterator[CurveFault]:
+    """Yield sizes at a constant bandwidth after which a larger one takes less time."""
+    slow: list[Point] = []
+    for first, second, last, after in zip(*(points[i:] for i in range(4)), strict=False):
+        rates = (first.busbw, second.busbw, last.busbw)
+        if max(rates) < 1.15 * min(rates) and after.time_s < last.time_s / 1.25:
+            slow += [first, second, last]
+    if slow:
+        names = [format_bytes(point.size_bytes) for point in slow]
+        sizes = ", ".join(map(" to ".join, zip(names[::3], names[2::3], strict=True)))
+        yield CurveFault(
+            name="protocol",
+            text=f"{sizes}: a constant bandwidth, after which a larger size takes less time",
+            cause="protocol LL or LL128 is kept for sizes that are too large for it",
+            action="compare with NCCL_PROTO=^LL and ^LL128, and update NCCL or its plug-in",
+            points=slow,
+        )

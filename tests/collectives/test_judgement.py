@@ -1,0 +1,360 @@
+"""Verdicts on tables of collectives: figures of public tables, faults of shape, and texts."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from validation import normal_ranges
+
+from stepmark.cli.main import status
+from stepmark.collectives.judgement import Judgement, judge, parse_nics
+from stepmark.collectives.reference_ranges import (
+    Hardware,
+    hardware_of,
+    rate,
+    send_channel_share,
+    tuner_latency_s,
+)
+from stepmark.findings.finding import Severity
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
+from stepmark.ground.units import GIB, KIB, MIB
+from stepmark.model.device import find_device
+from stepmark.text_tables import tables_of
+
+ALL_REDUCE_8 = Path(__file__).parents[1] / "data" / "nccl-tests" / "8xH200-all_reduce.txt"
+SAMPLES = {sample.name: sample for sample in normal_ranges.samples()}
+H100 = "NVIDIA H100 80GB HBM3"
+NDR = (8, 400.0)
+
+
+def counts(kind: str, left_out: str, *, with_nics: bool = True) -> Counter[str]:
+    judged = normal_ranges.scores(tuple(SAMPLES.values()), left_out, with_nics=with_nics)
+    return Counter(
+        judged[name].value
+        for name, sample in SAMPLES.items()
+        if (sample.is_own if kind == "own" else sample.healthy.startswith(kind))
+        and sample.is_own is (kind == "own")
+    )
+
+
+def test_the_ranges_are_those_of_the_tables() -> None:
+    ranges = normal_ranges.derive(normal_ranges.samples())
+    assert normal_ranges.OUTPUT.read_text() == normal_ranges.toml(ranges)
+
+
+def test_public_tables_are_called_what_their_sources_call_them() -> None:
+    """A table is judged by ranges that were made without it, too."""
+    assert counts("yes", "none") == {"normal": 94, "unknown": 2}
+    assert counts("yes", "table") == {"normal": 89, "unknown": 6, "not normal": 1}
+    assert counts("yes", "source") == {"normal": 85, "unknown": 10, "not normal": 1}
+    assert counts("no", "table") == {"not normal": 8, "unknown": 2}
+    assert counts("own", "source") == {"normal": 44}
+
+
+def test_without_the_nics_no_healthy_table_is_called_not_normal() -> None:
+    assert counts("yes", "none", with_nics=False) == {"normal": 85, "unknown": 11}
+    assert counts("yes", "table", with_nics=False)["not normal"] == 0
+    assert counts("no", "table", with_nics=False) == {"not normal": 6, "unknown": 4}
+
+
+def test_what_is_not_seen_ends_before_the_bandwidth_is_compared() -> None:
+    """A tuner's wrong table for 32 to 224 MiB, and one NIC of four in rows up to 32 MiB."""
+    for name, nics in (("mi350-2-before", None), ("ntest232", (4, 400.0))):
+        [judgement] = judge(SAMPLES[name].table, nics=nics)
+        assert judgement.value == "unknown"
+        assert "no reference for these sizes of" in judgement.text
+
+
+@pytest.mark.parametrize("with_nics", [True, False])
+def test_no_part_of_a_healthy_table_is_called_not_normal(with_nics: bool) -> None:
+    """A table may end or begin at any size."""
+    for sample in SAMPLES.values():
+        if sample.healthy != "yes":
+            continue
+        nics = sample.nics if with_nics else None
+        for size in {reading.size_bytes or 0 for reading in sample.table.readings}:
+            readings = sample.table.readings
+            first = tuple(each for each in readings if (each.size_bytes or 0) <= size)
+            last = tuple(each for each in readings if (each.size_bytes or 0) >= size)
+            for part in (first, last):
+                for judgement in judge(replace(sample.table, readings=part), nics=nics):
+                    assert judgement.value != "not normal", (sample.name, size)
+
+
+def named(name: str, nics: tuple[int, float] | None = None) -> Judgement:
+    [judgement] = judge(SAMPLES[name].table, nics=nics)
+    return judgement
+
+
+@pytest.mark.parametrize(
+    ("name", "rule", "words"),
+    [
+        (
+            "rtx6000d-a2a-bad",
+            "fall",
+            "34.3 GB/s at 16 MiB to 0.904 GB/s at 32 MiB (34.79 ms) and low up to 2 GiB",
+        ),
+        ("nccl1453", "fall", "29.5 GB/s at 32 MiB to 5.27 GB/s at 64 MiB"),
+        ("xx-c00-2x1-slowpair-sendrecv", "fall", "7.82 GB/s at 512 MiB to 5.02 GB/s at 2 GiB"),
+        ("gcp-a3-cold", "floor", "every size up to 1 GiB takes 4.654 ms and more"),
+        ("rtx5090-tcp", "floor", "every size up to 16 MiB takes 4.366 ms and more"),
+        ("h200-cetus-bad", "slow-rows", "256 KiB (25.0 x), 8 MiB (8.3 x), 32 MiB (4.8 x)"),
+        ("h100-2x2", "protocol", "128 KiB to 512 KiB: a constant bandwidth"),
+        ("rtx6000d-ar", "protocol", "256 KiB to 1 MiB, 2 MiB to 8 MiB: a constant bandwidth"),
+    ],
+)
+def test_each_fault_of_a_curve_has_its_sizes(name: str, rule: str, words: str) -> None:
+    judgement = named(name)
+    assert judgement.value == "not normal"
+    [finding] = [each for each in judgement.findings if each.rule == f"not-normal-{rule}"]
+    assert finding.severity is Severity.WARNING
+    assert finding.action
+    assert words in finding.text
+    assert words[1:] in judgement.text
+    assert "Usual cause: " in judgement.text
+
+
+def test_a_part_of_the_nics() -> None:
+    judgement = named("ntest290-2ring", NDR)
+    assert [each.rule for each in judgement.findings] == ["not-normal-plateau"]
+    assert "about the rate of 2 of 8 NICs" in judgement.text
+    unstated = named("ntest290-2ring")
+    assert unstated.value == "unknown"
+    assert "(--nics 8x400G)" in unstated.text
+
+
+def test_one_slow_row_is_named_and_no_verdict() -> None:
+    judgement = named("ntest309-8", NDR)
+    assert (judgement.value, judgement.findings) == ("normal", ())
+    assert "8 MiB (" in judgement.text
+
+
+def test_a_slow_first_use_is_no_verdict() -> None:
+    judgement = named("dgxc-h100-1")
+    assert judgement.value == "normal"
+    assert "longer out-of-place than in-place: 32 B (5.0 x)" in judgement.text
+
+
+def test_small_messages_of_a_slow_path() -> None:
+    table = SAMPLES["ntest309-2"].table
+    slow = tuple(
+        replace(reading, time_s=(reading.time_s or 0.0) + 250e-6, printed=None)
+        for reading in table.readings
+    )
+    [judgement] = judge(replace(table, readings=slow), nics=NDR)
+    assert [each.rule for each in judgement.findings] == ["not-normal-latency"]
+
+
+@pytest.mark.parametrize("name", ["aws-p5-1", "ntest309-2", "gcp-a3ultra-ag", "mi355x-2"])
+def test_a_third_of_the_bandwidth_is_not_normal(name: str) -> None:
+    sample = SAMPLES[name]
+    readings = tuple(
+        replace(
+            reading,
+            time_s=3 * (reading.time_s or 0.0),
+            busbw_bytes_per_s=(reading.busbw_bytes_per_s or 0.0) / 3,
+        )
+        for reading in sample.table.readings
+        if (reading.size_bytes or 0) >= MIB
+    )
+    [judgement] = judge(replace(sample.table, readings=readings), nics=sample.nics)
+    assert "not-normal-plateau" in [each.rule for each in judgement.findings] or (
+        judgement.value == "unknown" and "only one table" in judgement.text
+    )
+
+
+def plain_table(sizes_and_times: dict[int, float], **facts: Any) -> Table:
+    readings = tuple(
+        Reading(line=line, size_bytes=size, time_s=time, placement=place, dtype="fp32")
+        for line, (size, time) in enumerate(sizes_and_times.items(), 1)
+        for place in (OUT_OF_PLACE, IN_PLACE)
+    )
+    known: dict[str, Any] = {
+        "num_ranks": 8,
+        "num_hosts": 1,
+        "device": H100,
+        "collective": "all_reduce",
+    }
+    base = Table(
+        file="x", first_line=1, last_line=1, title="", tool="nccl-tests", readings=readings
+    )
+    return replace(base, **(known | facts))
+
+
+GOOD = {KIB: 15e-6, MIB: 30e-6, 256 * MIB: 1.1e-3, GIB: 4.1e-3}
+
+
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"num_hosts": None, "device": ""}, "hardware is not stated"),
+        ({"num_hosts": 3}, "different numbers of ranks"),
+        ({"device": "GPU of tomorrow"}, "no reference for these sizes of GPU of tomorrow"),
+        ({"collective": "broadcast"}, "no reference"),
+    ],
+)
+def test_what_is_missing_is_said(facts: dict[str, object], words: str) -> None:
+    [judgement] = judge(plain_table(GOOD, **facts))
+    assert judgement.value == "unknown"
+    assert words in judgement.text
+    assert "The table's own shape shows no fault." in judgement.text
+
+
+def test_nics_that_are_assumed_are_named() -> None:
+    """As fast as tables with the fastest NICs of this GPU is normal; slower is no verdict."""
+    [judgement] = judge(plain_table(GOOD, num_ranks=16, num_hosts=2))
+    assert judgement.value == "normal"
+    assert (
+        "The NICs of a host are not stated: 400G EFA or RDMA for each GPU fit."
+        in judgement.text
+    )
+    slow = {size: 3 * time for size, time in GOOD.items()}
+    [judgement] = judge(plain_table(slow, num_ranks=16, num_hosts=2))
+    assert judgement.value == "unknown"
+    assert "(--nics 8x400G)" in judgement.text
+
+
+def test_other_tables_have_no_verdict() -> None:
+    assert judge(plain_table(GOOD, collective="images")) == ()
+    assert judge(plain_table(GOOD, method="nccl-tests queued, time to enqueue")) == ()
+    assert judge(plain_table({})) == ()
+    assert judge(plain_table({0: 1e-6})) == ()
+
+
+def test_one_row_is_judged_by_what_it_has() -> None:
+    [judgement] = judge(plain_table({4 * GIB: 15.8e-3}))
+    assert judgement.value == "normal"
+    [judgement] = judge(plain_table({MIB: 30e-6}))
+    assert judgement.value == "unknown"
+
+
+def test_wrong_results_are_not_normal_however_fast() -> None:
+    table = plain_table(GOOD)
+    wrong = tuple(replace(reading, num_wrong=3) for reading in table.readings)
+    [judgement] = judge(replace(table, readings=wrong))
+    assert judgement.value == "not normal"
+    assert "Results are wrong: no time counts." in judgement.text
+    [judgement] = judge(plain_table(GOOD, notes=("the footer counts values out of bounds: 7",)))
+    assert judgement.value == "not normal"
+
+
+def test_missing_rows_are_said() -> None:
+    note = "rows are missing: 2 of those that the parameters ask for"
+    [judgement] = judge(plain_table(GOOD, notes=(note,)))
+    assert judgement.value == "normal"
+    assert "Rows are missing: 2 of those" in judgement.text
+
+
+def test_each_type_has_its_verdict() -> None:
+    table = plain_table(GOOD)
+    slow = tuple(
+        replace(reading, dtype="fp16", time_s=4 * (reading.time_s or 0.0))
+        for reading in plain_table(GOOD | {4 * GIB: 16e-3}).readings
+    )
+    judgements = judge(replace(table, readings=(*table.readings, *slow)))
+    assert [each.value for each in judgements] == ["normal", "not normal"]
+    assert "fp16" in judgements[1].text
+
+
+def test_ranks_that_one_thread_launches_have_no_latency() -> None:
+    [judgement] = judge(plain_table({KIB: 90e-6, **GOOD}, gpus_per_thread=8))
+    assert judgement.value == "normal"
+    assert "one thread launches on 8 GPUs in turn" in judgement.text
+
+
+def hardware(ranks: int, hosts: int, gbit: float = 400.0) -> Hardware:
+    device = find_device(H100)
+    return Hardware(device=device, num_ranks=ranks, num_hosts=hosts, nic_gbit=gbit)
+
+
+def test_rates_are_those_of_links_and_nics() -> None:
+    assert rate(hardware(8, 1), "all_reduce", 0) == 450e9
+    assert rate(hardware(16, 2), "all_reduce", 400) == 400e9
+    assert rate(hardware(16, 2), "sendrecv", 400) == 50e9
+    # https://github.com/NVIDIA/nccl-tests/issues/130: W m/(m-1) (n-1)/n
+    assert rate(hardware(16, 2), "all_to_all", 400) == pytest.approx(93.75e9)
+    assert rate(hardware(80, 10), "all_to_all", 400) == pytest.approx(50e9 * 10 / 9 * 79 / 80)
+    assert rate(hardware(16, 0), "all_reduce", 400) == 0
+
+
+def test_latency_is_that_of_the_tuner() -> None:
+    """Measured on H100 with InfiniBand: 24.9 us on two hosts, 34.8 us on four."""
+    assert tuner_latency_s("all_reduce", hardware(16, 2)) == pytest.approx(25.2e-6)
+    assert tuner_latency_s("all_reduce", hardware(32, 4)) == pytest.approx(35.2e-6)
+
+
+@pytest.mark.parametrize(("ranks", "channels"), [(16, 4), (32, 4), (40, 2), (64, 2), (80, 1)])
+def test_send_receive_has_fewer_channels_in_larger_groups(ranks: int, channels: int) -> None:
+    assert send_channel_share(ranks, 400) == pytest.approx(min(channels * 13 / 50, 1))
+
+
+def test_nics_change_nothing_on_one_host() -> None:
+    table = plain_table(GOOD)
+    assert judge(table, nics=NDR) == judge(table)
+
+
+def test_a_domain_of_nvlink_is_one_host() -> None:
+    table = plain_table(GOOD, device="NVIDIA GB200", num_ranks=32, num_hosts=8)
+    assert hardware_of(table, None).num_hosts == 1
+
+
+def test_nics_are_a_number_and_a_rate() -> None:
+    assert parse_nics("8x400G") == (8, 400.0)
+    assert parse_nics(" 32 X 100 ") == (32, 100.0)
+    for text in ("", "400G", "0x400G", "8x0", "8x400Gb"):
+        with pytest.raises(ConfigError, match="as in 8x400G"):
+            parse_nics(text)
+
+
+def printed(hosts: tuple[str, ...], per_host: int = 2, gpu: str = H100) -> Table:
+    lines = [
+        f"#  Rank {rank:2} Group  0 Pid  {rank + 100} on {host} device {index} "
+        f"[0000:0{index}:00] {gpu}"
+        for rank, (host, index) in enumerate(
+            (host, index) for host in hosts for index in range(per_host)
+        )
+    ]
+    figures = "time  algbw  busbw  #wrong "
+    rows = [f"#  size  count  type  redop  root  {figures} {figures}"]
+    rows += ["1048576 262144 float sum -1 100.0 10.49 15.73 0 100.0 10.49 15.73 0"]
+    [table] = tables_of("\n".join([*lines, *rows]), "x")
+    return table
+
+
+def test_hosts_and_gpus_are_those_of_the_rank_lines() -> None:
+    table = printed(("a", "b"))
+    assert (table.num_ranks, table.num_hosts, table.device) == (4, 2, H100)
+    assert printed(("a",), gpu="AMD Instinct MI300X OAM").device == "AMD Instinct MI300X OAM"
+    # Two containers of one name: which ranks share a host is not known.
+    assert printed(("vm", "vm")).num_hosts is None
+
+
+def test_logs_answers_first(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["logs", str(ALL_REDUCE_8)]) == 0
+    first = capsys.readouterr().out.splitlines()[1]
+    for words in (
+        "normal: ",
+        "365.4 GB/s at 4 GiB",
+        "81% of",
+        "NVLink 4",
+        "59.32 us at 16 KiB",
+    ):
+        assert words in first
+    assert "with NVLS" in first
+
+
+def test_logs_writes_verdicts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert status(["logs", str(ALL_REDUCE_8), "--json", "-"]) == 0
+    [table] = json.loads(capsys.readouterr().out)["tables"]
+    assert table["judgements"][0]["verdict"] == "normal"
+    assert table["device"] == "NVIDIA H200"
+
+
+def test_a_table_is_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (["report"], ["runs", "show"]):
+        assert status([*verb, str(ALL_REDUCE_8)]) == 2
+        assert f"`stepmark logs {ALL_REDUCE_8}`" in capsys.readouterr().err

@@ -1,0 +1,273 @@
+"""Derive the ranges of healthy tables, and score the judgement of tables by them.
+
+    python validation/normal_ranges.py write    src/stepmark/data/collectives.toml
+    python validation/normal_ranges.py score    each table by ranges without it
+
+Sources: data/collective-tables.csv (what a table is and where it stands, whether its source
+calls it healthy) and data/collective-rows.csv (its rows), and our own runs of nccl-tests. A
+table is scored three ways: by all ranges, by ranges made without it, and by ranges made without
+any table of its source; each with the NICs that its source states, and without. `score -v`
+prints each table that is not called what its source calls it.
+"""
+
+import csv
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
+
+from stepmark import text_tables  # noqa: E402
+from stepmark.collectives import judgement, reference_ranges  # noqa: E402
+from stepmark.collectives.reference_ranges import Range, Span  # noqa: E402
+from stepmark.collectives.table_curve import curves_of  # noqa: E402
+from stepmark.ground.dtypes import DTYPE_ALIASES  # noqa: E402
+from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table  # noqa: E402
+from stepmark.ground.units import GB  # noqa: E402
+from stepmark.model.collectives import collective_named  # noqa: E402
+from stepmark.model.device import load_devices  # noqa: E402
+
+DATA = Path(__file__).parent / "data"
+OUTPUT = ROOT / "src" / "stepmark" / "data" / "collectives.toml"
+OWN = ("results/*/nccl-tests-*.txt", "tests/data/nccl-tests/*.txt")
+PLACEMENT = {"out": OUT_OF_PLACE, "in": IN_PLACE}
+# Its program of Python waits for each call.
+BENCH = "https://github.com/stas00/ml-engineering"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """A table with what its source states about it."""
+
+    name: str
+    source: str
+    healthy: str  # "yes", "unknown", "no: ..."
+    note: str
+    table: Table
+    network: str
+    nics: tuple[int, float] | None
+    is_own: bool = False
+
+
+@cache
+def samples() -> tuple[Sample, ...]:
+    """Return all public tables, then our own."""
+    rows: dict[str, list[dict[str, str]]] = {}
+    for row in _rows("collective-rows.csv"):
+        rows.setdefault(row["id"], []).append(row)
+    public = [_public(facts, rows[facts["id"]]) for facts in _rows("collective-tables.csv")]
+    return (*public, *_own())
+
+
+@cache
+def _by_name() -> dict[str, Sample]:
+    return {sample.name: sample for sample in samples()}
+
+
+def _rows(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((DATA / name).read_text(encoding="utf-8").splitlines()))
+
+
+def _public(facts: dict[str, str], rows: Sequence[dict[str, str]]) -> Sample:
+    dtype = str(DTYPE_ALIASES.get(facts["dtype"], facts["dtype"]))
+    readings = tuple(
+        Reading(
+            line=line,
+            size_bytes=int(row["bytes"]),
+            dtype=dtype,
+            placement=PLACEMENT[row["placement"]],
+            time_s=float(row["time_us"]) * 1e-6 if row["time_us"] else None,
+            busbw_bytes_per_s=float(row["busbw_GBps"]) * GB,
+            printed=(row["time_us"], "", row["busbw_GBps"]),
+        )
+        for line, row in enumerate(rows, 1)
+    )
+    hosts = int(facts["hosts"])
+    gpu = "" if facts["gpu"] == "not stated" else facts["gpu"]
+    table = Table(
+        file=facts["id"],
+        first_line=1,
+        last_line=len(rows),
+        title="",
+        tool="all_reduce_bench" if facts["source"].startswith(BENCH) else "nccl-tests",
+        collective=collective_named(facts["collective"]),
+        num_ranks=hosts * int(facts["gpus_per_host"]),
+        num_hosts=hosts,
+        device=load_devices()[facts["device"]].names[0] if facts["device"] else gpu,
+        readings=readings,
+    )
+    return Sample(
+        name=facts["id"],
+        source=facts["source"],
+        healthy=facts["healthy"],
+        note=facts["note"],
+        table=table,
+        network=facts["network_kind"],
+        nics=(int(facts["nics"]), float(facts["nic_gbit"])) if facts["nics"] else None,
+    )
+
+
+def _own() -> Iterator[Sample]:
+    for pattern in OWN:
+        for path in sorted(ROOT.glob(pattern)):
+            for table in text_tables.find(path):
+                name = path.relative_to(ROOT).as_posix()
+                yield Sample(
+                    name=name,
+                    source=f"own run, {path.parent.relative_to(ROOT).as_posix()}",
+                    healthy="yes",
+                    note="",
+                    table=table,
+                    network="",
+                    nics=None,
+                    is_own=True,
+                )
+
+
+Figures = dict[str, float]
+Key = tuple[str, str, str, float, str]  # link, hosts, network, NICs' rate, collectives
+
+
+@cache
+def _figures(name: str) -> list[tuple[Key, Figures]]:
+    """Return the figures of each curve of a healthy sample, with what they hold for."""
+    sample = _by_name()[name]
+    hardware = reference_ranges.hardware_of(sample.table, sample.nics)
+    is_known = hardware.num_hosts == 1 or (hardware.num_hosts and hardware.nic_gbit)
+    if sample.healthy != "yes" or not is_known:
+        return []
+    link = (hardware.device and hardware.device.link_kind) or ""
+    result = []
+    for curve in curves_of(sample.table):
+        figures: Figures = {}
+        family = reference_ranges.family_of(sample.table.collective, curve.dtype)
+        unit = reference_ranges.rate(hardware, family, hardware.nic_gbit)
+        if unit and curve.is_large:
+            figures["share"] = curve.peak.busbw / unit
+        if curve.smallest and reference_ranges.has_latency(sample.table):
+            estimate = reference_ranges.tuner_latency_s(family, hardware)
+            figures["latency"] = curve.smallest.time_s / estimate
+        if curve.half_bytes:
+            figures["half_bytes"] = curve.half_bytes
+        if figures:
+            key = (link, hardware.hosts, sample.network, hardware.nic_gbit, family)
+            result.append((key, figures))
+    return result
+
+
+def derive(chosen: Sequence[Sample]) -> list[Range]:
+    """Return the ranges of these samples' healthy tables."""
+    groups: dict[Key, list[tuple[Sample, Figures]]] = {}
+    for sample in chosen:
+        for key, figures in _figures(sample.name):
+            groups.setdefault(key, []).append((sample, figures))
+    return [_range(key, group) for key, group in sorted(groups.items())]
+
+
+def _range(key: Key, group: Sequence[tuple[Sample, Figures]]) -> Range:
+    def span(name: str, digits: int) -> Span | None:
+        values = [figures[name] for _, figures in group if name in figures]
+        return (round(min(values), digits), round(max(values), digits)) if values else None
+
+    link, hosts, network, gbit, family = key
+    return Range(
+        link=link,
+        hosts=hosts,
+        network=network,
+        nic_gbit=gbit,
+        family=family,
+        share=span("share", 4),
+        latency=span("latency", 2),
+        half_bytes=span("half_bytes", 0),
+        num_tables=len(group),
+        num_own=sum(sample.is_own for sample, _ in group),
+        sources=tuple(sorted({sample.source for sample, _ in group})),
+    )
+
+
+HEADER = """# Ranges of healthy tables of collective results. Do not edit: they are derived by
+# `python validation/normal_ranges.py write` from the tables in validation/data and our runs.
+# share: peak busbw / rate of the link or NICs (reference_ranges.rate). latency: shortest time
+# up to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. half_bytes:
+# size from which on the bandwidth is at least half of its peak.
+"""
+
+
+def toml(ranges: Sequence[Range]) -> str:
+    blocks = [HEADER]
+    for each in ranges:
+        lines = ["[[range]]"]
+        for name in Range.__dataclass_fields__:
+            value = getattr(each, name)
+            if isinstance(value, tuple) and name == "sources":
+                rows = "".join(f"    '{source}',\n" for source in value)
+                lines.append(f"{name} = [\n{rows}]")
+            elif isinstance(value, tuple):
+                lines.append(f"{name} = [{value[0]!r}, {value[1]!r}]")
+            elif isinstance(value, str):
+                lines.append(f'{name} = "{value}"')
+            elif value is not None:
+                lines.append(f"{name} = {value!r}")
+        blocks.append("\n".join(lines) + "\n")
+    return "\n".join(blocks)
+
+
+def verdict(sample: Sample, ranges: Sequence[Range], *, with_nics: bool) -> judgement.Judgement:
+    nics = sample.nics if with_nics else None
+    return judgement.judge(sample.table, nics=nics, ranges=ranges)[0]
+
+
+def scores(
+    chosen: Sequence[Sample], left_out: str, *, with_nics: bool
+) -> dict[str, judgement.Judgement]:
+    """Return a judgement of each table. left_out: "none", "table" or "source"."""
+    result = {}
+    everything = derive(chosen)
+    for sample in chosen:
+        ranges = everything
+        if left_out != "none":
+            rest = [
+                other
+                for other in chosen
+                if other.name != sample.name
+                and (left_out == "table" or other.source != sample.source)
+            ]
+            ranges = derive(rest)
+        result[sample.name] = verdict(sample, ranges, with_nics=with_nics)
+    return result
+
+
+def main() -> None:
+    chosen = samples()
+    if sys.argv[1:] == ["write"]:
+        OUTPUT.write_text(toml(derive(chosen)))
+        return
+    is_verbose = "-v" in sys.argv
+    for with_nics in (True, False):
+        for left_out in ("none", "table", "source"):
+            judged = scores(chosen, left_out, with_nics=with_nics)
+            print(f"NICs {'stated' if with_nics else 'not stated'}, left out: {left_out}")
+            for kind in ("yes", "unknown", "no", "own"):
+                group = [
+                    s
+                    for s in chosen
+                    if (
+                        s.is_own
+                        if kind == "own"
+                        else not s.is_own and s.healthy.startswith(kind)
+                    )
+                ]
+                counts = Counter(judged[s.name].value for s in group)
+                print(f"  healthy {kind:8} {dict(counts)}")
+                for s in group:
+                    value = judged[s.name].value
+                    if is_verbose and (kind in ("unknown", "no") or value != "normal"):
+                        print(f"    {s.name}: {value}: {judged[s.name].text}")
+
+
+if __name__ == "__main__":
+    main()
