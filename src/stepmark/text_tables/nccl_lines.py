@@ -93,6 +93,29 @@ class OutputFacts:
     is_complete: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The sizes that an output measures, in bytes, as its parameter line has them.
+
+    nccl-tests' loop: from min_bytes while size <= max_bytes, times the factor or plus the bytes.
+    """
+
+    min_bytes: int
+    max_bytes: int
+    step: int
+    is_factor: bool
+
+    @property
+    def num_sizes(self) -> int | None:
+        """The number of sizes; None for a step that leads nowhere."""
+        first, last, step = self.min_bytes, self.max_bytes, self.step
+        if not self.is_factor:
+            return (last - first) // step + 1 if step and first <= last else None
+        if not first or step < 2:
+            return None
+        return sum(first * step**power <= last for power in range(64)) or None
+
+
 def collective_in_command(line: str) -> str:
     """Return the collective of a command that runs a test; "" if it runs none."""
     if "_perf" not in line or _NOT_A_RUN.match(line):
@@ -134,6 +157,15 @@ def opens_output(line: str) -> bool:
     ) or line.lstrip("# ").startswith("Using devices")
 
 
+def is_second(line: str, facts: OutputFacts) -> bool:
+    """Return whether a line that opens an output states what these facts have already."""
+    stated = OutputFacts()
+    add_facts(stated, line)
+    names = ("version", "collective", "parameters")
+    is_known = any(getattr(stated, name) and getattr(facts, name) for name in names)
+    return bool(facts.parameters) and is_known
+
+
 def ranks_of(line: str) -> list[tuple[int, int]]:
     """Return (rank, group) of a rank line, or of several that were printed into one line."""
     return [(int(match["rank"]), int(match["group"] or 0)) for match in _RANK.finditer(line)]
@@ -167,7 +199,7 @@ def add_facts(facts: OutputFacts, line: str) -> None:
     elif match := _BLOCKING.search(line):
         facts.blocking = match["how"].strip() or "enabled"
     elif match := _WRONG.search(line):
-        facts.num_wrong = int(match["count"])
+        facts.num_wrong, facts.is_complete = int(match["count"]), True
     elif match := _AVERAGE.search(line):
         facts.average, facts.is_complete = match["rate"], True
     elif "Collective test concluded:" in line:
@@ -210,21 +242,24 @@ def method_text(tool: str, words: list[str], per_group: int, *, is_enqueue_time:
     return text + (", time to enqueue" if is_enqueue_time else "")
 
 
-def num_sizes(facts: OutputFacts) -> int | None:
-    """Return the number of sizes of a sweep by the parameter line; None where it is not known.
-
-    nccl-tests' loop: from minBytes while size <= maxBytes, times the factor or plus the bytes.
-    """
+def sweep_of(facts: OutputFacts) -> Sweep | None:
+    """Return the sizes that the parameter line asks for; None where it does not say."""
     match = _SWEEP.search(facts.parameters)
     if not match:
         return None
-    first, last, step = int(match["first"]), int(match["last"]), int(match["step"])
-    last = min(last, facts.max_bytes or last)
-    if match["unit"] == "bytes":
-        return (last - first) // step + 1 if step and first <= last else None
-    if not first or step < 2:
-        return None
-    return sum(first * step**power <= last for power in range(64)) or None
+    last = int(match["last"])
+    return Sweep(
+        min_bytes=int(match["first"]),
+        max_bytes=min(last, facts.max_bytes or last),
+        step=int(match["step"]),
+        is_factor=match["unit"] == "factor",
+    )
+
+
+def num_sizes(facts: OutputFacts) -> int | None:
+    """Return the number of sizes of a sweep by the parameter line; None where it is not known."""
+    sweep = sweep_of(facts)
+    return sweep.num_sizes if sweep else None
 
 
 def ranks_per_process(facts: OutputFacts) -> int:
@@ -286,6 +321,11 @@ class Row:
     redop: str
     cells: list[str] = field(default_factory=list)
     last_line: int = 0  # differs from `line` for a row broken in two
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What all rows of one sweep have in common: type, redop, root."""
+        return self.dtype, self.redop, self.cells[0] if len(self.cells) % 4 else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ def rows_of_sweep(rows: Sequence[Row], cycles: Sequence[int], facts: OutputFacts
         return []
     sweeps: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row, cycle in zip(rows, cycles, strict=True):
-        kind = row.dtype, row.redop, row.cells[0] if len(row.cells) % 4 else ""
-        sweeps.setdefault(kind, []).append((row.size, cycle))
+        sweeps.setdefault(row.kind, []).append((row.size, cycle))
     lost = added = 0
     for places in sweeps.values():
         sizes = [size for size, _ in places]

@@ -12,6 +12,7 @@ line mixed. A row may be broken by log lines; its rest is a line of figures alon
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
@@ -31,6 +32,7 @@ _TYPED_ROW = re.compile(
     r"\d[\s|,]+(?:u?int(?:8|16|32|64)?|char|half|float|double|bfloat16|f8e\dm\d|fp8\w*)[\s|,]"
 )
 _ROW_START = re.compile(r"[\s|>*-]*\d")
+_OTHER_ROW = re.compile(r"\s*\d+\s+\d+\s+[\d.]")
 _DEFAULT_WIDTH = 9  # cells of a row where the header does not state it
 _MAX_LINES_WITHIN_ROW = 400
 
@@ -45,6 +47,8 @@ class Output:
     collective: str = ""  # of the command above
     command_line: int = 0
     num_parameter_lines: int = 0
+    header_line: int = 0  # of the column headings
+    has_other_rows: bool = False  # lines below the headings that are rows of another layout
     stated_width: int = 0  # cells of a row, as the header says
 
     @property
@@ -54,13 +58,35 @@ class Output:
 
 
 def outputs_of(lines: Sequence[str]) -> list[Output]:
-    """Return all outputs that have rows, in the order of their first rows."""
+    """Return all outputs, in order: also those that stop before their first row."""
     reader = _Reader()
     for number, line in enumerate(lines, 1):
         reader.read(line, number)
     for tag in list(reader.open):
         reader.close(tag)
-    return sorted(reader.closed, key=lambda output: output.rows[0].line)
+    outputs = (*reader.closed, *reader.without_rows.values())
+    return sorted(outputs, key=_begin)
+
+
+def _begin(output: Output) -> int:
+    """Return the line of the first row, or of the first fact for want of rows."""
+    return output.rows[0].line if output.rows else output.first_line
+
+
+def _join(first: Output, second: Output) -> None:
+    """Add to an output the facts of one that stands mixed with it."""
+    second.first_line = first.first_line
+    second.num_parameter_lines += first.num_parameter_lines
+    second.facts.ranks = first.facts.ranks + second.facts.ranks
+    second.facts.version = second.facts.version or first.facts.version
+    second.facts.tool = second.facts.tool or first.facts.tool
+    second.facts.collective = second.facts.collective or first.facts.collective
+
+
+def _repeats_rows(output: Output) -> bool:
+    """Return whether rows of one kind and size stand more than once."""
+    counts = Counter((row.size, *row.kind) for row in output.rows)
+    return max(counts.values(), default=0) > 1
 
 
 @dataclass(slots=True)
@@ -68,6 +94,7 @@ class _Reader:
     """Collects outputs from lines; one open output per launcher tag."""
 
     open: dict[str, Output] = field(default_factory=dict)
+    without_rows: dict[str, Output] = field(default_factory=dict)  # the one before, by tag
     closed: list[Output] = field(default_factory=list)
     collective: str = ""  # of a command whose output did not begin yet
     command_line: int = 0
@@ -87,8 +114,17 @@ class _Reader:
     def close(self, tag: str) -> None:
         self.incomplete.pop(tag, None)
         output = self.open.pop(tag, None)
-        if output and output.rows:
+        if output is None:
+            return
+        before = self.without_rows.pop(tag, None)
+        if before and _repeats_rows(output):
+            _join(before, output)
+        elif before:
+            self.closed.append(before)
+        if output.rows:
             self.closed.append(output)
+        elif output.facts.parameters or output.header_line:
+            self.without_rows[tag] = output
 
     def read(self, line: str, number: int) -> None:
         if _ROW_START.match(line) and (row := nccl_lines.parse_row(line, number)):
@@ -102,6 +138,10 @@ class _Reader:
         elif " NCCL " not in line and _MENTIONS_OUTPUT.search(line):
             tag, rest = nccl_lines.split_prefix(line)
             self._add_facts(rest, tag, number)
+        elif self.open and _OTHER_ROW.search(line):
+            tag, rest = nccl_lines.split_prefix(line)
+            if tag in self.open and _OTHER_ROW.match(rest):
+                self.open[tag].has_other_rows = self.open[tag].header_line > 0
 
     def _add(self, row: Row, tag: str) -> None:
         if self.output(tag, row.line).facts.is_complete:
@@ -140,6 +180,8 @@ class _Reader:
                 output = self.output_without_rows(tag, number)
             output.facts.ranks += ranks
         elif nccl_lines.opens_output(line):
+            if nccl_lines.is_second(line, self.output(tag, number).facts):
+                self.close(tag)
             output = self.output_without_rows(tag, number)
             output.num_parameter_lines += "nThread" in line
             nccl_lines.add_facts(output.facts, line)
@@ -149,6 +191,7 @@ class _Reader:
             output = self.output_without_rows(tag, number)
             layout = nccl_lines.header_layout(columns)
             output.facts.columns, output.stated_width = columns, layout.width if layout else 0
+            output.header_line = output.header_line or number
         elif collective := nccl_lines.collective_in_command(line):
             self.collective, self.command_line = collective, number
         elif tag in self.open:
@@ -157,7 +200,7 @@ class _Reader:
 
 def read(lines: Sequence[str], file: str) -> list[Table]:
     """Return all tables of these lines, in order; their index is left at 0."""
-    tables = [_table(output, lines, file) for output in outputs_of(lines)]
+    tables = [_table(output, lines, file) for output in outputs_of(lines) if output.rows]
     return [table for table in tables if table.readings]
 
 
@@ -272,8 +315,7 @@ def _cycles(rows: Sequence[Row], *, is_mixed: bool) -> list[int]:
     """
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(rows):
-        root = row.cells[0] if len(row.cells) % 4 else ""
-        kinds.setdefault((row.dtype, row.redop, root), []).append(index)
+        kinds.setdefault(row.kind, []).append(index)
     cycles = [0] * len(rows)
     for indexes in kinds.values():
         sizes = [rows[index].size for index in indexes]
