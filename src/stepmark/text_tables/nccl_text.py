@@ -32,7 +32,7 @@ _TYPED_ROW = re.compile(
     r"\d[\s|,]+(?:u?int(?:8|16|32|64)?|char|half|float|double|bfloat16|f8e\dm\d|fp8\w*)[\s|,]"
 )
 _ROW_START = re.compile(r"[\s|>*-]*\d")
-_OTHER_ROW = re.compile(r"\s*\d+\s+\d+\s+[\d.]")
+_OTHER_ROW = re.compile(r"\d{1,19}[ \t]{1,40}\d{1,19}[ \t]{1,40}[\d.]")
 _DEFAULT_WIDTH = 9  # cells of a row where the header does not state it
 _MAX_LINES_WITHIN_ROW = 400
 
@@ -140,7 +140,7 @@ class _Reader:
             self._add_facts(rest, tag, number)
         elif self.open and _OTHER_ROW.search(line):
             tag, rest = nccl_lines.split_prefix(line)
-            if tag in self.open and _OTHER_ROW.match(rest):
+            if tag in self.open and _OTHER_ROW.match(rest.lstrip()):
                 self.open[tag].has_other_rows = self.open[tag].header_line > 0
 
     def _add(self, row: Row, tag: str) -> None:
