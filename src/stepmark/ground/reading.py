@@ -30,6 +30,7 @@ class Reading:
     algbw_bytes_per_s: float | None = None  # as printed
     busbw_bytes_per_s: float | None = None  # as printed
     rate: float | None = None  # more is better; of tables without times
+    num_calls: int | None = None  # whose average or sum the figure is, where the file says it
     rate_below: float | None = None  # printed as 0: somewhere under half of the last digit
     num_wrong: int | None = None
     cycle: int = 0  # which repeat of the whole sweep (-N), from 0

@@ -318,7 +318,11 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     # A request for the messages of a job's output is no request for its tables.
     is_about_messages = views and (options.shows_histogram or options.tuning)
     logs = set(inputs.paths[LOG] if is_about_messages else ())
-    by_file = {path: tables.find(path) for path in inputs.paths[TABLES] if path not in logs}
+    files = {path: tables.read_tables(path) for path in inputs.paths[TABLES] if path not in logs}
+    if not views:
+        for file in files.values():
+            file.check()
+    by_file = {path: file.tables for path, file in files.items()}
     if not views and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
         raise ConfigError("curve", options.curve, allowed)

@@ -11,6 +11,7 @@ from stepmark.text_tables.printed_figures import parse_number, rounding_error
 # Beginnings of the notes that validate() turns into findings.
 ROWS_MISSING = "rows are missing"
 OUT_OF_BOUNDS = "the footer counts values out of bounds"
+NOT_VALID = "the benchmark's own check of the data failed"
 _MAX_NOTES = 5
 
 

@@ -198,9 +198,9 @@ class _Reader:
             nccl_lines.add_facts(self.open[tag].facts, line)
 
 
-def read(lines: Sequence[str], file: str) -> list[Table]:
-    """Return all tables of these lines, in order; their index is left at 0."""
-    tables = [_table(output, lines, file) for output in outputs_of(lines) if output.rows]
+def tables_of(outputs: Sequence[Output], lines: Sequence[str], file: str) -> list[Table]:
+    """Return the tables of the outputs of these lines, in order; their index is left at 0."""
+    tables = [_table(output, lines, file) for output in outputs if output.rows]
     return [table for table in tables if table.readings]
 
 

@@ -19,18 +19,18 @@ class StoppedOutput:
     """One output that stops, with what its parameter line asked for. None: unknown."""
 
     tool: str
-    collective: str  # "" unknown
+    collective: str = ""  # "" unknown
     first_line: int  # of the file, from 1
     header_line: int | None  # of the column headings; None: it stops before them
     last_line: int  # of its last complete row, else of a torn one, of its header, its beginning
-    parameters: str  # the parameter line, or ""
-    sweep: Sweep | None  # the sizes that it asks for
-    num_ranks: int | None  # by the rank lines
-    num_rows: int  # complete rows of the last sweep
-    num_sizes: int | None  # rows of a complete sweep
-    last_size_bytes: int | None  # of the last complete row
-    is_row_torn: bool  # the last row has figures of less than all columns
-    has_footer: bool
+    parameters: str = ""  # the parameter line, or ""
+    sweep: Sweep | None = None  # the sizes that it asks for
+    num_ranks: int | None = None  # by the rank lines
+    num_rows: int = 0  # complete rows of the last sweep
+    num_sizes: int | None = None  # rows of a complete sweep
+    last_size_bytes: int | None = None  # of the last complete row
+    is_row_torn: bool = False  # the last row has figures of less than all columns
+    has_footer: bool = False
 
     @property
     def text(self) -> str:

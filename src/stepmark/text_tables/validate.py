@@ -28,7 +28,7 @@ from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective, Parts, busbw_factor
 from stepmark.text_tables import printed_figures
-from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
+from stepmark.text_tables.nccl_notes import NOT_VALID, OUT_OF_BOUNDS, ROWS_MISSING
 from stepmark.text_tables.printed_figures import parse_number, rounding_error
 
 MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
@@ -103,7 +103,7 @@ def _wrong_values(table: Table) -> Finding | None:
     severity = Severity.PROBLEM
     return _finding(table, "wrong-values", doubts, text, severity) or _noted(
         table, "wrong-values", severity, OUT_OF_BOUNDS, "results out of bounds: {}"
-    )
+    ) or _noted(table, "wrong-values", severity, NOT_VALID, "{}")
 
 
 def _size_doubts(table: Table) -> Iterator[Doubt]:
