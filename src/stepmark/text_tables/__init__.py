@@ -17,7 +17,7 @@ from pathlib import Path
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.garbage import no_collection
 from stepmark.ground.read_text import lines_of, read_text
-from stepmark.ground.reading import Table
+from stepmark.ground.reading import MEASUREMENT, Table
 from stepmark.ground.units import format_bytes
 from stepmark.text_tables import (
     benchmark_text,
@@ -93,9 +93,7 @@ def _numbered(text: str, file: str) -> FileTables:
 
 def repeat_notes(table: Table) -> tuple[str, ...]:
     """Return a note on the sizes and labels that occur more than once."""
-    counts = Counter(
-        reading.measurement for reading in table.readings if reading.size_bytes != 0
-    )
+    counts = Counter(map(MEASUREMENT, (each for each in table.readings if each.size_bytes != 0)))
     if max(counts.values(), default=0) < 2:
         return ()
     names = {

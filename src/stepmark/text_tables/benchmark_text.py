@@ -24,7 +24,7 @@ from stepmark.text_tables.printed_figures import parse_integer, parse_number, ro
 from stepmark.text_tables.stopped_outputs import StoppedOutput
 
 # Each format has one of these; a text without any of them needs no search.
-_MARKS = ("COMMS-RES", "# OSU ", "The average bandwidth", "#wrong     time   algbw")
+_MARKS = ("COMMS-RES", "# OSU ", "The average bandwidth")
 _MSCCLPP_MARK = re.compile(r"#\s+size\s+count\s+time\s+algbw\s+busbw")
 _MAX_GAP = 60  # lines of a log between two rows
 _MAX_NOTES = 5

@@ -41,7 +41,8 @@ def unusual_columns(facts: OutputFacts, rows: Sequence[Row]) -> list[str]:
     short = next((row for row in rows if not row.redop), None)
     if short and "root" in facts.columns and "redop" in facts.columns:
         notes.append(f"line {short.line}: a row without the redop that the header names")
-    starred = next((row for row in rows if any("*" in cell for cell in row.cells)), None)
+    others = (row for row in rows if not row.values)
+    starred = next((row for row in others if any("*" in cell for cell in row.cells)), None)
     if starred:
         notes.append(f"{OUT_OF_BOUNDS}: an asterisk in line {starred.line}")
     return notes

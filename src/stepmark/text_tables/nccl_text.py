@@ -15,6 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
@@ -35,6 +36,7 @@ _ROW_START = re.compile(r"[\s|>*-]*\d")
 _OTHER_ROW = re.compile(r"\d{1,19}[ \t]{1,40}\d{1,19}[ \t]{1,40}[\d.]")
 _DEFAULT_WIDTH = 9  # cells of a row where the header does not state it
 _MAX_LINES_WITHIN_ROW = 400
+_CACHE = 4096  # texts of #wrong
 
 
 @dataclass(slots=True)
@@ -144,16 +146,17 @@ class _Reader:
                 self.open[tag].has_other_rows = self.open[tag].header_line > 0
 
     def _add(self, row: Row, tag: str) -> None:
-        if self.output(tag, row.line).facts.is_complete:
-            self.close(tag)
         output = self.output(tag, row.line)
-        if not output.rows and not output.collective and self.collective:
+        if output.facts.is_complete:
+            self.close(tag)
+            output = self.output(tag, row.line)
+        if self.collective and not output.rows and not output.collective:
             output.collective, output.command_line = self.collective, self.command_line
             self.collective = self.collective if output.facts.parameters else ""
         output.rows.append(row)
-        if len(row.cells) < output.width:
+        if len(row.cells) < (output.stated_width or output.width):
             self.incomplete[tag] = row.line + _MAX_LINES_WITHIN_ROW
-        else:
+        elif self.incomplete:
             self.incomplete.pop(tag, None)
 
     def _continue_row(self, prefixed: str, number: int) -> bool:
@@ -168,7 +171,7 @@ class _Reader:
         if not cells or len(row.cells) + len(cells) > output.width:
             return False
         row.cells += cells
-        row.last_line = number
+        row.last_line, row.values = number, []
         if len(row.cells) == output.width:
             self.incomplete.pop(tag)
         return True
@@ -254,23 +257,29 @@ def _readings(
     time_at, algbw_at, busbw_at = map(layout.columns.index, ("time", "algbw", "busbw"))
     has_count = "wrong" in layout.columns and not _is_error_column(rows, layout, columns)
     readings = []
+    wrong_at = layout.columns.index("wrong") if has_count else None
+    width = len(layout.columns)
+    starts = [
+        (layout.has_root + index * width, placement) for index, placement in enumerate(placements)
+    ]
+    dtypes = {name: nccl_lines.dtype_named(name) for name in {row.dtype for row in rows}}
     for row, cycle in zip(rows, cycles, strict=True):
-        root = parse_number(row.cells[0]) if layout.has_root else None
-        for index, placement in enumerate(placements):
-            start = layout.has_root + index * len(layout.columns)
-            cells = row.cells[start : start + len(layout.columns)]
-            printed = cells[time_at], cells[algbw_at], cells[busbw_at]
-            time, algbw, busbw = map(parse_number, printed)
+        cells = row.cells
+        values = row.values or list(map(parse_number, cells))
+        root = values[0] if layout.has_root else None
+        for start, placement in starts:
+            at = start + time_at, start + algbw_at, start + busbw_at
+            time, algbw, busbw = values[at[0]], values[at[1]], values[at[2]]
             if time is algbw is busbw is None:
                 continue
-            wrong = _num_wrong(cells[layout.columns.index("wrong")]) if has_count else None
+            wrong = None if wrong_at is None else _num_wrong(cells[start + wrong_at])
             has_rate = is_enqueue_time and busbw is not None and busbw > 0
             readings.append(
                 Reading(
                     line=row.line,
                     size_bytes=row.size,
                     count=row.count,
-                    dtype=nccl_lines.dtype_named(row.dtype),
+                    dtype=dtypes[row.dtype],
                     redop=row.redop,
                     root=None if root is None else int(root),
                     placement=placement,
@@ -280,7 +289,7 @@ def _readings(
                     rate=busbw * GB if busbw is not None and has_rate else None,
                     num_wrong=wrong,
                     cycle=cycle,
-                    printed=printed,
+                    printed=(cells[at[0]], cells[at[1]], cells[at[2]]),
                 )
             )
     return readings
@@ -302,6 +311,7 @@ def _is_error_column(rows: Sequence[Row], layout: Layout, columns: Sequence[str]
     return any("e-" in row.cells[last] or row.cells[last] == "0e+00" for row in rows)
 
 
+@lru_cache(_CACHE)
 def _num_wrong(text: str) -> int | None:
     value = parse_number(text.rstrip("*"))
     return None if value is None or value < 0 else int(value)
