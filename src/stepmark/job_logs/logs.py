@@ -22,6 +22,7 @@ from stepmark.findings.histogram import (
 from stepmark.findings.histogram_figures import page
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
+from stepmark.ground.garbage import no_collection
 from stepmark.ground.options import plain
 from stepmark.ground.reading import Table
 from stepmark.ground.units import format_bytes, format_time
@@ -201,7 +202,7 @@ def run(options: LogsOptions) -> int:
         inputs = collect(options.files, only_tables=options.tables)
     for path, reason in inputs.unknown:
         sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
-    with Waiting("reading the logs"):
+    with Waiting("reading the logs"), no_collection():
         report = read_report(inputs, options)
     if not options.to_stdout:
         print_text(report.text())

@@ -238,11 +238,12 @@ def _agrees(reading: Reading, which: int, factor: float) -> bool:
 
     It is the quick test that most figures pass; the spans of the others decide.
     """
-    rate = reading.algbw_bytes_per_s if which == 1 else reading.busbw_bytes_per_s
-    if not rate or not reading.time_s or not reading.size_bytes or not reading.printed:
+    if not reading.time_s or not reading.size_bytes or not reading.printed:
         return False
-    half = rounding_error(reading.printed[which]) * GB
-    return -half < factor * reading.size_bytes / reading.time_s - rate < half
+    printed = parse_number(reading.printed[which])
+    half = rounding_error(reading.printed[which])
+    rate = factor * reading.size_bytes / reading.time_s / GB
+    return printed is not None and -half < rate - printed < half
 
 
 def _expected(reading: Reading, factor: float) -> Span | None:
