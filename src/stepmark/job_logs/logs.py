@@ -319,7 +319,9 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     # A request for the messages of a job's output is no request for its tables.
     is_about_messages = views and (options.shows_histogram or options.tuning)
     logs = set(inputs.paths[LOG] if is_about_messages else ())
-    files = {path: tables.read_tables(path) for path in inputs.paths[TABLES] if path not in logs}
+    files = {
+        path: tables.read_tables(path) for path in inputs.paths[TABLES] if path not in logs
+    }
     if not views:
         for file in files.values():
             file.check()

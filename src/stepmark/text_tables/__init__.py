@@ -93,7 +93,9 @@ def _numbered(text: str, file: str) -> FileTables:
 
 def repeat_notes(table: Table) -> tuple[str, ...]:
     """Return a note on the sizes and labels that occur more than once."""
-    counts = Counter(map(MEASUREMENT, (each for each in table.readings if each.size_bytes != 0)))
+    counts = Counter(
+        map(MEASUREMENT, (each for each in table.readings if each.size_bytes != 0))
+    )
     if max(counts.values(), default=0) < 2:
         return ()
     names = {

@@ -192,7 +192,10 @@ def _place(section: Section, line: str) -> str:
     return ""
 
 
-_PARAM_HEADINGS = re.compile(r"\bCOMMS-RES\s+(?P<names>(?:total-)?size \(B\)\s.*)")
+# stepmark's own headings stand behind a name; those of pairs have no BusBW.
+_PARAM_HEADINGS = re.compile(
+    r"\bCOMMS-RES(?:-(?!QUANT)\S{1,80})?\s+(?P<names>(?:total-)?size \(B\)\s.*BusBW.*)"
+)
 _PARAM_ROW = re.compile(
     r"\bCOMMS-RES-(?P<collective>[a-z_]{3,40})-(?P<dtype>\w{1,20})(?P<tag>-\S{1,60})?"
     r"\s+(?P<cells>\d.*)"
@@ -269,8 +272,8 @@ def _param_reading(
         dtype=section.dtype,
         placement="in-place" if "-in-place" in (row["tag"] or "") else "",
         time_s=time * 1e-6,
-        algbw_bytes_per_s=algbw * GB,
-        busbw_bytes_per_s=busbw * GB,
+        algbw_bytes_per_s=algbw * GB or None,
+        busbw_bytes_per_s=busbw * GB or None,
         printed=printed,
     )
 

@@ -36,7 +36,9 @@ def read(text: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
     tables: list[Table] = []
     stops: list[StoppedOutput] = []
     for document, line, note in _documents(text):
-        if not isinstance(document, dict) or not (document.keys() & {"results", "nccl_version"}):
+        if not isinstance(document, dict) or not (
+            document.keys() & {"results", "nccl_version"}
+        ):
             continue
         tables_here = _tables(document, file, line, note)
         tables += tables_here

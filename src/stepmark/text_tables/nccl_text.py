@@ -260,7 +260,8 @@ def _readings(
     wrong_at = layout.columns.index("wrong") if has_count else None
     width = len(layout.columns)
     starts = [
-        (layout.has_root + index * width, placement) for index, placement in enumerate(placements)
+        (layout.has_root + index * width, placement)
+        for index, placement in enumerate(placements)
     ]
     dtypes = {name: nccl_lines.dtype_named(name) for name in {row.dtype for row in rows}}
     for row, cycle in zip(rows, cycles, strict=True):

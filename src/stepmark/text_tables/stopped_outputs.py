@@ -40,7 +40,9 @@ class StoppedOutput:
         sizes = f" of {self.num_sizes} sizes" if self.num_sizes else ""
         if self.last_size_bytes is None:
             torn = " inside its first row" if self.is_row_torn else " after its header"
-            return f"stops{torn} (line {self.last_line}): none{sizes or ' of its rows'} is there"
+            return (
+                f"stops{torn} (line {self.last_line}): none{sizes or ' of its rows'} is there"
+            )
         size = format_bytes(self.last_size_bytes)
         rows = f"{self.num_rows}{sizes or ' rows'}"
         torn = ", and the next row is cut" if self.is_row_torn else ""

@@ -106,9 +106,11 @@ def _wrong_values(table: Table) -> Finding | None:
     ]
     text = "{} with wrong results: the data that arrived was not what was sent"
     severity = Severity.PROBLEM
-    return _finding(table, "wrong-values", doubts, text, severity) or _noted(
-        table, "wrong-values", severity, OUT_OF_BOUNDS, "results out of bounds: {}"
-    ) or _noted(table, "wrong-values", severity, NOT_VALID, "{}")
+    return (
+        _finding(table, "wrong-values", doubts, text, severity)
+        or _noted(table, "wrong-values", severity, OUT_OF_BOUNDS, "results out of bounds: {}")
+        or _noted(table, "wrong-values", severity, NOT_VALID, "{}")
+    )
 
 
 def _size_doubts(table: Table) -> Iterator[Doubt]:
