@@ -16,7 +16,7 @@ from stepmark.text_tables import looks_like_tables, tables_of
 from stepmark.text_tables.validate import validate
 
 MSCCLPP_HEAD = """\
-# minBytes 1048576 maxBytes 1073741824 step: 1024(factor) warmup iters: 10 iters: 10 validation: 1 graph: 10, kernel num: 0
+# minBytes 1048576 maxBytes 1073741824 step: 1024(factor) warmup iters: 10 iters: 10
 #
 # Using devices
 #  Rank  0 Pid  85576 on host-0 device  0 [0001:00:00.0] NVIDIA A100-SXM4-80GB
@@ -41,13 +41,32 @@ def mscclpp(blanks: int) -> str:
     return MSCCLPP_HEAD + "\n".join(lines) + "\n\n# Out of bounds values : 0 OK\n"
 
 
-PARAM = """\
-	 MPI environment: {'world_size': 8, 'local_size': 8, 'global_rank': 0, 'local_rank': 0}
+PARAM_WIDTHS = (18, 18, 18, 12, 12, 12, 12, 15, 12, 20)
 
-	COMMS-RES                          total-size (B)  nElementsPerRank      Time(us):p50         p75         p95         Min         Max    AlgBW(GB/s) BusBW(GB/s) TotalTime(us):p50
-	COMMS-RES-all_reduce-float32           1048576            262144              51.2        52.2        53.8        49.7        61.4         20.480      35.840                 0.0
-	COMMS-RES-all_reduce-float32          67108864          16777216             520.1       530.5       546.1       504.5       624.1        129.031     225.804                 0.0
-"""
+
+def param_line(name: str, *cells: str) -> str:
+    padded = (f"{cell:>{width}}" for cell, width in zip(cells, PARAM_WIDTHS, strict=True))
+    return f"\t{name}{''.join(padded)}\n"
+
+
+PARAM = "".join(
+    (
+        "\t MPI environment: {'world_size': 8, 'global_rank': 0, 'local_rank': 0}\n\n",
+        param_line(
+            *("COMMS-RES                       ", "total-size (B)", "nElementsPerRank"),
+            *("Time(us):p50", "p75", "p95", "Min", "Max", "AlgBW(GB/s)", "BusBW(GB/s)"),
+            "TotalTime(us):p50",
+        ),
+        param_line(
+            *("COMMS-RES-all_reduce-float32", "1048576", "262144", "51.2", "52.2", "53.8"),
+            *("49.7", "61.4", "20.480", "35.840", "0.0"),
+        ),
+        param_line(
+            *("COMMS-RES-all_reduce-float32", "67108864", "16777216", "520.1", "530.5"),
+            *("546.1", "504.5", "624.1", "129.031", "225.804", "0.0"),
+        ),
+    )
+)
 OSU = """\
 
 # OSU MPI-CUDA Allreduce Latency Test v7.3
@@ -210,7 +229,7 @@ def test_osu_times_are_averages_over_ranks() -> None:
     ],
 )
 def test_osu_megabytes_are_decimal(title: str, heading: str, rate: float, unit: str) -> None:
-    text = f"# OSU MPI-CUDA {title} Test v7.5\n# Size      {heading}\n268435456          279573.25\n"
+    text = f"# OSU MPI-CUDA {title} Test v7.5\n# Size      {heading}\n268435456   279573.25\n"
     table = one(text)
     assert (table.unit, table.readings[0].rate) == (unit, pytest.approx(rate))
     assert table.collective == ("p2p" if unit == "busbw" else "")
@@ -226,7 +245,8 @@ def test_osu_sizes_of_one_rank_are_labels() -> None:
 def test_a_failed_validation_of_osu_is_a_problem() -> None:
     text = (
         "# OSU MPI-CUDA Bandwidth Test v7.5\n# Size      Bandwidth (MB/s)        Validation\n"
-        "1                       0.92              Pass\n2                       1.80              Fail\n"
+        "1                       0.92              Pass\n"
+        "2                       1.80              Fail\n"
     )
     assert [finding.rule for finding in validate(one(text))] == ["wrong-values"]
     assert validate(one(text.replace("Fail", "Pass"))) == []

@@ -13,7 +13,8 @@ a note says so.
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from stepmark.ground.reading import Reading, Table
 from stepmark.ground.units import GB, parse_bytes
@@ -26,6 +27,7 @@ from stepmark.text_tables.stopped_outputs import StoppedOutput
 # Each format has one of these; a text without any of them needs no search.
 _MARKS = ("COMMS-RES", "# OSU ", "The average bandwidth")
 _MSCCLPP_MARK = re.compile(r"#\s+size\s+count\s+time\s+algbw\s+busbw")
+_MAX_SHIFT = 3  # columns between the ends of a heading and of its figure
 _MAX_GAP = 60  # lines of a log between two rows
 _MAX_NOTES = 5
 Line = tuple[int, str, str]  # number, text without a launcher's prefix, text as it stands
@@ -33,23 +35,13 @@ Line = tuple[int, str, str]  # number, text without a launcher's prefix, text as
 
 @dataclass(slots=True)
 class Section:
-    """A table while it is read. `names` are its headings, in order."""
+    """A table while it is read."""
 
-    tool: str
-    first_line: int
-    title: str = ""
-    version: str = ""
-    method: str = ""
-    unit: str = ""
-    collective: str = ""
-    collective_from: str = ""
-    num_ranks: int | None = None
-    num_ranks_from: str = ""
-    dtype: str = ""
+    table: Table  # its facts, without rows
     header_line: int = 0
     header: str = ""  # as it stands, with a launcher's prefix
-    names: list[str] = field(default_factory=list)
-    placements: list[str] = field(default_factory=list)
+    names: Sequence[str] = ()  # headings, in order; of mscclpp-test the placements
+    dtype: str = ""
     readings: list[Reading] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     last_line: int = 0
@@ -71,12 +63,12 @@ def read(text: str, lines: Sequence[str], file: str) -> tuple[list[Table], list[
             sections += [each for reader in _READERS for each in reader(stream)]
     stops = [
         StoppedOutput(
-            tool=section.tool,
-            collective=section.collective,
-            first_line=section.first_line,
+            tool=section.table.tool,
+            collective=section.table.collective,
+            first_line=section.table.first_line,
             header_line=section.header_line,
             last_line=section.header_line,
-            num_ranks=section.num_ranks,
+            num_ranks=section.table.num_ranks,
         )
         for section in sections
         if section.header_line and not section.last_line
@@ -93,32 +85,33 @@ def _streams(lines: Sequence[str]) -> list[list[Line]]:
     return list(streams.values())
 
 
+def _facts(tool: str, number: int, **facts: Any) -> Table:
+    """Return a table without rows that begins on this line."""
+    return Table(
+        file="", first_line=number, last_line=number, tool=tool, **{"title": "", **facts}
+    )
+
+
 def _table(section: Section, file: str) -> Table:
-    readings = section.readings
-    collective, collective_from = section.collective, section.collective_from
-    if not collective and section.unit != "GB/s":
-        collective, collective_from = nccl_lines.inferred_collective(file, readings)
-    num_ranks, num_ranks_from = section.num_ranks, section.num_ranks_from
+    """Return the table of a section, with what follows from its figures."""
+    facts, readings, notes = section.table, section.readings, section.notes
+    collective, reason = facts.collective, facts.collective_from
+    is_any_rate = facts.unit == "GB/s"  # of no single collective
+    if not collective and not is_any_rate:
+        collective, reason = nccl_lines.inferred_collective(file, readings)
+        notes += [] if collective else [nccl_lines.UNKNOWN_COLLECTIVE]
+    num_ranks, num_ranks_from = facts.num_ranks, facts.num_ranks_from
     if num_ranks is None:
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
-    notes = list(section.notes)
-    if not collective and section.unit != "GB/s":
-        notes.append(nccl_lines.UNKNOWN_COLLECTIVE)
-    if num_ranks is None:
-        notes.append(nccl_lines.UNKNOWN_RANKS)
-    return Table(
+        notes += [] if num_ranks else [nccl_lines.UNKNOWN_RANKS]
+    return replace(
+        facts,
         file=file,
-        first_line=section.first_line,
         last_line=section.last_line,
-        title=section.title,
-        tool=section.tool,
-        version=section.version,
-        unit=section.unit,
         collective=collective,
-        collective_from=collective_from,
+        collective_from=reason,
         num_ranks=num_ranks,
         num_ranks_from=num_ranks_from if num_ranks else "",
-        method=section.method,
         readings=tuple(readings),
         notes=tuple(notes),
     )
@@ -135,11 +128,15 @@ def _mscclpp(stream: Sequence[Line]) -> Iterator[Section]:
         elif names := nccl_lines.placements_of(text):
             placements = names
         elif _MSCCLPP_MARK.match(text):
-            section = Section("mscclpp-test", number, method="mscclpp-test graph")
-            section.header_line, section.header, section.placements = number, line, placements
-            if ranks and ranks == list(range(len(ranks))):
-                section.num_ranks = len(ranks)
-                section.num_ranks_from = f"{len(ranks)} rank lines"
+            has_all = bool(ranks) and ranks == list(range(len(ranks)))
+            facts = _facts(
+                "mscclpp-test",
+                number,
+                method="mscclpp-test graph",
+                num_ranks=len(ranks) if has_all else None,
+                num_ranks_from=f"{len(ranks)} rank lines",
+            )
+            section = Section(facts, number, line, placements)
             yield section
             placements, ranks = [], []
         elif section and number - max(section.last_line, section.header_line) > _MAX_GAP:
@@ -158,7 +155,7 @@ def _mscclpp_readings(
     if size is None or count is None or width not in (3, 4):
         yield None
         return
-    placements = section.placements if len(figures) > width else [_place(section, line)]
+    placements = section.names if len(figures) > width else [_place(section, line)]
     if len(placements) * width != len(figures):
         yield None
         return
@@ -183,13 +180,14 @@ def _mscclpp_readings(
 
 def _place(section: Section, line: str) -> str:
     """Return the placement under whose heading the time of a row ends; "" if under none."""
-    ends = [match.end() for match in re.finditer(r"\btime\b", section.header)]
-    end = [match.end() for match in re.finditer(r"\S+", line)][-len(line.split()) :]
-    first = len(line.split()) - (4 if line.split()[-1].isdecimal() else 3)
-    near = [index for index, each in enumerate(ends) if abs(each - end[first]) <= 3]
-    if len(near) == 1 and len(section.placements) == len(ends):
-        return section.placements[near[0]]
-    return ""
+    headings = [match.end() for match in re.finditer(r"\btime\b", section.header)]
+    time = re.search(r"\S+(?:\s+[\d.]+){2}(?:\s+\d+)?\s*$", line)
+    near = [
+        placement
+        for placement, end in zip(section.names, headings, strict=False)
+        if time and abs(end - time.start() - len(time[0].split()[0])) <= _MAX_SHIFT
+    ]
+    return near[0] if len(near) == 1 else ""
 
 
 # stepmark's own headings stand behind a name; those of pairs have no BusBW.
@@ -214,7 +212,7 @@ _NOT_PRINTED = "nElementsPairPerRank"  # a heading of some versions, without fig
 def _param(stream: Sequence[Line]) -> Iterator[Section]:
     """Yield a table per collective, type and tag below each line of headings.
 
-    Format: reportBenchTimeColl of facebookresearch/param; collectives/peer_formats.py writes it.
+    Format: reportBenchTimeColl of facebookresearch/param, as stepmark writes it too.
     """
     names: list[str] = []
     header_line = 0
@@ -225,28 +223,30 @@ def _param(stream: Sequence[Line]) -> Iterator[Section]:
             num_ranks = int(world[1])
         elif head := _PARAM_HEADINGS.search(text):
             if header_line and not sections:
-                yield Section("PARAM", header_line, header_line=header_line)
+                yield Section(_facts("PARAM", header_line), header_line)
             names = re.findall(r"(?:total-)?size \(B\)|\S+", head["names"])
             header_line, sections = number, {}
         elif header_line and (row := _PARAM_ROW.search(text)):
             title = f"{row['collective']}-{row['dtype']}{row['tag'] or ''}"
             section = sections.get(title)
             if section is None:
-                section = Section("PARAM", header_line, title, header_line=header_line)
-                section.collective = collective_named(row["collective"])
-                section.collective_from, section.dtype = "its rows", dtype_named(row["dtype"])
-                section.num_ranks = num_ranks
-                section.num_ranks_from = "world_size of its environment" if num_ranks else ""
-                sections[title] = section
+                facts = _facts(
+                    "PARAM",
+                    header_line,
+                    title=title,
+                    collective=collective_named(row["collective"]),
+                    collective_from="its rows",
+                    num_ranks=num_ranks,
+                    num_ranks_from="world_size of its environment",
+                )
+                section = sections[title] = Section(facts, header_line)
                 yield section
-            section.add(_param_reading(section, names, row, number), number)
+            section.add(_param_reading(names, row, number), number)
     if header_line and not sections:
-        yield Section("PARAM", header_line, header_line=header_line)
+        yield Section(_facts("PARAM", header_line), header_line)
 
 
-def _param_reading(
-    section: Section, names: Sequence[str], row: re.Match[str], number: int
-) -> Reading | None:
+def _param_reading(names: Sequence[str], row: re.Match[str], number: int) -> Reading | None:
     cells = row["cells"].split()
     if len(cells) == len(names) - 1 and _NOT_PRINTED in names:
         names = [name for name in names if name != _NOT_PRINTED]
@@ -269,7 +269,7 @@ def _param_reading(
         line=number,
         size_bytes=size,
         count=count,
-        dtype=section.dtype,
+        dtype=dtype_named(row["dtype"]),
         placement="in-place" if "-in-place" in (row["tag"] or "") else "",
         time_s=time * 1e-6,
         algbw_bytes_per_s=algbw * GB or None,
@@ -315,16 +315,21 @@ def _osu_section(title: re.Match[str], number: int) -> Section:
     test = title["test"].lower()
     kind = _OSU_TESTS.get(test) or collective_named(test.partition(" ")[0])
     is_collective = kind in list(Collective) and "non-blocking" not in test
-    section = Section("OSU", number, f"{title['test']} Test", title["version"] or "")
-    section.method = f"OSU {title['library']}"
-    section.unit = "" if "bandwidth" not in test else "busbw" if is_collective else "GB/s"
-    if is_collective:
-        section.collective, section.collective_from = kind, "its title"
-    if is_collective and kind not in _OSU_WHOLE:
-        section.notes.append(_OSU_SIZES)
-    if test in _OSU_TESTS:
-        section.num_ranks, section.num_ranks_from = 2, "a test of one pair"
-    return section
+    unit = "" if "bandwidth" not in test else "busbw" if is_collective else "GB/s"
+    facts = _facts(
+        "OSU",
+        number,
+        title=f"{title['test']} Test",
+        version=title["version"] or "",
+        method=f"OSU {title['library']}",
+        unit=unit,
+        collective=kind if is_collective else "",
+        collective_from="its title" if is_collective else "",
+        num_ranks=2 if test in _OSU_TESTS else None,
+        num_ranks_from="a test of one pair",
+    )
+    is_whole = not is_collective or kind in _OSU_WHOLE
+    return Section(facts, notes=[] if is_whole else [_OSU_SIZES])
 
 
 def _osu_reading(section: Section, cells: Sequence[str], number: int) -> Reading | None:
@@ -341,7 +346,7 @@ def _osu_reading(section: Section, cells: Sequence[str], number: int) -> Reading
     size = parse_integer(cells[0])
     if size is None or (not time and not rate):
         return None
-    is_whole = section.collective in _OSU_WHOLE
+    is_whole = section.table.collective in _OSU_WHOLE
     return Reading(
         line=number,
         label="" if is_whole else f"size {size}",
@@ -372,12 +377,18 @@ def _all_reduce_bench(stream: Sequence[Line]) -> Iterator[Section]:
     rates: dict[str, str] = {}
     for number, text, _ in stream:
         if title := _BENCH_TITLE.match(text):
-            name, ranks = title["name"], title["ranks"] or title["ranks_of_one"]
-            section = Section("all_reduce_bench.py", number, name, unit="busbw")
-            section.collective, section.collective_from = collective_named(name), "its title"
-            section.num_ranks, section.num_ranks_from = int(ranks), "its title"
+            facts = _facts(
+                "all_reduce_bench.py",
+                number,
+                title=title["name"],
+                unit="busbw",
+                collective=collective_named(title["name"]),
+                collective_from="its title",
+                num_ranks=int(title["ranks"] or title["ranks_of_one"]),
+                num_ranks_from="its title",
+            )
             size = round(float(title["gigabytes"] or 0) * 1e9)
-            section.header_line = number if size else 0
+            section = Section(facts, number if size else 0)
             rates = {}
             yield section
         elif section is None:
@@ -392,7 +403,7 @@ def _all_reduce_bench(stream: Sequence[Line]) -> Iterator[Section]:
         elif section.header_line and (row := _BENCH_ROW.match(text)):
             size_bytes = parse_bytes(row["size"], "payload")
             section.add(_bench_reading(number, size_bytes, row.groupdict()), number)
-        elif number - max(section.last_line, section.first_line) > _MAX_GAP:
+        elif number - max(section.last_line, section.table.first_line) > _MAX_GAP:
             section = None
 
 

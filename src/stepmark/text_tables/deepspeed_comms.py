@@ -5,7 +5,7 @@ rounded, so they are labels here. Times are milliseconds: the average is trimmed
 both ends, so that it times the calls is not the total. With show_straggler=True a second table
 divides them into communication, the shortest time of any rank, and waiting for stragglers.
 Bus bandwidth (Gbit/s) is kept where the size is counted as nccl-tests does: versions differ in
-the size of gathers and scatters. Format: deepspeed/utils/comms_logging.py of deepspeedai/DeepSpeed.
+the size of gathers and scatters. Format: utils/comms_logging.py of deepspeedai/DeepSpeed.
 """
 
 import re

@@ -61,7 +61,7 @@ _TAG = re.compile(
     r"""\s*(?:
         \[(?:[\w.-]{1,80}@)?(?:default|rank)?\d{1,6}(?:,\s?\d{1,6})?\]    # torchrun, mpirun
         (?:<std(?:out|err)>)?:?
-      | \[[A-Za-z][\w.-]{0,80}:\d{1,7}\]:?            # Open MPI's host:pid, torchrun's role:rank
+      | \[[A-Za-z][\w.-]{0,80}:\d{1,7}\]:?           # Open MPI's host:pid, torchrun's role:rank
       | \d{1,6}:(?=\s)                                                  # srun --label
       | \[pod/[\w./-]{1,253}\](?=\s)                                    # kubectl logs --prefix
       | [A-Za-z][\w.-]{0,63}-\d{1,6}\s+\|(?=\s)                         # docker compose
@@ -100,7 +100,7 @@ class OutputFacts:
 class Sweep:
     """The sizes that an output measures, in bytes, as its parameter line has them.
 
-    nccl-tests' loop: from min_bytes while size <= max_bytes, times the factor or plus the bytes.
+    nccl-tests' loop: from min_bytes while size <= max_bytes, times or plus the step.
     """
 
     min_bytes: int
@@ -260,7 +260,7 @@ def sweep_of(facts: OutputFacts) -> Sweep | None:
 
 
 def num_sizes(facts: OutputFacts) -> int | None:
-    """Return the number of sizes of a sweep by the parameter line; None where it is not known."""
+    """Return the number of sizes of a sweep by the parameter line; None if it is not known."""
     sweep = sweep_of(facts)
     return sweep.num_sizes if sweep else None
 

@@ -266,7 +266,7 @@ def _readings(
     dtypes = {name: nccl_lines.dtype_named(name) for name in {row.dtype for row in rows}}
     for row, cycle in zip(rows, cycles, strict=True):
         cells = row.cells
-        values = row.values or list(map(parse_number, cells))
+        values: Sequence[float | None] = row.values or [parse_number(cell) for cell in cells]
         root = values[0] if layout.has_root else None
         for start, placement in starts:
             at = start + time_at, start + algbw_at, start + busbw_at

@@ -20,7 +20,9 @@ _NUMBER = re.compile(NUMBER)
 _MAX_LENGTH = 60
 _CACHE = 4096  # checks look at each figure several times
 _MAX_PLAIN = 20  # digits and point
-_ROUNDING = tuple(0.5 * 10.0**-decimals for decimals in range(_MAX_PLAIN + 1))
+_ROUNDING: list[float] = [
+    0.5 * 10.0 ** float(-num_decimals) for num_decimals in range(_MAX_PLAIN + 1)
+]
 _ABSENT = frozenset(("", "-", "--", "n/a", "na", "nan", "-nan", "inf", "-inf", "none", "null"))
 
 
@@ -63,8 +65,8 @@ def rounding_error(text: str) -> float:
     if not is_number(text):
         return 0.0
     mantissa, _, exponent = text.lower().partition("e")
-    decimals = len(mantissa.partition(".")[2])
-    return 0.5 * 10.0 ** max(-300, min(300, int(exponent or 0) - decimals))
+    num_decimals = len(mantissa.partition(".")[2])
+    return 0.5 * 10.0 ** max(-300, min(300, int(exponent or 0) - num_decimals))
 
 
 MAX_RANKS = 2**20
