@@ -36,7 +36,7 @@ _MARKS = re.compile(
     r"|Collective test starting:|Out of bounds values\s*:|Avg bus bandwidth\s*:"
     r"|^[^\n\d]{0,40}\d{1,19}[\s|]+\d{1,19}[\s|]+"
     r"(?:u?int(?:8|32|64)|half|float|double|bfloat16|f8e\wm\d|fp8\w*)[\s|]"
-    r"|_samples_per_second|_steps_per_second|\"(?:out_of_place|alg_bw|algBw)\""
+    r"|_samples_per_second|_steps_per_second|\"(?:out_of_place|alg_bw|algBw|nccl_version)\""
     r"|\bCOMMS-RES|Comm\. Op {2,}Message Size|#\s*OSU \S+ .*Test|The average bandwidth "
     r"|#\s+size\s+count\s+time\s+algbw"
     r"|^(?:numCycle|collective),\s?\S|^family,(?:[\w.]+,){3}",
