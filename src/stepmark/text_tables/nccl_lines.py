@@ -300,7 +300,7 @@ _PLAIN_ROW = re.compile(
     r" *(?P<size>\d{1,19}) +(?P<count>\d{1,19}) +(?P<type>[A-Za-z]\w{2,11}) +"
     r"(?:(?P<redop>sum|prod|min|max|avg|mulsum|none) +)?(?P<figures>[-\d. ]+)"
 )
-_MAX_PLAIN = 1e18
+_MAX_PLAIN = 20  # characters of such a figure
 _SEPARATORS = re.compile(r"[\s|,]+")
 _TIME_STAMP = re.compile(r"[\s|,]*(?:\d{4}-\d\d-\d\d\s+\d\d:\d\d:\d\d)?[\s|,]*")
 # A log line that follows a figure directly: the row was printed in parts.
@@ -383,7 +383,7 @@ def _parse_plain_row(line: str, number: int) -> Row | None:
         values = list(map(float, cells))
     except ValueError:
         return None
-    if not values or max(values) > _MAX_PLAIN or min(values) < -_MAX_PLAIN:
+    if not cells or max(map(len, cells)) > _MAX_PLAIN:
         return None
     return Row(number, int(size), int(count), dtype, redop or "", cells, number, values)
 
