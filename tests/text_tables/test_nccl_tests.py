@@ -39,6 +39,9 @@ PREFIXES = (
     "2025-11-21T03:04:05.123456789Z ",
     "[2025-11-21 03:04:05] [rank0]: ",
     "node-1.cluster: ",
+    "[host-1:4711] ",
+    "[prterun-host-1-4711@1,0]<stdout>: ",
+    "job-worker-0/pytorch | ",
 )
 LOG = "vm:2567:2580 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM"
 
@@ -131,6 +134,17 @@ def test_a_launchers_prefix_changes_nothing(prefix: str) -> None:
     plain = one(text)
     marked = one("".join(f"{prefix}{line}\n" for line in text.splitlines()))
     assert marked == plain
+
+
+@pytest.mark.parametrize("after", [5, 9])
+def test_a_row_printed_in_parts_has_the_launchers_tag_again(after: int) -> None:
+    tag, lines = "[1,0]<stdout>:", []
+    for line in modern().splitlines():
+        words = line.split()
+        is_row = len(words) == 13 and words[0].isdecimal()
+        parts = ["  ".join(words[:after]), "  ".join(words[after:])] if is_row else [line]
+        lines.append("".join(f"{tag}{part}" for part in parts))
+    assert times(one("\n".join(lines))) == times(one(modern()))
 
 
 def test_outputs_that_are_mixed_line_by_line_are_told_apart_by_their_tag() -> None:

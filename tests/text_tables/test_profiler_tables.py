@@ -409,3 +409,56 @@ def test_a_flagged_figure_of_perftools_gives_no_answer(tmp_path: Path) -> None:
 def test_logs_names_the_command_that_reads_tables() -> None:
     with pytest.raises(ConfigError, match=f"use stepmark trace breakdown {SLIDES}"):
         collect([str(SLIDES)])
+
+
+def xpu_table() -> str:
+    """A table of an Intel GPU; figures as such a profile has them."""
+    names = ("Name", "Self CPU %", "Self CPU", "CPU total %", "CPU total", "CPU time avg")
+    device = ("Self XPU", "Self XPU %", "XPU total", "XPU time avg", "# of Calls")
+    none = ("0.00%", "0.000us", "0.00%", "0.000us", "0.000us")
+    rows = (
+        (
+            *("aten::mm", "94.47%", "65.799ms", "95.46%", "66.492ms", "66.492ms"),
+            *("829.920us", "68.36%", "829.920us", "829.920us", "1"),
+        ),
+        ("gemm_kernel", *none, "829.920us", "68.36%", "829.920us", "829.920us", "1"),
+        ("Memset (DEVICE)", *none, "11.840us", "0.98%", "11.840us", "11.840us", "1"),
+        (
+            *("c10d::allreduce_", "0.02%", "14.358us", "0.49%", "340.000us", "340.000us"),
+            *("0.000us", "0.00%", "372.240us", "372.240us", "1"),
+        ),
+        ("oneccl_allreduce", *none, "372.240us", "30.66%", "372.240us", "372.240us", "1"),
+        (
+            *("urEnqueueUSMFill", "0.35%", "244.582us", "0.35%", "244.582us", "244.582us"),
+            *("0.000us", "0.00%", "0.000us", "0.000us", "1"),
+        ),
+    )
+    rule = "  ".join(("-" * 40, *("-" * 12 for _ in range(10))))
+    lines = [
+        "  ".join((f"{r[0]:>40}", *(f"{c:>12}" for c in r[1:])))
+        for r in (names + device, *rows)
+    ]
+    sums = ["Self CPU time total: 69.652ms", "Self XPU time total: 1.214ms"]
+    return "\n".join([rule, lines[0], rule, *lines[1:], rule, *sums, ""])
+
+
+def test_a_table_of_an_xpu_is_read_as_that_of_a_gpu(tmp_path: Path) -> None:
+    (table,) = read_tables(written(tmp_path, xpu_table()))
+    assert table.columns["self_device"] == "Self XPU"
+    kinds = {row.name: row.kind for row in table.rows}
+    assert kinds["gemm_kernel"] is RowKind.KERNEL
+    assert kinds["Memset (DEVICE)"] is RowKind.COPY
+    assert kinds["oneccl_allreduce"] is RowKind.COMM_KERNEL
+    assert kinds["c10d::allreduce_"] is RowKind.COLLECTIVE
+    assert kinds["urEnqueueUSMFill"] is RowKind.HOST_CALL
+    assert rules(table) == {}
+    assert table.communication.bound is False
+    assert table.communication.low_ns == pytest.approx(372_240, abs=1)
+    assert (table.communication.high_ns or 0) < 0.4 * MS
+
+
+def test_a_cut_table_of_an_xpu_says_so(tmp_path: Path) -> None:
+    text = xpu_table()
+    (table,) = read_tables(written(tmp_path, text[: text.index("urEnqueue")]))
+    assert DAMAGED in rules(table)
+    assert table.communication.bound is None

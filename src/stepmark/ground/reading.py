@@ -5,13 +5,16 @@ upper bound in its place.
 """
 
 from dataclasses import dataclass
+from operator import attrgetter
 
 OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
+MEASUREMENT = attrgetter("label", "size_bytes", "dtype", "redop", "root", "placement", "column")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: a table of 10 MB has 170,000, and a frozen one takes five times as long to make.
+@dataclass(slots=True, kw_only=True)
 class Reading:
-    """One value of a table: one placement of a row, or one cell.
+    """One value of a table: one placement of a row, or one cell. Nothing changes it.
 
     A collective has size_bytes and time_s; where a table holds bandwidth alone, rate is the bus
     bandwidth in bytes/s. Anything else (samples/s, images/s) is a rate with a label.
@@ -30,6 +33,7 @@ class Reading:
     algbw_bytes_per_s: float | None = None  # as printed
     busbw_bytes_per_s: float | None = None  # as printed
     rate: float | None = None  # more is better; of tables without times
+    num_calls: int | None = None  # whose average or sum the figure is, where the file says it
     rate_below: float | None = None  # printed as 0: somewhere under half of the last digit
     num_wrong: int | None = None
     cycle: int = 0  # which repeat of the whole sweep (-N), from 0
@@ -40,10 +44,7 @@ class Reading:
     @property
     def measurement(self) -> tuple[str | int | None, ...]:
         """Return what was measured; readings of one table that share it are repeats."""
-        return (
-            *(self.label, self.size_bytes, self.dtype, self.redop, self.root),
-            *(self.placement, self.column),
-        )
+        return MEASUREMENT(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -254,10 +254,23 @@ def print_tables(tables: TableFindings, console: "Console", *, file_width: int =
         name = name_of(table)
         name = name if len(name) <= file_width else f"...{name[3 - file_width :]}"
         lines = _table_facts(row)
+        lines += _call_lines(table)
         lines += [f"note: {note}" for note in table.notes]
         lines += [f"{finding.severity}: {finding.text}" for finding in findings]
         print_lines([f"{name}  {table.title[:_TITLE_WIDTH]}"], console)
         print_lines((f"    {line}" for line in lines), console)
+
+
+def _call_lines(table: Table) -> list[str]:
+    """Return the times of a summary of calls, a line per operation and size."""
+    lines: dict[str, str] = {}
+    for reading in table.readings:
+        if reading.num_calls is None or reading.time_s is None:
+            continue
+        calls = "1 call" if reading.num_calls == 1 else f"{reading.num_calls} calls"
+        start = lines.get(reading.label, f"{reading.label}: {calls}")
+        lines[reading.label] = f"{start}, {reading.column} {format_time(reading.time_s)}"
+    return list(lines.values())
 
 
 def _table_row(table: Table, findings: Sequence[Finding]) -> Row:

@@ -23,6 +23,7 @@ from stepmark.findings.histogram import (
 from stepmark.findings.histogram_figures import page
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
+from stepmark.ground.garbage import no_collection
 from stepmark.ground.options import plain
 from stepmark.ground.reading import Table
 from stepmark.ground.units import format_bytes, format_time
@@ -202,7 +203,7 @@ def run(options: LogsOptions) -> int:
         inputs = collect(options.files, only_tables=options.tables)
     for path, reason in inputs.unknown:
         sys.stderr.write(f"stepmark: {path} is left out: {reason}\n")
-    with Waiting("reading the logs"):
+    with Waiting("reading the logs"), no_collection():
         report = read_report(inputs, options)
     if not options.to_stdout:
         print_text(report.text())
@@ -340,7 +341,13 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     # A request for the messages of a job's output is no request for its tables.
     is_about_messages = views and (options.shows_histogram or options.tuning)
     logs = set(inputs.paths[LOG] if is_about_messages else ())
-    by_file = {path: tables.find(path) for path in inputs.paths[TABLES] if path not in logs}
+    files = {
+        path: tables.read_tables(path) for path in inputs.paths[TABLES] if path not in logs
+    }
+    if not views:
+        for file in files.values():
+            file.check()
+    by_file = {path: file.tables for path, file in files.items()}
     if not views and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
         raise ConfigError("curve", options.curve, allowed)

@@ -1,6 +1,8 @@
 """Find the tables of results in a file by its content, whatever its name.
 
 - nccl_text.py, nccl_lines.py, nccl_notes.py, nccl_json.py: nccl-tests and rccl-tests.
+- stopped_outputs.py: outputs that end before their last row.
+- benchmark_text.py, deepspeed_comms.py: mscclpp-test, PARAM, OSU, all_reduce_bench, DeepSpeed.
 - result_csv.py, slide_tables.py, printed_figures.py: CSVs, slides, printed numbers.
 - validate.py: figures of a table against each other.
 - profiler_table.py, profiler_text.py, perftools.py, profiler_checks.py: tables of profilers.
@@ -9,14 +11,23 @@
 
 import re
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from stepmark.ground.errors import ConfigError
 from stepmark.ground.garbage import no_collection
 from stepmark.ground.read_text import lines_of, read_text
-from stepmark.ground.reading import Table
+from stepmark.ground.reading import MEASUREMENT, Table
 from stepmark.ground.units import format_bytes
-from stepmark.text_tables import nccl_json, nccl_text, result_csv, slide_tables
+from stepmark.text_tables import (
+    benchmark_text,
+    deepspeed_comms,
+    nccl_json,
+    nccl_text,
+    result_csv,
+    slide_tables,
+)
+from stepmark.text_tables.stopped_outputs import StoppedOutput, stops_of
 
 _MARKS = re.compile(
     r"^\#?\s*nThreads?:? +\d+ +nGpus:? +\d"
@@ -25,11 +36,29 @@ _MARKS = re.compile(
     r"|Collective test starting:|Out of bounds values\s*:|Avg bus bandwidth\s*:"
     r"|^[^\n\d]{0,40}\d{1,19}[\s|]+\d{1,19}[\s|]+"
     r"(?:u?int(?:8|32|64)|half|float|double|bfloat16|f8e\wm\d|fp8\w*)[\s|]"
-    r"|_samples_per_second|_steps_per_second|\"(?:out_of_place|alg_bw|algBw)\""
+    r"|_samples_per_second|_steps_per_second|\"(?:out_of_place|alg_bw|algBw|nccl_version)\""
+    r"|\bCOMMS-RES|Comm\. Op {2,}Message Size|#\s*OSU \S+ .*Test|The average bandwidth "
+    r"|#\s+size\s+count\s+time\s+algbw"
     r"|^(?:numCycle|collective),\s?\S|^family,(?:[\w.]+,){3}",
     re.MULTILINE,
 )
 _HEAD = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class FileTables:
+    """All tables of a file, in order, and the outputs in it that end before their last row."""
+
+    file: str
+    tables: list[Table]
+    stopped: list[StoppedOutput]
+
+    def check(self) -> None:
+        """Raise ConfigError for headings without rows in a file without any table."""
+        if self.stopped and not self.tables:
+            stop = self.stopped[0]
+            allowed = f"a file with a row of results: its output of {stop.tool} {stop.text}"
+            raise ConfigError("file", self.file, allowed)
 
 
 def find(path: Path) -> list[Table]:
@@ -38,23 +67,34 @@ def find(path: Path) -> list[Table]:
     Raises ConfigError for a file that cannot be read, is empty or binary. A text without any
     table gives an empty list.
     """
+    return read_tables(path).tables
+
+
+def read_tables(path: Path) -> FileTables:
+    """Return the tables of a file, and its outputs that stop. Raises ConfigError as find."""
     with no_collection():
-        return tables_of(read_text(path), str(path))
+        return _numbered(read_text(path), str(path))
 
 
 def tables_of(text: str, file: str) -> list[Table]:
     """Return all tables of a text that was read already."""
-    tables = sorted(_read(text, file), key=lambda table: table.first_line)
-    return [
+    return _numbered(text, file).tables
+
+
+def _numbered(text: str, file: str) -> FileTables:
+    tables, stopped = _read(text, file)
+    tables.sort(key=lambda table: table.first_line)
+    numbered = [
         replace(table, index=index, notes=(*table.notes, *repeat_notes(table)))
         for index, table in enumerate(tables, 1)
     ]
+    return FileTables(file, numbered, stopped)
 
 
 def repeat_notes(table: Table) -> tuple[str, ...]:
     """Return a note on the sizes and labels that occur more than once."""
     counts = Counter(
-        reading.measurement for reading in table.readings if reading.size_bytes != 0
+        map(MEASUREMENT, (each for each in table.readings if each.size_bytes != 0))
     )
     if max(counts.values(), default=0) < 2:
         return ()
@@ -77,19 +117,29 @@ def looks_like_tables(head: str) -> bool:
     return bool(_MARKS.search(head)) or bool(slide_tables.read(lines_of(head), ""))
 
 
-def _read(text: str, file: str) -> list[Table]:
+def _read(text: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
     head = text[:_HEAD].lstrip()
-    if result_csv.is_stepmark(head):
-        return result_csv.read_stepmark(text, file)
-    if result_csv.is_rccl(head):
-        return result_csv.read_rccl(text, file)
+    if result_csv.is_stepmark(head) or result_csv.is_rccl(head):
+        is_stepmark = result_csv.is_stepmark(head)
+        read_csv = result_csv.read_stepmark if is_stepmark else result_csv.read_rccl
+        tool = "stepmark" if is_stepmark else "rccl-tests"
+        stop = StoppedOutput(tool=tool, first_line=1, header_line=1, last_line=1)
+        has_rows = "\n" in text.strip()
+        return read_csv(text, file), [] if has_rows else [stop]
     if head[:1] in ("{", "["):
-        tables = nccl_json.read(text, file) or result_csv.read_rccl_json(text, file)
-        if tables:
-            return tables
+        tables, stops = nccl_json.read(text, file)
+        tables = tables or result_csv.read_rccl_json(text, file)
+        if tables or stops:
+            return tables, stops
     lines = lines_of(text)
-    return [
-        *nccl_text.read(lines, file),
+    outputs = nccl_text.outputs_of(lines)
+    others, other_stops = benchmark_text.read(text, lines, file)
+    summaries, empty_summaries = deepspeed_comms.read(text, lines, file)
+    tables = [
+        *nccl_text.tables_of(outputs, lines, file),
         *slide_tables.read(lines, file),
         *slide_tables.read_trainer(lines, file),
+        *others,
+        *summaries,
     ]
+    return tables, [*stops_of(outputs), *other_stops, *empty_summaries]

@@ -16,6 +16,8 @@ from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.ground.units import GB
 from stepmark.model.collectives import collective_named
 from stepmark.text_tables import nccl_lines, printed_figures
+from stepmark.text_tables.nccl_lines import Sweep
+from stepmark.text_tables.stopped_outputs import StoppedOutput
 
 JsonObject = Mapping[str, object]
 _PLACEMENTS = (("out_of_place", OUT_OF_PLACE), ("in_place", IN_PLACE))
@@ -26,13 +28,55 @@ _MAX_DOCUMENTS = 1000
 _UNCLOSED = "the file was never closed: an error ended the program; complete results were kept"
 
 
-def read(text: str, file: str) -> list[Table]:
-    """Return the tables of one document, or of several in a row; [] for other JSON."""
+def read(text: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
+    """Return the tables of one document, or of several in a row, and those that stop.
+
+    Both are [] for other JSON.
+    """
     tables: list[Table] = []
+    stops: list[StoppedOutput] = []
     for document, line, note in _documents(text):
-        if isinstance(document, dict) and isinstance(document.get("results"), list):
-            tables += _tables(document, file, line, note)
-    return tables
+        if not isinstance(document, dict) or not (
+            document.keys() & {"results", "nccl_version"}
+        ):
+            continue
+        tables_here = _tables(document, file, line, note)
+        tables += tables_here
+        if note or not tables_here:
+            stops.append(_stop(document, tables_here, line, is_closed=not note))
+    return tables, stops
+
+
+def _stop(
+    document: JsonObject, tables: Sequence[Table], line: int, *, is_closed: bool
+) -> StoppedOutput:
+    """Return the stop of a document that was never closed, or has no result."""
+    config = _object(document.get("config"))
+    sizes = [_int(config.get(key)) for key in ("minimum_bytes", "maximum_bytes")]
+    factor, step = _int(config.get("step_factor")), _int(config.get("step_bytes"))
+    first, last = sizes
+    sweep = None
+    if first is not None and last is not None and (factor or step):
+        step = factor or step or 0
+        sweep = Sweep(min_bytes=first, max_bytes=last, step=step, is_factor=bool(factor))
+    rows = dict.fromkeys(
+        (reading.size_bytes, reading.dtype, reading.redop, reading.root, reading.cycle)
+        for table in tables
+        for reading in table.readings
+    )
+    return StoppedOutput(
+        tool="nccl-tests",
+        collective=tables[0].collective if tables else "",
+        first_line=line,
+        header_line=line,
+        last_line=line,
+        sweep=sweep,
+        num_ranks=_num_ranks(config)[0],
+        num_rows=len(rows),
+        num_sizes=sweep.num_sizes if sweep else None,
+        last_size_bytes=list(rows)[-1][0] if rows else None,
+        has_footer=is_closed,
+    )
 
 
 def decode(text: str) -> object:
@@ -47,7 +91,7 @@ def decode(text: str) -> object:
 
 def _documents(text: str) -> Iterator[tuple[object, int, str]]:
     """Yield (document, first line, note) of each object of the text."""
-    if '"results"' not in text:
+    if '"results"' not in text and '"nccl_version"' not in text:
         return
     if (document := decode(text)) is not None:
         yield document, 1, ""

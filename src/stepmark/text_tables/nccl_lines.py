@@ -60,10 +60,13 @@ UNKNOWN_RANKS = "the number of ranks is not known (compare --ranks N)"
 # Launchers' prefixes. A tag names the task; a time stamp differs from line to line.
 _TAG = re.compile(
     r"""\s*(?:
-        \[(?:default|rank)?\d{1,6}(?:,\s?\d{1,6})?\](?:<std(?:out|err)>)?:?  # torchrun, mpirun
+        \[(?:[\w.-]{1,80}@)?(?:default|rank)?\d{1,6}(?:,\s?\d{1,6})?\]    # torchrun, mpirun
+        (?:<std(?:out|err)>)?:?
+      | \[[A-Za-z][\w.-]{0,80}:\d{1,7}\]:?           # Open MPI's host:pid, torchrun's role:rank
       | \d{1,6}:(?=\s)                                                  # srun --label
       | \[pod/[\w./-]{1,253}\](?=\s)                                    # kubectl logs --prefix
       | [A-Za-z][\w.-]{0,63}-\d{1,6}\s+\|(?=\s)                         # docker compose
+      | [A-Za-z][\w.-]{0,253}/[\w.-]{1,253}\s+\|(?=\s)                  # pod/container
       | \([A-Za-z_][^()\n]{0,80}\bpid=\d{1,9}[^()\n]{0,60}\)             # Ray
       | [A-Za-z][\w.-]{0,63}:(?=\s+(?:\#|\d{1,19}\s+\d{1,19}\s+[a-z]))    # pdsh, clush
     )[ ]?""",
@@ -94,6 +97,29 @@ class OutputFacts:
     columns: list[str] = field(default_factory=list)  # header words, in order
     placements: list[str] = field(default_factory=list)  # of the line above them
     is_complete: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sweep:
+    """The sizes that an output measures, in bytes, as its parameter line has them.
+
+    nccl-tests' loop: from min_bytes while size <= max_bytes, times or plus the step.
+    """
+
+    min_bytes: int
+    max_bytes: int
+    step: int
+    is_factor: bool
+
+    @property
+    def num_sizes(self) -> int | None:
+        """The number of sizes; None for a step that leads nowhere."""
+        first, last, step = self.min_bytes, self.max_bytes, self.step
+        if not self.is_factor:
+            return (last - first) // step + 1 if step and first <= last else None
+        if not first or step < 2:
+            return None
+        return sum(first * step**power <= last for power in range(64)) or None
 
 
 def collective_in_command(line: str) -> str:
@@ -135,6 +161,15 @@ def opens_output(line: str) -> bool:
     return any(
         pattern.search(line) for pattern in (_VERSION, _STEPMARK, _STARTING, _PARAMETERS)
     ) or line.lstrip("# ").startswith("Using devices")
+
+
+def is_second(line: str, facts: OutputFacts) -> bool:
+    """Return whether a line that opens an output states what these facts have already."""
+    stated = OutputFacts()
+    add_facts(stated, line)
+    names = ("version", "collective", "parameters")
+    is_known = any(getattr(stated, name) and getattr(facts, name) for name in names)
+    return bool(facts.parameters) and is_known
 
 
 def ranks_of(line: str) -> list[tuple[int, int]]:
@@ -188,7 +223,7 @@ def add_facts(facts: OutputFacts, line: str) -> None:
     elif match := _BLOCKING.search(line):
         facts.blocking = match["how"].strip() or "enabled"
     elif match := _WRONG.search(line):
-        facts.num_wrong = int(match["count"])
+        facts.num_wrong, facts.is_complete = int(match["count"]), True
     elif match := _AVERAGE.search(line):
         facts.average, facts.is_complete = match["rate"], True
     elif "Collective test concluded:" in line:
@@ -231,21 +266,24 @@ def method_text(tool: str, words: list[str], per_group: int, *, is_enqueue_time:
     return text + (", time to enqueue" if is_enqueue_time else "")
 
 
-def num_sizes(facts: OutputFacts) -> int | None:
-    """Return the number of sizes of a sweep by the parameter line; None where it is not known.
-
-    nccl-tests' loop: from minBytes while size <= maxBytes, times the factor or plus the bytes.
-    """
+def sweep_of(facts: OutputFacts) -> Sweep | None:
+    """Return the sizes that the parameter line asks for; None where it does not say."""
     match = _SWEEP.search(facts.parameters)
     if not match:
         return None
-    first, last, step = int(match["first"]), int(match["last"]), int(match["step"])
-    last = min(last, facts.max_bytes or last)
-    if match["unit"] == "bytes":
-        return (last - first) // step + 1 if step and first <= last else None
-    if not first or step < 2:
-        return None
-    return sum(first * step**power <= last for power in range(64)) or None
+    last = int(match["last"])
+    return Sweep(
+        min_bytes=int(match["first"]),
+        max_bytes=min(last, facts.max_bytes or last),
+        step=int(match["step"]),
+        is_factor=match["unit"] == "factor",
+    )
+
+
+def num_sizes(facts: OutputFacts) -> int | None:
+    """Return the number of sizes of a sweep by the parameter line; None if it is not known."""
+    sweep = sweep_of(facts)
+    return sweep.num_sizes if sweep else None
 
 
 def ranks_per_process(facts: OutputFacts) -> int:
@@ -286,6 +324,12 @@ _ROW = re.compile(
 _CELL = rf"(?:{NUMBER}|(?i:N/A|-?nan|-?inf|--?))"
 # Up to a time stamp, algorithm names or a log line.
 _FIGURES = re.compile(rf"(?:[\s|,]+{_CELL}[*%]?(?![^\s|,]))*")
+# A row whose figures have no exponent, as nearly all: read in a third of the time.
+_PLAIN_ROW = re.compile(
+    r" *(?P<size>\d{1,19}) +(?P<count>\d{1,19}) +(?P<type>[A-Za-z]\w{2,11}) +"
+    r"(?:(?P<redop>sum|prod|min|max|avg|mulsum|none) +)?(?P<figures>[-\d. ]+)"
+)
+_MAX_PLAIN = 20  # characters of such a figure
 _SEPARATORS = re.compile(r"[\s|,]+")
 _TIME_STAMP = re.compile(r"[\s|,]*(?:\d{4}-\d\d-\d\d\s+\d\d:\d\d:\d\d)?[\s|,]*")
 # A log line that follows a figure directly: the row was printed in parts.
@@ -315,6 +359,13 @@ class Row:
     redop: str
     cells: list[str] = field(default_factory=list)
     last_line: int = 0  # differs from `line` for a row broken in two
+    # The figures as numbers, if all of them are without an exponent; else [].
+    values: list[float] = field(default_factory=list)
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What all rows of one sweep have in common: type, redop, root."""
+        return self.dtype, self.redop, self.cells[0] if len(self.cells) % 4 else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +385,8 @@ def parse_row(line: str, number: int) -> Row | None:
     """Return a row, possibly an incomplete one, or None for any other line."""
     if len(line) > MAX_LINE:
         return None
+    if plain := _parse_plain_row(line, number):
+        return plain
     match = _ROW.match(line)
     if not match or match["type"].lower() not in TYPES:
         return None
@@ -346,6 +399,22 @@ def parse_row(line: str, number: int) -> Row | None:
         cells=_figures(line, match.end())[0],
         last_line=number,
     )
+
+
+def _parse_plain_row(line: str, number: int) -> Row | None:
+    """Return a row whose figures are all plain numbers; None for any other line."""
+    match = _PLAIN_ROW.fullmatch(line)
+    if not match or match["type"] not in TYPES:
+        return None
+    size, count, dtype, redop, figures = match.groups()
+    cells = figures.split()
+    try:
+        values = list(map(float, cells))
+    except ValueError:
+        return None
+    if not cells or max(map(len, cells)) > _MAX_PLAIN:
+        return None
+    return Row(number, int(size), int(count), dtype, redop or "", cells, number, values)
 
 
 def parse_continuation(line: str) -> list[str]:
@@ -408,6 +477,8 @@ def split_prefix(line: str) -> tuple[str, str]:
         elif tag := _TAG.match(rest):
             tags.append(re.sub(r"<.*>:?|:", "", tag[0]).strip())
             rest = rest[tag.end() :]
+            if "<std" in rest:  # a line that was printed in parts has the tag again
+                rest = rest.replace(tag[0].strip(), " ")
         else:
             break
     return " ".join(tags), rest

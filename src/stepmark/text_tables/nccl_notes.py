@@ -11,6 +11,7 @@ from stepmark.text_tables.printed_figures import parse_number, rounding_error
 # Beginnings of the notes that validate() turns into findings.
 ROWS_MISSING = "rows are missing"
 OUT_OF_BOUNDS = "the footer counts values out of bounds"
+NOT_VALID = "the benchmark's own check of the data failed"
 _MAX_NOTES = 5
 
 
@@ -40,7 +41,8 @@ def unusual_columns(facts: OutputFacts, rows: Sequence[Row]) -> list[str]:
     short = next((row for row in rows if not row.redop), None)
     if short and "root" in facts.columns and "redop" in facts.columns:
         notes.append(f"line {short.line}: a row without the redop that the header names")
-    starred = next((row for row in rows if any("*" in cell for cell in row.cells)), None)
+    others = (row for row in rows if not row.values)
+    starred = next((row for row in others if any("*" in cell for cell in row.cells)), None)
     if starred:
         notes.append(f"{OUT_OF_BOUNDS}: an asterisk in line {starred.line}")
     return notes
@@ -53,8 +55,7 @@ def rows_of_sweep(rows: Sequence[Row], cycles: Sequence[int], facts: OutputFacts
         return []
     sweeps: dict[tuple[str, ...], list[tuple[int, int]]] = {}
     for row, cycle in zip(rows, cycles, strict=True):
-        kind = row.dtype, row.redop, row.cells[0] if len(row.cells) % 4 else ""
-        sweeps.setdefault(kind, []).append((row.size, cycle))
+        sweeps.setdefault(row.kind, []).append((row.size, cycle))
     lost = added = 0
     for places in sweeps.values():
         sizes = [size for size, _ in places]

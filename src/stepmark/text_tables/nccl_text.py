@@ -12,8 +12,10 @@ line mixed. A row may be broken by log lines; its rest is a line of figures alon
 """
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import accumulate, pairwise
 
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
@@ -31,8 +33,10 @@ _TYPED_ROW = re.compile(
     r"\d[\s|,]+(?:u?int(?:8|16|32|64)?|char|half|float|double|bfloat16|f8e\dm\d|fp8\w*)[\s|,]"
 )
 _ROW_START = re.compile(r"[\s|>*-]*\d")
+_OTHER_ROW = re.compile(r"\d{1,19}[ \t]{1,40}\d{1,19}[ \t]{1,40}[\d.]")
 _DEFAULT_WIDTH = 9  # cells of a row where the header does not state it
 _MAX_LINES_WITHIN_ROW = 400
+_CACHE = 4096  # texts of #wrong
 
 
 @dataclass(slots=True)
@@ -45,6 +49,8 @@ class Output:
     collective: str = ""  # of the command above
     command_line: int = 0
     num_parameter_lines: int = 0
+    header_line: int = 0  # of the column headings
+    has_other_rows: bool = False  # lines below the headings that are rows of another layout
     stated_width: int = 0  # cells of a row, as the header says
 
     @property
@@ -54,13 +60,35 @@ class Output:
 
 
 def outputs_of(lines: Sequence[str]) -> list[Output]:
-    """Return all outputs that have rows, in the order of their first rows."""
+    """Return all outputs, in order: also those that stop before their first row."""
     reader = _Reader()
     for number, line in enumerate(lines, 1):
         reader.read(line, number)
     for tag in list(reader.open):
         reader.close(tag)
-    return sorted(reader.closed, key=lambda output: output.rows[0].line)
+    outputs = (*reader.closed, *reader.without_rows.values())
+    return sorted(outputs, key=_begin)
+
+
+def _begin(output: Output) -> int:
+    """Return the line of the first row, or of the first fact for want of rows."""
+    return output.rows[0].line if output.rows else output.first_line
+
+
+def _join(first: Output, second: Output) -> None:
+    """Add to an output the facts of one that stands mixed with it."""
+    second.first_line = first.first_line
+    second.num_parameter_lines += first.num_parameter_lines
+    second.facts.ranks = first.facts.ranks + second.facts.ranks
+    second.facts.version = second.facts.version or first.facts.version
+    second.facts.tool = second.facts.tool or first.facts.tool
+    second.facts.collective = second.facts.collective or first.facts.collective
+
+
+def _repeats_rows(output: Output) -> bool:
+    """Return whether rows of one kind and size stand more than once."""
+    counts = Counter((row.size, *row.kind) for row in output.rows)
+    return max(counts.values(), default=0) > 1
 
 
 @dataclass(slots=True)
@@ -68,6 +96,7 @@ class _Reader:
     """Collects outputs from lines; one open output per launcher tag."""
 
     open: dict[str, Output] = field(default_factory=dict)
+    without_rows: dict[str, Output] = field(default_factory=dict)  # the one before, by tag
     closed: list[Output] = field(default_factory=list)
     collective: str = ""  # of a command whose output did not begin yet
     command_line: int = 0
@@ -87,8 +116,17 @@ class _Reader:
     def close(self, tag: str) -> None:
         self.incomplete.pop(tag, None)
         output = self.open.pop(tag, None)
-        if output and output.rows:
+        if output is None:
+            return
+        before = self.without_rows.pop(tag, None)
+        if before and _repeats_rows(output):
+            _join(before, output)
+        elif before:
+            self.closed.append(before)
+        if output.rows:
             self.closed.append(output)
+        elif output.facts.parameters or output.header_line:
+            self.without_rows[tag] = output
 
     def read(self, line: str, number: int) -> None:
         if _ROW_START.match(line) and (row := nccl_lines.parse_row(line, number)):
@@ -102,18 +140,23 @@ class _Reader:
         elif " NCCL " not in line and _MENTIONS_OUTPUT.search(line):
             tag, rest = nccl_lines.split_prefix(line)
             self._add_facts(rest, tag, number)
+        elif self.open and _OTHER_ROW.search(line):
+            tag, rest = nccl_lines.split_prefix(line)
+            if tag in self.open and _OTHER_ROW.match(rest.lstrip()):
+                self.open[tag].has_other_rows = self.open[tag].header_line > 0
 
     def _add(self, row: Row, tag: str) -> None:
-        if self.output(tag, row.line).facts.is_complete:
-            self.close(tag)
         output = self.output(tag, row.line)
-        if not output.rows and not output.collective and self.collective:
+        if output.facts.is_complete:
+            self.close(tag)
+            output = self.output(tag, row.line)
+        if self.collective and not output.rows and not output.collective:
             output.collective, output.command_line = self.collective, self.command_line
             self.collective = self.collective if output.facts.parameters else ""
         output.rows.append(row)
-        if len(row.cells) < output.width:
+        if len(row.cells) < (output.stated_width or output.width):
             self.incomplete[tag] = row.line + _MAX_LINES_WITHIN_ROW
-        else:
+        elif self.incomplete:
             self.incomplete.pop(tag, None)
 
     def _continue_row(self, prefixed: str, number: int) -> bool:
@@ -128,7 +171,7 @@ class _Reader:
         if not cells or len(row.cells) + len(cells) > output.width:
             return False
         row.cells += cells
-        row.last_line = number
+        row.last_line, row.values = number, []
         if len(row.cells) == output.width:
             self.incomplete.pop(tag)
         return True
@@ -141,6 +184,8 @@ class _Reader:
             output.facts.ranks += ranks
             output.facts.gpus += nccl_lines.gpus_of(line)
         elif nccl_lines.opens_output(line):
+            if nccl_lines.is_second(line, self.output(tag, number).facts):
+                self.close(tag)
             output = self.output_without_rows(tag, number)
             output.num_parameter_lines += "nThread" in line
             nccl_lines.add_facts(output.facts, line)
@@ -150,15 +195,16 @@ class _Reader:
             output = self.output_without_rows(tag, number)
             layout = nccl_lines.header_layout(columns)
             output.facts.columns, output.stated_width = columns, layout.width if layout else 0
+            output.header_line = output.header_line or number
         elif collective := nccl_lines.collective_in_command(line):
             self.collective, self.command_line = collective, number
         elif tag in self.open:
             nccl_lines.add_facts(self.open[tag].facts, line)
 
 
-def read(lines: Sequence[str], file: str) -> list[Table]:
-    """Return all tables of these lines, in order; their index is left at 0."""
-    tables = [_table(output, lines, file) for output in outputs_of(lines)]
+def tables_of(outputs: Sequence[Output], lines: Sequence[str], file: str) -> list[Table]:
+    """Return the tables of the outputs of these lines, in order; their index is left at 0."""
+    tables = [_table(output, lines, file) for output in outputs if output.rows]
     return [table for table in tables if table.readings]
 
 
@@ -217,23 +263,30 @@ def _readings(
     time_at, algbw_at, busbw_at = map(layout.columns.index, ("time", "algbw", "busbw"))
     has_count = "wrong" in layout.columns and not _is_error_column(rows, layout, columns)
     readings = []
+    wrong_at = layout.columns.index("wrong") if has_count else None
+    width = len(layout.columns)
+    starts = [
+        (layout.has_root + index * width, placement)
+        for index, placement in enumerate(placements)
+    ]
+    dtypes = {name: nccl_lines.dtype_named(name) for name in {row.dtype for row in rows}}
     for row, cycle in zip(rows, cycles, strict=True):
-        root = parse_number(row.cells[0]) if layout.has_root else None
-        for index, placement in enumerate(placements):
-            start = layout.has_root + index * len(layout.columns)
-            cells = row.cells[start : start + len(layout.columns)]
-            printed = cells[time_at], cells[algbw_at], cells[busbw_at]
-            time, algbw, busbw = map(parse_number, printed)
+        cells = row.cells
+        values: Sequence[float | None] = row.values or [parse_number(cell) for cell in cells]
+        root = values[0] if layout.has_root else None
+        for start, placement in starts:
+            at = start + time_at, start + algbw_at, start + busbw_at
+            time, algbw, busbw = values[at[0]], values[at[1]], values[at[2]]
             if time is algbw is busbw is None:
                 continue
-            wrong = _num_wrong(cells[layout.columns.index("wrong")]) if has_count else None
+            wrong = None if wrong_at is None else _num_wrong(cells[start + wrong_at])
             has_rate = is_enqueue_time and busbw is not None and busbw > 0
             readings.append(
                 Reading(
                     line=row.line,
                     size_bytes=row.size,
                     count=row.count,
-                    dtype=nccl_lines.dtype_named(row.dtype),
+                    dtype=dtypes[row.dtype],
                     redop=row.redop,
                     root=None if root is None else int(root),
                     placement=placement,
@@ -243,7 +296,7 @@ def _readings(
                     rate=busbw * GB if busbw is not None and has_rate else None,
                     num_wrong=wrong,
                     cycle=cycle,
-                    printed=printed,
+                    printed=(cells[at[0]], cells[at[1]], cells[at[2]]),
                 )
             )
     return readings
@@ -265,6 +318,7 @@ def _is_error_column(rows: Sequence[Row], layout: Layout, columns: Sequence[str]
     return any("e-" in row.cells[last] or row.cells[last] == "0e+00" for row in rows)
 
 
+@lru_cache(_CACHE)
 def _num_wrong(text: str) -> int | None:
     value = parse_number(text.rstrip("*"))
     return None if value is None or value < 0 else int(value)
@@ -278,8 +332,7 @@ def _cycles(rows: Sequence[Row], *, is_mixed: bool) -> list[int]:
     """
     kinds: dict[tuple[str, ...], list[int]] = {}
     for index, row in enumerate(rows):
-        root = row.cells[0] if len(row.cells) % 4 else ""
-        kinds.setdefault((row.dtype, row.redop, root), []).append(index)
+        kinds.setdefault(row.kind, []).append(index)
     cycles = [0] * len(rows)
     for indexes in kinds.values():
         sizes = [rows[index].size for index in indexes]

@@ -19,6 +19,10 @@ NUMBER = r"[+-]?(?:\d{1,20}(?:\.\d{0,25})?|\.\d{1,25})(?:[eE][+-]?\d{1,3})?"
 _NUMBER = re.compile(NUMBER)
 _MAX_LENGTH = 60
 _CACHE = 4096  # checks look at each figure several times
+_MAX_PLAIN = 20  # digits and point
+_ROUNDING: list[float] = [
+    0.5 * 10.0 ** float(-num_decimals) for num_decimals in range(_MAX_PLAIN + 1)
+]
 _ABSENT = frozenset(("", "-", "--", "n/a", "na", "nan", "-nan", "inf", "-inf", "none", "null"))
 
 
@@ -55,11 +59,14 @@ def parse_integer(text: str) -> int | None:
 @lru_cache(_CACHE)
 def rounding_error(text: str) -> float:
     """Return half a unit of the last digit: 0.005 for "0.47", 0.5e6 for "1.0e+07"; N/A: 0."""
+    whole, _, decimals = text.partition(".")
+    if f"{whole}{decimals}".isdecimal() and len(text) <= _MAX_PLAIN:
+        return _ROUNDING[len(decimals)]
     if not is_number(text):
         return 0.0
     mantissa, _, exponent = text.lower().partition("e")
-    decimals = len(mantissa.partition(".")[2])
-    return 0.5 * 10.0 ** max(-300, min(300, int(exponent or 0) - decimals))
+    num_decimals = len(mantissa.partition(".")[2])
+    return 0.5 * 10.0 ** max(-300, min(300, int(exponent or 0) - num_decimals))
 
 
 MAX_RANKS = 2**20

@@ -22,24 +22,29 @@ Over 250 lines: eight rules, each with the figures that it compares.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import exp, inf, log
+from operator import attrgetter
 
 from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.ground.garbage import no_collection
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective, Parts, busbw_factor
 from stepmark.text_tables import printed_figures
-from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
+from stepmark.text_tables.nccl_notes import NOT_VALID, OUT_OF_BOUNDS, ROWS_MISSING
 from stepmark.text_tables.printed_figures import parse_number, rounding_error
 
 MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
 _MAX_EVIDENCE = 5
 _DECIMALS_ERROR = 2e-6  # relative, of a value that was written with six decimals
 _OTHER_PLACEMENT = {OUT_OF_PLACE: IN_PLACE, IN_PLACE: OUT_OF_PLACE}
+# What the readings of one series have in common.
+_SERIES = attrgetter("column", "placement", "cycle", "dtype", "redop", "root")
 Span = tuple[float, float]
 Doubt = tuple[Reading, str]
 Point = tuple[int, float, Reading]  # size, time or what is proportional to it
 
 
+@no_collection()
 def validate(table: Table) -> list[Finding]:
     """Return the findings on a table, worst first."""
     outlier_text = "{} took far longer than the neighbouring sizes suggest"
@@ -101,8 +106,10 @@ def _wrong_values(table: Table) -> Finding | None:
     ]
     text = "{} with wrong results: the data that arrived was not what was sent"
     severity = Severity.PROBLEM
-    return _finding(table, "wrong-values", doubts, text, severity) or _noted(
-        table, "wrong-values", severity, OUT_OF_BOUNDS, "results out of bounds: {}"
+    return (
+        _finding(table, "wrong-values", doubts, text, severity)
+        or _noted(table, "wrong-values", severity, OUT_OF_BOUNDS, "results out of bounds: {}")
+        or _noted(table, "wrong-values", severity, NOT_VALID, "{}")
     )
 
 
@@ -132,6 +139,8 @@ def _algbw_doubts(table: Table) -> Iterator[Doubt]:
     if table.collective == "hypercube":
         return
     for reading in table.readings:
+        if _agrees(reading, 1, 1.0):
+            continue
         expected, printed = _expected(reading, 1.0), _rate_span(reading, 1)
         if expected and printed and not _overlap(expected, printed):
             yield reading, f"{_name_of(reading)}: {_against(printed, expected)}"
@@ -143,6 +152,9 @@ def _busbw(table: Table) -> Finding | None:
     factor = busbw_factor(Collective(table.collective), table.num_ranks)
     doubts, checked = [], 0
     for reading in table.readings:
+        if _agrees(reading, 2, factor):
+            checked += 1
+            continue
         expected = _expected(reading, factor)
         if expected is None and (algbw := _rate_span(reading, 1)):
             expected = algbw[0] * factor, algbw[1] * factor
@@ -161,15 +173,19 @@ def _busbw(table: Table) -> Finding | None:
 
 
 def _outliers(table: Table) -> Iterator[Doubt]:
-    readings = {(reading.line, reading.placement): reading for reading in table.readings}
+    readings: dict[tuple[int, str], Reading] = {}
     for points in _series(table):
         for index in range(1, len(points) - 1):
-            before, this, after = points[index - 1 : index + 2]
+            before, this, after = points[index - 1], points[index], points[index + 1]
             size, time, reading = this
+            if time <= MAX_SLOW_RATIO * min(before[1], after[1]):
+                continue  # an interpolation is not below both
             share = log(size / before[0]) / log(after[0] / before[0])
             expected = exp(log(before[1]) * (1 - share) + log(after[1]) * share)
             if time <= MAX_SLOW_RATIO * expected:
                 continue
+            if not readings:
+                readings = {(each.line, each.placement): each for each in table.readings}
             if signs := _signs(readings, before, this, after):
                 words = f"{time / expected:.2f} times what its neighbours suggest"
                 yield reading, f"{_name_of(reading)}: {words}; {', '.join(signs)}"
@@ -199,9 +215,7 @@ def _series(table: Table) -> list[list[Point]]:
         if time is None and reading.rate and size:
             time = size / reading.rate  # proportional to the time
         if time and size:
-            kind = (reading.dtype, reading.redop, reading.root)
-            key = (reading.column, reading.placement, reading.cycle, *kind)
-            series.setdefault(key, {}).setdefault(size, (size, time, reading))
+            series.setdefault(_SERIES(reading), {}).setdefault(size, (size, time, reading))
     return [[points[size] for size in sorted(points)] for points in series.values()]
 
 
@@ -219,6 +233,19 @@ def _placement_doubts(table: Table) -> Iterator[Doubt]:
                 times = f"{format_time(out.time_s)} / {format_time(reading.time_s)}"
                 size = format_bytes(reading.size_bytes or 0)
                 yield out, f"{size}: out-of-place / in-place {times} = {ratio:.3f}"
+
+
+def _agrees(reading: Reading, which: int, factor: float) -> bool:
+    """Return whether algbw (1) or busbw (2) is, in all its digits, factor x size / time.
+
+    It is the quick test that most figures pass; the spans of the others decide.
+    """
+    if not reading.time_s or not reading.size_bytes or not reading.printed:
+        return False
+    printed = parse_number(reading.printed[which])
+    half = rounding_error(reading.printed[which])
+    rate = factor * reading.size_bytes / reading.time_s / GB
+    return printed is not None and -half < rate - printed < half
 
 
 def _expected(reading: Reading, factor: float) -> Span | None:
