@@ -87,11 +87,22 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagedAdapter:
+    """Channels of a connection that a rank stages in host memory at a network device."""
+
+    rank: int
+    device: int
+    channels: int
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """The connection from one rank to another, and its number of channels.
 
     kind: "P2P/CUMEM", "P2P/IPC", "P2P/direct pointer", "P2P/indirect", "SHM", "NET/IB",
-    "NET/AWS Libfabric", "COLLNET/SHARP", ...; same_host None: unknown.
+    "NET/AWS Libfabric", "COLLNET/SHARP", ...; same_host None: unknown. gdrdma_channels: those
+    with GPUDirect RDMA on both ranks; `staged` names the adapters of the others.
     """
 
     communicator: str
@@ -100,9 +111,15 @@ class Transport:
     target: int | None  # None: the network (COLLNET)
     same_host: bool | None
     channels: int
-    gdrdma: bool
+    gdrdma_channels: int
     pxn: bool
     evidence: Evidence
+    staged: tuple[StagedAdapter, ...] = ()
+
+    @property
+    def gdrdma(self) -> bool:
+        """Whether all channels have GPUDirect RDMA."""
+        return self.gdrdma_channels == self.channels
 
     @property
     def is_net(self) -> bool:

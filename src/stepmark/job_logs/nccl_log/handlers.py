@@ -3,7 +3,13 @@
 import re
 
 from stepmark.findings.log_facts import MAX_RANKS, ChannelCounts, Graph, InitTime
-from stepmark.job_logs.nccl_log.collector import Collector, Link, LinkLines
+from stepmark.job_logs.nccl_log.collector import (
+    AdapterSide,
+    Collector,
+    Link,
+    LinkLines,
+    StagedLines,
+)
 from stepmark.job_logs.nccl_log.communicators import CommHandle
 from stepmark.job_logs.nccl_log.lines import LogMessage
 
@@ -272,10 +278,12 @@ def multicast(collector: Collector, message: LogMessage) -> None:
 
 
 _VIA = re.compile(
-    r"(?:Channel|Ring) \d+(?:/\d+)? : (\d{1,9})(?:\[[^\]]*\])? -> (\d{1,9})(?:\[[^\]]*\])?"
+    r"(?:Channel|Ring) (\d+(?:/\d+)?) : (\d{1,9})(?:\[[^\]]*\])? -> (\d{1,9})(?:\[[^\]]*\])?"
     r"(?: \[(send|receive)\])? via (.+)$"
 )
-_COLLNET = re.compile(r"^CollNet \d+(?:/\d+)? : (\d{1,9}) \[(send|receive)\] via COLLNET/(.+)$")
+_COLLNET = re.compile(
+    r"^CollNet (\d+(?:/\d+)?) : (\d{1,9}) \[(send|receive)\] via COLLNET/(.+?)/(\d{1,9})(/.*)?$"
+)
 _ORDER = re.compile(r"^Channel (\d{1,4})/(\d{1,4}) : +([\d ]+)$")
 _COMMUNICATOR = re.compile(r" comm (0x[0-9a-f]+) nRanks (\d{1,9})(?!\d)")
 _NET = re.compile(r"^NET/(.+?)/(\d{1,9})(?:\((\d+)\))?((?:/.*)?)$")
@@ -291,10 +299,11 @@ def channel(collector: Collector, message: LogMessage) -> None:
         return
     match = _VIA.search(message.text)
     if match is None and message.text.rstrip().endswith("->"):
-        match = _VIA.search(message.with_next_line())
+        message = message.with_next_line()
+        match = _VIA.search(message.text)
     if match is None:
         return
-    source, target, side, way = match.groups()
+    name, source, target, side, way = match.groups()
     stated = _COMMUNICATOR.search(way)
     if stated and int(stated[2]) > MAX_RANKS:
         return
@@ -307,13 +316,14 @@ def channel(collector: Collector, message: LogMessage) -> None:
         way = way[: stated.start()]
     way = way.split(" comm ", 1)[0].strip()
     ranks = (int(source), int(target))
-    _add_link(collector, message, handle, ranks, _SIDES[side or "send"], way)
+    _add_link(collector, message, handle, name, ranks, _SIDES[side or "send"], way)
 
 
 def _add_link(
     collector: Collector,
     message: LogMessage,
     handle: CommHandle,
+    channel_name: str,
     ranks: tuple[int, int],
     side: int,
     way: str,
@@ -321,17 +331,37 @@ def _add_link(
     net = _NET.match(way)
     if net is None and way.startswith("NET/"):
         return  # cut
-    gdrdma = bool(net and "/GDRDMA" in net[4])
     pxn = bool(net and net[3])
     link = Link(_kind(way, net), *ranks)
     lines = collector.links.setdefault((handle.order, link), LinkLines(message))
     lines.sides[side] += 1
-    lines.gdrdma[side] += gdrdma
     lines.pxn[side] += pxn
+    if net:
+        end = AdapterSide(handle.order, ranks[side], side, link.kind, int(net[2]), net[3])
+        _add_end(collector, message, lines, end, channel_name, net[4])
     # With PXN the adapter belongs to another rank's GPU.
     if net and not pxn:
         key = (handle.order, ranks[side], int(net[2]))
         collector.nics.setdefault(key, LinkLines(message)).sides[side] += 1
+
+
+def _add_end(
+    collector: Collector,
+    message: LogMessage,
+    lines: LinkLines,
+    end: AdapterSide,
+    channel_name: str,
+    ending: str,
+) -> None:
+    """Record whether a line that ends so has GPUDirect RDMA; nothing where it is cut."""
+    if _GDRDMA.match(ending) or (not ending and message.following.startswith(b"/GDR")):
+        collector.direct.add(end)
+    elif ending != "/":
+        lines.staged.setdefault(end, StagedLines(message)).channels[channel_name] += 1
+
+
+# No other word begins so: a line cut inside it still says it.
+_GDRDMA = re.compile(r"^/G|/GDRDMA")
 
 
 def _kind(way: str, net: re.Match[str] | None) -> str:
@@ -346,11 +376,13 @@ def collnet(collector: Collector, message: LogMessage) -> None:
     """Record CollNet 00/0 : 0 [send] via COLLNET/SHARP/0."""
     match, handle = _COLLNET.match(message.text), collector.communicators.latest(message)
     if match and handle:
-        rank, side, way = match.groups()
+        name, rank, word, way, device, ending = match.groups()
+        side = _SIDES[word]
         link = Link(f"COLLNET/{way.split('/')[0]}", int(rank), None)
         lines = collector.links.setdefault((handle.order, link), LinkLines(message))
-        lines.sides[_SIDES[side]] += 1
-        lines.gdrdma[_SIDES[side]] += "/GDRDMA" in way
+        lines.sides[side] += 1
+        end = AdapterSide(handle.order, int(rank), side, link.kind, int(device), None)
+        _add_end(collector, message, lines, end, name, ending or "")
 
 
 def multicast_group(collector: Collector, message: LogMessage) -> None:

@@ -7,7 +7,16 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.findings.log_facts import Interface, LogFacts, NicUse, Occurrences, Plugin
+from stepmark.findings.log_facts import (
+    GpuDirect,
+    Interface,
+    LogFacts,
+    NicUse,
+    Occurrences,
+    Plugin,
+    Transport,
+)
+from stepmark.ground.units import ranks_text
 
 _VIRTUAL = re.compile(r"^(docker|virbr|veth|br-|cni|flannel|cali|vmnet|lxc|podman)")
 _ADDRESS = re.compile(r"^(\d+)\.(\d+)\.\d+\.\d+$")
@@ -169,11 +178,18 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
         way for way in facts.transports if way.kind.startswith("NET/") and way.kind != SOCKET
     ]
     staged = [way for way in fabric if not way.gdrdma]
+    ends = [end.evidence for way in staged for end in way.staged]
     reasons = [use for use in facts.gpudirect if not use.enabled and use.net != "Socket"]
     if staged:
         total = sum(way.channels for way in fabric)
-        slow = sum(way.channels for way in staged)
-        text = f"{slow} of {total} connections over {staged[0].kind} go without GPUDirect RDMA"
+        slow = sum(way.channels - way.gdrdma_channels for way in staged)
+        verb = "goes" if slow == 1 else "go"
+        text = f"{slow} of {total} connections over {staged[0].kind} {verb} without GPUDirect"
+        text += " RDMA"
+        if slow < total:
+            text += f" ({_staged_adapters(staged)})"
+            devices = {end.device for way in staged for end in way.staged}
+            reasons = [reason for reason in reasons if _may_be_of(reason, devices)]
     elif (
         reasons
         and not fabric
@@ -192,10 +208,30 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
         )
     elif reasons:
         text += "; the adapter's driver does not offer it (nvidia_peermem, dma-buf)"
-    lines: list[Occurrences | Evidence] = [way.evidence for way in staged[:1]]
-    lines += [facts.gpudirect[reason] for reason in reasons]
-    lines += [way.evidence for way in staged[1:]]
+    lines: list[Occurrences | Evidence] = [
+        *ends[:1],
+        *(facts.gpudirect[reason] for reason in reasons),
+        *ends[1:],
+    ]
     yield finding_of("no-gpudirect", Severity.WARNING, text + ".", lines)
+
+
+def _may_be_of(reason: GpuDirect, devices: Iterable[int]) -> bool:
+    """Return whether a line such as "Disabled for GPU 3 / HCA 1" is on one of the devices.
+
+    Versions print the device in decimal or in hexadecimal, some behind its system ("0-1").
+    """
+    index = re.search(r"HCA (?:\d+-)?([0-9a-f]+)$", reason.device)
+    return index is None or any(index[1] in (f"{n}", f"{n:x}") for n in devices)
+
+
+def _staged_adapters(ways: Iterable[Transport]) -> str:
+    """Return e.g. "NET/IB/1 of ranks 0, 3; NET/IB/2 of rank 4"."""
+    ranks: dict[str, set[int]] = {}
+    for way in ways:
+        for end in way.staged:
+            ranks.setdefault(f"{way.kind}/{end.device}", set()).add(end.rank)
+    return comma_list((f"{name} of {ranks_text(of)}" for name, of in ranks.items()), most=4)
 
 
 def shm_instead_of_p2p(facts: LogFacts) -> Iterator[Finding]:

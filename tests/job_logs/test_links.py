@@ -1,0 +1,119 @@
+"""Connections and adapters of a log: which are slow, and that the quoted line shows it."""
+
+import re
+from collections.abc import Callable
+
+import pytest
+
+from stepmark.findings.finding import Finding
+from stepmark.job_logs.nccl_log import read_log
+from stepmark.job_logs.nccl_log.diagnosis import diagnose
+
+from . import test_diagnose
+from .nccl_lines import DATA, facts_of, info, start
+
+TWO_HOSTS = [line for r in (0, 1) for line in start(r, num_nodes=2, host=f"node-{r}")]
+
+
+def on(rank: int, text: str) -> str:
+    return info(rank, text, host=f"node-{rank}")
+
+
+def via(rank: int, channel: int, way: str, *, side: str = "send") -> str:
+    source, target = (rank, 1 - rank) if side == "send" else (1 - rank, rank)
+    text = f"Channel {channel:02}/0 : {source}[0] -> {target}[0] [{side}] via NET/IB/{way}"
+    return on(rank, text)
+
+
+def network(lines: list[str], rule: str) -> list[Finding]:
+    return [one for one in diagnose(facts_of([*TWO_HOSTS, *lines])) if one.rule == rule]
+
+
+MIXED = [
+    via(0, 0, "0/GDRDMA"),
+    via(0, 1, "1"),
+    via(1, 0, "0/GDRDMA"),
+    via(1, 1, "0/GDRDMA"),
+]
+
+
+def test_gpudirect_is_counted_by_channel_and_adapter() -> None:
+    (one,) = network(MIXED, "no-gpudirect")
+    assert one.text.startswith(
+        "1 of 4 connections over NET/IB goes without GPUDirect RDMA (NET/IB/1 of rank 0)"
+    )
+    assert one.evidence[0].text == MIXED[1]
+    assert one.count == 1
+    ways = {way.source: way for way in facts_of([*TWO_HOSTS, *MIXED]).transports}
+    assert [(ways[r].gdrdma, ways[r].gdrdma_channels) for r in (0, 1)] == [
+        (False, 1),
+        (True, 2),
+    ]
+
+
+def test_a_connection_without_gpudirect_on_both_sides_is_one() -> None:
+    lines = [via(0, 0, "1"), via(1, 0, "3", side="receive"), via(0, 1, "0/GDRDMA")]
+    lines += [via(1, 1, "4", side="receive")]
+    (one,) = network(lines, "no-gpudirect")
+    assert one.text.startswith("2 of 2 connections over NET/IB go without")
+    lines[-1] += "/GDRDMA/Shared"
+    (one,) = network(lines, "no-gpudirect")
+    assert one.text.startswith("1 of 2 connections over NET/IB goes without GPUDirect RDMA (")
+    assert "(NET/IB/1 of rank 0, NET/IB/3 of rank 1)" in one.text
+
+
+@pytest.mark.parametrize("ending", ["1", "1/", "1/G", "1/GDRDM"])
+def test_a_cut_line_is_no_adapter_without_gpudirect(ending: str) -> None:
+    """GPU, adapter and direction decide: other lines of them show what a cut one was."""
+    lines = [via(0, n, "1/GDRDMA") for n in range(2)] + [via(0, 2, ending)]
+    assert not network(lines, "no-gpudirect")
+    (way,) = facts_of([*TWO_HOSTS, *lines]).transports
+    assert (way.channels, way.gdrdma_channels) == (3, 3)
+    other_direction = [*lines, via(0, 2, "1", side="receive")]
+    assert network(other_direction, "no-gpudirect")
+
+
+def test_a_line_whose_end_stands_on_the_next_is_whole() -> None:
+    assert not network([via(0, 0, "1") + "\n/GDRDMA"], "no-gpudirect")
+
+
+def test_a_reason_of_another_adapter_is_no_reason() -> None:
+    far = "GPU Direct RDMA Disabled for GPU 0 / HCA {} (distance 6 > 4)"
+    for index, is_named in ((1, True), (7, False)):
+        (one,) = network([*MIXED, on(0, far.format(index))], "no-gpudirect")
+        assert ("6 apart" in one.text) is is_named
+
+
+# What the first quoted line of each finding on the network must show.
+SHOWS: dict[str, Callable[[Finding, str], object]] = {
+    "no-gpudirect": lambda one, line: (
+        "Disabled" in line or "disabling GDR" in line
+        if "switched off" in one.text
+        else "NET/" in line and "GDRDMA" not in line
+    ),
+    "net-socket": lambda one, line: "Socket" in line,
+    "shm-instead-of-p2p": lambda one, line: "SHM" in line or "shared memory" in line,
+    "nic-imbalance": lambda one, line: re.search(r"via NET/|GDRDMA", line),
+    "wrong-interface": lambda one, line: re.search(r" uses (\S+)", one.text)[1] in line,  # type: ignore[index]
+    "mixed-interfaces": lambda one, line: "Bootstrap" in line,
+}
+
+
+def test_the_quoted_line_shows_what_the_sentence_says() -> None:
+    logs = [lines for _, _, lines in test_diagnose.FIRES] + [[*TWO_HOSTS, *MIXED]]
+    files = [*DATA.glob("*.txt"), *DATA.parent.glob("faults/*/output.txt.gz")]
+    facts = [*map(facts_of, logs), *(read_log([path]) for path in files)]
+    rules = set()
+    for finding in (one for each in facts for one in diagnose(each)):
+        if shows := SHOWS.get(finding.rule):
+            rules.add(finding.rule)
+            assert shows(finding, finding.evidence[0].text), finding
+    assert rules == SHOWS.keys()
+
+
+def test_reductions_in_the_network_have_gpudirect_by_channel() -> None:
+    text = "CollNet {:02}/0 : 0 [send] via COLLNET/SHARP/{}"
+    lines = [on(0, text.format(n, way)) for n, way in enumerate(("0/GDRDMA", "1"))]
+    (way,) = facts_of([*TWO_HOSTS, *lines]).transports
+    assert (way.kind, way.channels, way.gdrdma_channels) == ("COLLNET/SHARP", 2, 1)
+    assert [end.device for end in way.staged] == [1]
