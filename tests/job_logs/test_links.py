@@ -8,9 +8,10 @@ import pytest
 from stepmark.findings.finding import Finding
 from stepmark.job_logs.nccl_log import read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
+from stepmark.job_logs.nccl_log.start_rules import healthy_facts
 
 from . import test_diagnose
-from .nccl_lines import DATA, facts_of, info, start
+from .nccl_lines import DATA, FSDP8, Issued, coll, facts_of, info, start
 
 TWO_HOSTS = [line for r in (0, 1) for line in start(r, num_nodes=2, host=f"node-{r}")]
 
@@ -117,3 +118,33 @@ def test_reductions_in_the_network_have_gpudirect_by_channel() -> None:
     (way,) = facts_of([*TWO_HOSTS, *lines]).transports
     assert (way.kind, way.channels, way.gdrdma_channels) == ("COLLNET/SHARP", 2, 1)
     assert [end.device for end in way.staged] == [1]
+
+
+HEALTHY = [
+    "2 ranks on 2 hosts",
+    "1 communicator started on every rank",
+    "NET/IB with GPUDirect RDMA on 4 of 4 connections",
+    "no line of a call is lost, torn or cut",
+]
+
+
+def test_a_healthy_log_says_what_is_in_order() -> None:
+    direct = [via(r, n, "0/GDRDMA") for r in (0, 1) for n in (0, 1)]
+    calls = [coll(r, Issued()).replace("node-1.cluster", f"node-{r}") for r in (0, 1)]
+    assert healthy_facts(facts_of([*TWO_HOSTS, *direct, *calls])) == HEALTHY
+    assert healthy_facts(facts_of([*TWO_HOSTS, *MIXED])) == HEALTHY[:2]
+    for lines in (calls[:1], [*calls, calls[0]], [*calls, calls[0][:120]]):
+        assert healthy_facts(facts_of([*TWO_HOSTS, *lines])) == HEALTHY[:2]
+
+
+def test_what_is_not_in_the_log_is_not_said_to_be_in_order() -> None:
+    """Excerpts have calls of one rank; a start that did not end is no start."""
+    started = [line for line in TWO_HOSTS if "COMPLETE" not in line]
+    assert healthy_facts(facts_of(started)) == []
+    assert healthy_facts(read_log([DATA / "mismatch-429.txt"])) == []
+    direct = [info(0, f"Channel {n:02}/0 : 0[0] -> 1[1] via P2P/CUMEM") for n in range(2)]
+    shared = [info(0, "Channel 00 : 0[0] -> 1[1] via SHM/direct/direct")]
+    text = "GPU to GPU (P2P) on 2 of 2 connections without network"
+    assert healthy_facts(facts_of(direct)) == [text]
+    assert healthy_facts(facts_of([*direct, *shared])) == []
+    assert "8 ranks on 1 host" in healthy_facts(read_log(FSDP8))
