@@ -9,10 +9,12 @@ from typing import NamedTuple, TypeVar
 
 from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import (
+    AdapterSpeed,
     Communicator,
     GpuDirect,
     Interface,
     LogFacts,
+    NicPath,
     NicUse,
     Occurrences,
     Plugin,
@@ -183,6 +185,8 @@ class Collector:
         self.plugins: dict[Plugin, OccurrenceCounter] = {}
         self.interfaces: dict[Interface, OccurrenceCounter] = {}
         self.gpudirect: dict[GpuDirect, OccurrenceCounter] = {}
+        self.adapter_speeds: dict[AdapterSpeed, OccurrenceCounter] = {}
+        self.nic_paths: dict[NicPath, OccurrenceCounter] = {}
 
     def count(self, table: dict[Key, OccurrenceCounter], key: Key, message: LogMessage) -> None:
         """Count a line of the fact `key`."""
@@ -253,6 +257,8 @@ class Collector:
             plugins=_results(self.plugins, torn),
             interfaces=_results(self.interfaces, torn),
             gpudirect=_results(self.gpudirect, torn),
+            adapter_speeds=_results(self.adapter_speeds, torn),
+            nic_paths=_results(self.nic_paths, torn),
             predictions=tuple(self.predictions.cells.values()),
             choices=self.choices.result(handles, self.calls, num_ranks),
             warnings=_results(dict(self.warnings.values()), torn),

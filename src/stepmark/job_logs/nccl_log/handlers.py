@@ -2,7 +2,8 @@
 
 import re
 
-from stepmark.findings.log_facts import MAX_RANKS, ChannelCounts, Graph, InitTime
+from stepmark.findings.log_facts import MAX_RANKS, ChannelCounts, InitTime
+from stepmark.job_logs.nccl_log import topology
 from stepmark.job_logs.nccl_log.collector import (
     AdapterSide,
     Collector,
@@ -43,10 +44,6 @@ _PART = re.compile(r"(\w+) ([\d.]{1,20})")
 _CHANNELS = re.compile(
     r"^(\d{1,9}) coll channels(?:, (\d{1,9}) collnet channels)?(?:, (\d{1,9}) nvls channels)?"
     r", (\d{1,9}) p2p channels(?:, (\d{1,9}) p2p channels per peer)?"
-)
-_GRAPH = re.compile(
-    r"^Pattern (\d{1,9}), crossNic \d+, nChannels (\d{1,9}), "
-    r"bw ([\d.]{1,20})/([\d.]{1,20}), type (\w+)/(\w+)"
 )
 _INIT_CALL = re.compile(
     r"ncclCommInitRank\((0x[0-9a-f]+), (\d{1,9}), (0x[0-9a-f]+), (\d{1,9}), (\d{1,9})\)"
@@ -142,6 +139,8 @@ def net(collector: Collector, message: LogMessage) -> None:
     elif text.startswith("NET/Socket") and "Using [" in text:
         for name, address in _INTERFACE.findall(text):
             collector.add_interface(message, "socket", name, address)
+    elif " speed=" in text:
+        topology.port(collector, message)
     elif text.startswith("NET/IB") and "No device found" in text:
         collector.add_plugin(message, "NET", "failed", "IB: no device")
     elif text.startswith("NET/IB") and "Using" in text:
@@ -223,18 +222,12 @@ def init_time(collector: Collector, message: LogMessage) -> None:
         handle = collector.communicators.of(message, "")
         handle.rank, handle.num_ranks = int(rank), int(num_ranks)
     handle.init = InitTime(
-        total_s=_number(total),
-        parts_s=tuple((name, _number(seconds)) for name, seconds in _PART.findall(parts)),
+        total_s=topology.number(total),
+        parts_s=tuple(
+            (name, topology.number(seconds)) for name, seconds in _PART.findall(parts)
+        ),
         evidence=message.evidence(),
     )
-
-
-def _number(digits: str) -> float:
-    """Return the number, or 0 for a mangled one, which must not stop the reader."""
-    try:
-        return float(digits)
-    except ValueError:
-        return 0.0
 
 
 def channel_counts(collector: Collector, message: LogMessage) -> None:
@@ -251,23 +244,6 @@ def channel_counts(collector: Collector, message: LogMessage) -> None:
             p2p=p2p or 0,
             p2p_per_peer=per_peer,
             evidence=message.evidence(),
-        )
-
-
-def graph(collector: Collector, message: LogMessage) -> None:
-    """Record Pattern 4, crossNic 0, nChannels 12, bw 30.0/30.0, type NVL/PIX, ..."""
-    match, handle = _GRAPH.match(message.text), collector.communicators.latest(message)
-    if match and handle and len(handle.graphs) < 16:
-        pattern, num_channels, intra, inter, path_intra, path_inter = match.groups()
-        handle.graphs.append(
-            Graph(
-                pattern=int(pattern[:9]),
-                num_channels=int(num_channels[:9]),
-                bytes_per_s=_number(intra) * 1e9,
-                inter_bytes_per_s=_number(inter) * 1e9,
-                path_intra=path_intra,
-                path_inter=path_inter,
-            )
         )
 
 

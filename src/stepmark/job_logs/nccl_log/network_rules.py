@@ -306,6 +306,7 @@ def _mixed_interfaces(interfaces: Mapping[Interface, Occurrences]) -> Iterator[F
 
 def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks of a host that share an adapter while other adapters carry nothing."""
+    by_name = adapters_by_host(facts)
     by_host: dict[tuple[str, str], list[NicUse]] = {}
     for use in facts.nics:
         by_host.setdefault((use.communicator, use.host), []).append(use)
@@ -313,7 +314,7 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
         ranks: dict[int, set[int]] = {}
         for use in uses:
             ranks.setdefault(use.device, set()).add(use.rank)
-        adapters = _adapters(facts, host)
+        adapters = by_name.get(host, set())
         idle = sorted(adapters - ranks.keys())
         crowded = max(ranks, key=lambda index: len(ranks[index]))
         if not idle or len(ranks[crowded]) < 2:
@@ -327,13 +328,13 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("nic-imbalance", Severity.WARNING, text, lines)
 
 
-def _adapters(facts: LogFacts, host: str) -> set[int]:
-    """Return the adapters that the host lists; else those that any host uses."""
+def adapters_by_host(facts: LogFacts) -> dict[str, set[int]]:
+    """Return the adapters that each host lists, and those that any host uses."""
     in_use = {way.kind for way in facts.transports if way.kind.startswith("NET/")}
     role = "socket" if in_use == {SOCKET} else "ib"
-    names = {
-        interface.name
-        for interface, lines in facts.interfaces.items()
-        if interface.role == role and host in lines.hosts
-    }
-    return {use.device for use in facts.nics} | set(range(len(names)))
+    names: dict[str, set[str]] = {host: set() for host in facts.hosts}
+    for interface, lines in facts.interfaces.items():
+        for host in lines.hosts if interface.role == role else ():
+            names.setdefault(host, set()).add(interface.name)
+    used = {use.device for use in facts.nics}
+    return {host: used | set(range(len(listed))) for host, listed in names.items()}
