@@ -14,10 +14,10 @@ from stepmark.findings.log_facts import (
     Occurrences,
 )
 from stepmark.job_logs.nccl_log.network_rules import (
-    adapters_by_host,
     comma_list,
     finding_of,
     is_multi_node,
+    listed_adapters,
     plural,
 )
 
@@ -100,7 +100,7 @@ def _distance(path: NicPath) -> int:
 
 def one_channel(facts: LogFacts) -> Iterator[Finding]:
     """Report hosts with several adapters whose collectives have one channel, so one adapter."""
-    num_adapters = max(map(len, adapters_by_host(facts).values()), default=0)
+    num_adapters = max(listed_adapters(facts).values(), default=0)
     for comm in facts.communicators:
         counts = comm.channels
         if counts and counts.coll == 1 and num_adapters > 1 and (comm.num_nodes or 1) > 1:
@@ -113,7 +113,7 @@ def one_channel(facts: LogFacts) -> Iterator[Finding]:
 
 def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
     """Report adapters that carry nothing, on a host with a rank for each of them."""
-    adapters = adapters_by_host(facts)
+    listed = listed_adapters(facts)
     # With PXN a line names the adapter of another rank's GPU.
     relayed = {way.communicator for way in facts.transports if way.pxn}
     uses: dict[tuple[str, str], list[NicUse]] = {}
@@ -123,13 +123,16 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
         num_local = Counter(member.host for member in comm.members)
         for host, count in num_local.items() if comm.key not in relayed else ():
             own = uses.get((comm.key, host), [])
-            idle = sorted(adapters.get(host, set()) - {use.device for use in own})
-            is_shared = len({use.device for use in own}) < len(own)  # nic-imbalance says so
-            total = len(idle) + len(own)
-            if own and idle and not is_shared and count >= total:
+            devices = {use.device for use in own}
+            adapters = set(range(listed[host]))
+            idle = sorted(adapters - devices)
+            is_shared = len(devices) < len(own)  # nic-imbalance says so
+            # A device beyond the list: two ports of an adapter are one name.
+            is_known = bool(own) and devices <= adapters
+            if is_known and idle and not is_shared and count >= len(adapters):
                 text = (
-                    f"On {host} {len(idle)} of {total} network adapters ({comma_list(idle)}) "
-                    f"carry nothing in the connections of {count} ranks."
+                    f"On {host} {len(idle)} of {listed[host]} network adapters "
+                    f"({comma_list(idle)}) carry nothing in the connections of {count} ranks."
                 )
                 lines = [use.evidence for use in own]
                 yield finding_of("idle-adapters", Severity.WARNING, text, lines)

@@ -4,6 +4,7 @@ Long (over 250 lines) because each rule is short and they are read side by side.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepmark.findings.finding import Evidence, Finding, Severity
@@ -306,7 +307,8 @@ def _mixed_interfaces(interfaces: Mapping[Interface, Occurrences]) -> Iterator[F
 
 def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks of a host that share an adapter while other adapters carry nothing."""
-    by_name = adapters_by_host(facts)
+    listed = listed_adapters(facts)
+    used = {use.device for use in facts.nics}
     by_host: dict[tuple[str, str], list[NicUse]] = {}
     for use in facts.nics:
         by_host.setdefault((use.communicator, use.host), []).append(use)
@@ -314,7 +316,7 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
         ranks: dict[int, set[int]] = {}
         for use in uses:
             ranks.setdefault(use.device, set()).add(use.rank)
-        adapters = by_name.get(host, set())
+        adapters = used | set(range(listed[host]))
         idle = sorted(adapters - ranks.keys())
         crowded = max(ranks, key=lambda index: len(ranks[index]))
         if not idle or len(ranks[crowded]) < 2:
@@ -328,13 +330,14 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("nic-imbalance", Severity.WARNING, text, lines)
 
 
-def adapters_by_host(facts: LogFacts) -> dict[str, set[int]]:
-    """Return the adapters that each host lists, and those that any host uses."""
+def listed_adapters(facts: LogFacts) -> Counter[str]:
+    """Return how many network adapters each host lists."""
     in_use = {way.kind for way in facts.transports if way.kind.startswith("NET/")}
     role = "socket" if in_use == {SOCKET} else "ib"
-    names: dict[str, set[str]] = {host: set() for host in facts.hosts}
-    for interface, lines in facts.interfaces.items():
-        for host in lines.hosts if interface.role == role else ():
-            names.setdefault(host, set()).add(interface.name)
-    used = {use.device for use in facts.nics}
-    return {host: used | set(range(len(listed))) for host, listed in names.items()}
+    names = {
+        (interface.name, host)
+        for interface, lines in facts.interfaces.items()
+        for host in lines.hosts
+        if interface.role == role
+    }
+    return Counter(host for _, host in names)
