@@ -1,6 +1,6 @@
 """Facts of a debug log of NCCL or RCCL, each with the lines that state it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -87,11 +87,22 @@ class Communicator:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StagedAdapter:
+    """Channels of a connection that a rank stages in host memory at a network device."""
+
+    rank: int
+    device: int
+    channels: int
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transport:
     """The connection from one rank to another, and its number of channels.
 
     kind: "P2P/CUMEM", "P2P/IPC", "P2P/direct pointer", "P2P/indirect", "SHM", "NET/IB",
-    "NET/AWS Libfabric", "COLLNET/SHARP", ...; same_host None: unknown.
+    "NET/AWS Libfabric", "COLLNET/SHARP", ...; same_host None: unknown. gdrdma_channels: those
+    with GPUDirect RDMA on both ranks; `staged` names the adapters of the others.
     """
 
     communicator: str
@@ -100,9 +111,15 @@ class Transport:
     target: int | None  # None: the network (COLLNET)
     same_host: bool | None
     channels: int
-    gdrdma: bool
+    gdrdma_channels: int
     pxn: bool
     evidence: Evidence
+    staged: tuple[StagedAdapter, ...] = ()
+
+    @property
+    def gdrdma(self) -> bool:
+        """Whether all channels have GPUDirect RDMA."""
+        return self.gdrdma_channels == self.channels
 
     @property
     def is_net(self) -> bool:
@@ -150,6 +167,30 @@ class GpuDirect(NamedTuple):
     device: str
     distance: str | None
     level: str | None
+
+
+# Types of paths as NCCL orders them, near ones first. PHB: over the CPU; SYS: between CPUs.
+PATHS = ("LOC", "NVL", "NVB", "C2C", "PIX", "PXB", "P2C", "PXN", "PHB", "SYS", "NET", "DIS")
+
+
+class AdapterSpeed(NamedTuple):
+    """Speed of a network adapter. name: of its device, else of its node ("NET/0-c")."""
+
+    host: str
+    name: str
+    device: int | None  # None: NCCL's number of it is unknown
+    gbit_per_s: float
+
+
+class NicPath(NamedTuple):
+    """Path from a GPU to its nearest adapter; gpu "": the worst that the host's rings use.
+
+    path: one of PATHS.
+    """
+
+    host: str
+    gpu: str
+    path: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -357,6 +398,8 @@ class LogFacts:
     failures: tuple[Failure, ...] = ()
     progress: tuple[GroupProgress, ...] = ()
     absent: tuple[AbsentRank, ...] = ()
+    adapter_speeds: dict[AdapterSpeed, Occurrences] = field(default_factory=dict)
+    nic_paths: dict[NicPath, Occurrences] = field(default_factory=dict)
     torn: tuple[Evidence, ...] = ()  # first line of each process that only torn lines name
     torn_lines: int = 0  # lines left out for this
     has_messages: bool = True  # whether any line is of NCCL or RCCL

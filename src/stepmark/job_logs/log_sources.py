@@ -41,6 +41,8 @@ from stepmark.text_tables import looks_like_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table
 
 MAX_FILES = 100_000
+# In the folder of a watched job: its output, and folders with logs and dumps.
+WATCHED_OUTPUT, NCCL_FOLDER, FLIGHT_FOLDER = "output.log", "nccl", "flight"
 # Files of a folder that may be output of a job; a named file may have any name.
 _OUTPUT_SUFFIXES = frozenset({"", ".out", ".err", ".log", ".txt", ".gz", ".stdout", ".stderr"})
 LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "tables"
@@ -91,6 +93,8 @@ def _expand(word: str) -> tuple[list[Path], bool]:
     try:
         if not word:
             raise ValueError("an empty name")
+        if (path / WATCHED_OUTPUT).is_file():
+            return _of_watched_job(path), False
         if path.is_dir():
             return _limited(word, (p for p in path.rglob("*") if p.is_file())), False
         if path.exists():
@@ -102,6 +106,14 @@ def _expand(word: str) -> tuple[list[Path], bool]:
     if not files:
         raise ConfigError("file", word, "a file, a folder or a quoted pattern that exists")
     return files, False
+
+
+def _of_watched_job(folder: Path) -> list[Path]:
+    """Return the output, logs and dumps of a watched job; traces and reports are not read."""
+    files = [folder / WATCHED_OUTPUT]
+    for name in (NCCL_FOLDER, FLIGHT_FOLDER):
+        files += sorted(file for file in (folder / name).glob("*") if file.stat().st_size)
+    return files
 
 
 def _limited(word: str, files: Iterator[Path]) -> list[Path]:

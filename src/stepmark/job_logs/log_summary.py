@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from stepmark.findings.finding import Finding
@@ -94,7 +93,7 @@ def _transport(kind: str, ways: Sequence[Transport]) -> str:
     for way in ways:
         sides[where[way.same_host]] += way.channels
     text += f" ({', '.join(f'{count} {side}' for side, count in sides.items())})"
-    direct = sum(way.channels for way in ways if way.gdrdma)
+    direct = sum(way.gdrdma_channels for way in ways)
     relayed = sum(way.channels for way in ways if way.pxn)
     if ways[0].is_net:
         text += f", {direct} with GPUDirect RDMA"
@@ -196,7 +195,17 @@ def communicator_rows(facts: LogFacts) -> list[Row]:
 def transport_rows(facts: LogFacts) -> list[Row]:
     """Return one row per pair of ranks and transport between them."""
     return [
-        {name: value for name, value in asdict(way).items() if name != "evidence"}
+        {
+            "communicator": way.communicator,
+            "kind": way.kind,
+            "source": way.source,
+            "target": way.target,
+            "same_host": way.same_host,
+            "channels": way.channels,
+            "gdrdma": way.gdrdma,
+            "gdrdma_channels": way.gdrdma_channels,
+            "pxn": way.pxn,
+        }
         for way in facts.transports
     ]
 

@@ -25,9 +25,16 @@ _MAX_INTERRUPTS = 3  # a further one kills the command
 _POLL_S = 0.1
 
 
-def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def run(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> int:
     """Run it to its end; return its exit code, or 128 + the number of the signal that ended it.
 
+    stdout and stderr: descriptors for its output instead of this process's own.
     A signal to this process goes to the command: SIGINT to its process group, as from a
     terminal, others to the command alone. It is in a session of its own, so that it gets each
     once. After a signal, to this process or one that ended the command, what it has started is
@@ -56,6 +63,8 @@ def run(command: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         process = subprocess.Popen(
             command,
+            stdout=stdout,
+            stderr=stderr,
             env={**environment, MARK: token},
             start_new_session=True,
             preexec_fn=tie_child(signal.SIGTERM),  # noqa: PLW1509, two system calls

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 import stepmark
+from stepmark.findings.finding import Severity
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.units import ranks_text
@@ -32,12 +33,13 @@ from stepmark.tables.export import write_json
 from stepmark.traces import trace, trace_messages_verb
 from stepmark.traces.trace_messages_text import slow_rank_line
 from stepmark.traces.trace_options import BreakdownOptions, MessagesOptions
+from stepmark.watching.output_copy import OutputFile, copied_output
 from stepmark.watching.watch_cost import WatchedRank, cost_lines, job_lines
 from stepmark.watching.watch_options import WatchOptions
 
 SITE = Path(stepmark.__file__).parent / "watching" / "watch_site"
 _UNPROFILED = 5  # steps that are timed before the profile, and after it
-_RANKS, _NCCL, _FLIGHT = "ranks", "nccl", "flight"
+_RANKS, _NCCL, _FLIGHT = "ranks", log_sources.NCCL_FOLDER, log_sources.FLIGHT_FOLDER
 _NCCL_FILE = "NCCL_DEBUG_FILE"
 # New and old names of the flight recorder's settings; torch knows both and warns of the old.
 _BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -62,10 +64,7 @@ def run(options: WatchOptions) -> int:
         (folder / name).mkdir()
     setup = setup_of(options, folder, os.environ)
     started_at = time.time()
-    try:
-        code = foreground.run(options.words, {**os.environ, **setup.variables})
-    except OSError as error:
-        raise ConfigError("command", options.words[0], f"a program ({error})") from None
+    code = _run_job(options, folder / log_sources.WATCHED_OUTPUT, setup)
     ranks, damaged = read_ranks(folder)
     stepped = {rank.rank for rank in ranks if rank.world_size is not None}
     absent = set(options.ranks or ()) - stepped
@@ -78,8 +77,13 @@ def run(options: WatchOptions) -> int:
     _print((*job_lines(ranks, code), *cost, *(f"note: {note}" for note in notes)))
     files = list(_written(folder, setup, started_at))
     of_traces = _of_traces(folder, files) if any(rank.trace for rank in ranks) else {}
-    report = _logs(files)
-    if report:
+    output = [str(folder / log_sources.WATCHED_OUTPUT)] if code else []
+    report = _logs([*output, *files])
+    if report and code:
+        others = [file for file in files if not Path(file).is_relative_to(folder)]
+        words = ("stepmark", "logs", str(options.out / folder.name), *others)
+        _print(("", _cause(report), f"more       {shlex.join(words)}"))
+    elif report:
         _print(("", *report.text()))
     document = {
         "command": options.words,
@@ -95,6 +99,25 @@ def run(options: WatchOptions) -> int:
     write_json(document, folder / "watch.json")
     write_files(options, "watch", document, [rank.row for rank in ranks])
     return code
+
+
+def _run_job(options: WatchOptions, path: Path, setup: Setup) -> int:
+    """Run the job, keep its output in the file, and return its exit code."""
+    output = OutputFile(path)
+    try:
+        with copied_output(output) as (stdout, stderr):
+            environment = {**os.environ, **setup.variables}
+            code = foreground.run(options.words, environment, stdout=stdout, stderr=stderr)
+    except OSError as error:
+        raise ConfigError("command", options.words[0], f"a program ({error})") from None
+    output.close(f"stepmark watch: the command ended with exit code {code}")
+    return code
+
+
+def _cause(report: logs.LogReport) -> str:
+    """Return the first line of `stepmark logs`, or that nothing states why the job ended."""
+    problems = [one.text for one in report.findings if one.severity is Severity.PROBLEM]
+    return f"cause      {problems[0] if problems else 'unknown: no output or log states it'}"
 
 
 def _check(options: WatchOptions) -> None:

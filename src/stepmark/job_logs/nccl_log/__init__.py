@@ -15,7 +15,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.garbage import no_collection
 from stepmark.ground.read_text import printable
 from stepmark.job_logs.job_output.lines import has_nccl_line
-from stepmark.job_logs.nccl_log import handlers
+from stepmark.job_logs.nccl_log import handlers, topology
 from stepmark.job_logs.nccl_log.call_cache import MAX_BUFFERS, MAX_CACHED, CallCache
 from stepmark.job_logs.nccl_log.collector import Collector
 from stepmark.job_logs.nccl_log.lines import (
@@ -254,6 +254,8 @@ class _Reader:
         handler = _HANDLERS.get(word)
         if handler is not None:
             handler(self.collector, message)
+        elif word.startswith("GPU/"):
+            topology.paths(self.collector, message)
         elif word.startswith("NET/"):
             handlers.net(self.collector, message)
         elif " set by environment to " in message.text:
@@ -262,6 +264,8 @@ class _Reader:
             self._choice(message, line)
         elif word.isascii() and word.isdecimal():
             handlers.channel_counts(self.collector, message)
+        elif " - NET/" in message.text:
+            topology.node(self.collector, message)
         elif "|" in message.text:
             handle = self.collector.communicators.latest(message)
             self.collector.predictions.add_row(
@@ -379,7 +383,7 @@ _HANDLERS: dict[str, Callable[[Collector, LogMessage], None]] = {
     "Ring": handlers.ring,
     "CollNet": handlers.collnet,
     "Trees": handlers.trees,
-    "Pattern": handlers.graph,
+    "Pattern": topology.graph,
     "NVLS": _nvls,
 }
 

@@ -9,13 +9,16 @@ from typing import NamedTuple, TypeVar
 
 from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import (
+    AdapterSpeed,
     Communicator,
     GpuDirect,
     Interface,
     LogFacts,
+    NicPath,
     NicUse,
     Occurrences,
     Plugin,
+    StagedAdapter,
     Transport,
 )
 from stepmark.ground.read_text import printable
@@ -42,6 +45,20 @@ _GPUDIRECT = re.compile(
 )
 
 Key = TypeVar("Key")
+
+
+class AdapterSide(NamedTuple):
+    """A rank's end of connections through a network device, of which side and with what.
+
+    NCCL decides on GPUDirect RDMA by GPU, device and direction: all channels have it or none.
+    """
+
+    handle: int  # order of its communicator
+    rank: int
+    side: int  # 0: it sends, 1: it receives
+    kind: str
+    device: int
+    proxy: str | None  # the rank whose adapter it is, with PXN
 
 
 class Link(NamedTuple):
@@ -83,23 +100,55 @@ class OccurrenceCounter:
 
 
 @dataclass(slots=True)
+class StagedLines:
+    """Lines without GPUDirect RDMA by the name of their channel, and the first of them."""
+
+    first: LogMessage
+    channels: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(slots=True)
 class LinkLines:
     """Number of lines of a connection's sending and receiving side, and the first line."""
 
     first: LogMessage
     sides: list[int] = field(default_factory=lambda: [0, 0])
-    gdrdma: list[int] = field(default_factory=lambda: [0, 0])
     pxn: list[int] = field(default_factory=lambda: [0, 0])
+    staged: dict[AdapterSide, StagedLines] = field(default_factory=dict)
 
     @property
     def channels(self) -> int:
         return max(self.sides)
 
-    def add(self, other: "LinkLines") -> None:
+    def add(self, other: "LinkLines", direct: Container[AdapterSide]) -> None:
+        """Add the lines of another process; direct: adapters with GPUDirect RDMA."""
         for side in (0, 1):
             self.sides[side] += other.sides[side]
-            self.gdrdma[side] += other.gdrdma[side]
             self.pxn[side] += other.pxn[side]
+        for end, lines in other.staged.items():
+            # A line without the words, where others of this end have them, is cut.
+            if end not in direct:
+                self.staged[end] = lines
+
+    def num_direct(self, kind: str) -> int:
+        """Return the number of channels with GPUDirect RDMA, which both ends must have."""
+        if not kind.startswith(("NET/", "COLLNET/")):
+            return 0
+        staged = Counter[str]()
+        for lines in self.staged.values():
+            staged |= lines.channels
+        return max(0, self.channels - staged.total())
+
+    def staged_adapters(self) -> tuple[StagedAdapter, ...]:
+        return tuple(
+            StagedAdapter(
+                rank=end.rank,
+                device=end.device,
+                channels=lines.channels.total(),
+                evidence=lines.first.evidence(),
+            )
+            for end, lines in self.staged.items()
+        )
 
     def sides_with(self, lines: Sequence[int]) -> list[bool]:
         """Return for each side whether most of its lines state it: a torn one may not."""
@@ -129,12 +178,15 @@ class Collector:
         self.harmless: SimilarTable = {}
         self.p2p_disabled: SimilarTable = {}
         self.links: dict[tuple[int, Link], LinkLines] = {}
+        self.direct: set[AdapterSide] = set()  # with GPUDirect RDMA
         # By communicator, rank and device.
         self.nics: dict[tuple[int, int, int], LinkLines] = {}
         self.forget_counters: Callable[[str], None] = lambda process: None
         self.plugins: dict[Plugin, OccurrenceCounter] = {}
         self.interfaces: dict[Interface, OccurrenceCounter] = {}
         self.gpudirect: dict[GpuDirect, OccurrenceCounter] = {}
+        self.adapter_speeds: dict[AdapterSpeed, OccurrenceCounter] = {}
+        self.nic_paths: dict[NicPath, OccurrenceCounter] = {}
 
     def count(self, table: dict[Key, OccurrenceCounter], key: Key, message: LogMessage) -> None:
         """Count a line of the fact `key`."""
@@ -205,6 +257,8 @@ class Collector:
             plugins=_results(self.plugins, torn),
             interfaces=_results(self.interfaces, torn),
             gpudirect=_results(self.gpudirect, torn),
+            adapter_speeds=_results(self.adapter_speeds, torn),
+            nic_paths=_results(self.nic_paths, torn),
             predictions=tuple(self.predictions.cells.values()),
             choices=self.choices.result(handles, self.calls, num_ranks),
             warnings=_results(dict(self.warnings.values()), torn),
@@ -238,7 +292,9 @@ class Collector:
             if handle.process in torn or not link.is_within(handle.num_ranks):
                 continue
             num_kinds[link.kind] += sum(lines.sides)
-            joined.setdefault((handle.key, link), LinkLines(lines.first)).add(lines)
+            joined.setdefault((handle.key, link), LinkLines(lines.first)).add(
+                lines, self.direct
+            )
         cut = _cut_kinds(num_kinds)
         transports = []
         for (communicator, link), lines in joined.items():
@@ -255,9 +311,10 @@ class Collector:
                     target=link.target,
                     same_host=_same_host(link.kind, link_hosts, nodes.get(communicator)),
                     channels=lines.channels,
-                    gdrdma=all(lines.sides_with(lines.gdrdma)),
+                    gdrdma_channels=lines.num_direct(link.kind),
                     pxn=any(lines.sides_with(lines.pxn)),
                     evidence=lines.first.evidence(),
+                    staged=lines.staged_adapters(),
                 )
             )
         return tuple(transports)

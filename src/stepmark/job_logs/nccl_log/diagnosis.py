@@ -20,7 +20,7 @@ from stepmark.findings.log_facts import (
 from stepmark.findings.stalls import MISMATCH
 from stepmark.job_logs.failures import classify
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
-from stepmark.job_logs.nccl_log import network_rules, start_rules
+from stepmark.job_logs.nccl_log import adapter_rules, network_rules, start_rules
 from stepmark.job_logs.nccl_log.causes import LATE, linked
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
@@ -315,6 +315,10 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     network_rules.plugins,
     network_rules.no_gpudirect,
     network_rules.nic_imbalance,
+    adapter_rules.slow_adapter,
+    adapter_rules.far_adapter,
+    adapter_rules.one_channel,
+    adapter_rules.idle_adapters,
     network_rules.shm_instead_of_p2p,
     forced_settings,
     nvls_off,

@@ -2,8 +2,15 @@
 
 import re
 
-from stepmark.findings.log_facts import MAX_RANKS, ChannelCounts, Graph, InitTime
-from stepmark.job_logs.nccl_log.collector import Collector, Link, LinkLines
+from stepmark.findings.log_facts import MAX_RANKS, ChannelCounts, InitTime
+from stepmark.job_logs.nccl_log import topology
+from stepmark.job_logs.nccl_log.collector import (
+    AdapterSide,
+    Collector,
+    Link,
+    LinkLines,
+    StagedLines,
+)
 from stepmark.job_logs.nccl_log.communicators import CommHandle
 from stepmark.job_logs.nccl_log.lines import LogMessage
 
@@ -37,10 +44,6 @@ _PART = re.compile(r"(\w+) ([\d.]{1,20})")
 _CHANNELS = re.compile(
     r"^(\d{1,9}) coll channels(?:, (\d{1,9}) collnet channels)?(?:, (\d{1,9}) nvls channels)?"
     r", (\d{1,9}) p2p channels(?:, (\d{1,9}) p2p channels per peer)?"
-)
-_GRAPH = re.compile(
-    r"^Pattern (\d{1,9}), crossNic \d+, nChannels (\d{1,9}), "
-    r"bw ([\d.]{1,20})/([\d.]{1,20}), type (\w+)/(\w+)"
 )
 _INIT_CALL = re.compile(
     r"ncclCommInitRank\((0x[0-9a-f]+), (\d{1,9}), (0x[0-9a-f]+), (\d{1,9}), (\d{1,9})\)"
@@ -136,6 +139,8 @@ def net(collector: Collector, message: LogMessage) -> None:
     elif text.startswith("NET/Socket") and "Using [" in text:
         for name, address in _INTERFACE.findall(text):
             collector.add_interface(message, "socket", name, address)
+    elif " speed=" in text:
+        topology.port(collector, message)
     elif text.startswith("NET/IB") and "No device found" in text:
         collector.add_plugin(message, "NET", "failed", "IB: no device")
     elif text.startswith("NET/IB") and "Using" in text:
@@ -217,18 +222,12 @@ def init_time(collector: Collector, message: LogMessage) -> None:
         handle = collector.communicators.of(message, "")
         handle.rank, handle.num_ranks = int(rank), int(num_ranks)
     handle.init = InitTime(
-        total_s=_number(total),
-        parts_s=tuple((name, _number(seconds)) for name, seconds in _PART.findall(parts)),
+        total_s=topology.number(total),
+        parts_s=tuple(
+            (name, topology.number(seconds)) for name, seconds in _PART.findall(parts)
+        ),
         evidence=message.evidence(),
     )
-
-
-def _number(digits: str) -> float:
-    """Return the number, or 0 for a mangled one, which must not stop the reader."""
-    try:
-        return float(digits)
-    except ValueError:
-        return 0.0
 
 
 def channel_counts(collector: Collector, message: LogMessage) -> None:
@@ -248,23 +247,6 @@ def channel_counts(collector: Collector, message: LogMessage) -> None:
         )
 
 
-def graph(collector: Collector, message: LogMessage) -> None:
-    """Record Pattern 4, crossNic 0, nChannels 12, bw 30.0/30.0, type NVL/PIX, ..."""
-    match, handle = _GRAPH.match(message.text), collector.communicators.latest(message)
-    if match and handle and len(handle.graphs) < 16:
-        pattern, num_channels, intra, inter, path_intra, path_inter = match.groups()
-        handle.graphs.append(
-            Graph(
-                pattern=int(pattern[:9]),
-                num_channels=int(num_channels[:9]),
-                bytes_per_s=_number(intra) * 1e9,
-                inter_bytes_per_s=_number(inter) * 1e9,
-                path_intra=path_intra,
-                path_inter=path_inter,
-            )
-        )
-
-
 def multicast(collector: Collector, message: LogMessage) -> None:
     """Record NVLS multicast support is [not ]available on dev 0."""
     if "multicast support is" in message.text:
@@ -272,10 +254,12 @@ def multicast(collector: Collector, message: LogMessage) -> None:
 
 
 _VIA = re.compile(
-    r"(?:Channel|Ring) \d+(?:/\d+)? : (\d{1,9})(?:\[[^\]]*\])? -> (\d{1,9})(?:\[[^\]]*\])?"
+    r"(?:Channel|Ring) (\d+(?:/\d+)?) : (\d{1,9})(?:\[[^\]]*\])? -> (\d{1,9})(?:\[[^\]]*\])?"
     r"(?: \[(send|receive)\])? via (.+)$"
 )
-_COLLNET = re.compile(r"^CollNet \d+(?:/\d+)? : (\d{1,9}) \[(send|receive)\] via COLLNET/(.+)$")
+_COLLNET = re.compile(
+    r"^CollNet (\d+(?:/\d+)?) : (\d{1,9}) \[(send|receive)\] via COLLNET/(.+?)/(\d{1,9})(/.*)?$"
+)
 _ORDER = re.compile(r"^Channel (\d{1,4})/(\d{1,4}) : +([\d ]+)$")
 _COMMUNICATOR = re.compile(r" comm (0x[0-9a-f]+) nRanks (\d{1,9})(?!\d)")
 _NET = re.compile(r"^NET/(.+?)/(\d{1,9})(?:\((\d+)\))?((?:/.*)?)$")
@@ -291,10 +275,11 @@ def channel(collector: Collector, message: LogMessage) -> None:
         return
     match = _VIA.search(message.text)
     if match is None and message.text.rstrip().endswith("->"):
-        match = _VIA.search(message.with_next_line())
+        message = message.with_next_line()
+        match = _VIA.search(message.text)
     if match is None:
         return
-    source, target, side, way = match.groups()
+    name, source, target, side, way = match.groups()
     stated = _COMMUNICATOR.search(way)
     if stated and int(stated[2]) > MAX_RANKS:
         return
@@ -307,13 +292,14 @@ def channel(collector: Collector, message: LogMessage) -> None:
         way = way[: stated.start()]
     way = way.split(" comm ", 1)[0].strip()
     ranks = (int(source), int(target))
-    _add_link(collector, message, handle, ranks, _SIDES[side or "send"], way)
+    _add_link(collector, message, handle, name, ranks, _SIDES[side or "send"], way)
 
 
 def _add_link(
     collector: Collector,
     message: LogMessage,
     handle: CommHandle,
+    channel_name: str,
     ranks: tuple[int, int],
     side: int,
     way: str,
@@ -321,17 +307,37 @@ def _add_link(
     net = _NET.match(way)
     if net is None and way.startswith("NET/"):
         return  # cut
-    gdrdma = bool(net and "/GDRDMA" in net[4])
     pxn = bool(net and net[3])
     link = Link(_kind(way, net), *ranks)
     lines = collector.links.setdefault((handle.order, link), LinkLines(message))
     lines.sides[side] += 1
-    lines.gdrdma[side] += gdrdma
     lines.pxn[side] += pxn
+    if net:
+        end = AdapterSide(handle.order, ranks[side], side, link.kind, int(net[2]), net[3])
+        _add_end(collector, message, lines, end, channel_name, net[4])
     # With PXN the adapter belongs to another rank's GPU.
     if net and not pxn:
         key = (handle.order, ranks[side], int(net[2]))
         collector.nics.setdefault(key, LinkLines(message)).sides[side] += 1
+
+
+def _add_end(
+    collector: Collector,
+    message: LogMessage,
+    lines: LinkLines,
+    end: AdapterSide,
+    channel_name: str,
+    ending: str,
+) -> None:
+    """Record whether a line that ends so has GPUDirect RDMA; nothing where it is cut."""
+    if _GDRDMA.match(ending) or (not ending and message.following.startswith(b"/GDR")):
+        collector.direct.add(end)
+    elif ending != "/":
+        lines.staged.setdefault(end, StagedLines(message)).channels[channel_name] += 1
+
+
+# No other word begins so: a line cut inside it still says it.
+_GDRDMA = re.compile(r"^/G|/GDRDMA")
 
 
 def _kind(way: str, net: re.Match[str] | None) -> str:
@@ -346,11 +352,13 @@ def collnet(collector: Collector, message: LogMessage) -> None:
     """Record CollNet 00/0 : 0 [send] via COLLNET/SHARP/0."""
     match, handle = _COLLNET.match(message.text), collector.communicators.latest(message)
     if match and handle:
-        rank, side, way = match.groups()
+        name, rank, word, way, device, ending = match.groups()
+        side = _SIDES[word]
         link = Link(f"COLLNET/{way.split('/')[0]}", int(rank), None)
         lines = collector.links.setdefault((handle.order, link), LinkLines(message))
-        lines.sides[_SIDES[side]] += 1
-        lines.gdrdma[_SIDES[side]] += "/GDRDMA" in way
+        lines.sides[side] += 1
+        end = AdapterSide(handle.order, int(rank), side, link.kind, int(device), None)
+        _add_end(collector, message, lines, end, name, ending or "")
 
 
 def multicast_group(collector: Collector, message: LogMessage) -> None:

@@ -10,7 +10,7 @@ import re
 from array import array
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -67,12 +67,13 @@ class LogMessage:
     def evidence(self) -> Evidence:
         return Evidence(file=self.file, line=self.number, text=printable(self.line))
 
-    def with_next_line(self) -> str:
-        """Return the text with the next line, unless that is a message of its own."""
+    def with_next_line(self) -> "LogMessage":
+        """Return the message joined to the next line, unless that is one of its own."""
         rest = self.following.strip()
         if not rest or b"NCCL" in rest:
-            return self.text
-        return f"{self.text.rstrip()} {printable(rest)}"
+            return self
+        text = f"{self.text.rstrip()} {printable(rest)}"
+        return replace(self, text=text, line=self.line.rstrip() + b" " + rest)
 
 
 def batches(path: Path) -> Iterator[tuple[int, list[bytes]]]:

@@ -4,10 +4,20 @@ Long (over 250 lines) because each rule is short and they are read side by side.
 """
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.findings.log_facts import Interface, LogFacts, NicUse, Occurrences, Plugin
+from stepmark.findings.log_facts import (
+    GpuDirect,
+    Interface,
+    LogFacts,
+    NicUse,
+    Occurrences,
+    Plugin,
+    Transport,
+)
+from stepmark.ground.units import ranks_text
 
 _VIRTUAL = re.compile(r"^(docker|virbr|veth|br-|cni|flannel|cali|vmnet|lxc|podman)")
 _ADDRESS = re.compile(r"^(\d+)\.(\d+)\.\d+\.\d+$")
@@ -169,11 +179,18 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
         way for way in facts.transports if way.kind.startswith("NET/") and way.kind != SOCKET
     ]
     staged = [way for way in fabric if not way.gdrdma]
+    ends = [end.evidence for way in staged for end in way.staged]
     reasons = [use for use in facts.gpudirect if not use.enabled and use.net != "Socket"]
     if staged:
         total = sum(way.channels for way in fabric)
-        slow = sum(way.channels for way in staged)
-        text = f"{slow} of {total} connections over {staged[0].kind} go without GPUDirect RDMA"
+        slow = sum(way.channels - way.gdrdma_channels for way in staged)
+        verb = "goes" if slow == 1 else "go"
+        text = f"{slow} of {total} connections over {staged[0].kind} {verb} without GPUDirect"
+        text += " RDMA"
+        if slow < total:
+            text += f" ({_staged_adapters(staged)})"
+            devices = {end.device for way in staged for end in way.staged}
+            reasons = [reason for reason in reasons if _may_be_of(reason, devices)]
     elif (
         reasons
         and not fabric
@@ -192,10 +209,30 @@ def no_gpudirect(facts: LogFacts) -> Iterator[Finding]:
         )
     elif reasons:
         text += "; the adapter's driver does not offer it (nvidia_peermem, dma-buf)"
-    lines: list[Occurrences | Evidence] = [way.evidence for way in staged[:1]]
-    lines += [facts.gpudirect[reason] for reason in reasons]
-    lines += [way.evidence for way in staged[1:]]
+    lines: list[Occurrences | Evidence] = [
+        *ends[:1],
+        *(facts.gpudirect[reason] for reason in reasons),
+        *ends[1:],
+    ]
     yield finding_of("no-gpudirect", Severity.WARNING, text + ".", lines)
+
+
+def _may_be_of(reason: GpuDirect, devices: Iterable[int]) -> bool:
+    """Return whether a line such as "Disabled for GPU 3 / HCA 1" is on one of the devices.
+
+    Versions print the device in decimal or in hexadecimal, some behind its system ("0-1").
+    """
+    index = re.search(r"HCA (?:\d+-)?([0-9a-f]+)$", reason.device)
+    return index is None or any(index[1] in (f"{n}", f"{n:x}") for n in devices)
+
+
+def _staged_adapters(ways: Iterable[Transport]) -> str:
+    """Return e.g. "NET/IB/1 of ranks 0, 3; NET/IB/2 of rank 4"."""
+    ranks: dict[str, set[int]] = {}
+    for way in ways:
+        for end in way.staged:
+            ranks.setdefault(f"{way.kind}/{end.device}", set()).add(end.rank)
+    return comma_list((f"{name} of {ranks_text(of)}" for name, of in ranks.items()), most=4)
 
 
 def shm_instead_of_p2p(facts: LogFacts) -> Iterator[Finding]:
@@ -270,6 +307,8 @@ def _mixed_interfaces(interfaces: Mapping[Interface, Occurrences]) -> Iterator[F
 
 def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks of a host that share an adapter while other adapters carry nothing."""
+    listed = listed_adapters(facts)
+    used = {use.device for use in facts.nics}
     by_host: dict[tuple[str, str], list[NicUse]] = {}
     for use in facts.nics:
         by_host.setdefault((use.communicator, use.host), []).append(use)
@@ -277,7 +316,7 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
         ranks: dict[int, set[int]] = {}
         for use in uses:
             ranks.setdefault(use.device, set()).add(use.rank)
-        adapters = _adapters(facts, host)
+        adapters = used | set(range(listed[host]))
         idle = sorted(adapters - ranks.keys())
         crowded = max(ranks, key=lambda index: len(ranks[index]))
         if not idle or len(ranks[crowded]) < 2:
@@ -291,13 +330,14 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("nic-imbalance", Severity.WARNING, text, lines)
 
 
-def _adapters(facts: LogFacts, host: str) -> set[int]:
-    """Return the adapters that the host lists; else those that any host uses."""
+def listed_adapters(facts: LogFacts) -> Counter[str]:
+    """Return how many network adapters each host lists."""
     in_use = {way.kind for way in facts.transports if way.kind.startswith("NET/")}
     role = "socket" if in_use == {SOCKET} else "ib"
     names = {
-        interface.name
+        (interface.name, host)
         for interface, lines in facts.interfaces.items()
-        if interface.role == role and host in lines.hosts
+        for host in lines.hosts
+        if interface.role == role
     }
-    return {use.device for use in facts.nics} | set(range(len(names)))
+    return Counter(host for _, host in names)

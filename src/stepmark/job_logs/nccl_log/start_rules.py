@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from stepmark.findings.finding import Finding, Severity
-from stepmark.findings.log_facts import LogFacts, Member, Occurrences
+from stepmark.findings.log_facts import Communicator, LogFacts, Member, Occurrences
+from stepmark.job_logs.nccl_log.lines import UNORDERED
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
 SLOW_INIT_S = 10.0
@@ -86,6 +87,44 @@ def slow_init(facts: LogFacts) -> Iterator[Finding]:
         text = f"Communicator {comm.key} took {worst.total_s:g} s to start"
         text += f", {seconds:g} s of it in {name}."
         yield finding_of("slow-init", Severity.WARNING, text, [worst.evidence])
+
+
+def healthy_facts(facts: LogFacts) -> list[str]:
+    """Return what a log shows to be in order, as clauses; failures are not looked at."""
+    clauses: list[str] = []
+    complete = [comm for comm in facts.communicators if _is_complete(comm)]
+    if complete:
+        largest = max(complete, key=lambda comm: len(comm.members))
+        hosts = plural(len({member.host for member in largest.members}), "host")
+        clauses.append(f"{plural(len(largest.members), 'rank')} on {hosts}")
+    has_all = bool(complete) and len(complete) == len(facts.communicators)
+    if has_all:
+        clauses.append(f"{plural(len(complete), 'communicator')} started on every rank")
+    for kind in dict.fromkeys(way.kind for way in facts.transports if way.is_net):
+        ways = [way for way in facts.transports if way.kind == kind]
+        total = sum(way.channels for way in ways)
+        if all(way.gdrdma for way in ways):
+            clauses.append(f"{kind} with GPUDirect RDMA on {total} of {total} connections")
+    inside = [way for way in facts.transports if way.kind.startswith(("P2P/", "SHM"))]
+    if inside and all(way.kind.startswith("P2P/") for way in inside):
+        total = sum(way.channels for way in inside)
+        clauses.append(f"GPU to GPU (P2P) on {total} of {total} connections without network")
+    collectives = [
+        tally.ranks == kind.num_ranks
+        for kind, tally in facts.messages.items()
+        if kind.collective not in UNORDERED
+    ]
+    doubts = (facts.lost, facts.behind, facts.mismatches, facts.peers)
+    is_torn = facts.torn_lines or facts.unread_calls
+    if has_all and collectives and all(collectives) and not any(doubts) and not is_torn:
+        clauses.append("no line of a call is lost, torn or cut")
+    return clauses
+
+
+def _is_complete(comm: Communicator) -> bool:
+    """Return whether every rank is in the log and started, or at least issued calls."""
+    ranks = [member.rank for member in comm.members if member.completed]
+    return comm.num_ranks == len(comm.members) and set(ranks) == set(range(comm.num_ranks))
 
 
 def _processes(lines: Occurrences) -> str:
