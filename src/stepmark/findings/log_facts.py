@@ -43,6 +43,7 @@ class Member:
     bus_id: str | None = None
     started: Evidence | None = None
     completed: bool = False
+    destroyed: Evidence | None = None
     init: InitTime | None = None
 
 
@@ -291,6 +292,24 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedTable:
+    """A table of nccl-tests without its footer, from its first line to its last.
+
+    num_sizes: by the parameters, None where they do not state it. num_tables: of processes that
+    each print one into the same output, of which num_finished have a footer.
+    """
+
+    has_parameters: bool
+    has_header: bool
+    num_rows: int
+    num_sizes: int | None
+    num_tables: int
+    num_finished: int
+    first: Evidence
+    last: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
     """State of a process group on one rank, as ProcessGroupNCCL printed it.
 
@@ -356,6 +375,8 @@ class LogFacts:
     failures: tuple[Failure, ...] = ()
     progress: tuple[GroupProgress, ...] = ()
     absent: tuple[AbsentRank, ...] = ()
+    endings: tuple[Evidence, ...] = ()  # lines by which the job says that it ended well
+    unfinished: tuple[UnfinishedTable, ...] = ()
     torn: tuple[Evidence, ...] = ()  # first line of each process that only torn lines name
     torn_lines: int = 0  # lines left out for this
     has_messages: bool = True  # whether any line is of NCCL or RCCL

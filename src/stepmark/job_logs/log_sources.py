@@ -9,13 +9,14 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.cases.message import Histogram
-from stepmark.findings.finding import Finding
+from stepmark.findings.finding import Evidence, Finding
 from stepmark.findings.histogram import ranks_seen, with_ranks
 from stepmark.findings.log_facts import LogFacts
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import decode, is_binary, read_head
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_summary
+from stepmark.job_logs.answers import endings_of, healthy_text
 from stepmark.job_logs.flight_recorder import looks_like_flight_recorder, read_flight_recorder
 from stepmark.job_logs.flight_recorder.findings import findings
 from stepmark.job_logs.flight_recorder.groups import progress
@@ -106,7 +107,12 @@ def _sort(
         kinds = kinds_of(path)
         is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
         if not only_tables and kinds <= {TABLES} and is_output:
-            is_log = _read_only(path, inputs) if is_only else is_job_output(path)
+            has_tables = TABLES in kinds
+            is_log = (
+                _read_only(path, inputs, has_tables=has_tables)
+                if is_only
+                else is_job_output(path, has_tables=has_tables)
+            )
             kinds |= {LOG} if is_log else set()
     except ConfigError as error:
         if is_named:
@@ -132,8 +138,8 @@ def _sort(
     return bool(kinds)
 
 
-def _read_only(path: Path, inputs: Inputs) -> bool:
-    """Read the only file, and return whether it has lines of NCCL or states a failure."""
+def _read_only(path: Path, inputs: Inputs, *, has_tables: bool) -> bool:
+    """Read the only file, and return whether it is output of a job, as is_job_output does."""
     if is_binary(read_head(path)):
         return False
     try:
@@ -141,7 +147,9 @@ def _read_only(path: Path, inputs: Inputs) -> bool:
     except ConfigError:
         return False
     is_log = bool(facts.processes or facts.versions) or facts.has_failed
-    return is_log or any(state.waits_in is not None for state in facts.progress)
+    is_log |= any(state.waits_in is not None for state in facts.progress)
+    is_log |= any(table.has_parameters for table in facts.unfinished)
+    return is_log or (bool(facts.endings) and not has_tables)
 
 
 def kinds_of(path: Path) -> set[str]:
@@ -176,6 +184,8 @@ class Source:
     lines: tuple[str, ...]  # a description, shown before the findings
     rows: tuple[tuple[str, Rows], ...] = ()  # further tables by name
     tuning: tuple[dict[str, object], ...] = ()  # NCCL's choices by size, as its log has them
+    endings: tuple[Evidence, ...] = ()  # lines that show the end of the job
+    summary: str = ""  # what is in order, in a few words
 
 
 def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
@@ -207,14 +217,17 @@ def _log(
     num_ranks: int | None, known: Mapping[Path, LogFacts], paths: Sequence[Path]
 ) -> Source:
     facts = known.get(paths[0]) or read_log(paths, num_ranks=num_ranks)
+    diagnosed = tuple(diagnose(facts))
     return Source(
         kind=LOG if facts.has_messages else OUTPUT,
         files=tuple(map(str, paths)),
         histogram=facts.messages,
         num_ranks_seen=max(len(facts.processes), ranks_seen(facts.messages)),
-        findings=tuple(diagnose(facts)),
+        findings=diagnosed,
         lines=tuple(log_summary.fact_lines(facts)),
         tuning=tuple(log_summary.choice_rows(facts)),
+        endings=tuple(endings_of(facts)),
+        summary=healthy_text(facts, diagnosed),
         rows=(
             ("facts", log_summary.fact_rows(facts)),
             ("communicators", log_summary.communicator_rows(facts)),

@@ -82,7 +82,8 @@ class _Reader:
         """Read one file. Raises ConfigError."""
         self._file, self._index, self._has_messages = str(path), index, False
         self.collector.output.enter_file(self._file, index)
-        num_failures = self.collector.output.num_found
+        output = self.collector.output
+        num_before = output.num_found + len(output.endings) + len(output.unfinished())
         self._cache.clear()
         self._choices.clear()
         is_empty = True
@@ -98,9 +99,9 @@ class _Reader:
             self.num_lines += len(lines) - 1
         if is_empty:
             raise ConfigError("file", path, "a log with content; this one is empty")
-        has_failures = self.collector.output.num_found > num_failures
+        num_after = output.num_found + len(output.endings) + len(output.unfinished())
         self.num_logs += self._has_messages
-        if not self._has_messages and not has_failures:
+        if not self._has_messages and num_after == num_before:
             raise ConfigError("file", path, "a log of NCCL or RCCL; no line of either is in it")
 
     @staticmethod

@@ -4,11 +4,14 @@ A failure with a lower Role explains those with higher ones; of two with one Rol
 named first. What is not explained stays a problem of its own.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
+from stepmark.job_logs.failures import FOREIGN
+from stepmark.job_logs.job_output import GENERAL
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
 from stepmark.job_logs.nccl_log.waits import UNSEEN, missing_anywhere, ranks_text, waits_of
@@ -16,7 +19,7 @@ from stepmark.job_logs.nccl_log.waits import UNSEEN, missing_anywhere, ranks_tex
 _PROBLEM = Severity.PROBLEM
 # Findings of the log that are causes, and those that only show where ranks stopped.
 _CAUSES = frozenset({"call-mismatch", "p2p-mismatch"})
-_SYMPTOMS = frozenset({"behind", "p2p-unpaired", "init-incomplete"})
+_SYMPTOMS = frozenset({"behind", "p2p-unpaired", "init-incomplete", "table-incomplete"})
 # Variables that explain a finding, if they are set.
 _SET_BY: dict[str, tuple[str, ...]] = {
     "failure-no-interface": ("NCCL_SOCKET_IFNAME",),
@@ -32,6 +35,20 @@ _SET_BY: dict[str, tuple[str, ...]] = {
     "ofi-tcp": ("FI_PROVIDER",),
     "plugin-not-loaded": ("NCCL_NET_PLUGIN",),
 }
+# Findings that explain an error which does not state its cause.
+_EXPLAINS_VAGUE = frozenset({"warning", "failure-unknown", "ofi-tcp"})
+# Words of a WARN line that reads like a failure, and of one after which NCCL continues.
+LOOKS_FATAL = re.compile(
+    r"\b(?:fail|error|fatal|abort|could ?n.t|could not|cannot|can.t|unable|invalid|mismatch"
+    r"|corrupt|unhandled|exited|terminated|timed[ -]?out|timeout|hanging|deadlock|no such"
+    r"|not (?:found|working|permitted|available)|missing|denied|refused)",
+    re.IGNORECASE,
+)
+FALLS_BACK = re.compile(
+    r"\b(?:default(?:ing|s) to|using (?:the )?default|fall(?:ing|s)?[ -]?back|ignor(?:ed|ing)"
+    r"|will not be used|performance)",
+    re.IGNORECASE,
+)
 _LATER = "Another call was issued there later."
 _INSIDE_HOST = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
 # Findings that lead to another one.
@@ -66,7 +83,44 @@ def linked(facts: LogFacts, findings: Sequence[Finding]) -> list[Finding]:
     if not any(role < Role.REMARK for role, *_ in ranked):
         return plain
     ranked.sort(key=lambda one: one[:2])
+    if ranked[0][2].rule not in GENERAL:
+        return _tree(facts, ranked, plain)
+    warned = next((one for one in plain if _is_warned_cause(one, ranked[0][2])), None)
+    if warned is not None:
+        first = (ranked[0][0], -1, _warned(warned))
+        return _tree(facts, [first, *ranked], [one for one in plain if one is not warned])
+    ranked[0] = (*ranked[0][:2], _without_cause(facts, ranked[0][2]))
     return _tree(facts, ranked, plain)
+
+
+def _is_warned_cause(finding: Finding, failure: Finding) -> bool:
+    """Return whether NCCL printed a warning, or runs on a bad provider, before a failure."""
+    if finding.rule not in _EXPLAINS_VAGUE or not finding.evidence:
+        return False
+    if failure.rule != "failure-nccl" and not LOOKS_FATAL.search(finding.text):
+        return False
+    warned, failed = finding.evidence[0], failure.evidence[0]
+    is_before = warned.file != failed.file or warned.line < failed.line
+    return is_before and not FALLS_BACK.search(finding.text)
+
+
+def _warned(finding: Finding) -> Finding:
+    """Return the warning as the cause of a failure that states none."""
+    text = finding.text.removeprefix("NCCL warns: ")
+    text = text if finding.rule == "ofi-tcp" else f"NCCL failed after this warning: {text}"
+    action = finding.action or "Look for these words in NCCL's source and issues."
+    return replace(finding, rule="failure-warned", severity=_PROBLEM, text=text, action=action)
+
+
+def _without_cause(facts: LogFacts, finding: Finding) -> Finding:
+    """Return that a failure of NCCL has no cause; no advice to log what the log has already."""
+    if finding.rule != "failure-nccl":
+        return finding
+    if not (facts.communicators or facts.networks or facts.plugins):
+        return replace(finding, text="A call of NCCL failed, and no line states the cause.")
+    text = "A call of NCCL failed, and no WARN line before it states the cause."
+    action = "Look at the lines before it, the logs of the other ranks and dmesg."
+    return replace(finding, text=text, action=action)
 
 
 def _tree(
@@ -84,7 +138,7 @@ def _tree(
     for finding in plain:
         if finding.rule in _SYMPTOMS and role < Role.CONSEQUENCE:
             explained.append(finding)
-        elif finding.rule in ("warning", "failure-unknown") and role >= Role.SIGNAL:
+        elif finding.rule in _EXPLAINS_VAGUE and role >= Role.SIGNAL:
             chain.append(finding)
         else:
             rest.append(finding)
@@ -112,6 +166,8 @@ def _failures(failures: Sequence[Failure]) -> list[tuple[Role, Finding]]:
     """Return one finding per rule and role, in the order of their first line."""
     groups: dict[tuple[str, str], list[Failure]] = {}
     for one in failures:
+        if one.rule in (FOREIGN, "failure-retried"):
+            continue
         words = one.detail if one.rule == "failure-python" else ""
         kind = one.text if one.rule == "failure-unknown" else words
         groups.setdefault((one.rule, kind), []).append(one)
@@ -125,6 +181,9 @@ def _finding(failures: Sequence[Failure]) -> Finding:
         text = f"{_subject(failures)} raised {first.detail.rstrip('.')}"
     elif first.text[:1].islower():
         text = f"{_subject(failures)} {first.text}"
+    elif first.text.endswith(":"):
+        text = f"{first.text} {first.detail.rstrip('.')}"
+        text += f" ({who})" if who else ""
     else:
         text = first.text.rstrip(".")
         text += f" ({who})" if who else ""

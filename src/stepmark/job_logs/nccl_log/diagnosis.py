@@ -4,7 +4,6 @@ Every rule quotes the lines that prove it; without them it reports nothing. Over
 rule is short, and they are read side by side.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -16,9 +15,9 @@ from stepmark.findings.log_facts import (
     Occurrences,
     PeerDifference,
 )
-from stepmark.job_logs.failures import classify
+from stepmark.job_logs.failures import FOREIGN, classify
 from stepmark.job_logs.nccl_log import network_rules, start_rules
-from stepmark.job_logs.nccl_log.causes import linked
+from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LOOKS_FATAL, linked
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
 # NVLink systems of the last generations run 12 to 32 channels.
@@ -39,24 +38,12 @@ def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
         text = f"NCCL warns: {warning.rstrip('.')}."
         if classify(lines.evidence[0].text) is not None or _harmless_text(warning):
             continue
-        if facts.has_failed or _FALLS_BACK.search(warning) or not _FATAL.search(warning):
+        if facts.has_failed or FALLS_BACK.search(warning) or not LOOKS_FATAL.search(warning):
             yield finding_of("warning", Severity.WARNING, text, [lines])
             continue
         text = f"A warning of NCCL looks fatal, and no rule knows it: {warning.rstrip('.')}."
         finding = finding_of("failure-unknown", Severity.PROBLEM, text, [lines])
         yield replace(finding, action="Read the lines around it, and whether the job went on.")
-
-
-_FATAL = re.compile(
-    r"\b(?:fail|error|fatal|abort|could ?n.t|could not|cannot|can.t|unable|invalid|mismatch"
-    r"|corrupt|unhandled|exited|terminated|timed[ -]?out|timeout|hanging|deadlock|no such)",
-    re.IGNORECASE,
-)
-_FALLS_BACK = re.compile(
-    r"\b(?:default(?:ing|s) to|using (?:the )?default|fall(?:ing|s)?[ -]?back|ignor(?:ed|ing)"
-    r"|will not be used|performance)",
-    re.IGNORECASE,
-)
 
 
 _ALIGN = (
@@ -240,6 +227,48 @@ def _harmless_text(message: str) -> str:
     return next((text for part, text in _HARMLESS if part in message[:160]), "")
 
 
+def foreign_connections(facts: LogFacts) -> Iterator[Finding]:
+    """Report that something else than a rank connected to NCCL: noise by itself."""
+    visits = [one for one in facts.failures if one.rule == FOREIGN]
+    if visits:
+        lines = [one.evidence for one in visits]
+        finding = finding_of("foreign-connection", Severity.NOTE, visits[0].text, lines)
+        yield replace(finding, count=sum(one.lines for one in visits), action=visits[0].action)
+
+
+def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
+    """Report libfabric's TCP provider behind the OFI plugin."""
+    for (component, name), lines in facts.versions.items():
+        if component == "ofi_provider" and name.lower().startswith(("tcp", "sockets", "udp")):
+            text = f"The OFI plugin runs on libfabric's provider {name}, not on the fabric's."
+            action = "Check FI_PROVIDER and that the fabric's devices are in the container."
+            finding = finding_of("ofi-tcp", Severity.WARNING, text, [lines])
+            yield replace(finding, action=action)
+
+
+def unfinished_tables(facts: LogFacts) -> Iterator[Finding]:
+    """Report a benchmark that stopped after its header or inside its table."""
+    for table in facts.unfinished:
+        sizes = plural(table.num_rows, "size")
+        if table.num_sizes and table.num_rows <= table.num_sizes:
+            sizes = f"{table.num_rows} of {plural(table.num_sizes, 'size')}"
+        if table.num_tables > 1:
+            ended = table.num_tables - table.num_finished
+            text = f"{ended} of {table.num_tables} benchmarks of this output have no footer"
+        elif not table.has_header:
+            text = "The benchmark stops before its table: no size was completed"
+        elif not table.num_rows:
+            text = "The table stops after its header, no size was completed"
+        else:
+            text = f"The table stops after {sizes}, without its footer"
+        if table.num_tables == 1 and not facts.has_failed:
+            where = "in its start" if not table.has_header else "at the next size"
+            where = "at the first size" if table.has_header and not table.num_rows else where
+            text += f": it hung {where}, or still ran, or the output was cut"
+        lines = dict.fromkeys([table.first, table.last])
+        yield finding_of("table-incomplete", Severity.WARNING, f"{text}.", lines)
+
+
 def cut_lines(facts: LogFacts) -> Iterator[Finding]:
     """Report lines of calls that end before their count and type."""
     if facts.unread_calls:
@@ -316,6 +345,9 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     few_channels,
     start_rules.slow_init,
     harmless,
+    foreign_connections,
+    tcp_provider,
+    unfinished_tables,
     cut_lines,
     torn_lines,
     start_rules.several_jobs,

@@ -1,0 +1,167 @@
+"""The answer of `stepmark logs`: failed or hung, finished and what shows it, or unknown."""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.log_facts import Communicator, LogFacts
+from stepmark.ground.reading import Table
+from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS
+
+
+class JobState(StrEnum):
+    """State of a job, as its files show it."""
+
+    FAILED = "failed or hung"
+    FINISHED = "finished"
+    UNKNOWN = "unknown whether it ended"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """`text` is one sentence, `evidence` the lines that show the end or the failure."""
+
+    state: JobState
+    text: str
+    evidence: tuple[Evidence, ...] = ()
+
+
+# Findings of a job that stands still, unless it still ran or its log was cut.
+INCOMPLETE = frozenset({"table-incomplete", "init-incomplete", "behind", "p2p-unpaired"})
+# Findings on what a file lost; every view shows them.
+DAMAGE = frozenset({"torn-lines", "lost-lines", "cut-lines", "rows-missing"})
+# Older versions print "Destroy COMPLETE" of communicators whose process fails later.
+_DESTROYS_AT_END = (2, 27)
+_MAX_QUOTED = 120
+
+
+def as_ended(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the findings of a job that ended: what is incomplete failed."""
+    return tuple(
+        replace(one, severity=Severity.PROBLEM)
+        if one.rule in INCOMPLETE and one.severity is Severity.WARNING
+        else one
+        for one in findings
+    )
+
+
+def answer_of(
+    findings: Sequence[Finding],
+    tables: Sequence[tuple[Table, Sequence[Finding]]],
+    endings: Sequence[Evidence],
+    summary: str,
+    *,
+    is_ended: bool,
+) -> Answer:
+    """Return the answer over all parts; is_ended: the user states that the job ended."""
+    of_tables = [_table_text(table, one) for table, found in tables for one in found]
+    wrong = [text for text in of_tables if text]
+    problem = next((one for one in findings if one.severity is Severity.PROBLEM), None)
+    has_wrong = any(one.severity is Severity.PROBLEM for _, found in tables for one in found)
+    tally = _tally([*findings, *(one for _, found in tables for one in found)])
+    if problem is not None or has_wrong:
+        words = ([problem.text] if problem else []) + wrong
+        text = "; and in a table ".join(words[:1] + [", ".join(words[1:])] * (len(words) > 1))
+        evidence = problem.evidence if problem else ()
+        return Answer(state=JobState.FAILED, text=f"{text} ({tally})", evidence=evidence)
+    incomplete = next((one for one in findings if one.rule in INCOMPLETE), None)
+    if any(one.rule == "table-incomplete" for one in findings) or any(
+        one.rule == "several-jobs" for one in findings
+    ):
+        endings = ()
+    if endings or is_ended:
+        state, how = JobState.FINISHED, "--ended states it, and nothing is incomplete"
+        if endings:
+            last = endings[-1]
+            how = f'"{last.text.strip()[:_MAX_QUOTED]}" ({last.file}:{last.line})'
+    else:
+        state = JobState.UNKNOWN
+        how = "no line shows an end, a failure or a hang (--ended if it ended)"
+        if incomplete is not None:
+            how = f"{incomplete.text.rstrip('.')} (--ended if it ended)"
+            how = how[:1].lower() + how[1:]
+    parts = [f"{state}: {how}", *wrong, *([summary] if summary else [])]
+    text = f"{'; '.join(parts)} ({tally})"
+    shown = endings[-1:] or (incomplete.evidence if incomplete else ())
+    return Answer(state=state, text=text, evidence=tuple(shown))
+
+
+def _tally(findings: Sequence[Finding]) -> str:
+    """Return e.g. "1 problem, 2 warnings"."""
+    counts = Counter(finding.severity for finding in findings)
+    words = [
+        f"{counts[kind]} {kind}{'s' * (counts[kind] > 1)}"
+        for kind in reversed(Severity)
+        if counts[kind]
+    ]
+    return ", ".join(words) or "no findings"
+
+
+def _table_text(table: Table, finding: Finding) -> str:
+    """Return wrong results or missing rows in a few words; "" for other findings."""
+    if finding.rule == "rows-missing":
+        return finding.text
+    if finding.severity is not Severity.PROBLEM:
+        return ""
+    if not any(note.startswith(OUT_OF_BOUNDS) for note in table.notes):
+        return finding.text
+    head, colon, rest = finding.text.partition(":")
+    return f"{head}, footer FAILED{colon}{rest}"
+
+
+def endings_of(facts: LogFacts) -> list[Evidence]:
+    """Return the lines that show the end of a job, those of its last start."""
+    starts: dict[str, int] = {}
+    for group in facts.communicators:
+        for member in group.members:
+            if member.started is not None:
+                line = member.started.line
+                starts[member.started.file] = max(line, starts.get(member.started.file, 0))
+    stated = [one for one in facts.endings if one.line > starts.get(one.file, 0)]
+    return [*_destroyed(facts), *stated]
+
+
+def _destroyed(facts: LogFacts) -> list[Evidence]:
+    """Return a line of the end of each communicator, if all ranks of all of them ended."""
+    versions = [text for library, text in facts.versions if library in ("nccl", "rccl")]
+    numbers = [tuple(map(int, text.split("-")[0].split(".")[:2])) for text in versions]
+    members = [member for group in facts.communicators for member in group.members]
+    is_whole = all(_is_complete(group) for group in facts.communicators)
+    if not members or not numbers or min(numbers) < _DESTROYS_AT_END or not is_whole:
+        return []
+    lines = [member.destroyed for member in members if member.destroyed is not None]
+    return lines[-1:] if len(lines) == len(members) else []
+
+
+def _is_complete(group: Communicator) -> bool:
+    """Return whether all ranks of a communicator are in the log and finished its start."""
+    return len(group.members) == group.num_ranks and all(
+        member.completed for member in group.members
+    )
+
+
+def healthy_text(facts: LogFacts, findings: Sequence[Finding]) -> str:
+    """Return what the log shows to be in order, in a few words."""
+    return ", ".join(_healthy(facts, {one.rule for one in findings}))
+
+
+def _healthy(facts: LogFacts, rules: set[str]) -> Iterator[str]:
+    groups = [group for group in facts.communicators if group.num_ranks]
+    largest = max(groups, key=lambda group: group.num_ranks or 0, default=None)
+    if largest is not None and _is_complete(largest):
+        hosts = len({member.host for member in largest.members})
+        number = largest.num_ranks
+        yield f"{number} rank{'s' * (number != 1)} on {hosts} host{'s' * (hosts != 1)}"
+    if groups and all(map(_is_complete, groups)):
+        yield "all starts complete"
+    ways = [way for way in facts.transports if way.is_net]
+    if ways:
+        direct = sum(way.gdrdma for way in ways)
+        share = "with" if direct == len(ways) else "partly with" if direct else "without"
+        yield f"{', '.join(sorted({way.kind for way in ways}))} {share} GPUDirect RDMA"
+    elif facts.networks:
+        yield f"network {', '.join(facts.networks)}"
+    if facts.messages and not rules & DAMAGE:
+        yield "no lines lost"
