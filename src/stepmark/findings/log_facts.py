@@ -295,16 +295,13 @@ class Failure:
 class UnfinishedTable:
     """A table of nccl-tests without its footer, from its first line to its last.
 
-    num_sizes: by the parameters, None where they do not state it. num_tables: of processes that
-    each print one into the same output, of which num_finished have a footer.
+    num_rows: complete ones. num_sizes: by the parameters, None where they do not state it.
     """
 
     has_parameters: bool
     has_header: bool
     num_rows: int
     num_sizes: int | None
-    num_tables: int
-    num_finished: int
     first: Evidence
     last: Evidence
 

@@ -332,8 +332,8 @@ FAILURES: tuple[FailureRule, ...] = (
         "device-missing",
         _CAUSE,
         r"/dev/(?:infiniband|nvidia(?!-caps)|dri|kfd|gdrdrv)\S*.*(?:No such (?:file|device)"
-        r"|not found|Permission denied|Operation not permitted)|couldn't open config directory "
-        r"'/etc/libibverbs|ibv_open_device failed|failed to open /dev/(?:infiniband|nvidia)",
+        r"|not found|Permission denied|Operation not permitted)"
+        r"|failed to open /dev/(?:infiniband|nvidia)",
         "A device file is missing in the container, or may not be opened:",
         "Give the container the devices (--device /dev/infiniband, --gpus all, the device "
         "plugin of Kubernetes) and the rights to open them.",
@@ -425,7 +425,7 @@ FAILURES: tuple[FailureRule, ...] = (
         r"NCCL error(?: in|:)|NCCL Error \d|Test NCCL failure|ncclSystemError|ncclInternalError"
         r"|ncclInvalidUsage|unhandled system error|encountered a fatal error",
         "A call of NCCL failed.",
-        "Run again with NCCL_DEBUG=INFO: the WARN line before the error names the cause.",
+        "Look for the WARN line before it; without one, run again with NCCL_DEBUG=INFO.",
     ),
     _rule(
         "launcher",

@@ -146,14 +146,12 @@ class OutputReader:
     def enter_file(self, file: str, index: int) -> None:
         self._file, self._file_index, self._clock = file, index, None
         self._open.clear()
-        self._benchmarks.leave_file()
+        self._benchmarks.open = None
         self._exits.block, self._exits.file_index = "", index
 
     def read(self, line: bytes, number: int, process: str = "") -> None:
         """Read a line; process: host:pid of a WARN line of NCCL."""
-        is_inside = (
-            self._open or self._exits.block or self._says_why or self._benchmarks.is_open
-        )
+        is_inside = self._open or self._exits.block or self._says_why or self._benchmarks.open
         if not is_inside:
             shape = line.translate(None, _DIGITS)
             if shape in self._quiet:

@@ -89,7 +89,9 @@ def linked(facts: LogFacts, findings: Sequence[Finding]) -> list[Finding]:
     if warned is not None:
         first = (ranked[0][0], -1, _warned(warned))
         return _tree(facts, [first, *ranked], [one for one in plain if one is not warned])
-    ranked[0] = (*ranked[0][:2], _without_cause(facts, ranked[0][2]))
+    if ranked[0][2].rule == "failure-nccl" and (facts.communicators or facts.networks):
+        action = "No WARN line is in the log: look at the other ranks' logs and at dmesg."
+        ranked[0] = (*ranked[0][:2], replace(ranked[0][2], action=action))
     return _tree(facts, ranked, plain)
 
 
@@ -110,17 +112,6 @@ def _warned(finding: Finding) -> Finding:
     text = text if finding.rule == "ofi-tcp" else f"NCCL failed after this warning: {text}"
     action = finding.action or "Look for these words in NCCL's source and issues."
     return replace(finding, rule="failure-warned", severity=_PROBLEM, text=text, action=action)
-
-
-def _without_cause(facts: LogFacts, finding: Finding) -> Finding:
-    """Return that a failure of NCCL has no cause; no advice to log what the log has already."""
-    if finding.rule != "failure-nccl":
-        return finding
-    if not (facts.communicators or facts.networks or facts.plugins):
-        return replace(finding, text="A call of NCCL failed, and no line states the cause.")
-    text = "A call of NCCL failed, and no WARN line before it states the cause."
-    action = "Look at the lines before it, the logs of the other ranks and dmesg."
-    return replace(finding, text=text, action=action)
 
 
 def _tree(

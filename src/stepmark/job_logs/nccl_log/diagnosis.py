@@ -4,6 +4,7 @@ Every rule quotes the lines that prove it; without them it reports nothing. Over
 rule is short, and they are read side by side.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -38,6 +39,10 @@ def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
         text = f"NCCL warns: {warning.rstrip('.')}."
         if classify(lines.evidence[0].text) is not None or _harmless_text(warning):
             continue
+        if _NO_ADAPTER.search(warning):
+            finding = finding_of("warning", Severity.WARNING, text, [lines])
+            yield replace(finding, action=_GIVE_DEVICES)
+            continue
         if facts.has_failed or FALLS_BACK.search(warning) or not LOOKS_FATAL.search(warning):
             yield finding_of("warning", Severity.WARNING, text, [lines])
             continue
@@ -46,6 +51,9 @@ def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
         yield replace(finding, action="Read the lines around it, and whether the job went on.")
 
 
+# NCCL then uses other adapters, or sockets.
+_NO_ADAPTER = re.compile(r"ibv_open_device failed|[Uu]nable to open device")
+_GIVE_DEVICES = "Give the container the adapters: --device /dev/infiniband, or privileges."
 _ALIGN = (
     "Make the ranks issue the same collectives in one order, with equal counts, types and "
     "roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code."
@@ -249,21 +257,15 @@ def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
 def unfinished_tables(facts: LogFacts) -> Iterator[Finding]:
     """Report a benchmark that stopped after its header or inside its table."""
     for table in facts.unfinished:
-        sizes = plural(table.num_rows, "size")
-        if table.num_sizes and table.num_rows <= table.num_sizes:
-            sizes = f"{table.num_rows} of {plural(table.num_sizes, 'size')}"
-        if table.num_tables > 1:
-            ended = table.num_tables - table.num_finished
-            text = f"{ended} of {table.num_tables} benchmarks of this output have no footer"
-        elif not table.has_header:
-            text = "The benchmark stops before its table: no size was completed"
+        if not table.has_header:
+            text, where = "The benchmark stops before its table", "in its start"
         elif not table.num_rows:
-            text = "The table stops after its header, no size was completed"
+            text, where = "The table stops after its header", "at the first size"
         else:
-            text = f"The table stops after {sizes}, without its footer"
-        if table.num_tables == 1 and not facts.has_failed:
-            where = "in its start" if not table.has_header else "at the next size"
-            where = "at the first size" if table.has_header and not table.num_rows else where
+            of = f" of {table.num_sizes}" if table.num_sizes else ""
+            text, where = f"The table stops after {table.num_rows}{of} sizes", "at the next one"
+        text += ", without its footer" if table.num_rows else ", no size was completed"
+        if not facts.has_failed:
             text += f": it hung {where}, or still ran, or the output was cut"
         lines = dict.fromkeys([table.first, table.last])
         yield finding_of("table-incomplete", Severity.WARNING, f"{text}.", lines)
