@@ -113,13 +113,13 @@ def _table_text(table: Table, finding: Finding) -> str:
 
 def endings_of(facts: LogFacts) -> list[Evidence]:
     """Return the lines that show the end of a job, those of its last start."""
-    starts: dict[str, int] = {}
-    for group in facts.communicators:
-        for member in group.members:
-            if member.started is not None:
-                line = member.started.line
-                starts[member.started.file] = max(line, starts.get(member.started.file, 0))
-    stated = [one for one in facts.endings if one.line > starts.get(one.file, 0)]
+    members = [member for group in facts.communicators for member in group.members]
+    starts = [member.started for member in members if member.started is not None]
+    stated = [
+        line
+        for line in facts.endings
+        if not any(one.file == line.file and one.line > line.line for one in starts)
+    ]
     return [*_destroyed(facts), *stated]
 
 

@@ -3,8 +3,6 @@
 import re
 from typing import NamedTuple
 
-BENCHMARK = "nccl-tests"  # its footer ends a table, and the job only if no table follows
-
 
 class EndingRule(NamedTuple):
     """`pattern` is searched in a line without a launcher's tag, as `printed_by` prints it."""
@@ -21,16 +19,17 @@ def _rule(printed_by: str, pattern: str) -> EndingRule:
 # and evaluation, and what one process of many prints ("Process 7 exits successfully").
 ENDINGS: tuple[EndingRule, ...] = (
     # nccl-tests and rccl-tests, src/common.cu.
-    _rule(BENCHMARK, r"^#? ?Avg bus bandwidth +: |^# ?Collective test concluded: "),
+    _rule("nccl-tests", r"^#? ?Avg bus bandwidth +: |^# ?Collective test concluded: "),
     # transformers, trainer.py: the metrics of train().
     _rule("Hugging Face Trainer", r"['\"]?train_runtime['\"]? *[:=] *['\"]?\d"),
     # Megatron-LM, training.py: exit_interval and exit_duration_in_mins. Its "exiting program
     # after receiving SIGTERM." is no end of its own.
     _rule("Megatron-LM", r"exiting program (?:at iteration|after) \d"),
-    # torchtitan, train.py; transformers; axolotl.
+    # torchtitan, train.py; transformers; axolotl. Some print it after each epoch.
     _rule(
         "trainer",
-        r"(?:^|[\]:|>\-] ?|  )[Tt]raining (?:is |has )?(?:completed|complete|finished)"
+        r"^(?!.*\b[Ee]poch\b)(?:|.*(?:[\]:|>] ?|- |  ))"
+        r"[Tt]raining (?:is |has )?(?:completed|complete|finished)"
         r"(?: successfully)?(?:[.!]? *$|[.!] Do not forget| after \d+ (?:steps|iterations))",
     ),
     # Lightning, loops/fit_loop.py.
@@ -41,7 +40,7 @@ ENDINGS: tuple[EndingRule, ...] = (
     _rule(
         "Slurm",
         r"\bJobState=COMPLETED\b|^State: COMPLETED \(exit code 0\)"
-        r"|^\d{1,12}(?:_\d{1,9})?[ |]\S.*\bCOMPLETED[ |]+0:0",
+        r"|^\d{1,12}(?:_\d{1,9})?[ |]+\S.*\bCOMPLETED[ |]+0:0",
     ),
     # kubectl: describe and get pods. "Reason: Completed" may be an init container's.
     _rule("Kubernetes", r"^Status: +Succeeded\b|^\S+ +0/\d+ +Completed +\d"),

@@ -26,6 +26,7 @@ def _rule(rule: str, role: Role, pattern: str, text: str, action: str) -> Failur
 _HARDWARE, _CAUSE, _VAGUE = Role.HARDWARE, Role.CAUSE, Role.VAGUE
 _WAIT, _CONSEQUENCE, _REMARK = Role.WAIT, Role.CONSEQUENCE, Role.REMARK
 FOREIGN, PEER_CLOSED = "failure-foreign", "failure-peer-closed"
+LAUNCHER = "failure-launcher"
 
 FAILURES: tuple[FailureRule, ...] = (
     # What a healthy job prints as well.
@@ -33,7 +34,7 @@ FAILURES: tuple[FailureRule, ...] = (
         "foreign",
         _REMARK,
         # NCCL's misc/socket.cc and proxy.cc: a connection without its first bytes.
-        r"wrong (?:magic|type)|[Uu]nexpected .{0,20}magic|invalid magic"
+        r"socketFinalizeAccept: wrong|NCCL WARN .*(?:wrong|unexpected) (?:\w+ )?magic"
         r"|\[Service thread\] Accept failed",
         "A foreign process (a port scan, monitoring, a health check) connected to a port of "
         "NCCL. NCCL refuses the connection: harmless by itself.",
@@ -72,7 +73,7 @@ FAILURES: tuple[FailureRule, ...] = (
         r"Connection closed by (?:remote )?peer|remote process (?:exited|has terminated)"
         r"|[Cc]all to (?:recv|send)\w* (?:from|to) .*(?:Broken pipe|Connection reset)"
         r"|ncclRemoteError|Socket recv failed while polling|\[Proxy Service\S* \d+\] Failed to"
-        r"|(?:NCCL WARN|[Ss]ocket|gloo|UCX|\[E\d|[Ss]end|[Rr]ecv|[Rr]ead|[Ww]rite|[Ee]rrno).*"
+        r"|(?:NCCL WARN|[Ss]ocket|gloo|UCX|\[E\d|\b(?:send|recv)\w*\b|[Ee]rrno).*"
         r"(?:Connection reset by peer|Broken pipe)"
         r"|^(?:\w+\.)*(?:BrokenPipe|ConnectionReset)Error\b",
         "A connection to another process was closed: that one ended first, or the network "
@@ -117,7 +118,7 @@ FAILURES: tuple[FailureRule, ...] = (
         _HARDWARE,
         r"oom[-_]kill|Out of memory: Kill|emory cgroup out of memory|: Out Of Memory"
         r"|OOMKilled|OOM Killed|TERM_MEMLIMIT|PBS: job killed: v?mem|[Ee]xceeded (?:job|step)"
-        r" memory limit|OUT_OF_ME(?:MORY|\+)",
+        r" memory limit|OUT_OF_ME(?:MORY|\+)|node running low on memory",
         "The host or the job's cgroup ran out of memory, and the kernel or the scheduler "
         "killed a process.",
         "Ask for more host memory, or use less: data-loader workers, pinned buffers, offload.",
@@ -125,7 +126,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "evicted",
         _HARDWARE,
-        r"^\s*Reason: +Evicted|\bEvicted\b.*\b(?:kubelet|node|\d+[smhd])\b"
+        r"^\s*Reason: +Evicted|\bEvicted\b.*\bkubelet\b"
         r"|node was low on resource|^\S+ +0/\d+ +(?:Evicted|ContainerStatusUnknown) ",
         "Kubernetes evicted the pod: its node ran short of a resource, or was drained.",
         "Look at the event's message (kubectl describe pod), and set requests and limits.",
@@ -135,8 +136,8 @@ FAILURES: tuple[FailureRule, ...] = (
         "locked-memory",
         _CAUSE,
         # ENOMEM of the verbs library: pages cannot be pinned.
-        r"(?:ibv_(?:reg|create|alloc|exp_reg)\w*|mlx5dv_reg\w*|fi_mr_reg\w*|RegMr|registration)"
-        r".*(?:Cannot allocate memory|\b12\b|ENOMEM)|[Ll]ocked memory limit|RLIMIT_MEMLOCK",
+        r"(?:ibv_\w+|mlx5dv_reg\w*|fi_mr_reg\w*|register memory|[Mm]emory registration)"
+        r".*(?:Cannot allocate memory|ENOMEM)|[Ll]ocked memory limit|RLIMIT_MEMLOCK",
         "Memory could not be registered with the adapter: the limit of locked memory "
         "(ulimit -l) of the process is too low.",
         "Set it to unlimited in the container or the job (--ulimit memlock=-1, LimitMEMLOCK, "
@@ -154,8 +155,8 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "process-limit",
         _CAUSE,
-        r"(?:fork|clone|vfork|pthread_create|posix_spawn|os\.fork).*(?:Cannot allocate memory"
-        r"|Resource temporarily unavailable|fail)|can't start new thread"
+        r"\b(?:fork|clone|vfork|pthread_create|posix_spawn)\b.*(?:Cannot allocate memory"
+        r"|Resource temporarily unavailable)|can't start new thread|pthread_create failed"
         r"|libgomp: Thread creation failed",
         "A process or thread could not be started: a limit of processes (ulimit -u, the "
         "cgroup's pids.max) or of the host's memory.",
@@ -194,7 +195,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "disk-full",
         _CAUSE,
-        r"\[Errno (?:28|122)\]|(?:No space left on device|Disk quota exceeded)(?! .*retry)",
+        r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded",
         "A file could not be written: the disk is full or the quota is used up.",
         "Free space, or write elsewhere.",
     ),
@@ -202,8 +203,8 @@ FAILURES: tuple[FailureRule, ...] = (
         "gpu-memory",
         _CAUSE,
         r"(?:CUDA|HIP|GPU|XPU) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
-        r"|(?:Cuda|HIP) failure (?:\d+ )?'out of memory'|Failed to CUDA (?:c|m)alloc"
-        r"|(?:cuda|hip)Malloc\w*.*(?:out of memory|Cannot allocate memory|fail)"
+        r"|(?:Cuda|CUDA|HIP) failure .{0,60}'out of memory'|Failed to CUDA (?:c|m)alloc"
+        r"|(?:cuda|hip)Malloc\w*.*(?:out of memory|Cannot allocate memory)"
         r"|cuMem(?:Create|Alloc)\w*.*(?:out of memory|CUDA_ERROR_OUT_OF_MEMORY)",
         "A rank ran out of GPU memory.",
         "Reduce the micro-batch, use activation checkpointing or more sharding, and look for "
@@ -331,7 +332,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "device-missing",
         _CAUSE,
-        r"/dev/(?:infiniband|nvidia(?!-caps)|dri|kfd|gdrdrv)\S*.*(?:No such (?:file|device)"
+        r"/dev/(?:infiniband|nvidia(?!-caps)|dri|kfd)\S*.*(?:No such (?:file|device)"
         r"|not found|Permission denied|Operation not permitted)"
         r"|failed to open /dev/(?:infiniband|nvidia)",
         "A device file is missing in the container, or may not be opened:",
@@ -433,12 +434,14 @@ FAILURES: tuple[FailureRule, ...] = (
         # Open MPI, MPICH's and Intel MPI's Hydra, srun, kubectl, Slurm's and LSF's reports.
         r"BAD TERMINATION OF ONE|Primary job +terminated normally, but|MPI_ABORT was invoked"
         r"|(?:mpirun|prterun|mpiexec|Hydra) detected that one or more processes exited"
-        r"|(?:mpirun|prterun|mpiexec) was unable to|Job step aborted:"
+        r"|(?:mpirun|prterun|mpiexec) was unable to|not enough slots available"
+        r"|Job step aborted:|srun: error: (?:Unable to|task \d+ launch failed)"
+        r"|slurmstepd: error: execve"
         r"|daemon (?:has )?unexpectedly failed"
         r"|^\s*Reason: +(?:Error|ContainerCannotRun|StartError)\s*$|^Status: +Failed\b"
         r"|^\S+ +\d+/\d+ +(?:Error|CrashLoopBackOff|RunContainerError|ImagePullBackOff) +\d"
         r"|Back-off restarting failed container|JobState=FAILED|^State: FAILED"
-        r"|^\d{1,12}(?:_\d{1,9})?[ |]\S.*\bFAILED[ |]+\d+:\d+",
+        r"|^\d{1,12}(?:_\d{1,9})?[ |]+\S.*\bFAILED[ |]+\d+:\d+",
         "The launcher or the scheduler reports that the job failed.",
         "Look for the first traceback, signal or error of a rank.",
     ),

@@ -18,8 +18,8 @@ from stepmark.findings.log_facts import (
     UnfinishedTable,
 )
 from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
-from stepmark.job_logs.endings import BENCHMARK, ending_of
-from stepmark.job_logs.failures import FOREIGN, PEER_CLOSED, classify
+from stepmark.job_logs.endings import ending_of
+from stepmark.job_logs.failures import FOREIGN, LAUNCHER, PEER_CLOSED, classify
 from stepmark.job_logs.job_output.benchmarks import BenchmarkTables
 from stepmark.job_logs.job_output.exits import ProcessExits
 from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
@@ -32,7 +32,7 @@ _DIGITS = b"0123456789"
 _MAX_LINE_BYTES = 64 * 1024
 # They say less than any other failure of their role, even an earlier one.
 GENERAL = frozenset(
-    f"failure-{name}" for name in ("nccl", "exit", "abort", "unknown", "launcher")
+    {"failure-nccl", "failure-exit", "failure-abort", "failure-unknown", LAUNCHER}
 )
 
 # A line with none of these words states no failure and no end. Plain `in` is faster than one
@@ -49,6 +49,8 @@ _WORDS = (
     *(b"TERM", b"double free", b"smashing", b"corrupt", b"walltime", b"vict", b"Back-off"),
     *(b"exceeded ", b"low on resource", b"can't start new", b"unavailable", b"No such file"),
     *(b"ompleted", b"omplete", b"inished", b"COMPLETED", b"uccessfully", b"Succeeded"),
+    *(b"xecve", b"Unable to", b"enough slots", b"low on memory", b"ignored in"),
+    *(b"OUT_OF_ME", b"lost communication", b"RUNNING AT", b"rocess name", b"(): "),
     *(b"train_runtime", b"Trainer.fit", b"Avg bus", b"nThread", b"redop", b"oncluded"),
 )
 _CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
@@ -88,7 +90,7 @@ _REMARK = re.compile(
 )
 # A logger's level, or words by which a program says that it continues.
 _HANDLED = re.compile(
-    r"^(?:[^\s:]{1,40}[\s:|]+){0,4}\[?(?:DEBUG|INFO|WARNING|Warning)\b"
+    r"^(?!.*NCCL WARN)(?:[^\s:]{1,40}[\s:|]+){0,4}\[?(?:DEBUG|INFO|WARNING|Warning)\b"
     r"|\b(?i:retrying|will retry|retry loop|reconnect\w*|recovered|handled|ignored|ignoring)\b"
 )
 _UNKNOWN = re.compile(
@@ -132,11 +134,6 @@ class OutputReader:
     def num_found(self) -> int:
         """Number of failures, ends of processes and time-outs so far."""
         return len(self.failures) + len(self._exits.exits) + len(self._watchdog.timeouts)
-
-    @property
-    def has_end(self) -> bool:
-        """Whether a line states the end of a job, and not only that of a table."""
-        return any(printed_by != BENCHMARK for _, printed_by in self.endings)
 
     @property
     def is_remark_only(self) -> bool:
@@ -192,6 +189,9 @@ class OutputReader:
         """Read a line of a traceback; return whether it was one."""
         if "Traceback (most recent call last)" in body:
             self._open[tag] = _Traceback(is_ignored=self._ignores_next)
+            self._ignores_next = False
+            return True
+        if self._ignores_next and _RAISED.match(body):
             self._ignores_next = False
             return True
         self._ignores_next = body.startswith("Exception ignored in")
@@ -270,8 +270,8 @@ class OutputReader:
     def _other(self, body: str, rank: int | None, process: str, evidence: Evidence) -> None:
         """Read an error that one line states."""
         rule = classify(body)
-        is_handled = not process and not _RAISED.match(body) and _HANDLED.search(body)
-        if is_handled and (rule is None or rule.role >= Role.VAGUE):
+        is_handled = not (process or _RAISED.match(body)) and _HANDLED.search(body)
+        if is_handled and (rule is None or rule.role >= Role.CAUSE):
             rule = None
             if not _TEARDOWN.search(body):
                 return
@@ -357,6 +357,7 @@ class OutputReader:
             key=lambda one: (
                 one.role,
                 one.rule in GENERAL,
+                one.rule == LAUNCHER,
                 -1.0 if one.time_s is None else one.time_s,
                 one.file_index,
                 one.evidence.line,
@@ -380,4 +381,4 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
             if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
                 return True
     is_unfinished = any(table.has_parameters for table in reader.unfinished())
-    return is_unfinished or (reader.has_end and not has_tables)
+    return is_unfinished or (bool(reader.endings) and not has_tables)

@@ -30,10 +30,9 @@ _ON_SIGNAL = re.compile(
 )
 # Signals with their number: Open MPI's handler, Hydra's exit string, Intel MPI, torchrun.
 _NUMBERED = re.compile(
-    r"^\[[\w.\-]+:0*(?P<ompi>\d{1,10})\] Signal: .{1,60}\((?P<ompi_signal>\d{1,2})\)"
-    r"|EXIT STRING: .{1,60}\(signal (?P<hydra>\d{1,2})\)"
-    r"|KILLED BY SIGNAL: (?P<intel>\d{1,2})\b"
-    r"|Signal (?P<torchrun>\d{1,2}) \(SIG\w+\) received by PID (?P<pid>\d{1,10})"
+    r"(?:^\[[\w.\-]+:0*(?P<handler_pid>\d{1,10})\] Signal: .{1,60}\("
+    r"|EXIT STRING: .{1,60}\(signal |KILLED BY SIGNAL: |Signal )(?P<signal>\d{1,2})"
+    r"(?:\)| \(SIG\w+\) received by PID (?P<pid>\d{1,10})| \(\w)"
 )
 _HANDLER = re.compile(
     r"^\[[\w.\-]+:\d+\] (?:\*\*\* (?:Process received signal|End of error message) \*\*\*"
@@ -110,7 +109,9 @@ class ProcessExits:
             for task in numbers_of(tasks[2].strip("[]"))[:64]:
                 self._add_exit(code, task, f"task {task}", evidence)
         elif numbered := _NUMBERED.search(body):
-            self._add_numbered(numbered, rank, evidence)
+            by_pid = numbered["handler_pid"] or numbered["pid"]
+            who = f"pid {by_pid}" if by_pid else f"? {rank} {numbered['signal']}"
+            self._add_exit(-int(numbered["signal"]), rank, who, evidence)
         elif named := _NAMED_PROCESS.search(body):
             mpi_rank = named["rank"] or named["mpi"]
             process = f"pid {named['pid']}" if named["pid"] else f"rank {mpi_rank}"
@@ -122,8 +123,7 @@ class ProcessExits:
             who = int(mpi_rank) if mpi_rank else rank
             self._add_exit(-number, who, f"pid {pid}" if pid else f"? {who} {number}", evidence)
         elif (code_line := _EXIT_CODE.search(body)) and classify(body) is None:
-            who, process = self._process(rank, code_line[1])
-            self._add_exit(int(code_line[1]), who, process, evidence)
+            self._add_exit(int(code_line[1]), rank, f"? {rank} {code_line[1]}", evidence)
         elif _HANDLER.search(body):
             return True
         elif "Root Cause (first observed failure)" in body or body.startswith("Failures:"):
@@ -132,23 +132,9 @@ class ProcessExits:
             return False
         return True
 
-    def _process(self, rank: int | None, code: str) -> tuple[int | None, str]:
-        """Return the rank and the process of a line: those that the lines above name."""
-        named_rank, process = self._named
-        return (rank if named_rank is None else named_rank), process or f"? {rank} {code}"
-
-    def _add_numbered(self, match: re.Match[str], rank: int | None, evidence: Evidence) -> None:
-        """Record a signal by its number; the line may name the process."""
-        kinds = ("ompi_signal", "hydra", "intel", "torchrun")
-        number = next(match[kind] for kind in kinds if match[kind])
-        if pid := match["ompi"] or match["pid"]:
-            self._add_exit(-int(number), rank, f"pid {pid}", evidence)
-            return
-        who, process = self._process(rank, number)
-        self._named = (None, "")
-        self._add_exit(-int(number), who, process, evidence)
-
     def _add_exit(self, code: int, rank: int | None, process: str, evidence: Evidence) -> _Exit:
+        if process.startswith("?") and self._named[1]:
+            rank, process = self._named
         new = _Exit(code, rank, process, False, evidence, self.clock, self.file_index)
         exit_ = self.exits.setdefault(process, new)
         exit_.rank = rank if exit_.rank is None else exit_.rank

@@ -4,7 +4,6 @@ Every rule quotes the lines that prove it; without them it reports nothing. Over
 rule is short, and they are read side by side.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -39,10 +38,6 @@ def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
         text = f"NCCL warns: {warning.rstrip('.')}."
         if classify(lines.evidence[0].text) is not None or _harmless_text(warning):
             continue
-        if _NO_ADAPTER.search(warning):
-            finding = finding_of("warning", Severity.WARNING, text, [lines])
-            yield replace(finding, action=_GIVE_DEVICES)
-            continue
         if facts.has_failed or FALLS_BACK.search(warning) or not LOOKS_FATAL.search(warning):
             yield finding_of("warning", Severity.WARNING, text, [lines])
             continue
@@ -51,9 +46,6 @@ def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
         yield replace(finding, action="Read the lines around it, and whether the job went on.")
 
 
-# NCCL then uses other adapters, or sockets.
-_NO_ADAPTER = re.compile(r"ibv_open_device failed|[Uu]nable to open device")
-_GIVE_DEVICES = "Give the container the adapters: --device /dev/infiniband, or privileges."
 _ALIGN = (
     "Make the ranks issue the same collectives in one order, with equal counts, types and "
     "roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code."
@@ -311,6 +303,14 @@ _HARMLESS = (
     (
         "Failed to open libibverbs",
         "No library of InfiniBand: NCCL uses another network. Harmless without InfiniBand.",
+    ),
+    *(
+        (
+            words,
+            "An adapter could not be opened (a container without /dev/infiniband lacks it): "
+            "NCCL uses others, or sockets.",
+        )
+        for words in ("ibv_open_device failed", "nable to open device")
     ),
     (
         "NUMA auto balancing",
