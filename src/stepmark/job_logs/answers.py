@@ -40,7 +40,11 @@ _MAX_QUOTED = 120
 def as_ended(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Return the findings of a job that ended: what is incomplete failed."""
     return tuple(
-        replace(one, severity=Severity.PROBLEM)
+        replace(
+            one,
+            severity=Severity.PROBLEM,
+            text=one.text.replace(", or still ran,", ", or").replace(" or it still ran", ""),
+        )
         if one.rule in INCOMPLETE and one.severity is Severity.WARNING
         else one
         for one in findings
@@ -62,8 +66,8 @@ def answer_of(
     has_wrong = any(one.severity is Severity.PROBLEM for _, found in tables for one in found)
     tally = _tally([*findings, *(one for _, found in tables for one in found)])
     if problem is not None or has_wrong:
-        words = ([problem.text] if problem else []) + wrong
-        text = "; and in a table ".join(words[:1] + [", ".join(words[1:])] * (len(words) > 1))
+        shown = [problem] if problem else []
+        text = "; ".join([*(one.text.rstrip(".") for one in shown), *wrong])
         evidence = problem.evidence if problem else ()
         return Answer(state=JobState.FAILED, text=f"{text} ({tally})", evidence=evidence)
     incomplete = next((one for one in findings if one.rule in INCOMPLETE), None)
@@ -154,7 +158,8 @@ def _healthy(facts: LogFacts, rules: set[str]) -> Iterator[str]:
         hosts = len({member.host for member in largest.members})
         number = largest.num_ranks
         yield f"{number} rank{'s' * (number != 1)} on {hosts} host{'s' * (hosts != 1)}"
-    if groups and all(map(_is_complete, groups)):
+    is_whole = bool(groups) and all(map(_is_complete, groups))
+    if is_whole:
         yield "all starts complete"
     ways = [way for way in facts.transports if way.is_net]
     if ways:
@@ -163,5 +168,5 @@ def _healthy(facts: LogFacts, rules: set[str]) -> Iterator[str]:
         yield f"{', '.join(sorted({way.kind for way in ways}))} {share} GPUDirect RDMA"
     elif facts.networks:
         yield f"network {', '.join(facts.networks)}"
-    if facts.messages and not rules & DAMAGE:
+    if is_whole and facts.messages and not rules & DAMAGE:
         yield "no lines lost"
