@@ -367,7 +367,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "assert",
         _CAUSE,
-        r"device-side assert|Assertion `.*` failed|HSA_STATUS_ERROR_EXCEPTION",
+        r"device-side assert|Assertion [`'].*['`] failed|HSA_STATUS_ERROR_EXCEPTION",
         "A kernel of the job failed an assertion, often an index out of bounds.",
         "Run again with CUDA_LAUNCH_BLOCKING=1 to see the operator that fails.",
     ),
@@ -436,7 +436,8 @@ FAILURES: tuple[FailureRule, ...] = (
         r"|(?:mpirun|prterun|mpiexec|Hydra) detected that one or more processes exited"
         r"|(?:mpirun|prterun|mpiexec) was unable to|not enough slots available"
         r"|Job step aborted:|srun: error: (?:Unable to|task \d+ launch failed)"
-        r"|slurmstepd: error: execve"
+        r"|slurmstepd: error: execve|Force Terminated|forcing job termination|STEPD TERMINATED"
+        r"|BackoffLimitExceeded|reached the specified backoff limit"
         r"|daemon (?:has )?unexpectedly failed"
         r"|^\s*Reason: +(?:Error|ContainerCannotRun|StartError)\s*$|^Status: +Failed\b"
         r"|^\S+ +\d+/\d+ +(?:Error|CrashLoopBackOff|RunContainerError|ImagePullBackOff) +\d"
@@ -455,6 +456,13 @@ FAILURES: tuple[FailureRule, ...] = (
         "late, or waits elsewhere.",
         "Look at what the rank named in the line did; all ranks must create groups in one "
         "order.",
+    ),
+    _rule(
+        "test-timeout",
+        _WAIT,
+        r"Test timeout \(\d+s\)",
+        "nccl-tests waited in vain for a collective to end, until its own time limit (-T).",
+        "Look for a rank that failed or is missing, then at the network between the ranks.",
     ),
     _rule(
         "heartbeat",

@@ -46,11 +46,13 @@ _WORDS = (
     *(b"truncated", b"peer", b"got stuck", b"eartbeat", b"destroy_process_group", b"Rank "),
     *(b"annot allocate", b"No space left", b"quota", b"llegal ", b"lready in use", b"-capable"),
     *(b"GPUs are", b"insufficient", b"Duplicate GPU", b"ncorrectable", b"misaligned", b"GPU "),
-    *(b"TERM", b"double free", b"smashing", b"corrupt", b"walltime", b"vict", b"Back-off"),
-    *(b"exceeded ", b"low on resource", b"can't start new", b"unavailable", b"No such file"),
-    *(b"ompleted", b"omplete", b"inished", b"COMPLETED", b"uccessfully", b"Succeeded"),
-    *(b"xecve", b"Unable to", b"enough slots", b"low on memory", b"ignored in"),
-    *(b"OUT_OF_ME", b"lost communication", b"RUNNING AT", b"rocess name", b"(): "),
+    *(b"TERM_", b"TERMINATION", b"RMINATED", b"Terminat", b"double free", b"smashing", b"(): "),
+    *(b"corrupt", b"walltime", b"victed", b"ack-off", b"ackoff", b"exceeded ", b"OUT_OF_ME"),
+    *(b"low on resource", b"low on memory", b"can't start new", b"unavailable", b"zsh: "),
+    *(b"No such file", b"ermission denied", b"not permitted", b"xecve", b"enough slots"),
+    *(b"error: Unable to", b"ignored in", b"lost communication", b"RUNNING AT", b"ode=dumped"),
+    *(b"rocess name", b"raining c", b"raining f", b"raining is", b"raining has", b"COMPLETED"),
+    *(b"Completed ", b"uccessfully completed", b"uccessfully finished", b"Succeeded"),
     *(b"train_runtime", b"Trainer.fit", b"Avg bus", b"nThread", b"redop", b"oncluded"),
 )
 _CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
@@ -71,7 +73,7 @@ _PREEMPTED = re.compile(r"DUE TO PREEMPTION|TERM_PREEMPT|JobState=PREEMPTED|^Sta
 _ENDED = re.compile(
     rf"{_TIME_LIMIT.pattern}|{_PREEMPTED.pattern}"
     r"|CANCELLED AT(?!.*NODE FAILURE)|Received \d+ death signal|got signal: \d+"
-    r"|^KeyboardInterrupt|received SIG(?:TERM|INT)|after receiving SIGTERM"
+    r"|^(?:Detected )?KeyboardInterrupt|received SIG(?:TERM|INT)|after receiving SIGTERM"
     r"|TERM_(?:OWNER|ADMIN|REQUEUE)|(?:JobState=|^State: )CANCELLED"
 )
 _TEARDOWN = re.compile(

@@ -20,19 +20,21 @@ _SRUN = re.compile(
 _ON_SIGNAL = re.compile(
     r"process rank (\d+) with PID (\d+) on node \S+ exited on signal (\d{1,2})"
     r"|(?:died with <Signals\.\w+: |Caught signal )(\d{1,2})\b"
-    r"|(?:terminated with signal |Program terminated with signal |killed by signal: )"
+    r"|(?:(?:terminated|received|ended) (?:with |by )?signal |killed by signal: )"
     r"(SIG[A-Z]+|Killed|Aborted|Segmentation fault)"
     r"|(?:line \d+: +\d+ |^\[\d+\]\s*[+-]?\s+\d* *)(Killed|Segmentation fault|Bus error"
     r"|Aborted|Terminated)\b"
     r"|^(Killed|Segmentation fault|Bus error|Aborted)(?: +\(core dumped\))?(?: {3,}\S.*)?$"
+    r"|^zsh: (killed|segmentation fault|abort|bus error)\b"
     r"|Fatal Python error: (Segmentation fault|Aborted|Bus error)"
     r"|\[\d+\]: (segfault) at "
 )
-# Signals with their number: Open MPI's handler, Hydra's exit string, Intel MPI, torchrun.
+# Signals with their number: Open MPI's handler, Hydra, Intel MPI, systemd, torchrun.
 _NUMBERED = re.compile(
     r"(?:^\[[\w.\-]+:0*(?P<handler_pid>\d{1,10})\] Signal: .{1,60}\("
-    r"|EXIT STRING: .{1,60}\(signal |KILLED BY SIGNAL: |Signal )(?P<signal>\d{1,2})"
-    r"(?:\)| \(SIG\w+\) received by PID (?P<pid>\d{1,10})| \(\w)"
+    r"|EXIT STRING: .{1,60}\(signal |KILLED BY SIGNAL: |Signal "
+    r"|code=(?:killed|dumped), status=)(?P<signal>\d{1,2})"
+    r"(?:\)|/[A-Z]| \(SIG\w+\) received by PID (?P<pid>\d{1,10})| \(\w)"
 )
 _HANDLER = re.compile(
     r"^\[[\w.\-]+:\d+\] (?:\*\*\* (?:Process received signal|End of error message) \*\*\*"
@@ -44,14 +46,16 @@ _NAMED_PROCESS = re.compile(
 )
 _EXIT_CODE = re.compile(
     r"(?:exits with return code = |return(?:ed)? (?:non-zero )?exit (?:code|status) "
-    r"|returned non-zero (?:code|status) |EXIT CODE: |[Ee]xit(?:ed with)?(?: exit)?"
-    r" (?:[Cc]ode|status):? +|exit_?[cC]ode\\?\"? ?[:=] ?)"
+    r"|returned non-zero (?:code|status) |\bExited \(|[Ee]xit_status ?= ?"
+    r"|EXIT CODE: |[Ee]xit(?:ed with)?(?: exit)? (?:[Cc]ode|status):? +"
+    r"|exit_?[cC]ode\\?\"? ?[:=] ?)"
     r"(-?[1-9]\d{0,2})\b"
 )
 _SIGNAL_NUMBERS = {
     **{"Killed": 9, "SIGKILL": 9, "Segmentation fault": 11, "SIGSEGV": 11, "segfault": 11},
     **{"Bus error": 7, "SIGBUS": 7, "Aborted": 6, "SIGABRT": 6, "Terminated": 15},
     **{"SIGTERM": 15, "SIGINT": 2},
+    **{"killed": 9, "segmentation fault": 11, "abort": 6, "bus error": 7},  # zsh
 }
 
 
