@@ -1,13 +1,14 @@
 """The answer of `stepmark logs`: failed or hung, finished and what shows it, or unknown."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Communicator, LogFacts
 from stepmark.ground.reading import Table
+from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS
 
 
@@ -30,6 +31,8 @@ class Answer:
 
 # Findings of a job that stands still, unless it still ran or its log was cut.
 INCOMPLETE = frozenset({"table-incomplete", "init-incomplete", "behind", "p2p-unpaired"})
+# With them an end that a line states is not that of everything in the files.
+_NO_END = frozenset({"table-incomplete", "several-jobs"})
 # Findings on what a file lost; every view shows them.
 DAMAGE = frozenset({"torn-lines", "lost-lines", "cut-lines", "rows-missing"})
 # Older versions print "Destroy COMPLETE" of communicators whose process fails later.
@@ -60,46 +63,40 @@ def answer_of(
     is_ended: bool,
 ) -> Answer:
     """Return the answer over all parts; is_ended: the user states that the job ended."""
-    of_tables = [_table_text(table, one) for table, found in tables for one in found]
-    wrong = [text for text in of_tables if text]
-    problem = next((one for one in findings if one.severity is Severity.PROBLEM), None)
-    has_wrong = any(one.severity is Severity.PROBLEM for _, found in tables for one in found)
-    tally = _tally([*findings, *(one for _, found in tables for one in found)])
-    if problem is not None or has_wrong:
-        shown = [problem] if problem else []
-        text = "; ".join([*(one.text.rstrip(".") for one in shown), *wrong])
-        evidence = problem.evidence if problem else ()
-        return Answer(state=JobState.FAILED, text=f"{text} ({tally})", evidence=evidence)
-    incomplete = next((one for one in findings if one.rule in INCOMPLETE), None)
-    if any(one.rule == "table-incomplete" for one in findings) or any(
-        one.rule == "several-jobs" for one in findings
-    ):
+    of_tables = [(table, one) for table, found in tables for one in found]
+    every = [*findings, *(one for _, one in of_tables)]
+    in_tables = list(filter(None, (_table_text(table, one) for table, one in of_tables)))
+    if any(one.severity is Severity.PROBLEM for one in every):
+        problems = [one for one in findings if one.severity is Severity.PROBLEM][:1]
+        words = [*(one.text.rstrip(".") for one in problems), *in_tables]
+        return Answer(
+            state=JobState.FAILED,
+            text=f"{'; '.join(words)} ({_tally(every)})",
+            evidence=problems[0].evidence if problems else (),
+        )
+    incomplete = [one for one in findings if one.rule in INCOMPLETE]
+    if {one.rule for one in findings} & _NO_END:
         endings = ()
-    if endings or is_ended:
-        state, how = JobState.FINISHED, "--ended states it, and nothing is incomplete"
-        if endings:
-            last = endings[-1]
-            how = f'"{last.text.strip()[:_MAX_QUOTED]}" ({last.file}:{last.line})'
+    evidence = tuple(endings[-1:])
+    state = JobState.FINISHED if endings or is_ended else JobState.UNKNOWN
+    if endings:
+        last = endings[-1]
+        how = f'"{last.text.strip()[:_MAX_QUOTED]}" ({last.file}:{last.line})'
+    elif is_ended:
+        how = "--ended states it, and nothing is incomplete"
+    elif incomplete:
+        text, evidence = incomplete[0].text, incomplete[0].evidence
+        how = f"{text[:1].lower()}{text[1:].rstrip('.')} (--ended if it ended)"
     else:
-        state = JobState.UNKNOWN
         how = "no line shows an end, a failure or a hang (--ended if it ended)"
-        if incomplete is not None:
-            how = f"{incomplete.text.rstrip('.')} (--ended if it ended)"
-            how = how[:1].lower() + how[1:]
-    parts = [f"{state}: {how}", *wrong, *([summary] if summary else [])]
-    text = f"{'; '.join(parts)} ({tally})"
-    shown = endings[-1:] or (incomplete.evidence if incomplete else ())
-    return Answer(state=state, text=text, evidence=tuple(shown))
+    parts = [f"{state}: {how}", *in_tables, *filter(None, [summary])]
+    return Answer(state=state, text=f"{'; '.join(parts)} ({_tally(every)})", evidence=evidence)
 
 
 def _tally(findings: Sequence[Finding]) -> str:
     """Return e.g. "1 problem, 2 warnings"."""
     counts = Counter(finding.severity for finding in findings)
-    words = [
-        f"{counts[kind]} {kind}{'s' * (counts[kind] > 1)}"
-        for kind in reversed(Severity)
-        if counts[kind]
-    ]
+    words = [plural(counts[kind], kind) for kind in reversed(Severity) if counts[kind]]
     return ", ".join(words) or "no findings"
 
 
@@ -148,25 +145,23 @@ def _is_complete(group: Communicator) -> bool:
 
 def healthy_text(facts: LogFacts, findings: Sequence[Finding]) -> str:
     """Return what the log shows to be in order, in a few words."""
-    return ", ".join(_healthy(facts, {one.rule for one in findings}))
-
-
-def _healthy(facts: LogFacts, rules: set[str]) -> Iterator[str]:
+    words = []
     groups = [group for group in facts.communicators if group.num_ranks]
+    is_whole = bool(groups) and all(map(_is_complete, groups))
     largest = max(groups, key=lambda group: group.num_ranks or 0, default=None)
     if largest is not None and _is_complete(largest):
         hosts = len({member.host for member in largest.members})
-        number = largest.num_ranks
-        yield f"{number} rank{'s' * (number != 1)} on {hosts} host{'s' * (hosts != 1)}"
-    is_whole = bool(groups) and all(map(_is_complete, groups))
+        words = [f"{plural(largest.num_ranks or 0, 'rank')} on {plural(hosts, 'host')}"]
     if is_whole:
-        yield "all starts complete"
+        words.append("all starts complete")
     ways = [way for way in facts.transports if way.is_net]
+    direct = sum(way.gdrdma for way in ways)
     if ways:
-        direct = sum(way.gdrdma for way in ways)
         share = "with" if direct == len(ways) else "partly with" if direct else "without"
-        yield f"{', '.join(sorted({way.kind for way in ways}))} {share} GPUDirect RDMA"
+        names = ", ".join(sorted({way.kind for way in ways}))
+        words.append(f"{names} {share} GPUDirect RDMA")
     elif facts.networks:
-        yield f"network {', '.join(facts.networks)}"
-    if is_whole and facts.messages and not rules & DAMAGE:
-        yield "no lines lost"
+        words.append(f"network {', '.join(facts.networks)}")
+    if is_whole and facts.messages and not DAMAGE & {one.rule for one in findings}:
+        words.append("no lines lost")
+    return ", ".join(words)

@@ -114,8 +114,8 @@ class ProcessExits:
                 self._add_exit(code, task, f"task {task}", evidence)
         elif numbered := _NUMBERED.search(body):
             by_pid = numbered["handler_pid"] or numbered["pid"]
-            who = f"pid {by_pid}" if by_pid else f"? {rank} {numbered['signal']}"
-            self._add_exit(-int(numbered["signal"]), rank, who, evidence)
+            process = f"pid {by_pid}" if by_pid else f"? {rank} {numbered['signal']}"
+            self._add_exit(-int(numbered["signal"]), rank, process, evidence)
         elif named := _NAMED_PROCESS.search(body):
             mpi_rank = named["rank"] or named["mpi"]
             process = f"pid {named['pid']}" if named["pid"] else f"rank {mpi_rank}"

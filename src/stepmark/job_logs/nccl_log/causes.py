@@ -87,7 +87,10 @@ def linked(facts: LogFacts, findings: Sequence[Finding]) -> list[Finding]:
         return _tree(facts, ranked, plain)
     warned = next((one for one in plain if _is_warned_cause(one, ranked[0][2])), None)
     if warned is not None:
-        first = (ranked[0][0], -1, _warned(warned))
+        words = warned.text.removeprefix("NCCL warns: ")
+        text = f"A call of NCCL failed after this warning: {words}"
+        cause = replace(warned, rule="failure-warned", severity=_PROBLEM, text=text)
+        first = (ranked[0][0], -1, cause)
         return _tree(facts, [first, *ranked], [one for one in plain if one is not warned])
     if ranked[0][2].rule == "failure-nccl" and (facts.communicators or facts.networks):
         action = "No WARN line is in the log: look at the other ranks' logs and at dmesg."
@@ -104,14 +107,6 @@ def _is_warned_cause(finding: Finding, failure: Finding) -> bool:
     warned, failed = finding.evidence[0], failure.evidence[0]
     is_before = warned.file != failed.file or warned.line < failed.line
     return is_before and not FALLS_BACK.search(finding.text)
-
-
-def _warned(finding: Finding) -> Finding:
-    """Return the warning as the cause of a failure that states none."""
-    text = finding.text.removeprefix("NCCL warns: ")
-    text = text if finding.rule == "ofi-tcp" else f"NCCL failed after this warning: {text}"
-    action = finding.action or "Look for these words in NCCL's source and issues."
-    return replace(finding, rule="failure-warned", severity=_PROBLEM, text=text, action=action)
 
 
 def _tree(
