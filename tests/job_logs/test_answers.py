@@ -9,7 +9,7 @@ import pytest
 from stepmark.findings.finding import Severity
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.job_logs.log_sources import collect
-from stepmark.job_logs.logs import LogReport, read_report
+from stepmark.job_logs.logs import LogReport, read_report, run
 
 from .nccl_lines import Issued, coll, start, written
 
@@ -33,6 +33,28 @@ def test_an_output_has_its_answer(tmp_path: Path, case: dict[str, Any]) -> None:
     assert case["answer"] in report.answer.text
     assert case.get("rule", "") in ["", *rules]
     assert bool(problems) == (case["exit_code"] == 1)
+
+
+@pytest.mark.parametrize(
+    "dressed",
+    [
+        "{}\r",
+        "[1,0]<stderr>:{}",
+        "[default3]:{}",
+        "0: {}",
+        "2026-01-01T10:00:00.123Z {}",
+        "[pod/train-0/main] {}",
+        "trainer-1  | {}",
+    ],
+)
+def test_what_others_add_to_a_line_does_not_matter(tmp_path: Path, dressed: str) -> None:
+    codes = {}
+    for place, case in enumerate(CASES):
+        path = tmp_path / f"{place}.out"
+        lines = [dressed.format(line) for line in case["lines"].lstrip("\n").splitlines()]
+        path.write_text("\n".join([*lines, ""]), newline="")
+        codes[case["name"]] = report_of(path).exit_code
+    assert codes == {case["name"]: case["exit_code"] for case in CASES}
 
 
 def case_path(folder: Path, name: str) -> Path:
@@ -109,3 +131,15 @@ def test_wrong_results_of_a_table_are_in_the_answer_of_its_log(tmp_path: Path) -
     report = report_of(path)
     assert report.exit_code == 1
     assert report.answer.text.startswith("1 measurement with wrong results, footer FAILED")
+
+
+def test_rows_on_stdout_come_with_damage_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = [*start(0, num_ranks=1), coll(0, Issued(), num_ranks=1)]
+    path = written(tmp_path, [*whole * 9, whole[0][2:]])
+    options = LogsOptions(files=(str(path),), histogram=True, csv="-")
+    assert run(options) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert "1 line were left out: torn" in err

@@ -199,6 +199,9 @@ def run(options: LogsOptions) -> int:
         report = read_report(inputs, options)
     if not options.to_stdout:
         print_text(report.text())
+    for finding in report.findings if options.to_stdout else ():
+        if finding.rule in DAMAGE:
+            sys.stderr.write(f"stepmark: {finding.text}\n")
     report.write()
     return report.exit_code
 

@@ -31,7 +31,7 @@ _ON_SIGNAL = re.compile(
 )
 # Signals with their number: Open MPI's handler, Hydra, Intel MPI, systemd, torchrun.
 _NUMBERED = re.compile(
-    r"(?:^\[[\w.\-]+:0*(?P<handler_pid>\d{1,10})\] Signal: .{1,60}\("
+    r"(?:\[[\w.\-]+:0*(?P<handler_pid>\d{1,10})\] Signal: .{1,60}\("
     r"|EXIT STRING: .{1,60}\(signal |KILLED BY SIGNAL: |Signal "
     r"|code=(?:killed|dumped), status=)(?P<signal>\d{1,2})"
     r"(?:\)|/[A-Z]| \(SIG\w+\) received by PID (?P<pid>\d{1,10})| \(\w)"
