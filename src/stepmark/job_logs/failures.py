@@ -183,6 +183,13 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "shm",
         _CAUSE,
+        r"(?:shm_open|/dev/shm).*(?:Permission denied|Operation not permitted|Read-only)",
+        "A segment in /dev/shm may not be created: the process lacks the right to write there.",
+        "Make /dev/shm writable for all (chmod 1777), and remove segments of other users.",
+    ),
+    _rule(
+        "shm",
+        _CAUSE,
         r"creating shared memory segment|failed to extend /dev/shm|posix_fallocate failed"
         r"|/dev/shm.*(?:No space left|Cannot allocate memory)|insufficient shared memory"
         r"|shm\w*.*Cannot allocate memory|unable to (?:mmap|open) shared memory"

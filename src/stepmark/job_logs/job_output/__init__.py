@@ -138,6 +138,11 @@ class OutputReader:
         return len(self.failures) + len(self._exits.exits) + len(self._watchdog.timeouts)
 
     @property
+    def num_notable(self) -> int:
+        """Number of failures, ends and benchmarks without a footer so far."""
+        return self.num_found + len(self.endings) + len(self._benchmarks.tables)
+
+    @property
     def is_remark_only(self) -> bool:
         roles = {one.role for one in self.failures.values()}
         return roles == {Role.REMARK} and not self._exits.exits and not self._watchdog.timeouts
@@ -150,16 +155,11 @@ class OutputReader:
 
     def read(self, line: bytes, number: int, process: str = "") -> None:
         """Read a line; process: host:pid of a WARN line of NCCL."""
-        is_inside = self._open or self._exits.block or self._says_why or self._benchmarks.open
-        if not is_inside:
-            shape = line.translate(None, _DIGITS)
-            if shape in self._quiet:
-                return
-            # The words have no digit, so they are in the shape of any line that has one.
-            if not any(word in shape for word in _WORDS):
-                if len(self._quiet) < _MAX_QUIET:
-                    self._quiet.add(shape)
-                return
+        is_inside = self._open or self._exits.block or self._says_why
+        if not is_inside and self._is_quiet(line):
+            if self._benchmarks.open is not None:
+                self._benchmarks.open.lines.append((number, line))
+            return
         self._says_why = line.rstrip().endswith(b"Last error:")
         whole = printable(line)
         rank, tag, body = split_tag(whole)
@@ -179,6 +179,17 @@ class OutputReader:
         readers = (self._watchdog.read, self._exits.read, self._ended)
         if not any(read(body, rank, evidence) for read in readers):
             self._other(body, rank, process, evidence)
+
+    def _is_quiet(self, line: bytes) -> bool:
+        """Return whether a line has no word that matters; digits make no difference to it."""
+        shape = line.translate(None, _DIGITS)
+        if shape in self._quiet:
+            return True
+        # The words have no digit, so they are in the shape of any line that has one.
+        is_quiet = not any(word in shape for word in _WORDS)
+        if is_quiet and len(self._quiet) < _MAX_QUIET:
+            self._quiet.add(shape)
+        return is_quiet
 
     def _progress(self, body: str, evidence: Evidence) -> bool:
         """Read a line of a benchmark's table, or of a job that ended well."""

@@ -4,27 +4,38 @@ from dataclasses import dataclass, field
 
 from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import UnfinishedTable
+from stepmark.ground.read_text import printable
+from stepmark.job_logs.job_output.lines import split_tag
 from stepmark.text_tables import nccl_lines
 from stepmark.text_tables.nccl_lines import OutputFacts, Row
 
 
 @dataclass(slots=True)
-class _OpenTable:
-    """A table without its footer."""
+class OpenTable:
+    """A table without its footer. Its lines are parsed only if the footer does not come."""
 
     first: Evidence
     last: Evidence
     facts: OutputFacts = field(default_factory=OutputFacts)
-    rows: list[Row] = field(default_factory=list)
+    lines: list[tuple[int, bytes]] = field(default_factory=list)  # after the header
     num_footers: int = 0  # still expected: of each process, where every one prints a table
 
     def result(self) -> UnfinishedTable:
-        layout = nccl_lines.layout_of(self.rows, self.facts.columns)
+        rows: list[Row] = []
+        for number, line in self.lines:
+            body = split_tag(printable(line))[2]
+            row = nccl_lines.parse_row(body, number)
+            if row is not None:
+                rows.append(row)
+                self.last = Evidence(file=self.first.file, line=number, text=printable(line))
+            elif rows:  # its figures may follow after lines of NCCL
+                rows[-1].cells += nccl_lines.parse_continuation(body)
+        layout = nccl_lines.layout_of(rows, self.facts.columns)
         width = layout.width if layout else 1
         return UnfinishedTable(
             has_parameters=bool(self.facts.parameters),
             has_header=bool(self.facts.columns),
-            num_rows=sum(len(row.cells) >= width for row in self.rows),
+            num_rows=sum(len(row.cells) >= width for row in rows),
             num_sizes=nccl_lines.num_sizes(self.facts),
             first=self.first,
             last=self.last,
@@ -35,40 +46,32 @@ class _OpenTable:
 class BenchmarkTables:
     """Tables that were begun and not finished, in order."""
 
-    tables: list[_OpenTable] = field(default_factory=list)
-    open: _OpenTable | None = None  # that is being printed
+    tables: list[OpenTable] = field(default_factory=list)
+    open: OpenTable | None = None  # that is being printed
 
     def read(self, body: str, evidence: Evidence) -> bool:
-        """Read a line; return whether it is one of a table."""
+        """Read a line with a word of a header or footer; return whether it is one."""
         columns = nccl_lines.columns_of(body) if "type" in body else []
         has_parameters = "minBytes" in body
-        if (has_parameters and (self.open is None or self.open.rows)) or (
-            columns and self.open is None
-        ):
-            self.open = _OpenTable(evidence, evidence)
-            self.tables.append(self.open)
         table = self.open
+        is_next = has_parameters and table is not None and bool(table.facts.columns)
+        if is_next or (table is None and (has_parameters or columns)):
+            table = self.open = OpenTable(evidence, evidence)
+            self.tables.append(table)
         if table is None:
             return False
         nccl_lines.add_facts(table.facts, body)
         table.num_footers += has_parameters
-        table.facts.columns = columns or table.facts.columns
-        row = nccl_lines.parse_row(body, evidence.line)
-        if row is not None:
-            table.rows.append(row)
-        elif table.rows:  # its figures may follow after lines of NCCL
-            table.rows[-1].cells += nccl_lines.parse_continuation(body)
-        if row is not None or columns:
-            table.last = evidence
+        if columns:
+            table.facts.columns, table.last = columns, evidence
         if "Avg bus bandwidth" in body:
             table.num_footers -= 1
             if table.num_footers <= 0:
                 self.tables.remove(table)
                 self.open = None
-        return row is not None or bool(columns)
+        return has_parameters or bool(columns)
 
     def unfinished(self) -> tuple[UnfinishedTable, ...]:
         """Return what lacks its footer; an excerpt without the parameters may have none."""
-        return tuple(
-            table.result() for table in self.tables if table.facts.parameters or not table.rows
-        )
+        results = [table.result() for table in self.tables]
+        return tuple(one for one in results if one.has_parameters or not one.num_rows)
