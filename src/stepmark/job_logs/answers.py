@@ -68,10 +68,10 @@ def answer_of(
     in_tables = list(filter(None, (_table_text(table, one) for table, one in of_tables)))
     if any(one.severity is Severity.PROBLEM for one in every):
         problems = [one for one in findings if one.severity is Severity.PROBLEM][:1]
-        words = [*(one.text.rstrip(".") for one in problems), *in_tables]
+        words = [*(one.text for one in problems), *in_tables]
         return Answer(
             state=JobState.FAILED,
-            text=f"{'; '.join(words)} ({_tally(every)})",
+            text=f"{' '.join(words)} ({_tally(every)})",
             evidence=problems[0].evidence if problems else (),
         )
     incomplete = [one for one in findings if one.rule in INCOMPLETE]

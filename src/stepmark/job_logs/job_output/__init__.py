@@ -28,6 +28,7 @@ from stepmark.job_logs.job_output.watchdog import WatchdogLines
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
 _MAX_QUIET = 50_000
+_MAX_TABLE_LINES = 200_000
 _DIGITS = b"0123456789"
 _MAX_LINE_BYTES = 64 * 1024
 # They say less than any other failure of their role, even an earlier one.
@@ -157,8 +158,9 @@ class OutputReader:
         """Read a line; process: host:pid of a WARN line of NCCL."""
         is_inside = self._open or self._exits.block or self._says_why
         if not is_inside and self._is_quiet(line):
-            if self._benchmarks.open is not None:
-                self._benchmarks.open.lines.append((number, line))
+            table = self._benchmarks.open
+            if table is not None and len(table.lines) < _MAX_TABLE_LINES:
+                table.lines.append((number, line))
             return
         self._says_why = line.rstrip().endswith(b"Last error:")
         whole = printable(line)
