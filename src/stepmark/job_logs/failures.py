@@ -28,6 +28,9 @@ _WAIT, _CONSEQUENCE, _REMARK = Role.WAIT, Role.CONSEQUENCE, Role.REMARK
 FOREIGN, PEER_CLOSED = "failure-foreign", "failure-peer-closed"
 LAUNCHER = "failure-launcher"
 
+# A connection of an HTTP client is none between ranks.
+_NO_WEB = r"^(?!.*(?:requests\.exc|urllib3|https?://|HTTPS?Connection|aiohttp|botocore)).*?"
+
 FAILURES: tuple[FailureRule, ...] = (
     # What a healthy job prints as well.
     _rule(
@@ -70,12 +73,13 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "peer-closed",
         _CONSEQUENCE,
-        r"Connection closed by (?:remote )?peer|remote process (?:exited|has terminated)"
+        _NO_WEB
+        + r"(?:Connection closed by (?:remote )?peer|remote process (?:exited|has terminated)"
         r"|[Cc]all to (?:recv|send)\w* (?:from|to) .*(?:Broken pipe|Connection reset)"
         r"|ncclRemoteError|Socket recv failed while polling|\[Proxy Service\S* \d+\] Failed to"
         r"|(?:NCCL WARN|[Ss]ocket|gloo|UCX|\[E\d|\b(?:send|recv)\w*\b|[Ee]rrno).*"
         r"(?:Connection reset by peer|Broken pipe)"
-        r"|^(?:\w+\.)*(?:BrokenPipe|ConnectionReset)Error\b",
+        r"|(?:^|^[\w.]+\.)(?:BrokenPipe|ConnectionReset)Error\b)",
         "A connection to another process was closed: that one ended first, or the network "
         "between them failed.",
         "Look at the logs of the other ranks for an earlier failure, then at the network.",
@@ -171,6 +175,13 @@ FAILURES: tuple[FailureRule, ...] = (
         "The C library found the memory of a process corrupted and aborted it.",
         "Run again under AddressSanitizer or valgrind; look for extensions and plugins of "
         "another build.",
+    ),
+    _rule(
+        "file-limit",
+        _CAUSE,
+        r"Too many open files|\[Errno 24\]",
+        "A process reached its limit of open files (ulimit -n).",
+        "Raise it, or use torch.multiprocessing.set_sharing_strategy('file_system').",
     ),
     _rule(
         "shm-attach",
@@ -390,9 +401,16 @@ FAILURES: tuple[FailureRule, ...] = (
         "rendezvous",
         _VAGUE,
         r"client socket has (?:timed out|failed)|DistNetworkError|RendezvousConnectionError"
-        r"|RendezvousTimeoutError|EADDRINUSE|[Aa]ddress already in use",
+        r"|RendezvousTimeoutError",
         "The ranks did not find each other at the rendezvous (MASTER_ADDR and MASTER_PORT).",
         "Check that the first node runs, and that its address and port are reachable and free.",
+    ),
+    _rule(
+        "rendezvous",
+        _VAGUE,
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "A port is in use already, by an earlier job or another service.",
+        "End the earlier job, or choose another port (MASTER_PORT, if it is the rendezvous').",
     ),
     # Errors that do not say their cause.
     _rule(
@@ -413,9 +431,10 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "connect",
         _VAGUE,
-        r"(?:NCCL WARN|[Ss]ocket|gloo|UCX|[Cc]onnect(?:FullMesh|\(\)| to \S*[:<]\d)|E?[Ee]rrno"
-        r"|Error\b).*(?:refused|timed out|[Nn]o route|unreachable|connection abort)"
-        r"|[Cc]onnect\w* .*SO_ERROR",
+        _NO_WEB
+        + r"(?:(?:NCCL WARN|[Ss]ocket|gloo|UCX|[Cc]onnect(?:FullMesh|\(\)| to \S*[:<]\d)"
+        r"|[Ee]rrno|Error\b).*(?:refused|timed out|[Nn]o route|unreachable|connection abort)"
+        r"|[Cc]onnect\w* .*SO_ERROR)",
         "A host could not be reached over TCP.",
         "Check the firewall and the interface (NCCL_SOCKET_IFNAME) between the two hosts.",
     ),
