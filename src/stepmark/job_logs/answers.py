@@ -4,11 +4,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import starmap
 
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Communicator, LogFacts
 from stepmark.ground.reading import Table
-from stepmark.job_logs.nccl_log.network_rules import plural
+from stepmark.job_logs.nccl_log.network_rules import comma_list, plural
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS
 
 
@@ -65,13 +66,13 @@ def answer_of(
     """Return the answer over all parts; is_ended: the user states that the job ended."""
     of_tables = [(table, one) for table, found in tables for one in found]
     every = [*findings, *(one for _, one in of_tables)]
-    in_tables = list(filter(None, (_table_text(table, one) for table, one in of_tables)))
+    in_tables = comma_list(filter(None, starmap(_table_text, of_tables)), most=3)
     if any(one.severity is Severity.PROBLEM for one in every):
         problems = [one for one in findings if one.severity is Severity.PROBLEM][:1]
-        words = [*(one.text for one in problems), *in_tables]
+        words = [*(one.text for one in problems), in_tables]
         return Answer(
             state=JobState.FAILED,
-            text=f"{' '.join(words)} ({_tally(every)})",
+            text=f"{' '.join(filter(None, words))} ({_tally(every)})",
             evidence=problems[0].evidence if problems else (),
         )
     incomplete = [one for one in findings if one.rule in INCOMPLETE]
@@ -89,7 +90,7 @@ def answer_of(
         how = f"{text[:1].lower()}{text[1:].rstrip('.')} (--ended if it ended)"
     else:
         how = "no line shows an end, a failure or a hang (--ended if it ended)"
-    parts = [f"{state}: {how}", *in_tables, *filter(None, [summary])]
+    parts = filter(None, [f"{state}: {how}", in_tables, summary])
     return Answer(state=state, text=f"{'; '.join(parts)} ({_tally(every)})", evidence=evidence)
 
 
