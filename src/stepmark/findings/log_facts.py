@@ -298,7 +298,6 @@ class UnfinishedTable:
     num_rows: complete ones. num_sizes: by the parameters, None where they do not state it.
     """
 
-    has_parameters: bool
     has_header: bool
     num_rows: int
     num_sizes: int | None

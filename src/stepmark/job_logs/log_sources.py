@@ -148,8 +148,7 @@ def _read_only(path: Path, inputs: Inputs, *, has_tables: bool) -> bool:
         return False
     is_log = bool(facts.processes or facts.versions) or facts.has_failed
     is_log |= any(state.waits_in is not None for state in facts.progress)
-    is_log |= any(table.has_parameters for table in facts.unfinished)
-    return is_log or (bool(facts.endings) and not has_tables)
+    return is_log or bool(facts.unfinished) or (bool(facts.endings) and not has_tables)
 
 
 def kinds_of(path: Path) -> set[str]:

@@ -361,7 +361,7 @@ class OutputReader:
 
     def unfinished(self) -> tuple[UnfinishedTable, ...]:
         """Return the benchmarks' tables that lack their footer."""
-        return self._benchmarks.unfinished()
+        return tuple(table.result() for table in self._benchmarks.tables)
 
     def result(
         self, rank_of: Callable[[str], int | None]
@@ -403,5 +403,4 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
             reader.read(line, number)
             if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
                 return True
-    is_unfinished = any(table.has_parameters for table in reader.unfinished())
-    return is_unfinished or (bool(reader.endings) and not has_tables)
+    return bool(reader.unfinished()) or (bool(reader.endings) and not has_tables)

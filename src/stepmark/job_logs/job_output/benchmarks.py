@@ -33,7 +33,6 @@ class OpenTable:
         layout = nccl_lines.layout_of(rows, self.facts.columns)
         width = layout.width if layout else 1
         return UnfinishedTable(
-            has_parameters=bool(self.facts.parameters),
             has_header=bool(self.facts.columns),
             num_rows=sum(len(row.cells) >= width for row in rows),
             num_sizes=nccl_lines.num_sizes(self.facts),
@@ -51,15 +50,14 @@ class BenchmarkTables:
 
     def read(self, body: str, evidence: Evidence) -> bool:
         """Read a line with a word of a header or footer; return whether it is one."""
-        columns = nccl_lines.columns_of(body) if "type" in body else []
         has_parameters = "minBytes" in body
+        if has_parameters and (self.open is None or self.open.facts.columns):
+            self.open = OpenTable(evidence, evidence)
+            self.tables.append(self.open)
         table = self.open
-        is_next = has_parameters and table is not None and bool(table.facts.columns)
-        if is_next or (table is None and (has_parameters or columns)):
-            table = self.open = OpenTable(evidence, evidence)
-            self.tables.append(table)
         if table is None:
             return False
+        columns = nccl_lines.columns_of(body) if "type" in body else []
         nccl_lines.add_facts(table.facts, body)
         table.num_footers += has_parameters
         if columns:
@@ -68,10 +66,6 @@ class BenchmarkTables:
             table.num_footers -= 1
             if table.num_footers <= 0:
                 self.tables.remove(table)
-                self.open = None
+                others = [one for one in self.tables if one.first.file == evidence.file]
+                self.open = others[-1] if others else None
         return has_parameters or bool(columns)
-
-    def unfinished(self) -> tuple[UnfinishedTable, ...]:
-        """Return what lacks its footer; an excerpt without the parameters may have none."""
-        results = [table.result() for table in self.tables]
-        return tuple(one for one in results if one.has_parameters or not one.num_rows)
