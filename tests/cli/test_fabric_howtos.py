@@ -38,7 +38,7 @@ def test_logs_says_what_is_shown(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "nccl.log").write_text(block(name))
-    assert main.status(["logs", str(tmp_path / "nccl.log")]) == 0
+    assert main.status(["logs", str(tmp_path / "nccl.log"), "--ended"]) == 0
     shown = block(f"{name} says").splitlines()
     output = capsys.readouterr().out.splitlines()
     assert [line for line in output if line in shown] == shown

@@ -83,7 +83,7 @@ def test_csv_and_json_have_the_same_rows(
     (source,) = document(capsys, SAMPLE)["sources"]
     assert code == 0
     assert len(out.splitlines()) == 1 + len(source["histogram"])
-    assert logs(capsys, SAMPLE, "--csv", f"{tmp_path}/", "--json", f"{tmp_path}/")[0] == 0
+    assert logs(capsys, SAMPLE, "--csv", f"{tmp_path}/", "--json", f"{tmp_path}/")[0] == 3
     names = {path.name for path in tmp_path.iterdir()}
     assert {"histogram.csv", "ranks.csv", "findings.csv", "logs.json"} <= names
 
@@ -191,9 +191,11 @@ def test_a_mismatch_is_exit_code_1_with_both_sides(
     assert (code, "ranks disagree" in out) == (1, True)
 
 
-def test_a_good_job_is_exit_code_0(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_a_good_job_do_not_show_its_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert logs(capsys, SAMPLE, "--ended")[0] == 0
     code, out, _ = logs(capsys, SAMPLE)
-    assert code == 0
+    assert code == 3
+    assert out.startswith("answer     unknown whether it ended: no line shows an end")
     assert "all_gather: 170 calls per rank, 2 sizes (90.01 MiB to 250 MiB)" in out
     assert "no dump of ranks 4-7" in out
 
@@ -210,7 +212,7 @@ def test_logs_in_short(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_inspector_lines(capsys: pytest.CaptureFixture[str], inspector: Path) -> None:
     code, out, _ = logs(capsys, inspector)
-    assert code == 0
+    assert code == 3
     assert "8 operations of 8 ranks, format v4.0, timed by: 8 kernel_gpu" in out
     assert "8192" in out
     (source,) = document(capsys, inspector)["sources"]
@@ -284,7 +286,7 @@ def test_a_folder_leaves_out_what_it_does_not_know(
     (tmp_path / "notes.md").write_text("hello")
     (tmp_path / "empty").write_text("")
     code, _, err = logs(capsys, tmp_path)
-    assert code == 0
+    assert code == 3
     assert err.count("left out") == 2
 
 

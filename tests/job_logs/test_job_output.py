@@ -58,7 +58,7 @@ FATAL = (
     ),
     ("OSError: [Errno 122] Disk quota exceeded: '/ckpt/step_9'", "failure-disk-full", ""),
     ("cp: write: No space left on device", "failure-disk-full", ""),
-    ("fork: Cannot allocate memory", "failure-host-memory", ""),
+    ("fork: Cannot allocate memory", "failure-process-limit", ""),
     ("bind: Address already in use", "failure-rendezvous", ""),
     ("No CUDA GPUs are available", "failure-no-gpu", ""),
     ("no CUDA-capable device is detected", "failure-no-gpu", ""),

@@ -55,7 +55,7 @@ def said(facts: LogFacts) -> dict[str, object]:
             return tuple(plain(item) for item in value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = [one.name for one in dataclasses.fields(value)]
-            hidden = ("evidence", "started", "file")
+            hidden = ("evidence", "started", "destroyed", "file")
             return {name: plain(getattr(value, name)) for name in names if name not in hidden}
         return value
 

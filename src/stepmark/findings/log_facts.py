@@ -43,6 +43,7 @@ class Member:
     bus_id: str | None = None
     started: Evidence | None = None
     completed: bool = False
+    destroyed: Evidence | None = None
     init: InitTime | None = None
 
 
@@ -333,6 +334,20 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnfinishedTable:
+    """A table of nccl-tests without its footer, from its first line to its last.
+
+    num_rows: complete ones. num_sizes: by the parameters, None where they do not state it.
+    """
+
+    has_header: bool
+    num_rows: int
+    num_sizes: int | None
+    first: Evidence
+    last: Evidence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GroupProgress:
     """State of a process group on one rank, as ProcessGroupNCCL printed it.
 
@@ -400,6 +415,8 @@ class LogFacts:
     absent: tuple[AbsentRank, ...] = ()
     adapter_speeds: dict[AdapterSpeed, Occurrences] = field(default_factory=dict)
     nic_paths: dict[NicPath, Occurrences] = field(default_factory=dict)
+    endings: tuple[Evidence, ...] = ()  # lines by which the job says that it ended well
+    unfinished: tuple[UnfinishedTable, ...] = ()
     torn: tuple[Evidence, ...] = ()  # first line of each process that only torn lines name
     torn_lines: int = 0  # lines left out for this
     has_messages: bool = True  # whether any line is of NCCL or RCCL

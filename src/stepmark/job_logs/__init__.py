@@ -1,6 +1,7 @@
 """Logs and dumps of jobs: `stepmark logs` says what hangs or fails, and why.
 
 - log_options.py, logs.py, log_sources.py: the verb, and its files sorted by content.
+- answers.py, endings.py: failed, finished or unknown; lines that show an end.
 - nccl_log/: debug logs of NCCL and RCCL.
 - flight_recorder/: dumps of torch's flight recorder.
 - job_output/, failures.py: tracebacks, time-outs, signals; the meaning of each.

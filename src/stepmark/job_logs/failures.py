@@ -24,9 +24,33 @@ def _rule(rule: str, role: Role, pattern: str, text: str, action: str) -> Failur
 
 
 _HARDWARE, _CAUSE, _VAGUE = Role.HARDWARE, Role.CAUSE, Role.VAGUE
-_WAIT, _CONSEQUENCE = Role.WAIT, Role.CONSEQUENCE
+_WAIT, _CONSEQUENCE, _REMARK = Role.WAIT, Role.CONSEQUENCE, Role.REMARK
+FOREIGN, PEER_CLOSED = "failure-foreign", "failure-peer-closed"
+LAUNCHER = "failure-launcher"
+
+# A connection of an HTTP client is none between ranks.
+_NO_WEB = r"^(?!.*(?:requests\.exc|urllib3|https?://|HTTPS?Connection|aiohttp|botocore)).*?"
 
 FAILURES: tuple[FailureRule, ...] = (
+    # What a healthy job prints as well.
+    _rule(
+        "foreign",
+        _REMARK,
+        # NCCL's misc/socket.cc and proxy.cc: a connection without its first bytes.
+        r"socketFinalizeAccept: wrong|NCCL WARN .*(?:wrong|unexpected) (?:\w+ )?magic"
+        r"|\[Service thread\] Accept failed",
+        "A foreign process (a port scan, monitoring, a health check) connected to a port of "
+        "NCCL. NCCL refuses the connection: harmless by itself.",
+        "Set NCCL_SOCKET_IFNAME to an interface that scanners do not reach.",
+    ),
+    _rule(
+        "retried",
+        _REMARK,
+        # c10d warns of each attempt (IPv6 first), and throws when it gives up.
+        r"\[W[\d: .]{0,40}socket\.cpp:\d+\]",
+        "A connection was attempted again.",
+        "",
+    ),
     # What only follows from another failure, before the patterns that it would also fit.
     _rule(
         "aborted",
@@ -49,10 +73,13 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "peer-closed",
         _CONSEQUENCE,
-        r"Connection closed by (?:remote )?peer|remote process (?:exited|has terminated)"
+        _NO_WEB
+        + r"(?:Connection closed by (?:remote )?peer|remote process (?:exited|has terminated)"
         r"|[Cc]all to (?:recv|send)\w* (?:from|to) .*(?:Broken pipe|Connection reset)"
         r"|ncclRemoteError|Socket recv failed while polling|\[Proxy Service\S* \d+\] Failed to"
-        r"|Connection reset by peer|Broken pipe|BrokenPipeError|ConnectionResetError",
+        r"|(?:NCCL WARN|[Ss]ocket|gloo|UCX|\[E\d|\b(?:send|recv)\w*\b|[Ee]rrno).*"
+        r"(?:Connection reset by peer|Broken pipe)"
+        r"|(?:^|^[\w.]+\.)(?:BrokenPipe|ConnectionReset)Error\b)",
         "A connection to another process was closed: that one ended first, or the network "
         "between them failed.",
         "Look at the logs of the other ranks for an earlier failure, then at the network.",
@@ -85,7 +112,8 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "node-lost",
         _HARDWARE,
-        r"DUE TO NODE FAILURE|Node failure on|NODE_FAIL|failed health check|Kernel panic",
+        r"DUE TO NODE FAILURE|Node failure on|NODE_FAIL|failed health check|Kernel panic"
+        r"|(?:ORTE|PRTE) has lost communication with|node \d+ .*requested job terminate",
         "A node failed.",
         "Take the node out and start again from the last checkpoint.",
     ),
@@ -93,12 +121,68 @@ FAILURES: tuple[FailureRule, ...] = (
         "host-memory",
         _HARDWARE,
         r"oom[-_]kill|Out of memory: Kill|emory cgroup out of memory|: Out Of Memory"
-        r"|OOMKilled|OOM Killed|Cannot allocate memory|^MemoryError\b"
-        r"|DefaultCPUAllocator: (?:can't|not enough)|std::bad_alloc",
-        "The host ran out of memory, and the kernel or the scheduler killed a process.",
+        r"|OOMKilled|OOM Killed|TERM_MEMLIMIT|PBS: job killed: v?mem|[Ee]xceeded (?:job|step)"
+        r" memory limit|OUT_OF_ME(?:MORY|\+)|node running low on memory",
+        "The host or the job's cgroup ran out of memory, and the kernel or the scheduler "
+        "killed a process.",
         "Ask for more host memory, or use less: data-loader workers, pinned buffers, offload.",
     ),
-    # Causes.
+    _rule(
+        "evicted",
+        _HARDWARE,
+        r"^\s*Reason: +Evicted|\bEvicted\b.*\bkubelet\b"
+        r"|node was low on resource|^\S+ +0/\d+ +(?:Evicted|ContainerStatusUnknown) ",
+        "Kubernetes evicted the pod: its node ran short of a resource, or was drained.",
+        "Look at the event's message (kubectl describe pod), and set requests and limits.",
+    ),
+    # Causes. What "Cannot allocate memory" means depends on the call that failed.
+    _rule(
+        "locked-memory",
+        _CAUSE,
+        # ENOMEM of the verbs library: pages cannot be pinned.
+        r"(?:ibv_\w+|mlx5dv_reg\w*|fi_mr_reg\w*|register memory|[Mm]emory registration)"
+        r".*(?:Cannot allocate memory|ENOMEM)|[Ll]ocked memory limit|RLIMIT_MEMLOCK",
+        "Memory could not be registered with the adapter: the limit of locked memory "
+        "(ulimit -l) of the process is too low.",
+        "Set it to unlimited in the container or the job (--ulimit memlock=-1, LimitMEMLOCK, "
+        "PropagateResourceLimitsExcept=MEMLOCK), and check ulimit -l inside the job.",
+    ),
+    _rule(
+        "pinned-memory",
+        _CAUSE,
+        r"(?:cuda|hip)(?:HostAlloc|HostMalloc|MallocHost|HostRegister)\w*.*"
+        r"(?:fail|rror|out of memory)|pin(?:ned)? memory.*(?:out of memory|fail)",
+        "Pinned host memory could not be allocated.",
+        "Use less of it (pin_memory, offload buffers), and look at the host's memory and "
+        "ulimit -l.",
+    ),
+    _rule(
+        "process-limit",
+        _CAUSE,
+        r"\b(?:fork|clone|vfork|pthread_create|posix_spawn)\b.*(?:Cannot allocate memory"
+        r"|Resource temporarily unavailable)|can't start new thread|pthread_create failed"
+        r"|libgomp: Thread creation failed",
+        "A process or thread could not be started: a limit of processes (ulimit -u, the "
+        "cgroup's pids.max) or of the host's memory.",
+        "Raise the limit, or use fewer data-loader workers and threads.",
+    ),
+    _rule(
+        "heap",
+        _CAUSE,
+        r"\*\*\* (?:stack smashing|buffer overflow) detected|double free or corruption"
+        r"|\b(?:free|realloc|malloc|munmap_chunk)\(\): \w+|corrupted (?:size vs|double-linked)"
+        r"|malloc_consolidate\(\):|corrupted top size",
+        "The C library found the memory of a process corrupted and aborted it.",
+        "Run again under AddressSanitizer or valgrind; look for extensions and plugins of "
+        "another build.",
+    ),
+    _rule(
+        "file-limit",
+        _CAUSE,
+        r"Too many open files|\[Errno 24\]",
+        "A process reached its limit of open files (ulimit -n).",
+        "Raise it, or use torch.multiprocessing.set_sharing_strategy('file_system').",
+    ),
     _rule(
         "shm-attach",
         _CAUSE,
@@ -110,8 +194,16 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "shm",
         _CAUSE,
+        r"(?:shm_open|/dev/shm).*(?:Permission denied|Operation not permitted|Read-only)",
+        "A segment in /dev/shm may not be created: the process lacks the right to write there.",
+        "Make /dev/shm writable for all (chmod 1777), and remove segments of other users.",
+    ),
+    _rule(
+        "shm",
+        _CAUSE,
         r"creating shared memory segment|failed to extend /dev/shm|posix_fallocate failed"
-        r"|/dev/shm.*No space left|insufficient shared memory"
+        r"|/dev/shm.*(?:No space left|Cannot allocate memory)|insufficient shared memory"
+        r"|shm\w*.*Cannot allocate memory|unable to (?:mmap|open) shared memory"
         r"|DataLoader worker .* killed by signal: Bus error",
         "A segment in /dev/shm could not be created: it is full or too small (containers have "
         "64 MiB by default), or stale segments fill it.",
@@ -121,7 +213,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "disk-full",
         _CAUSE,
-        r"\[Errno 28\]|No space left on device|Disk quota exceeded|\[Errno 122\]",
+        r"\[Errno (?:28|122)\]|No space left on device|Disk quota exceeded",
         "A file could not be written: the disk is full or the quota is used up.",
         "Free space, or write elsewhere.",
     ),
@@ -129,10 +221,20 @@ FAILURES: tuple[FailureRule, ...] = (
         "gpu-memory",
         _CAUSE,
         r"(?:CUDA|HIP|GPU|XPU) out of memory|OutOfMemoryError|CUBLAS_STATUS_ALLOC_FAILED"
-        r"|(?:Cuda|HIP) failure (?:\d+ )?'out of memory'|Failed to CUDA (?:c|m)alloc",
+        r"|(?:Cuda|CUDA|HIP) failure .{0,60}'out of memory'|Failed to CUDA (?:c|m)alloc"
+        r"|(?:cuda|hip)Malloc\w*.*(?:out of memory|Cannot allocate memory)"
+        r"|cuMem(?:Create|Alloc)\w*.*(?:out of memory|CUDA_ERROR_OUT_OF_MEMORY)",
         "A rank ran out of GPU memory.",
         "Reduce the micro-batch, use activation checkpointing or more sharding, and look for "
         "other processes on the GPU.",
+    ),
+    _rule(
+        "host-memory",
+        _CAUSE,
+        r"Cannot allocate memory|^MemoryError\b|std::bad_alloc"
+        r"|DefaultCPUAllocator: (?:can't|not enough)",
+        "Host memory could not be allocated.",
+        "Ask for more host memory, or use less: data-loader workers, pinned buffers, offload.",
     ),
     _rule(
         "duplicate-gpu",
@@ -178,7 +280,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "fabric-manager",
         _CAUSE,
-        r"system not yet initialized|(?:[Ff]ailure|[Ee]rror) 802\b",
+        r"system not yet initialized|(?i:cuda|hip|driver).{0,40}(?:failure|error)[ :=]+802\b",
         "The GPUs are not initialized (CUDA error 802): the Fabric Manager does not run or has "
         "another version than the driver.",
         "Start nvidia-fabricmanager in the driver's version.",
@@ -226,6 +328,36 @@ FAILURES: tuple[FailureRule, ...] = (
         "Compare ranks per node with CUDA_VISIBLE_DEVICES (HIP_VISIBLE_DEVICES).",
     ),
     _rule(
+        "imex",
+        _CAUSE,
+        # NCCL's mnnvl.cc.
+        r"MNNVL .*not (?:working|supported)|nvidia-caps-imex-channels|IMEX (?:channel|daemon).*"
+        r"(?:fail|not|rror)",
+        "NVLink between hosts (MNNVL) is there and cannot be used: the process has no IMEX "
+        "channel, or the IMEX daemon of a host does not run.",
+        "Give the container /dev/nvidia-caps-imex-channels and start nvidia-imex on all hosts; "
+        "NCCL_MNNVL_ENABLE=0 confirms.",
+    ),
+    _rule(
+        "topology-file",
+        _CAUSE,
+        # NCCL's graph/xml.h and xml.cc.
+        r"Attribute \S+ of node \S+ not found|XML (?:parse|[Ii]mport|Topology).*"
+        r"(?:rror|nexpected|nvalid|xceed)|Could not open XML (?:topology )?file",
+        "NCCL's topology file does not fit this version or this machine:",
+        "Unset NCCL_TOPO_FILE, or use the file of this machine, driver and NCCL version.",
+    ),
+    _rule(
+        "device-missing",
+        _CAUSE,
+        r"/dev/(?:infiniband|nvidia(?!-caps)|dri|kfd)\S*.*(?:No such (?:file|device)"
+        r"|not found|Permission denied|Operation not permitted)"
+        r"|failed to open /dev/(?:infiniband|nvidia)",
+        "A device file is missing in the container, or may not be opened:",
+        "Give the container the devices (--device /dev/infiniband, --gpus all, the device "
+        "plugin of Kubernetes) and the rights to open them.",
+    ),
+    _rule(
         "ib-connect",
         _CAUSE,
         r"ibv_modify_qp",
@@ -243,7 +375,8 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "plugin",
         _CAUSE,
-        r"(?:NCCL WARN|WARN:.*) NET/OFI .*(?:[Ff]ail|[Cc]ouldn't|[Uu]nable|rror)"
+        r"(?:NCCL WARN|WARN:.*) NET/OFI .*(?:[Ff]ail|[Cc]ouldn't|[Uu]nable|rror"
+        r"|No eligible providers)"
         r"|WARN.*[Ff]ailed to initialize (?:any )?NET",
         "The network plugin failed to start.",
         "Check that the fabric's devices are in the container and that plugin, libfabric and "
@@ -252,7 +385,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "assert",
         _CAUSE,
-        r"device-side assert|Assertion `.*` failed|HSA_STATUS_ERROR_EXCEPTION",
+        r"device-side assert|Assertion [`'].*['`] failed|HSA_STATUS_ERROR_EXCEPTION",
         "A kernel of the job failed an assertion, often an index out of bounds.",
         "Run again with CUDA_LAUNCH_BLOCKING=1 to see the operator that fails.",
     ),
@@ -268,9 +401,16 @@ FAILURES: tuple[FailureRule, ...] = (
         "rendezvous",
         _VAGUE,
         r"client socket has (?:timed out|failed)|DistNetworkError|RendezvousConnectionError"
-        r"|RendezvousTimeoutError|EADDRINUSE|[Aa]ddress already in use",
+        r"|RendezvousTimeoutError",
         "The ranks did not find each other at the rendezvous (MASTER_ADDR and MASTER_PORT).",
         "Check that the first node runs, and that its address and port are reachable and free.",
+    ),
+    _rule(
+        "rendezvous",
+        _VAGUE,
+        r"EADDRINUSE|[Aa]ddress already in use",
+        "A port is in use already, by an earlier job or another service.",
+        "End the earlier job, or choose another port (MASTER_PORT, if it is the rendezvous').",
     ),
     # Errors that do not say their cause.
     _rule(
@@ -291,7 +431,10 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "connect",
         _VAGUE,
-        r"[Cc]onnect\w* .*(?:refused|timed out|[Nn]o route|unreachable|connection abort)",
+        _NO_WEB
+        + r"(?:(?:NCCL WARN|[Ss]ocket|gloo|UCX|[Cc]onnect(?:FullMesh|\(\)| to \S*[:<]\d)"
+        r"|[Ee]rrno|Error\b).*(?:refused|timed out|[Nn]o route|unreachable|connection abort)"
+        r"|[Cc]onnect\w* .*SO_ERROR)",
         "A host could not be reached over TCP.",
         "Check the firewall and the interface (NCCL_SOCKET_IFNAME) between the two hosts.",
     ),
@@ -308,8 +451,26 @@ FAILURES: tuple[FailureRule, ...] = (
         _VAGUE,
         r"NCCL error(?: in|:)|NCCL Error \d|Test NCCL failure|ncclSystemError|ncclInternalError"
         r"|ncclInvalidUsage|unhandled system error|encountered a fatal error",
-        "A call of NCCL failed, and this line does not say why.",
-        "Run again with NCCL_DEBUG=INFO: the WARN line before the error names the cause.",
+        "A call of NCCL failed.",
+        "Look for the WARN line before it; without one, run again with NCCL_DEBUG=INFO.",
+    ),
+    _rule(
+        "launcher",
+        _VAGUE,
+        # Open MPI, MPICH's and Intel MPI's Hydra, srun, kubectl, Slurm's and LSF's reports.
+        r"BAD TERMINATION OF ONE|Primary job +terminated normally, but|MPI_ABORT was invoked"
+        r"|(?:mpirun|prterun|mpiexec|Hydra) detected that one or more processes exited"
+        r"|(?:mpirun|prterun|mpiexec) was unable to|not enough slots available"
+        r"|Job step aborted:|srun: error: (?:Unable to|task \d+ launch failed)"
+        r"|slurmstepd: error: execve|Force Terminated|forcing job termination|STEPD TERMINATED"
+        r"|BackoffLimitExceeded|reached the specified backoff limit"
+        r"|daemon (?:has )?unexpectedly failed"
+        r"|^\s*Reason: +(?:Error|ContainerCannotRun|StartError)\s*$|^Status: +Failed\b"
+        r"|^\S+ +\d+/\d+ +(?:Error|CrashLoopBackOff|RunContainerError|ImagePullBackOff) +\d"
+        r"|Back-off restarting failed container|JobState=FAILED|^State: FAILED"
+        r"|^\d{1,12}(?:_\d{1,9})?[ |]+\S.*\bFAILED[ |]+\d+:\d+",
+        "The launcher or the scheduler reports that the job failed.",
+        "Look for the first traceback, signal or error of a rank.",
     ),
     # Waits.
     _rule(
@@ -321,6 +482,13 @@ FAILURES: tuple[FailureRule, ...] = (
         "late, or waits elsewhere.",
         "Look at what the rank named in the line did; all ranks must create groups in one "
         "order.",
+    ),
+    _rule(
+        "test-timeout",
+        _WAIT,
+        r"Test timeout \(\d+s\)",
+        "nccl-tests waited in vain for a collective to end, until its own time limit (-T).",
+        "Look for a rank that failed or is missing, then at the network between the ranks.",
     ),
     _rule(
         "heartbeat",

@@ -24,6 +24,11 @@ class MessageView:
     force: bool = flag("accept a curve of another number of ranks", default=False, rare=True)
 
     @property
+    def is_diagnosis(self) -> bool:
+        """Whether no option asks for a view of messages alone."""
+        return not self.shows_histogram and not self.tuning
+
+    @property
     def shows_histogram(self) -> bool:
         """Whether an option asks for the histogram, or implies it."""
         implied = (self.by, self.bins, self.curve, self.html)
@@ -40,5 +45,6 @@ class LogsOptions(MessageView, Files, RunsFolder):
         argument=True,
         metavar="FILE...",
     )
+    ended: bool = flag("the job ended: what is incomplete failed", default=False)
     tables: bool = flag("list and validate tables of results", default=False)
     nics: str | None = flag("NICs of a host that the ranks use, to judge a table: 8x400G")

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from stepmark.cases.message import Histogram
-from stepmark.findings.finding import Finding, Severity
+from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.histogram import ranks_seen, with_ranks
 from stepmark.findings.log_facts import LogFacts
 from stepmark.findings.stalls import Cause
@@ -16,6 +16,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import decode, is_binary, read_head, read_text
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_summary
+from stepmark.job_logs.answers import endings_of
 from stepmark.job_logs.flight_recorder import (
     FlightFacts,
     looks_like_flight_recorder,
@@ -35,6 +36,7 @@ from stepmark.job_logs.job_output.lines import has_nccl_line
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
+from stepmark.job_logs.nccl_log.start_rules import healthy_facts
 from stepmark.job_logs.ras_report import looks_like_ras, read_ras
 from stepmark.job_logs.reports import ras_findings
 from stepmark.text_tables import looks_like_tables
@@ -132,7 +134,12 @@ def _sort(
         kinds = kinds_of(path)
         is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
         if not only_tables and kinds <= {TABLES, RAS, ANALYSIS} and is_output:
-            is_log = _read_only(path, inputs) if is_only else is_job_output(path)
+            has_tables = TABLES in kinds
+            is_log = (
+                _read_only(path, inputs, has_tables=has_tables)
+                if is_only
+                else is_job_output(path, has_tables=has_tables)
+            )
             kinds |= {LOG} if is_log else set()
     except ConfigError as error:
         if is_named:
@@ -158,8 +165,8 @@ def _sort(
     return bool(kinds)
 
 
-def _read_only(path: Path, inputs: Inputs) -> bool:
-    """Read the only file, and return whether it has lines of NCCL or states a failure."""
+def _read_only(path: Path, inputs: Inputs, *, has_tables: bool) -> bool:
+    """Read the only file, and return whether it is output of a job, as is_job_output does."""
     if is_binary(read_head(path)):
         return False
     try:
@@ -167,7 +174,8 @@ def _read_only(path: Path, inputs: Inputs) -> bool:
     except ConfigError:
         return False
     is_log = bool(facts.processes or facts.versions) or facts.has_failed
-    return is_log or any(state.waits_in is not None for state in facts.progress)
+    is_log |= any(state.waits_in is not None for state in facts.progress)
+    return is_log or bool(facts.unfinished) or (bool(facts.endings) and not has_tables)
 
 
 def kinds_of(path: Path) -> set[str]:
@@ -206,6 +214,8 @@ class Source:
     lines: tuple[str, ...]  # a description, shown before the findings
     rows: tuple[tuple[str, Rows], ...] = ()  # further tables by name
     tuning: tuple[dict[str, object], ...] = ()  # NCCL's choices by size, as its log has them
+    endings: tuple[Evidence, ...] = ()  # lines that show the end of the job
+    summary: str = ""  # what is in order, in a few words
 
 
 def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
@@ -246,14 +256,17 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
 
 
 def _log(facts: LogFacts, stalls: JobStalls, paths: Sequence[Path]) -> Source:
+    diagnosed = tuple(diagnose(facts, stalls))
     return Source(
         kind=LOG if facts.has_messages else OUTPUT,
         files=tuple(map(str, paths)),
         histogram=facts.messages,
         num_ranks_seen=max(len(facts.processes), ranks_seen(facts.messages)),
-        findings=tuple(diagnose(facts, stalls)),
+        findings=diagnosed,
         lines=tuple(log_summary.fact_lines(facts)),
         tuning=tuple(log_summary.choice_rows(facts)),
+        endings=tuple(endings_of(facts)),
+        summary=", ".join(healthy_facts(facts)),
         rows=(
             ("facts", log_summary.fact_rows(facts)),
             ("communicators", log_summary.communicator_rows(facts)),

@@ -1,9 +1,8 @@
 """stepmark logs: NCCL logs, flight-recorder dumps, inspector lines and tables of results."""
 
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from io import StringIO
 
 from rich.console import Console
@@ -29,6 +28,7 @@ from stepmark.ground.reading import Table
 from stepmark.ground.units import format_bytes, format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.job_logs import log_summary
+from stepmark.job_logs.answers import DAMAGE, Answer, JobState, answer_of, as_ended
 from stepmark.job_logs.log_options import LogsOptions, MessageView
 from stepmark.job_logs.log_sources import (
     LOG,
@@ -42,6 +42,7 @@ from stepmark.job_logs.log_sources import (
 from stepmark.job_logs.log_summary import print_tables
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
+from stepmark.tables.row_tables import LEAD
 from stepmark.text_tables.validate import validate
 
 _OF_MESSAGES = tuple(field.name for field in fields(MessageView))
@@ -71,10 +72,9 @@ class SourceView:
 
 
 def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
-    """Yield a summary; with --histogram or --tuning only these and the problems."""
+    """Yield a summary; with --histogram or --tuning only these, the problems and damage."""
     source = view.source
-    if not options.shows_histogram and not options.tuning:
-        yield _answer(source.findings)
+    if options.is_diagnosis:
         yield from source.lines
         yield from finding_text(source.findings)
         yield from _histogram_summary(source, options.steps)
@@ -84,19 +84,13 @@ def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
         yield from _tuning_text(source)
     if options.shows_histogram:
         yield from _histogram_text(view, options)
-    problems = [each for each in source.findings if each.severity is Severity.PROBLEM]
-    yield from finding_text(problems)
-
-
-def _answer(findings: Sequence[Finding]) -> str:
-    """Return the worst finding in one line; without a problem, that there is none."""
-    counts = Counter(finding.severity for finding in findings)
-    others = [f"{counts[kind]} {kind}{'s' * (counts[kind] > 1)}" for kind in Severity]
-    tally = ", ".join(reversed([text for text in others if not text.startswith("0 ")]))
-    for finding in findings:
-        if finding.severity is Severity.PROBLEM:
-            return f"answer     {finding.text} ({tally})"
-    return f"answer     nothing states a failure or a hang ({tally or 'no findings'})"
+    yield from finding_text(
+        [
+            each
+            for each in source.findings
+            if each.severity is Severity.PROBLEM or each.rule in DAMAGE
+        ]
+    )
 
 
 def _histogram_summary(source: Source, steps: int | None) -> Iterator[str]:
@@ -169,8 +163,7 @@ def _one_finding(finding: Finding, label: str, indent: str) -> Iterator[str]:
     if finding.count > len(evidence) > 0:
         yield f"{indent}    {finding.count} in all"
     for link in finding.chain:
-        label = "dumps:" if link.rule.startswith("fr-") else "because:"
-        yield from _one_finding(link, _LABELS.get(link.rule, label), f"{indent}  ")
+        yield from _one_finding(link, _LABELS.get(link.rule, "because:"), f"{indent}  ")
     if finding.action and not indent:
         yield f"  do: {finding.action}"
     for consequence in finding.consequences[:_MAX_CONSEQUENCES]:
@@ -197,7 +190,7 @@ TableFindings = tuple[Table, tuple[Finding, ...]]
 
 
 def run(options: LogsOptions) -> int:
-    """Print and write what the files contain. Return 1 where a job fails or hangs."""
+    """Print and write what the files contain. Return LogReport.exit_code."""
     _check(options)
     with Waiting("finding the kinds of the files"):
         inputs = collect(options.files, only_tables=options.tables)
@@ -207,6 +200,9 @@ def run(options: LogsOptions) -> int:
         report = read_report(inputs, options)
     if not options.to_stdout:
         print_text(report.text())
+    for finding in report.findings if options.to_stdout else ():
+        if finding.rule in DAMAGE:
+            sys.stderr.write(f"stepmark: {finding.text}\n")
     report.write()
     return report.exit_code
 
@@ -243,11 +239,31 @@ class LogReport:
 
     @property
     def exit_code(self) -> int:
-        """1 where a job fails, hangs or gives wrong data."""
-        return int(any(each.severity is Severity.PROBLEM for each in self.findings))
+        """1 where a job fails, hangs or gives wrong data; 3 where its end is unknown.
+
+        Tables alone are results and no job; views of messages do not ask for its end.
+        """
+        if any(each.severity is Severity.PROBLEM for each in self.findings):
+            return 1
+        is_unknown = self.answer.state is JobState.UNKNOWN
+        return 3 if is_unknown and self.views and self.options.is_diagnosis else 0
+
+    @property
+    def answer(self) -> Answer:
+        """The answer over all sources and tables."""
+        sources = [view.source for view in self.views]
+        return answer_of(
+            [finding for source in sources for finding in source.findings],
+            self.tables,
+            [line for source in sources for line in source.endings],
+            "; ".join(source.summary for source in sources if source.summary),
+            is_ended=self.options.ended,
+        )
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
+        if self.views and self.options.is_diagnosis:
+            yield f"{'answer':<{LEAD}}{self.answer.text}"
         for place, view in enumerate(self.views):
             yield from [""] * (place > 0)
             yield from source_text(view, self.options)
@@ -283,6 +299,7 @@ class LogReport:
     def document(self) -> dict[str, object]:
         """Return everything as plain values, whatever options limit the text."""
         return {
+            "answer": asdict(self.answer) if self.views else None,
             "sources": [
                 {
                     "kind": view.source.kind,
@@ -337,6 +354,8 @@ class LogReport:
 def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     """Read all inputs. Raises ConfigError."""
     sources = read_sources(inputs, options.ranks)
+    if options.ended:
+        sources = [replace(one, findings=as_ended(one.findings)) for one in sources]
     views = tuple(_view(source, options) for source in sources)
     # A request for the messages of a job's output is no request for its tables.
     is_about_messages = views and (options.shows_histogram or options.tuning)

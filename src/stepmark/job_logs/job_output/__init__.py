@@ -10,9 +10,17 @@ from functools import partial
 from pathlib import Path
 
 from stepmark.findings.finding import Evidence
-from stepmark.findings.log_facts import AbsentRank, Failure, GroupProgress, Role
+from stepmark.findings.log_facts import (
+    AbsentRank,
+    Failure,
+    GroupProgress,
+    Role,
+    UnfinishedTable,
+)
 from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
-from stepmark.job_logs.failures import classify
+from stepmark.job_logs.endings import ending_of
+from stepmark.job_logs.failures import FOREIGN, LAUNCHER, PEER_CLOSED, classify
+from stepmark.job_logs.job_output.benchmarks import BenchmarkTables
 from stepmark.job_logs.job_output.exits import ProcessExits
 from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
 from stepmark.job_logs.job_output.watchdog import WatchdogLines
@@ -20,12 +28,16 @@ from stepmark.job_logs.job_output.watchdog import WatchdogLines
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
 _MAX_QUIET = 50_000
+_MAX_TABLE_LINES = 200_000
 _DIGITS = b"0123456789"
 _MAX_LINE_BYTES = 64 * 1024
 # They say less than any other failure of their role, even an earlier one.
-_GENERAL = frozenset({"failure-nccl", "failure-exit", "failure-abort", "failure-unknown"})
+GENERAL = frozenset(
+    {"failure-nccl", "failure-exit", "failure-abort", "failure-unknown", LAUNCHER}
+)
 
-# A line with none of these words states no failure. Plain `in` is faster than one expression.
+# A line with none of these words states no failure and no end. Plain `in` is faster than one
+# expression.
 _WORDS = (
     *(b"rror", b"xception", b"ailed", b"ailure", b"atal", b"FATAL", b"FAILED", b"ignal"),
     *(b"SIG", b"illed", b"imeout", b"imed out", b"bort", b"xit", b"EXIT", b"Traceback"),
@@ -35,6 +47,22 @@ _WORDS = (
     *(b"truncated", b"peer", b"got stuck", b"eartbeat", b"destroy_process_group", b"Rank "),
     *(b"annot allocate", b"No space left", b"quota", b"llegal ", b"lready in use", b"-capable"),
     *(b"GPUs are", b"insufficient", b"Duplicate GPU", b"ncorrectable", b"misaligned", b"GPU "),
+    *(b"TERM_", b"TERMINATION", b"RMINATED", b"Terminat", b"double free", b"smashing", b"(): "),
+    *(b"corrupt", b"walltime", b"victed", b"ack-off", b"ackoff", b"exceeded ", b"OUT_OF_ME"),
+    *(b"low on resource", b"low on memory", b"can't start new", b"unavailable", b"zsh: "),
+    *(
+        b"No such file",
+        b"open files",
+        b"Errno",
+        b"ermission denied",
+        b"not permitted",
+        b"xecve",
+        b"enough slots",
+    ),
+    *(b"error: Unable to", b"ignored in", b"lost communication", b"RUNNING AT", b"ode=dumped"),
+    *(b"rocess name", b"raining c", b"raining f", b"raining is", b"raining has", b"COMPLETED"),
+    *(b"Completed ", b"uccessfully completed", b"uccessfully finished", b"Succeeded"),
+    *(b"train_runtime", b"Trainer.fit", b"Avg bus", b"nThread", b"redop", b"oncluded"),
 )
 _CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
 
@@ -46,9 +74,16 @@ _RAISED = re.compile(
 _NAMED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::\s|$)")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|^<|/lib/python3|^/usr/lib/python")
 
+_TIME_LIMIT = re.compile(
+    r"DUE TO TIME LIMIT|TERM_RUNLIMIT|PBS: job killed: walltime|DeadlineExceeded"
+    r"|JobState=TIMEOUT|^State: TIMEOUT"
+)
+_PREEMPTED = re.compile(r"DUE TO PREEMPTION|TERM_PREEMPT|JobState=PREEMPTED|^State: PREEMPTED")
 _ENDED = re.compile(
-    r"DUE TO TIME LIMIT|DUE TO PREEMPTION|CANCELLED AT|Received \d+ death signal"
-    r"|got signal: \d+|^KeyboardInterrupt|received SIG(?:TERM|INT)"
+    rf"{_TIME_LIMIT.pattern}|{_PREEMPTED.pattern}"
+    r"|CANCELLED AT(?!.*NODE FAILURE)|Received \d+ death signal|got signal: \d+"
+    r"|^(?:Detected )?KeyboardInterrupt|received SIG(?:TERM|INT)|after receiving SIGTERM"
+    r"|TERM_(?:OWNER|ADMIN|REQUEUE)|(?:JobState=|^State: )CANCELLED"
 )
 _TEARDOWN = re.compile(
     r"closing signal SIG|Killing subprocess|destroy_process_group\(\) was not called"
@@ -64,10 +99,15 @@ _REMARK = re.compile(
     r"|preparing to dump debug info|First PG on this rank|what\(\):|FAILED$|^Failures:"
     r"|Stack trace of the failed|Exception raised from |signal_name|Signal \d+ \(SIG"
 )
+# A logger's level, or words by which a program says that it continues.
+_HANDLED = re.compile(
+    r"^(?!.*NCCL WARN)(?:[^\s:]{1,40}[\s:|]+){0,4}\[?(?:DEBUG|INFO|WARNING|Warning)\b"
+    r"|\b(?i:retrying|will retry|retry loop|reconnect\w*|recovered|handled|ignored|ignoring)\b"
+)
 _UNKNOWN = re.compile(
     r"(?<![\w=\"'])(?:FATAL|Fatal|fatal)(?: [Ee]rror|:| )|core dumped|^panic: "
     r"|Unhandled exception|Uncaught exception|\[?F\d{3,4} \d\d:\d\d:\d\d"
-    r"|\[E\d{3,4} .*ProcessGroup|MPI_ABORT was invoked|BAD TERMINATION"
+    r"|\[E\d{3,4} .*ProcessGroup"
 )
 _QUIET = re.compile(r"^\s*(?:frame #|#\d+ )|Environment variable \S+ is deprecated")
 
@@ -89,7 +129,9 @@ class OutputReader:
     """Collects failures, line by line."""
 
     failures: dict[tuple[str, int | None, str, str], Failure] = field(default_factory=dict)
+    endings: dict[tuple[str, str], Evidence] = field(default_factory=dict)  # the last of each
     _open: dict[str, _Traceback] = field(default_factory=dict)
+    _benchmarks: BenchmarkTables = field(default_factory=BenchmarkTables)
     _exits: ProcessExits = field(default_factory=ProcessExits)
     _watchdog: WatchdogLines = field(default_factory=WatchdogLines)
     _ignores_next: bool = False
@@ -105,6 +147,11 @@ class OutputReader:
         return len(self.failures) + len(self._exits.exits) + len(self._watchdog.timeouts)
 
     @property
+    def num_notable(self) -> int:
+        """Number of failures, ends and benchmarks without a footer so far."""
+        return self.num_found + len(self.endings) + len(self._benchmarks.tables)
+
+    @property
     def is_remark_only(self) -> bool:
         roles = {one.role for one in self.failures.values()}
         return roles == {Role.REMARK} and not self._exits.exits and not self._watchdog.timeouts
@@ -112,20 +159,17 @@ class OutputReader:
     def enter_file(self, file: str, index: int) -> None:
         self._file, self._file_index, self._clock = file, index, None
         self._open.clear()
+        self._benchmarks.open = None
         self._exits.block, self._exits.file_index = "", index
 
     def read(self, line: bytes, number: int, process: str = "") -> None:
         """Read a line; process: host:pid of a WARN line of NCCL."""
         is_inside = self._open or self._exits.block or self._says_why
-        if not is_inside:
-            shape = line.translate(None, _DIGITS)
-            if shape in self._quiet:
-                return
-            # The words have no digit, so they are in the shape of any line that has one.
-            if not any(word in shape for word in _WORDS):
-                if len(self._quiet) < _MAX_QUIET:
-                    self._quiet.add(shape)
-                return
+        if not is_inside and self._is_quiet(line):
+            table = self._benchmarks.open
+            if table is not None and len(table.lines) < _MAX_TABLE_LINES:
+                table.lines.append((number, line))
+            return
         self._says_why = line.rstrip().endswith(b"Last error:")
         whole = printable(line)
         rank, tag, body = split_tag(whole)
@@ -134,21 +178,43 @@ class OutputReader:
             hours, minutes, seconds = clock.groups()
             self._clock = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
             self._exits.clock = self._clock
-        if self._traceback(body, tag, rank, evidence):
+        if self._traceback(body, tag, rank, evidence) or (
+            not process and self._progress(body, evidence)
+        ):
             return
         if self._exits.block and self._exits.summary(body, evidence):
             return
         if _QUIET.search(body):
             return
-        for read in (self._watchdog.read, self._exits.read, self._ended):
-            if read(body, rank, evidence):
-                return
-        self._other(body, rank, process, evidence)
+        readers = (self._watchdog.read, self._exits.read, self._ended)
+        if not any(read(body, rank, evidence) for read in readers):
+            self._other(body, rank, process, evidence)
+
+    def _is_quiet(self, line: bytes) -> bool:
+        """Return whether a line has no word that matters; digits make no difference to it."""
+        shape = line.translate(None, _DIGITS)
+        if shape in self._quiet:
+            return True
+        # The words have no digit, so they are in the shape of any line that has one.
+        is_quiet = not any(word in shape for word in _WORDS)
+        if is_quiet and len(self._quiet) < _MAX_QUIET:
+            self._quiet.add(shape)
+        return is_quiet
+
+    def _progress(self, body: str, evidence: Evidence) -> bool:
+        """Read a line of a benchmark's table, or of a job that ended well."""
+        printed_by = ending_of(body)
+        if printed_by:
+            self.endings[self._file, printed_by] = evidence
+        return self._benchmarks.read(body, evidence) or bool(printed_by)
 
     def _traceback(self, body: str, tag: str, rank: int | None, evidence: Evidence) -> bool:
         """Read a line of a traceback; return whether it was one."""
         if "Traceback (most recent call last)" in body:
             self._open[tag] = _Traceback(is_ignored=self._ignores_next)
+            self._ignores_next = False
+            return True
+        if self._ignores_next and _RAISED.match(body):
             self._ignores_next = False
             return True
         self._ignores_next = body.startswith("Exception ignored in")
@@ -207,13 +273,16 @@ class OutputReader:
         match = _ENDED.search(body)
         if match is None:
             return False
-        is_late = "TIME LIMIT" in body
+        is_late = _TIME_LIMIT.search(body)
+        text = "The job was ended from outside: by a person, the scheduler, or a time limit."
+        if is_late:
+            text = "The scheduler ended the job at its time limit."
+        elif _PREEMPTED.search(body):
+            text = "The scheduler preempted the job."
         self._add(
             "failure-time-limit" if is_late else "failure-terminated",
             Role.ENDED,
-            "The scheduler ended the job at its time limit."
-            if is_late
-            else "The job was ended from outside: by a person, the scheduler, or a time limit.",
+            text,
             "Look at what the job did last: it may have hung before.",
             None,
             "",
@@ -224,8 +293,15 @@ class OutputReader:
     def _other(self, body: str, rank: int | None, process: str, evidence: Evidence) -> None:
         """Read an error that one line states."""
         rule = classify(body)
+        is_handled = not (process or _RAISED.match(body)) and _HANDLED.search(body)
+        if is_handled and (rule is None or rule.role >= Role.CAUSE):
+            rule = None
+            if not _TEARDOWN.search(body):
+                return
         if rule is not None and not (rule.role >= Role.VAGUE and _TEARDOWN.search(body)):
-            detail = body if _RAISED.match(body) else ""
+            # A text that ends in a colon is followed by the line's own words.
+            is_quoted = _RAISED.match(body) or rule.text.endswith(":")
+            detail = body.rpartition("NCCL WARN ")[2] if is_quoted else ""
             self._add(
                 rule.rule,
                 rule.role,
@@ -283,6 +359,10 @@ class OutputReader:
                 place_evidence=place_evidence,
             )
 
+    def unfinished(self) -> tuple[UnfinishedTable, ...]:
+        """Return the benchmarks' tables that lack their footer."""
+        return tuple(table.result() for table in self._benchmarks.tables)
+
     def result(
         self, rank_of: Callable[[str], int | None]
     ) -> tuple[tuple[Failure, ...], tuple[GroupProgress, ...], tuple[AbsentRank, ...]]:
@@ -291,11 +371,16 @@ class OutputReader:
             replace(one, rank=rank_of(one.process) if one.rank is None else one.rank)
             for one in self.failures.values()
         ]
+        visited = {one.process for one in failures if one.rule == FOREIGN and one.process}
+        failures = [
+            one for one in failures if one.rule != PEER_CLOSED or one.process not in visited
+        ]
         failures += self._exits.failures(rank_of)
         failures.sort(
             key=lambda one: (
                 one.role,
-                one.rule in _GENERAL,
+                one.rule in GENERAL,
+                one.rule == LAUNCHER,
                 -1.0 if one.time_s is None else one.time_s,
                 one.file_index,
                 one.evidence.line,
@@ -304,8 +389,12 @@ class OutputReader:
         return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
 
 
-def is_job_output(path: Path) -> bool:
-    """Return whether a text file states a failure or has lines of NCCL. Raises ConfigError."""
+def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
+    """Return whether a text file has lines of NCCL, or states a failure or an end.
+
+    A table of results (has_tables) is output of a job only if it is unfinished, or if a line
+    states a failure. Raises ConfigError.
+    """
     if is_binary(read_head(path)):
         return False
     reader = OutputReader()
@@ -314,4 +403,4 @@ def is_job_output(path: Path) -> bool:
             reader.read(line, number)
             if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
                 return True
-    return False
+    return bool(reader.unfinished()) or (bool(reader.endings) and not has_tables)

@@ -14,27 +14,48 @@ _CHILD = re.compile(r"failed \(exitcode: (-?\d{1,4})\) local_rank: \d+ \(pid: (\
 _BLOCK_RANK = re.compile(r"^\s*rank\s+: (\d{1,8}) \(local_rank")
 _BLOCK_EXIT = re.compile(r"^\s*exitcode\s+: (-?\d{1,4}) +\(pid: (\d+)\)")
 _SRUN = re.compile(
-    r"srun: error: ([\w.\-]+): tasks? ([\d,\-\[\]]{1,200}): (Killed|Segmentation fault"
+    r"srun: error: ([\w.\-\[\],]+): tasks? ([\d,\-\[\]]{1,200}): (Killed|Segmentation fault"
     r"|Bus error|Aborted|Terminated|Exited with exit code (\d{1,3}))"
 )
 _ON_SIGNAL = re.compile(
     r"process rank (\d+) with PID (\d+) on node \S+ exited on signal (\d{1,2})"
     r"|(?:died with <Signals\.\w+: |Caught signal )(\d{1,2})\b"
-    r"|(?:terminated with signal |Program terminated with signal |killed by signal: )"
+    r"|(?:(?:terminated|received|ended) (?:with |by )?signal |killed by signal: )"
     r"(SIG[A-Z]+|Killed|Aborted|Segmentation fault)"
-    r"|(?:^|line \d+: +\d+ )(Killed|Segmentation fault|Bus error|Aborted)\b"
+    r"|(?:line \d+: +\d+ |^\[\d+\]\s*[+-]?\s+\d* *)(Killed|Segmentation fault|Bus error"
+    r"|Aborted|Terminated)\b"
+    r"|^(Killed|Segmentation fault|Bus error|Aborted)(?: +\(core dumped\))?(?: {3,}\S.*)?$"
+    r"|^zsh: (killed|segmentation fault|abort|bus error)\b"
     r"|Fatal Python error: (Segmentation fault|Aborted|Bus error)"
     r"|\[\d+\]: (segfault) at "
 )
+# Signals with their number: Open MPI's handler, Hydra, Intel MPI, systemd, torchrun.
+_NUMBERED = re.compile(
+    r"(?:\[[\w.\-]+:0*(?P<handler_pid>\d{1,10})\] Signal: .{1,60}\("
+    r"|EXIT STRING: .{1,60}\(signal |KILLED BY SIGNAL: |Signal "
+    r"|code=(?:killed|dumped), status=)(?P<signal>\d{1,2})"
+    r"(?:\)|/[A-Z]| \(SIG\w+\) received by PID (?P<pid>\d{1,10})| \(\w)"
+)
+_HANDLER = re.compile(
+    r"^\[[\w.\-]+:\d+\] (?:\*\*\* (?:Process received signal|End of error message) \*\*\*"
+    r"|Signal code:|Failing at address:|\[ ?\d+\] )"
+)
+_NAMED_PROCESS = re.compile(
+    r"^=?\s*(?:RANK (?P<rank>\d{1,8}) )?PID (?P<pid>\d{1,10}) RUNNING AT "
+    r"|Process name: \[\[\d+,\s?\d+\],\s?(?P<mpi>\d{1,8})\]"
+)
 _EXIT_CODE = re.compile(
-    r"(?:exits with return code = |return(?:ed)? (?:non-zero )?(?:exit )?(?:code|status) "
-    r"|EXIT CODE: |exit(?:ed with)?(?: exit)? (?:code|status):? |exitcode ?[:=] ?)"
+    r"(?:exits with return code = |return(?:ed)? (?:non-zero )?exit (?:code|status) "
+    r"|returned non-zero (?:code|status) |\bExited \(|[Ee]xit_status ?= ?"
+    r"|EXIT CODE: |[Ee]xit(?:ed with)?(?: exit)? (?:[Cc]ode|status):? +"
+    r"|exit_?[cC]ode\\?\"? ?[:=] ?)"
     r"(-?[1-9]\d{0,2})\b"
 )
 _SIGNAL_NUMBERS = {
     **{"Killed": 9, "SIGKILL": 9, "Segmentation fault": 11, "SIGSEGV": 11, "segfault": 11},
     **{"Bus error": 7, "SIGBUS": 7, "Aborted": 6, "SIGABRT": 6, "Terminated": 15},
     **{"SIGTERM": 15, "SIGINT": 2},
+    **{"killed": 9, "segmentation fault": 11, "abort": 6, "bus error": 7},  # zsh
 }
 
 
@@ -60,6 +81,7 @@ class ProcessExits:
     clock: float | None = None
     file_index: int = 0
     _block_rank: int | None = None
+    _named: tuple[int | None, str] = (None, "")  # rank and process that a launcher names
 
     def failures(self, rank_of: Callable[[str], int | None]) -> list[Failure]:
         return [_of_exit(exit_, rank_of) for exit_ in self.exits.values()]
@@ -90,6 +112,14 @@ class ProcessExits:
             code = int(tasks[4]) if tasks[4] else -_SIGNAL_NUMBERS[tasks[3]]
             for task in numbers_of(tasks[2].strip("[]"))[:64]:
                 self._add_exit(code, task, f"task {task}", evidence)
+        elif numbered := _NUMBERED.search(body):
+            by_pid = numbered["handler_pid"] or numbered["pid"]
+            process = f"pid {by_pid}" if by_pid else f"? {rank} {numbered['signal']}"
+            self._add_exit(-int(numbered["signal"]), rank, process, evidence)
+        elif named := _NAMED_PROCESS.search(body):
+            mpi_rank = named["rank"] or named["mpi"]
+            process = f"pid {named['pid']}" if named["pid"] else f"rank {mpi_rank}"
+            self._named = (int(mpi_rank) if mpi_rank else None, process)
         elif signal := _ON_SIGNAL.search(body):
             mpi_rank, pid, on, by, *names = signal.groups()
             name = next((name for name in names if name), "")
@@ -98,6 +128,8 @@ class ProcessExits:
             self._add_exit(-number, who, f"pid {pid}" if pid else f"? {who} {number}", evidence)
         elif (code_line := _EXIT_CODE.search(body)) and classify(body) is None:
             self._add_exit(int(code_line[1]), rank, f"? {rank} {code_line[1]}", evidence)
+        elif _HANDLER.search(body):
+            return True
         elif "Root Cause (first observed failure)" in body or body.startswith("Failures:"):
             self.block = "first" if "Root" in body else "other"
         else:
@@ -105,9 +137,13 @@ class ProcessExits:
         return True
 
     def _add_exit(self, code: int, rank: int | None, process: str, evidence: Evidence) -> _Exit:
+        if process.startswith("?") and self._named[1]:
+            rank, process = self._named
         new = _Exit(code, rank, process, False, evidence, self.clock, self.file_index)
         exit_ = self.exits.setdefault(process, new)
         exit_.rank = rank if exit_.rank is None else exit_.rank
+        if signal_of(code) is not None and signal_of(exit_.code) is None:
+            exit_.code, exit_.evidence = code, evidence  # Hydra's EXIT CODE: 9 is a signal
         return exit_
 
 

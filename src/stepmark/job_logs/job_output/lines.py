@@ -5,7 +5,8 @@ import re
 _RANK_TAG = re.compile(r"\[rank(\d{1,8})\]:? ?")
 _LAUNCHER_TAG = re.compile(
     r"^(?:(?P<srun>\d{1,6}): |\[\d+,(?P<mpi>\d{1,6})\]<std(?:err|out)>: ?"
-    r"|\[default(?P<local>\d+)\]: ?|\((?P<worker>[^()]{1,80})\) ?)"
+    r"|\[default(?P<local>\d+)\]: ?|\((?P<worker>[^()]{1,80})\) ?"
+    r"|\[pod/[\w./-]{1,253}\] |[A-Za-z][\w.-]{0,63}-\d{1,6} +\| )"
 )
 _LOGGER = re.compile(
     r"^(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,80}:\d+\] ?"

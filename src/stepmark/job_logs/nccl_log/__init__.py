@@ -82,7 +82,7 @@ class _Reader:
         """Read one file. Raises ConfigError."""
         self._file, self._index, self._has_messages = str(path), index, False
         self.collector.output.enter_file(self._file, index)
-        num_failures = self.collector.output.num_found
+        num_before = self.collector.output.num_notable
         self._cache.clear()
         self._choices.clear()
         is_empty = True
@@ -98,7 +98,7 @@ class _Reader:
             self.num_lines += len(lines) - 1
         if is_empty:
             raise ConfigError("file", path, "a log with content; this one is empty")
-        has_failures = self.collector.output.num_found > num_failures
+        has_failures = self.collector.output.num_notable > num_before
         self.num_logs += self._has_messages
         if not self._has_messages and not has_failures:
             raise ConfigError("file", path, "a log of NCCL or RCCL; no line of either is in it")

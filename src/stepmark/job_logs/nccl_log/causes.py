@@ -4,6 +4,7 @@ A failure with a lower Role explains those with higher ones; of two with one Rol
 named first. What is not explained stays a problem of its own.
 """
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -11,6 +12,8 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
 from stepmark.findings.stalls import MISMATCH, MISSING
 from stepmark.ground.units import ranks_text
+from stepmark.job_logs.failures import FOREIGN
+from stepmark.job_logs.job_output import GENERAL
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
 
@@ -18,7 +21,7 @@ _PROBLEM = Severity.PROBLEM
 # Findings of the log that are causes, and those that only show where ranks stopped.
 _CAUSES = frozenset({MISMATCH, "p2p-mismatch"})
 LATE = "late-call"  # a call that differs, issued after a time-out
-_SYMPTOMS = frozenset({"behind", "p2p-unpaired", "init-incomplete", LATE})
+_SYMPTOMS = frozenset({"behind", "p2p-unpaired", "init-incomplete", "table-incomplete", LATE})
 # Variables that explain a finding, if they are set.
 _SET_BY: dict[str, tuple[str, ...]] = {
     "failure-no-interface": ("NCCL_SOCKET_IFNAME",),
@@ -34,6 +37,20 @@ _SET_BY: dict[str, tuple[str, ...]] = {
     "ofi-tcp": ("FI_PROVIDER",),
     "plugin-not-loaded": ("NCCL_NET_PLUGIN",),
 }
+# Findings that explain an error which does not state its cause.
+_EXPLAINS_VAGUE = frozenset({"warning", "failure-unknown", "ofi-tcp"})
+# Words of a WARN line that reads like a failure, and of one after which NCCL continues.
+LOOKS_FATAL = re.compile(
+    r"\b(?:fail|error|fatal|abort|could ?n.t|could not|cannot|can.t|unable|invalid|mismatch"
+    r"|corrupt|unhandled|exited|terminated|timed[ -]?out|timeout|hanging|deadlock|no such"
+    r"|not (?:found|working|permitted|available)|missing|denied|refused)",
+    re.IGNORECASE,
+)
+FALLS_BACK = re.compile(
+    r"\b(?:default(?:ing|s) to|using (?:the )?default|fall(?:ing|s)?[ -]?back|ignor(?:ed|ing)"
+    r"|will not be used|performance)",
+    re.IGNORECASE,
+)
 _INSIDE_HOST = ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_P2P_LEVEL")
 # Findings that lead to another one.
 _LEADS_TO = {
@@ -67,7 +84,30 @@ def linked(
     if not any(role < Role.REMARK for role, *_ in ranked):
         return plain
     ranked.sort(key=lambda one: one[:2])
+    if ranked[0][2].rule not in GENERAL:
+        return _tree(facts, ranked, plain)
+    warned = next((one for one in plain if _is_warned_cause(one, ranked[0][2])), None)
+    if warned is not None:
+        words = warned.text.removeprefix("NCCL warns: ")
+        text = f"A call of NCCL failed after this warning: {words}"
+        cause = replace(warned, rule="failure-warned", severity=_PROBLEM, text=text)
+        first = (ranked[0][0], -1, cause)
+        return _tree(facts, [first, *ranked], [one for one in plain if one is not warned])
+    if ranked[0][2].rule == "failure-nccl" and (facts.communicators or facts.networks):
+        action = "No WARN line is in the log: look at the other ranks' logs and at dmesg."
+        ranked[0] = (*ranked[0][:2], replace(ranked[0][2], action=action))
     return _tree(facts, ranked, plain)
+
+
+def _is_warned_cause(finding: Finding, failure: Finding) -> bool:
+    """Return whether NCCL printed a warning, or runs on a bad provider, before a failure."""
+    if finding.rule not in _EXPLAINS_VAGUE or not finding.evidence:
+        return False
+    if failure.rule != "failure-nccl" and not LOOKS_FATAL.search(finding.text):
+        return False
+    warned, failed = finding.evidence[0], failure.evidence[0]
+    is_before = warned.file != failed.file or warned.line < failed.line
+    return is_before and not FALLS_BACK.search(finding.text)
 
 
 def _tree(
@@ -85,7 +125,7 @@ def _tree(
     for finding in plain:
         if finding.rule in _SYMPTOMS and role < Role.CONSEQUENCE:
             explained.append(finding)
-        elif finding.rule in ("warning", "failure-unknown") and role >= Role.SIGNAL:
+        elif finding.rule in _EXPLAINS_VAGUE and role >= Role.SIGNAL:
             chain.append(finding)
         else:
             rest.append(finding)
@@ -113,6 +153,8 @@ def _failures(failures: Sequence[Failure]) -> list[tuple[Role, Finding]]:
     """Return one finding per rule and role, in the order of their first line."""
     groups: dict[tuple[str, str], list[Failure]] = {}
     for one in failures:
+        if one.rule in (FOREIGN, "failure-retried"):
+            continue
         words = one.detail if one.rule == "failure-python" else ""
         kind = one.text if one.rule == "failure-unknown" else words
         groups.setdefault((one.rule, kind), []).append(one)
@@ -126,6 +168,9 @@ def _finding(failures: Sequence[Failure]) -> Finding:
         text = f"{_subject(failures)} raised {first.detail.rstrip('.')}"
     elif first.text[:1].islower():
         text = f"{_subject(failures)} {first.text}"
+    elif first.text.endswith(":"):
+        text = f"{first.text} {first.detail.rstrip('.')}"
+        text += f" ({who})" if who else ""
     else:
         text = first.text.rstrip(".")
         text += f" ({who})" if who else ""

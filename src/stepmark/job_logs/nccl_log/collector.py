@@ -272,6 +272,8 @@ class Collector:
             failures=failures,
             progress=progress,
             absent=absent,
+            endings=tuple(self.output.endings.values()),
+            unfinished=self.output.unfinished(),
             unread_calls=self.calls.unread,
             rounded_calls=num_rounded,
         )

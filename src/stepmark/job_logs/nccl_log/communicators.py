@@ -44,6 +44,7 @@ class CommHandle:
     bus_id: str | None = None
     started: Evidence | None = None
     completed: bool = False
+    destroyed: Evidence | None = None
     init: InitTime | None = None
     rings: Counter[tuple[int, ...]] = field(default_factory=Counter)
     num_trees: int | None = None
@@ -163,6 +164,7 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
                 bus_id=handle.bus_id,
                 started=handle.started,
                 completed=handle.completed or bool(handle.sequence),
+                destroyed=handle.destroyed,
                 init=handle.init,
             )
             for handle in sorted(handles, key=lambda h: -1 if h.rank is None else h.rank)

@@ -4,7 +4,6 @@ Every rule quotes the lines that prove it; without them it reports nothing. Over
 rule is short, and they are read side by side.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -18,10 +17,10 @@ from stepmark.findings.log_facts import (
     PeerDifference,
 )
 from stepmark.findings.stalls import MISMATCH
-from stepmark.job_logs.failures import classify
+from stepmark.job_logs.failures import FOREIGN, classify
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import adapter_rules, network_rules, start_rules
-from stepmark.job_logs.nccl_log.causes import LATE, linked
+from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LATE, LOOKS_FATAL, linked
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
 # NVLink systems of the last generations run 12 to 32 channels.
@@ -49,24 +48,12 @@ def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
         text = f"NCCL warns: {warning.rstrip('.')}."
         if classify(lines.evidence[0].text) is not None or _harmless_text(warning):
             continue
-        if facts.has_failed or _FALLS_BACK.search(warning) or not _FATAL.search(warning):
+        if facts.has_failed or FALLS_BACK.search(warning) or not LOOKS_FATAL.search(warning):
             yield finding_of("warning", Severity.WARNING, text, [lines])
             continue
         text = f"A warning of NCCL looks fatal, and no rule knows it: {warning.rstrip('.')}."
         finding = finding_of("failure-unknown", Severity.PROBLEM, text, [lines])
         yield replace(finding, action="Read the lines around it, and whether the job went on.")
-
-
-_FATAL = re.compile(
-    r"\b(?:fail|error|fatal|abort|could ?n.t|could not|cannot|can.t|unable|invalid|mismatch"
-    r"|corrupt|unhandled|exited|terminated|timed[ -]?out|timeout|hanging|deadlock|no such)",
-    re.IGNORECASE,
-)
-_FALLS_BACK = re.compile(
-    r"\b(?:default(?:ing|s) to|using (?:the )?default|fall(?:ing|s)?[ -]?back|ignor(?:ed|ing)"
-    r"|will not be used|performance)",
-    re.IGNORECASE,
-)
 
 
 def call_mismatch(mismatch: Mismatch) -> Finding:
@@ -246,6 +233,42 @@ def _harmless_text(message: str) -> str:
     return next((text for part, text in _HARMLESS if part in message[:160]), "")
 
 
+def foreign_connections(facts: LogFacts) -> Iterator[Finding]:
+    """Report that something else than a rank connected to NCCL: noise by itself."""
+    visits = [one for one in facts.failures if one.rule == FOREIGN]
+    if visits:
+        lines = [one.evidence for one in visits]
+        finding = finding_of("foreign-connection", Severity.NOTE, visits[0].text, lines)
+        yield replace(finding, count=sum(one.lines for one in visits), action=visits[0].action)
+
+
+def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
+    """Report libfabric's TCP provider behind the OFI plugin."""
+    for (component, name), lines in facts.versions.items():
+        if component == "ofi_provider" and name.lower().startswith(("tcp", "sockets", "udp")):
+            text = f"The OFI plugin runs on libfabric's provider {name}, not on the fabric's."
+            action = "Check FI_PROVIDER and that the fabric's devices are in the container."
+            finding = finding_of("ofi-tcp", Severity.WARNING, text, [lines])
+            yield replace(finding, action=action)
+
+
+def unfinished_tables(facts: LogFacts) -> Iterator[Finding]:
+    """Report a benchmark that stopped after its header or inside its table."""
+    for table in facts.unfinished:
+        if not table.has_header:
+            text, where = "The benchmark stops before its table", "in its start"
+        elif not table.num_rows:
+            text, where = "The table stops after its header", "at the first size"
+        else:
+            of = f" of {table.num_sizes}" if table.num_sizes else ""
+            text, where = f"The table stops after {table.num_rows}{of} sizes", "at the next one"
+        text += ", without its footer" if table.num_rows else ", no size was completed"
+        if not facts.has_failed:
+            text += f": it hung {where}, or still ran, or the output was cut"
+        lines = dict.fromkeys([table.first, table.last])
+        yield finding_of("table-incomplete", Severity.WARNING, f"{text}.", lines)
+
+
 def cut_lines(facts: LogFacts) -> Iterator[Finding]:
     """Report lines of calls that end before their count and type."""
     if facts.unread_calls:
@@ -287,6 +310,14 @@ _HARMLESS = (
         "Failed to open libibverbs",
         "No library of InfiniBand: NCCL uses another network. Harmless without InfiniBand.",
     ),
+    *(
+        (
+            words,
+            "An adapter could not be opened (a container without /dev/infiniband lacks it): "
+            "NCCL uses others, or sockets.",
+        )
+        for words in ("ibv_open_device failed", "nable to open device")
+    ),
     (
         "NUMA auto balancing",
         "The kernel moves pages between NUMA nodes, which makes times vary "
@@ -325,6 +356,9 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     few_channels,
     start_rules.slow_init,
     harmless,
+    foreign_connections,
+    tcp_provider,
+    unfinished_tables,
     cut_lines,
     torn_lines,
     start_rules.several_jobs,

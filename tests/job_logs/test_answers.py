@@ -1,0 +1,145 @@
+"""The answer of `stepmark logs`: failed or hung (1), finished (0), unknown (3)."""
+
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from stepmark.findings.finding import Severity
+from stepmark.job_logs.log_options import LogsOptions
+from stepmark.job_logs.log_sources import collect
+from stepmark.job_logs.logs import LogReport, read_report, run
+
+from .nccl_lines import Issued, coll, start, written
+
+DATA = Path(__file__).parents[1] / "data"
+CASES = tomllib.loads((DATA / "job-endings.toml").read_text())["case"]
+
+
+def report_of(*paths: Path, **options: object) -> LogReport:
+    words = tuple(map(str, paths))
+    return read_report(collect(words), LogsOptions(files=words, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+def test_an_output_has_its_answer(tmp_path: Path, case: dict[str, Any]) -> None:
+    path = tmp_path / "job.out"
+    path.write_text(case["lines"].lstrip("\n"))
+    report = report_of(path)
+    problems = [one.rule for one in report.findings if one.severity is Severity.PROBLEM]
+    rules = problems[:1] or [one.rule for one in report.findings]
+    assert report.exit_code == case["exit_code"]
+    assert case["answer"] in report.answer.text
+    assert case.get("rule", "") in ["", *rules]
+    assert bool(problems) == (case["exit_code"] == 1)
+
+
+@pytest.mark.parametrize(
+    "dressed",
+    [
+        "{}\r",
+        "[1,0]<stderr>:{}",
+        "[default3]:{}",
+        "0: {}",
+        "2026-01-01T10:00:00.123Z {}",
+        "[pod/train-0/main] {}",
+        "trainer-1  | {}",
+    ],
+)
+def test_what_others_add_to_a_line_does_not_matter(tmp_path: Path, dressed: str) -> None:
+    codes = {}
+    for place, case in enumerate(CASES):
+        path = tmp_path / f"{place}.out"
+        lines = [dressed.format(line) for line in case["lines"].lstrip("\n").splitlines()]
+        path.write_text("\n".join([*lines, ""]), newline="")
+        codes[case["name"]] = report_of(path).exit_code
+    assert codes == {case["name"]: case["exit_code"] for case in CASES}
+
+
+def case_path(folder: Path, name: str) -> Path:
+    (lines,) = (case["lines"] for case in CASES if case["name"] == name)
+    path = folder / "job.out"
+    path.write_text(lines.lstrip("\n"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "exit_code", "words"),
+    [
+        ("nccl-tests hung at its first size", 1, "The table stops after its header"),
+        ("nccl-tests that ended in its start", 1, "The benchmark stops before its table"),
+        ("one of two ranks destroyed its communicator", 0, "--ended states it"),
+        ("a port scan", 0, "--ended states it"),
+        ("a benchmark with its footer", 0, "# Collective test concluded"),
+        ("kubectl describe: OOMKilled", 1, "ran out of memory"),
+    ],
+)
+def test_what_is_incomplete_failed_if_the_job_ended(
+    tmp_path: Path, name: str, exit_code: int, words: str
+) -> None:
+    report = report_of(case_path(tmp_path, name), ended=True)
+    assert report.exit_code == exit_code
+    assert words in report.answer.text
+
+
+def test_ranks_that_did_not_finish_a_start_failed_if_the_job_ended(tmp_path: Path) -> None:
+    path = written(tmp_path, [*start(0), *start(1, state=("START",))])
+    assert report_of(path).answer.text.startswith(
+        "unknown whether it ended: communicator 0xabc0"
+    )
+    assert report_of(path, ended=True).exit_code == 1
+
+
+def test_a_view_of_messages_asks_for_no_end_and_says_damage(tmp_path: Path) -> None:
+    whole = [*start(0, num_ranks=1), coll(0, Issued(), num_ranks=1)]
+    torn = [line[2:] for line in whole[:1]]
+    path = written(tmp_path, [*whole * 9, *torn])
+    assert report_of(path).exit_code == 3
+    for view in ({"histogram": True}, {"tuning": True}, {"by": "dtype"}):
+        report = report_of(path, **view)
+        assert report.exit_code == 0
+        lines = list(report.text())
+        assert not [line for line in lines if line.startswith("answer")]
+        assert [line for line in lines if line.endswith("[torn-lines]")]
+
+
+def test_the_answer_comes_first_and_is_in_the_document(tmp_path: Path) -> None:
+    report = report_of(case_path(tmp_path, "Hugging Face's metrics"))
+    assert next(report.text()).startswith("answer     finished: ")
+    answer = report.document()["answer"]
+    assert isinstance(answer, dict)
+    assert answer["state"] == "finished"
+    assert answer["evidence"][0]["line"] == 3
+
+
+def test_tables_alone_are_no_job() -> None:
+    report = report_of(DATA / "nccl-tests" / "8xH200-all_reduce.txt")
+    assert (report.exit_code, report.document()["answer"]) == (0, None)
+
+
+def test_dumps_without_a_hang_do_not_show_an_end(tmp_path: Path) -> None:
+    report = report_of(*sorted((DATA / "flight-recorder").glob("rank*")))
+    assert not [one for one in report.findings if one.severity is Severity.PROBLEM]
+    assert report.exit_code == 3
+
+
+def test_wrong_results_of_a_table_are_in_the_answer_of_its_log(tmp_path: Path) -> None:
+    path = case_path(tmp_path, "a benchmark with its footer")
+    text = path.read_text().replace("0.00      0    25.64", "0.00      2    25.64")
+    path.write_text(text.replace("values : 0 OK", "values : 1 FAILED"))
+    report = report_of(path)
+    assert report.exit_code == 1
+    assert report.answer.text.startswith("1 measurement with wrong results, footer FAILED")
+
+
+def test_rows_on_stdout_come_with_damage_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = [*start(0, num_ranks=1), coll(0, Issued(), num_ranks=1)]
+    path = written(tmp_path, [*whole * 9, whole[0][2:]])
+    options = LogsOptions(files=(str(path),), histogram=True, csv="-")
+    assert run(options) == 0
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 2
+    assert "1 line were left out: torn" in err
