@@ -26,7 +26,7 @@ def _rule(rule: str, role: Role, pattern: str, text: str, action: str) -> Failur
 _HARDWARE, _CAUSE, _VAGUE = Role.HARDWARE, Role.CAUSE, Role.VAGUE
 _WAIT, _CONSEQUENCE, _REMARK = Role.WAIT, Role.CONSEQUENCE, Role.REMARK
 FOREIGN, PEER_CLOSED = "failure-foreign", "failure-peer-closed"
-LAUNCHER = "failure-launcher"
+LAUNCHER, SERVICE_THREAD = "failure-launcher", "failure-service-thread"
 
 # A connection of an HTTP client is none between ranks.
 _NO_WEB = r"^(?!.*(?:requests\.exc|urllib3|https?://|HTTPS?Connection|aiohttp|botocore)).*?"
@@ -37,11 +37,19 @@ FAILURES: tuple[FailureRule, ...] = (
         "foreign",
         _REMARK,
         # NCCL's misc/socket.cc and proxy.cc: a connection without its first bytes.
-        r"socketFinalizeAccept: wrong|NCCL WARN .*(?:wrong|unexpected) (?:\w+ )?magic"
-        r"|\[Service thread\] Accept failed",
+        r"socketFinalizeAccept: wrong|NCCL WARN .*(?:wrong|unexpected) (?:\w+ )?magic",
         "A foreign process (a port scan, monitoring, a health check) connected to a port of "
         "NCCL. NCCL refuses the connection: harmless by itself.",
         "Set NCCL_SOCKET_IFNAME to an interface that scanners do not reach.",
+    ),
+    _rule(
+        "service-thread",
+        _REMARK,
+        # Also after a foreign connection, and while communicators are taken down.
+        r"\[Service thread\] (?:Accept failed|Could not receive type)"
+        r"|Failed to execute operation Close",
+        "A service thread of NCCL lost a connection.",
+        "",
     ),
     _rule(
         "retried",
@@ -390,6 +398,14 @@ FAILURES: tuple[FailureRule, ...] = (
         "Run again with CUDA_LAUNCH_BLOCKING=1 to see the operator that fails.",
     ),
     _rule(
+        "assertion",
+        _CAUSE,
+        # MPICH's own form, and assert() of C.
+        r"Assertion failed in file|: Assertion `.{1,200}' failed|^Assertion failed: ",
+        "An assertion of the program or of a library failed.",
+        "Look at the source line that it names.",
+    ),
+    _rule(
         "illegal-access",
         _CAUSE,
         r"illegal memory access|illegal instruction was|misaligned address|hipErrorIllegal"
@@ -456,7 +472,7 @@ FAILURES: tuple[FailureRule, ...] = (
     ),
     _rule(
         "launcher",
-        _VAGUE,
+        Role.ENDED,
         # Open MPI, MPICH's and Intel MPI's Hydra, srun, kubectl, Slurm's and LSF's reports.
         r"BAD TERMINATION OF ONE|Primary job +terminated normally, but|MPI_ABORT was invoked"
         r"|(?:mpirun|prterun|mpiexec|Hydra) detected that one or more processes exited"
@@ -506,6 +522,13 @@ def classify(line: str) -> FailureRule | None:
     return next((rule for rule in FAILURES if rule.pattern.search(line)), None)
 
 
+# SIGUSR1 and SIGUSR2: schedulers send them before a limit.
+_ANNOUNCED = (
+    "failure-signal",
+    Role.ENDED,
+    "ended on a signal by which schedulers announce a limit (SIGUSR1 or SIGUSR2)",
+    "Look at the time limit of the job.",
+)
 SIGNALS: dict[int, tuple[str, Role, str, str]] = {
     9: (
         "failure-killed",
@@ -537,6 +560,8 @@ SIGNALS: dict[int, tuple[str, Role, str, str]] = {
         "was told to stop (SIGTERM)",
         "Look at the first failure of the job.",
     ),
+    10: _ANNOUNCED,
+    12: _ANNOUNCED,
     2: (
         "failure-terminated",
         Role.ENDED,

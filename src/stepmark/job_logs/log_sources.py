@@ -134,9 +134,9 @@ def _sort(
         kinds = kinds_of(path)
         is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
         if not only_tables and kinds <= {TABLES, RAS, ANALYSIS} and is_output:
-            has_tables = TABLES in kinds
+            has_tables = bool(kinds)
             is_log = (
-                _read_only(path, inputs, has_tables=has_tables)
+                _read_only(path, inputs, has_other=has_tables)
                 if is_only
                 else is_job_output(path, has_tables=has_tables)
             )
@@ -165,17 +165,21 @@ def _sort(
     return bool(kinds)
 
 
-def _read_only(path: Path, inputs: Inputs, *, has_tables: bool) -> bool:
-    """Read the only file, and return whether it is output of a job, as is_job_output does."""
+def _read_only(path: Path, inputs: Inputs, *, has_other: bool) -> bool:
+    """Read the only file, and return whether it is output of a job, as is_job_output does.
+
+    has_other: it is something else already, a table or a report.
+    """
     if is_binary(read_head(path)):
         return False
     try:
         facts = inputs.facts[path] = read_log([path])
     except ConfigError:
         return False
-    is_log = bool(facts.processes or facts.versions) or facts.has_failed
+    # A report of RAS begins with the version, too.
+    is_log = bool(facts.processes or (facts.versions and not has_other)) or facts.has_failed
     is_log |= any(state.waits_in is not None for state in facts.progress)
-    return is_log or bool(facts.unfinished) or (bool(facts.endings) and not has_tables)
+    return is_log or bool(facts.unfinished) or (bool(facts.endings) and not has_other)
 
 
 def kinds_of(path: Path) -> set[str]:

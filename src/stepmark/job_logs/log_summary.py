@@ -284,6 +284,7 @@ def _call_lines(table: Table) -> list[str]:
 
 def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
     sizes = [reading.size_bytes for reading in table.readings if reading.size_bytes is not None]
+    rates = [rate / GB for reading in table.readings if (rate := reading.busbw_bytes_per_s)]
     return {
         "table": name_of(table),
         "file": table.file,
@@ -318,6 +319,7 @@ def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
         "readings": len(table.readings),
         "min_bytes": min(sizes, default=None),
         "max_bytes": max(sizes, default=None),
+        "peak_busbw_gb_s": max(rates, default=None),
         "findings": len(findings),
         "notes": "; ".join(table.notes) or None,
     }
@@ -336,6 +338,8 @@ def _table_facts(row: Mapping[str, object]) -> list[str]:
     if row["device"]:
         hosts = f", hosts: {row['num_hosts']}" if row["num_hosts"] else ""
         lines.append(f"GPUs: {row['device']}{hosts}")
+    if row["peak_busbw_gb_s"] is not None and row["collective"] is None:
+        lines.append(f"peak busbw: {row['peak_busbw_gb_s']:.4g} GB/s")
     if row["columns"]:
         unit = row["unit"] or "unit not said"
         lines.append(f"columns ({unit}): {row['columns']}")

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from io import StringIO
+from pathlib import Path
 
 from rich.console import Console
 
@@ -11,7 +12,7 @@ from stepmark import text_tables as tables
 from stepmark.collectives.judgement import Judgement, judge, parse_nics
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
-from stepmark.findings.finding import Finding, Severity
+from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.histogram import (
     calls_and_bytes,
     lines,
@@ -43,6 +44,7 @@ from stepmark.job_logs.log_summary import print_tables
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.row_tables import LEAD
+from stepmark.text_tables.stopped_outputs import StoppedOutput
 from stepmark.text_tables.validate import validate
 
 _OF_MESSAGES = tuple(field.name for field in fields(MessageView))
@@ -228,6 +230,7 @@ class LogReport:
     views: tuple[SourceView, ...]
     tables: tuple[TableFindings, ...]
     judgements: tuple[tuple[Judgement, ...], ...]  # of each table
+    stops: tuple[Finding, ...]  # outputs of benchmarks that end before their last row
     without_tables: tuple[str, ...]  # files that were searched in vain
 
     @property
@@ -235,6 +238,7 @@ class LogReport:
         return [
             *(finding for view in self.views for finding in view.source.findings),
             *(finding for _, findings in self.tables for finding in findings),
+            *self.stops,
         ]
 
     @property
@@ -246,14 +250,18 @@ class LogReport:
         if any(each.severity is Severity.PROBLEM for each in self.findings):
             return 1
         is_unknown = self.answer.state is JobState.UNKNOWN
-        return 3 if is_unknown and self.views and self.options.is_diagnosis else 0
+        return 3 if is_unknown and self._is_of_job and self.options.is_diagnosis else 0
+
+    @property
+    def _is_of_job(self) -> bool:
+        return bool(self.views or self.stops)
 
     @property
     def answer(self) -> Answer:
         """The answer over all sources and tables."""
         sources = [view.source for view in self.views]
         return answer_of(
-            [finding for source in sources for finding in source.findings],
+            [*(finding for source in sources for finding in source.findings), *self.stops],
             self.tables,
             [line for source in sources for line in source.endings],
             "; ".join(source.summary for source in sources if source.summary),
@@ -262,8 +270,9 @@ class LogReport:
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
-        if self.views and self.options.is_diagnosis:
+        if self._is_of_job and self.options.is_diagnosis:
             yield f"{'answer':<{LEAD}}{self.answer.text}"
+            yield from finding_text(self.stops)
         for place, view in enumerate(self.views):
             yield from [""] * (place > 0)
             yield from source_text(view, self.options)
@@ -299,7 +308,7 @@ class LogReport:
     def document(self) -> dict[str, object]:
         """Return everything as plain values, whatever options limit the text."""
         return {
-            "answer": asdict(self.answer) if self.views else None,
+            "answer": asdict(self.answer) if self._is_of_job else None,
             "sources": [
                 {
                     "kind": view.source.kind,
@@ -367,6 +376,12 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         for file in files.values():
             file.check()
     by_file = {path: file.tables for path, file in files.items()}
+    stops = [
+        _stopped(path, stop, is_ended=options.ended)
+        for path, file in files.items()
+        if path not in inputs.paths[LOG]
+        for stop in file.stopped
+    ]
     if not views and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
         raise ConfigError("curve", options.curve, allowed)
@@ -384,7 +399,19 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
             for table, judged in zip(found, judgements, strict=True)
         ),
         judgements=judgements,
+        stops=tuple(stops),
         without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
+    )
+
+
+def _stopped(path: Path, stop: StoppedOutput, *, is_ended: bool) -> Finding:
+    """Return that a benchmark's output ends before its last row."""
+    text = f"The output of {stop.tool} {stop.text}: it hung or failed there"
+    return Finding(
+        rule="table-incomplete",
+        severity=Severity.PROBLEM if is_ended else Severity.WARNING,
+        text=f"{text}, or the output was cut{'' if is_ended else ', or it still ran'}.",
+        evidence=(Evidence(file=str(path), line=stop.last_line, text=stop.parameters),),
     )
 
 

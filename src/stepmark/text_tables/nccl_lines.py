@@ -74,6 +74,7 @@ _TAG = re.compile(
 )
 _STAMP = re.compile(
     r"\s*\[?\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d{1,9})?(?:Z|[+-]\d\d:?\d\d)?\]?[ ]?"
+    r"|(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) [A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d \d{4}[ ]?"
 )
 _MAX_PREFIXES = 3
 

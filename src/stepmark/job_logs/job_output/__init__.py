@@ -4,7 +4,7 @@ Lines of NCCL's own INFO messages are not passed here.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,13 @@ from stepmark.findings.log_facts import (
 )
 from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
 from stepmark.job_logs.endings import ending_of
-from stepmark.job_logs.failures import FOREIGN, LAUNCHER, PEER_CLOSED, classify
+from stepmark.job_logs.failures import (
+    FOREIGN,
+    LAUNCHER,
+    PEER_CLOSED,
+    SERVICE_THREAD,
+    classify,
+)
 from stepmark.job_logs.job_output.benchmarks import BenchmarkTables
 from stepmark.job_logs.job_output.exits import ProcessExits
 from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
@@ -35,6 +41,10 @@ _MAX_LINE_BYTES = 64 * 1024
 GENERAL = frozenset(
     {"failure-nccl", "failure-exit", "failure-abort", "failure-unknown", LAUNCHER}
 )
+
+# A scheduler that ends a job sends its processes these signals.
+_ENDS = frozenset({"failure-time-limit", "failure-terminated"})
+_KILLS = frozenset({"failure-killed", "failure-signal", "failure-stopped"})
 
 # A line with none of these words states no failure and no end. Plain `in` is faster than one
 # expression.
@@ -371,11 +381,13 @@ class OutputReader:
             replace(one, rank=rank_of(one.process) if one.rank is None else one.rank)
             for one in self.failures.values()
         ]
-        visited = {one.process for one in failures if one.rule == FOREIGN and one.process}
+        visits = (FOREIGN, SERVICE_THREAD) if any(f.rule == FOREIGN for f in failures) else ()
+        visited = {one.process for one in failures if one.rule in visits and one.process}
         failures = [
             one for one in failures if one.rule != PEER_CLOSED or one.process not in visited
         ]
         failures += self._exits.failures(rank_of)
+        failures = [_after_end(one, failures) for one in failures]
         failures.sort(
             key=lambda one: (
                 one.role,
@@ -387,6 +399,19 @@ class OutputReader:
             )
         )
         return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
+
+
+def _after_end(failure: Failure, failures: Sequence[Failure]) -> Failure:
+    """Return a process's end by a signal as a consequence, if the job was ended before it."""
+    is_end = any(
+        one.rule in _ENDS
+        and one.file_index == failure.file_index
+        and one.evidence.line < failure.evidence.line
+        for one in failures
+    )
+    if is_end and failure.rule in _KILLS:
+        return replace(failure, role=Role.CONSEQUENCE)
+    return failure
 
 
 def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
