@@ -184,7 +184,7 @@ def test_a_mismatch_is_exit_code_1_with_both_sides(
     write(tmp_path, {0: dump([entry(1)]), 1: dump([entry(1, "broadcast")])})
     code, out, _ = logs(capsys, tmp_path)
     assert code == 1
-    assert "problem: ranks disagree on collective 1 of group 0 default_pg" in out
+    assert "problem: Ranks disagree on collective 1 of group 0 default_pg" in out
     assert "nccl_trace_rank_1: rank 1: 1 broadcast of 1024 Float" in out
     # A histogram alone does not hide it.
     code, out, _ = logs(capsys, tmp_path, "--histogram")
