@@ -209,7 +209,10 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
                     words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
                     cause = f" ({MS.show(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
-    times = {row["rank"]: _mean(steps, "window_ns", {row["rank"]}) for row in steps}
+    windows: dict[object, list[int]] = {}
+    for row in steps:
+        windows.setdefault(row["rank"], []).append(_ns(row, "window_ns"))
+    times = {rank: mean(own) for rank, own in windows.items()}
     slowest = max(times, key=lambda rank: times[rank])
     if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
         parts.append(f"the slowest is rank {slowest} with {MS.show(times[slowest])} ms")
