@@ -65,9 +65,7 @@ def gloo_calls(events: Iterable[Event]) -> list[GlooCall]:
             for event, work in zip(own, done, strict=True)
         ]
     for family in works.keys() - operators.keys():  # old versions of torch have no operator
-        calls += [
-            GlooCall(work, args.of(work, None), _span(work)) for work in works[family]
-        ]
+        calls += [GlooCall(work, args.of(work, None), _span(work)) for work in works[family]]
     return calls
 
 
