@@ -252,7 +252,7 @@ class Group:
         page.paragraph(f"{name} COMMAND --help: the options of a command, with examples.")
         if self.default:
             page.paragraph(
-                f"Without a COMMAND it is {self.default}; ./NAME is a path named like a command."
+                f"Without COMMAND it is {self.default}; ./NAME is a path named like a command."
             )
         return page.text
 

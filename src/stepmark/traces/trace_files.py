@@ -36,6 +36,7 @@ from stepmark.store.runs import TRACES
 from stepmark.store.view import print_text
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces.kineto.checks import checked
+from stepmark.traces.kineto.events import LEFT_OUT
 from stepmark.traces.kineto.links import step_numbers
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.kineto.stream import looks_like_trace
@@ -177,11 +178,9 @@ def _is_trace(path: Path) -> bool:
 
 
 def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
-    trace = checked(read_trace(path))
-    if not trace.info.num_events:
-        reason = f" ({trace.info.cut})" if trace.info.cut else ""
-        allowed = f"a profiler's JSON trace with events: its list has none{reason}"
-        raise ConfigError("trace", path, allowed)
+    trace = read_trace(path)
+    _refuse_empty(trace.info)
+    trace = checked(trace)
     sizes = (
         max(args.group_size or 1, 1 + max(args.ranks, default=0)) for args in trace.comm_args
     )
@@ -191,6 +190,21 @@ def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
         steps=frozenset(step_numbers(trace)),
         least_ranks=max(sizes, default=1),
     )
+
+
+def _refuse_empty(info: RankInfo) -> None:
+    """Raise ConfigError for a trace without events, or whose events are another tool's."""
+    reason = f" ({info.cut})" if info.cut else ""
+    if not info.num_events:
+        allowed = f"a profiler's JSON trace with events: its list has none{reason}"
+    elif info.first is None and not any(damage.kind in LEFT_OUT for damage in info.damage):
+        allowed = (
+            "a trace of PyTorch's profiler: none of its events is an operator, a call of the "
+            f"runtime, an annotation or work of a device{reason}"
+        )
+    else:
+        return
+    raise ConfigError("trace", info.file, allowed)
 
 
 def _in_processes(

@@ -41,9 +41,6 @@ TABLES = {
 }
 # Of MTIA, XPU, HPU and others: their work is not read, and the trace says so.
 _OTHER_DEVICES = re.compile(r"^(?:mtia|xpu|hpu|privateuse1)_(?!runtime|driver)|^hpu_op$")
-_CATEGORY = re.compile(
-    rf"(?:{'|'.join(TABLES)}|python_function|gpu_user_annotation|cuda_event)$|mtia|xpu|hpu|privat"
-)
 # Copies that ROCm calls kernels (7.1: every one of them).
 _ROCM_COPIES = {"__amd_rocclr_copy": GpuKind.MEMCPY, "MEMORY_COPY_": GpuKind.MEMCPY}
 _ROCM_COPIES["__amd_rocclr_fill"] = GpuKind.MEMSET
@@ -78,7 +75,6 @@ class EventTables:
         self.examples: dict[str, str] = {}
         self.num_events = 0
         self.has_phases = False  # whether any has a `ph`, as all events of a trace do
-        self.has_profiler_events = False  # whether any is of a category of PyTorch's profiler
         self.ranks: Counter[int] = Counter()
         self._comms: dict[tuple[Any, ...], int] = {}
         self._gloo: list[Event] = []
@@ -94,7 +90,6 @@ class EventTables:
             except KeyError:
                 by_cat[event.cat] = [event]
         tables: dict[str, list[Event]] = {}
-        self.has_profiler_events = self.has_profiler_events or any(map(_CATEGORY.match, by_cat))
         for cat, rows in by_cat.items():
             if _OTHER_DEVICES.search(cat):
                 self.damage["other-device"] += len(rows)

@@ -46,23 +46,11 @@ def read_trace(path: Path) -> RankTrace:
                 tables.add(events)
         except OSError as error:
             stream.cut = f"it cannot be read ({error.strerror})"
-        if tables.num_events:
-            _refuse_foreign(tables, path)
+        if tables.num_events and not tables.has_phases:
+            allowed = "a profiler's JSON trace: its list has no events"
+            raise ConfigError("trace", path, allowed)
         _return_memory()
         return _trace(tables, stream)
-
-
-def _refuse_foreign(tables: EventTables, path: Path) -> None:
-    """Raise ConfigError where no event is one of PyTorch's profiler."""
-    if not tables.has_phases:
-        allowed = "a profiler's JSON trace: its list has no events"
-        raise ConfigError("trace", path, allowed)
-    if not tables.has_profiler_events:
-        allowed = (
-            "a trace of PyTorch's profiler: none of its events is an operator, a call of the "
-            "runtime, an annotation or work of a device"
-        )
-        raise ConfigError("trace", path, allowed)
 
 
 def _keep_memory() -> None:
