@@ -40,6 +40,7 @@ from stepmark.traces.kineto.events import LEFT_OUT
 from stepmark.traces.kineto.links import step_numbers
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.kineto.stream import looks_like_trace
+from stepmark.traces.trace_cache import read_cached
 from stepmark.traces.trace_options import TraceInputs
 
 R = TypeVar("R")
@@ -87,7 +88,8 @@ def map_traces(
     Raises ConfigError for files that are no traces, or not of one job.
     """
     paths = trace_files(inputs)
-    work = partial(_read, reduce)
+    read = _checked_trace if inputs.no_cache else partial(read_cached, read=_checked_trace)
+    work = partial(_read, read, reduce)
     if not (shares and outer_launcher.is_rank()):
         return _checked(_in_processes(work, paths, inputs.jobs), inputs)
     outer_launcher.as_torchrun()
@@ -177,10 +179,10 @@ def _is_trace(path: Path) -> bool:
         return True
 
 
-def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
-    trace = read_trace(path)
-    _refuse_empty(trace.info)
-    trace = checked(trace)
+def _read(
+    read: Callable[[Path], RankTrace], reduce: Callable[[RankTrace], R], path: Path
+) -> RankResult[R]:
+    trace = read(path)
     sizes = (
         max(args.group_size or 1, 1 + max(args.ranks, default=0)) for args in trace.comm_args
     )
@@ -190,6 +192,13 @@ def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
         steps=frozenset(step_numbers(trace)),
         least_ranks=max(sizes, default=1),
     )
+
+
+def _checked_trace(path: Path) -> RankTrace:
+    """Return a trace, with what is impossible in it. Raises ConfigError for an empty one."""
+    trace = read_trace(path)
+    _refuse_empty(trace.info)
+    return checked(trace)
 
 
 def _refuse_empty(info: RankInfo) -> None:
