@@ -38,7 +38,7 @@ def breakdown(options: BreakdownOptions) -> int:
     times = step_times(options)
     if times is None:
         return 0
-    tables = times.tables
+    tables = times.tables if options.json or options.csv or options.html else {}
     if options.json:
         header = {
             "cut": times.cut or None,

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from statistics import mean
+from typing import Any
 
 from stepmark.ground.units import ranks_text
 from stepmark.tables.columns import (
@@ -125,16 +126,21 @@ def tables(ranks: Ranks) -> dict[str, list[Row]]:
     tabled = {"steps": rows_of(STEP_COLUMNS, _steps(ranks))}
     for table, attribute in _TABLES.items():
         tabled[table] = [
-            {"rank": rank} | asdict(item)
+            {"rank": rank} | _flat(item)
             for rank, times in ranks
             for item in getattr(times, attribute)
         ]
     tabled["arrivals"] = [
-        {"rank": rank, "steps": len(times.steps)} | asdict(times.arrivals)
+        {"rank": rank, "steps": len(times.steps)} | _flat(times.arrivals)
         for rank, times in ranks
         if times.arrivals
     ]
     return tabled
+
+
+def _flat(item: Any) -> Row:
+    """Return the fields of a dataclass whose values are no dataclasses."""
+    return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
 def _steps(ranks: Ranks) -> Iterator[_RankStep]:
