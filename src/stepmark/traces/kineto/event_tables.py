@@ -292,10 +292,11 @@ def _args(rows: Sequence[Event]) -> list[Args]:
 
 def _ints(values: Sequence[int]) -> Ints:
     """Return a column in 4 bytes a row where that is enough, as for most ids."""
-    return _narrow(np.array(values, np.int64))
+    return narrow(np.array(values, np.int64))
 
 
-def _narrow(column: Ints) -> Ints:
+def narrow(column: Ints) -> Ints:
+    """Return a column in 4 bytes a row where that is enough."""
     if column.size and column.min() >= -_NARROW and column.max() < _NARROW:
         return column.astype(np.int32)
     return column

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepmark.timeline.trace_columns import NONE, RankTrace
+from stepmark.traces.kineto.event_tables import narrow
 
 if TYPE_CHECKING:
     from stepmark.timeline.trace_columns import Ints
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
+_BLOCK = 1 << 17  # rows
 _ROUNDING_NS = 2_000  # of old traces, in whole microseconds
 # Pseudo-collectives that send nothing.
 _NO_MESSAGES = frozenset({"wait", "init", "finalize"})
@@ -44,7 +46,7 @@ def launches(trace: RankTrace) -> Ints:
     for known, rows in _LAUNCHES:
         if all(ref() is column for ref, column in zip(known, columns, strict=True)):
             return rows
-    rows = lookup(*columns)
+    rows = narrow(lookup(*columns))
     rows.flags.writeable = False
     _LAUNCHES[:] = [(tuple(weakref.ref(column, _forget) for column in columns), rows)]
     return rows
@@ -144,7 +146,7 @@ def steps(trace: RankTrace) -> Steps:
         numbers=step_numbers(trace),
         start=start,
         end=end,
-        of_gpu=np.where(call == NONE, NONE, span_of(start, end, launched)),
+        of_gpu=narrow(np.where(call == NONE, NONE, span_of(start, end, launched))),
         is_marked=True,
     )
 
@@ -181,7 +183,7 @@ def whole(trace: RankTrace) -> Steps:
         numbers=(0,),
         start=np.array([first]),
         end=np.array([last]),
-        of_gpu=np.zeros(trace.gpu.start.size, np.int64),
+        of_gpu=narrow(np.zeros(trace.gpu.start.size, np.int64)),
         is_marked=False,
     )
 
@@ -207,15 +209,21 @@ def gpu_comms(trace: RankTrace) -> tuple[Ints, Ints]:
     """
     gpu, comms, calls = trace.gpu, trace.comms, trace.calls
     args, seq = gpu.comm.copy(), gpu.seq.copy()
-    missing = np.flatnonzero(args == NONE)
-    launch = launches(trace)[missing]
-    missing, launch = missing[launch != NONE], launch[launch != NONE]
-    row = innermost(
-        comms.start, comms.end, comms.thread, calls.start[launch], calls.thread[launch]
-    )
-    missing, row = missing[row != NONE], row[row != NONE]
-    args[missing], seq[missing] = comms.comm[row], comms.seq[row]
+    for block in blocks(args.size):
+        missing = block.start + np.flatnonzero(args[block] == NONE)
+        launch = launches(trace)[missing]
+        missing, launch = missing[launch != NONE], launch[launch != NONE]
+        row = innermost(
+            comms.start, comms.end, comms.thread, calls.start[launch], calls.thread[launch]
+        )
+        missing, row = missing[row != NONE], row[row != NONE]
+        args[missing], seq[missing] = comms.comm[row], comms.seq[row]
     return args, seq
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Yield slices of columns of this size: what is computed of one takes little memory."""
+    yield from (slice(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK))
 
 
 def sends(trace: RankTrace) -> Ints:
