@@ -113,6 +113,7 @@ def _completions(words: list[str], last: str) -> Iterator[str]:
         if not at.default:
             return
         at = at.command([at.default])  # its options and arguments may follow at once
+    assert isinstance(at, Command)
     name, equals, value = last.partition("=")
     if equals and name.startswith("--"):
         for word in _of_value(at.valued(name), _values(at, words), value):

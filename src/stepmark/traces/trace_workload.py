@@ -101,8 +101,7 @@ def _workload(
     # Without their waits, which times decide.
     bare = {rank: [replace(op, after=()) for op in own] for rank, own in by_rank.items()}
     messages = {rank: [op for op in bare[rank] if isinstance(op, CommOp)] for rank in bare}
-    notes = [traces.cut] if traces.cut else []
-    notes += _notes(programs)
+    notes = [*filter(None, [traces.cut]), *_notes(programs)]
     first = min(programs)
     if len(programs) < world:
         unlike = [rank for rank in messages if messages[rank] != messages[first]]
