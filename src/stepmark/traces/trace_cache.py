@@ -95,13 +95,16 @@ def folder() -> Path:
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
     """Return what differs after most changes of a file; None where it is too small to keep."""
+    least_packed = min(_LEAST_PACKED, LEAST_BYTES)
     try:
         stat = path.stat()
+        if stat.st_size < least_packed:  # or no file: a pipe can be read only once
+            return None
         with path.open("rb") as file:
             is_packed = file.read(2) == b"\x1f\x8b"
     except OSError:
         return None
-    if stat.st_size < (min(_LEAST_PACKED, LEAST_BYTES) if is_packed else LEAST_BYTES):
+    if stat.st_size < (least_packed if is_packed else LEAST_BYTES):
         return None
     return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
@@ -181,7 +184,7 @@ def _store(entry: Path, trace: RankTrace) -> None:
                     file = unfinished / f"{name}.parquet"
                     rows = {field.name: getattr(table, field.name) for field in fields(kind)}
                     connection.register("rows", rows)
-                    connection.execute(f"COPY rows TO '{_quoted(file)}' (FORMAT parquet)")
+                    connection.table("rows").write_parquet(str(file))
                     connection.unregister("rows")
                     digests[name] = _digest(file)
         others = {name: getattr(trace, name) for name in _Head.__struct_fields__[1:]}
@@ -193,10 +196,6 @@ def _store(entry: Path, trace: RankTrace) -> None:
     except (OSError, ValueError, duckdb.Error, msgspec.MsgspecError):
         shutil.rmtree(unfinished, ignore_errors=True)
     _remove_oldest(entry.parent)
-
-
-def _quoted(path: Path) -> str:
-    return str(path).replace("'", "''")
 
 
 def _remove_oldest(cache: Path) -> None:
