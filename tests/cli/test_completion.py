@@ -37,6 +37,8 @@ def answers(line: str, cwd: Path, shell: str = "bash") -> list[str]:
     [
         ("stepmark tr", ["train", "trace"]),
         ("stepmark trace br", ["breakdown"]),
+        ("stepmark trace --js", ["--json"]),
+        ("stepmark trace la", ["latest"]),
         ("stepmark train --strat", ["--strategy"]),
         ("stepmark train --strategy ddp,f", ["ddp,fsdp"]),
         ("stepmark comm all_re", ["all_reduce"]),

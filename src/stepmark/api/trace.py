@@ -31,7 +31,8 @@ class Trace(Table):
 
     def show(self, *, details: bool = False) -> None:
         """Print what `stepmark trace breakdown` prints. details: launch calls and copies."""
-        print("\n".join(self._times.lines(details=details)))  # noqa: T201
+        first = [self._times.cut] if self._times.cut else []
+        print("\n".join([*first, *self._times.lines(details=details)]))  # noqa: T201
 
 
 @spells_keywords

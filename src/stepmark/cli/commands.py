@@ -6,6 +6,7 @@ A handler is named as text and imported when it is called, so --help reads no ot
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from stepmark.cli import help_page
@@ -182,6 +183,8 @@ class Group:
 
     commands: by name a line of help, and a function that makes the command from its words. Only
     the command that is called is made: --help reads none of them. topics: names by heading.
+    default: the command that is meant where the first word is no name of a command, but one of
+    its options or arguments. An argument that is spelled like a command is given as ./NAME.
     """
 
     def __init__(
@@ -190,7 +193,9 @@ class Group:
         commands: Mapping[str, tuple[str, "Builder"]],
         topics: Mapping[str, Sequence[str]] | None = None,
         version: str = "",
+        default: str = "",
     ) -> None:
+        self.default = default
         self.doc = doc
         self.commands = commands
         self.version = version
@@ -210,9 +215,20 @@ class Group:
         if first == "--help":
             sys.stdout.write(self.page(name))
             return 0
-        if first.startswith("-"):
+        words = self.with_default(words)
+        if words[0].startswith("-"):
             raise UnknownOptionError(first, self.words, name)
         return self.command(words).run(f"{name} {words[0]}", words[1:])
+
+    def with_default(self, words: list[str]) -> list[str]:
+        """Return the words, after the default command's name where it is left out.
+
+        A word that is nearly the name of a command, and no file's, is taken for a mistyped one.
+        """
+        if not self.default or words[0] in self.commands:
+            return words
+        is_mistyped = nearest(words[0], self.commands) and not Path(words[0]).exists()
+        return words if is_mistyped else [self.default, *words]
 
     def command(self, words: list[str]) -> "Command | Group":
         """Return the command that the first word names. Raises ConfigError."""
@@ -224,7 +240,8 @@ class Group:
     def page(self, name: str) -> str:
         """Return the help."""
         page = help_page.Page()
-        page.usage(name, "[OPTIONS] COMMAND [ARGS]...")
+        command = "[COMMAND]" if self.default else "COMMAND"
+        page.usage(name, f"[OPTIONS] {command} [ARGS]...")
         page.summary(self.doc)
         about = {"--version": "print the version", "--help": "Show this message and exit."}
         page.section("Options", [(word, about[word]) for word in self.words])
@@ -233,6 +250,10 @@ class Group:
             rows = [(each.ljust(width), self.commands[each][0]) for each in names]
             page.section(title, rows)
         page.paragraph(f"{name} COMMAND --help: the options of a command, with examples.")
+        if self.default:
+            page.paragraph(
+                f"Without COMMAND it is {self.default}; ./NAME is a path named like a command."
+            )
         return page.text
 
 

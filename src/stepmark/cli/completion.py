@@ -105,11 +105,15 @@ def _completions(words: list[str], last: str) -> Iterator[str]:
     """Yield what the last word may become. words: those before it. Raises StepmarkError."""
     at: Command | Group = program()
     while isinstance(at, Group) and words:
+        words = at.with_default(words)
         at, words = at.command(words), words[1:]
     if isinstance(at, Group):
         names: Iterable[str] = at.words if last.startswith("-") else at.commands
         yield from (name for name in names if name.startswith(last))
-        return
+        if not at.default:
+            return
+        at = at.command([at.default])  # its options and arguments may follow at once
+    assert isinstance(at, Command)
     name, equals, value = last.partition("=")
     if equals and name.startswith("--"):
         for word in _of_value(at.valued(name), _values(at, words), value):

@@ -83,4 +83,5 @@ app = Group(
             ),
         ),
     },
+    default="breakdown",
 )

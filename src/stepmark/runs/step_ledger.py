@@ -10,7 +10,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.stats import slowest_per_sample, summarize
 from stepmark.ground.units import format_time
 from stepmark.predictions import ledger_page
-from stepmark.store.view import print_text, view
+from stepmark.store.view import view
 from stepmark.tables.columns import Row, number
 from stepmark.tables.export import write_csv, write_json
 from stepmark.tables.page import Page, Section
@@ -29,7 +29,7 @@ from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces.kineto.arrivals import RankParts, rank_parts
 from stepmark.traces.kineto.ledger import ledgers
 from stepmark.traces.trace import waiting_times
-from stepmark.traces.trace_files import map_traces, recorded_traces
+from stepmark.traces.trace_files import map_traces, print_report, recorded_traces
 from stepmark.traces.trace_options import LedgerOptions, TraceInputs
 from stepmark.training.training_rates import means_of
 from stepmark.training.training_words import title
@@ -44,16 +44,20 @@ def ledger(options: LedgerOptions) -> int:
     found = _read(options, shares=True)
     if found is None:
         return 0
-    steps, notes = found
+    steps, notes, cut = found
     rows = report.step_rows(steps)
     if options.json:
-        document = {"notes": notes, "definitions": report.DEFINITIONS, "rows": rows}
+        document = {
+            "cut": cut or None,
+            "notes": notes,
+            "definitions": report.DEFINITIONS,
+            "rows": rows,
+        }
         write_json(document, options.json, "ledger")
     if options.csv:
         write_csv(rows, options.csv, "ledger")
-    if not options.to_stdout:
-        lines = (*report.step_lines(steps), *(f"note: {note}" for note in notes))
-        print_text(lines)
+    lines = (*report.step_lines(steps), *(f"note: {note}" for note in notes))
+    print_report(options, cut, lines)
     return 0
 
 
@@ -68,7 +72,7 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
     files = recorded_traces(folder, training)
     found = _read(LedgerOptions(files=files), shares=False)
     assert found is not None  # this process reads all files
-    steps, notes = found
+    steps, notes, _ = found  # the notes say which traces are cut
     means = means_of(slowest_per_sample(record.samples.seconds), training.cycle)
     if not steps or not means:
         reason = notes[-1] if notes else "the run was interrupted"
@@ -150,8 +154,10 @@ def _own_ns(ledger: Ledger) -> int:
     return ledger.window_ns - ledger.total(Group.COMM)
 
 
-def _read(inputs: TraceInputs, *, shares: bool) -> tuple[list[RankLedger], list[str]] | None:
-    """Return the ledger of each step of each rank, and notes.
+def _read(
+    inputs: TraceInputs, *, shares: bool
+) -> tuple[list[RankLedger], list[str], str] | None:
+    """Return the ledger of each step of each rank, notes, and what is said of cut traces.
 
     None on ranks of a launcher that do not report.
     """
@@ -166,7 +172,7 @@ def _read(inputs: TraceInputs, *, shares: bool) -> tuple[list[RankLedger], list[
         for rank, times in ranks
         for step, ledger in zip(times.steps, own[rank], strict=True)
     ]
-    return steps, [*traces.notes, *notes]
+    return steps, [*traces.notes, *notes], traces.cut
 
 
 def _reduce(inputs: TraceInputs, trace: RankTrace) -> tuple[RankParts, tuple[Ledger, ...]]:

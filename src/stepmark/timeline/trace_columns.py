@@ -176,6 +176,7 @@ class RankInfo:
     last: int | None
     num_events: int
     num_bytes: int  # of JSON that were read
+    cut: str = ""  # why the file ends early, if it does
     base_ns: int = 0  # to which the file's times are relative
     damage: tuple[Damage, ...] = ()
     versions: tuple[tuple[str, str], ...] = ()

@@ -10,7 +10,6 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
-from stepmark.store.view import print_text
 from stepmark.tables.columns import Row
 from stepmark.tables.export import write_json, write_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
@@ -22,7 +21,7 @@ from stepmark.traces import trace_page
 from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
 from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.timeline import timeline
-from stepmark.traces.trace_files import damage_notes, map_traces
+from stepmark.traces.trace_files import damage_notes, map_traces, print_report
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
 
 _MOST_BARS = MOST_BARS // MOST_LANES  # of one rank: the number of ranks is not known
@@ -39,9 +38,13 @@ def breakdown(options: BreakdownOptions) -> int:
     times = step_times(options)
     if times is None:
         return 0
-    tables = times.tables
+    tables = times.tables if options.json or options.csv or options.html else {}
     if options.json:
-        header = {"world_size": times.world_size, "missing_ranks": times.missing_ranks}
+        header = {
+            "cut": times.cut or None,
+            "world_size": times.world_size,
+            "missing_ranks": times.missing_ranks,
+        }
         document = header | {"notes": times.notes, "definitions": report.DEFINITIONS}
         write_json(document | tables, options.json, "breakdown")
     if options.csv:
@@ -54,16 +57,19 @@ def breakdown(options: BreakdownOptions) -> int:
             times.bars,
             histogram.rows(times.messages.histogram, num_ranks_seen=len(times.ranks)),
             list(times.lines(details=True)),
+            lead=times.cut,
         )
         write_text(options.html, page.html(), "html")
-    if not options.to_stdout:
-        print_text(times.lines(details=options.details))
+    print_report(options, times.cut, times.lines(details=options.details))
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Where the time of each step went, on each rank whose trace was read."""
+    """Where the time of each step went, on each rank whose trace was read.
+
+    cut: which traces end early, and what of them was read, see TraceSet.
+    """
 
     world_size: int | None
     missing_ranks: tuple[int, ...]
@@ -71,6 +77,7 @@ class StepTimes:
     messages: Messages
     bars: dict[int, Bars]  # of a step, by rank; none unless there is a page
     notes: list[str]
+    cut: str = ""
 
     @property
     def tables(self) -> dict[str, list[Row]]:
@@ -97,6 +104,7 @@ def step_times(options: BreakdownOptions) -> StepTimes | None:
         messages=messages,
         bars={rank: own for r in traces.results for rank, own in r.value[1].items()},
         notes=[*traces.notes, *notes],
+        cut=traces.cut,
     )
 
 

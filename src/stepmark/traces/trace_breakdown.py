@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from statistics import mean
+from typing import Any
 
 from stepmark.ground.units import ranks_text
 from stepmark.tables.columns import (
@@ -125,16 +126,21 @@ def tables(ranks: Ranks) -> dict[str, list[Row]]:
     tabled = {"steps": rows_of(STEP_COLUMNS, _steps(ranks))}
     for table, attribute in _TABLES.items():
         tabled[table] = [
-            {"rank": rank} | asdict(item)
+            {"rank": rank} | _flat(item)
             for rank, times in ranks
             for item in getattr(times, attribute)
         ]
     tabled["arrivals"] = [
-        {"rank": rank, "steps": len(times.steps)} | asdict(times.arrivals)
+        {"rank": rank, "steps": len(times.steps)} | _flat(times.arrivals)
         for rank, times in ranks
         if times.arrivals
     ]
     return tabled
+
+
+def _flat(item: Any) -> Row:
+    """Return the fields of a dataclass whose values are no dataclasses."""
+    return {field.name: getattr(item, field.name) for field in fields(item)}
 
 
 def _steps(ranks: Ranks) -> Iterator[_RankStep]:
@@ -209,7 +215,10 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
                     words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
                     cause = f" ({MS.show(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
-    times = {row["rank"]: _mean(steps, "window_ns", {row["rank"]}) for row in steps}
+    windows: dict[object, list[int]] = {}
+    for row in steps:
+        windows.setdefault(row["rank"], []).append(_ns(row, "window_ns"))
+    times = {rank: mean(own) for rank, own in windows.items()}
     slowest = max(times, key=lambda rank: times[rank])
     if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
         parts.append(f"the slowest is rank {slowest} with {MS.show(times[slowest])} ms")

@@ -45,6 +45,8 @@ def convert(options: ConvertOptions) -> int:
         shutil.rmtree(folder if is_new else unfinished, ignore_errors=True)
         raise
     unfinished.rmdir()
+    if traces.cut:
+        sys.stdout.write(f"{traces.cut}\n")
     for note in traces.notes:
         sys.stderr.write(f"note: {note}\n")
     for result in traces.results:

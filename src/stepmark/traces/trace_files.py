@@ -12,6 +12,7 @@ import itertools
 import multiprocessing
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -26,22 +27,27 @@ from stepmark.cases.training import Training
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.option_groups import Files
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
 from stepmark.ground.waiting import Waiting
 from stepmark.store.reader import find_run, read
 from stepmark.store.runs import TRACES
+from stepmark.store.view import print_text
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces.kineto.checks import checked
+from stepmark.traces.kineto.events import LEFT_OUT
 from stepmark.traces.kineto.links import step_numbers
 from stepmark.traces.kineto.reader import read_trace
 from stepmark.traces.kineto.stream import looks_like_trace
+from stepmark.traces.trace_cache import read_cached
 from stepmark.traces.trace_options import TraceInputs
 
 R = TypeVar("R")
 _SUFFIXES = (".json", ".json.gz")
 _RANK_IN_NAME = re.compile(r"rank[-_. ]?(\d{1,7})(?!\d)")
 _MAX_FILES = 100_000
+_MOST_CUT = 3  # traces of which the first line of a report says what was read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +65,17 @@ class RankResult(Generic[R]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceSet(Generic[R]):
-    """Results of all traces of one job by rank, and what to say about them."""
+    """Results of all traces of one job by rank, and what to say about them.
+
+    cut: the first sentence of every report: which traces end early, and what of them was read;
+    "" where all are whole.
+    """
 
     results: tuple[RankResult[R], ...]
     world_size: int
     missing: tuple[int, ...]
     notes: tuple[str, ...]
+    cut: str = ""
 
 
 def map_traces(
@@ -77,7 +88,8 @@ def map_traces(
     Raises ConfigError for files that are no traces, or not of one job.
     """
     paths = trace_files(inputs)
-    work = partial(_read, reduce)
+    read = _checked_trace if inputs.no_cache else partial(read_cached, read=_checked_trace)
+    work = partial(_read, read, reduce)
     if not (shares and outer_launcher.is_rank()):
         return _checked(_in_processes(work, paths, inputs.jobs), inputs)
     outer_launcher.as_torchrun()
@@ -167,8 +179,10 @@ def _is_trace(path: Path) -> bool:
         return True
 
 
-def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
-    trace = checked(read_trace(path))
+def _read(
+    read: Callable[[Path], RankTrace], reduce: Callable[[RankTrace], R], path: Path
+) -> RankResult[R]:
+    trace = read(path)
     sizes = (
         max(args.group_size or 1, 1 + max(args.ranks, default=0)) for args in trace.comm_args
     )
@@ -178,6 +192,28 @@ def _read(reduce: Callable[[RankTrace], R], path: Path) -> RankResult[R]:
         steps=frozenset(step_numbers(trace)),
         least_ranks=max(sizes, default=1),
     )
+
+
+def _checked_trace(path: Path) -> RankTrace:
+    """Return a trace, with what is impossible in it. Raises ConfigError for an empty one."""
+    trace = read_trace(path)
+    _refuse_empty(trace.info)
+    return checked(trace)
+
+
+def _refuse_empty(info: RankInfo) -> None:
+    """Raise ConfigError for a trace without events, or whose events are another tool's."""
+    reason = f" ({info.cut})" if info.cut else ""
+    if not info.num_events:
+        allowed = f"a profiler's JSON trace with events: its list has none{reason}"
+    elif info.first is None and not any(damage.kind in LEFT_OUT for damage in info.damage):
+        allowed = (
+            "a trace of PyTorch's profiler: none of its events is an operator, a call of the "
+            f"runtime, an annotation or work of a device{reason}"
+        )
+    else:
+        return
+    raise ConfigError("trace", info.file, allowed)
 
 
 def _in_processes(
@@ -231,8 +267,36 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
         named = [result for result in named if result.info.rank in inputs.ranks]
     named.sort(key=lambda result: result.info.rank or 0)
     return TraceSet(
-        results=tuple(named), world_size=world_size, missing=missing, notes=tuple(notes)
+        results=tuple(named),
+        world_size=world_size,
+        missing=missing,
+        notes=tuple(notes),
+        cut=_cut_text([result.info for result in named]),
     )
+
+
+def _cut_text(infos: Sequence[RankInfo]) -> str:
+    """Return which traces are cut, why, and what of them was read."""
+    cut = [info for info in infos if info.cut]
+    if not cut:
+        return ""
+    which, parts = "The trace is cut", [_extent(cut[0])]
+    if len(infos) > 1:
+        ranks = ranks_text(info.rank or 0 for info in cut)
+        which = f"{len(cut)} of {len(infos)} traces are cut ({ranks})"
+        parts = [f"of rank {info.rank}, {_extent(info)}" for info in cut[:_MOST_CUT]]
+    if len(cut) > len(parts):
+        parts.append(f"and of {len(cut) - len(parts)} more ranks")
+    return (
+        f"{which}, the end is missing: {cut[0].cut}. Only this part was read: "
+        f"{'; '.join(parts)}. All figures are of it alone."
+    )
+
+
+def _extent(info: RankInfo) -> str:
+    """Return how much of a trace was read."""
+    took_ms = ((info.last or 0) - (info.first or 0)) / 1e6
+    return f"{info.num_events:,} events over {took_ms:.3f} ms, in {info.num_bytes:,} bytes"
 
 
 def _with_rank(result: RankResult[R], num_files: int, notes: list[str]) -> RankResult[R]:
@@ -297,6 +361,18 @@ def _unequal_steps(results: Sequence[RankResult[R]]) -> Iterator[str]:
             f"{ranks_text(result.info.rank or 0 for result in others)}: {first} are marked, "
             f"on the other ranks {expected}: means over ranks are of different steps"
         )
+
+
+def print_report(
+    options: Files, cut: str, lines: Iterable[str], notes: Sequence[str] = ()
+) -> None:
+    """Print a report unless stdout is one of the files. cut: its first line, see TraceSet."""
+    first = [cut] if cut else []
+    if not options.to_stdout:
+        print_text([*first, *lines])
+        sys.stdout.writelines(f"note: {note}\n" for note in notes)
+    elif options.csv == "-":  # rows have no room for it
+        sys.stderr.writelines(f"{line}\n" for line in first)
 
 
 def damage_notes(damages: Iterable[tuple[int, Damage]]) -> Iterator[str]:

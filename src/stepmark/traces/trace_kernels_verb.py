@@ -1,8 +1,7 @@
 """stepmark trace kernels and compare: which operations the time of a step went to."""
 
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from stepmark.step.trace_ops import PRODUCTS
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
-from stepmark.store.view import print_text
 from stepmark.tables.columns import Row
 from stepmark.tables.export import write_csv, write_json
 from stepmark.timeline.trace_breakdown import RankTimes
@@ -27,7 +25,13 @@ from stepmark.traces.kineto.breakdown import breakdown
 from stepmark.traces.kineto.checks import missing_work
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_breakdown import Ranks as Times
-from stepmark.traces.trace_files import TraceSet, damage_notes, map_traces, trace_files
+from stepmark.traces.trace_files import (
+    TraceSet,
+    damage_notes,
+    map_traces,
+    print_report,
+    trace_files,
+)
 from stepmark.traces.trace_kernels_text import Ranks, RankSums
 from stepmark.traces.trace_options import CompareTracesOptions, KernelsOptions
 from stepmark.workloads.rules.pytorch.case import of_case
@@ -53,19 +57,24 @@ def kernels(options: KernelsOptions) -> int:
     found = _read(options)
     if found is None:
         return 0
-    ranks, _, notes = found
+    ranks, notes = found.ranks, found.notes
     rows = trace_kernels_text.rows(ranks, options.by)
     notes += trace_kernels_text.hints(rows, options.by)
     if options.json:
-        document: Row = {"by": options.by, "ranks": [rank for rank, _ in ranks], "rows": rows}
+        document: Row = {
+            "cut": found.cut or None,
+            "by": options.by,
+            "ranks": [rank for rank, _ in ranks],
+            "rows": rows,
+        }
         document |= {"num_steps": trace_kernels_text.num_steps(ranks), "notes": notes}
         document["definitions"] = trace_kernels_text.DEFINITIONS
         write_json(document, options.json, "kernels")
     if options.csv:
         write_csv(rows, options.csv, "kernels")
-    if not options.to_stdout:
-        table = trace_kernels_text.lines(ranks, rows, options.by)
-        _print([*trace_kernels_text.header(ranks), *table], notes)
+    table = trace_kernels_text.lines(ranks, rows, options.by)
+    lines = [*trace_kernels_text.header(ranks), *table]
+    print_report(options, found.cut, lines, notes)
     return 0
 
 
@@ -74,17 +83,19 @@ def compare(options: CompareTracesOptions) -> int:
     options.check_stdout()
     if len(options.files) != 2:
         raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
-    sides, times, notes, heads = [], [], [], []
+    sides, times, notes, heads, cuts = [], [], [], [], []
     for name, word in zip("AB", options.files, strict=True):
         found = _read(replace(options, files=(word,)), with_times=True)
         if found is None:
             return 0
-        ranks, own_times, own_notes = found
+        ranks, own_notes = found.ranks, found.notes
         if not trace_kernels_text.num_steps(ranks):
             reason = f" ({own_notes[-1]})" if own_notes else ""
             raise ConfigError("trace", word, f"a trace with times of a step{reason}")
         sides.append(ranks)
-        times.append(own_times)
+        times.append(found.times)
+        if found.cut:
+            cuts.append(f"{name}: {found.cut}")
         heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(ranks)]
         notes += [f"{name}: {note}" for note in own_notes]
     a, b = sides
@@ -98,15 +109,16 @@ def compare(options: CompareTracesOptions) -> int:
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
     if options.json:
         num_steps = map(trace_kernels_text.num_steps, sides)
-        document: Row = dict(zip(("a", "b"), options.files, strict=True))
+        document: Row = {"cut": " ".join(cuts) or None}
+        document |= zip(("a", "b"), options.files, strict=True)
         document |= dict(zip(("a_steps", "b_steps"), num_steps, strict=True))
         document |= {"by": options.by, "step": steps, "rows": rows, "total": total}
         write_json(document | {"notes": notes}, options.json, "compare")
     if options.csv:
         write_csv(rows, options.csv, "compare")
-    if not options.to_stdout:
-        table = trace_comparison.lines(rows, total, options.by)
-        _print([*trace_comparison.lines(steps, {}, "part"), "", *heads, *table], notes)
+    table = trace_comparison.lines(rows, total, options.by)
+    lines = [*trace_comparison.lines(steps, {}, "part"), "", *heads, *table]
+    print_report(options, " ".join(cuts), lines, notes)
     return 0
 
 
@@ -126,14 +138,17 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     times = _times(traces)
     notes = [*notes, *_notes(traces, workload)]
     ranks = _ranks(traces)
+    cut = [traces.cut] if traces.cut else []
     if not trace_kernels_text.num_steps(ranks):
-        return [*trace_kernels_text.header(ranks), *(f"note: {note}" for note in notes)]
+        header = [*cut, *trace_kernels_text.header(ranks)]
+        return [*header, *(f"note: {note}" for note in notes)]
     # A rank's median: the first profiled step has the profiler's own start in it.
     profiled = max(summarize(sums.step_ns).median for _, sums in ranks if sums.step_ns) * 1e-9
     unprofiled = summarize(slowest_per_sample(record.samples.seconds)).median
     unprofiled *= record.training.cycle
     rows = trace_kernels_text.rows(ranks, "role")
     return [
+        *cut,
         f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
         f"({profiled / unprofiled - 1:+.1%})",
         *_without_profiler(times, unprofiled),
@@ -160,13 +175,18 @@ def _without_profiler(times: Times, unprofiled_s: float) -> Iterator[str]:
         )
 
 
-def _read(
-    options: KernelsOptions, *, with_times: bool = False
-) -> tuple[Ranks, Times, list[str]] | None:
-    """Return the sums of each rank, its times if they are asked for, and notes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernels:
+    """Sums of each rank, its times if they are asked for; cut: see TraceSet."""
 
-    None on ranks of a launcher that do not report.
-    """
+    ranks: Ranks
+    times: Times
+    notes: list[str]
+    cut: str
+
+
+def _read(options: KernelsOptions, *, with_times: bool = False) -> _Kernels | None:
+    """Return what the traces say. None on ranks of a launcher that do not report."""
     workload, notes = _workload(options)
     reduce = _reduce_profile if with_times else _reduce
     traces = map_traces(options, partial(reduce, options, workload))
@@ -176,7 +196,12 @@ def _read(
         {number for result in traces.results for number in result.steps},
         (result.info.file for result in traces.results if not result.steps),
     )
-    return _ranks(traces), _times(traces), [*traces.notes, *notes, *_notes(traces, workload)]
+    return _Kernels(
+        ranks=_ranks(traces),
+        times=_times(traces),
+        notes=[*traces.notes, *notes, *_notes(traces, workload)],
+        cut=traces.cut,
+    )
 
 
 def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace) -> _Rank:
@@ -280,8 +305,3 @@ def _wrong_counts(found: _Rank, workload: Workload, stage: int) -> Iterator[str]
                 f"{found.products[key] / count:.4g} products of {name} per step, "
                 f"the workload has {expected[key] / count:.4g}"
             )
-
-
-def _print(lines: Sequence[str], notes: Sequence[str]) -> None:
-    print_text(lines)
-    sys.stdout.writelines(f"note: {note}\n" for note in notes)

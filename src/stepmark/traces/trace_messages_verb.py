@@ -13,14 +13,13 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.units import format_time
 from stepmark.job_logs.log_sources import Source, read_sources
-from stepmark.store.view import print_text
 from stepmark.tables.columns import Row
 from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.table import Table
 from stepmark.traces import trace_messages_text as report
 from stepmark.traces.kineto.matching import is_synchronizing, match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
-from stepmark.traces.trace_files import TraceSet, damage_notes, map_traces
+from stepmark.traces.trace_files import TraceSet, damage_notes, map_traces, print_report
 from stepmark.traces.trace_options import MessagesOptions
 from stepmark.traces.trace_sources import recorded, split_sources
 
@@ -45,8 +44,7 @@ def messages(options: MessagesOptions) -> int:
     sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
     view = _View(options, traces, sources)
     view.write()
-    if not options.to_stdout:
-        print_text(view.text())
+    print_report(options, traces.cut, view.text())
     return 0
 
 
@@ -295,6 +293,7 @@ class _View:
         """Return everything as plain values."""
         best = report.gain(self.ranks, 1.0, 1.0)
         return {
+            "cut": self.traces.cut or None,
             "world_size": self.traces.world_size,
             "rank_steps": self.matched.num_steps,
             "histogram": self.rows,
@@ -329,11 +328,9 @@ class _View:
         options = self.options
         if options.html:
             title = f"messages of {self.traces.world_size} ranks"
-            write_text(
-                options.html,
-                page("stepmark trace messages", [(title, self.rows, ())]).html(),
-                "html",
-            )
+            document = page("stepmark trace messages", [(title, self.rows, ())])
+            document = replace(document, lead=self.traces.cut)
+            write_text(options.html, document.html(), "html")
         if options.json:
             write_json(self.document(), options.json, "messages")
         if options.csv:

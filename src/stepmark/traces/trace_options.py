@@ -53,6 +53,7 @@ class TraceInputs:
         "processes that read [cores]", rare=True
     )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+    no_cache: bool = flag("neither use nor keep parsed columns of large traces", default=False)
 
     def has_step(self, number: int) -> bool:
         """Return whether --steps selects this step."""

@@ -59,10 +59,12 @@ def page(
     bars_of: Mapping[int, Bars],
     messages: Sequence[Row],
     lines: Sequence[str],
+    lead: str = "",
 ) -> Page:
     """Return the page. tables: of the breakdown; messages: rows of a histogram."""
     return Page(
         title=title,
+        lead=lead,
         sections=[
             *streams(bars_of, "Times are those of each rank's clock."),
             *_steps(tables["steps"]),

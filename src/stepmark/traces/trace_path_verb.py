@@ -1,15 +1,13 @@
 """stepmark trace critical-path: what a step waited for, from its end back to its start."""
 
-import sys
 from functools import partial
 
 from stepmark.ground.errors import ConfigError
-from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
 from stepmark.traces import trace_path_text as report
 from stepmark.traces.kineto.critical_path import critical_path
 from stepmark.traces.kineto.step_work import StepWork, step_work
-from stepmark.traces.trace_files import map_traces
+from stepmark.traces.trace_files import map_traces, print_report
 from stepmark.traces.trace_options import CriticalPathOptions
 
 
@@ -26,6 +24,7 @@ def run(options: CriticalPathOptions) -> int:
     if not steps:
         value = ", ".join(options.files)
         allowed = "traces with GPU events: without any, trace breakdown shows the host"
+        allowed += traces.cut and f" ({traces.cut.rstrip('.')})"
         raise ConfigError("trace", value, allowed)
     if options.steps is None:  # the middle steps of the ranks may differ
         step = max(steps, key=lambda step: len(steps[step]))
@@ -33,11 +32,13 @@ def run(options: CriticalPathOptions) -> int:
     paths = [critical_path(steps[step]) for step in sorted(steps, key=lambda step: step or 0)]
     tables = report.tables(paths)
     if options.json:
-        document = {"notes": traces.notes, "definitions": report.DEFINITIONS}
+        document = {
+            "cut": traces.cut or None,
+            "notes": traces.notes,
+            "definitions": report.DEFINITIONS,
+        }
         write_json(document | tables, options.json, "critical-path")
     if options.csv:
         write_tables(tables, options.csv, "csv")
-    if not options.to_stdout:
-        print_text(report.lines(paths))
-        sys.stdout.writelines(f"note: {note}\n" for note in traces.notes)
+    print_report(options, traces.cut, report.lines(paths), traces.notes)
     return 0

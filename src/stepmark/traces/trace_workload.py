@@ -46,7 +46,7 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
     traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
         return None
-    for note in traces.notes:
+    for note in filter(None, (traces.cut, *traces.notes)):
         sys.stderr.write(f"note: {note}\n")
     programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
     if len(programs) < len(traces.results):
@@ -83,7 +83,9 @@ def _step(inputs: TraceInputs) -> int:
     }
     if not whole:
         value = ", ".join(inputs.files)
-        raise ConfigError("trace", value, "traces with a step that has GPU events on all ranks")
+        allowed = "traces with a step that has GPU events on all ranks"
+        allowed += traces.cut and f" ({traces.cut.rstrip('.')})"
+        raise ConfigError("trace", value, allowed)
     return sorted(whole, key=lambda number: whole[number])[(len(whole) - 1) // 2]
 
 
@@ -99,7 +101,7 @@ def _workload(
     # Without their waits, which times decide.
     bare = {rank: [replace(op, after=()) for op in own] for rank, own in by_rank.items()}
     messages = {rank: [op for op in bare[rank] if isinstance(op, CommOp)] for rank in bare}
-    notes = list(_notes(programs))
+    notes = [*filter(None, [traces.cut]), *_notes(programs)]
     first = min(programs)
     if len(programs) < world:
         unlike = [rank for rank in messages if messages[rank] != messages[first]]

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from stepmark.model.kernel_groups import COPIES, group_of
-from stepmark.timeline.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
+from stepmark.timeline.trace_breakdown import (
+    CommTimes,
+    KernelTimes,
+    RankTimes,
+    StepTimes,
+)
 from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.traces.kineto import idle, launches, links
 from stepmark.traces.kineto.checks import device_of, missing_work
+from stepmark.traces.kineto.event_tables import narrow
 from stepmark.traces.kineto.host_times import host_times
 from stepmark.traces.kineto.intervals import Intervals, clip, join, time_before, union, without
 from stepmark.traces.kineto.windows import (
@@ -90,7 +96,8 @@ def gpus(trace: RankTrace, selects: Selects) -> tuple[links.Steps, list[Gpu]]:
     result = []
     for number in np.unique(device).tolist():
         rows = np.flatnonzero(device == number)
-        windows = gpu_windows(trace, steps, rows)
+        is_only = rows.size == device.size  # whose columns need no copies
+        windows = gpu_windows(trace, steps, None if is_only else rows)
         index = np.unique(steps.of_gpu[rows])
         index = index[index != NONE]
         if steps.is_marked:
@@ -102,10 +109,10 @@ def gpus(trace: RankTrace, selects: Selects) -> tuple[links.Steps, list[Gpu]]:
                 trace=trace,
                 device=number,
                 rows=rows,
-                call=call[rows],
-                is_comm=is_comm[rows],
-                is_memory=is_memory[rows],
-                place=place[steps.of_gpu[rows]],
+                call=call if is_only else call[rows],
+                is_comm=is_comm if is_only else is_comm[rows],
+                is_memory=is_memory if is_only else is_memory[rows],
+                place=narrow(place)[steps.of_gpu if is_only else steps.of_gpu[rows]],
                 numbers=tuple(steps.numbers[i] if steps.is_marked else None for i in index),
                 windows=Windows(windows.start[index], windows.end[index]),
                 all_windows=windows,
@@ -127,26 +134,35 @@ def _outside(gpu: Gpu) -> tuple[int, int]:
     return int((~is_inside & (end > start)).sum()), without(union(start, end), inside).total
 
 
-def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
-    is_compute = ~gpu.is_comm & ~gpu.is_memory
-    compute, comm, memory = map(gpu.times, (is_compute, gpu.is_comm, gpu.is_memory))
+def _work_times(gpu: Gpu) -> Iterator[Intervals]:
+    """Yield the times of compute, communication, copies, and exposed ones of the latter two.
+
+    Only few of these sets are in memory at once: each may be as large as the trace.
+    """
+    compute = gpu.times(~gpu.is_comm & ~gpu.is_memory)
+    yield compute
+    comm = gpu.times(gpu.is_comm)
+    yield comm
+    yield without(comm, compute)
     kernels = join(compute, comm)
-    busy = join(kernels, memory)
-    exposed = without(comm, compute), without(memory, kernels)
-    sums = [
-        in_windows(times, gpu.windows).tolist()
-        for times in (compute, comm, memory, *exposed, busy)
-    ]
-    gaps = idle.idle_gaps(gpu.trace, gpu.rows, gpu.call, busy, gpu.windows)
-    idle_times = idle.idle_times(gaps, len(gpu.numbers))
+    del compute, comm
+    memory = gpu.times(gpu.is_memory)
+    yield memory
+    yield without(memory, kernels)
+
+
+def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
+    sums = [in_windows(times, gpu.windows).tolist() for times in _work_times(gpu)]
+    idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     depths = launches.queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     for number, step in enumerate(gpu.numbers):
         first, last = int(gpu.windows.start[number]), int(gpu.windows.end[number])
         own = gpu.place == number
         own_ns = clip(gpu.times(own), first, last).total
-        compute_ns, comm_ns, memory_ns, exposed_comm_ns, exposed_memory_ns, busy_ns = (
+        compute_ns, comm_ns, exposed_comm_ns, memory_ns, exposed_memory_ns = (
             each[number] for each in sums
         )
+        busy_ns = compute_ns + exposed_comm_ns + exposed_memory_ns
         yield StepTimes(
             device=gpu.device,
             step=step,
@@ -201,17 +217,23 @@ def _comm_kind(trace: RankTrace, number: int) -> tuple[tuple[str, Any], ...]:
 
 
 def _kernel_times(gpu: Gpu) -> Iterator[KernelTimes]:
-    trace, is_own = gpu.trace, gpu.place != NONE
-    rows = gpu.rows[is_own]
+    trace = gpu.trace
     groups = list(dict.fromkeys((COPIES, *map(group_of, trace.names))))
     group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
-    of_row = np.where(trace.gpu.kind[rows] == GpuKind.KERNEL, group[trace.gpu.name[rows]], 0)
-    keys = [gpu.place[is_own], of_row]
-    for (number, which), sums in links.sums(keys, [(trace.gpu.end - trace.gpu.start)[rows]]):
+    totals: dict[tuple[int, ...], tuple[int, ...]] = {}
+    for block in links.blocks(gpu.rows.size):
+        is_own = gpu.place[block] != NONE
+        rows = gpu.rows[block][is_own]
+        is_kernel = trace.gpu.kind[rows] == GpuKind.KERNEL
+        keys = [gpu.place[block][is_own], np.where(is_kernel, group[trace.gpu.name[rows]], 0)]
+        for key, sums in links.sums(keys, [trace.gpu.end[rows] - trace.gpu.start[rows]]):
+            count, time_ns = totals.get(key, (0, 0))
+            totals[key] = count + sums[0], time_ns + sums[1]
+    for (number, which), (count, time_ns) in sorted(totals.items()):
         yield KernelTimes(
             device=gpu.device,
             step=gpu.numbers[number],
             group=groups[which],
-            num_events=sums[0],
-            time_ns=sums[1],
+            num_events=count,
+            time_ns=time_ns,
         )

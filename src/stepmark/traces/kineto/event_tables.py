@@ -233,12 +233,11 @@ class EventTables:
             for thread in np.unique(threads).tolist():
                 own = np.append(recorded.get(thread, EMPTY), starts[threads == thread])
                 recorded[thread] = np.sort(own)
-        columns = self._on_thread(self._gloo)
-        is_plain = [
-            start == end or not np.searchsorted(starts, start) < np.searchsorted(starts, end)
-            for start, end, thread in zip(*columns[:2], columns[3].tolist(), strict=True)
-            for starts in [recorded.get(thread, EMPTY)]
-        ]
+        start, end, _, threads = self._on_thread(self._gloo)
+        is_plain = np.ones(start.size, bool)
+        for thread, starts in recorded.items():
+            has_recorded = np.searchsorted(starts, start) < np.searchsorted(starts, end)
+            is_plain &= ~has_recorded | (start == end) | (threads != thread)
         calls = gloo_calls(itertools.compress(self._gloo, is_plain))
         if calls:
             rows = [call.event for call in calls]
@@ -293,10 +292,11 @@ def _args(rows: Sequence[Event]) -> list[Args]:
 
 def _ints(values: Sequence[int]) -> Ints:
     """Return a column in 4 bytes a row where that is enough, as for most ids."""
-    return _narrow(np.array(values, np.int64))
+    return narrow(np.array(values, np.int64))
 
 
-def _narrow(column: Ints) -> Ints:
+def narrow(column: Ints) -> Ints:
+    """Return a column in 4 bytes a row where that is enough."""
     if column.size and column.min() >= -_NARROW and column.max() < _NARROW:
         return column.astype(np.int32)
     return column

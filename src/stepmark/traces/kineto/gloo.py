@@ -8,6 +8,7 @@ so that the nth of a name belong together. Sizes need record_shapes; groups are 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections import defaultdict
@@ -25,6 +26,7 @@ OPERATOR, WORK = "c10d::", "gloo:"
 _SILENT = ("c10d::check_for_nan", "c10d::wait")
 # Operators whose first argument is both input and output.
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce", "send", "recv", "barrier"})
+_TEXTS = ("input_dims", "input_types", "concrete_inputs")  # arguments as JSON
 # Types of arguments without a type of elements.
 _NO_TYPES = frozenset({"", "TensorList", "Scalar", "ScalarList"})
 
@@ -50,6 +52,7 @@ def gloo_calls(events: Iterable[Event]) -> list[GlooCall]:
     operators: dict[str, list[Event]] = defaultdict(list)
     for event in itertools.chain.from_iterable(map(_innermost, by_thread.values())):
         operators[_family(event.name.removeprefix(OPERATOR))].append(event)
+    args = _ArgsByText()
     calls = []
     for family, own in operators.items():
         own.sort(key=_span)
@@ -58,14 +61,33 @@ def gloo_calls(events: Iterable[Event]) -> list[GlooCall]:
         if len(own) != len(done) or any(_span(w)[0] < _span(e)[0] for e, w in pairs):
             done = [None] * len(own)  # not all of the work is in the trace
         calls += [
-            GlooCall(event, _args(event, work), _span(work) if work else None)
+            GlooCall(event, args.of(event, work), _span(work) if work else None)
             for event, work in zip(own, done, strict=True)
         ]
     for family in works.keys() - operators.keys():  # old versions of torch have no operator
-        calls += [
-            GlooCall(work, _args_of_work(family, work), _span(work)) for work in works[family]
-        ]
+        calls += [GlooCall(work, args.of(work, None), _span(work)) for work in works[family]]
     return calls
+
+
+class _ArgsByText:
+    """Arguments of calls, decoded once for equal texts: those of a step recur in the others."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, CommArgs] = {}
+
+    def of(self, event: Event, work: Event | None) -> CommArgs:
+        """Return the arguments of a call. event: its operator, else its annotation."""
+        key = tuple(
+            (each.name, *(bytes(getattr(each.args, field)) for field in _TEXTS if each.args))
+            for each in (event, work)
+            if each
+        )
+        args = self._known.get(key)
+        if args is None:
+            is_work = event.name.startswith(WORK)
+            args = _args_of_work(event) if is_work else _args(event, work)
+            self._known[key] = args
+        return args
 
 
 def _span(event: Event) -> tuple[float, float]:
@@ -80,6 +102,7 @@ def _innermost(events: Sequence[Event]) -> Iterator[Event]:
             yield event
 
 
+@functools.cache
 def _family(name: str) -> str:
     """Return the collective that gloo does: its reduce-scatter is an all-reduce."""
     collective = torch_collective(name)
@@ -108,8 +131,9 @@ def _args(event: Event, work: Event | None) -> CommArgs:
     )
 
 
-def _args_of_work(family: str, work: Event) -> CommArgs:
+def _args_of_work(work: Event) -> CommArgs:
     """Return what an annotation says: the inputs alone."""
+    family = _family(work.name.removeprefix(WORK))
     num_inputs = len(_values(work, "input_dims"))
     elements = sum(sum(_elements_of(work, place)) for place in range(num_inputs))
     return CommArgs(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from stepmark.timeline.trace_breakdown import IdleTimes
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import GpuKind, RankTrace
 from stepmark.traces.kineto.intervals import Intervals, common, union, without
+from stepmark.traces.kineto.links import blocks
 from stepmark.traces.kineto.windows import Windows
 
 if TYPE_CHECKING:
@@ -43,39 +44,19 @@ def idle_gaps(
     with an event. Up to the end of its launch call the gap is the host's; what remains is a
     kernel gap, or unknown if it is longer than MAX_KERNEL_GAP_NS or the call is not known.
     """
-    tiles = Intervals(windows.start, windows.end)
-    gaps = common(tiles, without(union(windows.start, windows.end), busy))
-    # Of the events that start at the end of a gap, the one that was launched first.
-    begun, ready = _launched(trace, rows, call)
-    order = np.lexsort((begun, ready, trace.gpu.start[rows]))
-    starts, first = np.unique(trace.gpu.start[rows][order], return_index=True)
-    place = np.searchsorted(starts, gaps.end)
-    is_event = np.append(starts, 0)[place] == gaps.end
-    chosen = np.append(order[first], NONE)[place]
-    launched = np.where(is_event, ready[chosen], _NEVER)
-    is_known = launched != _NEVER
-    length = gaps.end - gaps.start
-    host = np.where(is_known, np.clip(launched - gaps.start, 0, length), 0)
-    rest = length - host
-    is_kernel_gap = is_known & (rest <= MAX_KERNEL_GAP_NS)
-    return IdleGaps(
-        start=gaps.start,
-        window=np.searchsorted(windows.end, gaps.end, side="left"),
-        host=host,
-        in_call=np.minimum(
-            host, gaps.start + host - np.minimum(begun[chosen], gaps.start + host)
-        ),
-        kernel_gap=np.where(is_kernel_gap, rest, 0),
-        unknown=np.where(is_kernel_gap, 0, rest),
-    )
+    return _causes(trace, rows, call, _gaps(busy, windows), windows)
 
 
-def idle_times(gaps: IdleGaps, num_windows: int) -> list[IdleTimes]:
-    """Return the idle times of each window; they add up to what is not busy."""
-    parts = (gaps.host, gaps.in_call, gaps.kernel_gap, gaps.unknown)
-    sums = np.zeros((len(parts), num_windows), np.int64)
-    for total, part in zip(sums, parts, strict=True):
-        np.add.at(total, gaps.window, part)
+def idle_times(trace: RankTrace, rows: Ints, call: Ints, windows: Windows) -> list[IdleTimes]:
+    """Return the idle times of each window, see idle_gaps; they add up to what is not busy."""
+    gaps = _gaps(union(trace.gpu.start[rows], trace.gpu.end[rows]), windows)
+    sums = np.zeros((4, windows.start.size), np.int64)
+    for block in blocks(gaps.start.size):
+        own = Intervals(gaps.start[block], gaps.end[block])
+        idle = _causes(trace, rows, call, own, windows)
+        parts = (idle.host, idle.in_call, idle.kernel_gap, idle.unknown)
+        for total, part in zip(sums, parts, strict=True):
+            np.add.at(total, idle.window, part)
     return [
         IdleTimes(
             host_bound_ns=host_ns,
@@ -85,6 +66,61 @@ def idle_times(gaps: IdleGaps, num_windows: int) -> list[IdleTimes]:
         )
         for host_ns, call_ns, gap_ns, unknown_ns in sums.T.tolist()
     ]
+
+
+def _gaps(busy: Intervals, windows: Windows) -> Intervals:
+    """Return the times in which nothing runs; none lies in two windows."""
+    tiles = Intervals(windows.start, windows.end)
+    return common(tiles, without(union(windows.start, windows.end), busy))
+
+
+def _causes(
+    trace: RankTrace, rows: Ints, call: Ints, gaps: Intervals, windows: Windows
+) -> IdleGaps:
+    """Return what each gap waits for."""
+    # Events that start at the end of a gap: a slice of the rows, which are in this order.
+    all_rows = rows.size == trace.gpu.start.size
+    start = trace.gpu.start if all_rows else trace.gpu.start[rows]
+    first = np.searchsorted(start, gaps.end, side="left")
+    last = np.searchsorted(start, gaps.end, side="right")
+    begun, launched = _launched_first(trace, rows, call, first, last)
+    is_known = launched != _NEVER
+    length = gaps.end - gaps.start
+    host = np.where(is_known, np.clip(launched - gaps.start, 0, length), 0)
+    rest = length - host
+    is_kernel_gap = is_known & (rest <= MAX_KERNEL_GAP_NS)
+    return IdleGaps(
+        start=gaps.start,
+        window=np.searchsorted(windows.end, gaps.end, side="left"),
+        host=host,
+        in_call=np.minimum(host, gaps.start + host - np.minimum(begun, gaps.start + host)),
+        kernel_gap=np.where(is_kernel_gap, rest, 0),
+        unknown=np.where(is_kernel_gap, 0, rest),
+    )
+
+
+def _launched_first(
+    trace: RankTrace, rows: Ints, call: Ints, first: Ints, last: Ints
+) -> tuple[Ints, Ints]:
+    """Return when the launch of one of the rows first:last began and was done.
+
+    It is the one that was done first, of these the one that began first; _NEVER without one.
+    """
+    shape = first.size
+    begun, ready = np.full(shape, _NEVER, np.int64), np.full(shape, _NEVER, np.int64)
+    has_row = np.flatnonzero(last > first)
+    place = first[has_row]
+    while has_row.size:  # a turn for each row that starts at the same time
+        own_begun, own_ready = _launched(trace, rows[place], call[place])
+        is_better = (own_ready < ready[has_row]) | (
+            (own_ready == ready[has_row]) & (own_begun < begun[has_row])
+        )
+        chosen = has_row[is_better]
+        begun[chosen], ready[chosen] = own_begun[is_better], own_ready[is_better]
+        place = place + 1
+        has_more = place < last[has_row]
+        has_row, place = has_row[has_more], place[has_more]
+    return begun, ready
 
 
 def _launched(trace: RankTrace, rows: Ints, call: Ints) -> tuple[Ints, Ints]:

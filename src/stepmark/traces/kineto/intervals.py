@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from stepmark.timeline.trace_columns import Ints
 
 
+_FEW = 64  # intervals to which others are clipped one by one, which takes less memory
+
+
 class Intervals(NamedTuple):
     """Disjoint intervals, none empty and no two adjacent, in ascending order."""
 
@@ -24,14 +27,20 @@ class Intervals(NamedTuple):
 def union(start: Ints, end: Ints) -> Intervals:
     """Return the union of intervals in any order; empty ones and negative ones add nothing."""
     keep = end > start
-    start, end = start[keep], end[keep]
+    if not keep.all():
+        start, end = start[keep], end[keep]
     if not start.size:
         return Intervals(start, end)
-    order = np.argsort(start, kind="stable")
-    start, reach = start[order], np.maximum.accumulate(end[order])
-    first = np.flatnonzero(np.concatenate(([True], start[1:] > reach[:-1])))
-    last = np.concatenate((first[1:], [start.size])) - 1
-    return Intervals(start[first], reach[last])
+    if (start[1:] < start[:-1]).any():
+        order = np.argsort(start, kind="stable")
+        start, end = start[order], end[order]
+        del order
+    reach = np.maximum.accumulate(end)
+    begins = np.ones(start.size, bool)
+    np.greater(start[1:], reach[:-1], out=begins[1:])
+    # An interval of the union ends before the next one begins, and where the last one does.
+    ends = np.append(begins[1:], True)
+    return Intervals(start[begins], reach[ends])
 
 
 class Pieces(NamedTuple):
@@ -83,6 +92,11 @@ def common(a: Intervals, b: Intervals) -> Intervals:
     """Return the times in a and in b."""
     if not a.start.size or not b.start.size:
         return Intervals(a.start[:0], a.start[:0])
+    few, many = (a, b) if a.start.size < b.start.size else (b, a)
+    if few.start.size <= _FEW:
+        bounds = zip(few.start.tolist(), few.end.tolist(), strict=True)
+        starts, ends = zip(*(clip(many, start, end) for start, end in bounds), strict=True)
+        return Intervals(np.concatenate(starts), np.concatenate(ends))
     # Each interval of a meets those of b from `first` to before `last`.
     first = np.searchsorted(b.end, a.start, side="right")
     last = np.searchsorted(b.start, a.end, side="left")
@@ -105,7 +119,9 @@ def without(a: Intervals, b: Intervals) -> Intervals:
         np.concatenate((b.start, [max(high, b.end[-1])])),
     )
     keep = gaps.end > gaps.start
-    return common(a, Intervals(gaps.start[keep], gaps.end[keep]))
+    if not keep.all():
+        gaps = Intervals(gaps.start[keep], gaps.end[keep])
+    return common(a, gaps)
 
 
 def clip(a: Intervals, start: int, end: int) -> Intervals:

@@ -10,6 +10,7 @@ import numpy as np
 from stepmark.timeline.trace_breakdown import CopyTimes, LaunchTimes, QueueDepth
 from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.traces.kineto.intervals import clip, union
+from stepmark.traces.kineto.links import blocks
 
 if TYPE_CHECKING:
     from stepmark.timeline.trace_columns import Ints
@@ -19,36 +20,42 @@ if TYPE_CHECKING:
 def launch_times(trace: RankTrace, call: Ints, chosen: Ints) -> Iterator[LaunchTimes]:
     """Yield the calls that launched the events `chosen`, by name, the most time first."""
     calls, gpu = trace.calls, trace.gpu
-    events = np.sort(chosen[call[chosen] != NONE])
-    rows, first, of_event = np.unique(call[events], return_index=True, return_inverse=True)
-    runs = np.zeros(rows.size, np.int64)
-    np.add.at(runs, of_event, (gpu.end - gpu.start)[events])
-    num_events = np.bincount(of_event, minlength=rows.size)
-    duration = calls.end[rows] - calls.start[rows]
-    # Events are in the order of their starts: the first of a call is the first that starts.
-    delay = gpu.start[events[first]] - calls.start[rows]
-    names = calls.name[rows]
+    size = calls.start.size
+    num_events, runs = np.zeros(size, np.int32), np.zeros(size, np.int64)
+    first = np.full(size, np.iinfo(np.int64).max)  # start of the first event of each call
+    for block in blocks(chosen.size):
+        events = chosen[block]
+        events = events[call[events] != NONE]
+        own = call[events]
+        np.add.at(num_events, own, 1)
+        np.add.at(runs, own, gpu.end[events] - gpu.start[events])
+        np.minimum.at(first, own, gpu.start[events])
     times = []
-    for name in np.unique(names):
-        own = names == name
+    for name in np.unique(calls.name[num_events > 0]):
+        own = np.flatnonzero((num_events > 0) & (calls.name == name))
+        duration = calls.end[own] - calls.start[own]
+        num_short = int((runs[own] < duration).sum())
+        delay = first[own] - calls.start[own]
         times.append(
             LaunchTimes(
                 call=trace.names[name],
-                num_calls=int(own.sum()),
+                num_calls=own.size,
                 num_events=int(num_events[own].sum()),
-                total_ns=int(duration[own].sum()),
-                median_ns=_median(duration[own]),
-                max_ns=int(duration[own].max()),
-                median_delay_ns=_median(delay[own]),
-                num_short=int((runs[own] < duration[own]).sum()),
+                total_ns=int(duration.sum()),
+                median_ns=_median(duration),
+                max_ns=int(duration.max()),
+                median_delay_ns=_median(delay),
+                num_short=num_short,
             )
         )
     yield from sorted(times, key=lambda item: -item.total_ns)
 
 
 def _median(values: Ints) -> int:
-    """Return the lower median, which is one of the values."""
-    return int(np.sort(values)[(values.size - 1) // 2])
+    """Return the lower median, which is one of the values; they are put into another order."""
+    middle = (values.size - 1) // 2
+    values.partition(middle)
+    return int(values[middle])
 
 
 def queue_depths(
@@ -63,24 +70,39 @@ def queue_depths(
         return [None] * windows.start.size
     start = trace.calls.start[call[is_known]]
     end = np.maximum(trace.gpu.start[rows[is_known]], start)
+    bounds = list(zip(windows.start.tolist(), windows.end.tolist(), strict=True))
     queued = union(start, end)
-    time = np.concatenate((start, end))
-    change = np.repeat([1, -1], start.size)
-    order = np.lexsort((change, time))  # what starts makes place before the next is launched
-    time, level = time[order], np.cumsum(change[order])
+    queued_ns = [clip(queued, first, last).total for first, last in bounds]
+    del queued
+    # Only how many are in the queue counts, not which: starts and ends are sorted apart.
+    start.sort()
+    end.sort()
+    # What starts makes place before the next is launched.
+    level = np.searchsorted(end, start, side="right")
+    np.subtract(np.arange(1, start.size + 1), level, out=level)
     result: list[QueueDepth | None] = []
-    for first, last in zip(windows.start.tolist(), windows.end.tolist(), strict=True):
-        # The level at the start of the window, and all changes inside.
-        low = max(int(np.searchsorted(time, first, side="right")) - 1, 0)
-        high = int(np.searchsorted(time, last, side="left"))
+    for (first, last), own_ns in zip(bounds, queued_ns, strict=True):
+        begun, ended = (_inside(times, first, last) for times in (start, end))
         result.append(
             QueueDepth(
-                depth_ns=int((np.clip(end, first, last) - np.clip(start, first, last)).sum()),
-                max=int(level[low:high].max(initial=0)),
-                empty_ns=last - first - clip(queued, first, last).total,
+                depth_ns=_rest_ns(start, begun, first, last)
+                - _rest_ns(end, ended, first, last),
+                max=max(begun.start - ended.start, int(level[begun].max(initial=0))),
+                empty_ns=last - first - own_ns,
             )
         )
     return result
+
+
+def _inside(times: Ints, first: int, last: int) -> slice:
+    """Return which of sorted times are after first and before last."""
+    low, high = np.searchsorted(times, first, "right"), np.searchsorted(times, last, "left")
+    return slice(int(low), max(int(low), int(high)))
+
+
+def _rest_ns(times: Ints, inside: slice, first: int, last: int) -> int:
+    """Return the sum of what is left of a window at each time, the whole one before it."""
+    return int(inside.start * (last - first) + (last - times[inside]).sum())
 
 
 def copy_times(trace: RankTrace, chosen: Ints) -> Iterator[CopyTimes]:

@@ -7,6 +7,7 @@ it ran: where the GPU lags behind, that is another step.
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from stepmark.timeline.trace_columns import NONE, RankTrace
+from stepmark.traces.kineto.event_tables import narrow
 
 if TYPE_CHECKING:
     from stepmark.timeline.trace_columns import Ints
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
+_BLOCK = 1 << 17  # rows
 _ROUNDING_NS = 2_000  # of old traces, in whole microseconds
 # Pseudo-collectives that send nothing.
 _NO_MESSAGES = frozenset({"wait", "init", "finalize"})
@@ -39,7 +42,23 @@ def launches(trace: RankTrace) -> Ints:
 
     A launch lies before the window of the trace where the GPU lagged at its start.
     """
-    return lookup(trace.calls.correlation, trace.gpu.correlation)
+    columns = trace.calls.correlation, trace.gpu.correlation
+    for known, rows in _LAUNCHES:
+        if all(ref() is column for ref, column in zip(known, columns, strict=True)):
+            return rows
+    rows = narrow(lookup(*columns))
+    rows.flags.writeable = False
+    _LAUNCHES[:] = [(tuple(weakref.ref(column, _forget) for column in columns), rows)]
+    return rows
+
+
+# Of the trace that was asked for last: its columns, and the rows.
+_LAUNCHES: list[tuple[tuple[weakref.ref[Ints], ...], Ints]] = []
+
+
+def _forget(_: object) -> None:
+    """Free the rows with the columns that they belong to."""
+    _LAUNCHES.clear()
 
 
 def innermost(start: Ints, end: Ints, thread: Ints, places: Ints, place_thread: Ints) -> Ints:
@@ -127,7 +146,7 @@ def steps(trace: RankTrace) -> Steps:
         numbers=step_numbers(trace),
         start=start,
         end=end,
-        of_gpu=np.where(call == NONE, NONE, span_of(start, end, launched)),
+        of_gpu=narrow(np.where(call == NONE, NONE, span_of(start, end, launched))),
         is_marked=True,
     )
 
@@ -164,7 +183,7 @@ def whole(trace: RankTrace) -> Steps:
         numbers=(0,),
         start=np.array([first]),
         end=np.array([last]),
-        of_gpu=np.zeros(trace.gpu.start.size, np.int64),
+        of_gpu=narrow(np.zeros(trace.gpu.start.size, np.int64)),
         is_marked=False,
     )
 
@@ -190,15 +209,21 @@ def gpu_comms(trace: RankTrace) -> tuple[Ints, Ints]:
     """
     gpu, comms, calls = trace.gpu, trace.comms, trace.calls
     args, seq = gpu.comm.copy(), gpu.seq.copy()
-    missing = np.flatnonzero(args == NONE)
-    launch = launches(trace)[missing]
-    missing, launch = missing[launch != NONE], launch[launch != NONE]
-    row = innermost(
-        comms.start, comms.end, comms.thread, calls.start[launch], calls.thread[launch]
-    )
-    missing, row = missing[row != NONE], row[row != NONE]
-    args[missing], seq[missing] = comms.comm[row], comms.seq[row]
+    for block in blocks(args.size):
+        missing = block.start + np.flatnonzero(args[block] == NONE)
+        launch = launches(trace)[missing]
+        missing, launch = missing[launch != NONE], launch[launch != NONE]
+        row = innermost(
+            comms.start, comms.end, comms.thread, calls.start[launch], calls.thread[launch]
+        )
+        missing, row = missing[row != NONE], row[row != NONE]
+        args[missing], seq[missing] = comms.comm[row], comms.seq[row]
     return args, seq
+
+
+def blocks(size: int) -> Iterator[slice]:
+    """Yield slices of columns of this size: what is computed of one takes little memory."""
+    yield from (slice(first, min(first + _BLOCK, size)) for first in range(0, size, _BLOCK))
 
 
 def sends(trace: RankTrace) -> Ints:
@@ -213,10 +238,22 @@ def sums(
     keys: Sequence[Ints], values: Sequence[Ints]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield each key in ascending order with its number of rows and sums of the values."""
-    unique, row = np.unique(np.stack(keys, axis=1), axis=0, return_inverse=True)
+    first, row = _distinct(keys)
     columns = [np.ones(row.size, np.int64), *values]
-    sums = np.zeros((len(unique), len(columns)), np.int64)
+    sums = np.zeros((len(first), len(columns)), np.int64)
     for number, column in enumerate(columns):
-        np.add.at(sums[:, number], row.reshape(-1), column)
-    for key, total in zip(unique.tolist(), sums.tolist(), strict=True):
-        yield tuple(key), tuple(total)
+        np.add.at(sums[:, number], row, column)
+    unique = np.stack([key[first] for key in keys], axis=1)
+    for each, total in zip(unique.tolist(), sums.tolist(), strict=True):
+        yield tuple(each), tuple(total)
+
+
+def _distinct(keys: Sequence[Ints]) -> tuple[Ints, Ints]:
+    """Return a row of each distinct key in ascending order, and of each row its key's place."""
+    first = np.empty(0, np.int64)
+    place = np.zeros(keys[0].size, np.int64)
+    for key in keys:
+        values, number = np.unique(key, return_inverse=True)
+        both = place * values.size + number
+        _, first, place = np.unique(both, return_index=True, return_inverse=True)
+    return first, place

@@ -124,6 +124,7 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
         last=max(ends, default=None),
         num_events=tables.num_events,
         num_bytes=stream.num_bytes,
+        cut=stream.cut,
         base_ns=base,
         damage=tuple(_damage(tables, stream)),
         versions=tuple(versions.items()),

@@ -40,15 +40,17 @@ def gpu_windows(trace: RankTrace, steps: Steps, rows: Ints | None = None) -> Win
     Where nothing runs before the first step, it starts with its mark on the host, or with its
     first event if that is earlier; without marks, with the first event.
     """
-    rows = np.arange(trace.gpu.start.size) if rows is None else rows
-    start, end, of_gpu = trace.gpu.start[rows], trace.gpu.end[rows], steps.of_gpu[rows]
+    own_rows = slice(None) if rows is None else rows
+    start, end = trace.gpu.start[own_rows], trace.gpu.end[own_rows]
+    of_gpu = steps.of_gpu[own_rows]
     windows = np.zeros((len(steps.numbers), 2), np.int64)
-    if not rows.size:
+    if not start.size:
         return Windows(windows[:, 0], windows[:, 1])
     reach = np.maximum.accumulate(end)  # rows are in the order of their starts
-    call = launches(trace)[rows]
+    unmarked = np.flatnonzero(of_gpu == NONE)
+    call = launches(trace)[own_rows][unmarked]
     launched = np.append(trace.calls.start, np.iinfo(np.int64).max)[call]
-    early = end[(of_gpu == NONE) & (launched < steps.start[0])]
+    early = end[unmarked[launched < steps.start[0]]]
     begin = int(early.max()) if early.size else np.iinfo(np.int64).min
     last = None  # number of the step before that has events
     for index, number in enumerate(steps.numbers):
