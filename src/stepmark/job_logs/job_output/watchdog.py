@@ -53,6 +53,8 @@ class WatchdogLines:
 
     timeouts: list[_TimedOut] = field(default_factory=list)
     absent: list[AbsentRank] = field(default_factory=list)
+    # By rank in the job and in the group.
+    _by_rank: dict[tuple[int, int], list[_TimedOut]] = field(default_factory=dict)
     _progress: dict[tuple[str, int], GroupProgress] = field(default_factory=dict)
     _reporter: int | None = None  # its rank in the job
     # A line that ends before its call, with its rank.
@@ -112,10 +114,11 @@ class WatchdogLines:
             seconds=int(milliseconds) / 1000,
             evidence=evidence,
         )
-        key = (new.rank, new.number, new.call, new.group_rank)
-        for known in reversed(self.timeouts[-4096:]):
-            if key == (known.rank, known.number, known.call, known.group_rank):
+        same = self._by_rank.setdefault((new.rank, new.group_rank), [])
+        for known in same:
+            if (new.number, new.call) == (known.number, known.call):
                 return known
+        same.append(new)
         self.timeouts.append(new)
         return new
 
@@ -131,9 +134,9 @@ class WatchdogLines:
         name, group_rank = group
         job_rank = group_rank if rank is None else rank
         at, enqueued, completed = status.groups() if status else (None, "-1", "-1")
-        for timed_out in self.timeouts if at is not None else timeouts:
-            is_same = (timed_out.rank, timed_out.group_rank) == (job_rank, group_rank)
-            if timed_out.group is None and is_same and at in (None, str(timed_out.number)):
+        own = self._by_rank.get((job_rank, group_rank), ())
+        for timed_out in own if at is not None else timeouts:
+            if timed_out.group is None and at in (None, str(timed_out.number)):
                 timed_out.group = name
         if at is not None:
             self.absent = [

@@ -37,7 +37,7 @@ class _Group:
 
     @property
     def label(self) -> str:
-        name, _, words = self.name.partition("(")
+        name, _, words = self.name.partition("#")[0].partition("(")
         return f"group {name} {words.rstrip(')')}".strip() if name else "a group without a name"
 
     @property
