@@ -143,3 +143,39 @@ def test_rows_on_stdout_come_with_damage_on_stderr(
     out, err = capsys.readouterr()
     assert len(out.splitlines()) == 2
     assert "1 line were left out: torn" in err
+
+
+LIMIT = (
+    "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01T10:00:00 DUE TO TIME LIMIT ***"
+)
+KILLED = "srun: error: n1: task 0: Killed"
+
+
+@pytest.mark.parametrize(
+    ("lines", "cause"),
+    [((LIMIT, KILLED), "failure-time-limit"), ((KILLED, LIMIT), "failure-killed")],
+)
+def test_a_signal_after_the_end_of_a_job_is_its_consequence(
+    tmp_path: Path, lines: tuple[str, str], cause: str
+) -> None:
+    path = tmp_path / "job.out"
+    path.write_text("step 4200\n" + "\n".join(lines) + "\n")
+    report = read_report(collect([str(path)]), LogsOptions(files=(str(path),)))
+    (one,) = [one for one in report.findings if one.severity is Severity.PROBLEM]
+    assert one.rule == cause
+    assert len(one.consequences) == 1
+
+
+def test_a_table_that_stops_is_unknown_and_failed_if_the_job_ended(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    rows = '{"size": 1048576, "count": 262144, "type": "float", "redop": "sum", "root": "-1", '
+    rows += '"out_of_place": {"time": 40.0, "alg_bw": 26.2, "bus_bw": 39.3, "nwrong": "0"}}'
+    config = '{"minimum_bytes": 1048576, "maximum_bytes": 67108864, "step_factor": 4}'
+    path.write_text(
+        f'{{"version": 2, "args": ["all_reduce_perf"], "config": {config}, "results": [{rows},'
+    )
+    for is_ended, code in ((False, 3), (True, 1)):
+        options = LogsOptions(files=(str(path),), ended=is_ended)
+        report = read_report(collect([str(path)]), options)
+        assert report.exit_code == code
+        assert "stops after 1 of 4 sizes" in report.answer.text
