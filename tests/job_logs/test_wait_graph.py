@@ -153,7 +153,8 @@ collective stack trace:
 
 def test_what_the_analyzer_of_dumps_prints_is_read(tmp_path: Path) -> None:
     (one,) = problems(tmp_path, TRACED)
-    assert one.ranks == (3, 4, 5, 6, 7)
+    assert one.text.startswith("Ranks 3-7 did not join a call")
+    assert "likely the cause, unless ranks 0-2, alone in it, make a call too many" in one.text
     assert "collective 31117 of group 0 default_pg (all_reduce of 1571911 elements)" in one.text
     assert "ranks 0-2 wait" in one.text
 
@@ -163,5 +164,5 @@ def test_the_analysis_and_the_output_of_one_job_are_one_cause(tmp_path: Path) ->
     (tmp_path / "b.out").write_text(timed_out(0, 0, "0", number=31117))
     report = read_report(collect([str(tmp_path)]), LogsOptions(files=(str(tmp_path),)))
     (one,) = [one for one in report.findings if one.severity is Severity.PROBLEM]
-    assert one.ranks == (3, 4, 5, 6, 7)
+    assert one.text.startswith("Ranks 3-7 did not join a call")
     assert {Path(line.file).name for line in one.evidence} == {"a.txt", "b.out"}

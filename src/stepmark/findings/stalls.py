@@ -159,7 +159,9 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     is_gloo = graph.hides_transfers
     is_unclear = len(idle) > 1 and bool(is_gloo or alone)
     is_unknown = (is_gloo and (graph.has_transfers or bool(alone))) or is_unclear
-    doubt = "maybe " if is_unknown else "likely " if is_gloo or alone else ""
+    # So do few ranks in a call that most have not issued.
+    few = direct if len(direct) < len(idle) else alone
+    doubt = "maybe " if is_unknown else "likely " if is_gloo or few else ""
     text = (
         f"{ranks_text(idle)} did not join a call: {'; '.join(texts)}{more}. "
         f"{_it(idle).capitalize()} {_s(idle, 'wait')} for no other rank and "
@@ -168,13 +170,14 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     if is_gloo:
         which = "it waits" if len(idle) == 1 else "one of them waits"
         text += f", unless {which} in a send or receive, which gloo does not record"
-    if alone:
-        text += f", unless {ranks_text(alone)}, alone in it, makes a call too many"
+    if few:
+        verb = "makes" if len(few) == 1 else "make"
+        text += f", unless {ranks_text(few)}, alone in it, {verb} a call too many"
     if is_unknown:
         return _cause(graph, UNKNOWN, frozenset(), text, calls, suspects=idle | alone)
     if is_gloo:
         return _cause(graph, MISSING, frozenset(), text, calls, suspects=idle)
-    cause = _cause(graph, MISSING, idle, text, calls, suspects=alone)
+    cause = _cause(graph, MISSING, idle, text, calls, suspects=few)
     return replace(cause, is_likely=bool(doubt))
 
 
