@@ -188,7 +188,7 @@ def test_a_mismatch_is_exit_code_1_with_both_sides(
     assert "nccl_trace_rank_1: rank 1: 1 broadcast of 1024 Float" in out
     # A histogram alone does not hide it.
     code, out, _ = logs(capsys, tmp_path, "--histogram")
-    assert (code, "ranks disagree" in out) == (1, True)
+    assert (code, "Ranks disagree" in out) == (1, True)
 
 
 def test_dumps_of_a_good_job_do_not_show_its_end(capsys: pytest.CaptureFixture[str]) -> None:

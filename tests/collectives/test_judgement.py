@@ -66,7 +66,13 @@ def test_what_is_not_seen_ends_before_the_bandwidth_is_compared() -> None:
     for name, nics in (("mi350-2-before", None), ("ntest232", (4, 400.0))):
         [judgement] = judge(SAMPLES[name].table, nics=nics)
         assert judgement.value == "unknown"
-        assert "no reference for these sizes of" in judgement.text
+        assert any(
+            words in judgement.text
+            for words in (
+                "no reference for these sizes of",
+                "the peak is judged from 256 MiB on",
+            )
+        )
 
 
 @pytest.mark.parametrize("with_nics", [True, False])
@@ -201,7 +207,7 @@ def test_what_is_missing_is_said(facts: dict[str, object], words: str) -> None:
     [judgement] = judge(plain_table(GOOD, **facts))
     assert judgement.value == "unknown"
     assert words in judgement.text
-    assert "The table's own shape shows no fault." in judgement.text
+    assert "Its curve, single rows aside, has no fault." in judgement.text
 
 
 def test_nics_that_are_assumed_are_named() -> None:
@@ -237,7 +243,7 @@ def test_wrong_results_are_not_normal_however_fast() -> None:
     wrong = tuple(replace(reading, num_wrong=3) for reading in table.readings)
     [judgement] = judge(replace(table, readings=wrong))
     assert judgement.value == "not normal"
-    assert "Results are wrong: no time counts." in judgement.text
+    assert "Times of wrong results do not count." in judgement.text
     [judgement] = judge(plain_table(GOOD, notes=("the footer counts values out of bounds: 7",)))
     assert judgement.value == "not normal"
 
@@ -335,7 +341,7 @@ def test_hosts_and_gpus_are_those_of_the_rank_lines() -> None:
 
 def test_logs_answers_first(capsys: pytest.CaptureFixture[str]) -> None:
     assert status(["logs", str(ALL_REDUCE_8)]) == 0
-    first = capsys.readouterr().out.splitlines()[1]
+    first = capsys.readouterr().out.splitlines()[0]
     for words in (
         "normal: ",
         "365.4 GB/s at 4 GiB",

@@ -268,9 +268,8 @@ def sick_reading(path: Path) -> tuple[Counter[Fact], list[str]]:
     for one in findings:
         if one.severity is Severity.PROBLEM:
             # The odd one of a call that differs; both where two ranks are compared.
-            odd = re.findall(r" 1 rank \(rank (\d+)\)", one.text)
-            named = odd or re.findall(r"[Rr]ank (\d+)", one.text)[:1]
-            values[(one.rule, *map(int, named))] += 1
+            named = map(int, re.findall(r"[Rr]ank (\d+)", one.text)[:1])
+            values[(one.rule, *(one.ranks or named))] += 1
     return values, [one.rule for one in findings if one.severity is Severity.WARNING]
 
 

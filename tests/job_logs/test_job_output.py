@@ -23,11 +23,11 @@ FATAL = (
         "failure-host-memory",
         "",
     ),
-    ("srun: error: node-3: task 17: Killed", "failure-killed", "Rank 17 was killed"),
+    ("srun: error: node-3: task 17: Killed", "failure-killed", "Task 17 was killed"),
     (
         "srun: error: node-3: tasks 2-3: Exited with exit code 1",
         "failure-exit",
-        "Ranks 2-3 ended with exit code 1",
+        "Task 2, task 3 ended with exit code 1",
     ),
     (
         "slurmstepd: error: *** JOB 7 ON n1 CANCELLED AT 2026-01-01 DUE TO TIME LIMIT ***",

@@ -109,8 +109,7 @@ def test_an_unknown_number_of_elements_is_no_size(tmp_path: Path) -> None:
 def test_holes_among_the_ranks_of_a_group_are_ranks_without_lines(tmp_path: Path) -> None:
     lines = "".join(timed_out(rank, rank, "0") for rank in (0, 1, 3, 4))
     (one,) = problems(tmp_path, lines)
-    assert "rank 2 may be the cause or a victim" in one.text
-    assert "(rank 2 without a line here)" in one.text
+    assert "rank 2 may be the cause or a victim, rank 2 without a line here" in one.text
     assert one.ranks == (2,)
 
 

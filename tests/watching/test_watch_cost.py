@@ -61,7 +61,10 @@ def test_a_rank_without_a_profile_has_no_cost() -> None:
 
 def test_what_is_not_known_is_said() -> None:
     assert "no process of the job has loaded torch" in next(job_lines([]))
-    failed = "no process of the job had loaded torch when it failed (exit code 2)"
+    failed = (
+        "no process of the job reported torch before it ended (exit code 2); a signal leaves "
+        "no time to report"
+    )
     assert list(job_lines([], 2)) == [failed]
     idle = WatchedRank(schema=1, rank=0, host="a", pid=3, reason="no optimizer step was seen")
     assert "no optimizer step was seen" in next(job_lines([idle]))

@@ -34,7 +34,7 @@ from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 
 _TOLERANCE, _LATENCY_TOLERANCE = 0.85, 2.0
 _FAR = 0.5  # of what other GPUs reach
-_RING = 0.9  # of a link's rate, which a ring cannot reach
+_RING = (0.7, 0.9)  # of a link's rate: what a ring reaches, and cannot reach
 _WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
 _NICS = re.compile(r"(?P<count>[1-9]\d?)\s?x\s?(?P<gbit>[1-9]\d{0,3})G?", re.IGNORECASE)
 _OF_LINKS = (
@@ -49,7 +49,7 @@ _OF_NETWORK = (
     "ib_write_bw for each NIC",
 )
 _NO_RANKS = (
-    "the hardware is not stated (lines `# Rank 0 ... on HOST device 0 ... GPU` tell hosts)"
+    "the hardware is not stated: the table does not name the GPUs and hosts of its ranks"
 )
 
 
@@ -63,12 +63,13 @@ class Judgement:
     sources: tuple[str, ...]  # of the references
     findings: tuple[Finding, ...] = ()
 
-    def lines(self) -> Iterator[str]:
-        """Yield the verdict, then a line for each figure."""
-        yield f"answer     {self.value}: {self.text}"
+    def lines(self) -> list[str]:
+        """Return the verdict, then a line for each figure."""
+        lines = [f"verdict    {self.value}: {self.text}"]
         for row in self.rows:
             reference = f"   healthy: {row['reference']}" if row["reference"] else ""
-            yield f"    {row['figure']:14} {row['value']}{reference}"
+            lines.append(f"    {row['figure']:14} {row['value']}{reference}")
+        return lines
 
     def document(self) -> dict[str, object]:
         """Return it as plain values."""
@@ -131,12 +132,12 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
     name = f"{table.collective} of {table.num_ranks or 'unknown'} ranks {curve.dtype}"
     figures = "; ".join(f"{row['figure']} {row['value']}" for row in rows[:-2])
     sentences = [
-        "results are wrong: no time counts" if is_wrong else "",
+        "times of wrong results do not count" if is_wrong else "",
         *notes,
         doubt,
         *(f"{fault.text}. Usual cause: {fault.cause}. Try: {fault.action}" for fault in faults),
-        *([] if doubt else _remarks(table, fit)),
-        "" if faults or value != "unknown" else "the table's own shape shows no fault",
+        *([] if doubt or is_wrong else _remarks(table, fit)),
+        "" if faults or value != "unknown" else "its curve, single rows aside, has no fault",
     ]
     return Judgement(
         value=value,
@@ -197,6 +198,10 @@ def _doubt(table: Table, fit: _Fit) -> str:
         (not table.num_hosts, _NO_RANKS),
         (not hardware.num_hosts, "the hosts have different numbers of ranks"),
         (
+            not fit.has_peak and not has_time and not fit.curve.is_large and each.share,
+            f"the table ends at {end}; the peak is judged from 256 MiB on",
+        ),
+        (
             not fit.has_peak and not has_time,
             f"there is no reference for these sizes of {device} on such hosts{missing}",
         ),
@@ -215,8 +220,8 @@ def _doubt(table: Table, fit: _Fit) -> str:
             f"there are only tables of other GPUs or NICs to compare, {reach}",
         ),
         (
-            fit.is_slow and each.share and each.share[0] == each.share[1],
-            f"there is only one table to compare, {reach}",
+            fit.is_slow and each.share and each.share[0] == each.share[1] and not is_far,
+            f"the only healthy table to compare reaches {_span(span, _rate)}",
         ),
     )
     return next((text for is_true, text in reasons if is_true), "")
@@ -257,7 +262,9 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
     high = fit.peak_span[1] if fit.peak_span and fit.range.share and fit.has_peak else 0.0
     threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
     reason = threads if table.gpus_per_thread > 1 else "there is no reference"
-    is_ring = hardware.num_hosts == 1 and high > fit.unit and peak < _RING * fit.unit
+    low_ring, high_ring = _RING
+    is_ring = hardware.num_hosts == 1 and high > fit.unit and fit.curve.is_large
+    is_ring = is_ring and low_ring * fit.unit < peak < high_ring * fit.unit
     remarks = (
         (
             fit.curve.smallest and fit.max_latency_s == inf,
@@ -266,8 +273,8 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
         (not fit.has_peak, "large messages are not judged: the table ends before 256 MiB"),
         (
             is_ring,
-            "this is the rate of a ring; with NVLS, the reduction in the switch, tables reach "
-            f"up to {_rate(high)}",
+            "a ring reaches this rate; with NVLS, the reduction in the switch, tables reach up "
+            f"to {_rate(high)}",
         ),
         (
             high and not hardware.is_stated,
@@ -303,7 +310,7 @@ def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]
         (
             "peak busbw",
             f"{place}{share if fit.unit else ''}",
-            _span(fit.peak_span if each.share else None, _rate),
+            _span(fit.peak_span if each.share and fit.has_peak else None, _rate),
         ),
         (
             "shortest time",

@@ -417,6 +417,7 @@ class LogFacts:
     nic_paths: dict[NicPath, Occurrences] = field(default_factory=dict)
     endings: tuple[Evidence, ...] = ()  # lines by which the job says that it ended well
     unfinished: tuple[UnfinishedTable, ...] = ()
+    after_ends: tuple[Evidence, ...] = ()  # the first line after an end that takes it back
     torn: tuple[Evidence, ...] = ()  # first line of each process that only torn lines name
     torn_lines: int = 0  # lines left out for this
     has_messages: bool = True  # whether any line is of NCCL or RCCL

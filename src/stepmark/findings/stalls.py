@@ -48,6 +48,8 @@ class Cause:
     evidence: tuple[Evidence, ...]
     severity: Severity = Severity.PROBLEM
     is_over: bool = False  # a call waits longer than its time-out
+    action: str = ""  # "": that of the rule
+    wait: str = ""  # who waits since then, likely as a consequence
 
     def finding(self) -> Finding:
         """Return the cause with its sentence and what to do."""
@@ -60,8 +62,15 @@ class Cause:
             text=text,
             evidence=self.evidence,
             count=len(self.evidence) or 1,
-            action=_ACTIONS[self.rule].format(who=who),
+            action=self.action or _ACTIONS[self.rule].format(who=who),
             ranks=ranks,
+            consequences=(self._consequence(),) if self.wait else (),
+        )
+
+    def _consequence(self) -> Finding:
+        text = f"{self.wait[:1].upper()}{self.wait[1:]}."
+        return Finding(
+            rule=UNKNOWN, severity=Severity.NOTE, text=text, evidence=self.evidence[-1:]
         )
 
 
@@ -114,12 +123,11 @@ def _with_consequences(cause: Cause, related: Sequence[Cause], graph: WaitGraph)
         return cause
     calls = [call for call in graph.calls if call.group in cause.groups] or graph.calls
     victims = frozenset(graph.fronts) - cause.ranks - cause.suspects
-    text = f"{cause.text}. Calls that wait, likely as a consequence: "
-    text += _waiting_text(calls) + _victims_text(victims)
+    wait = f"{_waiting_text(calls)}{_victims_text(victims)}, likely as a consequence"
     lines = [line for wait in related for line in wait.evidence]
     return replace(
         cause,
-        text=text,
+        wait=wait,
         victims=frozenset(graph.fronts),
         evidence=tuple(dict.fromkeys((*cause.evidence, *lines))),
         is_over=any(wait.is_over for wait in related),
@@ -161,7 +169,8 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     is_unknown = (is_gloo and (graph.has_transfers or bool(alone))) or is_unclear
     # So do few ranks in a call that most have not issued.
     few = direct if len(direct) < len(idle) else alone
-    doubt = "maybe " if is_unknown else "likely " if is_gloo or few else ""
+    remarks = dict.fromkeys(call.remark for call in calls if call.is_open and call.remark)
+    doubt = "maybe " if is_unknown else "likely " if is_gloo or few or remarks else ""
     text = (
         f"{ranks_text(idle)} did not join a call: {'; '.join(texts)}{more}. "
         f"{_it(idle).capitalize()} {_s(idle, 'wait')} for no other rank and "
@@ -173,6 +182,7 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     if few:
         verb = "makes" if len(few) == 1 else "make"
         text += f", unless {ranks_text(few)}, alone in it, {verb} a call too many"
+    text += "".join(f". {remark[:1].upper()}{remark[1:]}" for remark in remarks)
     if is_unknown:
         return _cause(graph, UNKNOWN, frozenset(), text, calls, suspects=idle | alone)
     if is_gloo:
@@ -217,12 +227,11 @@ def _unknown(graph: WaitGraph, calls: Sequence[Call]) -> Cause:
     maybe = common or frozenset(rank for ranks in listed for rank in ranks)
     text = f"{_waiting_text(calls)}. The cause is unknown: "
     if maybe:
-        how = "its" if len(maybe) == 1 else "their"
-        text += f"{ranks_text(maybe)} may be the cause or a victim, {how} progress is unknown"
+        text += f"{ranks_text(maybe)} may be the cause or a victim"
         reasons = {rank: why for call in calls for rank, why in call.unknown.items() if why}
         for reason in dict.fromkeys(reasons.values()):
             lacking = [rank for rank in maybe if reasons.get(rank) == reason]
-            text += f" ({ranks_text(lacking)} {reason})" if lacking else ""
+            text += f", {ranks_text(lacking)} {reason}" if lacking else ""
     if any(call.is_open for call in calls):
         text += "; " if maybe else ""
         text += "the members of the group are not listed: another rank may be missing"
@@ -238,24 +247,39 @@ def _unknown(graph: WaitGraph, calls: Sequence[Call]) -> Cause:
 def _arrived(graph: WaitGraph, calls: Sequence[Call]) -> Iterator[Cause]:
     """Report calls that every member has issued and that are not completed."""
     for call in calls:
-        text = f"{_waiting_text([call])}; "
-        done, waiting = ranks_text(call.done), ranks_text(call.waiting)
         if call.is_split:
+            yield _split(graph, call)
+            continue
+        text = f"{_waiting_text([call])}; "
+        if call.done:
             text += (
-                f"{done} {_has(call.done)} gone on, {waiting} {_has(call.waiting)} not. Calls "
+                f"{ranks_text(call.done)} {_has(call.done)} completed it: the state may be late"
             )
-            text += "of different kind or size were paired, or it ended on some ranks only"
-        elif call.done:
-            text += f"{done} {_has(call.done)} completed it: the state may be late"
         else:
             text += "every member has issued it, so no rank is missing"
             text += f". {call.remark}" if call.remark else ""
         cause = _cause(graph, ARRIVED, frozenset(), text, [call])
-        if call.is_split:
-            fewer = min(call.waiting, call.done, key=len)
-            cause = replace(cause, suspects=frozenset(fewer))
-        is_late = call.done and not call.is_split and cause.victims <= set(call.waiting)
+        is_late = call.done and cause.victims <= set(call.waiting)
         yield replace(cause, severity=Severity.WARNING if is_late else Severity.PROBLEM)
+
+
+def _split(graph: WaitGraph, call: Call) -> Cause:
+    """Report a call that ended on some ranks, while others waited for it to their time-out."""
+    done, waiting = ranks_text(call.done), ranks_text(call.waiting)
+    fewer = min(call.waiting, call.done, key=len)
+    if fewer == call.waiting:
+        text = f"{waiting} {_is(fewer)} behind: {_it(fewer)} {_s(fewer, 'wait')}"
+        text += (
+            f"{_span([call])} in {call_text(call)}, which {done} {_has(call.done)} completed"
+        )
+    else:
+        text = f"{done} {_is(fewer)} ahead: {_it(fewer)} {_has(fewer)} completed "
+        text += f"{call_text(call)}, in which {_ranks_wait([call])}"
+    text += ". Calls of different kind or size were paired, or it ended on some ranks only"
+    cause = _cause(graph, ARRIVED, frozenset(), text, [call], suspects=frozenset(fewer))
+    action = f"Compare the calls of {ranks_text(fewer)} with those of the others from there on."
+    victims = frozenset(graph.fronts) - set(fewer)
+    return replace(cause, victims=victims, action=action)
 
 
 def _cause(
@@ -332,19 +356,29 @@ def _ranks_wait(calls: Sequence[Call], where: str = "") -> str:
     ranks = sorted({rank for call in calls for rank in call.waiting})
     parts = [call.parts[rank] for call in calls for rank in call.waiting]
     states = dict.fromkeys(part.state or "no state" for part in parts)
-    span = ""
     if any(call.is_over for call in calls):
-        span = f" {format_time(max(part.seconds for part in parts))}"
         states["timed out"] = None
     names = ", ".join(states)
     # Without TORCH_NCCL_ENABLE_TIMING nothing records a start.
     names += ": it may have started unrecorded" if names == "scheduled" else ""
     place = f" in {where}" if where else ""
-    return f"{ranks_text(ranks)} {_s(ranks, 'wait')}{span}{place} ({names})"
+    return f"{ranks_text(ranks)} {_s(ranks, 'wait')}{_span(calls)}{place} ({names})"
+
+
+def _span(calls: Sequence[Call]) -> str:
+    """Return e.g. " 600.1 s", the longest wait in calls that timed out."""
+    if not any(call.is_over for call in calls):
+        return ""
+    parts = [call.parts[rank] for call in calls for rank in call.waiting]
+    return f" {format_time(max(part.seconds for part in parts))}"
 
 
 def _s(ranks: Iterable[int], verb: str) -> str:
     return f"{verb}s" if len(list(ranks)) == 1 else verb
+
+
+def _is(ranks: Iterable[int]) -> str:
+    return "is" if len(list(ranks)) == 1 else "are"
 
 
 def _it(ranks: Iterable[int]) -> str:

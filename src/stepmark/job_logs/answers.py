@@ -8,6 +8,7 @@ from itertools import starmap
 
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Communicator, LogFacts
+from stepmark.findings.stalls import ARRIVED, DEADLOCK, MISSING, UNKNOWN
 from stepmark.ground.reading import Table
 from stepmark.job_logs.nccl_log.network_rules import comma_list, plural
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS
@@ -33,12 +34,16 @@ class Answer:
 # Findings of a job that stands still, unless it still ran or its log was cut.
 INCOMPLETE = frozenset({"table-incomplete", "init-incomplete", "behind", "p2p-unpaired"})
 # With them an end that a line states is not that of everything in the files.
-_NO_END = frozenset({"table-incomplete", "several-jobs"})
+_NO_END = frozenset({"table-incomplete", "several-jobs", "after-end"})
 # Findings on what a file lost; every view shows them.
 DAMAGE = frozenset({"torn-lines", "lost-lines", "cut-lines", "rows-missing"})
 # Older versions print "Destroy COMPLETE" of communicators whose process fails later.
 _DESTROYS_AT_END = (2, 27)
-_MAX_QUOTED = 120
+_MAX_QUOTED = 160
+# Findings of ranks that wait, and those whose text has the line's words already.
+_OWN_WORDS = frozenset(
+    {MISSING, DEADLOCK, ARRIVED, UNKNOWN, "failure-python", "failure-unknown", "failure-warned"}
+)
 
 
 def as_ended(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -47,7 +52,7 @@ def as_ended(findings: Sequence[Finding]) -> tuple[Finding, ...]:
         replace(
             one,
             severity=Severity.PROBLEM,
-            text=one.text.replace(", or still ran,", ", or").replace(" or it still ran", ""),
+            text=one.text.replace(", or still ran,", ",").replace(" or it still ran", ""),
         )
         if one.rule in INCOMPLETE and one.severity is Severity.WARNING
         else one
@@ -69,10 +74,11 @@ def answer_of(
     in_tables = comma_list(filter(None, starmap(_table_text, of_tables)), most=3)
     if any(one.severity is Severity.PROBLEM for one in every):
         problems = [one for one in findings if one.severity is Severity.PROBLEM][:1]
-        words = [*(one.text for one in problems), in_tables]
+        words = [*(_quoted(one) for one in problems), in_tables]
+        text = "; ".join(word.rstrip(".") for word in words if word)
         return Answer(
             state=JobState.FAILED,
-            text=f"{' '.join(filter(None, words))} ({_tally(every)})",
+            text=f"{text} ({_tally(every)})",
             evidence=problems[0].evidence if problems else (),
         )
     incomplete = [one for one in findings if one.rule in INCOMPLETE]
@@ -84,7 +90,11 @@ def answer_of(
         last = endings[-1]
         how = f'"{last.text.strip()[:_MAX_QUOTED]}" ({last.file}:{last.line})'
     elif is_ended:
-        how = "--ended states it, and nothing is incomplete"
+        how = "--ended states it, and no line states a failure"
+    elif after := [one for one in findings if one.rule == "after-end"]:
+        text, evidence = after[0].text, after[0].evidence
+        quote = evidence[0].text.strip()[:_MAX_QUOTED]
+        how = f'{text[:1].lower()}{text[1:].rstrip(".")}: "{quote}"'
     elif incomplete:
         text, evidence = incomplete[0].text, incomplete[0].evidence
         how = f"{text[:1].lower()}{text[1:].rstrip('.')} (--ended if it ended)"
@@ -92,6 +102,15 @@ def answer_of(
         how = "no line shows an end, a failure or a hang (--ended if it ended)"
     parts = filter(None, [f"{state}: {how}", in_tables, summary])
     return Answer(state=state, text=f"{'; '.join(parts)} ({_tally(every)})", evidence=evidence)
+
+
+def _quoted(problem: Finding) -> str:
+    """Return a problem; a failure with the line that states it: host, process and figures."""
+    if not problem.rule.startswith("failure-") or problem.rule in _OWN_WORDS:
+        return problem.text
+    line = problem.evidence[0].text.strip() if problem.evidence else ""
+    quote = line[:_MAX_QUOTED] + ("..." if len(line) > _MAX_QUOTED else "")
+    return f'{problem.text.rstrip(".")}: "{quote}"' if line else problem.text
 
 
 def _tally(findings: Sequence[Finding]) -> str:

@@ -45,7 +45,22 @@ ENDINGS: tuple[EndingRule, ...] = (
     # kubectl: describe and get pods. "Reason: Completed" may be an init container's.
     _rule("Kubernetes", r"^Status: +Succeeded\b|^\S+ +0/\d+ +Completed +\d"),
     _rule("LSF", r"^Successfully completed\.$"),
-    _rule("PBS", r"\b[Ee]xit_status ?= ?0\b"),
+    _rule("PBS", r"^\s*[Ee]xit_status ?= ?0\s*$"),
+)
+# A row of a job or pod that has not ended: no list with one states an end.
+NOT_ENDED = re.compile(
+    r"^\d{1,12}(?:_\d{1,9})?(?:\.\w+)?[ |]+\S.*\b(?:RUNNING|PENDING|COMPLETING)\b"
+    r"|^\S+ +\d+/\d+ +(?:Running|Pending|Terminating|Init:\S+|ContainerCreating|Unknown)\b"
+    r"|^Status: +(?:Running|Pending)\b"
+)
+# What a job prints while it runs: after an end, another run or stage began.
+MORE_WORK = re.compile(
+    rb"(?i)\b(?:iteration|iter|step|epoch)\b[ \[:=#]{0,16}\d|\*{3,} Running training"
+)
+# Words of a line after an end that no rule knows, and that may state a failure.
+DOUBTFUL = re.compile(
+    r"rror|ailed|ailure|atal|CRITICAL|SIG[A-Z]|[Pp]anic|\bdied\b|[Kk]illed|Terminated"
+    r"|received SIG|\bXid\b|imeout|xited|[Rr]eturn code|\brc=|command not found|ExitCode"
 )
 
 

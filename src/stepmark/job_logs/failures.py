@@ -27,6 +27,7 @@ _HARDWARE, _CAUSE, _VAGUE = Role.HARDWARE, Role.CAUSE, Role.VAGUE
 _WAIT, _CONSEQUENCE, _REMARK = Role.WAIT, Role.CONSEQUENCE, Role.REMARK
 FOREIGN, PEER_CLOSED = "failure-foreign", "failure-peer-closed"
 LAUNCHER, SERVICE_THREAD = "failure-launcher", "failure-service-thread"
+TIMEOUT_ELSEWHERE = "failure-timeout-elsewhere"
 
 # A connection of an HTTP client is none between ranks.
 _NO_WEB = r"^(?!.*(?:requests\.exc|urllib3|https?://|HTTPS?Connection|aiohttp|botocore)).*?"
@@ -113,7 +114,7 @@ FAILURES: tuple[FailureRule, ...] = (
         "gpu-hardware",
         _HARDWARE,
         r"uncorrectable (?:ECC|NVLink)"
-        r"|Xid \(PCI[^)]*\): (?:48|63|64|74|92|94|95|119|120|140)\b",
+        r"|Xid \(PCI[^)]*\): (?:48|64|74|94|95|119|120|140)\b",
         "A GPU reports an uncorrectable hardware error (memory, NVLink or firmware).",
         "Drain the node and look at dmesg and nvidia-smi -q; reset or replace the GPU.",
     ),
@@ -262,7 +263,7 @@ FAILURES: tuple[FailureRule, ...] = (
     _rule(
         "mismatch",
         _CAUSE,
-        r"[Cc]ollective mismatch|Mismatched collective|[Mm]essage truncated"
+        r"[Cc]ollective mismatch|Mismatched collective|NCCL WARN .*[Mm]essage truncated"
         r"|receiv(?:ed|ing) \d+ bytes instead of|Detected mismatch between collectives",
         "NCCL itself saw ranks issue different collectives or sizes, or differ in settings.",
         "Compare the calls of the ranks (NCCL_DEBUG_SUBSYS=COLL, or TORCH_DISTRIBUTED_DEBUG="
@@ -409,7 +410,7 @@ FAILURES: tuple[FailureRule, ...] = (
         "illegal-access",
         _CAUSE,
         r"illegal memory access|illegal instruction was|misaligned address|hipErrorIllegal"
-        r"|Memory access fault by GPU|unspecified launch failure",
+        r"|Memory access fault by GPU",
         "A kernel of the job read or wrote memory that is not its own.",
         "Run again with CUDA_LAUNCH_BLOCKING=1 or compute-sanitizer to see which.",
     ),
@@ -458,7 +459,7 @@ FAILURES: tuple[FailureRule, ...] = (
         "cuda",
         _VAGUE,
         r"Cuda failure|HIP failure|(?:CUDA|HIP|Triton) [Ee]rror|CUDNN_STATUS_|CUBLAS_STATUS_"
-        r"|Test CUDA failure|ncclUnhandledCudaError",
+        r"|Test CUDA failure|ncclUnhandledCudaError|unspecified launch failure",
         "A call of the GPU's runtime failed.",
         "Look at the kernel's log (dmesg, Xid), and run again with CUDA_LAUNCH_BLOCKING=1.",
     ),
@@ -469,6 +470,13 @@ FAILURES: tuple[FailureRule, ...] = (
         r"|ncclInvalidUsage|unhandled system error|encountered a fatal error",
         "A call of NCCL failed.",
         "Look for the WARN line before it; without one, run again with NCCL_DEBUG=INFO.",
+    ),
+    _rule(
+        "mpi",
+        _VAGUE,
+        r"MPI_ERRORS_ARE_FATAL|MPI_ERRORS_ABORT|^Fatal error in (?:P?MPI|internal_)\w+:",
+        "MPI ended the job after an error of one of its calls.",
+        "Look at the lines before it: they name the call and the process.",
     ),
     _rule(
         "launcher",
@@ -484,7 +492,8 @@ FAILURES: tuple[FailureRule, ...] = (
         r"|^\s*Reason: +(?:Error|ContainerCannotRun|StartError)\s*$|^Status: +Failed\b"
         r"|^\S+ +\d+/\d+ +(?:Error|CrashLoopBackOff|RunContainerError|ImagePullBackOff) +\d"
         r"|Back-off restarting failed container|JobState=FAILED|^State: FAILED"
-        r"|^\d{1,12}(?:_\d{1,9})?[ |]+\S.*\bFAILED[ |]+\d+:\d+",
+        r"|^\d{1,12}(?:_\d{1,9})?[ |]+\S.*\b(?:FAILED|TIMEOUT|CANCELLED|NODE_FAIL|PREEMPTED"
+        r"|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE)\b\+?[ |]+\d+:\d+",
         "The launcher or the scheduler reports that the job failed.",
         "Look for the first traceback, signal or error of a rank.",
     ),
@@ -505,6 +514,13 @@ FAILURES: tuple[FailureRule, ...] = (
         r"Test timeout \(\d+s\)",
         "nccl-tests waited in vain for a collective to end, until its own time limit (-T).",
         "Look for a rank that failed or is missing, then at the network between the ranks.",
+    ),
+    _rule(
+        "timeout-elsewhere",
+        _WAIT,
+        r"dump signal due to a collective timeout from\s+(?:this local rank|rank \d+)",
+        "A collective timed out on another rank, which asked for the flight-recorder dumps.",
+        "Read the output of the rank that the line names.",
     ),
     _rule(
         "heartbeat",

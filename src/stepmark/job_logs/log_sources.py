@@ -2,6 +2,7 @@
 
 import glob
 import itertools
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -46,10 +47,17 @@ MAX_FILES = 100_000
 # In the folder of a watched job: its output, and folders with logs and dumps.
 WATCHED_OUTPUT, NCCL_FOLDER, FLIGHT_FOLDER = "output.log", "nccl", "flight"
 # Files of a folder that may be output of a job; a named file may have any name.
-_OUTPUT_SUFFIXES = frozenset({"", ".out", ".err", ".log", ".txt", ".gz", ".stdout", ".stderr"})
+_OUTPUT_NAME = re.compile(
+    r"(?i)^[^.]+$|\.(?:out|err|log|txt|stdout|stderr)(?:\.\d{1,6})?(?:\.gz)?$|\.[oe]\d{1,12}$|\.gz$"
+)
 LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "tables"
 RAS, ANALYSIS = "RAS report", "analysis of dumps"
 OUTPUT = "job output"  # a log without lines of NCCL
+
+
+def is_output_name(path: Path) -> bool:
+    """Return whether a file of a folder may be output of a job, by its name."""
+    return bool(_OUTPUT_NAME.search(path.name))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -132,7 +140,7 @@ def _sort(
     """Add the file to the inputs, and return whether it is of a known kind."""
     try:
         kinds = kinds_of(path)
-        is_output = is_named or path.suffix in _OUTPUT_SUFFIXES
+        is_output = is_named or is_output_name(path)
         if not only_tables and kinds <= {TABLES, RAS, ANALYSIS} and is_output:
             has_tables = bool(kinds)
             is_log = (
@@ -179,7 +187,8 @@ def _read_only(path: Path, inputs: Inputs, *, has_other: bool) -> bool:
     # A report of RAS begins with the version, too.
     is_log = bool(facts.processes or (facts.versions and not has_other)) or facts.has_failed
     is_log |= any(state.waits_in is not None for state in facts.progress)
-    return is_log or bool(facts.unfinished) or (bool(facts.endings) and not has_other)
+    has_end = bool(facts.endings) and not has_other
+    return is_log or bool(facts.unfinished or facts.after_ends) or has_end
 
 
 def kinds_of(path: Path) -> set[str]:
@@ -326,7 +335,7 @@ def _analysis(
         Finding(
             rule="analysis-unclear",
             severity=Severity.WARNING,
-            text=f"The analyzer does not decide on all calls ({one.problem.value}).",
+            text=_unclear_text(one),
             evidence=tuple(one.evidence),
         )
         for one in unclear[:_MAX_RANKS_SHOWN]
@@ -341,6 +350,13 @@ def _analysis(
     )
 
 
+def _unclear_text(one: TracedCall) -> str:
+    if one.ranks_without_dump:
+        who = ranks_text(one.ranks_without_dump)
+        return f"The analyzer could not decide: the dumps of {who} are missing; read them too."
+    return f"The analyzer does not decide on a call ({one.problem.value})."
+
+
 _UNCLEAR = (TraceProblem.UNDECIDED, TraceProblem.MISSING_DUMPS, TraceProblem.ABORTED)
 
 
@@ -348,7 +364,11 @@ def _ras(paths: Sequence[Path]) -> Source:
     """Return reports of RAS; of one job, so a later one is the job's state."""
     reports = [report for path in paths for report in read_ras(read_text(path), str(path))]
     lines = []
+    summary = ""
     for report in reports:
+        if report.is_ok:
+            size = max(row.size for row in report.groups)
+            summary = f"RAS states {size} ranks without an error; it does not show progress"
         words = [f"NCCL {report.version}"] if report.version else []
         if report.totals:
             words.append("{} nodes, {} processes, {} GPUs".format(*report.totals))
@@ -364,6 +384,7 @@ def _ras(paths: Sequence[Path]) -> Source:
         histogram={},
         num_ranks_seen=0,
         findings=tuple(one for report in reports for one in ras_findings(report)),
+        summary=summary,
         lines=tuple(lines),
     )
 

@@ -1,6 +1,7 @@
 """stepmark logs: NCCL logs, flight-recorder dumps, inspector lines and tables of results."""
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from io import StringIO
@@ -38,6 +39,7 @@ from stepmark.job_logs.log_sources import (
     Rows,
     Source,
     collect,
+    is_output_name,
     read_sources,
 )
 from stepmark.job_logs.log_summary import print_tables
@@ -232,6 +234,7 @@ class LogReport:
     judgements: tuple[tuple[Judgement, ...], ...]  # of each table
     stops: tuple[Finding, ...]  # outputs of benchmarks that end before their last row
     without_tables: tuple[str, ...]  # files that were searched in vain
+    num_left_out: int = 0  # files that may be output of the job and state nothing
 
     @property
     def findings(self) -> list[Finding]:
@@ -264,25 +267,50 @@ class LogReport:
             [*(finding for source in sources for finding in source.findings), *self.stops],
             self.tables,
             [line for source in sources for line in source.endings],
-            "; ".join(source.summary for source in sources if source.summary),
+            "; ".join(
+                filter(None, [*(one.summary for one in sources), self.verdicts, self._left_out])
+            ),
             is_ended=self.options.ended,
         )
+
+    @property
+    def _left_out(self) -> str:
+        if not self.num_left_out:
+            return ""
+        plural = "s" if self.num_left_out > 1 else ""
+        return (
+            f"{self.num_left_out} file{plural} without a word of an end or a failure left out"
+        )
+
+    @property
+    def verdicts(self) -> str:
+        """How many tables are normal, e.g. "4 tables: 3 normal, 1 not normal"."""
+        values = Counter(each.value for judged in self.judgements for each in judged)
+        words = ", ".join(f"{number} {value}" for value, number in values.items())
+        num_tables = sum(map(bool, self.judgements))
+        return f"{num_tables} table{'s' * (num_tables > 1)}: {words}" if words else ""
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
         if self._is_of_job and self.options.is_diagnosis:
             yield f"{'answer':<{LEAD}}{self.answer.text}"
             yield from finding_text(self.stops)
+        elif self.verdicts:
+            # The only verdict is the answer itself.
+            only = [each for judged in self.judgements for each in judged]
+            answer = f"{only[0].value}: {only[0].text}" if len(only) == 1 else self.verdicts
+            yield f"{'answer':<{LEAD}}{answer}"
         for place, view in enumerate(self.views):
             yield from [""] * (place > 0)
             yield from source_text(view, self.options)
         if self.views and self.tables:
             yield ""
+        is_only = not self._is_of_job and sum(map(len, self.judgements)) == 1
         for (table, findings), judgements in zip(self.tables, self.judgements, strict=True):
             name, *facts = table_text(table)
             yield name
             for judgement in judgements:
-                yield from judgement.lines()
+                yield from judgement.lines()[is_only:]
             yield from facts
             yield from finding_text(findings)
         for file in self.without_tables:
@@ -400,6 +428,7 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         ),
         judgements=judgements,
         stops=tuple(stops),
+        num_left_out=sum(is_output_name(path) for path, _ in inputs.unknown),
         without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
     )
 

@@ -106,8 +106,14 @@ def ras_findings(report: RasReport) -> list[Finding]:
         others.append(_finding("ras-cut", text, [report.evidence], Severity.WARNING))
     if not lost:
         return others
-    explained = tuple(replace(one, severity=Severity.NOTE) for one in (*lost[1:], *others))
-    return [replace(lost[0], consequences=explained)]
+    cause, *rest = lost
+    ranks = [one for one in rest if one.ranks]
+    if cause.rule == "ras-dead" and len(ranks) == 1:
+        # The same process, as a rank of its communicator.
+        text = f"{cause.text.rstrip('.')}: {ranks_text(ranks[0].ranks)} without data."
+        cause = replace(cause, text=text, ranks=ranks[0].ranks)
+    explained = tuple(replace(one, severity=Severity.NOTE) for one in (*rest, *others))
+    return [replace(cause, consequences=explained)]
 
 
 def _finding(
@@ -122,8 +128,8 @@ def _finding(
         rule=rule,
         severity=severity,
         text=text,
-        evidence=tuple(lines),
-        count=max(len(lines), 1),
+        evidence=tuple(dict.fromkeys(lines)),
+        count=max(len(set(lines)), 1),
         action=action,
         ranks=tuple(ranks),
     )
@@ -153,9 +159,8 @@ def _lost(one: RasStatement) -> Finding:
     count = one.count or sum(side.count for side in one.sides) or "some"
     lines = [one.evidence, *(side.evidence for side in one.sides)]
     if one.kind == "DEAD":
-        text = f"{count} process of the job is dead" if count == 1 else f"{count} processes of "
-        text += "" if count == 1 else "the job are dead"
-        text += f", by RAS: it could not be reached for 60 s{where}."
+        verb = "process of the job is" if count == 1 else "processes of the job are"
+        text = f"{count} {verb} dead by RAS, unreachable for it{where}."
         return _finding("ras-dead", text, lines, action=_PROCESS_ACTION, ranks=ranks)
     who = f"{ranks_text(ranks)} of {_communicator(one)}" if ranks else f"{count} of the job"
     text = f"RAS has no data of {who}{where}: the process is slow, stopped or dead."
@@ -165,7 +170,8 @@ def _lost(one: RasStatement) -> Finding:
 def _stated(one: RasStatement) -> Finding:
     """Return different states, counts without ranks, or an error, in the report's own words."""
     sides = "; ".join(
-        f"{ranks_text(side.ranks) if side.ranks else f'{side.count} ranks'}: {side.value}"
+        f"{ranks_text(side.ranks) if side.ranks else f'{side.count} ranks'}"
+        f"{_places([side])}: {side.value}"
         for side in one.sides
     )
     lines = [one.evidence, *(side.evidence for side in one.sides)]
@@ -175,11 +181,12 @@ def _stated(one: RasStatement) -> Finding:
         own = [side for side in one.sides if not str(side.value).startswith("Remote")]
         smaller = _ranks_of(own or one.sides)
     what = {"MISMATCH": "differ in", "ERROR": "report an error:"}[one.kind]
-    text = f"Ranks of {_communicator(one)} {what} {one.subject} ({sides}){_places(one.sides)}."
+    text = f"Ranks of {_communicator(one)} {what} {one.subject} ({sides})."
     if one.kind == "ERROR" and len(smaller) < len(_ranks_of(one.sides)):
         text += f" Remote errors follow from others: look at {ranks_text(smaller)} first."
     text += f" {_MOVING}." if one.kind == "MISMATCH" and one.subject != "status" else ""
-    return _finding(f"ras-{one.kind.lower()}", text, lines, ranks=smaller)
+    action = f"{_PROCESS_ACTION} Begin with {ranks_text(smaller)}." if smaller else ""
+    return _finding(f"ras-{one.kind.lower()}", text, lines, action=action, ranks=smaller)
 
 
 def _counts(one: RasStatement) -> WaitGraph:

@@ -141,7 +141,10 @@ def job_lines(ranks: Sequence[WatchedRank], exit_code: int = 0) -> Iterator[str]
     """Yield what the job was, which ranks were profiled, and why others were not."""
     timed = [rank for rank in ranks if rank.world_size is not None]
     if not ranks and exit_code:
-        yield f"no process of the job had loaded torch when it failed (exit code {exit_code})"
+        yield (
+            "no process of the job reported torch before it ended (exit code "
+            f"{exit_code}); a signal leaves no time to report"
+        )
     elif not ranks:
         yield (
             "no process of the job has loaded torch: a container, sudo, python -E or -I may "
@@ -149,7 +152,8 @@ def job_lines(ranks: Sequence[WatchedRank], exit_code: int = 0) -> Iterator[str]
         )
     elif not timed:
         why = dict.fromkeys(rank.reason or "no step" for rank in ranks)
-        yield f"{len(ranks)} processes with torch, none with steps: {'; '.join(why)}"
+        count = f"{len(ranks)} process{'es' * (len(ranks) > 1)}"
+        yield f"{count} with torch, none with steps: {'; '.join(why)}"
     else:
         size = max(rank.world_size or 1 for rank in timed)
         hosts = len({rank.host for rank in timed})

@@ -18,13 +18,16 @@ from stepmark.findings.log_facts import (
     UnfinishedTable,
 )
 from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
-from stepmark.job_logs.endings import ending_of
+from stepmark.job_logs.endings import DOUBTFUL, MORE_WORK, NOT_ENDED, ending_of
 from stepmark.job_logs.failures import (
     FOREIGN,
     LAUNCHER,
     PEER_CLOSED,
     SERVICE_THREAD,
     classify,
+)
+from stepmark.job_logs.failures import (
+    TIMEOUT_ELSEWHERE as ELSEWHERE,
 )
 from stepmark.job_logs.job_output.benchmarks import BenchmarkTables
 from stepmark.job_logs.job_output.exits import ProcessExits
@@ -49,6 +52,16 @@ _KILLS = frozenset({"failure-killed", "failure-signal", "failure-stopped"})
 # A line with none of these words states no failure and no end. Plain `in` is faster than one
 # expression.
 _WORDS = (
+    *(b" started ", b"RUNNING", b"PENDING", b" Running", b"Pending", b"Terminat", b"Init:"),
+    *(
+        b"TIMEOUT",
+        b"OUT_OF_MEM",
+        b"PREEMPTED",
+        b"MPI_ERR",
+        b"rc=",
+        b"return code",
+        b"command not",
+    ),
     *(b"rror", b"xception", b"ailed", b"ailure", b"atal", b"FATAL", b"FAILED", b"ignal"),
     *(b"SIG", b"illed", b"imeout", b"imed out", b"bort", b"xit", b"EXIT", b"Traceback"),
     *(b"Xid", b"oom", b"OOM", b"ut of memory", b"Out Of Memory", b"egmentation", b"segfault"),
@@ -76,11 +89,12 @@ _WORDS = (
 )
 _CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
 
-_FRAME = re.compile(r'^\s*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
+_FRAME = re.compile(r'^[\s|]*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
 _RAISED = re.compile(
     r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Expired|Mismatch))(?::\s|:?$)"
 )
+_GROUP_MARGIN = re.compile(r"^\s{2,12}\| ")  # of an ExceptionGroup
 _NAMED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::\s|$)")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|^<|/lib/python3|^/usr/lib/python")
 
@@ -110,12 +124,21 @@ _REMARK = re.compile(
     r"|Stack trace of the failed|Exception raised from |signal_name|Signal \d+ \(SIG"
 )
 # A logger's level, or words by which a program says that it continues.
+_LEVEL = re.compile(
+    r"^(?!.*NCCL WARN)(?:[^\s:]{1,200}[\s:|]+){0,4}\[?(?:DEBUG|INFO|WARNING|\w{0,30}Warning)\b"
+)
 _HANDLED = re.compile(
-    r"^(?!.*NCCL WARN)(?:[^\s:]{1,40}[\s:|]+){0,4}\[?(?:DEBUG|INFO|WARNING|Warning)\b"
+    rf"{_LEVEL.pattern}"
     r"|\b(?i:retrying|will retry|retry loop|reconnect\w*|recovered|handled|ignored|ignoring)\b"
 )
+# Counters and flags that state that there was none.
+_NONE = re.compile(
+    r"OOMKilled\W{1,4}false|\boom_kill\w*[ =:]+0\b"
+    r"|\b(?:0|no) (?:uncorrectable|fatal|errors?\b|fail\w*)(?!:)"
+    r"|(?:[Ee]rrors?|[Ff]ail(?:ed|ures?)|[Ff]atal)(?: count)?\s*[:=]\s*0(?![\dx.])"
+)
 _UNKNOWN = re.compile(
-    r"(?<![\w=\"'])(?:FATAL|Fatal|fatal)(?: [Ee]rror|:| )|core dumped|^panic: "
+    r"(?<![\w=\"'-])(?:FATAL|Fatal|fatal)(?: [Ee]rror|:| )|core dumped|^panic: "
     r"|Unhandled exception|Uncaught exception|\[?F\d{3,4} \d\d:\d\d:\d\d"
     r"|\[E\d{3,4} .*ProcessGroup"
 )
@@ -147,6 +170,10 @@ class OutputReader:
     _ignores_next: bool = False
     _quiet: set[bytes] = field(default_factory=set)  # lines without any word, less digits
     _says_why: bool = False  # the next line is NCCL's last error, of any words
+    after_ends: dict[str, Evidence] = field(default_factory=dict)  # lines that take an end back
+    _num_added: int = 0  # lines that state a failure
+    _has_end: bool = False  # of the current file
+    _lists_unfinished: set[str] = field(default_factory=set)  # files
     _clock: float | None = None
     _file: str = ""
     _file_index: int = 0
@@ -159,7 +186,9 @@ class OutputReader:
     @property
     def num_notable(self) -> int:
         """Number of failures, ends and benchmarks without a footer so far."""
-        return self.num_found + len(self.endings) + len(self._benchmarks.tables)
+        num_lines = self._num_added + self._exits.num_lines + len(self._watchdog.timeouts)
+        num_ends = len(self.endings) + len(self.after_ends) + len(self._lists_unfinished)
+        return num_lines + num_ends + len(self._benchmarks.tables)
 
     @property
     def is_remark_only(self) -> bool:
@@ -168,13 +197,38 @@ class OutputReader:
 
     def enter_file(self, file: str, index: int) -> None:
         self._file, self._file_index, self._clock = file, index, None
-        self._open.clear()
+        self._has_end = False
         self._benchmarks.open = None
         self._exits.block, self._exits.file_index = "", index
+
+    def leave_file(self) -> None:
+        """Read the end of a file: a traceback that is open there is cut."""
+        for traceback in self._open.values():
+            if traceback.place_evidence is not None and not traceback.is_ignored:
+                self._add(
+                    "failure-python",
+                    Role.CAUSE,
+                    "A traceback of Python is cut before its exception.",
+                    "Look at the line of code that it names.",
+                    None,
+                    "",
+                    traceback.place_evidence,
+                    place=traceback.place,
+                    place_evidence=traceback.place_evidence,
+                )
+        self._open.clear()
 
     def read(self, line: bytes, number: int, process: str = "") -> None:
         """Read a line; process: host:pid of a WARN line of NCCL."""
         is_inside = self._open or self._exits.block or self._says_why
+        if (
+            self._has_end
+            and line[:1] != b"#"
+            and MORE_WORK.search(line)
+            and not ending_of(printable(line))
+        ):
+            text = printable(line)
+            self._void_end(Evidence(file=self._file, line=number, text=text))
         if not is_inside and self._is_quiet(line):
             table = self._benchmarks.open
             if table is not None and len(table.lines) < _MAX_TABLE_LINES:
@@ -197,7 +251,8 @@ class OutputReader:
         if _QUIET.search(body):
             return
         readers = (self._watchdog.read, self._exits.read, self._ended)
-        if not any(read(body, rank, evidence) for read in readers):
+        is_read = any(read(body, rank, evidence) for read in readers)
+        if not is_read or "due to a collective timeout from" in body:
             self._other(body, rank, process, evidence)
 
     def _is_quiet(self, line: bytes) -> bool:
@@ -214,8 +269,11 @@ class OutputReader:
     def _progress(self, body: str, evidence: Evidence) -> bool:
         """Read a line of a benchmark's table, or of a job that ended well."""
         printed_by = ending_of(body)
+        if NOT_ENDED.search(body):
+            self._lists_unfinished.add(self._file)
         if printed_by:
             self.endings[self._file, printed_by] = evidence
+            self._has_end = True
         return self._benchmarks.read(body, evidence) or bool(printed_by)
 
     def _traceback(self, body: str, tag: str, rank: int | None, evidence: Evidence) -> bool:
@@ -231,6 +289,7 @@ class OutputReader:
         current = self._open.get(tag)
         if current is None:
             return False
+        body = _GROUP_MARGIN.sub("", body)
         current.num_lines += 1
         if frame := _FRAME.match(body):
             path, number, function = frame.groups()
@@ -302,13 +361,30 @@ class OutputReader:
 
     def _other(self, body: str, rank: int | None, process: str, evidence: Evidence) -> None:
         """Read an error that one line states."""
+        if not process and _NONE.search(body):
+            return
+        num_before = self._num_added
+        self._one_line(body, rank, process, evidence)
+        is_known = self._num_added > num_before or _LEVEL.search(body)
+        if self._has_end and not is_known and DOUBTFUL.search(body):
+            self._void_end(evidence)
+
+    def _void_end(self, evidence: Evidence) -> None:
+        """Take the ends of a file back: a line after them may state a failure, or more work."""
+        for key in [key for key in self.endings if key[0] == self._file]:
+            del self.endings[key]
+            self.after_ends.setdefault(self._file, evidence)
+        self._has_end = False
+
+    def _one_line(self, body: str, rank: int | None, process: str, evidence: Evidence) -> None:
         rule = classify(body)
         is_handled = not (process or _RAISED.match(body)) and _HANDLED.search(body)
         if is_handled and (rule is None or rule.role >= Role.CAUSE):
             rule = None
             if not _TEARDOWN.search(body):
                 return
-        if rule is not None and not (rule.role >= Role.VAGUE and _TEARDOWN.search(body)):
+        is_teardown = _TEARDOWN.search(body) and rule is not None and rule.rule != ELSEWHERE
+        if rule is not None and not (rule.role >= Role.VAGUE and is_teardown):
             # A text that ends in a colon is followed by the line's own words.
             is_quoted = _RAISED.match(body) or rule.text.endswith(":")
             detail = body.rpartition("NCCL WARN ")[2] if is_quoted else ""
@@ -349,6 +425,7 @@ class OutputReader:
         place: str = "",
         place_evidence: Evidence | None = None,
     ) -> None:
+        self._num_added += 1
         key = (rule, rank, process, f"{role}{detail[:120]}")
         known = self.failures.get(key)
         if known is not None:
@@ -381,11 +458,16 @@ class OutputReader:
             replace(one, rank=rank_of(one.process) if one.rank is None else one.rank)
             for one in self.failures.values()
         ]
+        if self._watchdog.timeouts:  # they say it better
+            failures = [one for one in failures if one.rule != ELSEWHERE]
         visits = (FOREIGN, SERVICE_THREAD) if any(f.rule == FOREIGN for f in failures) else ()
         visited = {one.process for one in failures if one.rule in visits and one.process}
         failures = [
             one for one in failures if one.rule != PEER_CLOSED or one.process not in visited
         ]
+        for key in [key for key in self.endings if key[0] in self._lists_unfinished]:
+            if key[1] in ("Slurm", "Kubernetes"):
+                del self.endings[key]
         failures += self._exits.failures(rank_of)
         failures = [_after_end(one, failures) for one in failures]
         failures.sort(
@@ -428,4 +510,8 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
             reader.read(line, number)
             if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
                 return True
-    return bool(reader.unfinished()) or (bool(reader.endings) and not has_tables)
+    reader.leave_file()
+    if reader.num_found and not reader.is_remark_only:
+        return True
+    has_end = bool(reader.endings) and not has_tables
+    return bool(reader.unfinished() or reader.after_ends) or has_end

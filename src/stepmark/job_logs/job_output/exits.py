@@ -76,7 +76,8 @@ class _Exit:
 class ProcessExits:
     """Ends of processes, one per process."""
 
-    exits: dict[str, _Exit] = field(default_factory=dict)
+    exits: dict[tuple[int, str], _Exit] = field(default_factory=dict)  # by file and process
+    num_lines: int = 0  # that state one
     block: str = ""  # of torchrun's summary that is being read: "first", "other"
     clock: float | None = None
     file_index: int = 0
@@ -111,7 +112,8 @@ class ProcessExits:
         elif tasks := _SRUN.search(body):
             code = int(tasks[4]) if tasks[4] else -_SIGNAL_NUMBERS[tasks[3]]
             for task in numbers_of(tasks[2].strip("[]"))[:64]:
-                self._add_exit(code, task, f"task {task}", evidence)
+                # A task may be a launcher of several ranks.
+                self._add_exit(code, None, f"task {task}", evidence)
         elif numbered := _NUMBERED.search(body):
             by_pid = numbered["handler_pid"] or numbered["pid"]
             process = f"pid {by_pid}" if by_pid else f"? {rank} {numbered['signal']}"
@@ -140,7 +142,8 @@ class ProcessExits:
         if process.startswith("?") and self._named[1]:
             rank, process = self._named
         new = _Exit(code, rank, process, False, evidence, self.clock, self.file_index)
-        exit_ = self.exits.setdefault(process, new)
+        exit_ = self.exits.setdefault((self.file_index, process), new)
+        self.num_lines += 1
         exit_.rank = rank if exit_.rank is None else exit_.rank
         if signal_of(code) is not None and signal_of(exit_.code) is None:
             exit_.code, exit_.evidence = code, evidence  # Hydra's EXIT CODE: 9 is a signal

@@ -4,13 +4,17 @@ import re
 
 _RANK_TAG = re.compile(r"\[rank(\d{1,8})\]:? ?")
 _LAUNCHER_TAG = re.compile(
-    r"^(?:(?P<srun>\d{1,6}): |\[\d+,(?P<mpi>\d{1,6})\]<std(?:err|out)>: ?"
+    r"^(?:(?P<srun>\d{1,6}): |\[(?P<hydra>\d{1,6})\] "
+    r"|\[(?:[\w.-]{1,80}@)?\d+,(?P<mpi>\d{1,6})\]<std(?:err|out)>: ?"
+    r"|[a-z][a-z0-9.-]{0,62}\d: "  # pdsh
     r"|\[default(?P<local>\d+)\]: ?|\((?P<worker>[^()]{1,80})\) ?"
     r"|\[pod/[\w./-]{1,253}\] |[A-Za-z][\w.-]{0,63}-\d{1,6} +\| )"
 )
 _LOGGER = re.compile(
     r"^(?:ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[?[\w./]{1,80}:\d+\] ?"
     r"|^\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,8}[Z ]\s?"
+    r"|^\[\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d[.,\d]{0,8}\] ?"
+    r"|^[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d "
 )
 
 
@@ -29,8 +33,10 @@ def split_tag(text: str) -> tuple[int | None, str, str]:
         return int(match[1]), f"rank{match[1]}", text[match.end() :]
     text = _LOGGER.sub("", text, count=1)
     if match := _LAUNCHER_TAG.match(text):
-        number = match["srun"] or match["mpi"]
-        rank, tag, text = int(number) if number else None, match[0], text[match.end() :]
+        number = match["srun"] or match["mpi"] or match["hydra"]
+        # What follows a tag may be indented, so a space after it is not its own.
+        tag, text = match[0].rstrip(": "), text[match.end() :]
+        rank = int(number) if number else None
     return rank, tag, _LOGGER.sub("", text, count=1)
 
 

@@ -28,6 +28,8 @@ _STATUS = re.compile(
     r"last completed (?:NCCL )?work: (-?\d{1,12})"
 )
 _REPORT = re.compile(r"\] ?Rank (\d{1,8})\s*$")
+_STARTED_RANKS = re.compile(r"#(\d{1,12}) started ranks:\s*$")
+_STARTED = re.compile(r"^\s*\[([\d, \-]{1,400})\] started (\w{1,40})\s*$")
 _ABSENT = re.compile(
     r"\[([\d, \-]{1,400})\] finished collective #\d+, but didn't join collective #(\d{1,12})"
     r"|ranks \[([\d, ]{1,400})\] are the lagging ranks that caused this timeout"
@@ -57,6 +59,7 @@ class WatchdogLines:
     _by_rank: dict[tuple[int, int], list[_TimedOut]] = field(default_factory=dict)
     _progress: dict[tuple[str, int], GroupProgress] = field(default_factory=dict)
     _reporter: int | None = None  # its rank in the job
+    _started_in: int | None = None  # number of the collective whose ranks a report lists
     # A line that ends before its call, with its rank.
     _broken: tuple[str, int | None, Evidence] | None = None
 
@@ -80,6 +83,9 @@ class WatchdogLines:
         if report:
             place = int(report[3] if report is named else report[1])
             self._reporter = place if rank is None else rank
+        if started := _STARTED_RANKS.search(body):
+            self._started_in = int(started[1])
+        self._others_started(body, evidence)
         missing = _ABSENT.search(body)
         if missing and self._reporter is not None:
             for absent in numbers_of(missing[1] or missing[3]):
@@ -97,6 +103,19 @@ class WatchdogLines:
         )
         return is_known or "collective #" in body or "Timeout at collective" in body
 
+    def _others_started(self, body: str, evidence: Evidence) -> None:
+        """Read the ranks that wait with the reporter, by its report on the group."""
+        reported = next((t for t in self.timeouts if t.rank == self._reporter), None)
+        started = _STARTED.search(body)
+        if started is None or reported is None or reported.number != self._started_in:
+            return
+        for place in numbers_of(started[1]):
+            if (place, place) not in self._by_rank and reported.rank == reported.group_rank:
+                other = replace(reported, rank=place, group_rank=place, evidence=evidence)
+                other.seconds = 0.0
+                self._by_rank[place, place] = [other]
+                self.timeouts.append(other)
+
     def _timed_out(
         self, match: re.Match[str], rank: int | None, evidence: Evidence
     ) -> _TimedOut:
@@ -105,7 +124,7 @@ class WatchdogLines:
         call = collective_named(kind.lower().strip("_").removesuffix("_base"))
         is_coalesced = call == "coalesced"  # its size is never given
         if numel and int(numel) != _UNKNOWN_ELEMENTS and not is_coalesced:
-            call += f" of {numel} elements"
+            call += f" of {numel} element{'' if numel == '1' else 's'}"
         new = _TimedOut(
             group_rank=int(group_rank),
             rank=int(group_rank) if rank is None else rank,

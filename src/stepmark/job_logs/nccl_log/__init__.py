@@ -98,6 +98,7 @@ class _Reader:
             self.num_lines += len(lines) - 1
         if is_empty:
             raise ConfigError("file", path, "a log with content; this one is empty")
+        self.collector.output.leave_file()
         has_failures = self.collector.output.num_notable > num_before
         self.num_logs += self._has_messages
         if not self._has_messages and not has_failures:

@@ -131,7 +131,9 @@ def _tree(
             rest.append(finding)
     first, explained = _same_process(facts, cause, explained)
     consequences = tuple(replace(one, severity=Severity.NOTE) for one in explained)
-    cause = replace(cause, chain=(*chain, *cause.chain, *first), consequences=consequences)
+    chained = (*chain, *cause.chain, *first)
+    followed = (*cause.consequences, *consequences)
+    cause = replace(cause, chain=chained, consequences=followed)
     others = [replace(one, chain=(*_settings(facts, one.rule), *one.chain)) for one in roots]
     return [cause, *others, *rest]
 

@@ -239,7 +239,9 @@ class Collector:
         compared = mismatch.compare_sequences(handles, self.calls, files)
         messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
         communicators = communicators_of(handles)
-        failures, progress, absent = self.output.result(_rank_by_process(communicators))
+        failures, progress, absent = self.output.result(
+            _rank_by_process(communicators, has_pids=len(files) == 1)
+        )
         return LogFacts(
             files=tuple(str(path) for path in files),
             num_lines=num_lines,
@@ -274,6 +276,7 @@ class Collector:
             absent=absent,
             endings=tuple(self.output.endings.values()),
             unfinished=self.output.unfinished(),
+            after_ends=tuple(self.output.after_ends.values()),
             unread_calls=self.calls.unread,
             rounded_calls=num_rounded,
         )
@@ -356,16 +359,20 @@ def _cut_kinds(num_kinds: Mapping[str, int]) -> set[str]:
     }
 
 
-def _rank_by_process(groups: Sequence[Communicator]) -> Callable[[str], int | None]:
-    """Return a function from host:pid, or "pid N", to the rank in the largest communicator."""
+def _rank_by_process(
+    groups: Sequence[Communicator], *, has_pids: bool
+) -> Callable[[str], int | None]:
+    """Return a function from host:pid to the rank in the largest communicator.
+
+    has_pids: also from "pid N", if one process has it; hosts of other files may have it too.
+    """
     by_size = sorted(groups, key=lambda group: group.num_ranks or 0)
-    ranks = {
-        name: member.rank
-        for group in by_size
-        for member in group.members
-        for name in (member.process, f"pid {member.process.rpartition(':')[2]}")
-        if member.rank is not None and member.process
-    }
+    members = [member for group in by_size for member in group.members]
+    ranks = {m.process: m.rank for m in members if m.rank is not None and m.process}
+    if has_pids:
+        pids = Counter(name.rpartition(":")[2] for name in ranks)
+        named = [(name.rpartition(":")[2], rank) for name, rank in ranks.items()]
+        ranks |= {f"pid {pid}": rank for pid, rank in named if pids[pid] == 1}
     return ranks.get
 
 

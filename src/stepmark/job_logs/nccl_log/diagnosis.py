@@ -269,6 +269,13 @@ def unfinished_tables(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("table-incomplete", Severity.WARNING, f"{text}.", lines)
 
 
+def lines_after_ends(facts: LogFacts) -> Iterator[Finding]:
+    """Report lines after the end of a job by which it went on, or failed after all."""
+    if facts.after_ends:
+        text = "After a line that states the end of the job it went on, or failed after all"
+        yield finding_of("after-end", Severity.WARNING, f"{text}.", facts.after_ends)
+
+
 def cut_lines(facts: LogFacts) -> Iterator[Finding]:
     """Report lines of calls that end before their count and type."""
     if facts.unread_calls:
@@ -359,6 +366,7 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     foreign_connections,
     tcp_provider,
     unfinished_tables,
+    lines_after_ends,
     cut_lines,
     torn_lines,
     start_rules.several_jobs,

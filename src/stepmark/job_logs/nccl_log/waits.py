@@ -38,7 +38,7 @@ class _Group:
     @property
     def label(self) -> str:
         name, _, words = self.name.partition("#")[0].partition("(")
-        return f"group {name} {words.rstrip(')')}".strip() if name else "a group without a name"
+        return f"group {name} {words.rstrip(')')}".strip() if name else ""
 
     @property
     def numbers(self) -> list[int]:
@@ -92,6 +92,7 @@ def _call(facts: LogFacts, group: _Group, number: int) -> Call:
     parts: dict[int, Part] = {}
     absent: dict[int, Evidence | None] = {}
     unknown: dict[int, str] = {}
+    remarks: list[str] = []
     for state in group.states.values():
         if state.waits_in == number:
             seconds = state.seconds or 0.0
@@ -103,6 +104,11 @@ def _call(facts: LogFacts, group: _Group, number: int) -> Call:
             parts[state.rank] = Part("", "issued", is_done, (state.evidence,))
         elif state.enqueued is not None:
             absent[state.rank] = state.evidence
+            if state.completed is not None and state.completed < state.enqueued:
+                remarks.append(
+                    f"rank {state.rank} had enqueued {state.enqueued} and completed "
+                    f"{state.completed}: it may wait there"
+                )
         elif state.waits_in is not None:
             absent[state.rank] = None  # it waits in an earlier one
         else:
@@ -113,7 +119,6 @@ def _call(facts: LogFacts, group: _Group, number: int) -> Call:
         if rank not in parts and absent.get(rank) is None:
             absent[rank] = report.evidence
             unknown.pop(rank, None)
-    remark = ""
     named = {*group.states, *(report.rank for report in _reports(facts, group))}
     holes = sorted(set(range(min(max(named), MAX_HOLES))) - named)
     # Of a group that few lines are of, the log is a part.
@@ -121,19 +126,19 @@ def _call(facts: LogFacts, group: _Group, number: int) -> Call:
         ranks = [group.rank_of(place) for place in holes]
         if None in ranks:
             places = ", ".join(map(str, holes[:8])) + (", ..." if len(holes) > 8 else "")
-            remark = f"Without a line here: rank {places} within the group"
+            remarks.append(f"Without a line here: rank {places} within the group")
         else:
             unknown |= {rank: "without a line here" for rank in ranks if rank is not None}
     return Call(
         group=group.label,
         name=group.name.partition("(")[0],
         number=number,
-        title=f"collective {number} of {group.label}",
+        title=f"collective {number}" + (f" of {group.label}" if group.label else ""),
         parts=parts,
         absent=absent,
         unknown=unknown,
         is_open=True,
-        remark=remark,
+        remark="; ".join(remarks),
     )
 
 
@@ -178,7 +183,7 @@ def _disagreements(group: _Group) -> Iterator[Disagreement]:
         yield Disagreement(
             source=TIME_OUTS,
             group=group.label,
-            text=f"collective {number} of {group.label} ({calls})",
+            text=f"collective {number}{f' of {group.label}' if group.label else ''} ({calls})",
             suspects=suspects_of(ranks),
             evidence=tuple(side[0].evidence for side in by_size),
         )
