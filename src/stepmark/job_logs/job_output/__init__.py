@@ -149,6 +149,7 @@ _QUIET = re.compile(r"^\s*(?:frame #|#\d+ )|Environment variable \S+ is deprecat
 class _Traceback:
     """A traceback that is being printed."""
 
+    rank: int | None = None
     place: str = ""
     place_evidence: Evidence | None = None
     is_user: bool = False
@@ -210,7 +211,7 @@ class OutputReader:
                     Role.CAUSE,
                     "A traceback of Python is cut before its exception.",
                     "Look at the line of code that it names.",
-                    None,
+                    traceback.rank,
                     "",
                     traceback.place_evidence,
                     place=traceback.place,
@@ -279,7 +280,7 @@ class OutputReader:
     def _traceback(self, body: str, tag: str, rank: int | None, evidence: Evidence) -> bool:
         """Read a line of a traceback; return whether it was one."""
         if "Traceback (most recent call last)" in body:
-            self._open[tag] = _Traceback(is_ignored=self._ignores_next)
+            self._open[tag] = _Traceback(rank=rank, is_ignored=self._ignores_next)
             self._ignores_next = False
             return True
         if self._ignores_next and _RAISED.match(body):
