@@ -94,6 +94,8 @@ _RAISED = re.compile(
     r"^((?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     r"(?:Error|Exception|Interrupt|Exit|Timeout|Failure|Fault|Expired|Mismatch))(?::\s|:?$)"
 )
+# torch.distributed.elastic, agent/server/api.py.
+_RESTARTED = re.compile(r"attempts left; will restart worker group")
 _GROUP_MARGIN = re.compile(r"^\s{2,12}\| ")  # of an ExceptionGroup
 _NAMED = re.compile(r"^(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?::\s|$)")
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|^<|/lib/python3|^/usr/lib/python")
@@ -130,6 +132,7 @@ _LEVEL = re.compile(
 _HANDLED = re.compile(
     rf"{_LEVEL.pattern}"
     r"|\b(?i:retrying|will retry|retry loop|reconnect\w*|recovered|handled|ignored|ignoring)\b"
+    r"|choosing another|trying (?:another|port|\d)|^wandb: "
 )
 # Counters and flags that state that there was none.
 _NONE = re.compile(
@@ -243,6 +246,8 @@ class OutputReader:
             hours, minutes, seconds = clock.groups()
             self._clock = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
             self._exits.clock = self._clock
+        if _RESTARTED.search(body):
+            self._restart(evidence)
         if self._traceback(body, tag, rank, evidence) or (
             not process and self._progress(body, evidence)
         ):
@@ -369,6 +374,15 @@ class OutputReader:
         is_known = self._num_added > num_before or _LEVEL.search(body)
         if self._has_end and not is_known and DOUBTFUL.search(body):
             self._void_end(evidence)
+
+    def _restart(self, evidence: Evidence) -> None:
+        """Read that torchrun starts its workers again: what failed before is over."""
+        for key, failure in self.failures.items():
+            if failure.file_index == self._file_index:
+                self.failures[key] = replace(failure, role=Role.REMARK)
+        self._exits.forget_file()
+        text = "torchrun started its workers again after a failure."
+        self._add("failure-restarted", Role.REMARK, text, "", None, "", evidence)
 
     def _void_end(self, evidence: Evidence) -> None:
         """Take the ends of a file back: a line after them may state a failure, or more work."""

@@ -51,6 +51,8 @@ _EXIT_CODE = re.compile(
     r"|exit_?[cC]ode\\?\"? ?[:=] ?)"
     r"(-?[1-9]\d{0,2})\b"
 )
+# The program says that it goes on.
+_SKIPPED = re.compile(r"\b(?:skipping|skipped|ignored|ignoring|continuing)\b")
 _SIGNAL_NUMBERS = {
     **{"Killed": 9, "SIGKILL": 9, "Segmentation fault": 11, "SIGSEGV": 11, "segfault": 11},
     **{"Bus error": 7, "SIGBUS": 7, "Aborted": 6, "SIGABRT": 6, "Terminated": 15},
@@ -86,6 +88,11 @@ class ProcessExits:
 
     def failures(self, rank_of: Callable[[str], int | None]) -> list[Failure]:
         return [_of_exit(exit_, rank_of) for exit_ in self.exits.values()]
+
+    def forget_file(self) -> None:
+        """Forget the ends in the current file: their processes were started again."""
+        for key in [key for key in self.exits if key[0] == self.file_index]:
+            del self.exits[key]
 
     def summary(self, body: str, evidence: Evidence) -> bool:
         """Read a line of torchrun's list of failures."""
@@ -128,7 +135,9 @@ class ProcessExits:
             number = int(on or by) if on or by else _SIGNAL_NUMBERS.get(name, 0)
             who = int(mpi_rank) if mpi_rank else rank
             self._add_exit(-number, who, f"pid {pid}" if pid else f"? {who} {number}", evidence)
-        elif (code_line := _EXIT_CODE.search(body)) and classify(body) is None:
+        elif (code_line := _EXIT_CODE.search(body)) and not (
+            classify(body) or _SKIPPED.search(body)
+        ):
             self._add_exit(int(code_line[1]), rank, f"? {rank} {code_line[1]}", evidence)
         elif _HANDLER.search(body):
             return True

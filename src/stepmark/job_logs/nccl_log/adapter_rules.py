@@ -111,6 +111,23 @@ def one_channel(facts: LogFacts) -> Iterator[Finding]:
             yield finding_of("one-channel", Severity.WARNING, text, [counts.evidence])
 
 
+def one_adapter(facts: LogFacts) -> Iterator[Finding]:
+    """Report a host whose only rank sends all through one of several adapters."""
+    listed = listed_adapters(facts)
+    by_host: dict[str, list[NicUse]] = {}
+    for use in facts.nics:
+        by_host.setdefault(use.host, []).append(use)
+    for host, uses in by_host.items():
+        devices, ranks = {use.device for use in uses}, {use.rank for use in uses}
+        if len(devices) == len(ranks) == 1 and listed[host] > 1:
+            text = (
+                f"On {host} all connections of rank {ranks.pop()} use network device "
+                f"{devices.pop()} of {listed[host]}: their rate is that of one adapter."
+            )
+            lines = [use.evidence for use in uses]
+            yield finding_of("one-adapter", Severity.NOTE, text, lines)
+
+
 def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
     """Report adapters that carry nothing, on a host with a rank for each of them."""
     listed = listed_adapters(facts)

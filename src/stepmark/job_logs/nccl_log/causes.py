@@ -155,7 +155,7 @@ def _failures(failures: Sequence[Failure]) -> list[tuple[Role, Finding]]:
     """Return one finding per rule and role, in the order of their first line."""
     groups: dict[tuple[str, str], list[Failure]] = {}
     for one in failures:
-        if one.rule in (FOREIGN, "failure-retried"):
+        if one.rule in (FOREIGN, "failure-retried", "failure-restarted"):
             continue
         words = one.detail if one.rule == "failure-python" else ""
         kind = one.text if one.rule == "failure-unknown" else words

@@ -242,6 +242,13 @@ def foreign_connections(facts: LogFacts) -> Iterator[Finding]:
         yield replace(finding, count=sum(one.lines for one in visits), action=visits[0].action)
 
 
+def restarts(facts: LogFacts) -> Iterator[Finding]:
+    """Report that a launcher started the job again after a failure."""
+    for one in facts.failures:
+        if one.rule == "failure-restarted":
+            yield finding_of("restarted", Severity.NOTE, one.text, [one.evidence])
+
+
 def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
     """Report libfabric's TCP provider behind the OFI plugin."""
     for (component, name), lines in facts.versions.items():
@@ -357,6 +364,7 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     adapter_rules.far_adapter,
     adapter_rules.one_channel,
     adapter_rules.idle_adapters,
+    adapter_rules.one_adapter,
     network_rules.shm_instead_of_p2p,
     forced_settings,
     nvls_off,
@@ -365,6 +373,7 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     harmless,
     foreign_connections,
     tcp_provider,
+    restarts,
     unfinished_tables,
     lines_after_ends,
     cut_lines,
