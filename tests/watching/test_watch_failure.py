@@ -78,7 +78,8 @@ def test_the_cause_is_stated_and_the_output_kept(
     assert all(line in kept for line in done.stderr.splitlines())
     read = logs(tmp_path, f"runs/{run.name}")
     assert read.returncode == 1
-    assert stated.removeprefix("cause      ") in read.stdout.splitlines()[0]
+    cause = stated.removeprefix("cause      ").removesuffix(".")
+    assert cause in read.stdout.splitlines()[0]
     assert read.stderr == ""
     assert logs(tmp_path, f"runs/{run.name}", "--steps", "3").returncode == 1
 
