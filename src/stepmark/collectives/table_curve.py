@@ -180,7 +180,7 @@ def _fall(points: Sequence[Point]) -> Iterator[CurveFault]:
 
 
 def _slow_rows(points: Sequence[Point]) -> Iterator[CurveFault]:
-    """Yield rows of 3 times what the sizes beside suggest; a single one is no verdict."""
+    """Yield rows of 3 times what neighbouring sizes suggest; a single one is no verdict."""
     ratios = [
         (this, this.time_s / _between(before, this, after))
         for before, this, after in zip(points, points[1:], points[2:], strict=False)
@@ -188,7 +188,7 @@ def _slow_rows(points: Sequence[Point]) -> Iterator[CurveFault]:
     if slow := [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]:
         yield CurveFault(
             name="slow-rows",
-            text=f"far longer than the sizes beside suggest: {_ratios_text(slow)}",
+            text=f"far longer than neighbouring sizes suggest: {_ratios_text(slow)}",
             cause="another job on the hosts or the network, retransmissions, or of a single "
             "row the first use of a connection",
             action="repeat with more iterations (-n 100 -w 20)",

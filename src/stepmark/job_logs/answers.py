@@ -7,10 +7,11 @@ from enum import StrEnum
 from itertools import starmap
 
 from stepmark.findings.finding import Evidence, Finding, Severity
-from stepmark.findings.log_facts import Communicator, LogFacts
+from stepmark.findings.log_facts import LogFacts
 from stepmark.findings.stalls import ARRIVED, DEADLOCK, MISSING, UNKNOWN
 from stepmark.ground.reading import Table
 from stepmark.job_logs.nccl_log.network_rules import comma_list, plural
+from stepmark.job_logs.nccl_log.start_rules import is_complete
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS
 
 
@@ -149,15 +150,8 @@ def _destroyed(facts: LogFacts) -> list[Evidence]:
     versions = [text for library, text in facts.versions if library in ("nccl", "rccl")]
     numbers = [tuple(map(int, text.split("-")[0].split(".")[:2])) for text in versions]
     members = [member for group in facts.communicators for member in group.members]
-    is_whole = all(_is_complete(group) for group in facts.communicators)
+    is_whole = all(is_complete(group) for group in facts.communicators)
     if not members or not numbers or min(numbers) < _DESTROYS_AT_END or not is_whole:
         return []
     lines = [member.destroyed for member in members if member.destroyed is not None]
     return lines[-1:] if len(lines) == len(members) else []
-
-
-def _is_complete(group: Communicator) -> bool:
-    """Return whether all ranks of a communicator are in the log and finished its start."""
-    return len(group.members) == group.num_ranks and all(
-        member.completed for member in group.members
-    )

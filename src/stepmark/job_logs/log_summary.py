@@ -284,7 +284,8 @@ def _call_lines(table: Table) -> list[str]:
 
 def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
     sizes = [reading.size_bytes for reading in table.readings if reading.size_bytes is not None]
-    rates = [rate / GB for reading in table.readings if (rate := reading.busbw_bytes_per_s)]
+    rates = [reading.busbw_bytes_per_s for reading in table.readings]
+    peak = max(filter(None, rates), default=None)
     return {
         "table": name_of(table),
         "file": table.file,
@@ -319,7 +320,7 @@ def _table_row(table: Table, findings: Sequence[Finding]) -> Row:
         "readings": len(table.readings),
         "min_bytes": min(sizes, default=None),
         "max_bytes": max(sizes, default=None),
-        "peak_busbw_gb_s": max(rates, default=None),
+        "peak_busbw_gb_s": None if peak is None else peak / GB,
         "findings": len(findings),
         "notes": "; ".join(table.notes) or None,
     }

@@ -92,7 +92,7 @@ def slow_init(facts: LogFacts) -> Iterator[Finding]:
 def healthy_facts(facts: LogFacts) -> list[str]:
     """Return what a log shows to be in order, as clauses; failures are not looked at."""
     clauses: list[str] = []
-    complete = [comm for comm in facts.communicators if _is_complete(comm)]
+    complete = [comm for comm in facts.communicators if is_complete(comm)]
     if complete:
         largest = max(complete, key=lambda comm: len(comm.members))
         hosts = plural(len({member.host for member in largest.members}), "host")
@@ -121,7 +121,7 @@ def healthy_facts(facts: LogFacts) -> list[str]:
     return clauses
 
 
-def _is_complete(comm: Communicator) -> bool:
+def is_complete(comm: Communicator) -> bool:
     """Return whether every rank is in the log and started, or at least issued calls."""
     ranks = [member.rank for member in comm.members if member.completed]
     return comm.num_ranks == len(comm.members) and set(ranks) == set(range(comm.num_ranks))

@@ -40,6 +40,11 @@ class _Group:
         name, _, words = self.name.partition("#")[0].partition("(")
         return f"group {name} {words.rstrip(')')}".strip() if name else ""
 
+    def title(self, number: int) -> str:
+        """Return e.g. 'collective 7 of group 98 TP'; without a group where no line names it."""
+        title = f"collective {number}"
+        return f"{title} of {self.label}" if self.label else title
+
     @property
     def numbers(self) -> list[int]:
         """Numbers of the collectives that timed out."""
@@ -133,7 +138,7 @@ def _call(facts: LogFacts, group: _Group, number: int) -> Call:
         group=group.label,
         name=group.name.partition("(")[0],
         number=number,
-        title=f"collective {number}" + (f" of {group.label}" if group.label else ""),
+        title=group.title(number),
         parts=parts,
         absent=absent,
         unknown=unknown,
@@ -183,7 +188,7 @@ def _disagreements(group: _Group) -> Iterator[Disagreement]:
         yield Disagreement(
             source=TIME_OUTS,
             group=group.label,
-            text=f"collective {number}{f' of {group.label}' if group.label else ''} ({calls})",
+            text=f"{group.title(number)} ({calls})",
             suspects=suspects_of(ranks),
             evidence=tuple(side[0].evidence for side in by_size),
         )
