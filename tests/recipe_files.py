@@ -83,6 +83,58 @@ RECEIVED = """\
             return [((index + 1) % n, 0, c)]
 """
 
+GLOO_THREADS = """\
+    gloo_threads: int = field_of(
+        Role.SETTING,
+        2,
+        "threads of a gloo communicator, e.g. 1,4 [2]",
+        reads=Annotated[tuple[int, ...], comma_list(between(1, 64))],
+        group="Ranks",
+        needs=Need(words="gloo", is_met=lambda case: case.backend == "gloo"),
+        words="{} gloo threads",
+        later=True,
+    )
+"""
+
+GLOO_OPTIONS = """\
+    if case.backend == "gloo" and case.gloo_threads != 2:
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._threads = case.gloo_threads
+        gloo._devices = [dist.ProcessGroupGloo.create_default_device()]
+        return gloo
+"""
+
+LABEL_SMOOTHING = """\
+    label_smoothing: float = field_of(
+        Role.SETTING,
+        0.0,
+        "share of the labels' weight that all tokens have [0]",
+        reads=Annotated[float, between(0.0, 1.0)],
+        group="Techniques",
+        words="label smoothing {}",
+        later=True,
+    )
+"""
+
+SMOOTHED = """\
+        if self.label_smoothing:
+            return nn.functional.cross_entropy(
+                logits_BTV.flatten(0, 1).float(),
+                labels_BT.flatten(),
+                label_smoothing=self.label_smoothing,
+            )
+"""
+
+SET_SMOOTHING = """\
+        if model.output is not None:
+            model.output.label_smoothing = case.label_smoothing
+"""
+
+NOT_IN_CHUNKS = """\
+    if case.loss_chunks > 1 and case.label_smoothing:
+        yield "label-smoothing", case.label_smoothing, "0 with --loss-chunks"
+"""
+
 COUNTS = '''\
 """How many operations of each kind a step has."""
 
@@ -225,6 +277,50 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
             file="collectives/bench/data.py",
             before="        case Collective.P2P:\n            return [of(0, c)",
             text=RING_BACK,
+        ),
+    ),
+    "an option of comm": (
+        Edit(
+            file="cases/comm_case.py",
+            before='    # Concurrent compute, e.g. "gemm:8192".\n',
+            text=GLOO_THREADS,
+        ),
+        Edit(
+            file="collectives/bench/communicators.py",
+            before='    if case.backend != "nccl" or',
+            text=GLOO_OPTIONS,
+        ),
+        Edit(
+            file="collectives/bench/communicators.py",
+            before="case.max_ctas\n\n    def _make",
+            text="case.gloo_threads, ",
+        ),
+    ),
+    "a training technique": (
+        Edit(
+            file="cases/train_case.py",
+            before="    cuda_graph: bool = field_of(",
+            text=LABEL_SMOOTHING,
+        ),
+        Edit(
+            file="training/transformer.py",
+            before="        return mean_loss(logits_BTV",
+            text=SMOOTHED,
+        ),
+        Edit(
+            file="training/transformer.py",
+            before="        self.summed_loss = summed_loss\n\n",
+            text="        self.label_smoothing = 0.0\n",
+        ),
+        Edit(
+            file="training/parallelize.py",
+            before="        precision.apply_fp8(model, case)\n",
+            text=SET_SMOOTHING,
+        ),
+        Edit(
+            file="training/train_refusals.py",
+            before="    if case.loss_chunks > 1 and case.parallel.tp > 1:",
+            text=NOT_IN_CHUNKS,
         ),
     ),
     "a model": (Edit(file="data/models/toy.toml", text=TOY_MODEL),),

@@ -33,7 +33,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tree: Path) -> Run:
-    def output(*arguments: str) -> str:
+    def output(*arguments: str, code: int = 0) -> str:
         done = subprocess.run(
             [sys.executable, *arguments],
             cwd=tree,
@@ -43,8 +43,8 @@ def run(tree: Path) -> Run:
             timeout=300,
             check=False,
         )
-        assert done.returncode == 0, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-        return done.stdout
+        assert done.returncode == code, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+        return done.stdout if not code else done.stderr
 
     return output
 
@@ -83,7 +83,7 @@ for words in (
 
 
 def test_a_column(run: Run, tree: Path) -> None:
-    (tree / "few").mkdir()
+    (tree / "few").mkdir(exist_ok=True)
     (tree / "few" / "gemm").symlink_to(ROOT / "results" / "h200-x2-gemm")
     printed = run("-c", COLUMN)
     assert "range" in printed.splitlines()[3].split()
@@ -94,6 +94,51 @@ def test_a_column(run: Run, tree: Path) -> None:
     assert sorted(row["range_s"] for row in found) == sorted(row["range_s"] for row in shown)
     page = (tree / "column.html").read_text()
     assert '<button type="button">range</button>' in page
+
+
+def rows_of(run: Run, *words: str) -> list[dict[str, object]]:
+    document = json.loads(run("-m", "stepmark", *words, "--device", "cpu", "--json", "-"))
+    rows: list[dict[str, object]] = document["rows"]
+    return rows
+
+
+def test_an_option_of_comm(run: Run, tree: Path) -> None:
+    """What the declaration alone gives: option, plan, command, columns, words, comparison."""
+    sizes = ("all_reduce", "-b", "1K", "-e", "1K", "-n", "3", "--nproc", "2")
+    rows = rows_of(run, "comm", *sizes, "--gloo-threads", "1,2", "--out", "threads")
+    assert [row["gloo_threads"] for row in rows] == [1, 2]
+    assert {row["num_wrong"] for row in rows} == {0}
+    assert ["1 gloo threads" in str(row["shape"]) for row in rows] == [True, False]
+    assert ["--gloo-threads 1" in str(row["command"]) for row in rows] == [True, False]
+    (first, *_) = rows_of(run, "comm", *sizes, "--out", "plain")
+    assert first["case_id"] == rows[1]["case_id"]
+    # Cases of earlier runs keep their identity.
+    stored = "h200-x4-comm-queued-1"
+    (tree / "few").mkdir(exist_ok=True)
+    (tree / "few" / stored).symlink_to(ROOT / "results" / stored)
+    shown = json.loads(run("-m", "stepmark", "runs", "show", f"few/{stored}", "--json", "-"))
+    records = (ROOT / "results" / stored / "records.jsonl").read_text().splitlines()
+    ids = {json.loads(line)["case_id"] for line in records}
+    assert {row["case_id"] for row in shown["rows"]} == ids
+    only = ("--gloo-threads", "1", "--device")
+    run("-m", "stepmark", "comm", *sizes, *only, "cpu", "--out", "one")
+    assert "gloo_threads differs" in run("-m", "stepmark", "compare", "plain/*", "one/*")
+    refused = run("-m", "stepmark", "comm", *sizes, *only, "h200", "--dry-run", code=2)
+    assert "only with gloo" in refused
+
+
+def test_a_training_technique(run: Run) -> None:
+    step = ("train", "gpt2-125m", "--scale", "tiny", "--steps", "3", "--strategy", "single")
+    (plain,) = rows_of(run, *step, "--out", "plain-step")
+    (smooth,) = rows_of(run, *step, "--label-smoothing", "0.5", "--out", "smooth-step")
+    assert smooth["label_smoothing"] == 0.5
+    assert str(smooth["techniques"]) == f"{plain['techniques']}, label smoothing 0.5"
+    assert "--label-smoothing 0.5" in str(smooth["command"])
+    assert smooth["loss_first"] != plain["loss_first"]
+    notes = run("-m", "stepmark", "compare", "plain-step/*", "smooth-step/*")
+    assert "label_smoothing differs" in notes
+    smoothed = ("--label-smoothing", "0.5", "--loss-chunks", "2", "--device", "cpu")
+    assert "0 with --loss-chunks" in run("-m", "stepmark", *step, *smoothed, code=2)
 
 
 def test_a_collective(run: Run) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar
 
+from stepmark.cases.fields import Role, field_of, identity
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import FAMILY_OF, Op, Phase
 
@@ -67,18 +68,19 @@ def fields_of(value: Any, without: Collection[str] = ()) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:
-    """One operator: how it is run, how it is timed. Everything but labels is its identity."""
+    """One operator: how it is run, how it is timed."""
 
     kind: ClassVar[str] = "op"  # the tag in plan.jsonl and the key of the bench
-    op: Op
-    backend: str
-    device: str = "cuda"  # or cpu
-    num_ranks: int = 1
-    clock: ClockName = ClockName.AUTO
-    rate: Rate = Rate.SUSTAINED
-    labels: tuple[Label, ...] = ()  # places in models that this measurement stands for
+    op: Op = field_of(Role.ELSEWHERE)
+    backend: str = field_of(Role.SETTING)
+    device: str = field_of(Role.ELSEWHERE, "cuda")  # or cpu
+    num_ranks: int = field_of(Role.STRICT, 1)
+    clock: ClockName = field_of(Role.SETTING, ClockName.AUTO)
+    rate: Rate = field_of(Role.STRICT, Rate.SUSTAINED, name="rate_kind")
+    # Places in models that this measurement stands for.
+    labels: tuple[Label, ...] = field_of(None, ())
     # e.g. "1/64" when the shape is a scaled-down stand-in; shown in every row.
-    scale: str = ""
+    scale: str = field_of(None, "")
 
     @property
     def family(self) -> str:
@@ -91,13 +93,4 @@ class OpCase:
     @property
     def case_id(self) -> str:
         """SHA-256 of the canonical JSON of what is measured and how. Labels do not count."""
-        identity = {
-            "family": self.family,
-            "op": self.op,
-            "backend": self.backend,
-            "device": self.device,
-            "num_ranks": self.num_ranks,
-            "clock": self.clock,
-            "rate": self.rate,
-        }
-        return identity_hash(identity)
+        return identity_hash({"family": self.family, **identity(self)})

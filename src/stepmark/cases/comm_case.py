@@ -1,11 +1,14 @@
 """Case of one collective of one size: how it is called and how it is timed."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from stepmark.cases.case import Label, fields_of, identity_hash
+from stepmark.cases.case import Label, identity_hash
+from stepmark.cases.fields import Need, Role, Shown, declared, field_of, identity
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import Reader, between, comma_list
+from stepmark.ground.units import format_time, parse_duration
 from stepmark.model.collectives import (
     FACTS,
     Api,
@@ -20,6 +23,31 @@ from stepmark.model.collectives import (
     spread_counts,
 )
 
+_MAX_SKEW_S = 1.0
+
+
+def _skew(text: str, field: str) -> float:
+    skew_s = parse_duration(text, field)
+    if skew_s > _MAX_SKEW_S:
+        raise ConfigError(field, text, f"at most {_MAX_SKEW_S:g}s")
+    return skew_s
+
+
+# All digits: the delay is a part of the case's identity.
+Skew = Annotated[float, Reader(read=_skew, show=lambda s: f"{s!r}s", metavar="DURATION")]
+
+
+def _placement(in_place: bool) -> str:
+    return "in-place" if in_place else "out-of-place"
+
+
+def _ends(pair: tuple[int, int] | None) -> str | None:
+    return f"{pair[0]}-{pair[1]}" if pair else None
+
+
+def _matrix_hash(matrix: Matrix | None) -> str | None:
+    return None if matrix is None else str(hash(matrix))
+
 
 def default_mode(device: str, backend: str, collective: Collective) -> Mode:
     """Return the mode without --mode: without the host where calls can be enqueued ahead.
@@ -32,7 +60,7 @@ def default_mode(device: str, backend: str, collective: Collective) -> Mode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommCase:
-    """One measurement of communication. All fields but labels and matrix_file are its identity.
+    """One measurement of communication.
 
     num_ranks is the size of each measured communicator, world_size the number of started
     ranks. Ranks outside every communicator wait.
@@ -40,29 +68,67 @@ class CommCase:
 
     kind: ClassVar[str] = "comm"
 
-    collective: Collective
-    count: int  # elements, in the unit that model/collectives.py defines
-    dtype: DType
-    num_ranks: int
-    world_size: int
-    redop: RedOp = RedOp.NONE
-    root: int = -1
-    in_place: bool = False
-    mode: Mode = Mode.QUEUED
-    aligned: bool = True  # blocking: ranks start each call together
-    api: Api = Api.TORCH
-    backend: str = "nccl"
-    device: str = "cuda"
-    calls_per_group: int = 1  # operations issued in one group call
-    split: str = ""  # e.g. "mod 4": several concurrent communicators
-    pair: tuple[int, int] | None = None  # source and destination
-    spread: float | None = None  # of all_to_all_v
-    matrix: Matrix | None = None  # of all_to_all_v, elements
-    matrix_file: str = ""  # file of the matrix; for its command only
-    skew_s: float = 0.0  # the last rank arrives this much after the first
-    max_ctas: int | None = None  # thread blocks a communicator may use
-    beside: str = ""  # concurrent compute, e.g. "gemm:8192"
-    labels: tuple[Label, ...] = ()  # messages of models with this size; no identity
+    # The unit of count is what model/collectives.py defines.
+    collective: Collective = field_of(Role.ELSEWHERE, shown=None)
+    count: int = field_of(Role.ELSEWHERE)
+    dtype: DType = field_of(Role.STRICT, shown=Shown.TABLES, leaves=3)
+    redop: RedOp = field_of(Role.SETTING, RedOp.NONE, shown=Shown.TABLES, leaves=7)
+    root: int = field_of(Role.SETTING, -1, shown=Shown.PAGE)
+    in_place: bool = field_of(
+        Role.STRICT, False, name="placement", cell=_placement, shown=Shown.TABLES, leaves=2
+    )
+    num_ranks: int = field_of(Role.STRICT, heading="ranks", shown=Shown.TABLES, leaves=4)
+    world_size: int = field_of(Role.STRICT)
+    # Several concurrent communicators, e.g. "mod 4".
+    split: str = field_of(Role.SETTING, "", shown=Shown.PAGE, words="split {}")
+    # Source and destination.
+    pair: tuple[int, int] | None = field_of(Role.NAME, None, cell=_ends, shown=Shown.TABLES)
+    mode: Mode = field_of(Role.ELSEWHERE, Mode.QUEUED, shown=Shown.TABLES, leaves=4)
+    # Blocking: ranks start each call together.
+    aligned: bool = field_of(Role.ELSEWHERE, True, words=lambda aligned: "ranks not aligned")
+    api: Api = field_of(Role.SETTING, Api.TORCH, shown=Shown.TABLES, leaves=6)
+    backend: str = field_of(Role.SETTING, "nccl", shown=Shown.PAGE)
+    device: str = field_of(Role.ELSEWHERE, "cuda")
+    calls_per_group: int = field_of(
+        Role.SETTING,
+        1,
+        "operations issued as one [1]",
+        *("-m", "--agg-iters"),
+        reads=Annotated[int, between(1, 1024)],
+        group="Calls",
+        words="{} calls per group",
+    )
+    # Of all_to_all_v.
+    spread: float | None = field_of(Role.SETTING, None, shown=Shown.PAGE, words="spread {}")
+    # Of all_to_all_v, elements; the file is for its command only.
+    matrix: Matrix | None = field_of(Role.SETTING, None, cell=_matrix_hash, shown=None)
+    matrix_file: str = field_of(None, "", shown=None)
+    skew_s: float = field_of(
+        Role.STRICT,
+        0.0,
+        "the last rank arrives this late, e.g. 50us",
+        *("--arrival-skew", "--skew"),
+        reads=Skew,
+        group="Calls",
+        heading="skew",
+        shown=Shown.PAGE,
+        words=lambda seconds: f"last rank delayed by {format_time(seconds)}",
+    )
+    max_ctas: int | None = field_of(
+        Role.SETTING,
+        None,
+        "thread blocks per communicator, e.g. 1,4,16",
+        reads=Annotated[tuple[int, ...], comma_list(between(1, 64))],
+        group="Ranks",
+        needs=Need(words="nccl", is_met=lambda case: "nccl" in (case.api, case.backend)),
+        heading="CTAs",
+        shown=Shown.TABLES,
+        words="at most {} CTAs",
+    )
+    # Concurrent compute, e.g. "gemm:8192".
+    beside: str = field_of(Role.STRICT, "", shown=Shown.TABLES, leaves=1, words="beside {}")
+    # Messages of models with this size.
+    labels: tuple[Label, ...] = field_of(None, (), shown=None)
 
     def __post_init__(self) -> None:
         facts = FACTS[self.collective]
@@ -153,8 +219,8 @@ class CommCase:
 
     @property
     def case_id(self) -> str:
-        """Return the SHA-256 of the canonical JSON of all fields but labels and matrix_file."""
-        return identity_hash(fields_of(self, without=("matrix_file", "labels")))
+        """Return the SHA-256 of the canonical JSON of the identity."""
+        return identity_hash(identity(self))
 
 
 _COALESCED = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
@@ -166,6 +232,11 @@ _POINT_TO_POINT = (
     Collective.INCAST,
     Collective.MULTICAST,
 )
+
+
+# Columns of the fields that vary within one table of sizes, and of all others.
+VARYING = ("count", "dtype", "redop", "root", "placement", "pair")
+SETTINGS = tuple(f.name for f in declared(CommCase) if f.shown and f.name not in VARYING)
 
 
 def unsupported(case: CommCase) -> str | None:

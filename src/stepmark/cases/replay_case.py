@@ -5,6 +5,7 @@ from enum import StrEnum
 from typing import ClassVar
 
 from stepmark.cases.case import Label, identity_hash
+from stepmark.cases.fields import Role, field_of, identity
 
 
 class Compute(StrEnum):
@@ -27,16 +28,17 @@ class ReplayCase:
     """One workload. digest: SHA-256 of its native file, as it runs."""
 
     kind: ClassVar[str] = "replay"
-    file: str  # of the workload, as the user named it
-    digest: str
-    num_ranks: int
-    device: str = "cuda"  # or cpu
-    compute: Compute = Compute.NONE
-    blocking: bool = False  # the host waits for each operation
-    pace: Pace = Pace.FREE
-    shrunk_from: int = 0  # ranks of the file; 0: as many as run
-    compute_from: str = ""  # source of the times of computation; "": the file
-    labels: tuple[Label, ...] = ()
+    file: str = field_of(None)  # of the workload, as the user named it
+    digest: str = field_of(Role.SETTING)
+    num_ranks: int = field_of(Role.STRICT)
+    device: str = field_of(Role.ELSEWHERE, "cuda")  # or cpu
+    compute: Compute = field_of(Role.SETTING, Compute.NONE)
+    blocking: bool = field_of(Role.SETTING, False)  # the host waits for each operation
+    pace: Pace = field_of(Role.SETTING, Pace.FREE, later=True)
+    shrunk_from: int = field_of(None, 0)  # ranks of the file; 0: as many as run
+    # Source of the times of computation; "": the file.
+    compute_from: str = field_of(None, "")
+    labels: tuple[Label, ...] = field_of(None, ())
 
     @property
     def family(self) -> str:
@@ -45,11 +47,7 @@ class ReplayCase:
     @property
     def case_id(self) -> str:
         """SHA-256 of the canonical JSON of what runs and how."""
-        names = ("digest", "num_ranks", "device", "compute", "blocking")
-        identity = {name: getattr(self, name) for name in names}
-        if self.pace is not Pace.FREE:  # cases of older runs keep their identity
-            identity["pace"] = self.pace
-        return identity_hash({"replay": identity})
+        return identity_hash({"replay": identity(self)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,9 +3,10 @@
 import hashlib
 import json
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from stepmark.cases.case import Label, fields_of
+from stepmark.cases.fields import Need, Role, Shown, field_of, identity
 from stepmark.cases.training import (
     CompileScope,
     DataParallel,
@@ -15,60 +16,231 @@ from stepmark.cases.training import (
     Recompute,
     Schedule,
 )
-from stepmark.ground.dtypes import DType
+from stepmark.ground.dtypes import DType, parse_dtype
+from stepmark.ground.options import Reader, between, words_of
 from stepmark.model.model import NO_IDENTITY, ModelConfig
 from stepmark.model.parallel import ParallelConfig
 
-# Fields that are not part of the identity of a case.
-_NO_IDENTITY = ("labels", "model_file", "num_layers")
+Count = Annotated[int, between(1, 65536)]
+Groups = Annotated[int, between(1, 1024)]
+CompileMode = Annotated[
+    str, words_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+]
+AttentionBackend = Annotated[str, words_of("auto", "cudnn", "flash", "efficient", "math")]
+_REDUCE = (DType.FP32, DType.BF16)
+ReduceDType = Annotated[
+    DType,
+    Reader(read=lambda text, field: parse_dtype(text, field, _REDUCE), metavar="fp32|bf16"),
+]
+
+_FSDP = Need(
+    words="--strategy fsdp", is_met=lambda case: case.data_parallel is DataParallel.FSDP
+)
+_DDP = Need(words="--strategy ddp", is_met=lambda case: case.data_parallel is DataParallel.DDP)
+_TENSOR = Need(words="tensor parallelism (--tp)", is_met=lambda case: case.parallel.tp > 1)
+_PIPELINE = Need(words="pipeline stages (--pp)", is_met=lambda case: case.parallel.pp > 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCase:
-    """One training step. All fields but those of _NO_IDENTITY are its identity.
+    """One training step.
 
     model.seq_len is the sequence length. mbs is the batch per data rank and micro-step.
     """
 
     kind: ClassVar[str] = "train"
 
-    model: ModelConfig
-    mbs: int = 1
-    parallel: ParallelConfig = ParallelConfig()
-    data_parallel: DataParallel = DataParallel.NONE
-    device: str = "cuda"
-    backend: str = "nccl"
-    schedule: Schedule = Schedule.STEP
-    grad_accum: int = 1  # micro-steps per optimizer step
-    grad_sync: GradSync = GradSync.EVERY
-    precision: Precision = Precision.AMP
-    fp8: Fp8 = Fp8.NONE
-    fp8_head: bool = False
-    fp8_all_gather: bool = False
-    compile: CompileScope = CompileScope.NONE
-    compile_mode: str = "default"
-    recompute: Recompute = Recompute.NONE
-    recompute_blocks: tuple[int, int] = (1, 1)  # q of every p, with BLOCKS
-    attention: str = "auto"  # backend of torch's scaled_dot_product_attention
-    loss_chunks: int = 1  # head and loss run over this many parts of the tokens
-    cuda_graph: bool = False
-    lr: float = 3e-4
-    clip: float = 1.0  # gradient norm; 0 = no clipping
-    reshard: str = "yes"  # FSDP after forward: yes, no, or the number of ranks to reshard over
-    prefetch: int = 1  # FSDP: groups gathered ahead
-    blocks_per_group: int = 1  # FSDP
-    reduce_dtype: DType = DType.FP32  # type in which gradients are reduced
-    bucket_mb: int = 25  # DDP
-    async_tp: bool = False
-    pp_schedule: str = "1f1b"  # or interleaved
-    pp_microbatches: int = 0  # 0: as many as stages
-    data: str = "random"  # random, text, or the path of a text file
-    workers: int = 0  # processes of the data loader
-    seed: int = 0
-    scale: str = ""  # e.g. 1/8 or tiny
-    model_file: str = ""  # file of the model; for the command only
-    num_layers: int | None = None  # that were asked for, as model has; for the command only
-    labels: tuple[Label, ...] = ()
+    model: ModelConfig = field_of(Role.ELSEWHERE, shown=None)
+    mbs: int = field_of(Role.STRICT, 1, shown=None)
+    parallel: ParallelConfig = field_of(Role.ELSEWHERE, ParallelConfig(), shown=None)
+    data_parallel: DataParallel = field_of(Role.ELSEWHERE, DataParallel.NONE, shown=None)
+    device: str = field_of(Role.ELSEWHERE, "cuda")
+    backend: str = field_of(Role.SETTING, "nccl")
+    schedule: Schedule = field_of(Role.STRICT, Schedule.STEP, shown=None)
+    # Micro-steps per optimizer step.
+    grad_accum: int = field_of(
+        Role.STRICT,
+        1,
+        "micro-steps per optimizer step [1; 8 with --schedule micro]",
+        *("--grad-accum", "--grad-acc-steps", "--grad_acc_steps"),
+        reads=Count,
+        group="Optimizer step",
+        rare=False,
+        varies=True,
+    )
+    grad_sync: GradSync = field_of(
+        Role.SETTING,
+        GradSync.EVERY,
+        "micro-steps that reduce gradients [every]",
+        reads=GradSync,
+        group="Optimizer step",
+    )
+    precision: Precision = field_of(
+        Role.SETTING,
+        Precision.AMP,
+        "amp: fp32 weights, autocast to bf16; master: bf16 weights, whose fp32 copies the "
+        "optimizer updates [amp; fp32 on a CPU]",
+        reads=Precision,
+        group="Precision",
+        rare=False,
+        varies=True,
+    )
+    fp8: Fp8 = field_of(Role.SETTING, Fp8.NONE, shown=None)
+    fp8_head: bool = field_of(Role.SETTING, False)
+    fp8_all_gather: bool = field_of(Role.SETTING, False)
+    compile: CompileScope = field_of(Role.SETTING, CompileScope.NONE, shown=None)
+    compile_mode: str = field_of(
+        Role.SETTING,
+        "default",
+        "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs [default]",
+        *("--compile-mode", "--compile_mode"),
+        reads=CompileMode,
+        group="Techniques",
+    )
+    recompute: Recompute = field_of(Role.SETTING, Recompute.NONE, shown=None)
+    # With BLOCKS: q of every p.
+    recompute_blocks: tuple[int, int] = field_of(
+        Role.SETTING, (1, 1), cell="{0[0]}/{0[1]}".format, shown=None
+    )
+    # Head and loss run over this many parts of the tokens.
+    loss_chunks: int = field_of(
+        Role.SETTING,
+        1,
+        "head and loss in this many parts of the tokens [1]",
+        reads=Count,
+        group="Techniques",
+        words="loss in {} chunks",
+    )
+    cuda_graph: bool = field_of(
+        Role.SETTING,
+        False,
+        "single: the whole step as one CUDA graph",
+        reads=bool,
+        group="Techniques",
+        words="cuda graph",
+    )
+    # Of torch's scaled_dot_product_attention.
+    attention: str = field_of(
+        Role.SETTING,
+        "auto",
+        "backend of attention [auto]",
+        reads=AttentionBackend,
+        group="Techniques",
+        words="attention {}",
+    )
+    lr: float = field_of(
+        Role.SETTING,
+        3e-4,
+        "learning rate of AdamW [0.0003]",
+        reads=Annotated[float, between(1e-12, 1e12)],
+        group="Optimizer step",
+    )
+    # Gradient norm; 0 = no clipping.
+    clip: float = field_of(
+        Role.SETTING,
+        1.0,
+        "gradient norm to clip to; 0 = no clipping [1]",
+        reads=Annotated[float, between(0.0, 1e6)],
+        group="Optimizer step",
+    )
+    # Type in which gradients are reduced.
+    reduce_dtype: DType = field_of(
+        Role.SETTING,
+        DType.FP32,
+        "type in which data ranks reduce gradients [bf16 for fsdp with amp and for bf16 "
+        "weights, else fp32]",
+        reads=ReduceDType,
+        group="Precision",
+        varies=True,
+        words="reduce {}",
+    )
+    # FSDP after forward: yes, no, or the number of ranks to reshard over.
+    reshard: str = field_of(
+        Role.SETTING,
+        "yes",
+        "fsdp, after forward: yes, no, or a number of ranks [yes]",
+        reads=str,
+        group="Settings of one strategy",
+        needs=_FSDP,
+        words="reshard {}",
+    )
+    # Groups gathered ahead.
+    prefetch: int = field_of(
+        Role.SETTING,
+        1,
+        "fsdp: groups gathered ahead [1]",
+        reads=Groups,
+        group="Settings of one strategy",
+        needs=_FSDP,
+        words="prefetch {}",
+    )
+    blocks_per_group: int = field_of(
+        Role.SETTING,
+        1,
+        "fsdp: blocks gathered together [1]",
+        reads=Groups,
+        group="Settings of one strategy",
+        needs=_FSDP,
+        words="{} blocks per group",
+    )
+    bucket_mb: int = field_of(
+        Role.SETTING,
+        25,
+        "ddp: MB of gradients per bucket [25]",
+        reads=Annotated[int, between(1, 2**20)],
+        group="Settings of one strategy",
+        needs=_DDP,
+        words="buckets {} MB",
+    )
+    async_tp: bool = field_of(
+        Role.SETTING,
+        False,
+        "tp with --compile: overlap parts of a product with their communication",
+        reads=bool,
+        group="Settings of one strategy",
+        needs=_TENSOR,
+        words="async tp",
+    )
+    pp_schedule: str = field_of(
+        Role.SETTING,
+        "1f1b",
+        "schedule of the pipeline [1f1b]",
+        reads=Annotated[str, words_of("1f1b", "interleaved")],
+        group="Settings of one strategy",
+        needs=_PIPELINE,
+    )
+    # 0: as many as stages.
+    pp_microbatches: int = field_of(
+        Role.SETTING,
+        0,
+        "micro-batches into which a pipeline divides --mbs [the number of stages]",
+        reads=Annotated[int, between(0, 65536)],
+        group="Settings of one strategy",
+        needs=_PIPELINE,
+    )
+    data: str = field_of(Role.SETTING, "random")  # random, text, or the path of a text file
+    # Processes of the data loader.
+    workers: int = field_of(
+        Role.SETTING,
+        0,
+        "processes of the data loader [2 on accelerators, 0 on a CPU]",
+        *("--workers", "--n-workers", "--n_workers"),
+        reads=Annotated[int, between(0, 256)],
+        group="Data",
+        varies=True,
+    )
+    seed: int = field_of(
+        Role.SETTING,
+        0,
+        "seed of weights and data [0]",
+        reads=Annotated[int, between(0, 2**31 - 1)],
+        group="Data",
+    )
+    scale: str = field_of(Role.SETTING, "", shown=Shown.TABLES, leaves=4)  # 1/8 or tiny
+    # The file of the model, and the layers that were asked for: for the command only.
+    model_file: str = field_of(None, "", shown=None)
+    num_layers: int | None = field_of(None, None, shown=None)
+    labels: tuple[Label, ...] = field_of(None, (), shown=None)
 
     @property
     def family(self) -> str:
@@ -144,8 +316,8 @@ class TrainCase:
     @property
     def case_id(self) -> str:
         """Return the SHA-256 of the canonical JSON of the identity."""
-        identity = fields_of(self, without=_NO_IDENTITY)
-        identity |= {"family": self.family, "model": fields_of(self.model, without=NO_IDENTITY)}
+        model = fields_of(self.model, without=NO_IDENTITY)
+        values = {**identity(self), "family": self.family, "model": model}
         # With spaces, unlike identity_hash: identities of published runs stay.
-        text = json.dumps(identity, sort_keys=True, default=fields_of)
+        text = json.dumps(values, sort_keys=True, default=fields_of)
         return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,8 @@
 """A training case in words: its shape and its techniques."""
 
+from stepmark.cases.fields import compared, in_words
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, Fp8, GradSync, Recompute, Schedule
-from stepmark.ground.dtypes import DType
 
 
 def shape_text(case: TrainCase) -> str:
@@ -36,10 +36,11 @@ def techniques(case: TrainCase) -> str:
     if case.grad_accum > 1:
         last = " reduced last" if case.grad_sync is GradSync.LAST else ""
         words.append(f"accum {case.grad_accum}{last}")
-    words += [f"loss in {case.loss_chunks} chunks"] if case.loss_chunks > 1 else []
-    words += ["cuda graph"] if case.cuda_graph else []
-    words += [f"attention {case.attention}"] if case.attention != "auto" else []
-    return ", ".join([*words, *_parallel(case)])
+    words += in_words(TrainCase, compared(case))
+    if case.parallel.pp > 1:
+        count = f" of {case.pp_microbatches}" if case.pp_microbatches else ""
+        words.append(f"{case.pp_schedule}{count}")
+    return ", ".join(words)
 
 
 def recompute_text(case: TrainCase) -> str:
@@ -62,20 +63,3 @@ def fp8_text(case: TrainCase) -> str:
         return case.fp8.value
     head = " +head" if case.fp8_head else ""
     return f"{case.fp8.value}{head}{' +all-gather' if case.fp8_all_gather else ''}"
-
-
-def _parallel(case: TrainCase) -> list[str]:
-    """Return settings that only several ranks have."""
-    if case.num_ranks == 1:
-        return []
-    words = [f"reduce {case.reduce_dtype.value}"] if case.reduce_dtype is not DType.FP32 else []
-    words += [f"reshard {case.reshard}"] if case.reshard != "yes" else []
-    words += [f"prefetch {case.prefetch}"] if case.prefetch != 1 else []
-    if case.blocks_per_group != 1:
-        words.append(f"{case.blocks_per_group} blocks per group")
-    words += [f"buckets {case.bucket_mb} MB"] if case.bucket_mb != 25 else []
-    words += ["async tp"] if case.async_tp else []
-    if case.parallel.pp > 1:
-        count = f" of {case.pp_microbatches}" if case.pp_microbatches else ""
-        words.append(f"{case.pp_schedule}{count}")
-    return words

@@ -8,6 +8,7 @@ from statistics import median
 
 from stepmark.cases.case import Label
 from stepmark.cases.comm_case import CommCase
+from stepmark.cases.fields import declared, in_words
 from stepmark.cases.record import Record, RunInfo, Telemetry
 from stepmark.ground.stats import Summary, quantile, summarize
 from stepmark.ground.units import GB, format_bytes
@@ -28,6 +29,7 @@ from stepmark.tables.columns import (
     Column,
     Row,
     View,
+    case_columns,
     number,
     rows_of,
 )
@@ -188,12 +190,9 @@ def shape_text(case: CommCase) -> str:
     words.append(f"{case.pair[0]}->{case.pair[1]}" if case.pair else f"x{case.num_ranks}")
     words += ["in-place"] if case.in_place else []
     words += [f"root {case.root}"] if case.root > 0 else []
-    words += [f"split {case.split}"] if case.split else []
     words += [case.mode.value] if not case.has_default_mode else []
-    words += [f"beside {case.beside}"] if case.beside else []
-    words += [f"at most {case.max_ctas} CTAs"] if case.max_ctas else []
-    words += [f"skew {case.skew_s * 1e6:g} us"] if case.skew_s else []
-    return " ".join(words)
+    values = {field.name: field.value(case) for field in declared(CommCase)}
+    return " ".join([*words, *in_words(CommCase, values)])
 
 
 def _joined(words: Iterable[str]) -> str | None:
@@ -213,30 +212,7 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("collective", lambda o: o.case.collective.value, views=SHOWN),
     Column("shape", lambda o: shape_text(o.case)),
     Column("size_bytes", lambda o: o.case.message_bytes, BYTES, "size", SHOWN),
-    Column("count", lambda o: o.case.count, COUNT),
-    Column("dtype", lambda o: o.case.dtype.value, views=SHOWN, leaves=3),
-    Column("redop", lambda o: o.case.redop.value, views=SHOWN, leaves=7),
-    Column("root", lambda o: o.case.root, COUNT, views=PAGE),
-    Column(
-        "placement",
-        lambda o: "in-place" if o.case.in_place else "out-of-place",
-        views=SHOWN,
-        leaves=2,
-    ),
-    Column("num_ranks", lambda o: o.case.num_ranks, COUNT, "ranks", SHOWN, 4),
-    Column("world_size", lambda o: o.case.world_size, COUNT),
-    Column("split", lambda o: o.case.split or None, views=PAGE),
-    Column("pair", lambda o: "-".join(map(str, o.case.pair or ())) or None, views=SHOWN),
-    Column("mode", lambda o: o.case.mode.value, views=SHOWN, leaves=4),
-    Column("aligned", lambda o: o.case.aligned, FLAG),
-    Column("api", lambda o: o.case.api.value, views=SHOWN, leaves=6),
-    Column("backend", lambda o: o.case.backend, views=PAGE),
-    Column("device", lambda o: o.case.device),
-    Column("calls_per_group", lambda o: o.case.calls_per_group, COUNT),
-    Column("spread", lambda o: o.case.spread, NUMBER, views=PAGE),
-    Column("skew_s", lambda o: o.case.skew_s, SECONDS, "skew", PAGE),
-    Column("max_ctas", lambda o: o.case.max_ctas, COUNT, "CTAs", SHOWN),
-    Column("beside", lambda o: o.case.beside or None, views=SHOWN, leaves=1),
+    *case_columns(CommCase, lambda o: o.case),
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: command_of(o.case)),

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+from stepmark.cases.comm_case import SETTINGS, CommCase
+from stepmark.cases.fields import declared
 from stepmark.cases.record import RunInfo
 from stepmark.collectives.comm_remarks import PairMatrix, matrices
 from stepmark.ground.units import GB, format_bytes, format_time
@@ -21,11 +23,9 @@ from stepmark.tables.figures import (
 from stepmark.tables.row_tables import describe, grouped
 
 _SIZE = Axis(title="message size", base=2, words=format_bytes)
-# Settings that distinguish curves of one figure; those that differ make up their names.
-_CURVE = (
-    *("placement", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
-    *("device", "redop", "root", "skew_s", "max_ctas", "beside", "calls_per_group", "spread"),
-)
+# What distinguishes curves of one figure; that which differs makes up their names.
+_CURVE = ("placement", "redop", "root", *SETTINGS)
+_WORDS_OF = {field.name: field.said for field in declared(CommCase) if field.words}
 
 
 def figures(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Iterator[Figure]:
@@ -168,20 +168,12 @@ def _names(curves: Sequence[Sequence[Row]], keys: Sequence[str] = _CURVE) -> lis
 
 
 def _word(row: Row, key: str) -> str:
-    match key:
-        case "placement" | "mode" | "collective" | "dtype" | "redop" | "backend" | "device":
-            return text(row, key)
-        case "num_ranks":
-            return f"x{row[key]}"
-        case "aligned":
-            return "" if row[key] else "not aligned"
-        case "beside":
-            return f"beside {row[key]}" if row[key] else ""
-        case "skew_s":
-            skew = number(row, key)
-            return f"skew {format_time(skew)}" if skew else ""
-        case _:
-            return f"{key} {row[key]}" if row[key] is not None else ""
+    if key in _WORDS_OF:
+        return _WORDS_OF[key](row[key])
+    if key == "num_ranks":
+        return f"x{row[key]}"
+    is_number = isinstance(row[key], int)
+    return f"{key} {row[key]}" if is_number else text(row, key)
 
 
 def _hover(row: Row, run: RunInfo) -> str:

@@ -1,8 +1,10 @@
 """The options of `stepmark comm`: nccl-tests' flags and more; and those that measure a case."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.fields import option_values, with_fields
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType, parse_dtype
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.option_groups import MeasureOptions, Ranks
@@ -17,7 +19,6 @@ from stepmark.ground.options import (
     group,
     words_of,
 )
-from stepmark.ground.units import parse_duration
 from stepmark.model.collectives import (
     FACTS,
     Api,
@@ -28,11 +29,7 @@ from stepmark.model.collectives import (
     num_parts,
 )
 
-if TYPE_CHECKING:
-    from stepmark.cases.comm_case import CommCase
-
 MATRIX_OF_PAIRS = "p2p_matrix"
-_MAX_SKEW_S = 1.0
 COLLECTIVES = (*Collective, "p2p-matrix")
 REDOPS = tuple(redop for redop in RedOp if redop is not RedOp.NONE)
 
@@ -67,26 +64,16 @@ def _pair(text: str, field: str) -> tuple[int, int]:
     return int(ranks[0]), int(ranks[1])
 
 
-def _skew(text: str, field: str) -> float:
-    skew_s = parse_duration(text, field)
-    if skew_s > _MAX_SKEW_S:
-        raise ConfigError(field, text, f"at most {_MAX_SKEW_S:g}s")
-    return skew_s
-
-
 _Dtype = Reader(
     read=lambda text, field: parse_dtype(text, field, MESSAGE_DTYPES), choices=MESSAGE_DTYPES
 )
 Dtypes = Annotated[tuple[DType, ...], comma_list(_Dtype, MESSAGE_DTYPES)]
 RedOps = Annotated[tuple[RedOp, ...], comma_list(Reader(read=_redop, choices=REDOPS), REDOPS)]
-Ctas = Annotated[tuple[int, ...], comma_list(between(1, 64))]
 Root = Annotated[int, Reader(read=_root, metavar="RANK")]
 Pair = Annotated[
     tuple[int, int],
     Reader(read=_pair, show=lambda pair: ",".join(map(str, pair)), metavar="RANK,RANK"),
 ]
-# All digits: the delay is a part of the case's identity.
-Skew = Annotated[float, Reader(read=_skew, show=lambda s: f"{s!r}s", metavar="DURATION")]
 Name = Annotated[str, Reader(read=collective_name, choices=COLLECTIVES)]
 
 
@@ -148,6 +135,7 @@ def _one_thread(text: str, field: str) -> int:
 
 
 @group
+@with_fields(CommCase)
 class Communicators:
     """Ranks."""
 
@@ -165,10 +153,10 @@ class Communicators:
     )
     api: Api = flag("torch.distributed, or libnccl itself", default=Api.TORCH)
     backend: str | None = flag("of torch.distributed [nccl; gloo on a CPU]", rare=True)
-    max_ctas: Ctas | None = flag("thread blocks per communicator, e.g. 1,4,16", rare=True)
 
 
 @group
+@with_fields(CommCase)
 class Calls:
     """Calls."""
 
@@ -193,14 +181,8 @@ class Calls:
     check: Annotated[int, between(0, 1000)] | None = flag(
         "checked calls; 0 = none [1]", "-c", "--check"
     )
-    agg_iters: Annotated[int, between(1, 1024)] = flag(
-        "operations issued as one", "-m", "--agg-iters", default=1, rare=True
-    )
     launches: Annotated[int, between(1, 100)] = flag(
         "times that all is measured, with new communicators", default=1
-    )
-    arrival_skew: Skew | None = flag(
-        "the last rank arrives this late, e.g. 50us", "--arrival-skew", "--skew", rare=True
     )
     overlap_with: Words | None = flag(
         "concurrent compute: gemm:8192, copy:256M, attention:BxSxHxD",
@@ -237,7 +219,7 @@ class CommOptions(
     )
 
 
-def options_of(case: "CommCase") -> CommOptions:
+def options_of(case: CommCase) -> CommOptions:
     """Return the options that measure this case, with concurrent compute also without it."""
     facts = FACTS[case.collective]
     size = None
@@ -264,10 +246,8 @@ def options_of(case: "CommCase") -> CommOptions:
         group_split=case.split or None,
         api=case.api,
         backend=None if is_default else case.backend,
-        max_ctas=None if case.max_ctas is None else (case.max_ctas,),
         mode=None if case.has_default_mode else case.mode,
         no_align=not case.aligned,
-        agg_iters=case.calls_per_group,
-        arrival_skew=case.skew_s or None,
         overlap_with=(case.beside,) if case.beside else None,
+        **option_values(case),
     )

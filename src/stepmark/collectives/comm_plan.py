@@ -8,6 +8,7 @@ from pathlib import Path
 
 from stepmark.cases.case import Label
 from stepmark.cases.comm_case import CommCase, default_mode, unsupported
+from stepmark.cases.fields import check_needs, given_values
 from stepmark.collectives.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptions
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType
 from stepmark.ground.errors import ConfigError, NothingToMeasureError, not_one_of
@@ -70,7 +71,13 @@ def plan(
 def _named_cases(
     name: str, options: CommOptions, device: str, n: int, world_size: int, notes: list[str]
 ) -> Iterator[CommCase]:
-    base = shared(options, device, n, world_size)
+    for base in settings(shared(options, device, n, world_size), options):
+        yield from _cases_of(name, options, base, notes)
+
+
+def _cases_of(
+    name: str, options: CommOptions, base: CommCase, notes: list[str]
+) -> Iterator[CommCase]:
     collective = Collective.P2P if name == MATRIX_OF_PAIRS else Collective(name)
     if collective is Collective.P2P and options.bidirectional:
         collective = Collective.P2P_BOTH
@@ -81,8 +88,8 @@ def _named_cases(
         return
     if FACTS[collective].pair:
         pair = options.pair or (0, 1)
-        if max(pair) >= world_size:
-            allowed = f"two ranks under {world_size}: 0,1"
+        if max(pair) >= base.world_size:
+            allowed = f"two ranks under {base.world_size}: 0,1"
             raise ConfigError("pair", f"{pair[0]},{pair[1]}", allowed)
         base = replace(base, num_ranks=2, pair=pair)
     yield from _collective_cases(collective, options, base, notes)
@@ -106,17 +113,22 @@ def shared(options: CommOptions, device: str, n: int, world_size: int) -> CommCa
         api=options.api,
         backend=backend,
         device=device,
-        calls_per_group=options.agg_iters,
         split=split,
-        skew_s=options.arrival_skew or 0.0,
     )
+
+
+def settings(base: CommCase, options: CommOptions) -> Iterator[CommCase]:
+    """Yield the case with every combination of the fields that are options themselves."""
+    check_needs(base, options)
+    for values in given_values(CommCase, options):
+        yield replace(base, **values)
 
 
 def _collective_cases(
     collective: Collective, options: CommOptions, base: CommCase, notes: list[str]
 ) -> Iterator[CommCase]:
     """Yield every size in every form, size by size as nccl-tests prints them."""
-    operators = ("", *_concurrent_compute(options, base.device))
+    operators = concurrent_compute(options, base.device)
     if collective is Collective.BARRIER:
         if base.mode is Mode.GRAPH or options.mode is Mode.AHEAD:
             raise ConfigError("mode", base.mode, "queued or blocking for a barrier")
@@ -136,17 +148,14 @@ def _collective_cases(
 
 
 def _forms(collective: Collective, options: CommOptions, base: CommCase) -> Iterator[CommCase]:
-    """Yield cases without a size: every type, reduction, root and limit of thread blocks."""
+    """Yield cases without a size: every type, reduction and root."""
     facts = FACTS[collective]
-    for dtype, redop, root, ctas in itertools.product(
+    for dtype, redop, root in itertools.product(
         options.dtype or (DType.FP32,),
         (options.redop or (RedOp.SUM,)) if facts.reduces else (RedOp.NONE,),
         _roots(options, base.num_ranks) if facts.rooted else (-1,),
-        _max_ctas(options, base.api, base.backend),
     ):
-        yield replace(
-            base, collective=collective, dtype=dtype, redop=redop, root=root, max_ctas=ctas
-        )
+        yield replace(base, collective=collective, dtype=dtype, redop=redop, root=root)
 
 
 def impossible(case: CommCase) -> tuple[str, object, str] | None:
@@ -378,16 +387,9 @@ def _placement(collective: Collective, options: CommOptions, api: Api) -> list[b
     return [in_place]
 
 
-def _concurrent_compute(options: CommOptions, device: str) -> list[str]:
-    """Return the operators of --overlap-with, spelled as cases have them."""
+def concurrent_compute(options: CommOptions, device: str) -> list[str]:
+    """Return "", alone, and the operators of --overlap-with, spelled as cases have them."""
     operators = [word.lower() for word in options.overlap_with or ()]
     for word in operators:
         from_shorthand(word, DType.BF16 if device == "cuda" else DType.FP32, "overlap-with")
-    return operators
-
-
-def _max_ctas(options: CommOptions, api: Api, backend: str) -> tuple[int, ...] | tuple[None]:
-    """Return --max-ctas, or (None,) where NCCL chooses."""
-    if api is Api.TORCH and backend != "nccl":
-        refuse(options, ["max_ctas"], f"only with nccl, not with {backend}")
-    return options.max_ctas or (None,)
+    return ["", *operators]

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from operator import itemgetter
 from statistics import median
 
+from stepmark.cases.comm_case import CommCase
+from stepmark.cases.fields import in_words
 from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective
@@ -42,18 +44,12 @@ def remarks(rows: Sequence[Row]) -> list[str]:
 def setting_line(rows: Sequence[Row]) -> str:
     """Return how the calls were made: the mode and all that is not the default."""
     row = rows[0]
-    mode, group = text(row, "mode"), number(row, "calls_per_group") or 1
+    mode = text(row, "mode")
     api = "torch.distributed" if row["api"] == "torch" else "libnccl"
     how = MODES[mode] if row["device"] != "cpu" else MODES[mode].replace(" on the stream", "")
     words = [f"mode {mode} ({how})", f"{api}, backend {row['backend']}"]
-    words += ["ranks not aligned"] if mode == "blocking" and not row["aligned"] else []
-    words += [f"{group:g} calls per group"] if group > 1 else []
-    words += [f"split {row['split']}, {row['num_ranks']} ranks each"] if row["split"] else []
-    words += [f"spread {row['spread']}"] if row["spread"] is not None else []
-    skew = number(row, "skew_s")
-    words += [f"last rank delayed by {format_time(skew)}"] if skew else []
-    words += [f"at most {row['max_ctas']} CTAs"] if row["max_ctas"] is not None else []
-    words += [f"beside {row['beside']}"] if row["beside"] else []
+    words += [f"{row['num_ranks']} ranks each"] if row["split"] else []
+    words += in_words(CommCase, row)
     return f"# {'; '.join(words)}; time = median of the slowest rank"
 
 

@@ -33,7 +33,7 @@ from stepmark.workloads import workload_files, workload_show
 _IN_WORKLOAD = (
     *("begin", "end", "step", "factor", "model", "mbs", "seq_len", "message", "dtype", "redop"),
     *("root", "pair", "partners", "bidirectional", "imbalance", "matrix"),
-    *("ranks", "group_split"),
+    *("ranks", "group_split", "placement"),
 )
 _PRINT_RANKS = 8  # of --print without --nproc
 _GPUS_PER_PROCESS = 8  # more ranks are started by mpirun
@@ -53,7 +53,15 @@ def plan(
     if world_size < 2:
         allowed = "at least 2 ranks, because a single one sends nothing"
         raise ConfigError("nproc", world_size, allowed)
-    return placed(_cases(options), comm_plan.shared(options, device, world_size, world_size))
+    originals = list(_cases(options))
+    base = comm_plan.shared(options, device, world_size, world_size)
+    cases, notes = list[CommCase](), list[str]()
+    for setting in comm_plan.settings(base, options):
+        own_cases, own_notes = placed(originals, setting)
+        for operator in comm_plan.concurrent_compute(options, device):
+            cases += (replace(case, beside=operator) for case in own_cases)
+        notes += own_notes
+    return cases, list(dict.fromkeys(notes))
 
 
 def placed(originals: Iterable[CommCase], base: CommCase) -> tuple[list[CommCase], list[str]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from stepmark import __version__
+from stepmark.cases.comm_case import SETTINGS
 from stepmark.cases.record import RunInfo
 from stepmark.collectives.comm_remarks import remarks, setting_line
 from stepmark.ground.dtypes import DType
@@ -32,10 +33,7 @@ _TEST_NAMES = {
 }
 
 # A block has a header of its own, and a table for each value of TABLE.
-_BLOCK = (
-    *("collective", "num_ranks", "world_size", "split", "mode", "aligned", "api", "backend"),
-    *("device", "calls_per_group", "spread", "skew_s", "max_ctas", "beside"),
-)
+_BLOCK = ("collective", *SETTINGS)
 TABLE = ("dtype", "redop", "root", "pair")
 PLACEMENTS = ("out-of-place", "in-place")
 NA_HALF = f"  {'N/A':>7}  {'N/A':>6}  {'N/A':>6}  {'N/A':>6}"

@@ -12,7 +12,7 @@ from datetime import datetime
 from statistics import fmean
 
 from stepmark import __version__
-from stepmark.cases.comm_case import CommCase
+from stepmark.cases.comm_case import SETTINGS, CommCase
 from stepmark.cases.record import Record, RunInfo
 from stepmark.collectives.nccl_tests import (
     PLACEMENTS,
@@ -60,9 +60,7 @@ def json_document(
             _result(halves)
             for group in grouped(rows, ("collective",))
             for table in grouped(group, TABLE)
-            for same in grouped(
-                table, ("num_ranks", "mode", "api", "split", "beside", "max_ctas")
-            )
+            for same in grouped(table, SETTINGS)
             for halves in lines_of(same)
         ],
         "out_of_bounds": {

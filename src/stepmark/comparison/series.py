@@ -13,10 +13,11 @@ from dataclasses import dataclass
 
 from stepmark.cases.case import OpCase, Rate
 from stepmark.cases.comm_case import CommCase
-from stepmark.cases.record import Measured, Record, RunInfo, is_busy
+from stepmark.cases.fields import Role, compared, declared
+from stepmark.cases.record import AnyCase, Measured, Record, RunInfo, is_busy
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import DataParallel, Recompute
+from stepmark.cases.training import DataParallel
 from stepmark.comparison.comparison import Fields, Series, Side
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.stats import slowest_per_sample
@@ -24,12 +25,8 @@ from stepmark.ground.units import format_bytes
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
 
-# Fields of a training case that are taken as they are.
-_TRAIN_VALUES = (
-    *("compile_mode", "grad_sync", "attention", "loss_chunks", "cuda_graph", "clip", "reshard"),
-    *("prefetch", "blocks_per_group", "reduce_dtype", "bucket_mb", "async_tp", "pp_schedule"),
-    *("pp_microbatches", "data", "workers", "backend", "scale", "lr", "seed"),
-)
+Value = str | int | float | bool | None
+Key = tuple[tuple[str, Value], ...]
 
 
 def context(info: RunInfo) -> dict[str, str]:
@@ -108,7 +105,7 @@ def _of_records(records: Sequence[Measured]) -> Series:
         )
     if isinstance(case, CommCase):
         return Series(
-            fields=_comm_fields(case, method),
+            fields=_fields(case, method),
             size_bytes=case.message_bytes,
             launches=launches,
             busbw_factor=case.busbw_factor or None,
@@ -116,10 +113,8 @@ def _of_records(records: Sequence[Measured]) -> Series:
             busy=busy,
         )
     if isinstance(case, ReplayCase):
-        kept = ("family", "digest", "num_ranks", "compute", "blocking")
-        fields = {name: getattr(case, name) for name in kept}
-        more = {"method": method, "device_type": case.device}
-        return Series(fields={**fields, **more}, launches=launches, starts=starts, busy=busy)
+        fields = _fields(case, method)
+        return Series(fields=fields, launches=launches, starts=starts, busy=busy)
     soaks = [record.samples.soak_s for record in records if not record.samples.warmup_calls]
     return Series(
         fields=_op_fields(case, method),
@@ -150,86 +145,45 @@ def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[floa
     ) or tuple(slowest_per_sample(seconds))
 
 
+def _fields(case: AnyCase, method: str) -> dict[str, Value]:
+    more = {"method": method, "device_type": case.device}
+    return {"family": case.family, **compared(case), **more}
+
+
 def _train_fields(case: TrainCase, method: str) -> Fields:
     """Leave out the dtype: precisions are techniques, which may be compared."""
-    some, every = case.recompute_blocks
-    blocks = f" {some}/{every}" if case.recompute is Recompute.BLOCKS else ""
     sharded = case.data_parallel is DataParallel.FSDP
     return {
-        "family": case.family,
+        **_fields(case, method),
         "model": case.model.name,
         "num_ranks": case.num_ranks,
-        "mbs": case.mbs,
         "seq_len": case.model.seq_len,
-        "schedule": case.schedule.value,
-        "grad_accum": case.grad_accum,
-        "method": method,
         "strategy": case.strategy,
         # The strategy names all other axes.
         "dp_replicate": case.parallel.dp_replicate if sharded else None,
-        "precision": case.precision.value,
-        "fp8": case.fp8.value,
-        "fp8_head": case.fp8_head,
-        "fp8_all_gather": case.fp8_all_gather,
-        "compile": case.compile.value,
-        "recompute": case.recompute.value + blocks,
-        **{name: getattr(case, name) for name in _TRAIN_VALUES},
-        "device_type": case.device,
-    }
-
-
-def _comm_fields(case: CommCase, method: str) -> Fields:
-    return {
-        "family": case.collective.value,
-        "dtype": case.dtype.value,
-        "redop": case.redop.value,
-        "root": case.root,
-        "placement": "in-place" if case.in_place else "out-of-place",
-        "num_ranks": case.num_ranks,
-        "world_size": case.world_size,
-        "method": method,
-        "api": case.api.value,
-        "backend": case.backend,
-        "calls_per_group": case.calls_per_group,
-        "split": case.split,
-        "pair": f"{case.pair[0]}-{case.pair[1]}" if case.pair else "",
-        "spread": case.spread,
-        "skew_s": case.skew_s,
-        "max_ctas": case.max_ctas,
-        "beside": case.beside,
-        "matrix": None if case.matrix is None else str(hash(case.matrix)),
-        "device_type": case.device,
     }
 
 
 def _op_fields(case: OpCase, method: str) -> Fields:
-    op = dataclasses.asdict(case.op)
     plain = {
         name: value if isinstance(value, str | int | float | bool | None) else str(value)
-        for name, value in op.items()
+        for name, value in dataclasses.asdict(case.op).items()
     }
-    return {
-        "family": case.family,
-        "shape": case.op.shape_text,
-        **plain,
-        "dtype": case.dtype.value,
-        "phase": str(plain.get("phase", "")),
-        "backend": case.backend,
-        "rate_kind": case.rate.value,
-        "num_ranks": case.num_ranks,
-        "scale": case.scale,
-        "method": method,
-        "clock": case.clock.value,
-        "device_type": case.device,
-    }
+    named = {"shape": case.op.shape_text, "dtype": case.dtype.value}
+    return {**_fields(case, method), **plain, **named, "phase": str(plain.get("phase", ""))}
 
 
 # Fields whose difference makes figures incomparable, unless --allow or --force is given.
-STRICT = (
-    *("method", "rate_kind", "num_ranks", "world_size", "dtype", "placement"),
-    *("skew_s", "beside"),
-    # The tokens of a training step.
-    *("mbs", "seq_len", "schedule", "grad_accum"),
+STRICT = tuple(
+    dict.fromkeys(
+        ["method", "num_ranks", "seq_len", "dtype"]
+        + [
+            field.name
+            for case in (OpCase, CommCase, TrainCase, ReplayCase)
+            for field in declared(case)
+            if field.role is Role.STRICT
+        ]
+    )
 )
 # Fields that always name a line: they are no settings.
 NAMING = ("family", "shape", "label", "model", "phase", "pair")
@@ -237,9 +191,6 @@ NAMING = ("family", "shape", "label", "model", "phase", "pair")
 _NOTED = (*STRICT, *NAMING, "redop", "root", "api")
 # Sizes of other numbers of ranks, rounded to whole parts, are still the same size.
 SAME_SIZE = 0.01
-
-Value = str | int | float | bool | None
-Key = tuple[tuple[str, Value], ...]
 
 
 def named_apart(groups: Sequence[Sequence[Side]]) -> list[tuple[Side, ...]]:

@@ -238,7 +238,7 @@ def _train_options(options: PredictOptions, base: Path | None) -> TrainOptions:
 def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainCase:
     """Return the case of these options. Raises ConfigError for none or several."""
     if options.gbs is not None:
-        train = replace(train, grad_accum=None)
+        train = _without("grad_accum", train)
     read_models(",".join(train.model_names))  # a wrong name goes before a missing --nproc
     world_size = here.num_ranks(train.nproc, train_plan.default_nproc(train, here.device))
     case = train_plan.only_case(train, here.device, world_size)
@@ -249,10 +249,12 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
         allowed = f"a multiple of --mbs x data ranks ({per_micro_step})"
         raise ConfigError("gbs", options.gbs, allowed)
     count = options.gbs // per_micro_step
-    if options.grad_accum not in (None, count):
-        allowed = f"--mbs x data ranks ({per_micro_step}) x --grad-accum ({options.grad_accum})"
+    grad_accum = given_options(options).get("grad_accum", count)
+    if grad_accum != count:
+        allowed = f"--mbs x data ranks ({per_micro_step}) x --grad-accum ({grad_accum})"
         raise ConfigError("gbs", options.gbs, allowed)
-    return train_plan.only_case(replace(train, grad_accum=count), here.device, world_size)
+    changed: dict[str, Any] = {"grad_accum": count}
+    return train_plan.only_case(replace(train, **changed), here.device, world_size)
 
 
 def _options_of_run(base: Path, given: PredictOptions) -> dict[str, Any]:

@@ -7,8 +7,9 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, get_args
 
+from stepmark.cases.fields import CaseField, Shown, declared
 from stepmark.ground.units import GB, format_bytes, format_time
 
 T = TypeVar("T")
@@ -168,6 +169,38 @@ def named(names: Iterable[str]) -> list[Column[Row]]:
 
 def _unit_of(name: str) -> Unit:
     return next((unit for end, unit in _ENDS.items() if name.endswith(end)), NUMBER)
+
+
+_SHOWN_IN = {Shown.FILES: frozenset[View](), Shown.PAGE: PAGE, Shown.TABLES: SHOWN}
+
+
+def case_columns(case: type, of: Callable[[T], object]) -> tuple[Column[T], ...]:
+    """Return the columns of the fields that a class of cases declares. of: the case of a T."""
+    return tuple(
+        Column(
+            field.name,
+            _reader(field, of),
+            _unit_of_field(field),
+            field.heading,
+            _SHOWN_IN[field.shown],
+            field.leaves,
+        )
+        for field in declared(case)
+        if field.shown is not None
+    )
+
+
+def _reader(field: CaseField, of: Callable[[T], object]) -> Callable[[T], object]:
+    return lambda item: field.value(of(item))
+
+
+def _unit_of_field(field: CaseField) -> Unit:
+    kinds = {field.kind, *get_args(field.kind)}  # of `int | None`
+    if field.cell or not kinds & {bool, int, float}:
+        return TEXT
+    if bool in kinds:
+        return FLAG
+    return COUNT if int in kinds else _unit_of(field.name)
 
 
 def rows_of(columns: Sequence[Column[T]], outcomes: Iterable[T]) -> list[Row]:

@@ -11,6 +11,8 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from stepmark.cases.comm_case import SETTINGS, CommCase
+from stepmark.cases.fields import in_words
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.ground.units import GB
 from stepmark.model.collectives import collective_named
@@ -20,16 +22,13 @@ from stepmark.text_tables.printed_figures import parse_integer, parse_number
 Row = Mapping[str, str]
 _NEEDED = {"family", "dtype", "case_id", "run_id", "time_s"}
 # Equal in all rows of a table of collectives.
-_SAME_IN_TABLE = (
-    *("num_ranks", "world_size", "mode", "api", "backend", "device", "split", "pair", "beside"),
-    *("aligned", "spread", "skew_s", "max_ctas", "calls_per_group", "method"),
-)
+_SAME_IN_TABLE = (*SETTINGS, "pair", "method")
 # The columns that name an operator.
 _OPERATOR_LABEL = (
     *("model", "role", "pass", "shape", "layout", "scale", "dtype", "backend", "device"),
     "rate",
 )
-_TITLE = ("mode", "api", "backend", "split", "pair", "beside", "max_ctas")
+_TITLE = ("mode", "api", "backend", "pair")
 
 _RCCL_NEEDED = {"collective", "size", "type", "inplace", "time", "busbw"}
 _RCCL_JSON_NEEDED = {"name", "size", "type", "inplace", "time", "busbw"}
@@ -97,6 +96,7 @@ def _collective_table(rows: Sequence[tuple[int, Row]], file: str) -> Table:
     first = rows[0][1]
     num_ranks = parse_integer(first.get("num_ranks", ""))
     words = [first[name] for name in _TITLE if first.get(name)]
+    words += in_words(CommCase, {name: _value(first.get(name, "")) for name in SETTINGS})
     readings = (_collective_reading(number, row) for number, row in rows)
     return Table(
         file=file,
@@ -111,6 +111,14 @@ def _collective_table(rows: Sequence[tuple[int, Row]], file: str) -> Table:
         method=first.get("method", ""),
         readings=tuple(reading for reading in readings if reading),
     )
+
+
+def _value(text: str) -> object:
+    """Return a cell as the row had it."""
+    if text in ("True", "False"):
+        return text == "True"
+    whole = parse_integer(text)
+    return (parse_number(text) if whole is None else whole) or text or None
 
 
 def _collective_reading(number: int, row: Row) -> Reading | None:

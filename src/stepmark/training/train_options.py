@@ -2,18 +2,11 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from stepmark.cases.training import (
-    CompileScope,
-    DataParallel,
-    Fp8,
-    GradSync,
-    Precision,
-    Recompute,
-    Schedule,
-)
-from stepmark.ground.dtypes import DType, parse_dtype
+from stepmark.cases.fields import option_values, with_fields
+from stepmark.cases.train_case import Count, TrainCase
+from stepmark.cases.training import CompileScope, DataParallel, Fp8, Recompute, Schedule
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.option_groups import MICRO_BATCH, Axes, MeasureOptions, ModelChoice, Ranks
 from stepmark.ground.options import (
@@ -26,9 +19,6 @@ from stepmark.ground.options import (
     one_of,
     words_of,
 )
-
-if TYPE_CHECKING:  # --help is faster without it
-    from stepmark.cases.train_case import TrainCase
 
 STRATEGIES = ("single", "ddp", "fsdp", "tp", "pp", "cp")
 Blocks = tuple[Recompute, tuple[int, int]]  # with BLOCKS: q of every p blocks
@@ -71,23 +61,12 @@ def show_blocks(value: Blocks) -> str:
     return "selective" if recompute is Recompute.OPS else recompute.value
 
 
-_REDUCE = (DType.FP32, DType.BF16)
 Checkpointing = Annotated[
     Blocks, Reader(read=_read_blocks, show=show_blocks, metavar="none|full|selective|Q/P")
 ]
 Frequency = Annotated[Blocks, Reader(read=_read_frequency, show=_show_frequency, metavar="Q/P")]
-ReduceDType = Annotated[
-    DType,
-    Reader(read=lambda text, field: parse_dtype(text, field, _REDUCE), metavar="fp32|bf16"),
-]
 Strategies = Annotated[tuple[str, ...], comma_list(words_of(*STRATEGIES))]
 Schedules = Annotated[tuple[Schedule, ...], comma_list(one_of(Schedule))]
-CompileMode = Annotated[
-    str, words_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
-]
-AttentionBackend = Annotated[str, words_of("auto", "cudnn", "flash", "efficient", "math")]
-Count = Annotated[int, between(1, 65536)]
-Groups = Annotated[int, between(1, 1024)]
 Times = Annotated[int, between(1, 10**6)]
 
 
@@ -123,6 +102,7 @@ class Parallelism:
 
 
 @group
+@with_fields(TrainCase)
 class Batch:
     """Data."""
 
@@ -135,53 +115,23 @@ class Batch:
         default=False,
     )
     text_file: str | None = flag("text to train on", metavar="PATH", rare=True)
-    workers: Annotated[int, between(0, 256)] | None = flag(
-        "processes of the data loader [2 on accelerators, 0 on a CPU]",
-        "--workers",
-        "--n-workers",
-        "--n_workers",
-        rare=True,
-    )
-    seed: Annotated[int, between(0, 2**31 - 1)] | None = flag(
-        "seed of weights and data [0]", rare=True
-    )
 
 
 @group
+@with_fields(TrainCase)
 class OptimizerStep:
     """Optimizer step."""
 
     schedule: Schedules | None = flag(
         "one sample: with optimizer, or micro: it runs every Nth [step]"
     )
-    grad_accum: Count | None = flag(
-        "micro-steps per optimizer step [1; 8 with --schedule micro]",
-        "--grad-accum",
-        "--grad-acc-steps",
-        "--grad_acc_steps",
-    )
-    grad_sync: GradSync | None = flag("micro-steps that reduce gradients [every]", rare=True)
-    lr: Annotated[float, between(1e-12, 1e12)] | None = flag(
-        "learning rate of AdamW [0.0003]", rare=True
-    )
-    clip: Annotated[float, between(0.0, 1e6)] | None = flag(
-        "gradient norm to clip to; 0 = no clipping [1]", rare=True
-    )
 
 
 @group
+@with_fields(TrainCase)
 class Numbers:
     """Precision."""
 
-    precision: Precision | None = flag(
-        "amp: fp32 weights, autocast to bf16; master: bf16 weights, whose fp32 copies the "
-        "optimizer updates [amp; fp32 on a CPU]"
-    )
-    reduce_dtype: ReduceDType | None = flag(
-        "type in which data ranks reduce gradients [bf16 for fsdp with amp and for bf16 "
-        "weights, else fp32]",
-        rare=True,
-    )
     fp8: bool = flag("linear layers in FP8", "--fp8", "--use-fp8", "--use_fp8", default=False)
     fp8_recipe: Annotated[str, words_of("tensorwise", "rowwise", "te")] | None = flag(
         "of torchao, or te: TransformerEngine's [tensorwise]", rare=True
@@ -197,6 +147,7 @@ class Numbers:
 
 
 @group
+@with_fields(TrainCase)
 class Techniques:
     """Techniques."""
 
@@ -215,45 +166,13 @@ class Techniques:
     compile_scope: Annotated[str, words_of("block", "model")] | None = flag(
         "what one graph is of [block]", rare=True
     )
-    compile_mode: CompileMode | None = flag(
-        "default, reduce-overhead, max-autotune, max-autotune-no-cudagraphs [default]",
-        "--compile-mode",
-        "--compile_mode",
-        rare=True,
-    )
     compile_fallback: bool = flag("run eagerly where compiling fails", default=False, rare=True)
-    attention: AttentionBackend | None = flag("backend of attention [auto]", rare=True)
-    loss_chunks: Count | None = flag(
-        "head and loss in this many parts of the tokens [1]", rare=True
-    )
-    cuda_graph: bool = flag(
-        "single: the whole step as one CUDA graph", default=False, rare=True
-    )
 
 
 @group
+@with_fields(TrainCase)
 class Sharding:
     """Settings of one strategy."""
-
-    reshard: str | None = flag(
-        "fsdp, after forward: yes, no, or a number of ranks [yes]", rare=True
-    )
-    prefetch: Groups | None = flag("fsdp: groups gathered ahead [1]", rare=True)
-    blocks_per_group: Groups | None = flag("fsdp: blocks gathered together [1]", rare=True)
-    bucket_mb: Annotated[int, between(1, 2**20)] | None = flag(
-        "ddp: MB of gradients per bucket [25]", rare=True
-    )
-    async_tp: bool = flag(
-        "tp with --compile: overlap parts of a product with their communication",
-        default=False,
-        rare=True,
-    )
-    pp_schedule: Annotated[str, words_of("1f1b", "interleaved")] | None = flag(
-        "schedule of the pipeline [1f1b]", rare=True
-    )
-    pp_microbatches: Annotated[int, between(0, 65536)] | None = flag(
-        "micro-batches into which a pipeline divides --mbs [the number of stages]", rare=True
-    )
 
 
 @group
@@ -312,25 +231,9 @@ class CalibrateOptions(CaseOptions, MeasureOptions):
     """stepmark calibrate."""
 
 
-# Options that are the case's field of the same name; those of _ALWAYS have defaults that
-# depend on the device or on other options.
-_ALWAYS = ("precision", "grad_accum", "reduce_dtype", "workers")
-SAME_IN_CASE = (
-    *_ALWAYS,
-    *("grad_sync", "compile_mode", "attention", "loss_chunks", "lr", "clip", "reshard"),
-    *("prefetch", "blocks_per_group", "bucket_mb", "pp_schedule", "pp_microbatches", "seed"),
-    *("cuda_graph", "async_tp", "scale", "num_layers"),
-)
-
-
-def options_of(case: "TrainCase") -> TrainOptions:
+def options_of(case: TrainCase) -> TrainOptions:
     """Return the options that measure this case alone."""
-    defaults = {field.name: field.default for field in dataclasses.fields(case)}
-    values: dict[str, Any] = {
-        name: getattr(case, name)
-        for name in SAME_IN_CASE
-        if name in _ALWAYS or getattr(case, name) != defaults[name]
-    }
+    values = option_values(case)
     axes = case.parallel
     # Only FSDP has copies by choice: elsewhere they are all data ranks.
     copies = ("dp_replicate",) if case.data_parallel is DataParallel.FSDP else ()
@@ -358,6 +261,8 @@ def options_of(case: "TrainCase") -> TrainOptions:
         mbs=(case.mbs,),
         seq_len=case.model.seq_len,
         schedule=(case.schedule,),
+        scale=case.scale or None,
+        num_layers=case.num_layers,
         fp8_head=case.fp8_head or None,
         device=case.device,
         **values,

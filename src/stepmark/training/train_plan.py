@@ -8,12 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from stepmark.cases.fields import given_values
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import (
     CompileScope,
     DataParallel,
     Fp8,
-    GradSync,
     Precision,
     Recompute,
     Schedule,
@@ -27,7 +27,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step.tree import stage_of_case
 from stepmark.step_memory import memory
 from stepmark.training import train_refusals
-from stepmark.training.train_options import SAME_IN_CASE, TrainOptions, options_of
+from stepmark.training.train_options import TrainOptions, options_of
 from stepmark.workloads.models import read_models
 
 # Micro-batches that --find-batch tries, until one is too large.
@@ -119,8 +119,9 @@ def _batches(options: TrainOptions, parallel: ParallelConfig) -> list[int]:
         return sorted(set(options.mbs))
     unit = 1
     if parallel.pp > 1:  # a pipeline divides a micro-batch into parts
-        stages = parallel.pp * (2 if options.pp_schedule == "interleaved" else 1)
-        unit = options.pp_microbatches or stages
+        (values,) = given_values(TrainCase, options)
+        stages = parallel.pp * (2 if values.get("pp_schedule") == "interleaved" else 1)
+        unit = values.get("pp_microbatches") or stages
     return [unit * count for count in _BATCHES] if options.find_batch else [unit]
 
 
@@ -135,20 +136,21 @@ def _techniques(
     on_gpu = device == "cuda"
     fp8 = Fp8(options.fp8_recipe or Fp8.TENSORWISE) if options.fp8 else Fp8.NONE
     precision = Precision.AMP if on_gpu or options.fp8 else Precision.FP32
-    precision = options.precision or precision
+    (values,) = given_values(TrainCase, options)
+    precision = values.get("precision", precision)
     # As llm-train-bench: bf16 for FSDP, fp32 for DDP of fp32 weights.
     is_low = precision in (Precision.BF16, Precision.MASTER)
     is_low = is_low or (precision is Precision.AMP and strategy == "fsdp")
     gathers_fp8 = strategy == "fsdp" and fp8 is Fp8.TENSORWISE
     recompute, blocks = options.ac or options.sac_freq or (Recompute.NONE, (1, 1))
     scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
-    values = {name: getattr(options, name) for name in SAME_IN_CASE}
     return {
-        "grad_sync": GradSync.EVERY,
         "grad_accum": 1 if schedule is Schedule.STEP else 8,
         "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
         "workers": 2 if on_gpu else 0,
-        **{name: value for name, value in values.items() if value is not None},
+        "scale": options.scale or "",
+        "num_layers": options.num_layers,
+        **values,
         "precision": precision,
         "fp8": fp8,
         "fp8_head": bool(options.fp8_head),

@@ -3,8 +3,9 @@
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
+from stepmark.cases.fields import check_needs
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Fp8, Precision, Recompute
 from stepmark.ground.errors import ConfigError
@@ -23,15 +24,6 @@ _NEEDS_SWITCH = {
     "compile_mode": "compile",
     "compile_fallback": "compile",
     "profile_ranks": "profile",
-}
-# Option -> the cases in which it has an effect.
-_FSDP = (lambda case: case.data_parallel is DataParallel.FSDP, "--strategy fsdp")
-_PIPELINE = (lambda case: case.parallel.pp > 1, "pipeline stages (--pp)")
-_NEEDS: dict[str, tuple[Callable[[TrainCase], bool], str]] = {
-    **dict.fromkeys(("reshard", "prefetch", "blocks_per_group"), _FSDP),
-    **dict.fromkeys(("pp_schedule", "pp_microbatches"), _PIPELINE),
-    "bucket_mb": (lambda case: case.data_parallel is DataParallel.DDP, "--strategy ddp"),
-    "async_tp": (lambda case: case.parallel.tp > 1, "tensor parallelism (--tp)"),
 }
 
 
@@ -74,9 +66,7 @@ def check(case: TrainCase, options: TrainOptions) -> None:
 
     Raises ConfigError for the first problem.
     """
-    for name, (is_met, needed) in _NEEDS.items():
-        if not is_met(case):
-            _refuse(options, name, f"only with {needed}")
+    check_needs(case, options)
     case.parallel.check(case.model)
     rules = (_axes, _pipeline, _checkpointing, _numbers, _fp8, _data_parallel, _graphs)
     for field, value, allowed in itertools.chain(*(rule(case) for rule in rules)):

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -34,20 +34,14 @@ REDOPS = {
 class TorchCommunicator:
     """A new process group: nothing of an earlier one is reused."""
 
-    def __init__(
-        self,
-        ranks: Ranks,
-        communicators: Sequence[tuple[int, ...]],
-        backend: str,
-        max_ctas: int | None,
-    ) -> None:
+    def __init__(self, ranks: Ranks, case: CommCase) -> None:
         """Make the groups; every rank of the world calls it, member or not."""
         self._device = ranks.device
         self._group: dist.ProcessGroup | None = None
         self._members: tuple[int, ...] = ()  # world ranks
-        for members in communicators:
+        for members in case.communicators:
             group = dist.new_group(
-                list(members), backend=backend, pg_options=_options(backend, max_ctas)
+                list(members), backend=case.backend, pg_options=_options(case)
             )
             if ranks.rank in members:
                 self._group, self._members = group, members
@@ -139,12 +133,12 @@ def _redop(case: CommCase) -> Any:
     return REDOPS[case.redop]
 
 
-def _options(backend: str, max_ctas: int | None) -> Any:
-    if backend != "nccl" or max_ctas is None:
+def _options(case: CommCase) -> Any:
+    if case.backend != "nccl" or case.max_ctas is None:
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.config.min_ctas = 1
-    options.config.max_ctas = max_ctas
+    options.config.max_ctas = case.max_ctas
     return options
 
 
@@ -198,10 +192,12 @@ class Communicators:
         return case.api, case.backend, tuple(case.communicators), case.max_ctas
 
     def _make(self, case: CommCase) -> Communicator | None:
-        ranks, groups = self._ranks, case.communicators
+        ranks = self._ranks
         if case.api is not Api.NCCL:
-            return TorchCommunicator(ranks, groups, case.backend, case.max_ctas)
-        members = next((members for members in groups if ranks.rank in members), None)
+            return TorchCommunicator(ranks, case)
+        members = next(
+            (members for members in case.communicators if ranks.rank in members), None
+        )
         if members is None:
             ranks.gather(None)  # matches the gather in `share` on the members
             return None
