@@ -141,6 +141,18 @@ def test_cases_on_the_ranks_there_are(run: Program) -> None:
     assert any("comm p2p -b 4K -e 4K --dtype bf16 " in line for line in lines)
 
 
+def test_settings_of_all_cases(run: Program) -> None:
+    Path("w.json").write_bytes(run.made(f"{TINY} --framework ddp --world-size 2").out)
+    fixed = "--from-workload w.json --nproc 2 --dry-run"
+    plain = run(f"{fixed} --device cpu", verb="comm").text.splitlines()
+    beside = run(f"{fixed} --device cpu --overlap-with gemm:64", verb="comm").text.splitlines()
+    assert len(beside) == 2 * len(plain)
+    assert sum("--overlap-with gemm:64" in line for line in beside) == len(plain)
+    limited = run(f"{fixed} --device h200 --max-ctas 1,4", verb="comm").text.splitlines()
+    for ctas in ("1", "4"):
+        assert sum(f"--max-ctas {ctas} " in line for line in limited) == len(plain)
+
+
 @pytest.mark.parametrize(
     ("line", "word"),
     [
@@ -149,6 +161,7 @@ def test_cases_on_the_ranks_there_are(run: Program) -> None:
         ("--from-workload w.json --model llama-3.1-8b --print nccl-tests", "model"),
         ("--from-workload w.json -d bf16 --print nccl-tests", "-d"),
         ("--from-workload w.json -n 0 --print nccl-tests", "-n"),
+        ("--from-workload w.json --placement in --device cpu --nproc 2 --dry-run", "placement"),
         ("all_to_all --from-workload w.json --print nccl-tests", "all_to_all"),
         ("nonsense --from-workload w.json --print nccl-tests", "nonsense"),
         ("all_reduce --print nccl-tests --nproc 1", "nproc"),
