@@ -188,7 +188,7 @@ def _read_only(path: Path, inputs: Inputs, *, has_other: bool) -> bool:
     is_log = bool(facts.processes or (facts.versions and not has_other)) or facts.has_failed
     is_log |= any(state.waits_in is not None for state in facts.progress)
     has_end = bool(facts.endings) and not has_other
-    return is_log or bool(facts.unfinished or facts.after_ends) or has_end
+    return is_log or bool(facts.stopped or facts.after_ends) or has_end
 
 
 def kinds_of(path: Path) -> set[str]:

@@ -46,7 +46,6 @@ from stepmark.job_logs.log_summary import print_tables
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.row_tables import LEAD
-from stepmark.text_tables.stopped_outputs import StoppedOutput
 from stepmark.text_tables.validate import validate
 
 _OF_MESSAGES = tuple(field.name for field in fields(MessageView))
@@ -405,7 +404,7 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
             file.check()
     by_file = {path: file.tables for path, file in files.items()}
     stops = [
-        _stopped(path, stop, is_ended=options.ended)
+        stop.finding(str(path))
         for path, file in files.items()
         if path not in inputs.paths[LOG]
         for stop in file.stopped
@@ -427,20 +426,9 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
             for table, judged in zip(found, judgements, strict=True)
         ),
         judgements=judgements,
-        stops=tuple(stops),
+        stops=as_ended(stops) if options.ended else tuple(stops),
         num_left_out=sum(is_output_name(path) for path, _ in inputs.unknown),
         without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
-    )
-
-
-def _stopped(path: Path, stop: StoppedOutput, *, is_ended: bool) -> Finding:
-    """Return that a benchmark's output ends before its last row."""
-    text = f"The output of {stop.tool} {stop.text}: it hung or failed there"
-    return Finding(
-        rule="table-incomplete",
-        severity=Severity.PROBLEM if is_ended else Severity.WARNING,
-        text=f"{text}, or the output was cut{'' if is_ended else ', or it still ran'}.",
-        evidence=(Evidence(file=str(path), line=stop.last_line, text=stop.parameters),),
     )
 
 

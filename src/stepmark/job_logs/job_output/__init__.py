@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from stepmark.findings.finding import Evidence
+from stepmark.findings.finding import Evidence, Finding
 from stepmark.findings.log_facts import (
     AbsentRank,
     Failure,
     GroupProgress,
     Role,
-    UnfinishedTable,
 )
 from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
 from stepmark.job_logs.endings import DOUBTFUL, MORE_WORK, NOT_ENDED, ending_of
@@ -29,15 +28,15 @@ from stepmark.job_logs.failures import (
 from stepmark.job_logs.failures import (
     TIMEOUT_ELSEWHERE as ELSEWHERE,
 )
-from stepmark.job_logs.job_output.benchmarks import BenchmarkTables
 from stepmark.job_logs.job_output.exits import ProcessExits
 from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
 from stepmark.job_logs.job_output.watchdog import WatchdogLines
+from stepmark.text_tables.nccl_text import OutputsReader
+from stepmark.text_tables.stopped_outputs import stops_of
 
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
 _MAX_QUIET = 50_000
-_MAX_TABLE_LINES = 200_000
 _DIGITS = b"0123456789"
 _MAX_LINE_BYTES = 64 * 1024
 # They say less than any other failure of their role, even an earlier one.
@@ -168,7 +167,8 @@ class OutputReader:
     failures: dict[tuple[str, int | None, str, str], Failure] = field(default_factory=dict)
     endings: dict[tuple[str, str], Evidence] = field(default_factory=dict)  # the last of each
     _open: dict[str, _Traceback] = field(default_factory=dict)
-    _benchmarks: BenchmarkTables = field(default_factory=BenchmarkTables)
+    stopped: list[Finding] = field(default_factory=list)  # outputs of benchmarks
+    _benchmarks: OutputsReader = field(default_factory=OutputsReader)  # of the current file
     _exits: ProcessExits = field(default_factory=ProcessExits)
     _watchdog: WatchdogLines = field(default_factory=WatchdogLines)
     _ignores_next: bool = False
@@ -192,7 +192,7 @@ class OutputReader:
         """Number of failures, ends and benchmarks without a footer so far."""
         num_lines = self._num_added + self._exits.num_lines + len(self._watchdog.timeouts)
         num_ends = len(self.endings) + len(self.after_ends) + len(self._lists_unfinished)
-        return num_lines + num_ends + len(self._benchmarks.tables)
+        return num_lines + num_ends + len(self.stopped)
 
     @property
     def is_remark_only(self) -> bool:
@@ -202,11 +202,13 @@ class OutputReader:
     def enter_file(self, file: str, index: int) -> None:
         self._file, self._file_index, self._clock = file, index, None
         self._has_end = False
-        self._benchmarks.open = None
+        self._benchmarks = OutputsReader()
         self._exits.block, self._exits.file_index = "", index
 
     def leave_file(self) -> None:
-        """Read the end of a file: a traceback that is open there is cut."""
+        """Read the end of a file: a traceback or a benchmark that is open there is cut."""
+        stops = stops_of(self._benchmarks.result())
+        self.stopped += [stop.finding(self._file) for stop in stops]
         for traceback in self._open.values():
             if traceback.place_evidence is not None and not traceback.is_ignored:
                 self._add(
@@ -233,10 +235,10 @@ class OutputReader:
         ):
             text = printable(line)
             self._void_end(Evidence(file=self._file, line=number, text=text))
-        if not is_inside and self._is_quiet(line):
-            table = self._benchmarks.open
-            if table is not None and len(table.lines) < _MAX_TABLE_LINES:
-                table.lines.append((number, line))
+        is_quiet = not is_inside and self._is_quiet(line)
+        if self._benchmarks.is_inside or (not is_quiet and b"minBytes" in line):
+            self._benchmarks.read(printable(line), number)
+        if is_quiet:
             return
         self._says_why = line.rstrip().endswith(b"Last error:")
         whole = printable(line)
@@ -273,14 +275,14 @@ class OutputReader:
         return is_quiet
 
     def _progress(self, body: str, evidence: Evidence) -> bool:
-        """Read a line of a benchmark's table, or of a job that ended well."""
+        """Read a line of a job that ended well, or of a list of jobs."""
         printed_by = ending_of(body)
         if NOT_ENDED.search(body):
             self._lists_unfinished.add(self._file)
         if printed_by:
             self.endings[self._file, printed_by] = evidence
             self._has_end = True
-        return self._benchmarks.read(body, evidence) or bool(printed_by)
+        return bool(printed_by)
 
     def _traceback(self, body: str, tag: str, rank: int | None, evidence: Evidence) -> bool:
         """Read a line of a traceback; return whether it was one."""
@@ -461,10 +463,6 @@ class OutputReader:
                 place_evidence=place_evidence,
             )
 
-    def unfinished(self) -> tuple[UnfinishedTable, ...]:
-        """Return the benchmarks' tables that lack their footer."""
-        return tuple(table.result() for table in self._benchmarks.tables)
-
     def result(
         self, rank_of: Callable[[str], int | None]
     ) -> tuple[tuple[Failure, ...], tuple[GroupProgress, ...], tuple[AbsentRank, ...]]:
@@ -529,4 +527,4 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
     if reader.num_found and not reader.is_remark_only:
         return True
     has_end = bool(reader.endings) and not has_tables
-    return bool(reader.unfinished() or reader.after_ends) or has_end
+    return bool(reader.stopped or reader.after_ends) or has_end

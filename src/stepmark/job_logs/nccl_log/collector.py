@@ -275,7 +275,7 @@ class Collector:
             progress=progress,
             absent=absent,
             endings=tuple(self.output.endings.values()),
-            unfinished=self.output.unfinished(),
+            stopped=tuple(self.output.stopped),
             after_ends=tuple(self.output.after_ends.values()),
             unread_calls=self.calls.unread,
             rounded_calls=num_rounded,

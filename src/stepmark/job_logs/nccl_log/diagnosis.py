@@ -259,21 +259,9 @@ def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
             yield replace(finding, action=action)
 
 
-def unfinished_tables(facts: LogFacts) -> Iterator[Finding]:
-    """Report a benchmark that stopped after its header or inside its table."""
-    for table in facts.unfinished:
-        if not table.has_header:
-            text, where = "The benchmark stops before its table", "in its start"
-        elif not table.num_rows:
-            text, where = "The table stops after its header", "at the first size"
-        else:
-            of = f" of {table.num_sizes}" if table.num_sizes else ""
-            text, where = f"The table stops after {table.num_rows}{of} sizes", "at the next one"
-        text += ", without its footer" if table.num_rows else ", no size was completed"
-        if not facts.has_failed:
-            text += f": it hung {where}, or still ran, or the output was cut"
-        lines = dict.fromkeys([table.first, table.last])
-        yield finding_of("table-incomplete", Severity.WARNING, f"{text}.", lines)
+def stopped_outputs(facts: LogFacts) -> Iterator[Finding]:
+    """Report benchmarks that stop after their header or inside their table."""
+    yield from facts.stopped
 
 
 def lines_after_ends(facts: LogFacts) -> Iterator[Finding]:
@@ -374,7 +362,7 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     foreign_connections,
     tcp_provider,
     restarts,
-    unfinished_tables,
+    stopped_outputs,
     lines_after_ends,
     cut_lines,
     torn_lines,
