@@ -324,7 +324,7 @@ class Failure:
     action: str
     rank: int | None
     process: str  # host:pid or pid; "" unknown
-    time_s: float | None  # of its day, to order lines of several files
+    time_s: float | None  # of its day or year, to order lines of several files
     file_index: int
     evidence: Evidence
     lines: int = 1
@@ -402,6 +402,8 @@ class LogFacts:
     adapter_speeds: dict[AdapterSpeed, Occurrences] = field(default_factory=dict)
     nic_paths: dict[NicPath, Occurrences] = field(default_factory=dict)
     endings: tuple[Evidence, ...] = ()  # lines by which the job says that it ended well
+    aborted: tuple[Evidence, ...] = ()  # lines of communicators that were aborted
+    has_steps: bool = False  # whether a file has steps of training
     stopped: tuple[Finding, ...] = ()  # outputs of benchmarks that end before their last row
     after_ends: tuple[Evidence, ...] = ()  # the first line after an end that takes it back
     torn: tuple[Evidence, ...] = ()  # first line of each process that only torn lines name

@@ -34,6 +34,7 @@ from stepmark.job_logs.flight_recorder.trace_text import (
 from stepmark.job_logs.inspector import looks_like_inspector, read_inspector
 from stepmark.job_logs.job_output import is_job_output
 from stepmark.job_logs.job_output.lines import has_nccl_line
+from stepmark.job_logs.job_output.steps import UNCERTAIN
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
@@ -163,7 +164,7 @@ def _sort(
             )
         allowed = (
             "an NCCL log, a flight-recorder dump, inspector lines, a table, or output of a job "
-            "that failed"
+            "that trained or failed"
         )
         raise ConfigError("file", path, f"{allowed}; --tables searches it for tables anyway")
     if not kinds:
@@ -186,9 +187,10 @@ def _read_only(path: Path, inputs: Inputs, *, has_other: bool) -> bool:
         return False
     # A report of RAS begins with the version, too.
     is_log = bool(facts.processes or (facts.versions and not has_other)) or facts.has_failed
+    is_log |= any(one.rule == UNCERTAIN for one in facts.failures)
     is_log |= any(state.waits_in is not None for state in facts.progress)
-    has_end = bool(facts.endings) and not has_other
-    return is_log or bool(facts.stopped or facts.after_ends) or has_end
+    is_job = bool(facts.endings or facts.has_steps) and not has_other
+    return is_log or bool(facts.stopped or facts.after_ends) or is_job
 
 
 def kinds_of(path: Path) -> set[str]:

@@ -281,12 +281,6 @@ def sweep_of(facts: OutputFacts) -> Sweep | None:
     )
 
 
-def num_sizes(facts: OutputFacts) -> int | None:
-    """Return the number of sizes of a sweep by the parameter line; None if it is not known."""
-    sweep = sweep_of(facts)
-    return sweep.num_sizes if sweep else None
-
-
 def ranks_per_process(facts: OutputFacts) -> int:
     """Return threads x GPUs per thread by the parameter line, 1 where it is not known."""
     values = {

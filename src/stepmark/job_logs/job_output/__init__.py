@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from stepmark.findings.finding import Evidence, Finding
+from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import (
     AbsentRank,
     Failure,
@@ -30,13 +30,14 @@ from stepmark.job_logs.failures import (
 )
 from stepmark.job_logs.job_output.exits import ProcessExits
 from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
+from stepmark.job_logs.job_output.steps import CAUGHT, STEP_WORDS, UNCERTAIN, TrainingSteps
 from stepmark.job_logs.job_output.watchdog import WatchdogLines
 from stepmark.text_tables.nccl_text import OutputsReader
 from stepmark.text_tables.stopped_outputs import stops_of
 
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
-_MAX_QUIET = 50_000
+_MAX_SHAPES = 50_000
 _DIGITS = b"0123456789"
 _MAX_LINE_BYTES = 64 * 1024
 # They say less than any other failure of their role, even an earlier one.
@@ -47,6 +48,30 @@ GENERAL = frozenset(
 # A scheduler that ends a job sends its processes these signals.
 _ENDS = frozenset({"failure-time-limit", "failure-terminated"})
 _KILLS = frozenset({"failure-killed", "failure-signal", "failure-stopped"})
+RESTARTED, UNKNOWN_ORDER = "restarted", "unknown-order"
+# Findings on failures that are none, or not alone.
+REMARKS: dict[str, tuple[Severity, str]] = {
+    RESTARTED: (Severity.NOTE, "torchrun started its workers again after a failure."),
+    CAUGHT: (
+        Severity.NOTE,
+        "A line looks like a failure; the job printed steps after it and ended well.",
+    ),
+    UNCERTAIN: (
+        Severity.WARNING,
+        "A line looks like a failure, and more steps are printed after it: the job went on, or "
+        "the lines are not in the order of their times.",
+    ),
+    UNKNOWN_ORDER: (
+        Severity.NOTE,
+        "The clocks of the files have no common date and are far apart, as around midnight: "
+        "which failure came first is not known.",
+    ),
+}
+TEARDOWN = "failure-teardown"
+# They say that a process ended, and nothing of why.
+_OF_ENDS = frozenset({"failure-exit", "failure-abort", TEARDOWN})
+# Ends of schedulers are those of a script, which may go on after a program that failed.
+_OF_SCRIPTS = frozenset({"Slurm", "Kubernetes", "LSF", "PBS", "nccl-tests"})
 
 # A line with none of these words states no failure and no end. Plain `in` is faster than one
 # expression.
@@ -85,8 +110,14 @@ _WORDS = (
     *(b"rocess name", b"raining c", b"raining f", b"raining is", b"raining has", b"COMPLETED"),
     *(b"Completed ", b"uccessfully completed", b"uccessfully finished", b"Succeeded"),
     *(b"train_runtime", b"Trainer.fit", b"Avg bus", b"nThread", b"redop", b"oncluded"),
+    *(b"Logging error",),
 )
-_CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
+# With a date of ISO or of glog.
+_CLOCK = re.compile(
+    r"(?:(?:\b\d{4}-|\[[EFWI])(\d\d)-?(\d\d))?[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"
+)
+_DAY_S, _MONTH_DAYS = 86_400, 31
+_FIRST_DATE_S = (_MONTH_DAYS + 1) * _DAY_S
 
 _FRAME = re.compile(r'^[\s|]*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
 _RAISED = re.compile(
@@ -136,8 +167,10 @@ _HANDLED = re.compile(
 # Counters and flags that state that there was none.
 _NONE = re.compile(
     r"OOMKilled\W{1,4}false|\boom_kill\w*[ =:]+0\b"
-    r"|\b(?:0|no) (?:uncorrectable|fatal|errors?\b|fail\w*)(?!:)"
-    r"|(?:[Ee]rrors?|[Ff]ail(?:ed|ures?)|[Ff]atal)(?: count)?\s*[:=]\s*0(?![\dx.])"
+    r"|\b(?:0|no) (?:uncorrectable|fatal|fail\w*|errors?\b)(?!:)"
+    r"|\b(?:0|[Nn]o) (?:NCCL|RCCL|CUDA|HIP) errors?\b(?!:)"
+    r"|(?:[Ee]rrors?|[Ff]ail(?:ed|ures?)|[Ff]atal)(?: count)?\s*[:=]\s*"
+    r"(?:0(?![\dx.])|(?:(?i:none|null|no error|success)|ncclSuccess)[\s.,;)\]}]*$)"
 )
 _UNKNOWN = re.compile(
     r"(?<![\w=\"'-])(?:FATAL|Fatal|fatal)(?: [Ee]rror|:| )|core dumped|^panic: "
@@ -172,7 +205,10 @@ class OutputReader:
     _exits: ProcessExits = field(default_factory=ProcessExits)
     _watchdog: WatchdogLines = field(default_factory=WatchdogLines)
     _ignores_next: bool = False
-    _quiet: set[bytes] = field(default_factory=set)  # lines without any word, less digits
+    # Whether a line without digits has any word, and may state a step.
+    _shapes: dict[bytes, tuple[bool, bool]] = field(default_factory=dict)
+    _steps: dict[int, TrainingSteps] = field(default_factory=dict)  # by file
+    _last_lines: dict[tuple[str, int | None, str, str], int] = field(default_factory=dict)
     _says_why: bool = False  # the next line is NCCL's last error, of any words
     after_ends: dict[str, Evidence] = field(default_factory=dict)  # lines that take an end back
     _num_added: int = 0  # lines that state a failure
@@ -192,7 +228,12 @@ class OutputReader:
         """Number of failures, ends and benchmarks without a footer so far."""
         num_lines = self._num_added + self._exits.num_lines + len(self._watchdog.timeouts)
         num_ends = len(self.endings) + len(self.after_ends) + len(self._lists_unfinished)
-        return num_lines + num_ends + len(self.stopped)
+        return num_lines + num_ends + len(self.stopped) + self.num_trainings
+
+    @property
+    def num_trainings(self) -> int:
+        """Number of files with steps of training."""
+        return sum(steps.is_training for steps in self._steps.values())
 
     @property
     def is_remark_only(self) -> bool:
@@ -203,6 +244,7 @@ class OutputReader:
         self._file, self._file_index, self._clock = file, index, None
         self._has_end = False
         self._benchmarks = OutputsReader()
+        self._steps[index] = TrainingSteps()
         self._exits.block, self._exits.file_index = "", index
 
     def leave_file(self) -> None:
@@ -235,7 +277,10 @@ class OutputReader:
         ):
             text = printable(line)
             self._void_end(Evidence(file=self._file, line=number, text=text))
-        is_quiet = not is_inside and self._is_quiet(line)
+        has_words, may_be_step = self._shape_of(line)
+        is_quiet = not (is_inside or has_words)
+        if may_be_step:
+            self._steps[self._file_index].read(printable(line), number)
         if self._benchmarks.is_inside or (not is_quiet and b"minBytes" in line):
             self._benchmarks.read(printable(line), number)
         if is_quiet:
@@ -245,9 +290,7 @@ class OutputReader:
         rank, tag, body = split_tag(whole)
         evidence = Evidence(file=self._file, line=number, text=whole)
         if clock := _CLOCK.search(whole, 0, 120):
-            hours, minutes, seconds = clock.groups()
-            self._clock = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
-            self._exits.clock = self._clock
+            self._clock = self._exits.clock = _seconds(clock, self._clock)
         if _RESTARTED.search(body):
             self._restart(evidence)
         if self._traceback(body, tag, rank, evidence) or (
@@ -263,16 +306,17 @@ class OutputReader:
         if not is_read or "due to a collective timeout from" in body:
             self._other(body, rank, process, evidence)
 
-    def _is_quiet(self, line: bytes) -> bool:
-        """Return whether a line has no word that matters; digits make no difference to it."""
+    def _shape_of(self, line: bytes) -> tuple[bool, bool]:
+        """Return (has a word that matters, may state a step); digits make no difference."""
         shape = line.translate(None, _DIGITS)
-        if shape in self._quiet:
-            return True
-        # The words have no digit, so they are in the shape of any line that has one.
-        is_quiet = not any(word in shape for word in _WORDS)
-        if is_quiet and len(self._quiet) < _MAX_QUIET:
-            self._quiet.add(shape)
-        return is_quiet
+        known = self._shapes.get(shape)
+        if known is None:
+            # The words have no digit, so they are in the shape of any line that has one.
+            has_words = any(word in shape for word in _WORDS)
+            known = has_words, STEP_WORDS.search(shape) is not None
+            if len(self._shapes) < _MAX_SHAPES:
+                self._shapes[shape] = known
+        return known
 
     def _progress(self, body: str, evidence: Evidence) -> bool:
         """Read a line of a job that ended well, or of a list of jobs."""
@@ -282,6 +326,8 @@ class OutputReader:
         if printed_by:
             self.endings[self._file, printed_by] = evidence
             self._has_end = True
+            if printed_by not in _OF_SCRIPTS:
+                self._steps[self._file_index].end_line = evidence.line
         return bool(printed_by)
 
     def _traceback(self, body: str, tag: str, rank: int | None, evidence: Evidence) -> bool:
@@ -293,7 +339,8 @@ class OutputReader:
         if self._ignores_next and _RAISED.match(body):
             self._ignores_next = False
             return True
-        self._ignores_next = body.startswith("Exception ignored in")
+        # logging prints a traceback of its own calls, and goes on.
+        self._ignores_next = body.startswith(("Exception ignored in", "--- Logging error ---"))
         current = self._open.get(tag)
         if current is None:
             return False
@@ -383,8 +430,7 @@ class OutputReader:
             if failure.file_index == self._file_index:
                 self.failures[key] = replace(failure, role=Role.REMARK)
         self._exits.forget_file()
-        text = "torchrun started its workers again after a failure."
-        self._add("failure-restarted", Role.REMARK, text, "", None, "", evidence)
+        self._add(RESTARTED, Role.REMARK, "", "", None, "", evidence)
 
     def _void_end(self, evidence: Evidence) -> None:
         """Take the ends of a file back: a line after them may state a failure, or more work."""
@@ -418,7 +464,7 @@ class OutputReader:
         elif _TEARDOWN.search(body):
             role = Role.REMARK if _REMARK.search(body) else Role.CONSEQUENCE
             text = "Processes of the job were told to stop, or cleaned up, after a failure."
-            self._add("failure-teardown", role, text, "", None, "", evidence)
+            self._add(TEARDOWN, role, text, "", None, "", evidence)
         elif _RAISED.match(body):
             text, action = "A Python exception was raised.", "Look for its traceback."
             self._add(
@@ -444,6 +490,7 @@ class OutputReader:
     ) -> None:
         self._num_added += 1
         key = (rule, rank, process, f"{role}{detail[:120]}")
+        self._last_lines[key] = evidence.line
         known = self.failures.get(key)
         if known is not None:
             self.failures[key] = replace(known, lines=known.lines + 1)
@@ -469,7 +516,7 @@ class OutputReader:
         """Return all failures in their order; rank_of: of a process, host:pid or pid."""
         failures = [
             replace(one, rank=rank_of(one.process) if one.rank is None else one.rank)
-            for one in self.failures.values()
+            for one in self._without_caught()
         ]
         if self._watchdog.timeouts:  # they say it better
             failures = [one for one in failures if one.rule != ELSEWHERE]
@@ -482,7 +529,7 @@ class OutputReader:
             if key[1] in ("Slurm", "Kubernetes"):
                 del self.endings[key]
         failures += self._exits.failures(rank_of)
-        failures = [_after_end(one, failures) for one in failures]
+        failures = _in_known_order([_after_end(one, failures) for one in failures])
         failures.sort(
             key=lambda one: (
                 one.role,
@@ -494,6 +541,46 @@ class OutputReader:
             )
         )
         return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
+
+
+    def _without_caught(self) -> list[Failure]:
+        """Return the failures; those after which the job went on are remarks.
+
+        Where processes ended and nothing else says why, they may be the cause after all.
+        """
+        rules = {key: self._rule_after(key, one) for key, one in self.failures.items()}
+        rest = [one for key, one in self.failures.items() if not rules[key]]
+        rest += self._exits.failures(lambda process: None)
+        rest = [one for one in rest if one.role < Role.REMARK]
+        has_cause = any(one.role <= Role.WAIT and one.rule not in GENERAL for one in rest)
+        if (rest or self._watchdog.timeouts) and not has_cause:
+            return list(self.failures.values())
+        return [
+            replace(one, role=Role.REMARK, rule=rules[key]) if rules[key] else one
+            for key, one in self.failures.items()
+        ]
+
+    def _rule_after(self, key: tuple[str, int | None, str, str], failure: Failure) -> str:
+        """Return how the job went on after the last line of a failure, "" if it did not."""
+        tag = split_tag(failure.evidence.text)[1]
+        can_be_caught = failure.role in (Role.CAUSE, Role.VAGUE, Role.WAIT, Role.CONSEQUENCE)
+        # torch marks the exceptions that nothing caught with the rank.
+        if not can_be_caught or failure.rule in _OF_ENDS or tag.startswith("rank"):
+            return ""
+        return self._steps[failure.file_index].rule_after(tag, self._last_lines[key])
+
+
+def _in_known_order(failures: list[Failure]) -> list[Failure]:
+    """Return failures of several files without times, where times do not tell their order."""
+    timed = [one for one in failures if one.time_s is not None and one.role < Role.REMARK]
+    times = [one.time_s or 0.0 for one in timed]
+    if len({one.file_index for one in timed}) < 2:
+        return failures
+    spread = max(times) - min(times)
+    if spread < _DAY_S / 2 or (min(times) >= _FIRST_DATE_S and spread < 180 * _DAY_S):
+        return failures
+    remark = replace(timed[0], role=Role.REMARK, rule=UNKNOWN_ORDER)
+    return [*(replace(one, time_s=None) for one in failures), remark]
 
 
 def _after_end(failure: Failure, failures: Sequence[Failure]) -> Failure:
@@ -509,6 +596,17 @@ def _after_end(failure: Failure, failures: Sequence[Failure]) -> Failure:
     return failure
 
 
+def _seconds(clock: re.Match[str], before: float | None) -> float:
+    """Return the time of a line; without a date, of the day next to the line before it."""
+    month, day, hours, minutes, seconds = clock.groups()
+    of_day = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+    if month:
+        # Years are left out, as glog does: dates only order the lines of a job.
+        return (int(month) * _MONTH_DAYS + int(day)) * _DAY_S + of_day
+    num_days = 0 if before is None else round((before - of_day) / _DAY_S)
+    return of_day + num_days * _DAY_S
+
+
 def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
     """Return whether a text file has lines of NCCL, or states a failure or an end.
 
@@ -518,6 +616,7 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
     if is_binary(read_head(path)):
         return False
     reader = OutputReader()
+    reader.enter_file(str(path), 0)
     with open_binary(path) as stream:
         for number, line in enumerate(iter(partial(stream.readline, _MAX_LINE_BYTES), b""), 1):
             reader.read(line, number)
@@ -526,5 +625,5 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
     reader.leave_file()
     if reader.num_found and not reader.is_remark_only:
         return True
-    has_end = bool(reader.endings) and not has_tables
-    return bool(reader.stopped or reader.after_ends) or has_end
+    is_job = bool(reader.endings or reader.num_trainings) and not has_tables
+    return bool(reader.stopped or reader.after_ends) or is_job

@@ -166,6 +166,7 @@ class Collector:
         self.communicators = CommunicatorTable()
         self.calls = Calls()
         self.output = OutputReader()
+        self.aborted: list[Evidence] = []
         self.predictions = PredictionTable()
         self.choices = TuningChoices()
         self.processes: dict[str, Evidence] = {}  # with their first line
@@ -275,6 +276,8 @@ class Collector:
             progress=progress,
             absent=absent,
             endings=tuple(self.output.endings.values()),
+            aborted=tuple(self.aborted),
+            has_steps=self.output.num_trainings > 0,
             stopped=tuple(self.output.stopped),
             after_ends=tuple(self.output.after_ends.values()),
             unread_calls=self.calls.unread,

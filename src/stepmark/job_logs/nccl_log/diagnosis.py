@@ -17,7 +17,9 @@ from stepmark.findings.log_facts import (
     PeerDifference,
 )
 from stepmark.findings.stalls import MISMATCH
+from stepmark.job_logs.answers import ABORTED
 from stepmark.job_logs.failures import FOREIGN, classify
+from stepmark.job_logs.job_output import REMARKS
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import adapter_rules, network_rules, start_rules
 from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LATE, LOOKS_FATAL, linked
@@ -35,7 +37,7 @@ def diagnose(facts: LogFacts, stalls: JobStalls | None = None) -> list[Finding]:
     stalls: why ranks do not go on, where other files of the job were read as well.
     """
     stalls = stalls_of(facts) if stalls is None else stalls
-    findings = [finding for rule in RULES for finding in rule(facts)]
+    findings = [*facts.stopped, *(finding for rule in RULES for finding in rule(facts))]
     findings += map(call_mismatch, stalls.late)
     findings += (call_mismatch(one) for one in facts.mismatches if not one.certain)
     found = linked(facts, findings, [cause.finding() for cause in stalls.causes])
@@ -242,11 +244,24 @@ def foreign_connections(facts: LogFacts) -> Iterator[Finding]:
         yield replace(finding, count=sum(one.lines for one in visits), action=visits[0].action)
 
 
-def restarts(facts: LogFacts) -> Iterator[Finding]:
-    """Report that a launcher started the job again after a failure."""
-    for one in facts.failures:
-        if one.rule == "failure-restarted":
-            yield finding_of("restarted", Severity.NOTE, one.text, [one.evidence])
+def remarks(facts: LogFacts) -> Iterator[Finding]:
+    """Report failures after which the job went on or started again, or of unknown order."""
+    for rule, (severity, text) in REMARKS.items():
+        failures = [one for one in facts.failures if one.rule == rule]
+        if failures:
+            lines = [one.evidence for one in failures]
+            finding = finding_of(rule, severity, text, lines)
+            yield replace(finding, count=sum(one.lines for one in failures))
+
+
+def aborted_communicators(facts: LogFacts) -> Iterator[Finding]:
+    """Report communicators that were aborted: after a failure, or by torch at its end."""
+    if facts.aborted:
+        text = (
+            f"{plural(len(facts.aborted), 'communicator')} aborted (ncclCommAbort): after a "
+            "failure, or at the end of a job by versions of torch that do not destroy them."
+        )
+        yield finding_of(ABORTED, Severity.NOTE, text, facts.aborted)
 
 
 def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
@@ -257,11 +272,6 @@ def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
             action = "Check FI_PROVIDER and that the fabric's devices are in the container."
             finding = finding_of("ofi-tcp", Severity.WARNING, text, [lines])
             yield replace(finding, action=action)
-
-
-def stopped_outputs(facts: LogFacts) -> Iterator[Finding]:
-    """Report benchmarks that stop after their header or inside their table."""
-    yield from facts.stopped
 
 
 def lines_after_ends(facts: LogFacts) -> Iterator[Finding]:
@@ -361,8 +371,8 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     harmless,
     foreign_connections,
     tcp_provider,
-    restarts,
-    stopped_outputs,
+    remarks,
+    aborted_communicators,
     lines_after_ends,
     cut_lines,
     torn_lines,
