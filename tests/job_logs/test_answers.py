@@ -68,8 +68,16 @@ def case_path(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "exit_code", "words"),
     [
-        ("nccl-tests hung at its first size", 1, "The output of nccl-tests stops inside its first row"),
-        ("nccl-tests that ended in its start", 1, "The output of nccl-tests stops before its table"),
+        (
+            "nccl-tests hung at its first size",
+            1,
+            "The output of nccl-tests stops inside its first row",
+        ),
+        (
+            "nccl-tests that ended in its start",
+            1,
+            "The output of nccl-tests stops before its table",
+        ),
         ("one of two ranks destroyed its communicator", 0, "--ended states it"),
         ("a port scan", 0, "--ended states it"),
         ("a benchmark with its footer", 0, "# Collective test concluded"),

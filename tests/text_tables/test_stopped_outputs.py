@@ -1,6 +1,7 @@
 """An output that ends before its last row is found, and none that is complete or copied."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -13,7 +14,8 @@ from stepmark.collectives.peer_formats import json_document
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.job_output import OutputReader
 from stepmark.text_tables import FileTables, read_tables, tables_of
-from stepmark.text_tables.stopped_outputs import stopped_outputs
+from stepmark.text_tables.nccl_text import outputs_of
+from stepmark.text_tables.stopped_outputs import StoppedOutput, stops_of
 
 from .nccl_samples import FAMILIES, HEAD, MODERN_RANK, PARAMETERS, SIZES, modern, row
 from .table_samples import RCCL_NODE, made_up_rows
@@ -27,6 +29,10 @@ def file_tables(text: str) -> FileTables:
         path = Path(folder) / "output"
         path.write_text(text)
         return read_tables(path)
+
+
+def stopped_outputs(lines: Sequence[str]) -> list[StoppedOutput]:
+    return stops_of(outputs_of(lines))
 
 
 def beginning(num_lines: int) -> str:

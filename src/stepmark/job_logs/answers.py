@@ -86,13 +86,13 @@ def answer_of(
             text=f"{text} ({_tally(every)})",
             evidence=problems[0].evidence if problems else (),
         )
-    incomplete = [one for one in findings if one.rule in INCOMPLETE]
+    doubts = {*INCOMPLETE, ABORTED} if is_ended else INCOMPLETE
+    incomplete = [one for one in findings if one.rule in doubts]
     if {one.rule for one in findings} & _NO_END:
         endings = ()
     evidence = tuple(endings[-1:])
     hint = "" if is_ended else " (--ended if it ended)"
-    aborted = [one for one in findings if one.rule == ABORTED and is_ended]
-    is_finished = endings or (is_ended and not aborted)
+    is_finished = endings or (is_ended and not incomplete)
     state = JobState.FINISHED if is_finished else JobState.UNKNOWN
     if endings:
         last = endings[-1]
@@ -103,9 +103,8 @@ def answer_of(
         text, evidence = after[0].text, after[0].evidence
         quote = evidence[0].text.strip()[:_MAX_QUOTED]
         how = f'{text[:1].lower()}{text[1:].rstrip(".")}: "{quote}"'
-    elif incomplete or aborted:
-        first = [*incomplete, *aborted][0]
-        text, evidence = first.text, first.evidence
+    elif incomplete:
+        text, evidence = incomplete[0].text, incomplete[0].evidence
         how = f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     else:
         how = f"no line shows an end, a failure or a hang{hint}"

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from io import StringIO
-from pathlib import Path
 
 from rich.console import Console
 
@@ -13,7 +12,7 @@ from stepmark import text_tables as tables
 from stepmark.collectives.judgement import Judgement, judge, parse_nics
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
-from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.finding import Finding, Severity
 from stepmark.findings.histogram import (
     calls_and_bytes,
     lines,
@@ -43,6 +42,7 @@ from stepmark.job_logs.log_sources import (
     read_sources,
 )
 from stepmark.job_logs.log_summary import print_tables
+from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.row_tables import LEAD
@@ -276,10 +276,8 @@ class LogReport:
     def _left_out(self) -> str:
         if not self.num_left_out:
             return ""
-        plural = "s" if self.num_left_out > 1 else ""
-        return (
-            f"{self.num_left_out} file{plural} without a word of an end or a failure left out"
-        )
+        files = plural(self.num_left_out, "file")
+        return f"{files} without a word of an end or a failure left out"
 
     @property
     def verdicts(self) -> str:

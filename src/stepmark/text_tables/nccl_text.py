@@ -68,11 +68,6 @@ def outputs_of(lines: Sequence[str]) -> list[Output]:
     return reader.result()
 
 
-def _begin(output: Output) -> int:
-    """Return the line of the first row, or of the first fact for want of rows."""
-    return output.rows[0].line if output.rows else output.first_line
-
-
 def _join(first: Output, second: Output) -> None:
     """Add to an output the facts of one that stands mixed with it."""
     second.first_line, second.first_text = first.first_line, first.first_text
@@ -112,8 +107,11 @@ class OutputsReader:
         """Return all outputs, after the last line."""
         for tag in list(self.open):
             self.close(tag)
-        before = (one for group in self.without_rows.values() for one in group)
-        return sorted((*self.closed, *before), key=_begin)
+        # By the first row, or by the first fact for want of rows.
+        return sorted(
+            (*self.closed, *(one for group in self.without_rows.values() for one in group)),
+            key=lambda one: one.rows[0].line if one.rows else one.first_line,
+        )
 
     def output(self, tag: str, number: int) -> Output:
         if tag not in self.open:
@@ -415,7 +413,8 @@ def _num_ranks_stated(facts: OutputFacts) -> tuple[int | None, str, tuple[str, .
         "several processes that did not connect (a build without MPI)",
         f"the lines of {lost} ranks below rank {max(groups)} are missing",
     )
-    per_process = nccl_lines.ranks_per_process(facts)
+    num_threads = nccl_lines.parameters_of(facts).get("nThread", 1)
+    per_process = max(num_threads, 1) * nccl_lines.gpus_per_thread(facts)
     if lost and not of_all:
         return same + lost, f"the line of rank {max(groups)}", notes[1:]
     if lost or (not repeated and len(groups) % per_process):

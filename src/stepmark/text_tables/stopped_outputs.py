@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.units import format_bytes
-from stepmark.text_tables import nccl_lines, nccl_text
+from stepmark.text_tables import nccl_lines
 from stepmark.text_tables.nccl_lines import Row, Sweep
 from stepmark.text_tables.nccl_text import Output
 
@@ -50,7 +50,6 @@ class StoppedOutput:
         torn = ", and the next row is cut" if self.is_row_torn else ""
         return f"stops after {rows} (the last row, line {self.last_line}, has {size}{torn})"
 
-
     def finding(self, file: str) -> Finding:
         """Return that the output ends before its last row, in a job that may still run."""
         text = f"The output of {self.tool} {self.text}"
@@ -62,15 +61,9 @@ class StoppedOutput:
         )
 
 
-def stopped_outputs(lines: Sequence[str]) -> list[StoppedOutput]:
-    """Return the outputs in these lines that end before their last row, in order."""
-    return stops_of(nccl_text.outputs_of(lines))
-
-
 def stops_of(outputs: Iterable[Output]) -> list[StoppedOutput]:
     """Return those of the outputs that end before their last row."""
-    stops = (_stop(output) for output in outputs)
-    return [stop for stop in stops if stop]
+    return [stop for stop in map(_stop, outputs) if stop]
 
 
 def _stop(output: Output) -> StoppedOutput | None:

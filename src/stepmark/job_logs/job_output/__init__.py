@@ -49,27 +49,33 @@ GENERAL = frozenset(
 _ENDS = frozenset({"failure-time-limit", "failure-terminated"})
 _KILLS = frozenset({"failure-killed", "failure-signal", "failure-stopped"})
 RESTARTED, UNKNOWN_ORDER = "restarted", "unknown-order"
-# Findings on failures that are none, or not alone.
-REMARKS: dict[str, tuple[Severity, str]] = {
-    RESTARTED: (Severity.NOTE, "torchrun started its workers again after a failure."),
+# Findings on what looks like a failure and is none; "": the failure's own text.
+REMARKS: dict[str, tuple[str, Severity, str]] = {
+    FOREIGN: ("foreign-connection", Severity.NOTE, ""),
+    RESTARTED: (
+        RESTARTED,
+        Severity.NOTE,
+        "torchrun started its workers again after a failure.",
+    ),
     CAUGHT: (
+        CAUGHT,
         Severity.NOTE,
         "A line looks like a failure; the job printed steps after it and ended well.",
     ),
     UNCERTAIN: (
+        UNCERTAIN,
         Severity.WARNING,
         "A line looks like a failure, and more steps are printed after it: the job went on, or "
         "the lines are not in the order of their times.",
     ),
     UNKNOWN_ORDER: (
+        UNKNOWN_ORDER,
         Severity.NOTE,
         "The clocks of the files have no common date and are far apart, as around midnight: "
         "which failure came first is not known.",
     ),
 }
 TEARDOWN = "failure-teardown"
-# They say that a process ended, and nothing of why.
-_OF_ENDS = frozenset({"failure-exit", "failure-abort", TEARDOWN})
 # Ends of schedulers are those of a script, which may go on after a program that failed.
 _OF_SCRIPTS = frozenset({"Slurm", "Kubernetes", "LSF", "PBS", "nccl-tests"})
 
@@ -114,7 +120,7 @@ _WORDS = (
 )
 # With a date of ISO or of glog.
 _CLOCK = re.compile(
-    r"(?:(?:\b\d{4}-|\[[EFWI])(\d\d)-?(\d\d))?[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"
+    r"(?:\b(?:\d{4}-|[EFWI])(\d\d)-?(\d\d))?[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"
 )
 _DAY_S, _MONTH_DAYS = 86_400, 31
 _FIRST_DATE_S = (_MONTH_DAYS + 1) * _DAY_S
@@ -219,9 +225,10 @@ class OutputReader:
     _file_index: int = 0
 
     @property
-    def num_found(self) -> int:
-        """Number of failures, ends of processes and time-outs so far."""
-        return len(self.failures) + len(self._exits.exits) + len(self._watchdog.timeouts)
+    def has_failed(self) -> bool:
+        """Whether a failure, an end of a process or a time-out was read."""
+        is_stated = any(one.role < Role.REMARK for one in self.failures.values())
+        return is_stated or bool(self._exits.exits or self._watchdog.timeouts)
 
     @property
     def num_notable(self) -> int:
@@ -235,11 +242,6 @@ class OutputReader:
         """Number of files with steps of training."""
         return sum(steps.is_training for steps in self._steps.values())
 
-    @property
-    def is_remark_only(self) -> bool:
-        roles = {one.role for one in self.failures.values()}
-        return roles == {Role.REMARK} and not self._exits.exits and not self._watchdog.timeouts
-
     def enter_file(self, file: str, index: int) -> None:
         self._file, self._file_index, self._clock = file, index, None
         self._has_end = False
@@ -249,8 +251,9 @@ class OutputReader:
 
     def leave_file(self) -> None:
         """Read the end of a file: a traceback or a benchmark that is open there is cut."""
-        stops = stops_of(self._benchmarks.result())
-        self.stopped += [stop.finding(self._file) for stop in stops]
+        self.stopped += [
+            stop.finding(self._file) for stop in stops_of(self._benchmarks.result())
+        ]
         for traceback in self._open.values():
             if traceback.place_evidence is not None and not traceback.is_ignored:
                 self._add(
@@ -312,8 +315,7 @@ class OutputReader:
         known = self._shapes.get(shape)
         if known is None:
             # The words have no digit, so they are in the shape of any line that has one.
-            has_words = any(word in shape for word in _WORDS)
-            known = has_words, STEP_WORDS.search(shape) is not None
+            known = (any(word in shape for word in _WORDS), bool(STEP_WORDS.search(shape)))
             if len(self._shapes) < _MAX_SHAPES:
                 self._shapes[shape] = known
         return known
@@ -525,9 +527,11 @@ class OutputReader:
         failures = [
             one for one in failures if one.rule != PEER_CLOSED or one.process not in visited
         ]
-        for key in [key for key in self.endings if key[0] in self._lists_unfinished]:
-            if key[1] in ("Slurm", "Kubernetes"):
-                del self.endings[key]
+        self.endings = {
+            (file, printed_by): line
+            for (file, printed_by), line in self.endings.items()
+            if file not in self._lists_unfinished or printed_by not in ("Slurm", "Kubernetes")
+        }
         failures += self._exits.failures(rank_of)
         failures = _in_known_order([_after_end(one, failures) for one in failures])
         failures.sort(
@@ -542,18 +546,19 @@ class OutputReader:
         )
         return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
 
-
     def _without_caught(self) -> list[Failure]:
         """Return the failures; those after which the job went on are remarks.
 
         Where processes ended and nothing else says why, they may be the cause after all.
         """
         rules = {key: self._rule_after(key, one) for key, one in self.failures.items()}
-        rest = [one for key, one in self.failures.items() if not rules[key]]
-        rest += self._exits.failures(lambda process: None)
-        rest = [one for one in rest if one.role < Role.REMARK]
+        rest = [
+            *(one for key, one in self.failures.items() if not rules[key]),
+            *self._exits.failures(lambda process: None),
+        ]
         has_cause = any(one.role <= Role.WAIT and one.rule not in GENERAL for one in rest)
-        if (rest or self._watchdog.timeouts) and not has_cause:
+        is_ended = self._watchdog.timeouts or any(one.role < Role.REMARK for one in rest)
+        if is_ended and not has_cause:
             return list(self.failures.values())
         return [
             replace(one, role=Role.REMARK, rule=rules[key]) if rules[key] else one
@@ -565,7 +570,7 @@ class OutputReader:
         tag = split_tag(failure.evidence.text)[1]
         can_be_caught = failure.role in (Role.CAUSE, Role.VAGUE, Role.WAIT, Role.CONSEQUENCE)
         # torch marks the exceptions that nothing caught with the rank.
-        if not can_be_caught or failure.rule in _OF_ENDS or tag.startswith("rank"):
+        if not can_be_caught or failure.rule == TEARDOWN or tag.startswith("rank"):
             return ""
         return self._steps[failure.file_index].rule_after(tag, self._last_lines[key])
 
@@ -573,13 +578,12 @@ class OutputReader:
 def _in_known_order(failures: list[Failure]) -> list[Failure]:
     """Return failures of several files without times, where times do not tell their order."""
     timed = [one for one in failures if one.time_s is not None and one.role < Role.REMARK]
-    times = [one.time_s or 0.0 for one in timed]
-    if len({one.file_index for one in timed}) < 2:
-        return failures
+    times = [one.time_s or 0.0 for one in timed] or [0.0]
     spread = max(times) - min(times)
-    if spread < _DAY_S / 2 or (min(times) >= _FIRST_DATE_S and spread < 180 * _DAY_S):
+    is_clear = spread < _DAY_S / 2 or (min(times) >= _FIRST_DATE_S and spread < 180 * _DAY_S)
+    if is_clear or len({one.file_index for one in timed}) < 2:
         return failures
-    remark = replace(timed[0], role=Role.REMARK, rule=UNKNOWN_ORDER)
+    remark = replace(timed[0], role=Role.REMARK, rule=UNKNOWN_ORDER, action="")
     return [*(replace(one, time_s=None) for one in failures), remark]
 
 
@@ -620,10 +624,8 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
     with open_binary(path) as stream:
         for number, line in enumerate(iter(partial(stream.readline, _MAX_LINE_BYTES), b""), 1):
             reader.read(line, number)
-            if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
+            if has_nccl_line(line) or reader.has_failed:
                 return True
     reader.leave_file()
-    if reader.num_found and not reader.is_remark_only:
-        return True
     is_job = bool(reader.endings or reader.num_trainings) and not has_tables
-    return bool(reader.stopped or reader.after_ends) or is_job
+    return bool(reader.has_failed or reader.stopped or reader.after_ends) or is_job

@@ -18,7 +18,7 @@ from stepmark.findings.log_facts import (
 )
 from stepmark.findings.stalls import MISMATCH
 from stepmark.job_logs.answers import ABORTED
-from stepmark.job_logs.failures import FOREIGN, classify
+from stepmark.job_logs.failures import classify
 from stepmark.job_logs.job_output import REMARKS
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import adapter_rules, network_rules, start_rules
@@ -235,33 +235,27 @@ def _harmless_text(message: str) -> str:
     return next((text for part, text in _HARMLESS if part in message[:160]), "")
 
 
-def foreign_connections(facts: LogFacts) -> Iterator[Finding]:
-    """Report that something else than a rank connected to NCCL: noise by itself."""
-    visits = [one for one in facts.failures if one.rule == FOREIGN]
-    if visits:
-        lines = [one.evidence for one in visits]
-        finding = finding_of("foreign-connection", Severity.NOTE, visits[0].text, lines)
-        yield replace(finding, count=sum(one.lines for one in visits), action=visits[0].action)
-
-
 def remarks(facts: LogFacts) -> Iterator[Finding]:
-    """Report failures after which the job went on or started again, or of unknown order."""
-    for rule, (severity, text) in REMARKS.items():
+    """Report what looks like a failure and is none, and failures of unknown order."""
+    for rule, (name, severity, text) in REMARKS.items():
         failures = [one for one in facts.failures if one.rule == rule]
         if failures:
             lines = [one.evidence for one in failures]
-            finding = finding_of(rule, severity, text, lines)
-            yield replace(finding, count=sum(one.lines for one in failures))
+            finding = finding_of(name, severity, text or failures[0].text, lines)
+            count = sum(one.lines for one in failures)
+            yield replace(finding, count=count, action=failures[0].action)
 
 
 def aborted_communicators(facts: LogFacts) -> Iterator[Finding]:
     """Report communicators that were aborted: after a failure, or by torch at its end."""
     if facts.aborted:
-        text = (
+        yield finding_of(
+            ABORTED,
+            Severity.NOTE,
             f"{plural(len(facts.aborted), 'communicator')} aborted (ncclCommAbort): after a "
-            "failure, or at the end of a job by versions of torch that do not destroy them."
+            "failure, or at the end of a job by versions of torch that do not destroy them.",
+            facts.aborted,
         )
-        yield finding_of(ABORTED, Severity.NOTE, text, facts.aborted)
 
 
 def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
@@ -369,7 +363,6 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     few_channels,
     start_rules.slow_init,
     harmless,
-    foreign_connections,
     tcp_provider,
     remarks,
     aborted_communicators,
