@@ -152,13 +152,15 @@ _TEARDOWN = re.compile(
     r"|dump signal|preparing to dump debug info|First PG on this rank"
     r"|terminate called|Stack trace of the failed collective|what\(\):|ChildFailedError"
     r"|Exception raised from |resource_tracker: There appear|taking the entire process down"
-    r"|^Failures:|FAILED$|CalledProcessError|one or more processes exited|non-zero exit"
+    r"|^Failures:|(?<!State:) FAILED$|CalledProcessError|non-zero exit"
+    r"|one or more processes exited"
     r"|returned a non-zero|Terminating (?:job step|StepId)|signal_name|Signal \d+ \(SIG"
 )
 # Warnings that a healthy job may print as well.
 _REMARK = re.compile(
     r"destroy_process_group\(\) was not called|resource_tracker: There appear|dump signal"
-    r"|preparing to dump debug info|First PG on this rank|what\(\):|FAILED$|^Failures:"
+    r"|preparing to dump debug info|First PG on this rank|what\(\):|^Failures:"
+    r"|(?<!State:) FAILED$"
     r"|Stack trace of the failed|Exception raised from |signal_name|Signal \d+ \(SIG"
 )
 # A logger's level, or words by which a program says that it continues.
