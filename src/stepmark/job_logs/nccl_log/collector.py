@@ -236,7 +236,6 @@ class Collector:
             if handle.process not in torn and not _is_cut(handle, whole)
         ]
         processes = tuple(name for name in self.processes if name not in torn)
-        hosts = dict.fromkeys(name.rpartition(":")[0] for name in processes)
         compared = mismatch.compare_sequences(handles, self.calls, files)
         messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
         communicators = communicators_of(handles)
@@ -246,7 +245,7 @@ class Collector:
         return LogFacts(
             files=tuple(str(path) for path in files),
             num_lines=num_lines,
-            hosts=tuple(hosts),
+            hosts=tuple(dict.fromkeys(name.rpartition(":")[0] for name in processes)),
             processes=processes,
             torn=tuple(self.processes[name] for name in self.processes if name in torn),
             torn_lines=sum(lines_of[name] for name in torn),
