@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from stepmark.findings.finding import Severity
+from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.log_options import LogsOptions
 from stepmark.job_logs.log_sources import collect
 from stepmark.job_logs.logs import LogReport, read_report, run
@@ -67,12 +68,24 @@ def case_path(folder: Path, name: str) -> Path:
 @pytest.mark.parametrize(
     ("name", "exit_code", "words"),
     [
-        ("nccl-tests hung at its first size", 1, "The table stops after its header"),
-        ("nccl-tests that ended in its start", 1, "The benchmark stops before its table"),
+        (
+            "nccl-tests hung at its first size",
+            1,
+            "The output of nccl-tests stops inside its first row",
+        ),
+        (
+            "nccl-tests that ended in its start",
+            1,
+            "The output of nccl-tests stops before its table",
+        ),
         ("one of two ranks destroyed its communicator", 0, "--ended states it"),
         ("a port scan", 0, "--ended states it"),
         ("a benchmark with its footer", 0, "# Collective test concluded"),
         ("kubectl describe: OOMKilled", 1, "ran out of memory"),
+        ("steps of torchtitan without an end", 0, "--ended states it"),
+        ("steps after a traceback, and no end", 1, "more steps are printed after it"),
+        ("communicators that were aborted", 3, "2 communicators aborted (ncclCommAbort)"),
+        ("communicators that were aborted after the end of training", 0, "Training completed"),
     ],
 )
 def test_what_is_incomplete_failed_if_the_job_ended(
@@ -179,3 +192,50 @@ def test_a_table_that_stops_is_unknown_and_failed_if_the_job_ended(tmp_path: Pat
         report = read_report(collect([str(path)]), options)
         assert report.exit_code == code
         assert "stops after 1 of 4 sizes" in report.answer.text
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "In step 3 of the recipe the flour is added.\nThen step 4 begins.\n",
+        "The loss of step 3 is high, see chapter 4.\n",
+        "# Training\nRun it for 100 steps.\n1. Step 1: install\n2. Step 2: run\n",
+        "step: 10\nepoch: 3\nloss: mse\n",
+    ],
+)
+def test_a_text_that_no_trainer_printed_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match="output of a job that trained or failed"):
+        collect([str(path)])
+
+
+NO_GPU = "RuntimeError: no CUDA-capable device"
+BAD_ACCESS = "RuntimeError: CUDA error: misaligned address"
+
+
+@pytest.mark.parametrize("is_swapped", [False, True])
+@pytest.mark.parametrize(
+    ("before", "after", "is_known"),
+    [
+        ("[rank0]:[E1231 23:59:58.1 x] {}", "[rank1]:[E1231 23:59:59.1 x] {}", True),
+        ("[rank0]:[E1013 23:59:58.1 x] {}", "[rank1]:[E1014 00:00:03.1 x] {}", True),
+        ("[2026-01-31 23:59:58] {}", "[2026-02-01 00:00:03] {}", True),
+        ("x 01:00:00 {}", "x 02:00:00 {}", True),
+        ("x 23:59:58 {}", "x Error handling 23:59:58\nx 00:00:03 {}", True),
+        ("x 23:59:58 {}", "x 00:00:03 {}", False),
+        ("[rank0]:[E1231 23:59:58.1 x] {}", "[rank1]:[E0101 00:00:03.1 x] {}", False),
+    ],
+)
+def test_midnight_does_not_turn_the_order_of_failures_round(
+    tmp_path: Path, before: str, after: str, is_known: bool, is_swapped: bool
+) -> None:
+    names = ("b.log", "a.log") if is_swapped else ("a.log", "b.log")
+    paths = [tmp_path / name for name in names]
+    paths[0].write_text(before.format(BAD_ACCESS) + "\n")
+    paths[1].write_text(after.format(NO_GPU) + "\n")
+    report = report_of(*sorted(paths))
+    rules = [one.rule for one in report.findings]
+    assert ("unknown-order" in rules) != is_known
+    if is_known:
+        assert rules == ["failure-illegal-access", "failure-no-gpu"]

@@ -1,6 +1,7 @@
 """An output that ends before its last row is found, and none that is complete or copied."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -11,8 +12,10 @@ from tests.collectives.comm_records import comm_run
 
 from stepmark.collectives.peer_formats import json_document
 from stepmark.ground.errors import ConfigError
+from stepmark.job_logs.job_output import OutputReader
 from stepmark.text_tables import FileTables, read_tables, tables_of
-from stepmark.text_tables.stopped_outputs import stopped_outputs
+from stepmark.text_tables.nccl_text import outputs_of
+from stepmark.text_tables.stopped_outputs import StoppedOutput, stops_of
 
 from .nccl_samples import FAMILIES, HEAD, MODERN_RANK, PARAMETERS, SIZES, modern, row
 from .table_samples import RCCL_NODE, made_up_rows
@@ -26,6 +29,10 @@ def file_tables(text: str) -> FileTables:
         path = Path(folder) / "output"
         path.write_text(text)
         return read_tables(path)
+
+
+def stopped_outputs(lines: Sequence[str]) -> list[StoppedOutput]:
+    return stops_of(outputs_of(lines))
 
 
 def beginning(num_lines: int) -> str:
@@ -100,6 +107,31 @@ def test_outputs_printed_at_once_by_processes_without_mpi_do_not_stop() -> None:
     assert stopped_outputs(lines) == []
     (table,) = tables_of("\n".join(lines), "x")
     assert any("without MPI" in note for note in table.notes)
+
+
+@pytest.mark.parametrize("num_processes", [2, 5])
+def test_headers_between_rows_of_other_processes_are_no_stop(num_processes: int) -> None:
+    rows = [row(size, "sum", "-1") for size in SIZES for _ in range(num_processes)]
+    head = HEAD.splitlines()
+    lines = [*[PARAMETERS, *head] * (num_processes - 1), PARAMETERS, rows[0], *head, *rows[1:]]
+    lines += ["# Avg bus bandwidth    : 0"] * num_processes
+    assert stopped_outputs(lines) == []
+    (stop,) = stopped_outputs([PARAMETERS, *head, *lines])  # one process more, without rows
+    assert (stop.first_line, stop.num_rows) == (1, 0)
+
+
+@given(st.integers(3, len(LINES)))
+def test_output_of_a_job_has_the_stops_of_the_whole_text(num_lines: int) -> None:
+    """Lines of the job around it do not matter, nor which words they have."""
+    first = next(place for place, line in enumerate(LINES) if "minBytes" in line)
+    lines = [f"[1,0]<stdout>:{line}" for line in LINES[first : first + num_lines]]
+    lines = ["step 3 loss 2.1", *lines, "Error handling is on, step 4"]
+    reader = OutputReader()
+    reader.enter_file("x", 0)
+    for number, line in enumerate(lines, 1):
+        reader.read(line.encode(), number)
+    reader.leave_file()
+    assert reader.stopped == [stop.finding("x") for stop in stopped_outputs(lines)]
 
 
 def test_a_json_that_was_never_closed_stops() -> None:

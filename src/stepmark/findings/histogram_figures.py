@@ -85,10 +85,9 @@ def _series(row: Row) -> str:
 
 
 def _hover(row: Row) -> str:
-    texts = [
-        text(row, "series"),
-        f"{text(row, 'bin')} ({text(row, 'size_is')})",
-        f"{number(row, 'calls_per_rank') or 0:.6g} calls per rank, {row['calls']} in all",
-        f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per rank",
-    ]
-    return "\n".join(texts)
+    return (
+        f"{text(row, 'series')}\n"
+        f"{text(row, 'bin')} ({text(row, 'size_is')})\n"
+        f"{number(row, 'calls_per_rank') or 0:.6g} calls per rank, {row['calls']} in all\n"
+        f"{format_bytes(number(row, 'bytes_per_rank') or 0)} per rank"
+    )

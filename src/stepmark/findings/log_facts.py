@@ -5,7 +5,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from stepmark.cases.message import Histogram
-from stepmark.findings.finding import Evidence
+from stepmark.findings.finding import Evidence, Finding
 
 # More than any job has: a larger number of ranks was misprinted or mangled.
 MAX_RANKS = 2**24
@@ -324,27 +324,13 @@ class Failure:
     action: str
     rank: int | None
     process: str  # host:pid or pid; "" unknown
-    time_s: float | None  # of its day, to order lines of several files
+    time_s: float | None  # of its day or year, to order lines of several files
     file_index: int
     evidence: Evidence
     lines: int = 1
     detail: str = ""
     place: str = ""
     place_evidence: Evidence | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnfinishedTable:
-    """A table of nccl-tests without its footer, from its first line to its last.
-
-    num_rows: complete ones. num_sizes: by the parameters, None where they do not state it.
-    """
-
-    has_header: bool
-    num_rows: int
-    num_sizes: int | None
-    first: Evidence
-    last: Evidence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -416,7 +402,9 @@ class LogFacts:
     adapter_speeds: dict[AdapterSpeed, Occurrences] = field(default_factory=dict)
     nic_paths: dict[NicPath, Occurrences] = field(default_factory=dict)
     endings: tuple[Evidence, ...] = ()  # lines by which the job says that it ended well
-    unfinished: tuple[UnfinishedTable, ...] = ()
+    aborted: tuple[Evidence, ...] = ()  # lines of communicators that were aborted
+    has_steps: bool = False  # whether a file has steps of training
+    stopped: tuple[Finding, ...] = ()  # outputs of benchmarks that end before their last row
     after_ends: tuple[Evidence, ...] = ()  # the first line after an end that takes it back
     torn: tuple[Evidence, ...] = ()  # first line of each process that only torn lines name
     torn_lines: int = 0  # lines left out for this

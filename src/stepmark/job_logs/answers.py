@@ -33,9 +33,13 @@ class Answer:
 
 
 # Findings of a job that stands still, unless it still ran or its log was cut.
-INCOMPLETE = frozenset({"table-incomplete", "init-incomplete", "behind", "p2p-unpaired"})
+INCOMPLETE = frozenset(
+    {"table-incomplete", "init-incomplete", "behind", "p2p-unpaired", "uncertain-failure"}
+)
+# That a job ended does not say how, where its communicators were aborted.
+ABORTED = "communicators-aborted"
 # With them an end that a line states is not that of everything in the files.
-_NO_END = frozenset({"table-incomplete", "several-jobs", "after-end"})
+_NO_END = frozenset({"table-incomplete", "several-jobs", "after-end", "uncertain-failure"})
 # Findings on what a file lost; every view shows them.
 DAMAGE = frozenset({"torn-lines", "lost-lines", "cut-lines", "rows-missing"})
 # Older versions print "Destroy COMPLETE" of communicators whose process fails later.
@@ -82,15 +86,18 @@ def answer_of(
             text=f"{text} ({_tally(every)})",
             evidence=problems[0].evidence if problems else (),
         )
-    incomplete = [one for one in findings if one.rule in INCOMPLETE]
+    doubts = {*INCOMPLETE, ABORTED} if is_ended else INCOMPLETE
+    incomplete = [one for one in findings if one.rule in doubts]
     if {one.rule for one in findings} & _NO_END:
         endings = ()
     evidence = tuple(endings[-1:])
-    state = JobState.FINISHED if endings or is_ended else JobState.UNKNOWN
+    hint = "" if is_ended else " (--ended if it ended)"
+    is_finished = endings or (is_ended and not incomplete)
+    state = JobState.FINISHED if is_finished else JobState.UNKNOWN
     if endings:
         last = endings[-1]
         how = f'"{last.text.strip()[:_MAX_QUOTED]}" ({last.file}:{last.line})'
-    elif is_ended:
+    elif is_finished:
         how = "--ended states it, and no line states a failure"
     elif after := [one for one in findings if one.rule == "after-end"]:
         text, evidence = after[0].text, after[0].evidence
@@ -98,9 +105,9 @@ def answer_of(
         how = f'{text[:1].lower()}{text[1:].rstrip(".")}: "{quote}"'
     elif incomplete:
         text, evidence = incomplete[0].text, incomplete[0].evidence
-        how = f"{text[:1].lower()}{text[1:].rstrip('.')} (--ended if it ended)"
+        how = f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     else:
-        how = "no line shows an end, a failure or a hang (--ended if it ended)"
+        how = f"no line shows an end, a failure or a hang{hint}"
     parts = filter(None, [f"{state}: {how}", in_tables, summary])
     return Answer(state=state, text=f"{'; '.join(parts)} ({_tally(every)})", evidence=evidence)
 

@@ -34,6 +34,7 @@ from stepmark.job_logs.flight_recorder.trace_text import (
 from stepmark.job_logs.inspector import looks_like_inspector, read_inspector
 from stepmark.job_logs.job_output import is_job_output
 from stepmark.job_logs.job_output.lines import has_nccl_line
+from stepmark.job_logs.job_output.steps import UNCERTAIN
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import looks_like_log, read_log
 from stepmark.job_logs.nccl_log.diagnosis import diagnose
@@ -163,7 +164,7 @@ def _sort(
             )
         allowed = (
             "an NCCL log, a flight-recorder dump, inspector lines, a table, or output of a job "
-            "that failed"
+            "that trained or failed"
         )
         raise ConfigError("file", path, f"{allowed}; --tables searches it for tables anyway")
     if not kinds:
@@ -185,10 +186,11 @@ def _read_only(path: Path, inputs: Inputs, *, has_other: bool) -> bool:
     except ConfigError:
         return False
     # A report of RAS begins with the version, too.
-    is_log = bool(facts.processes or (facts.versions and not has_other)) or facts.has_failed
-    is_log |= any(state.waits_in is not None for state in facts.progress)
-    has_end = bool(facts.endings) and not has_other
-    return is_log or bool(facts.unfinished or facts.after_ends) or has_end
+    has_failed = facts.has_failed or any(one.rule == UNCERTAIN for one in facts.failures)
+    is_stalled = any(state.waits_in is not None for state in facts.progress)
+    is_log = facts.processes or has_failed or is_stalled or facts.stopped or facts.after_ends
+    is_job = facts.versions or facts.endings or facts.has_steps
+    return bool(is_log or (is_job and not has_other))
 
 
 def kinds_of(path: Path) -> set[str]:
@@ -239,7 +241,9 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     """
     paths = inputs.paths
     dumps = read_flight_recorder(paths[FLIGHT]) if paths[FLIGHT] else None
-    traced = [call for path in paths[ANALYSIS] for call in _traced(path)]
+    traced = [
+        call for path in paths[ANALYSIS] for call in read_trace_text(read_text(path), str(path))
+    ]
     facts = None
     if paths[LOG]:
         known = inputs.facts.get(paths[LOG][0]) if num_ranks is None else None
@@ -318,10 +322,6 @@ def _flight_recorder(
         lines=tuple(lines),
         rows=(("ranks", rows),),
     )
-
-
-def _traced(path: Path) -> tuple[TracedCall, ...]:
-    return read_trace_text(read_text(path), str(path))
 
 
 def _analysis(

@@ -1,7 +1,7 @@
 """Facts and findings of a debug log, and tables of a file, as lines and as flat rows."""
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from stepmark.findings.finding import Finding
@@ -15,6 +15,7 @@ from stepmark.findings.log_facts import (
 )
 from stepmark.ground.reading import Table
 from stepmark.ground.units import GB, format_bytes, format_time
+from stepmark.job_logs.nccl_log.network_rules import comma_list, plural
 from stepmark.model.collectives import Collective
 from stepmark.tables.columns import Row
 from stepmark.tables.row_tables import LEAD, print_lines
@@ -31,23 +32,27 @@ def fact_lines(facts: LogFacts) -> list[str]:
 
 
 def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
-    size = f"{facts.num_lines} lines of {_number(len(facts.files), 'file')}"
+    size = f"{facts.num_lines} lines of {plural(len(facts.files), 'file')}"
     if not facts.has_messages:
         yield "output", f"{size}, none of NCCL or RCCL"
         return
-    processes, hosts = _number(len(facts.processes), "process"), len(facts.hosts)
-    yield "log", f"{size}, {processes} on {_number(hosts, 'host')}"
+    processes, hosts = plural(len(facts.processes), "process"), len(facts.hosts)
+    yield "log", f"{size}, {processes} on {plural(hosts, 'host')}"
     if facts.versions:
         names = (f"{what} {value}" for what, value in facts.versions)
         yield "versions", ", ".join(names)
     if facts.networks:
-        yield "network", _counted(facts.networks)
+        networks = (
+            f"{name} ({plural(lines.processes, 'process')})"
+            for name, lines in facts.networks.items()
+        )
+        yield "network", ", ".join(networks)
     for plugin in facts.plugins:
         if plugin.event == "loaded":
             yield "plugin", f"{plugin.kind} {_with_api(plugin)}"
     for role in dict.fromkeys(interface.role for interface in facts.interfaces):
         same = (interface for interface in facts.interfaces if interface.role == role)
-        yield "interface", f"{role}: {_some(dict.fromkeys(map(_address, same)))}"
+        yield "interface", f"{role}: {comma_list(dict.fromkeys(map(_address, same)), _MOST)}"
     for communicator in facts.communicators[:_MOST]:
         yield "group", _communicator(communicator)
     if len(facts.communicators) > _MOST:
@@ -58,28 +63,23 @@ def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
         words = (f"{'' if has else 'not '}available" for has in facts.nvls)
         yield "NVLS", ", ".join(words)
     for (name, value), lines in facts.environment.items():
-        yield "variable", f"{name}={value} ({_number(lines.processes, 'process')})"
+        yield "variable", f"{name}={value} ({plural(lines.processes, 'process')})"
     yield from (("tuning", line) for line in _choices(facts))
     if facts.messages:
         calls = sum(tally.calls for tally in facts.messages.values())
         yield "calls", f"{calls} in {len(facts.messages)} kinds"
 
 
-def _number(count: int, noun: str) -> str:
-    ending = "" if count == 1 else "es" if noun.endswith("s") else "s"
-    return f"{count} {noun}{ending}"
-
-
 def _communicator(communicator: Communicator) -> str:
     words = [communicator.key]
     words += [f"{communicator.num_ranks} ranks"] if communicator.num_ranks else []
-    words += [_number(communicator.num_nodes, "node")] if communicator.num_nodes else []
+    words += [plural(communicator.num_nodes, "node")] if communicator.num_nodes else []
     if communicator.channels:
         counts = communicator.channels
         words.append(f"{counts.coll} coll, {counts.nvls or 0} nvls, {counts.p2p} p2p channels")
     if communicator.rings:
         count = sum(count for _, count in communicator.rings)
-        words.append(f"{count} rings, {_number(len(communicator.rings), 'order')}")
+        words.append(f"{count} rings, {plural(len(communicator.rings), 'order')}")
     times = [member.init.total_s for member in communicator.members if member.init]
     words += [f"started in {format_time(max(times))}"] if times else []
     return ", ".join(words)
@@ -87,7 +87,7 @@ def _communicator(communicator: Communicator) -> str:
 
 def _transport(kind: str, ways: Sequence[Transport]) -> str:
     channels = sum(way.channels for way in ways)
-    text = f"{kind}: {_number(channels, 'connection')}, {_number(len(ways), 'pair')} of ranks"
+    text = f"{kind}: {plural(channels, 'connection')}, {plural(len(ways), 'pair')} of ranks"
     where = {True: "inside hosts", False: "between hosts", None: "hosts unknown"}
     sides = Counter({where[way.same_host]: 0 for way in ways})
     for way in ways:
@@ -110,17 +110,6 @@ def _choices(facts: LogFacts) -> Iterator[str]:
         )
     if len(facts.choices) > _MOST:
         yield f"and {len(facts.choices) - _MOST} more"
-
-
-def _counted(table: Mapping[str, Occurrences]) -> str:
-    return ", ".join(
-        f"{name} ({_number(lines.processes, 'process')})" for name, lines in table.items()
-    )
-
-
-def _some(words: Collection[str]) -> str:
-    more = f" and {len(words) - _MOST} more" if len(words) > _MOST else ""
-    return ", ".join(list(words)[:_MOST]) + more
 
 
 def fact_rows(facts: LogFacts) -> list[Row]:

@@ -5,7 +5,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from io import StringIO
-from pathlib import Path
 
 from rich.console import Console
 
@@ -13,7 +12,7 @@ from stepmark import text_tables as tables
 from stepmark.collectives.judgement import Judgement, judge, parse_nics
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
-from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.finding import Finding, Severity
 from stepmark.findings.histogram import (
     calls_and_bytes,
     lines,
@@ -43,10 +42,10 @@ from stepmark.job_logs.log_sources import (
     read_sources,
 )
 from stepmark.job_logs.log_summary import print_tables
+from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.row_tables import LEAD
-from stepmark.text_tables.stopped_outputs import StoppedOutput
 from stepmark.text_tables.validate import validate
 
 _OF_MESSAGES = tuple(field.name for field in fields(MessageView))
@@ -277,10 +276,8 @@ class LogReport:
     def _left_out(self) -> str:
         if not self.num_left_out:
             return ""
-        plural = "s" if self.num_left_out > 1 else ""
-        return (
-            f"{self.num_left_out} file{plural} without a word of an end or a failure left out"
-        )
+        files = plural(self.num_left_out, "file")
+        return f"{files} without a word of an end or a failure left out"
 
     @property
     def verdicts(self) -> str:
@@ -405,7 +402,7 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
             file.check()
     by_file = {path: file.tables for path, file in files.items()}
     stops = [
-        _stopped(path, stop, is_ended=options.ended)
+        stop.finding(str(path))
         for path, file in files.items()
         if path not in inputs.paths[LOG]
         for stop in file.stopped
@@ -427,20 +424,9 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
             for table, judged in zip(found, judgements, strict=True)
         ),
         judgements=judgements,
-        stops=tuple(stops),
+        stops=as_ended(stops) if options.ended else tuple(stops),
         num_left_out=sum(is_output_name(path) for path, _ in inputs.unknown),
         without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
-    )
-
-
-def _stopped(path: Path, stop: StoppedOutput, *, is_ended: bool) -> Finding:
-    """Return that a benchmark's output ends before its last row."""
-    text = f"The output of {stop.tool} {stop.text}: it hung or failed there"
-    return Finding(
-        rule="table-incomplete",
-        severity=Severity.PROBLEM if is_ended else Severity.WARNING,
-        text=f"{text}, or the output was cut{'' if is_ended else ', or it still ran'}.",
-        evidence=(Evidence(file=str(path), line=stop.last_line, text=stop.parameters),),
     )
 
 

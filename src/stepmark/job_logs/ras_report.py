@@ -242,7 +242,16 @@ class _TextReader:
         elif match := _SUBJECT.search(line):
             self._begin_statement(match, evidence)
         elif match := _ROW.search(line):
-            self.report.groups.append(_row(match, evidence))
+            row = RasGroup(
+                number=int(match[1]),
+                num_communicators=int(match[2]),
+                size=int(match[3]),
+                num_ranks=int(match[4]),
+                status=match[5],
+                errors=() if match[6] == "OK" else tuple(match[6].split(",")),
+                evidence=evidence,
+            )
+            self.report.groups.append(row)
         elif self.side and (match := _PROCESS.search(line)):
             process = RasProcess(pid=int(match[1]), node=match[2], gpus=match[3] or "")
             self.side.processes.append(process)
@@ -316,18 +325,6 @@ class _TextReader:
             for row in self.report.groups
             for error in row.errors
         )
-
-
-def _row(match: re.Match[str], evidence: Evidence) -> RasGroup:
-    return RasGroup(
-        number=int(match[1]),
-        num_communicators=int(match[2]),
-        size=int(match[3]),
-        num_ranks=int(match[4]),
-        status=match[5],
-        errors=() if match[6] == "OK" else tuple(match[6].split(",")),
-        evidence=evidence,
-    )
 
 
 def _fill_ranks(statement: RasStatement, absent: Sequence[RasSide], computes: bool) -> bool:

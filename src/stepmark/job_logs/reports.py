@@ -16,12 +16,17 @@ TRACE_TEXT = "analysis of the dumps"
 _MOVING = (
     "Counts of a job that runs differ for a moment: a second report shows whether they move"
 )
+_WAITS = (TraceProblem.MISSING_RANKS, TraceProblem.UNDECIDED, TraceProblem.NO_ERROR)
 _PROCESS_ACTION = "Look at this process and its node: its own output, dmesg, the GPU (Xid)."
 
 
 def shown_by_analyzer(traced: Sequence[TracedCall]) -> tuple[WaitGraph, list[Disagreement]]:
     """Return what torch's analyzer shows: who waits for whom, and calls that differ."""
-    calls = [_traced_call(one) for one in traced if _is_wait(one)]
+    calls = [
+        _traced_call(one)
+        for one in traced
+        if one.problem in _WAITS and one.sequence is not None
+    ]
     fronts: dict[int, list[Call]] = {}
     for call in sorted(calls, key=lambda call: call.number or 0):
         for rank in call.waiting:
@@ -31,11 +36,6 @@ def shown_by_analyzer(traced: Sequence[TracedCall]) -> tuple[WaitGraph, list[Dis
     find_behind(fronts)
     found = [found for one in traced for found in _traced_mismatches(one)]
     return WaitGraph(fronts=fronts), found
-
-
-def _is_wait(one: TracedCall) -> bool:
-    kinds = (TraceProblem.MISSING_RANKS, TraceProblem.UNDECIDED, TraceProblem.NO_ERROR)
-    return one.problem in kinds and one.sequence is not None
 
 
 def _label(one: TracedCall) -> str:

@@ -250,7 +250,7 @@ def method_of(facts: OutputFacts, tool: str) -> str:
     """
     if tool == "stepmark":
         return f"stepmark {facts.mode}" if facts.mode else ""
-    values = {m["key"]: int(m["value"]) for m in _NUMBERS.finditer(facts.parameters)}
+    values = parameters_of(facts)
     if "graph" not in values:
         return ""
     words = ["graph"] if values["graph"] else []
@@ -281,26 +281,17 @@ def sweep_of(facts: OutputFacts) -> Sweep | None:
     )
 
 
-def num_sizes(facts: OutputFacts) -> int | None:
-    """Return the number of sizes of a sweep by the parameter line; None if it is not known."""
-    sweep = sweep_of(facts)
-    return sweep.num_sizes if sweep else None
-
-
-def ranks_per_process(facts: OutputFacts) -> int:
-    """Return threads x GPUs per thread by the parameter line, 1 where it is not known."""
-    values = {
-        m["key"].rstrip("s"): int(m["value"]) for m in _NUMBERS.finditer(facts.parameters)
+def parameters_of(facts: OutputFacts) -> dict[str, int]:
+    """Return numbers of the parameter line by name, also nThread and nGpu."""
+    return {
+        m["key"].removesuffix("s") if m["key"][0] == "n" else m["key"]: int(m["value"])
+        for m in _NUMBERS.finditer(facts.parameters)
     }
-    return max(values.get("nThread", 1) * values.get("nGpu", 1), 1)
 
 
 def gpus_per_thread(facts: OutputFacts) -> int:
     """Return nGpus of the parameter line, 1 where it is not known."""
-    values = {
-        m["key"].rstrip("s"): int(m["value"]) for m in _NUMBERS.finditer(facts.parameters)
-    }
-    return max(values.get("nGpu", 1), 1)
+    return max(parameters_of(facts).get("nGpu", 1), 1)
 
 
 def _blocking_level(how: str) -> int:

@@ -50,7 +50,8 @@ def unusual_columns(facts: OutputFacts, rows: Sequence[Row]) -> list[str]:
 
 def rows_of_sweep(rows: Sequence[Row], cycles: Sequence[int], facts: OutputFacts) -> list[str]:
     """Return a note if sweeps have fewer or more rows than the parameters ask for."""
-    num_sizes = nccl_lines.num_sizes(facts)
+    sweep = nccl_lines.sweep_of(facts)
+    num_sizes = sweep.num_sizes if sweep else None
     if not num_sizes or facts.tool == "stepmark":
         return []
     sweeps: dict[tuple[str, ...], list[tuple[int, int]]] = {}

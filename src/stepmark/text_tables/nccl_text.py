@@ -44,6 +44,7 @@ class Output:
     """One output, as far as it has been read."""
 
     first_line: int
+    first_text: str
     facts: OutputFacts = field(default_factory=OutputFacts)
     rows: list[Row] = field(default_factory=list)
     collective: str = ""  # of the command above
@@ -61,23 +62,15 @@ class Output:
 
 def outputs_of(lines: Sequence[str]) -> list[Output]:
     """Return all outputs, in order: also those that stop before their first row."""
-    reader = _Reader()
+    reader = OutputsReader()
     for number, line in enumerate(lines, 1):
         reader.read(line, number)
-    for tag in list(reader.open):
-        reader.close(tag)
-    outputs = (*reader.closed, *reader.without_rows.values())
-    return sorted(outputs, key=_begin)
-
-
-def _begin(output: Output) -> int:
-    """Return the line of the first row, or of the first fact for want of rows."""
-    return output.rows[0].line if output.rows else output.first_line
+    return reader.result()
 
 
 def _join(first: Output, second: Output) -> None:
     """Add to an output the facts of one that stands mixed with it."""
-    second.first_line = first.first_line
+    second.first_line, second.first_text = first.first_line, first.first_text
     second.num_parameter_lines += first.num_parameter_lines
     second.facts.ranks = first.facts.ranks + second.facts.ranks
     second.facts.version = second.facts.version or first.facts.version
@@ -85,26 +78,44 @@ def _join(first: Output, second: Output) -> None:
     second.facts.collective = second.facts.collective or first.facts.collective
 
 
-def _repeats_rows(output: Output) -> bool:
-    """Return whether rows of one kind and size stand more than once."""
+def _num_repeats(output: Output) -> int:
+    """Return how often rows of one kind and size stand at most."""
     counts = Counter((row.size, *row.kind) for row in output.rows)
-    return max(counts.values(), default=0) > 1
+    return max(counts.values(), default=0)
 
 
 @dataclass(slots=True)
-class _Reader:
-    """Collects outputs from lines; one open output per launcher tag."""
+class OutputsReader:
+    """Collects outputs from lines, in order; one open output per launcher tag."""
 
     open: dict[str, Output] = field(default_factory=dict)
-    without_rows: dict[str, Output] = field(default_factory=dict)  # the one before, by tag
+    # Those directly before the open one, by tag.
+    without_rows: dict[str, list[Output]] = field(default_factory=dict)
     closed: list[Output] = field(default_factory=list)
     collective: str = ""  # of a command whose output did not begin yet
     command_line: int = 0
     incomplete: dict[str, int] = field(default_factory=dict)  # tag: last line of its row
 
+    _line: str = ""  # that is being read
+
+    @property
+    def is_inside(self) -> bool:
+        """Return whether an output began and has no footer yet."""
+        return any(not output.facts.is_complete for output in self.open.values())
+
+    def result(self) -> list[Output]:
+        """Return all outputs, after the last line."""
+        for tag in list(self.open):
+            self.close(tag)
+        # By the first row, or by the first fact for want of rows.
+        return sorted(
+            (*self.closed, *(one for group in self.without_rows.values() for one in group)),
+            key=lambda one: one.rows[0].line if one.rows else one.first_line,
+        )
+
     def output(self, tag: str, number: int) -> Output:
         if tag not in self.open:
-            self.open[tag] = Output(number)
+            self.open[tag] = Output(number, self._line)
         return self.open[tag]
 
     def output_without_rows(self, tag: str, number: int) -> Output:
@@ -113,22 +124,31 @@ class _Reader:
             self.close(tag)
         return self.output(tag, number)
 
+    def output_without_header(self, tag: str, number: int) -> Output:
+        """Begin another output if the current one has rows below headings.
+
+        Rows between parameters and headings are of another process, which runs without MPI.
+        """
+        output = self.output(tag, number)
+        if output.facts.parameters and not output.header_line:
+            return output
+        return self.output_without_rows(tag, number)
+
     def close(self, tag: str) -> None:
         self.incomplete.pop(tag, None)
         output = self.open.pop(tag, None)
         if output is None:
             return
-        before = self.without_rows.pop(tag, None)
-        if before and _repeats_rows(output):
-            _join(before, output)
-        elif before:
-            self.closed.append(before)
         if output.rows:
-            self.closed.append(output)
+            before = self.without_rows.pop(tag, [])
+            for _ in range(min(_num_repeats(output) - 1, len(before))):
+                _join(before.pop(), output)
+            self.closed += [*before, output]
         elif output.facts.parameters or output.header_line:
-            self.without_rows[tag] = output
+            self.without_rows.setdefault(tag, []).append(output)
 
     def read(self, line: str, number: int) -> None:
+        self._line = line
         if _ROW_START.match(line) and (row := nccl_lines.parse_row(line, number)):
             self._add(row, "")
         elif _TYPED_ROW.search(line):
@@ -190,9 +210,9 @@ class _Reader:
             output.num_parameter_lines += "nThread" in line
             nccl_lines.add_facts(output.facts, line)
         elif placements := nccl_lines.placements_of(line):
-            self.output_without_rows(tag, number).facts.placements = placements
+            self.output_without_header(tag, number).facts.placements = placements
         elif columns := nccl_lines.columns_of(line):
-            output = self.output_without_rows(tag, number)
+            output = self.output_without_header(tag, number)
             layout = nccl_lines.header_layout(columns)
             output.facts.columns, output.stated_width = columns, layout.width if layout else 0
             output.header_line = output.header_line or number
@@ -393,7 +413,8 @@ def _num_ranks_stated(facts: OutputFacts) -> tuple[int | None, str, tuple[str, .
         "several processes that did not connect (a build without MPI)",
         f"the lines of {lost} ranks below rank {max(groups)} are missing",
     )
-    per_process = nccl_lines.ranks_per_process(facts)
+    num_threads = nccl_lines.parameters_of(facts).get("nThread", 1)
+    per_process = max(num_threads, 1) * nccl_lines.gpus_per_thread(facts)
     if lost and not of_all:
         return same + lost, f"the line of rank {max(groups)}", notes[1:]
     if lost or (not repeated and len(groups) % per_process):

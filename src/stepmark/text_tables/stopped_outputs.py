@@ -8,8 +8,9 @@ and footer, such as a copied table, says nothing of its end.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.ground.units import format_bytes
-from stepmark.text_tables import nccl_lines, nccl_text
+from stepmark.text_tables import nccl_lines
 from stepmark.text_tables.nccl_lines import Row, Sweep
 from stepmark.text_tables.nccl_text import Output
 
@@ -21,6 +22,7 @@ class StoppedOutput:
     tool: str
     collective: str = ""  # "" unknown
     first_line: int  # of the file, from 1
+    first_text: str = ""  # of that line
     header_line: int | None  # of the column headings; None: it stops before them
     last_line: int  # of its last complete row, else of a torn one, of its header, its beginning
     parameters: str = ""  # the parameter line, or ""
@@ -48,16 +50,20 @@ class StoppedOutput:
         torn = ", and the next row is cut" if self.is_row_torn else ""
         return f"stops after {rows} (the last row, line {self.last_line}, has {size}{torn})"
 
-
-def stopped_outputs(lines: Sequence[str]) -> list[StoppedOutput]:
-    """Return the outputs in these lines that end before their last row, in order."""
-    return stops_of(nccl_text.outputs_of(lines))
+    def finding(self, file: str) -> Finding:
+        """Return that the output ends before its last row, in a job that may still run."""
+        text = f"The output of {self.tool} {self.text}"
+        return Finding(
+            rule="table-incomplete",
+            severity=Severity.WARNING,
+            text=f"{text}; it hung or failed there, or still ran, or the output was cut.",
+            evidence=(Evidence(file=file, line=self.first_line, text=self.first_text),),
+        )
 
 
 def stops_of(outputs: Iterable[Output]) -> list[StoppedOutput]:
     """Return those of the outputs that end before their last row."""
-    stops = (_stop(output) for output in outputs)
-    return [stop for stop in stops if stop]
+    return [stop for stop in map(_stop, outputs) if stop]
 
 
 def _stop(output: Output) -> StoppedOutput | None:
@@ -81,6 +87,7 @@ def _stop(output: Output) -> StoppedOutput | None:
         tool=nccl_lines.tool_of(facts, ""),
         collective=facts.collective or output.collective,
         first_line=output.first_line,
+        first_text=output.first_text,
         header_line=output.header_line or None,
         last_line=last_row[0].last_line if last_row else last_line,
         parameters=facts.parameters,

@@ -61,7 +61,9 @@ def _differs(by_rank: dict[int, Step], shared: GroupDumps) -> tuple[Sides, str] 
     by_call: dict[tuple[object, ...], list[int]] = {}
     for rank, step in by_rank.items():
         if all(None not in (op.inputs, op.outputs) for op in step):
-            by_call.setdefault(_signature(step), []).append(rank)
+            # What must agree on all ranks, without what may differ by rank.
+            signature = tuple(_agreed(op) for op in step if not op.is_marker)
+            by_call.setdefault(signature, []).append(rank)
     if len(by_call) > 1:
         return sorted(map(tuple, by_call.values()), key=len), ""
     parts = {rank: step[0] for rank, step in by_rank.items() if len(step) == 1}
@@ -107,11 +109,6 @@ def _exchange(parts: dict[int, Operation], shared: GroupDumps) -> tuple[Sides, s
         return None
     sizes = f"; the ranks send {totals[0]} elements in all and receive {totals[1]}"
     return [(rank,) for rank in ranks], sizes
-
-
-def _signature(step: Step) -> tuple[object, ...]:
-    """Return what must agree on all ranks, without what may differ by rank."""
-    return tuple(_agreed(op) for op in step if not op.is_marker)
 
 
 def _agreed(op: Operation) -> tuple[object, ...]:

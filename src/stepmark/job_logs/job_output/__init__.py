@@ -9,13 +9,12 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from stepmark.findings.finding import Evidence
+from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import (
     AbsentRank,
     Failure,
     GroupProgress,
     Role,
-    UnfinishedTable,
 )
 from stepmark.ground.read_text import is_binary, open_binary, printable, read_head
 from stepmark.job_logs.endings import DOUBTFUL, MORE_WORK, NOT_ENDED, ending_of
@@ -29,15 +28,16 @@ from stepmark.job_logs.failures import (
 from stepmark.job_logs.failures import (
     TIMEOUT_ELSEWHERE as ELSEWHERE,
 )
-from stepmark.job_logs.job_output.benchmarks import BenchmarkTables
 from stepmark.job_logs.job_output.exits import ProcessExits
 from stepmark.job_logs.job_output.lines import has_nccl_line, split_tag
+from stepmark.job_logs.job_output.steps import CAUGHT, STEP_WORDS, UNCERTAIN, TrainingSteps
 from stepmark.job_logs.job_output.watchdog import WatchdogLines
+from stepmark.text_tables.nccl_text import OutputsReader
+from stepmark.text_tables.stopped_outputs import stops_of
 
 _MAX_FAILURES = 2000
 _MAX_FRAMES = 2000
-_MAX_QUIET = 50_000
-_MAX_TABLE_LINES = 200_000
+_MAX_SHAPES = 50_000
 _DIGITS = b"0123456789"
 _MAX_LINE_BYTES = 64 * 1024
 # They say less than any other failure of their role, even an earlier one.
@@ -48,6 +48,36 @@ GENERAL = frozenset(
 # A scheduler that ends a job sends its processes these signals.
 _ENDS = frozenset({"failure-time-limit", "failure-terminated"})
 _KILLS = frozenset({"failure-killed", "failure-signal", "failure-stopped"})
+RESTARTED, UNKNOWN_ORDER = "restarted", "unknown-order"
+# Findings on what looks like a failure and is none; "": the failure's own text.
+REMARKS: dict[str, tuple[str, Severity, str]] = {
+    FOREIGN: ("foreign-connection", Severity.NOTE, ""),
+    RESTARTED: (
+        RESTARTED,
+        Severity.NOTE,
+        "torchrun started its workers again after a failure.",
+    ),
+    CAUGHT: (
+        CAUGHT,
+        Severity.NOTE,
+        "A line looks like a failure; the job printed steps after it and ended well.",
+    ),
+    UNCERTAIN: (
+        UNCERTAIN,
+        Severity.WARNING,
+        "A line looks like a failure, and more steps are printed after it: the job went on, or "
+        "the lines are not in the order of their times.",
+    ),
+    UNKNOWN_ORDER: (
+        UNKNOWN_ORDER,
+        Severity.NOTE,
+        "The clocks of the files have no common date and are far apart, as around midnight: "
+        "which failure came first is not known.",
+    ),
+}
+TEARDOWN = "failure-teardown"
+# Ends of schedulers are those of a script, which may go on after a program that failed.
+_OF_SCRIPTS = frozenset({"Slurm", "Kubernetes", "LSF", "PBS", "nccl-tests"})
 
 # A line with none of these words states no failure and no end. Plain `in` is faster than one
 # expression.
@@ -86,8 +116,14 @@ _WORDS = (
     *(b"rocess name", b"raining c", b"raining f", b"raining is", b"raining has", b"COMPLETED"),
     *(b"Completed ", b"uccessfully completed", b"uccessfully finished", b"Succeeded"),
     *(b"train_runtime", b"Trainer.fit", b"Avg bus", b"nThread", b"redop", b"oncluded"),
+    *(b"Logging error",),
 )
-_CLOCK = re.compile(r"[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)")
+# With a date of ISO or of glog.
+_CLOCK = re.compile(
+    r"(?:\b(?:\d{4}-|[EFWI])(\d\d)-?(\d\d))?[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"
+)
+_DAY_S, _MONTH_DAYS = 86_400, 31
+_FIRST_DATE_S = (_MONTH_DAYS + 1) * _DAY_S
 
 _FRAME = re.compile(r'^[\s|]*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
 _RAISED = re.compile(
@@ -116,13 +152,15 @@ _TEARDOWN = re.compile(
     r"|dump signal|preparing to dump debug info|First PG on this rank"
     r"|terminate called|Stack trace of the failed collective|what\(\):|ChildFailedError"
     r"|Exception raised from |resource_tracker: There appear|taking the entire process down"
-    r"|^Failures:|FAILED$|CalledProcessError|one or more processes exited|non-zero exit"
+    r"|^Failures:|(?<!State:) FAILED$|CalledProcessError|non-zero exit"
+    r"|one or more processes exited"
     r"|returned a non-zero|Terminating (?:job step|StepId)|signal_name|Signal \d+ \(SIG"
 )
 # Warnings that a healthy job may print as well.
 _REMARK = re.compile(
     r"destroy_process_group\(\) was not called|resource_tracker: There appear|dump signal"
-    r"|preparing to dump debug info|First PG on this rank|what\(\):|FAILED$|^Failures:"
+    r"|preparing to dump debug info|First PG on this rank|what\(\):|^Failures:"
+    r"|(?<!State:) FAILED$"
     r"|Stack trace of the failed|Exception raised from |signal_name|Signal \d+ \(SIG"
 )
 # A logger's level, or words by which a program says that it continues.
@@ -137,8 +175,10 @@ _HANDLED = re.compile(
 # Counters and flags that state that there was none.
 _NONE = re.compile(
     r"OOMKilled\W{1,4}false|\boom_kill\w*[ =:]+0\b"
-    r"|\b(?:0|no) (?:uncorrectable|fatal|errors?\b|fail\w*)(?!:)"
-    r"|(?:[Ee]rrors?|[Ff]ail(?:ed|ures?)|[Ff]atal)(?: count)?\s*[:=]\s*0(?![\dx.])"
+    r"|\b(?:0|no) (?:uncorrectable|fatal|fail\w*|errors?\b)(?!:)"
+    r"|\b(?:0|[Nn]o) (?:NCCL|RCCL|CUDA|HIP) errors?\b(?!:)"
+    r"|(?:[Ee]rrors?|[Ff]ail(?:ed|ures?)|[Ff]atal)(?: count)?\s*[:=]\s*"
+    r"(?:0(?![\dx.])|(?:(?i:none|null|no error|success)|ncclSuccess)[\s.,;)\]}]*$)"
 )
 _UNKNOWN = re.compile(
     r"(?<![\w=\"'-])(?:FATAL|Fatal|fatal)(?: [Ee]rror|:| )|core dumped|^panic: "
@@ -168,11 +208,15 @@ class OutputReader:
     failures: dict[tuple[str, int | None, str, str], Failure] = field(default_factory=dict)
     endings: dict[tuple[str, str], Evidence] = field(default_factory=dict)  # the last of each
     _open: dict[str, _Traceback] = field(default_factory=dict)
-    _benchmarks: BenchmarkTables = field(default_factory=BenchmarkTables)
+    stopped: list[Finding] = field(default_factory=list)  # outputs of benchmarks
+    _benchmarks: OutputsReader = field(default_factory=OutputsReader)  # of the current file
     _exits: ProcessExits = field(default_factory=ProcessExits)
     _watchdog: WatchdogLines = field(default_factory=WatchdogLines)
     _ignores_next: bool = False
-    _quiet: set[bytes] = field(default_factory=set)  # lines without any word, less digits
+    # Whether a line without digits has any word, and may state a step.
+    _shapes: dict[bytes, tuple[bool, bool]] = field(default_factory=dict)
+    _steps: dict[int, TrainingSteps] = field(default_factory=dict)  # by file
+    _last_lines: dict[tuple[str, int | None, str, str], int] = field(default_factory=dict)
     _says_why: bool = False  # the next line is NCCL's last error, of any words
     after_ends: dict[str, Evidence] = field(default_factory=dict)  # lines that take an end back
     _num_added: int = 0  # lines that state a failure
@@ -183,30 +227,35 @@ class OutputReader:
     _file_index: int = 0
 
     @property
-    def num_found(self) -> int:
-        """Number of failures, ends of processes and time-outs so far."""
-        return len(self.failures) + len(self._exits.exits) + len(self._watchdog.timeouts)
+    def has_failed(self) -> bool:
+        """Whether a failure, an end of a process or a time-out was read."""
+        is_stated = any(one.role < Role.REMARK for one in self.failures.values())
+        return is_stated or bool(self._exits.exits or self._watchdog.timeouts)
 
     @property
     def num_notable(self) -> int:
         """Number of failures, ends and benchmarks without a footer so far."""
         num_lines = self._num_added + self._exits.num_lines + len(self._watchdog.timeouts)
         num_ends = len(self.endings) + len(self.after_ends) + len(self._lists_unfinished)
-        return num_lines + num_ends + len(self._benchmarks.tables)
+        return num_lines + num_ends + len(self.stopped) + self.num_trainings
 
     @property
-    def is_remark_only(self) -> bool:
-        roles = {one.role for one in self.failures.values()}
-        return roles == {Role.REMARK} and not self._exits.exits and not self._watchdog.timeouts
+    def num_trainings(self) -> int:
+        """Number of files with steps of training."""
+        return sum(steps.is_training for steps in self._steps.values())
 
     def enter_file(self, file: str, index: int) -> None:
         self._file, self._file_index, self._clock = file, index, None
         self._has_end = False
-        self._benchmarks.open = None
+        self._benchmarks = OutputsReader()
+        self._steps[index] = TrainingSteps()
         self._exits.block, self._exits.file_index = "", index
 
     def leave_file(self) -> None:
-        """Read the end of a file: a traceback that is open there is cut."""
+        """Read the end of a file: a traceback or a benchmark that is open there is cut."""
+        self.stopped += [
+            stop.finding(self._file) for stop in stops_of(self._benchmarks.result())
+        ]
         for traceback in self._open.values():
             if traceback.place_evidence is not None and not traceback.is_ignored:
                 self._add(
@@ -233,19 +282,20 @@ class OutputReader:
         ):
             text = printable(line)
             self._void_end(Evidence(file=self._file, line=number, text=text))
-        if not is_inside and self._is_quiet(line):
-            table = self._benchmarks.open
-            if table is not None and len(table.lines) < _MAX_TABLE_LINES:
-                table.lines.append((number, line))
+        has_words, may_be_step = self._shape_of(line)
+        is_quiet = not (is_inside or has_words)
+        if may_be_step:
+            self._steps[self._file_index].read(printable(line), number)
+        if self._benchmarks.is_inside or (not is_quiet and b"minBytes" in line):
+            self._benchmarks.read(printable(line), number)
+        if is_quiet:
             return
         self._says_why = line.rstrip().endswith(b"Last error:")
         whole = printable(line)
         rank, tag, body = split_tag(whole)
         evidence = Evidence(file=self._file, line=number, text=whole)
         if clock := _CLOCK.search(whole, 0, 120):
-            hours, minutes, seconds = clock.groups()
-            self._clock = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
-            self._exits.clock = self._clock
+            self._clock = self._exits.clock = _seconds(clock, self._clock)
         if _RESTARTED.search(body):
             self._restart(evidence)
         if self._traceback(body, tag, rank, evidence) or (
@@ -261,26 +311,28 @@ class OutputReader:
         if not is_read or "due to a collective timeout from" in body:
             self._other(body, rank, process, evidence)
 
-    def _is_quiet(self, line: bytes) -> bool:
-        """Return whether a line has no word that matters; digits make no difference to it."""
+    def _shape_of(self, line: bytes) -> tuple[bool, bool]:
+        """Return (has a word that matters, may state a step); digits make no difference."""
         shape = line.translate(None, _DIGITS)
-        if shape in self._quiet:
-            return True
-        # The words have no digit, so they are in the shape of any line that has one.
-        is_quiet = not any(word in shape for word in _WORDS)
-        if is_quiet and len(self._quiet) < _MAX_QUIET:
-            self._quiet.add(shape)
-        return is_quiet
+        known = self._shapes.get(shape)
+        if known is None:
+            # The words have no digit, so they are in the shape of any line that has one.
+            known = (any(word in shape for word in _WORDS), bool(STEP_WORDS.search(shape)))
+            if len(self._shapes) < _MAX_SHAPES:
+                self._shapes[shape] = known
+        return known
 
     def _progress(self, body: str, evidence: Evidence) -> bool:
-        """Read a line of a benchmark's table, or of a job that ended well."""
+        """Read a line of a job that ended well, or of a list of jobs."""
         printed_by = ending_of(body)
         if NOT_ENDED.search(body):
             self._lists_unfinished.add(self._file)
         if printed_by:
             self.endings[self._file, printed_by] = evidence
             self._has_end = True
-        return self._benchmarks.read(body, evidence) or bool(printed_by)
+            if printed_by not in _OF_SCRIPTS:
+                self._steps[self._file_index].end_line = evidence.line
+        return bool(printed_by)
 
     def _traceback(self, body: str, tag: str, rank: int | None, evidence: Evidence) -> bool:
         """Read a line of a traceback; return whether it was one."""
@@ -291,7 +343,8 @@ class OutputReader:
         if self._ignores_next and _RAISED.match(body):
             self._ignores_next = False
             return True
-        self._ignores_next = body.startswith("Exception ignored in")
+        # logging prints a traceback of its own calls, and goes on.
+        self._ignores_next = body.startswith(("Exception ignored in", "--- Logging error ---"))
         current = self._open.get(tag)
         if current is None:
             return False
@@ -381,8 +434,7 @@ class OutputReader:
             if failure.file_index == self._file_index:
                 self.failures[key] = replace(failure, role=Role.REMARK)
         self._exits.forget_file()
-        text = "torchrun started its workers again after a failure."
-        self._add("failure-restarted", Role.REMARK, text, "", None, "", evidence)
+        self._add(RESTARTED, Role.REMARK, "", "", None, "", evidence)
 
     def _void_end(self, evidence: Evidence) -> None:
         """Take the ends of a file back: a line after them may state a failure, or more work."""
@@ -416,7 +468,7 @@ class OutputReader:
         elif _TEARDOWN.search(body):
             role = Role.REMARK if _REMARK.search(body) else Role.CONSEQUENCE
             text = "Processes of the job were told to stop, or cleaned up, after a failure."
-            self._add("failure-teardown", role, text, "", None, "", evidence)
+            self._add(TEARDOWN, role, text, "", None, "", evidence)
         elif _RAISED.match(body):
             text, action = "A Python exception was raised.", "Look for its traceback."
             self._add(
@@ -442,6 +494,7 @@ class OutputReader:
     ) -> None:
         self._num_added += 1
         key = (rule, rank, process, f"{role}{detail[:120]}")
+        self._last_lines[key] = evidence.line
         known = self.failures.get(key)
         if known is not None:
             self.failures[key] = replace(known, lines=known.lines + 1)
@@ -461,17 +514,13 @@ class OutputReader:
                 place_evidence=place_evidence,
             )
 
-    def unfinished(self) -> tuple[UnfinishedTable, ...]:
-        """Return the benchmarks' tables that lack their footer."""
-        return tuple(table.result() for table in self._benchmarks.tables)
-
     def result(
         self, rank_of: Callable[[str], int | None]
     ) -> tuple[tuple[Failure, ...], tuple[GroupProgress, ...], tuple[AbsentRank, ...]]:
         """Return all failures in their order; rank_of: of a process, host:pid or pid."""
         failures = [
             replace(one, rank=rank_of(one.process) if one.rank is None else one.rank)
-            for one in self.failures.values()
+            for one in self._without_caught()
         ]
         if self._watchdog.timeouts:  # they say it better
             failures = [one for one in failures if one.rule != ELSEWHERE]
@@ -480,11 +529,13 @@ class OutputReader:
         failures = [
             one for one in failures if one.rule != PEER_CLOSED or one.process not in visited
         ]
-        for key in [key for key in self.endings if key[0] in self._lists_unfinished]:
-            if key[1] in ("Slurm", "Kubernetes"):
-                del self.endings[key]
+        self.endings = {
+            (file, printed_by): line
+            for (file, printed_by), line in self.endings.items()
+            if file not in self._lists_unfinished or printed_by not in ("Slurm", "Kubernetes")
+        }
         failures += self._exits.failures(rank_of)
-        failures = [_after_end(one, failures) for one in failures]
+        failures = _in_known_order([_after_end(one, failures) for one in failures])
         failures.sort(
             key=lambda one: (
                 one.role,
@@ -496,6 +547,46 @@ class OutputReader:
             )
         )
         return tuple(failures), self._watchdog.states(), tuple(self._watchdog.absent)
+
+    def _without_caught(self) -> list[Failure]:
+        """Return the failures; those after which the job went on are remarks.
+
+        Where processes ended and nothing else says why, they may be the cause after all.
+        """
+        rules = {key: self._rule_after(key, one) for key, one in self.failures.items()}
+        rest = [
+            *(one for key, one in self.failures.items() if not rules[key]),
+            *self._exits.failures(lambda process: None),
+        ]
+        has_cause = any(one.role <= Role.WAIT and one.rule not in GENERAL for one in rest)
+        is_ended = self._watchdog.timeouts or any(one.role < Role.REMARK for one in rest)
+        if is_ended and not has_cause:
+            return list(self.failures.values())
+        return [
+            replace(one, role=Role.REMARK, rule=rules[key]) if rules[key] else one
+            for key, one in self.failures.items()
+        ]
+
+    def _rule_after(self, key: tuple[str, int | None, str, str], failure: Failure) -> str:
+        """Return how the job went on after the last line of a failure, "" if it did not."""
+        tag = split_tag(failure.evidence.text)[1]
+        can_be_caught = failure.role in (Role.CAUSE, Role.VAGUE, Role.WAIT, Role.CONSEQUENCE)
+        # torch marks the exceptions that nothing caught with the rank.
+        if not can_be_caught or failure.rule == TEARDOWN or tag.startswith("rank"):
+            return ""
+        return self._steps[failure.file_index].rule_after(tag, self._last_lines[key])
+
+
+def _in_known_order(failures: list[Failure]) -> list[Failure]:
+    """Return failures of several files without times, where times do not tell their order."""
+    timed = [one for one in failures if one.time_s is not None and one.role < Role.REMARK]
+    times = [one.time_s or 0.0 for one in timed] or [0.0]
+    spread = max(times) - min(times)
+    is_clear = spread < _DAY_S / 2 or (min(times) >= _FIRST_DATE_S and spread < 180 * _DAY_S)
+    if is_clear or len({one.file_index for one in timed}) < 2:
+        return failures
+    remark = replace(timed[0], role=Role.REMARK, rule=UNKNOWN_ORDER, action="")
+    return [*(replace(one, time_s=None) for one in failures), remark]
 
 
 def _after_end(failure: Failure, failures: Sequence[Failure]) -> Failure:
@@ -511,6 +602,17 @@ def _after_end(failure: Failure, failures: Sequence[Failure]) -> Failure:
     return failure
 
 
+def _seconds(clock: re.Match[str], before: float | None) -> float:
+    """Return the time of a line; without a date, of the day next to the line before it."""
+    month, day, hours, minutes, seconds = clock.groups()
+    of_day = int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+    if month:
+        # Years are left out, as glog does: dates only order the lines of a job.
+        return (int(month) * _MONTH_DAYS + int(day)) * _DAY_S + of_day
+    num_days = 0 if before is None else round((before - of_day) / _DAY_S)
+    return of_day + num_days * _DAY_S
+
+
 def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
     """Return whether a text file has lines of NCCL, or states a failure or an end.
 
@@ -520,13 +622,12 @@ def is_job_output(path: Path, *, has_tables: bool = False) -> bool:
     if is_binary(read_head(path)):
         return False
     reader = OutputReader()
+    reader.enter_file(str(path), 0)
     with open_binary(path) as stream:
         for number, line in enumerate(iter(partial(stream.readline, _MAX_LINE_BYTES), b""), 1):
             reader.read(line, number)
-            if has_nccl_line(line) or (reader.num_found and not reader.is_remark_only):
+            if has_nccl_line(line) or reader.has_failed:
                 return True
     reader.leave_file()
-    if reader.num_found and not reader.is_remark_only:
-        return True
-    has_end = bool(reader.endings) and not has_tables
-    return bool(reader.unfinished() or reader.after_ends) or has_end
+    is_job = bool(reader.endings or reader.num_trainings) and not has_tables
+    return bool(reader.has_failed or reader.stopped or reader.after_ends) or is_job

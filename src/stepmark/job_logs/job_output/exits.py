@@ -91,8 +91,7 @@ class ProcessExits:
 
     def forget_file(self) -> None:
         """Forget the ends in the current file: their processes were started again."""
-        for key in [key for key in self.exits if key[0] == self.file_index]:
-            del self.exits[key]
+        self.exits = {k: exit_ for k, exit_ in self.exits.items() if k[0] != self.file_index}
 
     def summary(self, body: str, evidence: Evidence) -> bool:
         """Read a line of torchrun's list of failures."""

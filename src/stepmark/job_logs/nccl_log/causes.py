@@ -12,8 +12,7 @@ from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
 from stepmark.findings.stalls import MISMATCH, MISSING
 from stepmark.ground.units import ranks_text
-from stepmark.job_logs.failures import FOREIGN
-from stepmark.job_logs.job_output import GENERAL
+from stepmark.job_logs.job_output import GENERAL, REMARKS
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of
 
@@ -155,7 +154,7 @@ def _failures(failures: Sequence[Failure]) -> list[tuple[Role, Finding]]:
     """Return one finding per rule and role, in the order of their first line."""
     groups: dict[tuple[str, str], list[Failure]] = {}
     for one in failures:
-        if one.rule in (FOREIGN, "failure-retried", "failure-restarted"):
+        if one.rule in ("failure-retried", *REMARKS):
             continue
         words = one.detail if one.rule == "failure-python" else ""
         kind = one.text if one.rule == "failure-unknown" else words

@@ -166,6 +166,7 @@ class Collector:
         self.communicators = CommunicatorTable()
         self.calls = Calls()
         self.output = OutputReader()
+        self.aborted: list[Evidence] = []
         self.predictions = PredictionTable()
         self.choices = TuningChoices()
         self.processes: dict[str, Evidence] = {}  # with their first line
@@ -235,7 +236,6 @@ class Collector:
             if handle.process not in torn and not _is_cut(handle, whole)
         ]
         processes = tuple(name for name in self.processes if name not in torn)
-        hosts = dict.fromkeys(name.rpartition(":")[0] for name in processes)
         compared = mismatch.compare_sequences(handles, self.calls, files)
         messages, num_rounded = histogram_of(handles, self.calls, num_ranks)
         communicators = communicators_of(handles)
@@ -245,7 +245,7 @@ class Collector:
         return LogFacts(
             files=tuple(str(path) for path in files),
             num_lines=num_lines,
-            hosts=tuple(hosts),
+            hosts=tuple(dict.fromkeys(name.rpartition(":")[0] for name in processes)),
             processes=processes,
             torn=tuple(self.processes[name] for name in self.processes if name in torn),
             torn_lines=sum(lines_of[name] for name in torn),
@@ -275,7 +275,9 @@ class Collector:
             progress=progress,
             absent=absent,
             endings=tuple(self.output.endings.values()),
-            unfinished=self.output.unfinished(),
+            aborted=tuple(self.aborted),
+            has_steps=self.output.num_trainings > 0,
+            stopped=tuple(self.output.stopped),
             after_ends=tuple(self.output.after_ends.values()),
             unread_calls=self.calls.unread,
             rounded_calls=num_rounded,

@@ -17,7 +17,9 @@ from stepmark.findings.log_facts import (
     PeerDifference,
 )
 from stepmark.findings.stalls import MISMATCH
-from stepmark.job_logs.failures import FOREIGN, classify
+from stepmark.job_logs.answers import ABORTED
+from stepmark.job_logs.failures import classify
+from stepmark.job_logs.job_output import REMARKS
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
 from stepmark.job_logs.nccl_log import adapter_rules, network_rules, start_rules
 from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LATE, LOOKS_FATAL, linked
@@ -35,7 +37,7 @@ def diagnose(facts: LogFacts, stalls: JobStalls | None = None) -> list[Finding]:
     stalls: why ranks do not go on, where other files of the job were read as well.
     """
     stalls = stalls_of(facts) if stalls is None else stalls
-    findings = [finding for rule in RULES for finding in rule(facts)]
+    findings = [*facts.stopped, *(finding for rule in RULES for finding in rule(facts))]
     findings += map(call_mismatch, stalls.late)
     findings += (call_mismatch(one) for one in facts.mismatches if not one.certain)
     found = linked(facts, findings, [cause.finding() for cause in stalls.causes])
@@ -233,20 +235,27 @@ def _harmless_text(message: str) -> str:
     return next((text for part, text in _HARMLESS if part in message[:160]), "")
 
 
-def foreign_connections(facts: LogFacts) -> Iterator[Finding]:
-    """Report that something else than a rank connected to NCCL: noise by itself."""
-    visits = [one for one in facts.failures if one.rule == FOREIGN]
-    if visits:
-        lines = [one.evidence for one in visits]
-        finding = finding_of("foreign-connection", Severity.NOTE, visits[0].text, lines)
-        yield replace(finding, count=sum(one.lines for one in visits), action=visits[0].action)
+def remarks(facts: LogFacts) -> Iterator[Finding]:
+    """Report what looks like a failure and is none, and failures of unknown order."""
+    for rule, (name, severity, text) in REMARKS.items():
+        failures = [one for one in facts.failures if one.rule == rule]
+        if failures:
+            lines = [one.evidence for one in failures]
+            finding = finding_of(name, severity, text or failures[0].text, lines)
+            count = sum(one.lines for one in failures)
+            yield replace(finding, count=count, action=failures[0].action)
 
 
-def restarts(facts: LogFacts) -> Iterator[Finding]:
-    """Report that a launcher started the job again after a failure."""
-    for one in facts.failures:
-        if one.rule == "failure-restarted":
-            yield finding_of("restarted", Severity.NOTE, one.text, [one.evidence])
+def aborted_communicators(facts: LogFacts) -> Iterator[Finding]:
+    """Report communicators that were aborted: after a failure, or by torch at its end."""
+    if facts.aborted:
+        yield finding_of(
+            ABORTED,
+            Severity.NOTE,
+            f"{plural(len(facts.aborted), 'communicator')} aborted (ncclCommAbort): after a "
+            "failure, or at the end of a job by versions of torch that do not destroy them.",
+            facts.aborted,
+        )
 
 
 def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
@@ -257,23 +266,6 @@ def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
             action = "Check FI_PROVIDER and that the fabric's devices are in the container."
             finding = finding_of("ofi-tcp", Severity.WARNING, text, [lines])
             yield replace(finding, action=action)
-
-
-def unfinished_tables(facts: LogFacts) -> Iterator[Finding]:
-    """Report a benchmark that stopped after its header or inside its table."""
-    for table in facts.unfinished:
-        if not table.has_header:
-            text, where = "The benchmark stops before its table", "in its start"
-        elif not table.num_rows:
-            text, where = "The table stops after its header", "at the first size"
-        else:
-            of = f" of {table.num_sizes}" if table.num_sizes else ""
-            text, where = f"The table stops after {table.num_rows}{of} sizes", "at the next one"
-        text += ", without its footer" if table.num_rows else ", no size was completed"
-        if not facts.has_failed:
-            text += f": it hung {where}, or still ran, or the output was cut"
-        lines = dict.fromkeys([table.first, table.last])
-        yield finding_of("table-incomplete", Severity.WARNING, f"{text}.", lines)
 
 
 def lines_after_ends(facts: LogFacts) -> Iterator[Finding]:
@@ -371,10 +363,9 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     few_channels,
     start_rules.slow_init,
     harmless,
-    foreign_connections,
     tcp_provider,
-    restarts,
-    unfinished_tables,
+    remarks,
+    aborted_communicators,
     lines_after_ends,
     cut_lines,
     torn_lines,

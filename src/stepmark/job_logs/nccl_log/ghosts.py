@@ -23,11 +23,8 @@ def ghosts(num_lines: Mapping[str, int]) -> set[str]:
             for others, other in frequent:
                 if others < lines * MIN_RATIO:
                     break
-                if _is_torn(host, other):
+                is_part = other.endswith(host) or host.endswith(other)
+                if host and host != other and is_part:
                     torn.add(f"{host}:{pid}")
                     break
     return torn
-
-
-def _is_torn(host: str, other: str) -> bool:
-    return host != other and bool(host) and (other.endswith(host) or host.endswith(other))

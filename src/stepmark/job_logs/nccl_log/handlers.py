@@ -191,6 +191,8 @@ def communicator(collector: Collector, message: LogMessage) -> None:
         handle.comm_id = comm_id[1]
     if "Init COMPLETE" in message.text:
         handle.completed = True
+    if "Abort COMPLETE" in message.text:
+        collector.aborted.append(message.evidence())
     if "Destroy COMPLETE" in message.text:
         handle.destroyed = message.evidence()
     if device := _DEVICE.search(message.text):

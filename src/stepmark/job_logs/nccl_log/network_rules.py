@@ -66,8 +66,9 @@ def comma_list(words: Iterable[object], most: int = 8) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """Return e.g. "1 line", "3 lines"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Return e.g. "1 line", "3 lines", "2 processes"."""
+    ending = "" if number == 1 else "es" if noun.endswith("s") else "s"
+    return f"{number} {noun}{ending}"
 
 
 def net_socket(facts: LogFacts) -> Iterator[Finding]:

@@ -128,6 +128,6 @@ def is_complete(comm: Communicator) -> bool:
 
 
 def _processes(lines: Occurrences) -> str:
-    if not lines.processes:
-        return plural(lines.lines, "line")
-    return f"{lines.processes} process{'' if lines.processes == 1 else 'es'}"
+    return (
+        plural(lines.processes, "process") if lines.processes else plural(lines.lines, "line")
+    )
