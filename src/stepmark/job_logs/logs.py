@@ -232,7 +232,7 @@ class LogReport:
     views: tuple[SourceView, ...]
     tables: tuple[TableFindings, ...]
     judgements: tuple[tuple[Judgement, ...], ...]  # of each table
-    stops: tuple[Finding, ...]  # outputs of benchmarks that end before their last row
+    stops: tuple[Finding, ...]  # outputs of benchmarks that stop or cannot be read
     without_tables: tuple[str, ...]  # files that were searched in vain
     num_left_out: int = 0  # files that may be output of the job and state nothing
 
@@ -257,7 +257,7 @@ class LogReport:
 
     @property
     def _is_of_job(self) -> bool:
-        return bool(self.views or self.stops)
+        return bool(self.views) or any(each.rule != "table-unread" for each in self.stops)
 
     @property
     def answer(self) -> Answer:
@@ -294,12 +294,13 @@ class LogReport:
         """Yield lines for a terminal."""
         if self._is_of_job and self.options.is_diagnosis:
             yield f"{'answer':<{LEAD}}{self.answer.text}"
-            yield from finding_text(self.stops)
         elif self.verdicts:
             # The only verdict is the answer itself.
             only = [each for judged in self.judgements for each in judged]
             answer = f"{only[0].value}: {only[0].text}" if len(only) == 1 else self.verdicts
             yield f"{'answer':<{LEAD}}{answer}"
+        if self.options.is_diagnosis:
+            yield from finding_text(self.stops)
         for place, view in enumerate(self.views):
             yield from [""] * (place > 0)
             yield from source_text(view, self.options)
@@ -407,8 +408,8 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     stops = [
         _stopped(path, stop, is_ended=options.ended)
         for path, file in files.items()
-        if path not in inputs.paths[LOG]
         for stop in file.stopped
+        if stop.unread or path not in inputs.paths[LOG]
     ]
     if not views and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
@@ -417,6 +418,9 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         allowed = "given with logs, dumps or inspector lines: tables have no histogram"
         raise ConfigError("html", options.html, allowed)
     found = [table for group in by_file.values() for table in group]
+    if not (found or views or options.tables):
+        allowed = "a file with a table of results; none of its lines is a row that can be read"
+        raise ConfigError("file", next(iter(files)), allowed)
     nics = parse_nics(options.nics) if options.nics else None
     judgements = tuple(judge(table, nics=nics) for table in found)
     return LogReport(
@@ -434,13 +438,21 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
 
 
 def _stopped(path: Path, stop: StoppedOutput, *, is_ended: bool) -> Finding:
-    """Return that a benchmark's output ends before its last row."""
+    """Return that a benchmark's output ends before its last row, or cannot be read."""
+    evidence = (Evidence(file=str(path), line=stop.last_line, text=stop.parameters),)
+    if stop.unread:
+        return Finding(
+            rule="table-unread",
+            severity=Severity.WARNING,
+            text=f"The output of {stop.tool} {stop.text}.",
+            evidence=evidence,
+        )
     text = f"The output of {stop.tool} {stop.text}: it hung or failed there"
     return Finding(
         rule="table-incomplete",
         severity=Severity.PROBLEM if is_ended else Severity.WARNING,
         text=f"{text}, or the output was cut{'' if is_ended else ', or it still ran'}.",
-        evidence=(Evidence(file=str(path), line=stop.last_line, text=stop.parameters),),
+        evidence=evidence,
     )
 
 

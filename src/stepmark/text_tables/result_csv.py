@@ -34,6 +34,7 @@ _TITLE = ("mode", "api", "backend", "split", "pair", "beside", "max_ctas")
 _RCCL_NEEDED = {"collective", "size", "type", "inplace", "time", "busbw"}
 _RCCL_JSON_NEEDED = {"name", "size", "type", "inplace", "time", "busbw"}
 _RCCL_PLACEMENTS = {"0": OUT_OF_PLACE, "false": OUT_OF_PLACE, "1": IN_PLACE, "true": IN_PLACE}
+_MAX_LOST = 2  # names of a header that is still recognized
 _MAX_LINE = 4096
 _MAX_NOTES = 5
 
@@ -45,8 +46,13 @@ def is_stepmark(head: str) -> bool:
 
 
 def is_rccl(head: str) -> bool:
-    """Return whether the first line is the header of rccl-tests' CSV."""
-    return set(_rccl_names(head)) >= _RCCL_NEEDED
+    """Return whether the first line is the header of rccl-tests' CSV, if with lost names."""
+    return len(missing_rccl_names(head)) <= _MAX_LOST
+
+
+def missing_rccl_names(head: str) -> list[str]:
+    """Return the needed names that the first line of rccl-tests' CSV lacks."""
+    return sorted(_RCCL_NEEDED.difference(_rccl_names(head)))
 
 
 def read_stepmark(text: str, file: str) -> list[Table]:
@@ -172,7 +178,7 @@ def read_rccl(text: str, file: str) -> list[Table]:
     for number, line in enumerate(lines[1:], first_line + 1):
         # The first releases put a space behind each comma.
         cells = [cell.strip().strip('"') for cell in line[:_MAX_LINE].split(",")]
-        if len(cells) == len(names):
+        if len(cells) == len(names) and _RCCL_NEEDED.issubset(names):
             rows.append((number, dict(zip(names, cells, strict=True))))
         elif any(cells):
             notes.append(f"line {number}: {len(cells)} of {len(names)} cells: left out")
