@@ -145,7 +145,10 @@ _UNKNOWN = re.compile(
     r"|Unhandled exception|Uncaught exception|\[?F\d{3,4} \d\d:\d\d:\d\d"
     r"|\[E\d{3,4} .*ProcessGroup"
 )
-_QUIET = re.compile(r"^\s*(?:frame #|#\d+ )|Environment variable \S+ is deprecated")
+# Frames of a stack, rank lines of nccl-tests, a deprecated variable.
+_QUIET = re.compile(
+    r"^\s*(?:frame #|#\d+ |#\s+Rank +\d+ .*\bPid )|Environment variable \S+ is deprecated"
+)
 
 
 @dataclass(slots=True)
