@@ -173,11 +173,15 @@ def read_rccl(text: str, file: str) -> list[Table]:
     lines = text.lstrip("\ufeff \t\r\n").splitlines()
     first_line = 1 + len(text.splitlines()) - len(lines)
     names = _rccl_names(lines[0])
+    # A release leaves `nodes` out of its header (ROCm/rocm-systems, pull request 6004).
+    lacks_nodes = "rankspernode" in names and "nodes" not in names
     rows: list[tuple[int, Row]] = []
     notes: list[str] = []
     for number, line in enumerate(lines[1:], first_line + 1):
         # The first releases put a space behind each comma.
         cells = [cell.strip().strip('"') for cell in line[:_MAX_LINE].split(",")]
+        if len(cells) == len(names) + 1 and lacks_nodes:
+            cells.pop(names.index("collective") + 1)
         if len(cells) == len(names) and _RCCL_NEEDED.issubset(names):
             rows.append((number, dict(zip(names, cells, strict=True))))
         elif any(cells):
