@@ -170,14 +170,14 @@ def reference_range(
     For want of one that of other GPUs with RDMA, without a `link`; else an empty one. The curve
     that is judged, known by its fingerprint, is no reference for itself.
     """
-    link = hardware.device.link_kind if hardware.device else ""
+    link = (hardware.device and hardware.device.link_kind) or ""
     same = [each for each in healthy if (each.hosts, each.family) == (hardware.hosts, family)]
     same = [each for each in same if each.fingerprint != fingerprint]
     own = [each for each in same if link and each.link == link]
     gbit = hardware.nic_gbit or max((each.nic_gbit for each in own if each.share), default=0.0)
     if own := [each for each in own if each.nic_gbit == gbit]:
         return _range_of(own, Range(family=family, link=link, nic_gbit=gbit))
-    is_comparable = hardware.is_stated and "bridge" not in (link or "")
+    is_comparable = hardware.is_stated and "bridge" not in link
     others = [each for each in same if each.share and each.network in ("", "RDMA")]
     others = [each for each in others if is_comparable and "bridge" not in each.link]
     return _range_of(others, Range(family=family))
