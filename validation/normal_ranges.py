@@ -1,13 +1,13 @@
-"""Derive the ranges of healthy tables, and score the judgement of tables by them.
+"""Derive the figures of healthy tables, and score the judgement of tables by them.
 
     python validation/normal_ranges.py write    src/stepmark/data/collectives.toml
     python validation/normal_ranges.py score    each table by ranges without it
 
 Sources: data/collective-tables.csv (what a table is and where it stands, whether its source
 calls it healthy) and data/collective-rows.csv (its rows), and our own runs of nccl-tests. A
-table is scored three ways: by all ranges, by ranges made without it, and by ranges made without
-any table of its source; each with the NICs that its source states, and without. `score -v`
-prints each table that is not called what its source calls it.
+table is scored two ways: without it, and without any table of its source; each with the NICs
+that its source states, and without. `score -v` prints each table that is not called what its
+source calls it.
 """
 
 import csv
@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
 from stepmark import text_tables  # noqa: E402
 from stepmark.collectives import judgement, reference_ranges  # noqa: E402
-from stepmark.collectives.reference_ranges import Range, Span  # noqa: E402
+from stepmark.collectives.reference_ranges import HealthyCurve  # noqa: E402
 from stepmark.collectives.table_curve import curves_of  # noqa: E402
 from stepmark.ground.dtypes import DTYPE_ALIASES  # noqa: E402
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table  # noqa: E402
@@ -128,116 +129,92 @@ def _own() -> Iterator[Sample]:
                 )
 
 
-Figures = dict[str, float]
-Key = tuple[str, str, str, float, str]  # link, hosts, network, NICs' rate, collectives
-
-
 @cache
-def _figures(name: str) -> list[tuple[Key, Figures]]:
+def _curves(name: str) -> list[HealthyCurve]:
     """Return the figures of each curve of a healthy sample, with what they hold for."""
     sample = _by_name()[name]
     hardware = reference_ranges.hardware_of(sample.table, sample.nics)
     is_known = hardware.num_hosts == 1 or (hardware.num_hosts and hardware.nic_gbit)
     if sample.healthy != "yes" or not is_known:
         return []
-    link = (hardware.device and hardware.device.link_kind) or ""
     result = []
     for curve in curves_of(sample.table):
-        figures: Figures = {}
+        share = latency = None
         family = reference_ranges.family_of(sample.table.collective, curve.dtype)
         unit = reference_ranges.rate(hardware, family, hardware.nic_gbit)
         if unit and curve.is_large:
-            figures["share"] = curve.peak.busbw / unit
+            share = round(curve.peak.busbw / unit, 4)
         if curve.smallest and reference_ranges.has_latency(sample.table):
             estimate = reference_ranges.tuner_latency_s(family, hardware)
-            figures["latency"] = curve.smallest.time_s / estimate
-        if curve.half_bytes:
-            figures["half_bytes"] = curve.half_bytes
-        if figures:
-            key = (link, hardware.hosts, sample.network, hardware.nic_gbit, family)
-            result.append((key, figures))
+            latency = round(curve.smallest.time_s / estimate, 2)
+        if share or latency or curve.half_bytes:
+            healthy = HealthyCurve(
+                link=(hardware.device and hardware.device.link_kind) or "",
+                hosts=hardware.hosts,
+                network=sample.network,
+                nic_gbit=hardware.nic_gbit,
+                family=family,
+                share=share,
+                latency=latency,
+                half_bytes=curve.half_bytes,
+                source=sample.source,
+                is_own=sample.is_own,
+                fingerprint=curve.fingerprint,
+            )
+            result.append(healthy)
     return result
 
 
-def derive(chosen: Sequence[Sample]) -> list[Range]:
-    """Return the ranges of these samples' healthy tables."""
-    groups: dict[Key, list[tuple[Sample, Figures]]] = {}
-    for sample in chosen:
-        for key, figures in _figures(sample.name):
-            groups.setdefault(key, []).append((sample, figures))
-    return [_range(key, group) for key, group in sorted(groups.items())]
-
-
-def _range(key: Key, group: Sequence[tuple[Sample, Figures]]) -> Range:
-    def span(name: str, digits: int) -> Span | None:
-        values = [figures[name] for _, figures in group if name in figures]
-        return (round(min(values), digits), round(max(values), digits)) if values else None
-
-    link, hosts, network, gbit, family = key
-    return Range(
-        link=link,
-        hosts=hosts,
-        network=network,
-        nic_gbit=gbit,
-        family=family,
-        share=span("share", 4),
-        latency=span("latency", 2),
-        half_bytes=span("half_bytes", 0),
-        num_tables=len(group),
-        num_own=sum(sample.is_own for sample, _ in group),
-        sources=tuple(sorted({sample.source for sample, _ in group})),
+def derive(chosen: Sequence[Sample]) -> list[HealthyCurve]:
+    """Return the curves of these samples' healthy tables, those of one hardware together."""
+    curves = [curve for sample in chosen for curve in _curves(sample.name)]
+    return sorted(
+        curves, key=attrgetter("link", "hosts", "network", "nic_gbit", "family", "source")
     )
 
 
-HEADER = """# Ranges of healthy tables of collective results. Do not edit: they are derived by
-# `python validation/normal_ranges.py write` from the tables in validation/data and our runs.
+HEADER = """# Figures of each curve of healthy tables of collectives. Do not edit: they are
+# derived by `python validation/normal_ranges.py write` from validation/data and our runs.
 # share: peak busbw / rate of the link or NICs (reference_ranges.rate). latency: shortest time
 # up to 64 KiB / NCCL's own estimate (tuner_latency_s). nic_gbit: for each rank. half_bytes:
-# size from which on the bandwidth is at least half of its peak.
+# size from which on the bandwidth is at least half of its peak. fingerprint: of sizes and
+# times, so that a table is no reference for itself.
 """
 
 
-def toml(ranges: Sequence[Range]) -> str:
+def toml(curves: Sequence[HealthyCurve]) -> str:
     blocks = [HEADER]
-    for each in ranges:
-        lines = ["[[range]]"]
-        for name in Range.__dataclass_fields__:
+    for each in curves:
+        lines = ["[[curve]]"]
+        for name in HealthyCurve.__dataclass_fields__:
             value = getattr(each, name)
-            if isinstance(value, tuple) and name == "sources":
-                rows = "".join(f"    '{source}',\n" for source in value)
-                lines.append(f"{name} = [\n{rows}]")
-            elif isinstance(value, tuple):
-                lines.append(f"{name} = [{value[0]!r}, {value[1]!r}]")
+            if isinstance(value, bool):
+                lines += [f"{name} = true"] if value else []
             elif isinstance(value, str):
-                lines.append(f'{name} = "{value}"')
+                lines.append(f"{name} = '{value}'")
             elif value is not None:
                 lines.append(f"{name} = {value!r}")
         blocks.append("\n".join(lines) + "\n")
     return "\n".join(blocks)
 
 
-def verdict(sample: Sample, ranges: Sequence[Range], *, with_nics: bool) -> judgement.Judgement:
+def verdict(
+    sample: Sample, healthy: Sequence[HealthyCurve], *, with_nics: bool
+) -> judgement.Judgement:
     nics = sample.nics if with_nics else None
-    return judgement.judge(sample.table, nics=nics, ranges=ranges)[0]
+    return judgement.judge(sample.table, nics=nics, healthy=healthy)[0]
 
 
 def scores(
     chosen: Sequence[Sample], left_out: str, *, with_nics: bool
 ) -> dict[str, judgement.Judgement]:
-    """Return a judgement of each table. left_out: "none", "table" or "source"."""
+    """Return a judgement of each table. left_out: "table" (itself) or its whole "source"."""
     result = {}
-    everything = derive(chosen)
     for sample in chosen:
-        ranges = everything
-        if left_out != "none":
-            rest = [
-                other
-                for other in chosen
-                if other.name != sample.name
-                and (left_out == "table" or other.source != sample.source)
-            ]
-            ranges = derive(rest)
-        result[sample.name] = verdict(sample, ranges, with_nics=with_nics)
+        others = [
+            other for other in chosen if left_out == "table" or other.source != sample.source
+        ]
+        result[sample.name] = verdict(sample, derive(others), with_nics=with_nics)
     return result
 
 
@@ -248,7 +225,7 @@ def main() -> None:
         return
     is_verbose = "-v" in sys.argv
     for with_nics in (True, False):
-        for left_out in ("none", "table", "source"):
+        for left_out in ("table", "source"):
             judged = scores(chosen, left_out, with_nics=with_nics)
             print(f"NICs {'stated' if with_nics else 'not stated'}, left out: {left_out}")
             for kind in ("yes", "unknown", "no", "own"):

@@ -250,6 +250,24 @@ def test_tables_are_listed_named_and_validated(
     assert (code, out) == (0, f"{COLL}: no table found\n")
 
 
+def test_a_table_that_cannot_be_read_is_refused_and_beside_others_is_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    unread = "\tCOMMS-RES  total-size (B)  BusBW(GB/s)\n\tCOMMS-RES-all_reduce-float32  1024\n"
+    path = tmp_path / "output.txt"
+    for text in (unread, unread.splitlines()[1]):
+        path.write_text(text)
+        code, out, err = logs(capsys, path)
+        assert (code, out) == (2, "")
+        assert "that can be read" in err or "cannot be read: no row fits its headings" in err
+    path.write_text(TABLE.read_text() + unread)
+    code, out, _ = logs(capsys, path)
+    assert code == 0
+    assert "PARAM cannot be read: no row fits its headings" in out
+    assert "[table-unread]" in out
+    assert f"{path}:1" in out
+
+
 def test_messages_of_an_output_with_tables(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

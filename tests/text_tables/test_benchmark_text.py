@@ -1,6 +1,7 @@
 """Tables of other benchmarks of communication, in the layouts of their sources."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -9,10 +10,11 @@ from tests.collectives.comm_records import comm_case, comm_run, flat
 
 from stepmark.collectives.peer_formats import param_comms
 from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Table
-from stepmark.ground.units import GB
+from stepmark.ground.units import GB, GIB
 from stepmark.model.collectives import Collective
-from stepmark.text_tables import looks_like_tables, tables_of
+from stepmark.text_tables import looks_like_tables, read_tables, tables_of
 from stepmark.text_tables.validate import validate
 
 MSCCLPP_HEAD = """\
@@ -67,6 +69,22 @@ PARAM = "".join(
         ),
     )
 )
+# Formats of printPreamble and reportBenchTimePt2Pt.
+PAIR_HEADING = "{:>40}{:>20}{:>10}{:>10}{:>25}{:>10}{:>10}{:>15}{:>15}{:>18}{:>18}"
+PAIR_ROW = "{:>15}{:>20}{:>10}{:>10}{:>25}{:>10}{:>10}{:>15}{:>15}{:>18}{:>18}"
+PAIR_NAMES = (
+    *("size (B)", "pingLatency(us):p50", "p75", "p95", "pingPongLatency(us):p50", "p75", "p95"),
+    *("avgUniBW(GB/s)", "avgBiBW(GB/s)", "totalUniBW(GB/s)", "totalBiBW(GB/s)"),
+)
+PAIR_FIGURES = (
+    *(268435456, "620.1", "640.2", "660.3", "1240.5", "1250.0", "1260.0"),
+    *("433.100", "611.200", "866.200", "0.000"),
+)
+PAIRS = (
+    "\t MPI environment: {'world_size': 4, 'global_rank': 0, 'local_rank': 0}\n\n"
+    f"\tCOMMS-RES{PAIR_HEADING.format(*PAIR_NAMES)}\n"
+    f"\tCOMMS-RES-pt2pt-float32{PAIR_ROW.format(*PAIR_FIGURES)}\n"
+)
 OSU = """\
 
 # OSU MPI-CUDA Allreduce Latency Test v7.3
@@ -85,6 +103,8 @@ The average bandwidth of all_reduce over 4 ranks (5 warmups / 20 trials):
 
 Legend: 1KiB = 2**10 Bytes, 1MiB = 2**20 Bytes, 1GiB = 2**30 Bytes
 """
+# The first releases with a row per payload divided by 2^30 and printed GBps.
+BENCH_OF_JANUARY_2025 = BENCH.replace("iB |", "B |").replace("|   32KB", "|    32KB")
 ONE_PAYLOAD = """\
 The average bandwidth of all_reduce with a 4.0GB payload (5 trials, 16 ranks):
  algbw: 176.590 GBps (1412.7 Gbps)
@@ -123,8 +143,10 @@ DEEPSPEED = "\n".join(
 TEXTS = {
     "mscclpp": mscclpp(33),
     "PARAM": PARAM,
+    "PARAM's pairs": PAIRS,
     "OSU": OSU,
     "bench": BENCH,
+    "bench of January 2025": BENCH_OF_JANUARY_2025,
     "one payload": ONE_PAYLOAD,
     "DeepSpeed": DEEPSPEED,
 }
@@ -187,6 +209,40 @@ def test_param_rows_of_other_tables_are_left_out() -> None:
     assert len(table.readings) == 2
     assert table.notes == ("line 6: a row that does not fit the headings: left out",)
     assert tables_of(cut, "x") == []  # columns are not guessed
+
+
+def test_param_pairs_have_a_column_per_figure() -> None:
+    table = one(PAIRS)
+    assert (table.tool, table.collective, table.num_ranks) == ("PARAM", "pt2pt", 4)
+    assert {(each.size_bytes, each.dtype) for each in table.readings} == {(2**28, DType.FP32)}
+    figures = {each.column: each.time_s or each.rate for each in table.readings}
+    assert figures == {
+        "pingLatency(us):p50": pytest.approx(620.1e-6),
+        "pingPongLatency(us):p50": pytest.approx(1240.5e-6),
+        "avgUniBW(GB/s)": pytest.approx(433.1 * GB),
+        "avgBiBW(GB/s)": pytest.approx(611.2 * GB),
+        "totalUniBW(GB/s)": pytest.approx(866.2 * GB),
+        "totalBiBW(GB/s)": None,
+    }
+    assert table.columns == tuple(figures)
+    assert table.readings[-1].rate_below == pytest.approx(0.0005 * GB)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        PAIRS.replace("611.200", ""),
+        "\tCOMMS-RES-QUANT\t size (B)  nElementsPerRank  P95 Latency(us): Quant  Comms\n"
+        "\tCOMMS-RES-QUANT-all_reduce-float32\t 1024  256  1.0  12.3\n",
+        OSU.replace("Avg Latency(us)", "    Overall(us)").replace("Min Latency", "Compute"),
+    ],
+    ids=["lost figure", "quantized", "OSU"],
+)
+def test_rows_that_fit_no_heading_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "output"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"cannot be read: no row fits its headings"):
+        read_tables(path).check()
 
 
 @given(
@@ -267,6 +323,15 @@ def test_all_reduce_bench_has_bandwidths_of_binary_sizes() -> None:
     last = table.readings[-1]
     assert (last.size_bytes, last.rate, last.algbw_bytes_per_s) == (2**31, 360 * GB, 240 * GB)
     assert validate(table) == []
+
+
+def test_releases_of_all_reduce_bench_that_print_kb_have_binary_rates() -> None:
+    table = one(BENCH_OF_JANUARY_2025)
+    last = table.readings[-1]
+    assert (last.size_bytes, last.rate, last.algbw_bytes_per_s) == (2**31, 360 * GIB, 240 * GIB)
+    assert [note for note in table.notes if "2^30" in note] == list(table.notes)
+    assert validate(table) == []
+    assert one(BENCH).notes == ()
 
 
 def test_the_earlier_lines_of_all_reduce_bench_have_a_decimal_size() -> None:

@@ -86,8 +86,12 @@ def test_copied_rows_say_nothing_of_an_end() -> None:
     assert stopped_outputs(without_first) == []  # the last size is there
 
 
-def test_rows_of_another_layout_are_no_stop() -> None:
-    assert stopped_outputs([*HEAD.splitlines(), "  1024   256   20.5   0.05   0.09"]) == []
+def test_rows_of_another_layout_are_no_stop_and_are_not_passed_over() -> None:
+    text = "\n".join([*HEAD.splitlines(), "  1024   256   20.5   0.05   0.09"])
+    (stop,) = stopped_outputs(text.splitlines())
+    assert stop.text == "cannot be read: no row fits its headings (line 3)"
+    with pytest.raises(ConfigError, match="nccl-tests cannot be read: no row fits"):
+        file_tables(text).check()
 
 
 def test_a_run_that_hung_and_the_one_after_it_are_two() -> None:
@@ -158,4 +162,22 @@ def test_headings_without_rows_are_refused(tmp_path: Path, text: str, tool: str)
     path = tmp_path / "output.txt"
     path.write_text(text)
     with pytest.raises(ConfigError, match=rf"{tool} stops after its header \(line \d+\)"):
+        read_tables(path).check()
+
+
+@pytest.mark.parametrize(
+    ("heading", "words"),
+    [
+        (RCCL_NODE.replace(",busbw", ""), r"its heading lacks busbw \(line 1\)"),
+        (RCCL_NODE.replace("busbw", "").replace("time", ""), r"its heading lacks busbw, time"),
+        (RCCL_NODE.replace(",#wrong", ""), r"no row fits its headings \(line 1\)"),
+    ],
+    ids=["lost", "blank", "short"],
+)
+def test_a_csv_whose_heading_lost_names_is_refused(
+    tmp_path: Path, heading: str, words: str
+) -> None:
+    path = tmp_path / "rccl.csv"
+    path.write_text(heading + "0,AllReduce,4,1024,float,sum,0,20.5,0.05,0.07,0\n")
+    with pytest.raises(ConfigError, match=f"rccl-tests cannot be read: {words}"):
         read_tables(path).check()

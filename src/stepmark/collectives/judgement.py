@@ -13,13 +13,14 @@ from math import inf
 
 from stepmark.collectives.reference_ranges import (
     Hardware,
+    HealthyCurve,
     Nics,
     Range,
     Span,
     family_of,
     hardware_of,
     has_latency,
-    load_ranges,
+    load_healthy,
     rate,
     reference_range,
     send_channel_share,
@@ -105,14 +106,14 @@ def parse_nics(text: str) -> Nics:
 
 
 def judge(
-    table: Table, *, nics: Nics | None = None, ranges: Sequence[Range] | None = None
+    table: Table, *, nics: Nics | None = None, healthy: Sequence[HealthyCurve] | None = None
 ) -> tuple[Judgement, ...]:
     """Return a verdict for each data type and column; () for a table of anything else.
 
     nics: NICs of a host that the ranks use.
     """
     hardware = hardware_of(table, nics)
-    known = load_ranges() if ranges is None else ranges
+    known = load_healthy() if healthy is None else healthy
     fits = [_fit(table, curve, hardware, known) for curve in curves_of(table)]
     return tuple(_judgement(table, fit, nics) for fit in fits)
 
@@ -150,9 +151,11 @@ def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
     )
 
 
-def _fit(table: Table, curve: Curve, hardware: Hardware, ranges: Sequence[Range]) -> _Fit:
+def _fit(
+    table: Table, curve: Curve, hardware: Hardware, healthy: Sequence[HealthyCurve]
+) -> _Fit:
     family = family_of(table.collective, curve.dtype)
-    each = reference_range(ranges, hardware, family)
+    each = reference_range(healthy, hardware, family, curve.fingerprint)
     gbit = hardware.nic_gbit or each.nic_gbit
     unit = rate(hardware, family, gbit)
     peak_span = latency_span = None

@@ -1,6 +1,7 @@
 """Ranges of healthy tables of results by hardware, from data/collectives.toml.
 
-validation/normal_ranges.py derives that file from public tables and our own runs. Figures are
+validation/normal_ranges.py derives that file, the figures of each healthy curve, from public
+tables and our own runs; a range is that of all but the curve that is judged. Figures are
 relative to what they scale with, so that a range holds for other numbers of ranks: bandwidth to
 the link's rate on one host and to the NICs' rate on several, latency to NCCL's own estimate.
 """
@@ -50,26 +51,42 @@ class Hardware:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Range:
-    """Figures of healthy tables. Each span is (lowest, highest); None without such tables."""
+class HealthyCurve:
+    """Figures of one curve of a healthy table, and the hardware that they hold for."""
 
     link: str = ""  # link_kind of data/hardware.toml; "" for any
-    hosts: str = ""  # "1", "2", "more"
+    hosts: str  # "1", "2", "more"
     network: str = ""  # "RDMA" (InfiniBand, RoCE), "EFA", "TCPXO", "TCPX", "TCP"
     nic_gbit: float = 0  # for each rank
     family: str
-    share: Span | None = None  # peak busbw / rate()
-    latency: Span | None = None  # shortest time / tuner_latency_s()
+    share: float | None = None  # peak busbw / rate()
+    latency: float | None = None  # shortest time / tuner_latency_s()
+    half_bytes: int | None = None
+    source: str
+    is_own: bool = False  # a run of this project
+    fingerprint: str  # Curve.fingerprint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Range:
+    """Figures of several healthy curves. Each span is (lowest, highest); None without any."""
+
+    link: str = ""
+    network: str = ""
+    nic_gbit: float = 0
+    family: str
+    share: Span | None = None
+    latency: Span | None = None
     half_bytes: Span | None = None
     num_tables: int = 0
-    num_own: int = 0  # of these, how many are runs of this project
+    num_own: int = 0
     sources: tuple[str, ...] = ()
 
 
 @cache
-def load_ranges() -> tuple[Range, ...]:
+def load_healthy() -> tuple[HealthyCurve, ...]:
     text = files("stepmark").joinpath("data", "collectives.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text)["range"], tuple[Range, ...])
+    return msgspec.convert(tomllib.loads(text)["curve"], tuple[HealthyCurve, ...])
 
 
 def hardware_of(table: Table, nics: Nics | None) -> Hardware:
@@ -145,35 +162,39 @@ def tuner_latency_s(family: str, hardware: Hardware) -> float:
     return min(6.6 + 2 * hops, tree) * 1e-6
 
 
-def reference_range(ranges: Sequence[Range], hardware: Hardware, family: str) -> Range:
+def reference_range(
+    healthy: Sequence[HealthyCurve], hardware: Hardware, family: str, fingerprint: str
+) -> Range:
     """Return the range of this hardware, of its fastest NICs where they are not stated.
 
-    For want of one that of other GPUs with RDMA, without a `link`; else an empty one.
+    For want of one that of other GPUs with RDMA, without a `link`; else an empty one. The curve
+    that is judged, known by its fingerprint, is no reference for itself.
     """
-    link = hardware.device.link_kind if hardware.device else ""
-    same = [each for each in ranges if (each.hosts, each.family) == (hardware.hosts, family)]
+    link = (hardware.device and hardware.device.link_kind) or ""
+    same = [each for each in healthy if (each.hosts, each.family) == (hardware.hosts, family)]
+    same = [each for each in same if each.fingerprint != fingerprint]
     own = [each for each in same if link and each.link == link]
     gbit = hardware.nic_gbit or max((each.nic_gbit for each in own if each.share), default=0.0)
     if own := [each for each in own if each.nic_gbit == gbit]:
-        return _union(own, own[0])
-    is_comparable = hardware.is_stated and "bridge" not in (link or "")
+        return _range_of(own, Range(family=family, link=link, nic_gbit=gbit))
+    is_comparable = hardware.is_stated and "bridge" not in link
     others = [each for each in same if each.share and each.network in ("", "RDMA")]
     others = [each for each in others if is_comparable and "bridge" not in each.link]
-    return _union(others, Range(family=family))
+    return _range_of(others, Range(family=family))
 
 
-def _union(ranges: Sequence[Range], first: Range) -> Range:
-    def union(name: str) -> Span | None:
-        spans = [span for each in ranges if (span := getattr(each, name))]
-        return (min(low for low, _ in spans), max(high for _, high in spans)) if spans else None
+def _range_of(healthy: Sequence[HealthyCurve], first: Range) -> Range:
+    def span(name: str) -> Span | None:
+        values = [value for each in healthy if (value := getattr(each, name)) is not None]
+        return (min(values), max(values)) if values else None
 
     return replace(
         first,
-        network=" or ".join(sorted({each.network for each in ranges})),
-        share=union("share"),
-        latency=union("latency"),
-        half_bytes=union("half_bytes"),
-        num_tables=sum(each.num_tables for each in ranges),
-        num_own=sum(each.num_own for each in ranges),
-        sources=tuple(source for each in ranges for source in each.sources),
+        network=" or ".join(sorted({each.network for each in healthy})),
+        share=span("share"),
+        latency=span("latency"),
+        half_bytes=span("half_bytes"),
+        num_tables=len(healthy),
+        num_own=sum(each.is_own for each in healthy),
+        sources=tuple(dict.fromkeys(each.source for each in healthy)),
     )

@@ -6,6 +6,7 @@ limit lies beyond what healthy tables show (validation/normal_ranges.py counts t
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import pairwise
 from math import exp, log
 from statistics import median
@@ -20,9 +21,11 @@ _MAX_FLAT_GAIN = 1.05  # of the last row over the one before
 _SMALL_BYTES = 65536  # up to here a time is latency
 _MIN_RATE = 0.1 * GB  # below, two decimals of GB/s give no time
 _SLOW_ROW, _FALL, _FLOOR_S = 3.0, 1.5, 1e-3
+_MIN_RATIO = 2.9  # to a neighbour, of a row whose ratio to an interpolation is looked at
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen: as of Reading, a table of 10 MB has thousands. Nothing changes one.
+@dataclass(slots=True, kw_only=True)
 class Point:
     """One size, of the faster placement; times are medians over repeats."""
 
@@ -40,10 +43,13 @@ class Curve:
     dtype: str
     column: str
     points: tuple[Point, ...]
+    peak: Point
 
     @property
-    def peak(self) -> Point:
-        return max(self.points, key=lambda point: point.busbw)
+    def fingerprint(self) -> str:
+        """Return what tells this curve from others: a hash of its sizes and nanoseconds."""
+        rows = [(point.size_bytes, round(point.time_s * 1e9)) for point in self.points]
+        return sha256(repr(rows).encode()).hexdigest()[:16]
 
     @property
     def is_large(self) -> bool:
@@ -96,34 +102,41 @@ def curves_of(table: Table) -> list[Curve]:
     for reading in table.readings:
         sizes = groups.setdefault((reading.dtype, reading.column), {})
         sizes.setdefault(reading.size_bytes or 0, []).append(reading)
-    curves = [
-        Curve(dtype=dtype, column=column, points=tuple(_points(sizes, factor)))
-        for (dtype, column), sizes in groups.items()
-    ]
-    return [curve for curve in curves if curve.points]
+    curves = []
+    for (dtype, column), sizes in groups.items():
+        if points := tuple(_points(sizes, factor)):
+            peak = max(points, key=lambda point: point.busbw)
+            curves.append(Curve(dtype=dtype, column=column, points=points, peak=peak))
+    return curves
 
 
 def _points(sizes: Mapping[int, Sequence[Reading]], factor: float) -> Iterator[Point]:
     """Yield sizes with a time: as printed, or by a bandwidth of enough digits."""
     for size, readings in sorted(sizes.items()):
         times: dict[str, list[float]] = {}
+        printed = 0.0
         for reading in readings:
-            rate = reading.busbw_bytes_per_s or reading.rate or 0.0
-            by_rate = factor * size / rate if rate > _MIN_RATE else 0.0
-            if time := reading.time_s or by_rate:
+            rate = reading.busbw_bytes_per_s or 0.0
+            printed = max(printed, rate)
+            time = reading.time_s
+            if not time and (rate := rate or reading.rate or 0.0) > _MIN_RATE:
+                time = factor * size / rate
+            if time:
                 times.setdefault(reading.placement, []).append(time)
-        medians = {placement: median(values) for placement, values in times.items()}
-        best = min(medians.values(), default=0.0)
-        printed = max((reading.busbw_bytes_per_s or 0.0 for reading in readings), default=0.0)
-        if size and best and (factor or printed):
-            out, inside = (medians.get(name, best) for name in (OUT_OF_PLACE, IN_PLACE))
-            yield Point(
-                line=readings[0].line,
-                size_bytes=size,
-                time_s=best,
-                busbw=factor * size / best or printed,
-                placement_ratio=out / inside,
-            )
+        if not (size and times and (factor or printed)):
+            continue
+        medians = {
+            placement: median(values) if len(values) > 1 else values[0]
+            for placement, values in times.items()
+        }
+        best = min(medians.values())
+        yield Point(
+            line=readings[0].line,
+            size_bytes=size,
+            time_s=best,
+            busbw=factor * size / best or printed,
+            placement_ratio=medians.get(OUT_OF_PLACE, best) / medians.get(IN_PLACE, best),
+        )
 
 
 def curve_faults(curve: Curve, num_ranks: int) -> list[CurveFault]:
@@ -176,7 +189,7 @@ def _fall(points: Sequence[Point]) -> Iterator[CurveFault]:
                 points=[best, *low],
             )
             return
-        best = max(best, this, key=lambda point: point.busbw)
+        best = this if this.busbw > best.busbw else best
 
 
 def _slow_rows(points: Sequence[Point]) -> Iterator[CurveFault]:
@@ -184,6 +197,7 @@ def _slow_rows(points: Sequence[Point]) -> Iterator[CurveFault]:
     ratios = [
         (this, this.time_s / _between(before, this, after))
         for before, this, after in zip(points, points[1:], points[2:], strict=False)
+        if this.time_s > _MIN_RATIO * min(before.time_s, after.time_s)
     ]
     if slow := [(point, ratio) for point, ratio in ratios if ratio >= _SLOW_ROW]:
         yield CurveFault(
@@ -225,8 +239,10 @@ def _slow_protocol(points: Sequence[Point]) -> Iterator[CurveFault]:
     """Yield sizes at a constant bandwidth after which a larger one takes less time."""
     slow: list[Point] = []
     for first, second, last, after in zip(*(points[i:] for i in range(4)), strict=False):
+        if after.time_s >= last.time_s / 1.25:
+            continue
         rates = (first.busbw, second.busbw, last.busbw)
-        if max(rates) < 1.15 * min(rates) and after.time_s < last.time_s / 1.25:
+        if max(rates) < 1.15 * min(rates):
             slow += [first, second, last]
     if slow:
         names = [format_bytes(point.size_bytes) for point in slow]

@@ -231,7 +231,7 @@ class LogReport:
     views: tuple[SourceView, ...]
     tables: tuple[TableFindings, ...]
     judgements: tuple[tuple[Judgement, ...], ...]  # of each table
-    stops: tuple[Finding, ...]  # outputs of benchmarks that end before their last row
+    stops: tuple[Finding, ...]  # outputs of benchmarks that stop or cannot be read
     without_tables: tuple[str, ...]  # files that were searched in vain
     num_left_out: int = 0  # files that may be output of the job and state nothing
 
@@ -256,7 +256,7 @@ class LogReport:
 
     @property
     def _is_of_job(self) -> bool:
-        return bool(self.views or self.stops)
+        return bool(self.views) or any(each.rule != "table-unread" for each in self.stops)
 
     @property
     def answer(self) -> Answer:
@@ -291,12 +291,13 @@ class LogReport:
         """Yield lines for a terminal."""
         if self._is_of_job and self.options.is_diagnosis:
             yield f"{'answer':<{LEAD}}{self.answer.text}"
-            yield from finding_text(self.stops)
         elif self.verdicts:
             # The only verdict is the answer itself.
             only = [each for judged in self.judgements for each in judged]
             answer = f"{only[0].value}: {only[0].text}" if len(only) == 1 else self.verdicts
             yield f"{'answer':<{LEAD}}{answer}"
+        if self.options.is_diagnosis:
+            yield from finding_text(self.stops)
         for place, view in enumerate(self.views):
             yield from [""] * (place > 0)
             yield from source_text(view, self.options)
@@ -404,8 +405,8 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     stops = [
         stop.finding(str(path))
         for path, file in files.items()
-        if path not in inputs.paths[LOG]
         for stop in file.stopped
+        if stop.unread or path not in inputs.paths[LOG]
     ]
     if not views and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
@@ -414,6 +415,9 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         allowed = "given with logs, dumps or inspector lines: tables have no histogram"
         raise ConfigError("html", options.html, allowed)
     found = [table for group in by_file.values() for table in group]
+    if not (found or views or options.tables):
+        allowed = "a file with a table of results; none of its lines is a row that can be read"
+        raise ConfigError("file", next(iter(files)), allowed)
     nics = parse_nics(options.nics) if options.nics else None
     judgements = tuple(judge(table, nics=nics) for table in found)
     return LogReport(

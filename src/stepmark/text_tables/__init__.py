@@ -27,7 +27,7 @@ from stepmark.text_tables import (
     result_csv,
     slide_tables,
 )
-from stepmark.text_tables.stopped_outputs import StoppedOutput, stops_of
+from stepmark.text_tables.stopped_outputs import NO_ROW_FITS, StoppedOutput, stops_of
 
 _MARKS = re.compile(
     r"^\#?\s*nThreads?:? +\d+ +nGpus:? +\d"
@@ -117,15 +117,28 @@ def looks_like_tables(head: str) -> bool:
     return bool(_MARKS.search(head)) or bool(slide_tables.read(lines_of(head), ""))
 
 
+def _read_csv(text: str, head: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
+    is_stepmark = result_csv.is_stepmark(head)
+    read = result_csv.read_stepmark if is_stepmark else result_csv.read_rccl
+    tables = read(text, file)
+    lost = [] if is_stepmark else result_csv.missing_rccl_names(head)
+    unread = f"its heading lacks {', '.join(lost)}" if lost else NO_ROW_FITS
+    if is_stepmark:
+        unread = "none of its rows has a time"
+    stop = StoppedOutput(
+        tool="stepmark" if is_stepmark else "rccl-tests",
+        first_line=1,
+        header_line=1,
+        last_line=1,
+        unread=unread if "\n" in text.strip() else "",
+    )
+    return tables, [] if tables else [stop]
+
+
 def _read(text: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
     head = text[:_HEAD].lstrip()
     if result_csv.is_stepmark(head) or result_csv.is_rccl(head):
-        is_stepmark = result_csv.is_stepmark(head)
-        read_csv = result_csv.read_stepmark if is_stepmark else result_csv.read_rccl
-        tool = "stepmark" if is_stepmark else "rccl-tests"
-        stop = StoppedOutput(tool=tool, first_line=1, header_line=1, last_line=1)
-        has_rows = "\n" in text.strip()
-        return read_csv(text, file), [] if has_rows else [stop]
+        return _read_csv(text, head, file)
     if head[:1] in ("{", "["):
         tables, stops = nccl_json.read(text, file)
         tables = tables or result_csv.read_rccl_json(text, file)

@@ -2,10 +2,12 @@
 
 - mscclpp-test: in-place figures stand before out-of-place ones, and only one of both is
   measured; a row's figures belong to the headings above which they end.
-- PARAM's comms.py: lines with COMMS-RES; the time is the median over ranks.
+- PARAM's comms.py: lines with COMMS-RES; the time is the median over ranks. Its table of pairs
+  has a column per figure: latencies one way and there and back, bandwidths in GB/s.
 - OSU micro-benchmarks: the time is the average over ranks, MB are 10^6 bytes. Some of its
   tests count the part of one rank as size: these sizes are labels here.
 - all_reduce_bench.py and torch-dist-bench.py of stas00/ml-engineering: bandwidths, GB of 10^9.
+  Its first releases with a row per payload print sizes as KB and divide rates by 2^30.
 
 Headings without rows are a StoppedOutput; rows that do not fit the headings are left out, and
 a note says so.
@@ -17,12 +19,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from stepmark.ground.reading import Reading, Table
-from stepmark.ground.units import GB, parse_bytes
+from stepmark.ground.units import GB, GIB, parse_bytes
 from stepmark.model.collectives import Collective, collective_named
 from stepmark.text_tables import nccl_lines, nccl_notes, printed_figures
 from stepmark.text_tables.nccl_lines import dtype_named
 from stepmark.text_tables.printed_figures import parse_integer, parse_number, rounding_error
-from stepmark.text_tables.stopped_outputs import StoppedOutput
+from stepmark.text_tables.stopped_outputs import NO_ROW_FITS, StoppedOutput
 
 # Each format has one of these; a text without any of them needs no search.
 _MARKS = ("COMMS-RES", "# OSU ", "The average bandwidth")
@@ -67,11 +69,12 @@ def read(text: str, lines: Sequence[str], file: str) -> tuple[list[Table], list[
             collective=section.table.collective,
             first_line=section.table.first_line,
             header_line=section.header_line,
-            last_line=section.header_line,
+            last_line=section.last_line or section.header_line,
             num_ranks=section.table.num_ranks,
+            unread=NO_ROW_FITS if section.last_line else "",
         )
         for section in sections
-        if section.header_line and not section.last_line
+        if section.header_line and not section.readings
     ]
     return [_table(section, file) for section in sections if section.readings], stops
 
@@ -190,13 +193,13 @@ def _place(section: Section, line: str) -> str:
     return near[0] if len(near) == 1 else ""
 
 
-# stepmark's own headings stand behind a name; those of pairs have no BusBW.
+# stepmark's own headings stand behind a name. Rows with QUANT have no time of the collective.
 _PARAM_HEADINGS = re.compile(
-    r"\bCOMMS-RES(?:-(?!QUANT)\S{1,80})?\s+(?P<names>(?:total-)?size \(B\)\s.*BusBW.*)"
+    r"\bCOMMS-RES(?:-\S{1,80})?\s+(?P<names>(?:total-)?size \(B\)\s.*)"
 )
 _PARAM_ROW = re.compile(
-    r"\bCOMMS-RES-(?P<collective>[a-z_]{3,40})-(?P<dtype>\w{1,20})(?P<tag>-\S{1,60})?"
-    r"\s+(?P<cells>\d.*)"
+    r"\bCOMMS-RES-(?:QUANT-)?(?P<collective>[a-z][a-z0-9_]{2,39})-(?P<dtype>\w{1,20})"
+    r"(?P<tag>-\S{1,60})?\s+(?P<cells>\d.*)"
 )
 _PARAM_RANKS = re.compile(r"'world_size': (\d{1,7})\b")
 _PARAM_COLUMNS = {
@@ -206,6 +209,8 @@ _PARAM_COLUMNS = {
     "algbw": re.compile(r"AlgBW\(GB/s\)"),
     "busbw": re.compile(r"BusBW\(GB/s\)"),
 }
+_PAIRS = "pt2pt"
+_PARAM_PAIR_COLUMN = re.compile(r"[A-Za-z]{2,40}\((?P<unit>us|GB/s)\)(?::p50)?")
 _NOT_PRINTED = "nElementsPairPerRank"  # a heading of some versions, without figures
 
 
@@ -230,6 +235,8 @@ def _param(stream: Sequence[Line]) -> Iterator[Section]:
             title = f"{row['collective']}-{row['dtype']}{row['tag'] or ''}"
             section = sections.get(title)
             if section is None:
+                is_of_pairs = row["collective"] == _PAIRS
+                columns = filter(_PARAM_PAIR_COLUMN.fullmatch, names)
                 facts = _facts(
                     "PARAM",
                     header_line,
@@ -238,20 +245,58 @@ def _param(stream: Sequence[Line]) -> Iterator[Section]:
                     collective_from="its rows",
                     num_ranks=num_ranks,
                     num_ranks_from="world_size of its environment",
+                    columns=tuple(columns) if is_of_pairs else (),
                 )
                 section = sections[title] = Section(facts, header_line)
                 yield section
-            section.add(_param_reading(names, row, number), number)
+            for reading in _param_readings(names, row, number):
+                section.add(reading, number)
     if header_line and not sections:
         yield Section(_facts("PARAM", header_line), header_line)
 
 
-def _param_reading(names: Sequence[str], row: re.Match[str], number: int) -> Reading | None:
+def _param_readings(
+    names: Sequence[str], row: re.Match[str], number: int
+) -> Iterator[Reading | None]:
+    """Yield the reading of a row, of pairs one for each column; None where it does not fit."""
     cells = row["cells"].split()
     if len(cells) == len(names) - 1 and _NOT_PRINTED in names:
         names = [name for name in names if name != _NOT_PRINTED]
     if len(cells) != len(names):
-        return None
+        yield None
+    elif row["collective"] == _PAIRS:
+        yield from _pair_readings(names, cells, row["dtype"], number)
+    else:
+        yield _param_reading(names, cells, row, number)
+
+
+def _pair_readings(
+    names: Sequence[str], cells: Sequence[str], dtype: str, number: int
+) -> Iterator[Reading | None]:
+    size = parse_integer(cells[0])
+    figures = map(parse_number, cells)
+    for name, figure, cell in zip(names, figures, cells, strict=True):
+        column = _PARAM_PAIR_COLUMN.fullmatch(name)
+        if column is None:
+            continue
+        if size is None or figure is None or figure < 0:
+            yield None
+            continue
+        is_time = column["unit"] == "us"
+        yield Reading(
+            line=number,
+            column=name,
+            size_bytes=size,
+            dtype=dtype_named(dtype),
+            time_s=figure * 1e-6 if is_time and figure else None,
+            rate=figure * GB if figure and not is_time else None,
+            rate_below=None if figure or is_time else rounding_error(cell) * GB,
+        )
+
+
+def _param_reading(
+    names: Sequence[str], cells: Sequence[str], row: re.Match[str], number: int
+) -> Reading | None:
     figures = {
         key: cell
         for name, cell in zip(names, cells, strict=True)
@@ -364,9 +409,10 @@ _BENCH_TITLE = re.compile(
 )
 _BENCH_HEADINGS = re.compile(r"\s*\|\s*payload\s*\|\s*busbw\s*\|\s*algbw\s*\|")
 _BENCH_ROW = re.compile(
-    r"\s*\|\s*(?P<size>\d{1,6}[KMGTPE]?iB)\s*\|\s*(?P<busbw>\d{1,9}\.\d+)GBps\s*\|"
+    r"\s*\|\s*(?P<size>\d{1,6}[KMGTPE]?i?B)\s*\|\s*(?P<busbw>\d{1,9}\.\d+)GBps\s*\|"
     r"\s*(?P<algbw>\d{1,9}\.\d+)GBps\s*\|"
 )
+_BINARY_RATES = "a release that prints sizes as KB divides by 2^30: rates are read as GiB/s"
 _BENCH_RATE = re.compile(r"\s*(?P<name>algbw|busbw): (?P<rate>\d{1,9}\.\d+) GBps\b")
 
 
@@ -402,21 +448,25 @@ def _all_reduce_bench(stream: Sequence[Line]) -> Iterator[Section]:
             section.header_line = number
         elif section.header_line and (row := _BENCH_ROW.match(text)):
             size_bytes = parse_bytes(row["size"], "payload")
-            section.add(_bench_reading(number, size_bytes, row.groupdict()), number)
+            is_binary = not row["size"].endswith("iB")
+            if is_binary and not section.readings:
+                section.notes.append(_BINARY_RATES)
+            unit = GIB if is_binary else GB
+            section.add(_bench_reading(number, size_bytes, row.groupdict(), unit), number)
         elif number - max(section.last_line, section.table.first_line) > _MAX_GAP:
             section = None
 
 
-def _bench_reading(number: int, size: int, rates: dict[str, str]) -> Reading:
+def _bench_reading(number: int, size: int, rates: dict[str, str], unit: float = GB) -> Reading:
     """Return a reading; a bandwidth that was rounded to 0 is a bound."""
-    algbw, busbw = (float(rates[name]) * GB for name in ("algbw", "busbw"))
+    algbw, busbw = (float(rates[name]) * unit for name in ("algbw", "busbw"))
     return Reading(
         line=number,
         size_bytes=size,
         algbw_bytes_per_s=algbw or None,
         busbw_bytes_per_s=busbw or None,
         rate=busbw or None,
-        rate_below=None if busbw else rounding_error(rates["busbw"]) * GB,
+        rate_below=None if busbw else rounding_error(rates["busbw"]) * unit,
         printed=("", rates["algbw"], rates["busbw"]),
     )
 

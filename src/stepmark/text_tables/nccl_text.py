@@ -285,21 +285,27 @@ def _readings(
     readings = []
     wrong_at = layout.columns.index("wrong") if has_count else None
     width = len(layout.columns)
-    starts = [
-        (layout.has_root + index * width, placement)
-        for index, placement in enumerate(placements)
+    first = [layout.has_root + index * width for index in range(len(placements))]
+    places = [
+        (
+            start + time_at,
+            start + algbw_at,
+            start + busbw_at,
+            start + (wrong_at or 0),
+            placement,
+        )
+        for start, placement in zip(first, placements, strict=True)
     ]
     dtypes = {name: nccl_lines.dtype_named(name) for name in {row.dtype for row in rows}}
     for row, cycle in zip(rows, cycles, strict=True):
         cells = row.cells
         values: Sequence[float | None] = row.values or [parse_number(cell) for cell in cells]
         root = values[0] if layout.has_root else None
-        for start, placement in starts:
-            at = start + time_at, start + algbw_at, start + busbw_at
-            time, algbw, busbw = values[at[0]], values[at[1]], values[at[2]]
+        for time_place, algbw_place, busbw_place, wrong_place, placement in places:
+            time, algbw, busbw = values[time_place], values[algbw_place], values[busbw_place]
             if time is algbw is busbw is None:
                 continue
-            wrong = None if wrong_at is None else _num_wrong(cells[start + wrong_at])
+            wrong = None if wrong_at is None else _num_wrong(cells[wrong_place])
             has_rate = is_enqueue_time and busbw is not None and busbw > 0
             readings.append(
                 Reading(
@@ -316,7 +322,7 @@ def _readings(
                     rate=busbw * GB if busbw is not None and has_rate else None,
                     num_wrong=wrong,
                     cycle=cycle,
-                    printed=(cells[at[0]], cells[at[1]], cells[at[2]]),
+                    printed=(cells[time_place], cells[algbw_place], cells[busbw_place]),
                 )
             )
     return readings

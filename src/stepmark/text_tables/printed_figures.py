@@ -18,7 +18,7 @@ from stepmark.model.collectives import FACTS, Collective, Parts
 NUMBER = r"[+-]?(?:\d{1,20}(?:\.\d{0,25})?|\.\d{1,25})(?:[eE][+-]?\d{1,3})?"
 _NUMBER = re.compile(NUMBER)
 _MAX_LENGTH = 60
-_CACHE = 4096  # checks look at each figure several times
+_CACHE = 65536  # checks look at each figure several times
 _MAX_PLAIN = 20  # digits and point
 _ROUNDING: list[float] = [
     0.5 * 10.0 ** float(-num_decimals) for num_decimals in range(_MAX_PLAIN + 1)

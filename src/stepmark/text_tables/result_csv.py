@@ -33,6 +33,7 @@ _TITLE = ("mode", "api", "backend", "pair")
 _RCCL_NEEDED = {"collective", "size", "type", "inplace", "time", "busbw"}
 _RCCL_JSON_NEEDED = {"name", "size", "type", "inplace", "time", "busbw"}
 _RCCL_PLACEMENTS = {"0": OUT_OF_PLACE, "false": OUT_OF_PLACE, "1": IN_PLACE, "true": IN_PLACE}
+_MAX_LOST = 2  # names of a header that is still recognized
 _MAX_LINE = 4096
 _MAX_NOTES = 5
 
@@ -44,8 +45,13 @@ def is_stepmark(head: str) -> bool:
 
 
 def is_rccl(head: str) -> bool:
-    """Return whether the first line is the header of rccl-tests' CSV."""
-    return set(_rccl_names(head)) >= _RCCL_NEEDED
+    """Return whether the first line is the header of rccl-tests' CSV, if with lost names."""
+    return len(missing_rccl_names(head)) <= _MAX_LOST
+
+
+def missing_rccl_names(head: str) -> list[str]:
+    """Return the needed names that the first line of rccl-tests' CSV lacks."""
+    return sorted(_RCCL_NEEDED.difference(_rccl_names(head)))
 
 
 def read_stepmark(text: str, file: str) -> list[Table]:
@@ -117,8 +123,10 @@ def _value(text: str) -> object:
     """Return a cell as the row had it."""
     if text in ("True", "False"):
         return text == "True"
-    whole = parse_integer(text)
-    return (parse_number(text) if whole is None else whole) or text or None
+    if (whole := parse_integer(text)) is not None:
+        return whole
+    number = parse_number(text)
+    return number if number is not None else text or None
 
 
 def _collective_reading(number: int, row: Row) -> Reading | None:
@@ -175,12 +183,16 @@ def read_rccl(text: str, file: str) -> list[Table]:
     lines = text.lstrip("\ufeff \t\r\n").splitlines()
     first_line = 1 + len(text.splitlines()) - len(lines)
     names = _rccl_names(lines[0])
+    # A release leaves `nodes` out of its header (ROCm/rocm-systems, pull request 6004).
+    lacks_nodes = "rankspernode" in names and "nodes" not in names
     rows: list[tuple[int, Row]] = []
     notes: list[str] = []
     for number, line in enumerate(lines[1:], first_line + 1):
         # The first releases put a space behind each comma.
         cells = [cell.strip().strip('"') for cell in line[:_MAX_LINE].split(",")]
-        if len(cells) == len(names):
+        if len(cells) == len(names) + 1 and lacks_nodes:
+            cells.pop(names.index("collective") + 1)
+        if len(cells) == len(names) and _RCCL_NEEDED.issubset(names):
             rows.append((number, dict(zip(names, cells, strict=True))))
         elif any(cells):
             notes.append(f"line {number}: {len(cells)} of {len(names)} cells: left out")

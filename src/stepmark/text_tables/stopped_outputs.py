@@ -14,10 +14,12 @@ from stepmark.text_tables import nccl_lines
 from stepmark.text_tables.nccl_lines import Row, Sweep
 from stepmark.text_tables.nccl_text import Output
 
+NO_ROW_FITS = "no row fits its headings"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoppedOutput:
-    """One output that stops, with what its parameter line asked for. None: unknown."""
+    """One output that stops or cannot be read, with what it asked for. None: unknown."""
 
     tool: str
     collective: str = ""  # "" unknown
@@ -33,10 +35,13 @@ class StoppedOutput:
     last_size_bytes: int | None = None  # of the last complete row
     is_row_torn: bool = False  # the last row has figures of less than all columns
     has_footer: bool = False
+    unread: str = ""  # why no row below the headings can be read; "" where there is none
 
     @property
     def text(self) -> str:
         """Return e.g. "stops after 8 of 25 sizes (the last row, line 31, is 1 KiB)"."""
+        if self.unread:
+            return f"cannot be read: {self.unread} (line {self.header_line})"
         if self.header_line is None:
             return f"stops before its table (it begins in line {self.first_line})"
         sizes = f" of {self.num_sizes} sizes" if self.num_sizes else ""
@@ -51,12 +56,12 @@ class StoppedOutput:
         return f"stops after {rows} (the last row, line {self.last_line}, has {size}{torn})"
 
     def finding(self, file: str) -> Finding:
-        """Return that the output ends before its last row, in a job that may still run."""
-        text = f"The output of {self.tool} {self.text}"
+        """Return that it ends before its last row, or that no row of it can be read."""
+        why = "; it hung or failed there, or still ran, or the output was cut"
         return Finding(
-            rule="table-incomplete",
+            rule="table-unread" if self.unread else "table-incomplete",
             severity=Severity.WARNING,
-            text=f"{text}; it hung or failed there, or still ran, or the output was cut.",
+            text=f"The output of {self.tool} {self.text}{'' if self.unread else why}.",
             evidence=(Evidence(file=file, line=self.first_line, text=self.first_text),),
         )
 
@@ -68,8 +73,6 @@ def stops_of(outputs: Iterable[Output]) -> list[StoppedOutput]:
 
 def _stop(output: Output) -> StoppedOutput | None:
     facts = output.facts
-    if output.has_other_rows and not output.rows:
-        return None
     sweep = nccl_lines.sweep_of(facts) if facts.tool != "stepmark" else None
     num_sizes = sweep.num_sizes if sweep else None
     width = output.stated_width or max((len(row.cells) for row in output.rows), default=0)
@@ -81,6 +84,7 @@ def _stop(output: Output) -> StoppedOutput | None:
     if num_sizes and num_rows > num_sizes:
         num_rows = (num_rows - 1) % num_sizes + 1
     last_row = (complete or output.rows)[-1:]
+    has_only_others = output.has_other_rows and not output.rows
     last_line = output.header_line or output.first_line
     groups = dict(facts.ranks)
     return StoppedOutput(
@@ -98,6 +102,7 @@ def _stop(output: Output) -> StoppedOutput | None:
         last_size_bytes=complete[-1].size if complete else None,
         is_row_torn=is_torn,
         has_footer=facts.is_complete,
+        unread=NO_ROW_FITS if has_only_others else "",
     )
 
 

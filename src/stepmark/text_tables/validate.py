@@ -138,9 +138,7 @@ def _size_doubts(table: Table) -> Iterator[Doubt]:
 def _algbw_doubts(table: Table) -> Iterator[Doubt]:
     if table.collective == "hypercube":
         return
-    for reading in table.readings:
-        if _agrees(reading, 1, 1.0):
-            continue
+    for reading in _inexact(table, 1, 1.0):
         expected, printed = _expected(reading, 1.0), _rate_span(reading, 1)
         if expected and printed and not _overlap(expected, printed):
             yield reading, f"{_name_of(reading)}: {_against(printed, expected)}"
@@ -150,11 +148,9 @@ def _busbw(table: Table) -> Finding | None:
     if not _known(table) or not table.num_ranks:
         return None
     factor = busbw_factor(Collective(table.collective), table.num_ranks)
-    doubts, checked = [], 0
-    for reading in table.readings:
-        if _agrees(reading, 2, factor):
-            checked += 1
-            continue
+    inexact = _inexact(table, 2, factor)
+    doubts, checked = [], len(table.readings) - len(inexact)
+    for reading in inexact:
         expected = _expected(reading, factor)
         if expected is None and (algbw := _rate_span(reading, 1)):
             expected = algbw[0] * factor, algbw[1] * factor
@@ -235,17 +231,22 @@ def _placement_doubts(table: Table) -> Iterator[Doubt]:
                 yield out, f"{size}: out-of-place / in-place {times} = {ratio:.3f}"
 
 
-def _agrees(reading: Reading, which: int, factor: float) -> bool:
-    """Return whether algbw (1) or busbw (2) is, in all its digits, factor x size / time.
+def _inexact(table: Table, which: int, factor: float) -> list[Reading]:
+    """Return those whose algbw (1) or busbw (2) is not, in all digits, factor x size / time.
 
     It is the quick test that most figures pass; the spans of the others decide.
     """
-    if not reading.time_s or not reading.size_bytes or not reading.printed:
-        return False
-    printed = parse_number(reading.printed[which])
-    half = rounding_error(reading.printed[which])
-    rate = factor * reading.size_bytes / reading.time_s / GB
-    return printed is not None and -half < rate - printed < half
+    inexact = []
+    for reading in table.readings:
+        time_s, size = reading.time_s, reading.size_bytes
+        if time_s and size and reading.printed:
+            text = reading.printed[which]
+            printed = parse_number(text)
+            rate = factor * size / time_s / GB
+            if printed is not None and abs(rate - printed) < rounding_error(text):
+                continue
+        inexact.append(reading)
+    return inexact
 
 
 def _expected(reading: Reading, factor: float) -> Span | None:

@@ -185,7 +185,10 @@ _UNKNOWN = re.compile(
     r"|Unhandled exception|Uncaught exception|\[?F\d{3,4} \d\d:\d\d:\d\d"
     r"|\[E\d{3,4} .*ProcessGroup"
 )
-_QUIET = re.compile(r"^\s*(?:frame #|#\d+ )|Environment variable \S+ is deprecated")
+# Frames of a stack, rank lines of nccl-tests, a deprecated variable.
+_QUIET = re.compile(
+    r"^\s*(?:frame #|#\d+ |#\s+Rank +\d+ .*\bPid )|Environment variable \S+ is deprecated"
+)
 
 
 @dataclass(slots=True)
@@ -254,7 +257,9 @@ class OutputReader:
     def leave_file(self) -> None:
         """Read the end of a file: a traceback or a benchmark that is open there is cut."""
         self.stopped += [
-            stop.finding(self._file) for stop in stops_of(self._benchmarks.result())
+            stop.finding(self._file)
+            for stop in stops_of(self._benchmarks.result())
+            if not stop.unread  # the reader of tables says so
         ]
         for traceback in self._open.values():
             if traceback.place_evidence is not None and not traceback.is_ignored:
