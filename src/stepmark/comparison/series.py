@@ -88,7 +88,6 @@ def by_process(records: Iterable[Measured]) -> dict[str, list[Measured]]:
 def _of_records(records: Sequence[Measured]) -> Series:
     """Return seconds of the slowest rank by launch: of each sample, or cycle of training."""
     case = records[0].case
-    method = records[0].samples.method
     processes = by_process(records)
     starts = {name: min(r.started_at for r in own) for name, own in processes.items()}
     launches = {
@@ -98,31 +97,21 @@ def _of_records(records: Sequence[Measured]) -> Series:
     busy = frozenset(
         name for name, own in processes.items() if any(is_busy(r.telemetry) for r in own)
     )
-    if isinstance(case, TrainCase):
-        fields = _train_fields(records[0].train, method)
-        return Series(
-            fields=fields, launches=launches, starts=starts, busy=busy, model=case.model
-        )
-    if isinstance(case, CommCase):
-        return Series(
-            fields=_fields(case, method),
-            size_bytes=case.message_bytes,
-            launches=launches,
-            busbw_factor=case.busbw_factor or None,
-            starts=starts,
-            busy=busy,
-        )
-    if isinstance(case, ReplayCase):
-        fields = _fields(case, method)
-        return Series(fields=fields, launches=launches, starts=starts, busy=busy)
-    soaks = [record.samples.soak_s for record in records if not record.samples.warmup_calls]
-    return Series(
-        fields=_op_fields(case, method),
+    series = Series(
+        fields=_fields(case, records[0].samples.method),
         launches=launches,
         starts=starts,
-        soak_s=min(soaks, default=None) if case.rate is Rate.SUSTAINED else None,
         busy=busy,
     )
+    if isinstance(case, TrainCase):
+        return dataclasses.replace(series, model=case.model)
+    if isinstance(case, CommCase):
+        factor = case.busbw_factor or None
+        return dataclasses.replace(series, size_bytes=case.message_bytes, busbw_factor=factor)
+    if isinstance(case, OpCase) and case.rate is Rate.SUSTAINED:
+        soaks = (r.samples.soak_s for r in records if not r.samples.warmup_calls)
+        return dataclasses.replace(series, soak_s=min(soaks, default=None))
+    return series
 
 
 def _slowest(record: Measured) -> tuple[float, ...]:
@@ -145,32 +134,29 @@ def mean_of_cycles(seconds: Sequence[Sequence[float]], cycle: int) -> tuple[floa
     ) or tuple(slowest_per_sample(seconds))
 
 
-def _fields(case: AnyCase, method: str) -> dict[str, Value]:
-    more = {"method": method, "device_type": case.device}
-    return {"family": case.family, **compared(case), **more}
-
-
-def _train_fields(case: TrainCase, method: str) -> Fields:
-    """Leave out the dtype: precisions are techniques, which may be compared."""
-    sharded = case.data_parallel is DataParallel.FSDP
+def _fields(case: AnyCase, method: str) -> Fields:
+    fields: dict[str, Value] = {"family": case.family, **compared(case)}
+    fields |= {"method": method, "device_type": case.device}
+    if isinstance(case, OpCase):
+        for name, value in dataclasses.asdict(case.op).items():
+            is_plain = isinstance(value, str | int | float | bool | None)
+            fields[name] = value if is_plain else str(value)
+        phase = str(fields.get("phase", ""))
+        shape = case.op.shape_text
+        return {**fields, "shape": shape, "dtype": case.dtype.value, "phase": phase}
+    if not isinstance(case, TrainCase):
+        return fields
+    # No dtype: precisions are techniques, which may be compared.
+    is_sharded = case.data_parallel is DataParallel.FSDP
     return {
-        **_fields(case, method),
+        **fields,
         "model": case.model.name,
         "num_ranks": case.num_ranks,
         "seq_len": case.model.seq_len,
         "strategy": case.strategy,
         # The strategy names all other axes.
-        "dp_replicate": case.parallel.dp_replicate if sharded else None,
+        "dp_replicate": case.parallel.dp_replicate if is_sharded else None,
     }
-
-
-def _op_fields(case: OpCase, method: str) -> Fields:
-    plain = {
-        name: value if isinstance(value, str | int | float | bool | None) else str(value)
-        for name, value in dataclasses.asdict(case.op).items()
-    }
-    named = {"shape": case.op.shape_text, "dtype": case.dtype.value}
-    return {**_fields(case, method), **plain, **named, "phase": str(plain.get("phase", ""))}
 
 
 # Fields whose difference makes figures incomparable, unless --allow or --force is given.
@@ -206,14 +192,10 @@ def named_apart(groups: Sequence[Sequence[Side]]) -> list[tuple[Side, ...]]:
 
 def _named(side: Side, names: Mapping[ModelConfig, str]) -> Side:
     series = tuple(
-        s if s.model is None else dataclasses.replace(s, fields=_of_model(s, names[s.model]))
+        dataclasses.replace(s, fields={**s.fields, "model": names[s.model]}) if s.model else s
         for s in side.series
     )
     return dataclasses.replace(side, series=series)
-
-
-def _of_model(series: Series, name: str) -> Fields:
-    return {**series.fields, "model": name}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
