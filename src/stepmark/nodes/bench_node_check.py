@@ -129,9 +129,17 @@ def check_memory(
     """
     device, begin = torch.device(kind, 0), time.monotonic()
     count, num_wrong = 0, 0
-    blocks = _blocks(device, num_bytes or _free_bytes(device))
+    if num_bytes is None:
+        is_cpu = kind == "cpu"
+        num_bytes = CPU_BYTES if is_cpu else int(torch.cuda.mem_get_info(device)[0] * SHARE)
+    size = min(_BLOCK_BYTES, max(8, num_bytes // 16))
+    # But for the scratch block, the mask of a comparison, and its allocator's rounding.
+    num_blocks = max(1, num_bytes // size - 2)
+    blocks = [
+        torch.empty(size // 8, dtype=torch.int64, device=device) for _ in range(num_blocks)
+    ]
     scratch = torch.empty_like(blocks[0])
-    firsts = [sum(len(block) for block in blocks[:index]) for index in range(len(blocks))]
+    firsts = range(0, num_blocks * len(scratch), len(scratch))
     for pattern in PATTERNS:
         spent_s = time.monotonic() - begin
         if count and spent_s * (count + 1) / count > limit_s:
@@ -140,29 +148,14 @@ def check_memory(
             _fill(block, pattern, first)
         between(blocks)
         for block, first in zip(blocks, firsts, strict=True):
-            expected = scratch[: len(block)]
-            _fill(expected, pattern, first)
-            wrong = block != expected
+            _fill(scratch, pattern, first)
+            wrong = block != scratch
             if wrong.any():
-                pair = block[wrong].view(torch.uint8), expected[wrong].view(torch.uint8)
-                num_wrong += int((pair[0] != pair[1]).sum())
+                expected = scratch[wrong].view(torch.uint8)
+                num_wrong += int((block[wrong].view(torch.uint8) != expected).sum())
         count += 1
-    size = sum(block.nbytes for block in blocks)
-    return MemoryTest(num_bytes=size, num_patterns=count, num_wrong=num_wrong)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return CPU_BYTES
-    return int(torch.cuda.mem_get_info(device)[0] * SHARE)
-
-
-def _blocks(device: torch.device, num_bytes: int) -> list[Tensor]:
-    """Allocate that much; less than a block for scratch values and comparisons is kept free."""
-    size = min(_BLOCK_BYTES, max(8, num_bytes // 16))
-    # The scratch block, the mask of a comparison, and its allocator's rounding.
-    count = max(1, num_bytes // size - 2)
-    return [torch.empty(size // 8, dtype=torch.int64, device=device) for _ in range(count)]
+    num_tested = sum(block.nbytes for block in blocks)
+    return MemoryTest(num_bytes=num_tested, num_patterns=count, num_wrong=num_wrong)
 
 
 def _fill(words: Tensor, pattern: int | None, first: int) -> None:

@@ -28,7 +28,7 @@ from stepmark.measuring import child
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.measuring.machine import Machine
 from stepmark.model.collectives import Collective
-from stepmark.nodes import node_checks
+from stepmark.nodes import node_check
 from stepmark.nodes.device_check import result_of
 from stepmark.nodes.node_check import NodeCheck, Remark, merged
 from stepmark.nodes.node_check_text import printed, rows
@@ -67,7 +67,7 @@ def run(options: DoctorOptions) -> int:
         for name, value in plain(options).items():
             if name not in _FOR_VERDICT:
                 raise ConfigError(dashed(name), value, "it has no effect with --from")
-        checks = node_checks.read_all(options.read_from)
+        checks = node_check.read_all(options.read_from)
         if options.pairs is not None:
             checks = _with_pairs(checks, options.pairs)
         return _conclude(checks, options, options.read_from)
@@ -85,13 +85,13 @@ def run(options: DoctorOptions) -> int:
         check = _Host(name, out, options, signals).check()
     if signals:
         return 128 + signals[0]
-    file = out / node_checks.FOLDER / f"{name}.json"
+    file = out / node_check.FOLDER / f"{name}.json"
     make_folder("out", file.parent)
-    node_checks.write(check, file)
+    node_check.write(check, file)
     if is_in_job:
         sys.stderr.write(f"{file}; verdict: stepmark doctor --nodes --from {out}\n")
         return 0  # a failing node must not end the check of the others
-    return _conclude(node_checks.read_all(out), options, out)  # with hosts checked before
+    return _conclude(node_check.read_all(out), options, out)  # with hosts checked before
 
 
 def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
@@ -185,7 +185,7 @@ class _Host:
         empty = NodeCheck(host=self.name, checked_at=now.isoformat(timespec="seconds"))
         here, problem = self._machine(folder)
         if here is None:
-            return merged(empty, [self._failed(empty, self.name, problem)])
+            return replace(empty, failures=(Remark(where=self.name, text=problem),))
         count = here.num_ranks(self.options.nproc, "all")
         sys.stderr.write(f"checking {count} devices of {self.name} at the same time\n")
         with ThreadPoolExecutor(count) as pool:
@@ -219,20 +219,21 @@ class _Host:
         self, index: int, count: int, device: str, folder: Path, empty: NodeCheck
     ) -> NodeCheck:
         """Measure one device in a process of its own, which sees no other device."""
-        place, stem = f"{self.name}/{index}", folder / f"device-{index}"
+        place = f"{self.name}/{index}"
+        stem = folder / f"device-{index}"
         file = stem.with_suffix(".json")
         budget_s = self.options.budget or _BUDGET_S[device]
         launches = self.options.launches or _LAUNCHES[device]
         words = [_DEVICE_CHECK, "check", str(file), device, place, str(budget_s), str(launches)]
         limit_s = self.options.timeout or _TIMEOUT_S
         ended = self._run(stem, words, limit_s, _only(index, count, device))
-        result = node_checks.read(file, "out") if file.is_file() else empty
+        result = node_check.read(file, "out") if file.is_file() else empty
         if ended.exit_code == 0:
             return result
         stage = result.stage or "starting"
         text = _how_it_ended(ended, limit_s, stage, stem.with_suffix(".err"))
-        result = merged(result, [self._failed(empty, place, text)])
-        return replace(result, stage=stage)
+        failures = (*result.failures, Remark(where=place, text=text))
+        return replace(result, failures=failures, stage=stage)
 
     def _collectives(
         self, count: int, device: str, folder: Path, empty: NodeCheck
@@ -263,7 +264,8 @@ class _Host:
         if ended.exit_code == 0 or (result.failures and not ended.timed_out):
             return result
         text = _how_it_ended(ended, limit_s, "collectives", folder / "collectives.err")
-        return merged(result, [self._failed(empty, self.name, text)])
+        failure = Remark(where=self.name, text=text)
+        return replace(result, failures=(*result.failures, failure))
 
     def _run(
         self,
@@ -284,10 +286,6 @@ class _Host:
             signals=self.signals,
             grace_s=_GRACE_S,
         )
-
-    @staticmethod
-    def _failed(empty: NodeCheck, place: str, text: str) -> NodeCheck:
-        return replace(empty, failures=(Remark(where=place, text=text),))
 
 
 def _only(index: int, count: int, device: str) -> dict[str, str]:
