@@ -128,13 +128,17 @@ class Heartbeat:
         rank = os.environ.get("RANK", "0")
         return cls(Path(folder), int(rank), int(os.environ.get(FIRST, "0")))
 
-    def begin(self, position: int, limit_s: float) -> None:
+    def begin(self, position: int | None, limit_s: float) -> None:
         """Report work on this case, which should be done in limit_s."""
-        self._report(position, limit_s)
+        now_s = time.monotonic()
+        self._beat = replace(
+            self._beat, position=position, since_s=now_s, deadline_s=now_s + limit_s
+        )
+        self._store.write_beat(self._beat)
 
     def idle(self, limit_s: float) -> None:
         """Report set-up, or work between cases and after the last one."""
-        self._report(None, limit_s)
+        self.begin(None, limit_s)
 
     def restart_at(self, position: int) -> bool:
         """Request new ranks from this position after a normal end of these.
@@ -166,29 +170,20 @@ class Heartbeat:
             self._beat = replace(self._beat, deadline_s=None, exit_code=exit_code)
             self._store.write_beat(self._beat)
 
-    def _report(self, position: int | None, limit_s: float) -> None:
-        now_s = time.monotonic()
-        self._beat = replace(
-            self._beat, position=position, since_s=now_s, deadline_s=now_s + limit_s
-        )
-        self._store.write_beat(self._beat)
-
     def _attend(self) -> None:
         while not self._closed.wait(_POLL_S):
-            if self._store.has(ABORT):
-                self._give_up()
-                return
-
-    def _give_up(self) -> None:
-        # The parent kills this process next: a failure here only loses diagnostics.
-        rank = self._beat.rank
-        with contextlib.suppress(Exception):
-            if text := self._dump():
-                self._store.write(f"{FLIGHT}-{rank}.json", text)
-        with contextlib.suppress(Exception):
-            self._abort()
-        with contextlib.suppress(Exception):
-            self._store.write(f"{GAVE_UP}-{rank}", "")
+            if not self._store.has(ABORT):
+                continue
+            # The parent kills this process next: a failure here only loses diagnostics.
+            rank = self._beat.rank
+            with contextlib.suppress(Exception):
+                if text := self._dump():
+                    self._store.write(f"{FLIGHT}-{rank}.json", text)
+            with contextlib.suppress(Exception):
+                self._abort()
+            with contextlib.suppress(Exception):
+                self._store.write(f"{GAVE_UP}-{rank}", "")
+            return
 
 
 _RECORD_S = 10.0  # on_timeout writes one line; a dead file system must not block the end
@@ -210,11 +205,11 @@ class Watchdog:
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def begin(self, position: int, limit_s: float) -> None:
+    def begin(self, position: int | None, limit_s: float) -> None:
         self._task = (position, time.monotonic() + limit_s)
 
     def idle(self, limit_s: float) -> None:
-        self._task = (None, time.monotonic() + limit_s)
+        self.begin(None, limit_s)
 
     def restart_at(self, position: int) -> bool:
         """Return False: there is no parent to start new ranks."""

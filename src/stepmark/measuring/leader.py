@@ -23,7 +23,6 @@ from stepmark.measuring.channel import (
     Hello,
     Kill,
     Killed,
-    Message,
     SendSignal,
     Start,
     State,
@@ -77,22 +76,20 @@ class RemoteRanks:
 
     def look(self) -> None:
         while self._channel.inbox:
-            self._take(self._channel.inbox.popleft())
+            message = self._channel.inbox.popleft()
+            if getattr(message, "generation", None) != self._generation:
+                continue  # of earlier ranks
+            match message:
+                case State():
+                    # Deadlines on our clock; the message's way here makes them later.
+                    shift_s = time.monotonic() - message.now_s
+                    self._state = message
+                    self.beats = {beat.rank: _shifted(beat, shift_s) for beat in message.beats}
+                case Diagnosis():
+                    self._diagnosis = message
+                case Killed():
+                    self._killed = message
         self._channel.look()
-
-    def _take(self, message: Message) -> None:
-        if getattr(message, "generation", None) != self._generation:
-            return  # of earlier ranks
-        match message:
-            case State():
-                # Deadlines on our clock; the message's way here makes them later.
-                shift_s = time.monotonic() - message.now_s
-                self._state = message
-                self.beats = {beat.rank: _shifted(beat, shift_s) for beat in message.beats}
-            case Diagnosis():
-                self._diagnosis = message
-            case Killed():
-                self._killed = message
 
     def pid(self, rank: int) -> int:
         return self._state.pids[rank] if self._state else 0
@@ -257,16 +254,14 @@ class Leader:
             while not channel.inbox and not channel.lost and time.monotonic() < end_s:
                 time.sleep(_POLL_S)
             hello = channel.inbox.popleft() if channel.inbox else None
-            if not isinstance(hello, Hello) or not self._expects(hello.host_rank):
+            missing = set(range(1, self.job.num_hosts)) - self._channels.keys()
+            if not isinstance(hello, Hello) or hello.host_rank not in missing:
                 channel.close()
             elif hello.version != __version__:
                 self._problem = f"{hello.version} on host {hello.name}"
                 channel.send(End(2))
             else:
                 self._channels[hello.host_rank] = channel
-
-    def _expects(self, host_rank: int) -> bool:
-        return 0 < host_rank < self.job.num_hosts and host_rank not in self._channels
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(_ALIVE_S):

@@ -136,7 +136,20 @@ class LocalRanks:
 
         Ranks then abort communicators: no kernel outlives a kill.
         """
-        return self._stacks(ranks), self._flight(ranks)
+        store = self._store
+        # By faulthandler, which works while the main thread is blocked in C.
+        self.send(signal.SIGUSR1, ranks)
+        names = {rank: f"{heartbeat.STACK}-{rank}" for rank in ranks}
+        _wait(lambda: all(map(store.read, names.values())), _STACKS_S)
+        time.sleep(0.1)  # time to finish writing
+        stacks = {rank: store.read(name) for rank, name in names.items()}
+        store.write(heartbeat.ABORT, "")
+        _wait(lambda: all(store.has(f"{heartbeat.GAVE_UP}-{r}") for r in ranks), _FLIGHT_S)
+        flight = {r: store.read(f"{heartbeat.FLIGHT}-{r}.json") for r in self.numbers}
+        return (
+            {rank: text for rank, text in stacks.items() if text},
+            {rank: text for rank, text in flight.items() if text},
+        )
 
     def begin_kill(self) -> None:
         """Do nothing: `kill` does all. Ranks of other hosts begin here."""
@@ -147,23 +160,6 @@ class LocalRanks:
         survivors = kill_all(processes, heartbeat.FOLDER, str(self._store.folder))
         self._store.remove()
         return survivors
-
-    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return stacks by faulthandler, which works while the main thread is blocked in C."""
-        store = self._store
-        names = {rank: f"{heartbeat.STACK}-{rank}" for rank in ranks}
-        self.send(signal.SIGUSR1, ranks)
-        _wait(lambda: all(store.read(name) for name in names.values()), _STACKS_S)
-        time.sleep(0.1)  # time to finish writing
-        return {rank: text for rank, name in names.items() if (text := store.read(name))}
-
-    def _flight(self, ranks: Sequence[int]) -> dict[int, str]:
-        store = self._store
-        store.write(heartbeat.ABORT, "")
-        names = [f"{heartbeat.GAVE_UP}-{rank}" for rank in ranks]
-        _wait(lambda: all(store.has(name) for name in names), _FLIGHT_S)
-        texts = {rank: store.read(f"{heartbeat.FLIGHT}-{rank}.json") for rank in self.numbers}
-        return {rank: text for rank, text in texts.items() if text}
 
 
 def command_of(module: str, plan: Path | str, arguments: Sequence[str]) -> list[str]:

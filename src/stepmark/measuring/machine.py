@@ -142,19 +142,14 @@ def _machine_of(cards: list[_Card]) -> Machine:
 @cache
 def _cards() -> list[_Card]:
     """Return the accelerators that torch will see, in no particular order."""
-    if not _has_driver() or not (_torch_is_for("cuda") or _torch_is_for("hip")):
+    # Device files of NVIDIA, AMD, Tegra, WSL; other systems may have none.
+    drivers = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
+    if sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in drivers):
+        return []
+    if not (_torch_is_for("cuda") or _torch_is_for("hip")):
         return []
     cards = _nvidia_cards() if _torch_is_for("cuda") else None
     return _asked_of_torch() if cards is None else cards
-
-
-def _has_driver() -> bool:
-    """Return False only on Linux without the device file of any driver."""
-    if sys.platform != "linux":
-        return True
-    # NVIDIA, AMD, Tegra, WSL.
-    names = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
-    return any(next(Path("/dev").glob(name), None) for name in names)
 
 
 def _torch_is_for(toolkit: str) -> bool:

@@ -47,8 +47,12 @@ class Progress:
             self._writer.append(record)
         self._stop_waiting()
         self._count += 1
-        if not self._quiet:
-            self._show(record)
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, description=line(record))
+        else:
+            self.say(f"[{self._count}/{self._total}] {line(record)}")
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
@@ -66,17 +70,17 @@ class Progress:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
-    def _show(self, record: Record) -> None:
-        text = line(record)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, description=text)
-        else:
-            self.say(f"[{self._count}/{self._total}] {text}")
-
 
 def line(record: Record) -> str:
     """Return a case and its outcome in a line."""
-    return f"{case_text(record.case)}: {_outcome(record)}"
+    match record:
+        case Measured():
+            outcome = format_time(median_s(record)) + (" WRONG" if record.num_wrong else "")
+        case Skipped():
+            outcome = f"skipped: {record.reason}"
+        case Failed():
+            outcome = f"failed ({record.cause}): {record.message}"
+    return f"{case_text(record.case)}: {outcome}"
 
 
 def case_text(case: AnyCase) -> str:
@@ -123,13 +127,3 @@ def _bar(total: int, first: int) -> "Bar":
     bar.add_task("", total=total, completed=first)
     bar.start()
     return bar
-
-
-def _outcome(record: Record) -> str:
-    match record:
-        case Measured():
-            return format_time(median_s(record)) + (" WRONG" if record.num_wrong else "")
-        case Skipped():
-            return f"skipped: {record.reason}"
-        case Failed():
-            return f"failed ({record.cause}): {record.message}"

@@ -14,7 +14,6 @@ import psutil
 from stepmark.ground.errors import EXIT_CODES, worst
 from stepmark.ground.signals import catching
 from stepmark.ground.units import ranks_text
-from stepmark.measuring.heartbeat import Beat
 from stepmark.measuring.leader import JoinInterrupted, LostHostError
 from stepmark.measuring.workers import Workers
 
@@ -54,6 +53,9 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
     silent = (_NOT_UP, *_STUCK.values())
     answering = [rank for rank in workers.working() if activity[rank] not in silent]
     stacks, flight = workers.diagnosis(answering)
+    texts = {
+        rank: stacks.get(rank) or f"no stack: {state}\n" for rank, state in activity.items()
+    }
     words = _describe(workers, activity)
     if suspects := _suspects(activity, position) or not_waiting(stacks):
         words.append(f"the others wait for {ranks_text(suspects)}")
@@ -62,17 +64,9 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
         cause="timeout",
         ranks=tuple(suspects or (r for r in activity if activity[r] in late)),
         message=f"not done within {limit_s:.3g} s: {'; '.join(words)}",
-        stacks=_stacks(activity, stacks),
+        stacks="\n".join(f"rank {rank}:\n{text}" for rank, text in texts.items()),
         flight=flight,
     )
-
-
-def _how_it_ended(return_code: int) -> str:
-    """Return a description of Popen.returncode."""
-    if return_code < 0:
-        name = next((s.name for s in signal.Signals if s == -return_code), "real time")
-        return f"was killed by signal {-return_code} ({name})"
-    return f"ended with exit code {return_code}"
 
 
 _HERE, _AHEAD, _ENDED, _NOT_UP = "in this case", "ahead of this case", "ended", "not up"
@@ -89,10 +83,8 @@ def _activity(workers: Workers, rank: int, position: int | None) -> str:
         return _NOT_UP
     if workers.return_code(rank) is not None:
         return _ENDED
-    return _STUCK.get(workers.state(rank)) or _where(beat, position)
-
-
-def _where(beat: Beat, position: int | None) -> str:
+    if stuck := _STUCK.get(workers.state(rank)):
+        return stuck
     if beat.position is None or position is None:
         return "closed" if beat.exit_code is not None else "in set-up or between cases"
     behind = position - beat.position
@@ -137,11 +129,6 @@ def _describe(workers: Workers, activity: dict[int, str]) -> list[str]:
             f"{ranks_text(ranks)} {state}{form.format(max(times_s)) if times_s else ''}"
         )
     return words
-
-
-def _stacks(activity: dict[int, str], stacks: dict[int, str]) -> str:
-    missing = {rank: f"no stack: {state}\n" for rank, state in activity.items()}
-    return "\n".join(f"rank {rank}:\n{stacks.get(rank) or missing[rank]}" for rank in activity)
 
 
 START_S = 120.0  # until the first beat of every rank: python and its imports on a slow disk
@@ -327,8 +314,11 @@ def _how_it_died(workers: Workers, rank: int) -> str | None:
     if beat is not None and beat.exit_code is not None:
         # Its work was done: a crash in the tear-down of torch or a driver loses nothing.
         return f"{_LEFT}, with exit code {beat.exit_code}" if rank and beat.exit_code else None
+    if code < 0:
+        name = next((s.name for s in signal.Signals if s == -code), "real time")
+        return f"was killed by signal {-code} ({name})"
     if code:
-        return _how_it_ended(code)
+        return f"ended with exit code {code}"
     if rank == 0:
         return "ended without an exit code"
     return None if beat is None or beat.position is None else f"{_LEFT}, in a case"

@@ -25,7 +25,7 @@ from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_sources, logs
 from stepmark.job_logs.log_options import LogsOptions
-from stepmark.measuring import foreground
+from stepmark.measuring import child
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.store.runs import TRACES, new_run_id
 from stepmark.store.view import print_text
@@ -106,8 +106,12 @@ def _run_job(options: WatchOptions, path: Path, setup: Setup) -> int:
     output = OutputFile(path)
     try:
         with copied_output(output) as (stdout, stderr):
-            environment = {**os.environ, **setup.variables}
-            code = foreground.run(options.words, environment, stdout=stdout, stderr=stderr)
+            code = child.run_in_foreground(
+                options.words,
+                {**os.environ, **setup.variables},
+                stdout=stdout,
+                stderr=stderr,
+            )
     except OSError as error:
         raise ConfigError("command", options.words[0], f"a program ({error})") from None
     output.close(f"stepmark watch: the command ended with exit code {code}")
