@@ -147,6 +147,14 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
     if clocks and "rated_clock_hz" not in table:
         raise ValueError(f"{key}: {_CLOCK_OF} needs rated_clock_hz")
     _check_sources(key, table["sources"], {*figures, _PEAK}, {f"{_PEAK}.{t}" for t in peaks})
+    aliases = table.get("aliases", [])
+    if not isinstance(aliases, list) or not all(
+        isinstance(alias, str) and alias.islower() for alias in aliases
+    ):
+        raise ValueError(f"{key}: aliases must be words in lower case")
+    capability = table.get("capability", [0, 0])
+    if not isinstance(capability, list) or [type(n) for n in capability] != [int, int]:
+        raise ValueError(f"{key}: capability must be two whole numbers")
     return DeviceSpec(
         key=key,
         names=tuple(table["names"]),
@@ -155,24 +163,10 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
         rated_clock_hz_of=clocks,
         **figures,
         link_kind=table.get("link_kind"),
-        aliases=_aliases(key, table.get("aliases", [])),
-        capability=_capability(key, table.get("capability", [0, 0])),
+        aliases=tuple(aliases),
+        capability=(capability[0], capability[1]),
         sources=MappingProxyType(dict(table["sources"])),
     )
-
-
-def _aliases(key: str, words: Any) -> tuple[str, ...]:
-    if not isinstance(words, list) or not all(
-        isinstance(w, str) and w.islower() for w in words
-    ):
-        raise ValueError(f"{key}: aliases must be words in lower case")
-    return tuple(words)
-
-
-def _capability(key: str, numbers: Any) -> tuple[int, int]:
-    if not isinstance(numbers, list) or [type(n) for n in numbers] != [int, int]:
-        raise ValueError(f"{key}: capability must be two whole numbers")
-    return numbers[0], numbers[1]
 
 
 def _by_dtype(where: str, table: dict[str, Any]) -> Mapping[DType, float]:

@@ -245,14 +245,15 @@ def _joined(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _role_words(row: Row) -> str:
-    return text(row, "role") or text(row, "family")
-
-
 OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("family", lambda o: o.case.family, TEXT, "operator", PAGE),
     Column("model", lambda o: o.label.model or None, views=SHOWN),
-    Column("role", lambda o: o.label.role or None, views=SHOWN, words=_role_words),
+    Column(
+        "role",
+        lambda o: o.label.role or None,
+        views=SHOWN,
+        words=lambda row: text(row, "role") or text(row, "family"),
+    ),
     Column("pass", lambda o: o.phase, views=SHOWN),
     Column("shape", lambda o: o.case.op.shape_text, views=SHOWN),
     Column("layout", lambda o: o.layout, views=PAGE),

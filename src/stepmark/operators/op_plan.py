@@ -164,8 +164,10 @@ def shape_source(options: FamilyOptions) -> str:
     if not named and all(options.field(name) is None for name in required):
         raise ConfigError("shape", "missing", f"{by_hand}, or {' or '.join(flags.values())}")
     source = named[0] if named else "fields"
-    if source == "shapes" and _is_primus(options):
-        source = "attention_shapes"
+    if source == "shapes" and options.family == "attention":
+        first = shapes.read_objects(Path(options.shapes or ""))[:1]
+        # Primus' attention_shapes.json
+        source = "attention_shapes" if any("seqlen_q" in item for item in first) else source
     used = _USED | {"fields": (*(field.name for field in fields), *_ANY, "phase")}
     shared = {field.name for field in dataclasses.fields(OpOptions)} - set(_ANY)
     title = (flags | {"attention_shapes": "--shapes", "fields": by_hand})[source]
@@ -235,13 +237,6 @@ def _from_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
     for dtype in dtypes(options, device):
         for label, op in shapes.read_shapes(path, family, {"dtype": dtype}):
             yield label, _scaled(op, options)
-
-
-def _is_primus(options: FamilyOptions) -> bool:
-    """Return whether --shapes is Primus' attention_shapes.json."""
-    is_attention = options.family == "attention"
-    first = shapes.read_objects(Path(options.shapes or ""))[:1] if is_attention else []
-    return any("seqlen_q" in item for item in first)
 
 
 def _from_primus(options: FamilyOptions, device: str) -> Iterator[Placed]:

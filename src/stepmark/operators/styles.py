@@ -37,22 +37,17 @@ def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     """Return train/compute/pt of facebookresearch/param: a block per kind and dtype."""
     groups: dict[str, list[OpLaunches]] = {}
     for launches in _measured(records):
-        name = _param_kind(launches.case.op)
-        if name:
-            groups.setdefault(f"{name}-{launches.case.dtype}", []).append(launches)
+        match launches.case.op:
+            case Gemm():
+                name = "gemm"
+            case EmbeddingBag(phase=Phase.FWD):
+                name = "emb"
+            case Mlp():
+                name = "linear"
+            case _:
+                continue
+        groups.setdefault(f"{name}-{launches.case.dtype}", []).append(launches)
     return {key: _param_block(key.split("-")[0], group, run) for key, group in groups.items()}
-
-
-def _param_kind(op: Op) -> str:
-    match op:
-        case Gemm():
-            return "gemm"
-        case EmbeddingBag(phase=Phase.FWD):
-            return "emb"
-        case Mlp():
-            return "linear"
-        case _:
-            return ""
 
 
 _PARAM_HEADER = {
@@ -71,7 +66,10 @@ def _param_block(name: str, cases: Sequence[OpLaunches], run: RunInfo) -> str:
     place = "cpu" if case.device == "cpu" else "gpu"
     dataset = run.settings.get("dataset", "-")
     dtype = _PARAM_DTYPE.get(case.dtype, case.dtype.value)
-    steps, warmups = _steps(cases)
+    # The fewest of any case and launch.
+    samples = [(record.samples, each.time_s) for each in cases for record in each.measured]
+    steps = min(len(own.seconds[0]) * own.calls_per_sample for own, _ in samples)
+    warmups = min(own.warmup_calls or round(own.soak_s / time_s) for own, time_s in samples)
     what = "matrix dataset" if name == "gemm" else "dataset"
     lines = [
         f"Measuring the performance of  {name}  on device =  {place}",
@@ -84,14 +82,6 @@ def _param_block(name: str, cases: Sequence[OpLaunches], run: RunInfo) -> str:
         *(_param_line(each.case.op, each.time_s) for each in cases),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _steps(cases: Sequence[OpLaunches]) -> tuple[int, int]:
-    """Return timed calls and warm-up calls, the fewest of any case and launch."""
-    samples = [(record.samples, case.time_s) for case in cases for record in case.measured]
-    steps = min(len(each.seconds[0]) * each.calls_per_sample for each, _ in samples)
-    warmups = min(each.warmup_calls or round(each.soak_s / time_s) for each, time_s in samples)
-    return steps, warmups
 
 
 def _param_line(op: Op, time_s: float) -> str:

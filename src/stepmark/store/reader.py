@@ -48,7 +48,12 @@ def read(path: Path) -> Run:
         info, is_known = read_info(path), True
     except ConfigError as error:
         info, is_known = _unknown(path), False
-        notes.append(f"run {path.name}: {_missing_info(path, error)}")
+        why = f"it has a plan and no {RUN}: nothing was measured yet"
+        if (path / RUN).exists():
+            why = f"{RUN} cannot be read ({error}); where it was measured is unknown"
+        elif (path / RECORDS).exists():
+            why = f"it has no {RUN}; where it was measured is unknown"
+        notes.append(f"run {path.name}: {why}")
     records, lines, damaged = _read_lines(path)
     if damaged:
         count = f"{len(damaged)} of {len(damaged) + len(records)} records"
@@ -146,14 +151,6 @@ def is_run(path: Path) -> bool:
         return any((path / name).is_file() for name in (RUN, RECORDS, PLAN))
     except (OSError, ValueError):  # too long a name; a NUL
         return False
-
-
-def _missing_info(path: Path, error: ConfigError) -> str:
-    if (path / RUN).exists():
-        return f"{RUN} cannot be read ({error}); where it was measured is unknown"
-    if (path / RECORDS).exists():
-        return f"it has no {RUN}; where it was measured is unknown"
-    return f"it has a plan and no {RUN}: nothing was measured yet"
 
 
 def _unknown(path: Path) -> RunInfo:

@@ -215,23 +215,17 @@ def make(
     return Call(run=run, verify=verify, backend_run=name)
 
 
-def _summed(op: Attention, *, backward: bool) -> int:
-    """Return the terms of one result; backward adds head widths, whose sums cancel in ds."""
-    if not backward:
-        return op.seq_kv
-    return op.seq_kv * (op.heads // op.kv_heads) + 8 * (op.head_dim_qk + op.head_dim_v)
-
-
 def check(
     op: Attention, qkv: tuple[Tensor, ...], do: Tensor | None, results: tuple[Tensor, ...]
 ) -> Check:
     """Compare the last key head of the last sequence; check that all else is finite."""
-    allowed = tolerance(
-        op.dtype,
-        length=_summed(op, backward=do is not None),
-        roundings=4 if do is None else 8,
-    )
-    group = op.heads // op.kv_heads if do is not None else 1
+    group, num_terms, roundings = 1, op.seq_kv, 4
+    if do is not None:
+        group = op.heads // op.kv_heads
+        roundings = 8
+        # Head widths, too: their sums cancel in ds.
+        num_terms = op.seq_kv * group + 8 * (op.head_dim_qk + op.head_dim_v)
+    allowed = tolerance(op.dtype, length=num_terms, roundings=roundings)
     wide = torch.float32 if op.dtype.itemsize == 2 else torch.float64
     name = f"{wide}, one sequence, {group} heads".replace("torch.", "")
     q, k, v = (tensor.detach()[-1].to(wide) for tensor in _last_heads(qkv, group))
