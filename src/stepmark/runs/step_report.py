@@ -176,13 +176,6 @@ def reported(path: Path, run: View) -> StepReport | ConfigError | None:
         return error
 
 
-def _replayed(path: Path, run: View, measured: MeasuredLedger) -> tuple[str, ...]:
-    """Return what a run says of the replay of its step."""
-    step_s = measured.ledger.window_ns / 1e9
-    logs = replay_log_verb.of_run(path, run.records)
-    return tuple(line for _, log in logs for line in log.beside(step_s))
-
-
 def records_of(run: View, case_id: str) -> list[Measured]:
     """Return what was measured of a case after its prediction.
 
@@ -232,6 +225,8 @@ def _step(
     measured_steps = [each for each in run.records if isinstance(each, Measured)]
     ids = {each.case.case_id for each in measured_steps if each.launch >= STEP_LAUNCH}
     options = step_words(case) if len(ids) > 1 else ()
+    logs = replay_log_verb.of_run(path, run.records)
+    step_s = measured.ledger.window_ns / 1e9
     return Step(
         case_id=case.case_id,
         name=f"{case.model.name} {shape_text(case)}",
@@ -246,7 +241,7 @@ def _step(
             mfu_pct=number(row, "mfu_pct"),
             validity=text(row, "validity"),
         ),
-        replayed=_replayed(path, run, measured),
+        replayed=tuple(line for _, log in logs for line in log.beside(step_s)),
         suggestions=suggestions(
             Measurement(
                 case=case,

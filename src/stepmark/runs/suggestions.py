@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from shlex import join
 
 from stepmark.cases.record import Environment
@@ -54,7 +55,11 @@ def suggestions(step: Measurement) -> tuple[Suggestion, ...]:
 
     Each text is one line of a terminal.
     """
-    gains = sorted(_gains(step), key=lambda each: -(each.gain_ns or 0))
+    parts = (_communication, _idle, _recomputation, _products)
+    gains = sorted(
+        chain.from_iterable(part(step) for part in parts),
+        key=lambda each: -(each.gain_ns or 0),
+    )
     notable = [each for each in gains if (each.gain_ns or 0) >= _share(step, _NOTABLE)]
     of_lines = () if doubt(step.measured) else (*_difference(step), *notable)
     return tuple([*_doubt(step), *of_lines, *_batch(step)][:MOST])
@@ -96,13 +101,6 @@ def _difference(step: Measurement) -> Iterator[Suggestion]:
         command=join(["stepmark", "trace", verb, step.run]),
         gain_ns=largest.ns if largest.ns > 0 else None,
     )
-
-
-def _gains(step: Measurement) -> Iterator[Suggestion]:
-    yield from _communication(step)
-    yield from _idle(step)
-    yield from _recomputation(step)
-    yield from _products(step)
 
 
 def _communication(step: Measurement) -> Iterator[Suggestion]:

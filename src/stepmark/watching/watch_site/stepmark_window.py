@@ -86,7 +86,7 @@ class Window:
             self.is_done = True
             self._unhook_exits()
             self.report["reason"] = f"watching failed: {error!r}"[:_MAX_CHARACTERS]
-            _say(self.report["reason"])
+            sys.stderr.write(f"stepmark watch: pid {os.getpid()}: {self.report['reason']}\n")
             for action in (self._discard, self._write):
                 with contextlib.suppress(Exception):
                     action()
@@ -259,7 +259,10 @@ class Window:
             return
         with self.guarded():
             if self.profile is not None:
-                self._discard(waits=_wait(_now()))
+                end, limit_s = _now(), time.monotonic() + _EXIT_S
+                while not _is_over(end) and time.monotonic() < limit_s:
+                    time.sleep(0.01)
+                self._discard(waits=_is_over(end))  # a collective may hang before it
             if not self.path:
                 rank, host = _number(_RANK, 0), socket.gethostname()
                 self.report |= {"rank": rank, "host": host, "pid": self.pid}
@@ -307,14 +310,6 @@ def _is_over(time_or_event: Any) -> bool:
         return False
 
 
-def _wait(end: Any) -> bool:
-    """Wait until a time is over. After 10 s return False: a collective may hang before it."""
-    limit_s = time.monotonic() + _EXIT_S
-    while not _is_over(end) and time.monotonic() < limit_s:
-        time.sleep(0.01)
-    return _is_over(end)
-
-
 def _seconds(begin: Any, end: Any) -> float | None:
     """Return the time between two values of `_now`; None where CUDA began in between."""
     if isinstance(begin, float) != isinstance(end, float):
@@ -325,10 +320,6 @@ def _seconds(begin: Any, end: Any) -> float | None:
 def _number(names: tuple[str, ...], default: int) -> int:
     values = (os.environ.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdecimal()), default)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"stepmark watch: pid {os.getpid()}: {text}\n")
 
 
 def _is_full_graph() -> bool:
