@@ -124,7 +124,22 @@ class _Agent:
         ranks = self._ranks
         match message:
             case Start():
-                self._start(message)
+                self.kill()
+                plan = self._folder / "plan.jsonl"
+                plan.write_text(message.plan, encoding="utf-8")
+                self._generation = message.generation
+                self._last = None
+                end = message.first_rank + message.count
+                self._ranks = LocalRanks(
+                    command_of(message.module, plan, message.arguments),
+                    Ranks(
+                        numbers=range(message.first_rank, end),
+                        world_size=message.world_size,
+                        first=message.first,
+                    ),
+                    Store(host=self._channel.other_address, port=message.store_port),
+                    self._environment,
+                )
             case End(code):
                 self.code = code
             case Kill():
@@ -134,19 +149,6 @@ class _Agent:
             case Diagnose(numbers) if ranks is not None:
                 stacks, flight = ranks.diagnosis(numbers)
                 self._channel.send(Diagnosis(self._generation, stacks, flight))
-
-    def _start(self, start: Start) -> None:
-        self.kill()
-        plan = self._folder / "plan.jsonl"
-        plan.write_text(start.plan, encoding="utf-8")
-        self._generation, self._last = start.generation, None
-        numbers = range(start.first_rank, start.first_rank + start.count)
-        self._ranks = LocalRanks(
-            command_of(start.module, plan, start.arguments),
-            Ranks(numbers=numbers, world_size=start.world_size, first=start.first),
-            Store(host=self._channel.other_address, port=start.store_port),
-            self._environment,
-        )
 
     def _report(self, ranks: LocalRanks) -> None:
         ranks.look()
@@ -163,6 +165,11 @@ class _Agent:
         if state == self._last and now_s < self._sent_s + _STATE_S:
             return
         self._last, self._sent_s = state, now_s
-        states = {rank: ranks.state(rank) for rank in ranks.numbers}
         # What is compared has no time, so that equal states compare equal.
-        self._channel.send(replace(state, now_s=time.monotonic(), states=states))
+        self._channel.send(
+            replace(
+                state,
+                now_s=time.monotonic(),
+                states={rank: ranks.state(rank) for rank in ranks.numbers},
+            )
+        )

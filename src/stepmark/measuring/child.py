@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 
 from stepmark.ground.processes import kill_all, marked, send, tie_child
+from stepmark.ground.waiting import wait_until
 
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
@@ -59,17 +60,17 @@ def run(
             start_new_session=True,
             preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509, two system calls
         )
-    timed_out = interrupted = False
     try:
-        end_s = started_s + limit_s
-        while process.poll() is None and not signals and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
+        wait_until(lambda: signals or process.poll() is not None, limit_s, _POLL_S)
         interrupted = bool(signals)
         timed_out = process.poll() is None and not interrupted
-        if timed_out:
-            _terminate(process, signal.SIGTERM, grace_s, signals)
-        elif interrupted:
-            _terminate(process, signal.SIGINT, grace_s, signals)
+        if timed_out or interrupted:
+            # To the command alone, which ends its own children.
+            process.send_signal(signal.SIGTERM if timed_out else signal.SIGINT)
+            before = max(1, len(signals))
+            wait_until(
+                lambda: len(signals) > before or process.poll() is not None, grace_s, _POLL_S
+            )
     finally:
         survivors = tuple(kill_all([process], MARK, token))
     return Ended(
@@ -79,19 +80,6 @@ def run(
         interrupted=interrupted,
         survivors=survivors,
     )
-
-
-def _terminate(
-    process: "subprocess.Popen[bytes]",
-    number: signal.Signals,
-    limit_s: float,
-    signals: Sequence[int],
-) -> None:
-    """Send a signal to the command alone, which ends its own children, and wait for its end."""
-    process.send_signal(number)
-    end_s, before = time.monotonic() + limit_s, max(1, len(signals))
-    while process.poll() is None and len(signals) <= before and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
 
 
 _SIGNALS = (
@@ -157,9 +145,7 @@ def run_in_foreground(
         if received or code < 0:
             for other in marked(MARK, token):  # what the command has left behind
                 send(other, signal.SIGTERM)
-            end_s = time.monotonic() + GRACE_S
-            while marked(MARK, token) and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
+            wait_until(lambda: not marked(MARK, token), GRACE_S, _POLL_S)
             kill_all([process], MARK, token)
     finally:
         for number, handler in previous.items():

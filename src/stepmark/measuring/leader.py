@@ -13,6 +13,7 @@ from pathlib import Path
 from stepmark import __version__
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.signals import catching
+from stepmark.ground.waiting import wait_until
 from stepmark.measuring import job as jobs
 from stepmark.measuring.channel import (
     Alive,
@@ -129,8 +130,11 @@ class RemoteRanks:
 
 
 def _shifted(beat: Beat, shift_s: float) -> Beat:
-    deadline_s = None if beat.deadline_s is None else beat.deadline_s + shift_s
-    return replace(beat, since_s=beat.since_s + shift_s, deadline_s=deadline_s)
+    return replace(
+        beat,
+        since_s=beat.since_s + shift_s,
+        deadline_s=None if beat.deadline_s is None else beat.deadline_s + shift_s,
+    )
 
 
 class Leader:
@@ -216,10 +220,9 @@ class Leader:
     def end(self, code: int) -> None:
         """Tell all agents that the job has ended, those too that join now."""
         limit_s = _INTERRUPTED_S if code in (130, 143) else _END_S
-        end_s = min(time.monotonic() + limit_s, self._began_s + self.job.join_s)
+        join_s = self._began_s + self.job.join_s - time.monotonic()
         with catching() as signals:
-            while self._missing() and not signals and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
+            wait_until(lambda: signals or not self._missing(), min(limit_s, join_s))
             self._ended.set()
             for channel in list(self._channels.values()):
                 channel.send(End(code))
@@ -250,9 +253,7 @@ class Leader:
             except AuthenticationError:
                 self._strangers.add(address)
                 return
-            end_s = time.monotonic() + _HELLO_S
-            while not channel.inbox and not channel.lost and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
+            wait_until(lambda: channel.inbox or channel.lost, _HELLO_S)
             hello = channel.inbox.popleft() if channel.inbox else None
             missing = set(range(1, self.job.num_hosts)) - self._channels.keys()
             if not isinstance(hello, Hello) or hello.host_rank not in missing:

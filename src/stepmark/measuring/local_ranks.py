@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import psutil
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.processes import kill_all, tie_child
 from stepmark.ground.units import MIB
+from stepmark.ground.waiting import wait_until
 from stepmark.measuring import heartbeat
 from stepmark.measuring.heartbeat import Beat, HeartbeatStore
 
@@ -140,11 +141,13 @@ class LocalRanks:
         # By faulthandler, which works while the main thread is blocked in C.
         self.send(signal.SIGUSR1, ranks)
         names = {rank: f"{heartbeat.STACK}-{rank}" for rank in ranks}
-        _wait(lambda: all(map(store.read, names.values())), _STACKS_S)
+        wait_until(lambda: all(map(store.read, names.values())), _STACKS_S, 0.02)
         time.sleep(0.1)  # time to finish writing
         stacks = {rank: store.read(name) for rank, name in names.items()}
         store.write(heartbeat.ABORT, "")
-        _wait(lambda: all(store.has(f"{heartbeat.GAVE_UP}-{r}") for r in ranks), _FLIGHT_S)
+        wait_until(
+            lambda: all(store.has(f"{heartbeat.GAVE_UP}-{r}") for r in ranks), _FLIGHT_S, 0.02
+        )
         flight = {r: store.read(f"{heartbeat.FLIGHT}-{r}.json") for r in self.numbers}
         return (
             {rank: text for rank, text in stacks.items() if text},
@@ -180,12 +183,6 @@ def _start(
         # Two system calls, loaded before the fork: safe even in a parent with threads.
         preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509
     )
-
-
-def _wait(is_done: Callable[[], bool], limit_s: float) -> None:
-    end_s = time.monotonic() + limit_s
-    while not is_done() and time.monotonic() < end_s:
-        time.sleep(0.02)
 
 
 def _environment(ranks: Ranks) -> dict[str, str]:

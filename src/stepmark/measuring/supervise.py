@@ -14,6 +14,7 @@ import psutil
 from stepmark.ground.errors import EXIT_CODES, worst
 from stepmark.ground.signals import catching
 from stepmark.ground.units import ranks_text
+from stepmark.ground.waiting import wait_until
 from stepmark.measuring.leader import JoinInterrupted, LostHostError
 from stepmark.measuring.workers import Workers
 
@@ -250,19 +251,11 @@ def _interrupted(workers: Workers, signals: list[int]) -> _Interrupted:
     """
     if workers.beats and signals[0] == signal.SIGTERM:
         workers.stop()
-        _wait_while_one(signals, workers, FINISH_S)
+        _wait_for_end(workers, FINISH_S, signals)
     if workers.beats and workers.working():
         workers.send(signal.SIGINT, workers.working())
-        _wait_while_one(signals, workers, INTERRUPT_S)
+        _wait_for_end(workers, INTERRUPT_S, signals)
     return _Interrupted(signals[0])
-
-
-def _wait_while_one(signals: list[int], workers: Workers, limit_s: float) -> None:
-    """Wait for the end of the ranks, or a second signal."""
-    end_s = time.monotonic() + limit_s
-    while len(signals) == 1 and workers.working() and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
-        workers.look()
 
 
 def _normal_end(workers: Workers) -> _Ended | None:
@@ -329,9 +322,11 @@ def _hang(workers: Workers, start_s: float) -> RankFailure | None:
     if now_s > workers.started_s + start_s:
         late = [rank for rank in range(workers.num_ranks) if rank not in workers.beats]
         if late:
-            message = f"{ranks_text(late)} not up within {start_s:.3g} s"
             return RankFailure(
-                position=None, cause="lost rank", ranks=tuple(late), message=message
+                position=None,
+                cause="lost rank",
+                ranks=tuple(late),
+                message=f"{ranks_text(late)} not up within {start_s:.3g} s",
             )
     overdue = [
         beat.rank
@@ -343,12 +338,14 @@ def _hang(workers: Workers, start_s: float) -> RankFailure | None:
     return _hang_report(workers, overdue) if overdue else None
 
 
-def _wait_for_end(workers: Workers, limit_s: float) -> None:
-    end_s = time.monotonic() + limit_s
-    workers.look()
-    while workers.working() and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
+def _wait_for_end(workers: Workers, limit_s: float, signals: Sequence[int] = ()) -> None:
+    """Wait for the end of the ranks, or a second signal."""
+
+    def has_ended() -> bool:
         workers.look()
+        return not workers.working() or len(signals) > 1
+
+    wait_until(has_ended, limit_s)
 
 
 def _say_rest(count: int, reason: str = "") -> None:

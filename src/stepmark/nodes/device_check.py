@@ -66,8 +66,9 @@ def main(arguments: Sequence[str]) -> int:
 def _check(file: Path, device: str, place: str, budget_s: float, launches: int) -> None:
     """Measure the device stage by stage; the file has what is known after each."""
     bench = "stepmark.nodes.bench_node_check"
-    checked_at = datetime.now(UTC).isoformat(timespec="seconds")
-    empty = NodeCheck(host=host_of(place), checked_at=checked_at)
+    empty = NodeCheck(
+        host=host_of(place), checked_at=datetime.now(UTC).isoformat(timespec="seconds")
+    )
 
     def remarks(texts: Sequence[str]) -> tuple[Remark, ...]:
         return _remarks([place], texts)
@@ -152,9 +153,15 @@ def _case_result(
     figures = []
     if measured:
         amount, unit, peak = _work(case, device)
-        values = tuple(amount / median_s(record) for record in measured)
         figures.append(
-            Figure(name=name, unit=unit, values=values, where=where, device=device, peak=peak)
+            Figure(
+                name=name,
+                unit=unit,
+                values=tuple(amount / median_s(record) for record in measured),
+                where=where,
+                device=device,
+                peak=peak,
+            )
         )
     places = ["-".join(where)]
     if len(hosts := dict.fromkeys(map(host_of, where))) > 1:

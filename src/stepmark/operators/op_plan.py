@@ -123,12 +123,11 @@ def cases(
 def capabilities(machine: Machine) -> Capabilities:
     """Return what decides which backends run; another machine's packages are taken as here."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    has_compiler = not machine.is_here or any(name and shutil.which(name) for name in names)
     return Capabilities(
         device_type=machine.device,
         capability=machine.capability,
         is_rocm=machine.is_rocm,
-        has_compiler=has_compiler,
+        has_compiler=not machine.is_here or any(name and shutil.which(name) for name in names),
         modules=frozenset(name for name in MODULES if importlib.util.find_spec(name)),
     )
 

@@ -137,8 +137,7 @@ def comparison_page(first: Path, second: Path) -> Page:
         sections += ledger_page.sections(
             steps[0].ledger, steps[1].ledger, ("A", "B"), step=name, text=text
         )
-    lead = f"A: {first.name}; B: {second.name}"
-    return Page(title="Two runs", lead=lead, sections=sections)
+    return Page(title="Two runs", lead=f"A: {first.name}; B: {second.name}", sections=sections)
 
 
 def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:

@@ -278,5 +278,8 @@ def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
         return StepPower()
     state = record.telemetry[measured.rank]
     watts = state.mean_power_w
-    energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9
-    return StepPower(clock_hz=state.clock_hz, power_w=watts, energy_j=energy_j)
+    return StepPower(
+        clock_hz=state.clock_hz,
+        power_w=watts,
+        energy_j=None if watts is None else watts * measured.ledger.window_ns * 1e-9,
+    )

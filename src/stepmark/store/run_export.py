@@ -41,7 +41,7 @@ def export(
     `types` are declared SQL types, which parquet columns without values take.
     """
     if kind != "parquet" and kind not in EXPORTERS:
-        raise not_one_of("to", kind, ("parquet", *EXPORTERS))
+        raise not_one_of("to", kind, (*EXPORTERS, "parquet"))
     with config_errors(target):
         if kind == "parquet":
             write_parquet(rows, target, types or {})

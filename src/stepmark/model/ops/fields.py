@@ -56,8 +56,9 @@ def count(
     meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = dataclasses.MISSING
 ) -> Any:
     """Declare a field that holds a whole number from low to high."""
-    metadata = {"help": meaning, "low": low, "high": high}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default, metadata={"help": meaning, "low": low, "high": high}
+    )
 
 
 def choice(meaning: str, *, default: Any, allowed: tuple[str, ...] = ()) -> Any:

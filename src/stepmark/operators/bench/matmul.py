@@ -8,7 +8,6 @@ M rows, K contracted, N columns. For experts: T tokens sorted by expert, G exper
 K input features of the forward product; weights are [G, N, K], as a linear layer stores them.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -52,18 +51,23 @@ def make_gemm(op: Gemm, device: torch.device) -> Call:
     set_matmul_precision(op.dtype)
     a_MK, b_KN = operands(op.layout, op.m, op.n, op.k, op.dtype, device)
     y_MN = torch.empty(op.m, op.n, dtype=TORCH_DTYPE[op.result_dtype], device=device)
-    run: Callable[[], object] = functools.partial(torch.mm, a_MK, b_KN, out=y_MN)
-    if y_MN.dtype != a_MK.dtype:
-        wider = torch.ops.aten.mm.dtype_out
-        run = functools.partial(wider, a_MK, b_KN, y_MN.dtype, out=y_MN)
+    wider = torch.ops.aten.mm.dtype_out
+
+    def run() -> Tensor:
+        return torch.mm(a_MK, b_KN, out=y_MN)
+
+    def run_wider() -> object:
+        return wider(a_MK, b_KN, y_MN.dtype, out=y_MN)
+
+    timed: Callable[[], object] = run if y_MN.dtype == a_MK.dtype else run_wider
 
     def verify() -> Check:
         poison(y_MN)
-        run()
+        timed()
         rounded = op.dtype if op.dtype is DType.TF32 else op.result_dtype
         return product_check(a_MK, b_KN, y_MN, tolerance(rounded, length=op.k))
 
-    return Call(run=run, verify=verify, backend_run="torch.mm")
+    return Call(run=timed, verify=verify, backend_run="torch.mm")
 
 
 class _Cast:
@@ -175,7 +179,9 @@ def make_bmm(op: Bmm, device: torch.device) -> Call:
     set_matmul_precision(op.dtype)
     a_BMK, b_BKN = operands(op.layout, op.m, op.n, op.k, op.dtype, device, op.batch)
     y_BMN = torch.empty(op.batch, op.m, op.n, dtype=TORCH_DTYPE[op.dtype], device=device)
-    run = functools.partial(torch.bmm, a_BMK, b_BKN, out=y_BMN)
+
+    def run() -> Tensor:
+        return torch.bmm(a_BMK, b_BKN, out=y_BMN)
 
     def verify() -> Check:
         poison(y_BMN)
@@ -261,9 +267,12 @@ def unsupported_grouped(op: GroupedGemm, capabilities: Capabilities) -> str | No
 
 def make_grouped(op: GroupedGemm, device: torch.device) -> Call:
     assert _GROUPED_MM is not None
+    grouped_mm = _GROUPED_MM
     operands = _grouped_operands(op, device)
     ends_G = torch.tensor([end for _, end in operands.bounds], dtype=torch.int32, device=device)
-    run = functools.partial(_GROUPED_MM, operands.a, operands.b, offs=ends_G)
+
+    def run() -> Tensor:
+        return grouped_mm(operands.a, operands.b, offs=ends_G)
 
     def verify() -> Check:
         (y,) = poisoned_result(run)
