@@ -82,7 +82,7 @@ class LocalRanks:
             heartbeat.FIRST: str(ranks.first),
         }
         listener = None
-        if store is None and self._store.is_in_memory:
+        if store is None and self._store.folder.parent == heartbeat.MEMORY:
             shared[STORE_FILE] = f"{self._store.folder}/rendezvous"
         else:
             listener = store.listener if store else socket.create_server(("127.0.0.1", 0))

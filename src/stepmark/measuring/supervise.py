@@ -281,8 +281,7 @@ def _death(workers: Workers) -> _Ended | RankFailure | None:
         return None
     words = [f"rank {rank} ({workers.process(rank)}) {how}" for rank, how in died.items()]
     lost = workers.lost_ranks()
-    for name, why in workers.lost_hosts().items():
-        words.append(f"host {name} is lost: {why}")
+    words += [f"host {name} is lost: {why}" for name, why in workers.lost_hosts().items()]
     failure = RankFailure(
         position=_position_of(workers),
         cause="lost rank",

@@ -116,7 +116,8 @@ def examine() -> Findings:
     torch_devices = torch_devices or [torch.device("cpu")]
     devices = tuple(examine_device(d, rank) for rank, d in enumerate(torch_devices))
     environment = capture([device.info for device in devices])
-    shm_bytes = shared_memory(Path("/dev/shm"))
+    shm = Path("/dev/shm")  # which NCCL and data loaders share
+    shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else None
     host = host_warnings(environment, shm_bytes, compiler())
     warnings = (warning for device in devices for warning in warnings_of(device))
     return Findings(
@@ -214,11 +215,6 @@ def nics(root: Path) -> tuple[Nic, ...]:
             Nic(name=name, kind="infiniband", state=state, rate=read_fact(port / "rate"))
         )
     return tuple(ports)
-
-
-def shared_memory(path: Path) -> int | None:
-    """Return the size of /dev/shm, which NCCL and data loaders share."""
-    return shutil.disk_usage(path).total if path.is_dir() else None
 
 
 def host_warnings(

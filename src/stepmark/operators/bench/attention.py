@@ -174,16 +174,6 @@ def _unsupported(name: str, op: Attention, capabilities: Capabilities) -> str | 
     return None
 
 
-def scores_bytes(op: Attention) -> int:
-    """Return the size of three fp32 (fp64) score matrices, which torch's math path makes."""
-    return 3 * max(4, op.dtype.itemsize) * op.batch * op.heads * op.seq_q * op.seq_kv
-
-
-def block_mask_bytes(op: Attention) -> int:
-    """Return the size of the whole mask, which create_block_mask makes."""
-    return 4 * op.seq_q * op.seq_kv if op.causal or op.varlen else 0
-
-
 def make(
     op: Attention, device: torch.device, *, name: str, build: Callable[..., Forward]
 ) -> Call:
@@ -297,8 +287,12 @@ _BUILD: dict[str, Callable[..., Forward]] = {
     "varlen": _varlen,
 }
 _EXTRA: dict[str, Callable[[Attention], int]] = {
-    "math": scores_bytes,
-    "flex": block_mask_bytes,
+    # Three score matrices in fp32 (fp64), which torch's math path makes.
+    "math": lambda op: (
+        3 * max(4, op.dtype.itemsize) * op.batch * op.heads * op.seq_q * op.seq_kv
+    ),
+    # The whole mask, which create_block_mask makes.
+    "flex": lambda op: 4 * op.seq_q * op.seq_kv if op.causal or op.varlen else 0,
 }
 
 BACKENDS: dict[str, Impl] = {
