@@ -76,26 +76,53 @@ def _check_others(options: LaunchOptions, *names: str) -> None:
 
 def _check(options: LaunchOptions, target: str) -> None:
     """Refuse options that contradict each other. Raises ConfigError."""
-    if not options.words:
-        raise ConfigError("command", None, "give -- and a verb that measures")
-    if target == "slurm":
-        if options.hosts:
-            raise ConfigError("hosts", options.hosts, "only without --slurm; use --nodelist")
-    else:
-        if not options.hosts:
-            raise ConfigError("hosts", None, "give --hosts a,b or a file with one per line")
-        for name in ("nodes", *(field.name for field in fields(SlurmJob))):
-            if getattr(options, name) not in (None, False, "leave"):
-                raise ConfigError(dashed(name), getattr(options, name), "only with --slurm")
-    if options.gpus_per_node and options.nproc_per_node:
-        allowed = "only without GPUs: there is one rank per GPU"
-        raise ConfigError("nproc-per-node", options.nproc_per_node, allowed)
-    if not options.ranks_per_host:
-        field = "nproc-per-node" if options.gpus_per_node == 0 else "gpus-per-node"
-        value = None if options.nproc_per_node is None else 0
-        raise ConfigError(field, value, "--gpus-per-node, or --nproc-per-node for CPU ranks")
-    if options.container_mounts and not options.container:
-        raise ConfigError("container-mounts", options.container_mounts, "only with --container")
+    is_slurm = target == "slurm"
+    ranks_of = "nproc-per-node" if options.gpus_per_node == 0 else "gpus-per-node"
+    rules: tuple[tuple[str, object, object, str], ...] = (
+        ("command", None, options.words, "give -- and a verb that measures"),
+        (
+            "hosts",
+            options.hosts,
+            not (is_slurm and options.hosts),
+            "only without --slurm; use --nodelist",
+        ),
+        (
+            "hosts",
+            None,
+            is_slurm or options.hosts,
+            "give --hosts a,b or a file with one per line",
+        ),
+        *(
+            (
+                dashed(name),
+                getattr(options, name),
+                is_slurm or getattr(options, name) in (None, False, "leave"),
+                "only with --slurm",
+            )
+            for name in ("nodes", *(field.name for field in fields(SlurmJob)))
+        ),
+        (
+            "nproc-per-node",
+            options.nproc_per_node,
+            not (options.gpus_per_node and options.nproc_per_node),
+            "only without GPUs: there is one rank per GPU",
+        ),
+        (
+            ranks_of,
+            None if options.nproc_per_node is None else 0,
+            options.ranks_per_host,
+            "--gpus-per-node, or --nproc-per-node for CPU ranks",
+        ),
+        (
+            "container-mounts",
+            options.container_mounts,
+            options.container or not options.container_mounts,
+            "only with --container",
+        ),
+    )
+    for name, value, is_kept, allowed in rules:
+        if not is_kept:
+            raise ConfigError(name, value, allowed)
 
 
 def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:

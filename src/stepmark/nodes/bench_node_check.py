@@ -61,33 +61,31 @@ def _kernel_lines() -> tuple[list[str], str]:
 
 def failures(before: State, after: State) -> list[str]:
     """Return what went wrong between two states, and faults that need a reset or a repair."""
-    texts = []
     old, new = before.device.health, after.device.health
-    if (num_new := (new.ecc_uncorrected or 0) - (old.ecc_uncorrected or 0)) > 0:
-        texts.append(f"{num_new} uncorrected ECC errors during the check")
-    if (num_new := (new.remapped_rows or 0) - (old.remapped_rows or 0)) > 0:
-        texts.append(f"{num_new} memory rows remapped during the check")
-    if new.remap_pending:
-        texts.append("a memory row waits to be remapped: reset the GPU")
-    if new.remap_failed:
-        texts.append("a memory row could not be remapped: replace the GPU")
-    lines = (
-        (after.faults or ())[len(before.faults or ()) :] if before.faults is not None else ()
-    )
-    texts += [f"during the check the kernel reported: {line}" for line in lines[:3]]
+    num_errors = (new.ecc_uncorrected or 0) - (old.ecc_uncorrected or 0)
+    num_rows = (new.remapped_rows or 0) - (old.remapped_rows or 0)
+    problems = {
+        f"{num_errors} uncorrected ECC errors during the check": num_errors > 0,
+        f"{num_rows} memory rows remapped during the check": num_rows > 0,
+        "a memory row waits to be remapped: reset the GPU": new.remap_pending,
+        "a memory row could not be remapped: replace the GPU": new.remap_failed,
+    }
+    texts = [text for text, is_seen in problems.items() if is_seen]
+    if before.faults is not None:
+        lines = (after.faults or ())[len(before.faults) :]
+        texts += [f"during the check the kernel reported: {line}" for line in lines[:3]]
     return texts
 
 
 def not_tested(state: State) -> list[str]:
     """Return what this device does not report, with the reason."""
-    health, texts = state.device.health, []
-    if health.ecc_uncorrected is None:
-        texts.append("ECC errors: the device does not report them")
-    if health.remapped_rows is None:
-        texts.append("remapped memory rows: the device does not report them")
-    if state.faults is None:
-        texts.append(f"Xid messages of the kernel: {state.faults_reason}")
-    return texts
+    health = state.device.health
+    facts = {
+        "ECC errors: the device does not report them": health.ecc_uncorrected,
+        "remapped memory rows: the device does not report them": health.remapped_rows,
+        f"Xid messages of the kernel: {state.faults_reason}": state.faults,
+    }
+    return [text for text, fact in facts.items() if fact is None]
 
 
 def notes(before: State, after: State) -> list[str]:

@@ -138,11 +138,15 @@ def _environment(run: RunInfo) -> list[Html]:
 
 
 def _device(device: DeviceInfo) -> str:
-    words = [device.name, device.host, device.uuid, device.pcie]
-    if device.memory_bytes is not None:
-        words.append(format_bytes(device.memory_bytes))
-    if device.max_sm_clock_hz is not None:
-        words.append(f"at most {device.max_sm_clock_hz / 1e6:.0f} MHz")
-    if device.ecc is not None:
-        words.append("ECC on" if device.ecc else "ECC off")
-    return ", ".join(word for word in [*words, f"power {_power(device)}"] if word)
+    memory, clock_hz = device.memory_bytes, device.max_sm_clock_hz
+    words = (
+        device.name,
+        device.host,
+        device.uuid,
+        device.pcie,
+        "" if memory is None else format_bytes(memory),
+        "" if clock_hz is None else f"at most {clock_hz / 1e6:.0f} MHz",
+        {True: "ECC on", False: "ECC off", None: ""}[device.ecc],
+        f"power {_power(device)}",
+    )
+    return ", ".join(filter(None, words))
