@@ -88,12 +88,17 @@ def case_text(case: AnyCase) -> str:
     if isinstance(case, TrainCase):
         return f"{case.family} {name_of(case)}"
     if isinstance(case, CommCase):
-        words = [case.family, format_bytes(case.message_bytes), case.dtype]
-        words += [str(case.redop)] if case.redop is not RedOp.NONE else []
-        words += [f"{case.pair[0]} to {case.pair[1]}"] if case.pair else []
-        words += ["in place"] if case.in_place else []
-        words += [f"beside {case.beside}"] if case.beside else []
-        return " ".join((*words, case.mode))
+        words = (
+            case.family,
+            format_bytes(case.message_bytes),
+            case.dtype,
+            "" if case.redop is RedOp.NONE else case.redop,
+            f"{case.pair[0]} to {case.pair[1]}" if case.pair else "",
+            "in place" if case.in_place else "",
+            f"beside {case.beside}" if case.beside else "",
+            case.mode,
+        )
+        return " ".join(filter(None, words))
     if isinstance(case, ReplayCase):
         return f"replay {case.file} on {case.num_ranks} ranks, compute {case.compute}"
     return f"{case.family} {_pass(case)}{case.op.shape_text} {case.dtype} {case.backend}"

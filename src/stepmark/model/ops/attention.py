@@ -70,11 +70,13 @@ class Attention(Operator):
     def shape_text(self) -> str:
         seq = f"s{self.seq_q}" if self.seq_q == self.seq_kv else f"s{self.seq_q}/{self.seq_kv}"
         heads = f"h{self.heads}/{self.kv_heads} d{self.head_dim_qk}/{self.head_dim_v}"
-        words = [f"b{self.batch} {seq} {heads}"]
-        words += ["causal"] if self.causal else []
-        words += [f"window {self.window}"] if self.window else []
-        words += [f"packed {len(self.varlen)}"] if self.varlen else []
-        return " ".join(words)
+        words = (
+            f"b{self.batch} {seq} {heads}",
+            "causal" if self.causal else "",
+            f"window {self.window}" if self.window else "",
+            f"packed {len(self.varlen)}" if self.varlen else "",
+        )
+        return " ".join(filter(None, words))
 
     @property
     def flops(self) -> int:
