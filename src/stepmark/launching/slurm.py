@@ -172,7 +172,8 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
     cancel: an interrupt cancels the job; else the job goes on. output: its file, where Slurm
     does not say. Returns its exit code.
     """
-    printed, tail = "", _Tail(output)
+    printed = ""
+    tail = _Tail(output)
     is_known = is_cancelled = False
     with signals.catching() as received:
         while True:
@@ -181,14 +182,16 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
             except SlurmError as error:
                 if not is_known:
                     raise
-                job, text = None, str(error)  # the controller may restart
+                job = None
+                text = str(error)  # the controller may restart
             else:
                 if job is None:
                     if not is_known:
                         raise ConfigError("follow", job_id, "a job that Slurm still knows")
                     _say(job_id, "Slurm no longer knows it; its run says what it measured")
                     return 3
-                is_known, text = True, job.text
+                is_known = True
+                text = job.text
                 if job.output and "%" not in job.output:  # some releases show the pattern
                     tail.path = Path(job.output)
             if text != printed:

@@ -99,7 +99,9 @@ class _Agent:
     def __init__(self, job: Job, channel: Channel, folder: Path) -> None:
         self.code: int | None = None  # that ends the job
         self.is_interrupted = False
-        self._job, self._channel, self._folder = job, channel, folder
+        self._job = job
+        self._channel = channel
+        self._folder = folder
         self._ranks: LocalRanks | None = None
         self._generation = 0
         self._last: State | None = None
@@ -164,7 +166,8 @@ class _Agent:
         now_s = time.monotonic()
         if state == self._last and now_s < self._sent_s + _STATE_S:
             return
-        self._last, self._sent_s = state, now_s
+        self._last = state
+        self._sent_s = now_s
         # What is compared has no time, so that equal states compare equal.
         self._channel.send(
             replace(

@@ -181,7 +181,8 @@ def spin(seconds: float) -> None:
 def estimate_host(calls: Calls) -> tuple[float, float]:
     """Return the CPU's seconds per call, after one warm-up call."""
     calls[0]()
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     while count < 3 or (time.perf_counter() - start < 5e-3 and count < 1000):
         calls[count % len(calls)]()
         count += 1

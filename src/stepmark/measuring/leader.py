@@ -64,7 +64,8 @@ class RemoteRanks:
         self.name = name
         self.numbers = range(start.first_rank, start.first_rank + start.count)
         self.beats: dict[int, Beat] = {}
-        self._channel, self._generation = channel, start.generation
+        self._channel = channel
+        self._generation = start.generation
         self._state: State | None = None
         self._diagnosis: Diagnosis | None = None
         self._killed: Killed | None = None

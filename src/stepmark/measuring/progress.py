@@ -27,7 +27,9 @@ class Progress:
     def __init__(
         self, total: int, writer: "RunWriter | None", *, quiet: bool, first: int = 0
     ) -> None:
-        self._total, self._writer, self._quiet = total, writer, quiet
+        self._total = total
+        self._writer = writer
+        self._quiet = quiet
         self._count = first
         self._bar = _bar(total, first) if not quiet and sys.stderr.isatty() else None
         self._waiting: Waiting | None = None

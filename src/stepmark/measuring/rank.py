@@ -138,7 +138,10 @@ class Rank:
     def __init__(
         self, plan: Plan, run: Path | None, heartbeat: Heartbeat | None, *, force: bool
     ) -> None:
-        self._plan, self._run, self._heartbeat, self._force = plan, run, heartbeat, force
+        self._plan = plan
+        self._run = run
+        self._heartbeat = heartbeat
+        self._force = force
         self._guard: Heartbeat | Watchdog = heartbeat or Watchdog(self._on_timeout)
         self._progress: Progress | None = None  # of rank 0
         self._peers: LocalPeers | None = None
@@ -157,7 +160,8 @@ class Rank:
             if entry.position >= self._guard.first
             and (entry.case.case_id, entry.launch) not in done
         ]
-        is_first, total = ranks.rank == 0, len(self._plan.entries)
+        is_first = ranks.rank == 0
+        total = len(self._plan.entries)
         progress = Progress(total, writer, quiet=not is_first, first=total - len(todo))
         self._progress = progress if is_first else None
         if self._heartbeat is None:

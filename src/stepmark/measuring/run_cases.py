@@ -139,8 +139,10 @@ def run(
     }
     with quick_release():
         for done, entry in enumerate(current, start=1):
-            bench, budget = benches[entry.case.kind], budgets[entry.case.kind]
-            begin, share_s = time.monotonic(), budget.share_s()
+            bench = benches[entry.case.kind]
+            budget = budgets[entry.case.kind]
+            begin = time.monotonic()
+            share_s = budget.share_s()
             guard.begin(entry.position, bench.limit_s(share_s))
             if share_s is not None:
                 share_s = context.ranks.decide(budget.share_s)
@@ -170,7 +172,8 @@ def run(
 def _run_case(
     entry: Entry, context: MeasureContext, bench: Bench, share_s: float | None
 ) -> Record:
-    case, ranks = entry.case, context.ranks
+    case = entry.case
+    ranks = context.ranks
     try:
         reasons = ranks.gather(agreed(ranks, lambda: bench.why_not(entry)))
         for rank, reason in enumerate(reasons):

@@ -170,7 +170,9 @@ def supervise(
     SIGINT every rank gets one SIGINT and 10 s, after SIGTERM only once the present case has had
     15 s to end; a second signal kills.
     """
-    first, in_row, codes = 0, 0, [0]
+    first = 0
+    in_row = 0
+    codes = [0]
     with catching() as signals:
         while True:
             start = partial(Workers, module, plan, arguments, num_ranks, first=first)
@@ -179,7 +181,8 @@ def supervise(
                     return 128 + number
                 case _Ended():
                     codes.append(end.code)
-                    in_row, following = 0, end.restart_at
+                    in_row = 0
+                    following = end.restart_at
                 case RankFailure():
                     codes.append(3 if on_failure(end) else 0)
                     finished_some = end.position is not None and end.position > first
@@ -300,7 +303,8 @@ _LEFT = "left early"
 
 def _how_it_died(workers: Workers, rank: int) -> str | None:
     """Return the cause of a death; None for a rank that lives or has ended normally."""
-    code, beat = workers.return_code(rank), workers.beats.get(rank)
+    code = workers.return_code(rank)
+    beat = workers.beats.get(rank)
     if code is None:
         return None
     if beat is not None and beat.exit_code is not None:

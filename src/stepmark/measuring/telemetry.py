@@ -152,8 +152,11 @@ class Sampler:
 
     def __enter__(self) -> "Sampler":
         assert self._thread is None, "a sampler runs once at a time"
-        self._readings, self._energies, self._after = [], [], Telemetry()
-        self._host, self._load = HostReadings() if self._has_source else None, None
+        self._readings = []
+        self._energies = []
+        self._after = Telemetry()
+        self._host = HostReadings() if self._has_source else None
+        self._load = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()

@@ -134,7 +134,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         self._check_fields()
         num_dense = self.moe.first_dense_layers if self.moe else self.num_layers
-        mla, latent_dim = self.mla, 0
+        mla = self.mla
+        latent_dim = 0
         if mla:
             latent_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         rules: tuple[tuple[str, int, bool, str], ...] = (

@@ -175,7 +175,8 @@ def backends(
 
 def transports() -> Iterator[Transport]:
     """Yield the ways to run a collective: torch's back ends, and libnccl itself."""
-    count, hip = torch.cuda.device_count(), torch.version.hip is not None
+    count = torch.cuda.device_count()
+    hip = torch.version.hip is not None
     few = None if count > 1 else f"{count} accelerators, and it takes two"
     rocm = "RCCL: written, not run" if hip else ""
     is_available = dist.is_available()
@@ -221,7 +222,8 @@ def nics(root: Path) -> tuple[Nic, ...]:
 def host_warnings(
     environment: Environment, shm_bytes: int | None, cxx: str | None
 ) -> list[str]:
-    num_gpus, num_cores = torch.cuda.device_count(), environment.num_cores
+    num_gpus = torch.cuda.device_count()
+    num_cores = environment.num_cores
     shm = format_bytes(shm_bytes or 0)
     problems = {
         f"/dev/shm has {shm}; NCCL wants 1 GiB or more": shm_bytes is not None

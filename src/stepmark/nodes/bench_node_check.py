@@ -125,7 +125,8 @@ def check_memory(
     a wrong address line shows. num_bytes: the size instead. between: what runs between
     writing and reading.
     """
-    device, begin = torch.device(kind, 0), time.monotonic()
+    device = torch.device(kind, 0)
+    begin = time.monotonic()
     count, num_wrong = 0, 0
     if num_bytes is None:
         is_cpu = kind == "cpu"

@@ -126,7 +126,8 @@ def fact(section: str, item: str, detail: str) -> Line:
 
 
 def device_lines(device: "Device") -> Iterator[Line]:
-    info, section = device.info, f"Device {device.info.index}: {device.info.name}"
+    info = device.info
+    section = f"Device {device.info.index}: {device.info.name}"
     if device.note:
         yield Line(section=section, item="this path", mark=WARNING, detail=device.note)
     if device.peak_reason:

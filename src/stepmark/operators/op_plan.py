@@ -96,7 +96,8 @@ def cases(
     for name in options.backend:
         if name not in backends:
             raise not_one_of("backend", name, backends, f" for {family}")
-    num_ranks, limits = machine.num_ranks(options.nproc), capabilities(machine)
+    num_ranks = machine.num_ranks(options.nproc)
+    limits = capabilities(machine)
     labels: dict[Op, dict[Label, None]] = {}
     for label, op in placed:
         labels.setdefault(op, {})[label] = None
@@ -232,9 +233,9 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
 
 
 def _from_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
-    path, family = Path(options.shapes or ""), options.family
+    path = Path(options.shapes or "")
     for dtype in dtypes(options, device):
-        for label, op in shapes.read_shapes(path, family, {"dtype": dtype}):
+        for label, op in shapes.read_shapes(path, options.family, {"dtype": dtype}):
             yield label, _scaled(op, options)
 
 
@@ -261,7 +262,8 @@ def _from_primus(options: FamilyOptions, device: str) -> Iterator[Placed]:
 
 
 def _from_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
-    name, phases = options.field("dataset"), _phases(options)
+    name = options.field("dataset")
+    phases = _phases(options)
     changes: dict[str, Any] = {}
     if optimizer := options.field("optimizer"):
         changes["optimizer"] = optimizer
@@ -315,7 +317,8 @@ def _field_values(options: FamilyOptions, device: str) -> dict[str, list[Any]]:
 
 def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phase, Any]]:
     """Yield an item per pass: a GEMM with its dimensions permuted, others with a field."""
-    family, phases = options.family, _phases(options)
+    family = options.family
+    phases = _phases(options)
     if family not in ("gemm", "bmm"):
         fields = {field.name: field for field in dataclasses.fields(FAMILIES[family])}
         allowed = fields["phase"].metadata["allowed"]

@@ -92,10 +92,9 @@ def _param_line(op: Op, time_s: float) -> str:
         case EmbeddingBag():
             # PARAM counts the gathered rows alone, without indices and result.
             gathered = op.batch * op.pooling * op.dim * op.dtype.itemsize
-            size, rate = gathered / 1e6, gathered / time_s / GB
             return (
                 f"{op.rows:10}, {op.dim:6}, {op.pooling:6}, {op.batch:10},     "
-                f"{time_s:10.6f}, {size:10.3f}, {rate:10.3f}"
+                f"{time_s:10.6f}, {gathered / 1e6:10.3f}, {gathered / time_s / GB:10.3f}"
             )
         case Mlp():
             # PARAM: 2 x weights x batch forward, 4 x backward; all sizes count as layers.
@@ -151,7 +150,8 @@ def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
 
 
 def _primus_gemms(launches: OpLaunches) -> list[tuple[object, ...]]:
-    op, time_s = launches.case.op, launches.time_s
+    op = launches.case.op
+    time_s = launches.time_s
     if not isinstance(op, Gemm):
         return []
     trans_a = "T" if op.layout in (Layout.TN, Layout.TT) else "N"
@@ -166,7 +166,8 @@ def _primus_attentions(cases: Sequence[OpLaunches]) -> list[tuple[object, ...]]:
     """Return one line per shape, model and backend, forward and backward side by side."""
     joined: dict[tuple[str, Attention, str], dict[Phase, tuple[float, float]]] = {}
     for launches in cases:
-        op, time_s = launches.case.op, launches.time_s
+        op = launches.case.op
+        time_s = launches.time_s
         if not isinstance(op, Attention):
             continue
         for model in dict.fromkeys(label.model for label in launches.case.labels or (Label(),)):

@@ -60,7 +60,8 @@ def show(options: ShowOptions) -> None:
     """Print the rows of one run, and its predicted steps. Raises ConfigError if changed."""
     path = find_run(options.runs, options.run)
     run = view(path)
-    rows, info = run.all_rows, run.run
+    rows = run.all_rows
+    info = run.run
     write_files(options, info.run_id, {"run": to_plain(info), "rows": rows}, rows)
     if not options.to_stdout:
         print_run(path, run)
@@ -90,7 +91,8 @@ def print_run(path: Path, run: View) -> None:
 def export_run(options: ExportOptions) -> None:
     """Write a run's rows for another tool."""
     run = view(find_run(options.runs, options.run))
-    rows, info = run.all_rows, run.run
+    rows = run.all_rows
+    info = run.run
     export(rows, info, Path(options.path), options.to, sql_types())
     if options.path != "-":
         message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"

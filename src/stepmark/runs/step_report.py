@@ -131,7 +131,8 @@ def step_report(path: Path, run: View) -> StepReport | None:
     created_at = datetime.fromisoformat(document["created_at"]).timestamp()
     steps: list[Step] = []
     notes: list[str] = []
-    is_before, kept = True, ledgers.read(path)
+    is_before = True
+    kept = ledgers.read(path)
     for entry in document["predictions"]:
         case_id, predicted = entry["case_id"], entry["prediction"]
         if entry["problem"]:

@@ -124,7 +124,8 @@ def _communication(step: Measurement) -> Iterator[Suggestion]:
 
 
 def _idle(step: Measurement) -> Iterator[Suggestion]:
-    lines, case = step.measured.lines, step.case
+    lines = step.measured.lines
+    case = step.case
     data_ns = lines.get((Group.IDLE, Idle.DATA), 0)
     if data_ns and not case.workers:
         yield from _changed(
@@ -138,9 +139,11 @@ def _idle(step: Measurement) -> Iterator[Suggestion]:
     if case.device != "cuda":
         return
     if case.compile is CompileScope.NONE:
-        changed, how = replace(case, compile=CompileScope.BLOCK), "compile the model"
+        changed = replace(case, compile=CompileScope.BLOCK)
+        how = "compile the model"
     else:
-        changed, how = replace(case, cuda_graph=True), "capture the step as a graph"
+        changed = replace(case, cuda_graph=True)
+        how = "capture the step as a graph"
     if not case.cuda_graph:
         yield from _changed(step, changed, what + how, host_ns)
 

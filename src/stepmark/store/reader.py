@@ -45,9 +45,11 @@ def read(path: Path) -> Run:
         raise ConfigError("run", path, f"a folder with {RUN}, {RECORDS} or {PLAN}")
     notes = []
     try:
-        info, is_known = read_info(path), True
+        info = read_info(path)
+        is_known = True
     except ConfigError as error:
-        info, is_known = _unknown(path), False
+        info = _unknown(path)
+        is_known = False
         why = f"it has a plan and no {RUN}: nothing was measured yet"
         if (path / RUN).exists():
             why = f"{RUN} cannot be read ({error}); where it was measured is unknown"
@@ -205,7 +207,8 @@ def _impossible(path: Path, record: Record) -> str:
     """Return what a record needs that this one lacks; "" if there is nothing."""
     if not isinstance(record, Measured):
         return ""
-    seconds, arrivals = record.samples.seconds, record.arrivals
+    seconds = record.samples.seconds
+    arrivals = record.arrivals
     is_sound = _is_sound(seconds)
     if record.samples.file:
         try:

@@ -73,7 +73,8 @@ def validate(op: Any) -> None:
     so that equal operators compare equal in `case_id`, in sets and in match statements.
     """
     for field in dataclasses.fields(op):
-        name, meta = field.name.replace("_", "-"), field.metadata
+        name = field.name.replace("_", "-")
+        meta = field.metadata
         value = _typed(name, field.type, getattr(op, field.name))
         object.__setattr__(op, field.name, value)
         if "low" in meta:

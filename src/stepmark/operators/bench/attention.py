@@ -209,7 +209,9 @@ def check(
     op: Attention, qkv: tuple[Tensor, ...], do: Tensor | None, results: tuple[Tensor, ...]
 ) -> Check:
     """Compare the last key head of the last sequence; check that all else is finite."""
-    group, num_terms, roundings = 1, op.seq_kv, 4
+    group = 1
+    num_terms = op.seq_kv
+    roundings = 4
     if do is not None:
         group = op.heads // op.kv_heads
         roundings = 8

@@ -74,7 +74,8 @@ class StepProfile:
         profiler.acc_events = True  # else torch 2.11 warns
         profiler.start()
         profiler.profiler.acc_events = False  # else the end takes seconds
-        self._profiler, self._last = profiler, last
+        self._profiler = profiler
+        self._last = last
         self._mark: Any = None
 
     def step(self, count: int) -> None:
@@ -108,7 +109,8 @@ class StepProfile:
         """Write the trace. Return whether it has kernels."""
         folder, name = os.path.split(path)
         packed = os.path.join(folder, f".{name}.{os.getpid()}")
-        plain, has_kernels = f"{packed}.json", False
+        plain = f"{packed}.json"
+        has_kernels = False
         try:
             self._profiler.export_chrome_trace(plain)
             # The job waits: the lowest level of compression.
@@ -142,9 +144,11 @@ class Window:
     def begin_again(self) -> None:
         """Begin with nothing: at first, and in a forked process."""
         self._unhook_exits()
-        self.pid, self.thread = os.getpid(), 0
+        self.pid = os.getpid()
+        self.thread = 0
         self.optimizers: set[int] = set()  # those that have stepped since the last step's end
-        self.sequence, self.quiet = -1, 0
+        self.sequence = -1
+        self.quiet = 0
         self.count = 0  # steps that have ended
         self.dropped = self.plan["warmup"] + self.plan["unprofiled"] + 1  # by the profiler
         self.began: Any = None  # time at which the current step began
@@ -313,7 +317,8 @@ class Window:
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if is_distributed else _number(_RANK, 0)
         size = torch.distributed.get_world_size() if is_distributed else _number(_WORLD_SIZE, 1)
-        ranks, is_cuda = self.plan["ranks"], torch.cuda.is_initialized()
+        ranks = self.plan["ranks"]
+        is_cuda = torch.cuda.is_initialized()
         self.report |= {
             "rank": rank,
             "world_size": size,
@@ -343,12 +348,14 @@ class Window:
             return
         with self.guarded():
             if self.profile is not None:
-                end, limit_s = _now(), time.monotonic() + _EXIT_S
+                end = _now()
+                limit_s = time.monotonic() + _EXIT_S
                 while not _is_over(end) and time.monotonic() < limit_s:
                     time.sleep(0.01)
                 self._discard(waits=_is_over(end))  # a collective may hang before it
             if not self.path:
-                rank, host = _number(_RANK, 0), socket.gethostname()
+                rank = _number(_RANK, 0)
+                host = socket.gethostname()
                 self.report |= {"rank": rank, "host": host, "pid": self.pid}
                 name = f"rank{rank}.{host}.{self.pid}.json"
                 self.path = os.path.join(self.folder, "ranks", name)
