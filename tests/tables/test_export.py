@@ -116,7 +116,7 @@ def test_csv_and_json_exports(tmp_path: Path) -> None:
 
 
 def test_unknown_kind(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="csv, json, tensorboard, wandb, mlflow, parquet"):
+    with pytest.raises(ConfigError, match="csv, json, parquet, tensorboard, wandb, mlflow"):
         export(ROWS, INFO, tmp_path / "x", "excel")
 
 

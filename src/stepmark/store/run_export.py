@@ -22,6 +22,8 @@ from stepmark.tables.export import (
     write_parquet,
 )
 
+_KINDS = ("csv", "json", "parquet", "tensorboard", "wandb", "mlflow")
+
 # Columns that name a row in a tracker.
 NAMING = ("family", "model", "role", "pass", "shape", "dtype", "backend", "rate", "rank")
 
@@ -40,8 +42,8 @@ def export(
 
     `types` are declared SQL types, which parquet columns without values take.
     """
-    if kind != "parquet" and kind not in EXPORTERS:
-        raise not_one_of("to", kind, (*EXPORTERS, "parquet"))
+    if kind not in _KINDS:
+        raise not_one_of("to", kind, _KINDS)
     with config_errors(target):
         if kind == "parquet":
             write_parquet(rows, target, types or {})
