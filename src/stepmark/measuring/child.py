@@ -61,7 +61,8 @@ def run(
             preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509, two system calls
         )
     try:
-        wait_until(lambda: signals or process.poll() is not None, limit_s, _POLL_S)
+        left_s = started_s + limit_s - time.monotonic()
+        wait_until(lambda: signals or process.poll() is not None, left_s, _POLL_S)
         interrupted = bool(signals)
         timed_out = process.poll() is None and not interrupted
         if timed_out or interrupted:
