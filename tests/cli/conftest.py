@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.launching import follow
+from stepmark.launching import slurm
 from stepmark.measuring import child, local_ranks
 
 from .launch_programs import Programs
@@ -32,8 +32,8 @@ def _refuse(*_: object) -> None:
 def launch_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work in a folder of the test, outside any launcher, and follow jobs quickly."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(follow, "POLL_S", 0.01)
-    monkeypatch.setattr(follow, "_TICK_S", 0.01)
+    monkeypatch.setattr(slurm, "POLL_S", 0.01)
+    monkeypatch.setattr(slurm, "_TICK_S", 0.01)
     for name in ("RANK", "SLURM_PROCID", "SLURM_RESTART_COUNT", "A"):
         monkeypatch.delenv(name, raising=False)
 

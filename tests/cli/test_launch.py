@@ -12,8 +12,8 @@ import pytest
 from stepmark.cli import launch, main
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, load, options
+from stepmark.launching.launch import read_hosts
 from stepmark.launching.launch_options import LaunchOptions, SlurmJob
-from stepmark.measuring.hosts import read_hosts
 
 from .launch_programs import COMM, DOCS, HOSTS, SLURM, Programs, called, script_of
 

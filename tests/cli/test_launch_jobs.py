@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.launching import follow
+from stepmark.launching import slurm
 from stepmark.launching.slurm import Job, pending_reasons
 
 from .launch_programs import COMM, SLURM, Programs, called, script_of
@@ -173,7 +173,7 @@ def test_a_second_interrupt_leaves_the_job(fake: FakeSlurm) -> None:
 
 def test_slurm_is_asked_at_most_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    assert follow.POLL_S >= 2.0
+    assert slurm.POLL_S >= 2.0
 
 
 def test_a_controller_that_restarts_is_waited_for(fake: FakeSlurm) -> None:

@@ -19,7 +19,7 @@ from stepmark.cases.comm_case import CommCase
 from stepmark.cases.plan import Entry, How, Plan
 from stepmark.ground.units import MIB
 from stepmark.model.collectives import Collective
-from stepmark.nodes import node_check_verb, node_checks
+from stepmark.nodes import node_check, node_check_verb
 from stepmark.nodes.node_check import NodeCheck
 from stepmark.store import plans
 
@@ -32,7 +32,7 @@ def folder_of(tmp_path: Path, checks: list[NodeCheck]) -> Path:
     for check in checks:
         file = tmp_path / "checks" / "nodes" / f"{check.host}.json"
         file.parent.mkdir(parents=True, exist_ok=True)
-        node_checks.write(check, file)
+        node_check.write(check, file)
     return tmp_path / "checks"
 
 
@@ -42,7 +42,7 @@ def failing(folder: Path) -> str:
 
 def test_checks_survive_their_file(tmp_path: Path) -> None:
     checks = fleet(3, 2, {(1, 0): float("nan")})
-    again = node_checks.read_all(folder_of(tmp_path, checks))
+    again = node_check.read_all(folder_of(tmp_path, checks))
     assert again[::2] == checks[::2]
     assert str(again[1]) == str(checks[1])
 
@@ -158,7 +158,7 @@ def test_two_ranks_on_a_cpu(tmp_path: Path) -> None:
     texts = " ".join(remark["text"] for remark in document["remarks"])
     assert "memory test: 0 wrong bytes" in texts
     assert "network between hosts" in texts
-    (check,) = node_checks.read_all(tmp_path / "node-check")
+    (check,) = node_check.read_all(tmp_path / "node-check")
     assert (check.num_devices, check.stage, check.failures) == (0, "", ())
 
 
@@ -175,7 +175,7 @@ def test_a_device_that_hangs_is_killed_and_named(
     done = stepmark_process(*DOCTOR, *words, "--timeout", "40s", cwd=tmp_path, timeout=120)
     assert time.monotonic() - begin < 100
     assert done.returncode == 1, done.stderr
-    (check,) = node_checks.read_all(tmp_path / "node-check")
+    (check,) = node_check.read_all(tmp_path / "node-check")
     (failure,) = check.failures
     assert failure.where.endswith("/1")
     assert failure.text == "stuck while starting: not done within 40 s, killed"
@@ -195,7 +195,7 @@ def test_a_rank_of_a_job_writes_its_file_and_leaves_the_verdict(
     words = ["--device", "cpu", "--budget", "1s", "--launches", "1", "--out", "shared"]
     done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
-    (check,) = node_checks.read_all(tmp_path / "shared")
+    (check,) = node_check.read_all(tmp_path / "shared")
     assert check.host == "node7"
     assert len(check.figures) == 2
     assert not (tmp_path / "shared" / "failing_nodes.txt").exists()
@@ -212,7 +212,7 @@ def test_the_gpus_of_this_host(tmp_path: Path) -> None:
     count = torch.cuda.device_count()
     words = ["--device", "cuda", "--budget", "20s", "--gpus-per-node", str(count)]
     done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=580)
-    (check,) = node_checks.read_all(tmp_path / "node-check")
+    (check,) = node_check.read_all(tmp_path / "node-check")
     assert not check.failures, check.failures
     assert not check.unclear, check.unclear
     assert done.returncode == 3, done.stdout  # no other host

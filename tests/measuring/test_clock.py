@@ -94,7 +94,7 @@ def test_a_cpu_has_the_host_clock(name: ClockName) -> None:
 def test_kernels_shorter_than_their_launch_have_a_method_of_their_own(
     call_s: float, launch_s: float, method: str
 ) -> None:
-    assert clock.RotateTimer([sleep], call_s, launch_s).method == method
+    assert clock.rotate_timer([sleep], call_s, launch_s).method == method
 
 
 # GPU

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.ranks
 SOURCE = Path(__file__).parents[2] / "src"
 DRIVER = """
 import os, sys
-from stepmark.measuring import foreground
-sys.exit(foreground.run(sys.argv[1:], os.environ))
+from stepmark.measuring import child
+sys.exit(child.run_in_foreground(sys.argv[1:], os.environ))
 """
 # Reports its signals; one child in its group, and one in a session as torchrun's ranks are.
 JOB = """

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from stepmark.measuring.host_load import HostReadings, cpu_ticks, num_runnable
+from stepmark.measuring.telemetry import HostReadings, cpu_ticks, num_runnable
 
 
 def write(proc: Path, running: int, steal: int, total: int) -> None:

@@ -251,7 +251,7 @@ def test_bursts_idle_before_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     install(monkeypatch, {"good": impl()}, noisy(0.02))
     monkeypatch.setattr(clock, "choose", lambda *_, **__: Watched(noisy(0.02)()))
-    monkeypatch.setattr("stepmark.measuring.host_load._PAUSES_S", ())
+    monkeypatch.setattr("stepmark.measuring.telemetry._PAUSES_S", ())
     monkeypatch.setattr(operators.time, "sleep", idles.append)
     one(gemm(rate=Rate.BURST), Effort(sample_s=5, target_ci_rel=0.005))
     assert idles == [1.0] * len(batches)

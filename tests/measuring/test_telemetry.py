@@ -10,8 +10,7 @@ import torch
 
 from stepmark.cases.record import Telemetry
 from stepmark.measuring import telemetry
-from stepmark.measuring.host_load import num_runnable
-from stepmark.measuring.telemetry import Sampler, cpu_reading
+from stepmark.measuring.telemetry import Sampler, cpu_reading, num_runnable
 
 
 def sampled(sampler: Sampler, seconds: float = 0.05) -> Telemetry:

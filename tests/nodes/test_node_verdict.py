@@ -3,12 +3,13 @@
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
 from stepmark.nodes.node_check import Figure, NodeCheck, Remark, merged
-from stepmark.nodes.node_verdict import FleetVerdict, Outcome, judge
+from stepmark.nodes.node_verdict import FleetVerdict, Outcome, judge, judge_figures
 
 HEALTHY, SLOW, FAILED = Outcome.HEALTHY, Outcome.SLOW, Outcome.FAILED
 CANNOT_TELL = Outcome.CANNOT_TELL
@@ -168,10 +169,54 @@ def test_a_device_at_the_floor_is_rarely_slow() -> None:
     assert slow <= 4  # of 300: one in 200 is the limit
 
 
+def test_a_device_with_a_rare_state_is_not_certainly_within_the_floor() -> None:
+    """One launch in five is 4 % slower: five launches seldom show how often."""
+    draw = random.Random(1)
+    healthy = 0
+    for _ in range(100):
+        (check,) = fleet(1, 8, noise=0)
+        figures = [
+            replace(
+                figure,
+                values=tuple(
+                    value * draw.gauss(1, 0.004) * (0.96 if draw.random() < 0.2 else 1)
+                    for value in figure.values
+                ),
+            )
+            for figure in check.figures
+        ]
+        mean = (1 - FLOOR) / (1 - 0.2 * 0.04)
+        slow = replace(figures[1], values=tuple(mean * value for value in figures[1].values))
+        verdicts = list(judge_figures([figures[0], slow, *figures[2:]], FLOOR))
+        healthy += verdicts[1].outcome is HEALTHY
+    assert healthy <= 1  # 14 of them by the spread of the launches alone
+
+
+def test_what_all_devices_of_a_host_have_in_common_hides_no_verdict() -> None:
+    """They are measured in the same launches, of which one may be slow for all."""
+    (check,) = fleet(1, 8, {(0, 3): 0.85}, noise=0.002)
+    drift = (1.0, 0.9, 1.0, 0.95, 0.9)
+    figures = tuple(
+        replace(f, values=tuple(v * d for v, d in zip(f.values, drift, strict=True)))
+        for f in check.figures
+    )
+    verdict = judge([replace(check, figures=figures)], floor=FLOOR)
+    assert [f.outcome for f in verdict.figures].count(HEALTHY) == 7
+    assert outcomes(verdict) == {"n000": SLOW}
+
+
+def test_a_rate_that_never_varies_is_not_healthy_among_others() -> None:
+    (check,) = fleet(1, 8)
+    first, *others = check.figures
+    fixed = replace(first, values=(700e12,) * 5)
+    verdict = next(iter(judge_figures([fixed, *others], FLOOR)))
+    assert (verdict.outcome, verdict.reason) == (CANNOT_TELL, "equal values")
+
+
 def test_the_floor_is_what_the_user_says() -> None:
     checks = fleet(16, 1, {(2, 0): 0.9}, noise=0.002)
     assert outcomes(judge(checks, floor=0.2)) == {}
-    assert outcomes(judge(checks, floor=0.02)) == {"n002": SLOW}
+    assert outcomes(judge(checks, floor=0.03)) == {"n002": SLOW}
 
 
 def test_devices_of_another_kind_are_not_compared() -> None:

@@ -1,13 +1,22 @@
-"""Say on stderr what the program waits for, so that no silence is long."""
+"""Wait for something; say on stderr what the program waits for, so that no silence is long."""
 
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 from stepmark.ground import outer_launcher
 
 _PATIENCE_S = 2.0
 _CLEAR = "\x1b[K"  # to the end of the line
+
+
+def wait_until(is_done: Callable[[], object], limit_s: float, poll_s: float = 0.05) -> None:
+    """Return once it is done, or after limit_s."""
+    end_s = time.monotonic() + limit_s
+    while not is_done() and time.monotonic() < end_s:
+        time.sleep(poll_s)
 
 
 class Waiting:

@@ -2,5 +2,5 @@
 
 - launch_options.py, launch.py: options and the verb.
 - scripts.py: texts that start one process per host or per rank.
-- slurm.py, follow.py: submit a script and follow its job.
+- slurm.py: submits a script and follows its job.
 """

@@ -10,9 +10,7 @@ from pathlib import Path
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed, plain
 from stepmark.launching import scripts, slurm
-from stepmark.launching.follow import follow
 from stepmark.launching.launch_options import TARGETS, LaunchOptions, SlurmJob
-from stepmark.measuring.hosts import read_hosts
 from stepmark.model.fabrics import Setting, load_fabrics
 
 _HOST_SCRIPTS: dict[str, Callable[[LaunchOptions, Sequence[Setting], Sequence[str]], str]] = {
@@ -21,20 +19,27 @@ _HOST_SCRIPTS: dict[str, Callable[[LaunchOptions, Sequence[Setting], Sequence[st
     "pssh": scripts.pssh,
 }
 _LIST = "list"
+_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+_RANGES = re.compile(r"([^\[\]]*)\[([0-9,-]+)\](.*)")
+_MAX_HOSTS = 2**17
 
 
 def run(options: LaunchOptions) -> int:
     """Print the script, or submit it and follow the job. Returns the exit code."""
     if options.fabric == (_LIST,):
         _check_others(options, "fabric")
-        _list_fabrics()
+        for fabric in load_fabrics().values():
+            sys.stdout.write(f"{fabric.name}: {fabric.about}\n")
+            for setting in fabric.settings:
+                sys.stdout.write(f"  {setting.name}={setting.value}  # {setting.why}\n")
+                sys.stdout.write(f"    {setting.source}\n")
         return 0
     cancels = options.on_interrupt == "cancel"
     target = _target(options)
     if target == "follow":
         assert options.follow is not None
         _check_others(options, "follow", "on_interrupt")
-        return follow(options.follow, cancel=cancels)
+        return slurm.follow(options.follow, cancel=cancels)
     _check(options, target)
     settings = settings_of(options)
     if target != "slurm":
@@ -48,7 +53,7 @@ def run(options: LaunchOptions) -> int:
     job_id = slurm.submit(script)
     sys.stderr.write(f"job {job_id}: submitted\n")
     output = Path(os.getcwd(), f"{options.name}-{job_id}.out")
-    return follow(job_id, output, cancel=cancels)
+    return slurm.follow(job_id, output, cancel=cancels)
 
 
 def _target(options: LaunchOptions) -> str:
@@ -71,26 +76,53 @@ def _check_others(options: LaunchOptions, *names: str) -> None:
 
 def _check(options: LaunchOptions, target: str) -> None:
     """Refuse options that contradict each other. Raises ConfigError."""
-    if not options.words:
-        raise ConfigError("command", None, "give -- and a verb that measures")
-    if target == "slurm":
-        if options.hosts:
-            raise ConfigError("hosts", options.hosts, "only without --slurm; use --nodelist")
-    else:
-        if not options.hosts:
-            raise ConfigError("hosts", None, "give --hosts a,b or a file with one per line")
-        for name in ("nodes", *(field.name for field in fields(SlurmJob))):
-            if getattr(options, name) not in (None, False, "leave"):
-                raise ConfigError(dashed(name), getattr(options, name), "only with --slurm")
-    if options.gpus_per_node and options.nproc_per_node:
-        allowed = "only without GPUs: there is one rank per GPU"
-        raise ConfigError("nproc-per-node", options.nproc_per_node, allowed)
-    if not options.ranks_per_host:
-        field = "nproc-per-node" if options.gpus_per_node == 0 else "gpus-per-node"
-        value = None if options.nproc_per_node is None else 0
-        raise ConfigError(field, value, "--gpus-per-node, or --nproc-per-node for CPU ranks")
-    if options.container_mounts and not options.container:
-        raise ConfigError("container-mounts", options.container_mounts, "only with --container")
+    is_slurm = target == "slurm"
+    ranks_of = "nproc-per-node" if options.gpus_per_node == 0 else "gpus-per-node"
+    rules: tuple[tuple[str, object, object, str], ...] = (
+        ("command", None, options.words, "give -- and a verb that measures"),
+        (
+            "hosts",
+            options.hosts,
+            not (is_slurm and options.hosts),
+            "only without --slurm; use --nodelist",
+        ),
+        (
+            "hosts",
+            None,
+            is_slurm or options.hosts,
+            "give --hosts a,b or a file with one per line",
+        ),
+        *(
+            (
+                dashed(name),
+                getattr(options, name),
+                is_slurm or getattr(options, name) in (None, False, "leave"),
+                "only with --slurm",
+            )
+            for name in ("nodes", *(field.name for field in fields(SlurmJob)))
+        ),
+        (
+            "nproc-per-node",
+            options.nproc_per_node,
+            not (options.gpus_per_node and options.nproc_per_node),
+            "only without GPUs: there is one rank per GPU",
+        ),
+        (
+            ranks_of,
+            None if options.nproc_per_node is None else 0,
+            options.ranks_per_host,
+            "--gpus-per-node, or --nproc-per-node for CPU ranks",
+        ),
+        (
+            "container-mounts",
+            options.container_mounts,
+            options.container or not options.container_mounts,
+            "only with --container",
+        ),
+    )
+    for name, value, is_kept, allowed in rules:
+        if not is_kept:
+            raise ConfigError(name, value, allowed)
 
 
 def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
@@ -110,9 +142,43 @@ def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
     return tuple(settings.values())
 
 
-def _list_fabrics() -> None:
-    for fabric in load_fabrics().values():
-        sys.stdout.write(f"{fabric.name}: {fabric.about}\n")
-        for setting in fabric.settings:
-            sys.stdout.write(f"  {setting.name}={setting.value}  # {setting.why}\n")
-            sys.stdout.write(f"    {setting.source}\n")
+def read_hosts(text: str) -> tuple[str, ...]:
+    """Return the hosts that --hosts names, the first of which leads. Raises ConfigError."""
+    if os.path.isfile(text):  # False for a list that is too long for a name
+        lines = Path(text).read_text(errors="replace").splitlines()
+        entries = [line.split("#")[0].split() for line in lines]
+        # pssh's [user@]host[:port]; mpirun's "host slots=8"
+        names = [re.sub(r"^.*@|:\d+$", "", words[0]) for words in entries if words]
+    elif "/" in text:
+        raise ConfigError("hosts", text, "a file that exists, or names of hosts")
+    else:
+        names = [
+            name
+            for part in re.split(r",(?![^\[]*\])", text)
+            for name in _expanded(part.strip(), text)
+        ]
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise ConfigError("hosts", name, "a host name or IPv4 address")
+    if len(set(names)) < len(names) or not names:
+        repeated = next((name for name in names if names.count(name) > 1), text)
+        raise ConfigError("hosts", repeated, "one or more hosts, each named once")
+    return tuple(names)
+
+
+def _expanded(part: str, text: str) -> list[str]:
+    """Return the names of n[1-4,07]x; zeros in front are kept."""
+    if not (ranges := _RANGES.fullmatch(part)):
+        return [part]
+    head, inside, rest = ranges.groups()
+    numbers: list[str] = []
+    for span in inside.split(","):
+        low, dash, high = span.partition("-")
+        last = high if dash else low
+        if (
+            not (low.isdecimal() and last.isdecimal())
+            or not 0 <= int(last) - int(low) <= _MAX_HOSTS
+        ):
+            raise ConfigError("hosts", text, "names with ranges such as n[1-4,7]")
+        numbers += [f"{n:0{len(low)}}" for n in range(int(low), int(last) + 1)]
+    return [f"{head}{number}{end}" for number in numbers for end in _expanded(rest, text)]

@@ -1,15 +1,19 @@
-"""Slurm's commands: submit a script, and what became of a job."""
+"""A job of Slurm: submit its script, and follow its states, its output and its end."""
 
 import re
 import signal
 import subprocess
+import sys
+import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 
-from stepmark.ground.errors import EXIT_CODES, StepmarkError
+from stepmark.ground import signals
+from stepmark.ground.errors import EXIT_CODES, ConfigError, StepmarkError
 
 _LIMIT_S = 60.0  # of one of Slurm's commands; a busy controller takes seconds
 # Exit code and sentence of the states in which a job ends, but COMPLETED and FAILED.
@@ -92,13 +96,6 @@ def submit(script: str) -> str:
     return done.stdout.strip().partition(";")[0]  # ID;CLUSTER
 
 
-def cancel(job_id: str) -> None:
-    """Cancel a job. Raises SlurmError."""
-    done = _run(["scancel", job_id])
-    if done.returncode:
-        raise SlurmError(f"scancel refused: {_complaint(done)}")
-
-
 def look(job_id: str) -> Job | None:
     """Return a job; None for one that Slurm does not know, or no longer.
 
@@ -107,7 +104,16 @@ def look(job_id: str) -> Job | None:
     """
     shown = _run(["scontrol", "-o", "show", "job", job_id])
     if shown.returncode == 0 and "JobState=" in shown.stdout:
-        return _parsed(shown.stdout.splitlines()[0])
+        line = shown.stdout.splitlines()[0]
+        fields = dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", line))
+        return Job(
+            state=fields["JobState"].partition(" ")[0],
+            reason=fields.get("Reason", ""),
+            exit_code=fields.get("ExitCode", "0:0"),
+            nodes=fields.get("NodeList", ""),
+            restarts=int(fields.get("Restarts", 0)),
+            output=fields.get("StdOut", ""),
+        )
     if "Invalid job id" not in shown.stderr:
         queue = _run(["squeue", "--noheader", "-j", job_id, "-o", "%T|%r|%N"])
         if queue.returncode == 0 and queue.stdout.strip():
@@ -116,18 +122,6 @@ def look(job_id: str) -> Job | None:
         if queue.returncode and "Invalid job id" not in queue.stderr:
             raise SlurmError(f"Slurm does not answer: {_complaint(shown)}")
     return _accounted(job_id)
-
-
-def _parsed(line: str) -> Job:
-    fields = dict(re.findall(r"(\w+)=(.*?)(?= \w+=|$)", line))
-    return Job(
-        state=fields["JobState"].partition(" ")[0],
-        reason=fields.get("Reason", ""),
-        exit_code=fields.get("ExitCode", "0:0"),
-        nodes=fields.get("NodeList", ""),
-        restarts=int(fields.get("Restarts", 0)),
-        output=fields.get("StdOut", ""),
-    )
 
 
 def _accounted(job_id: str) -> Job | None:
@@ -166,3 +160,104 @@ def _run(command: list[str], text: str = "") -> "subprocess.CompletedProcess[str
 def _complaint(done: "subprocess.CompletedProcess[str]") -> str:
     lines = [re.sub(r"^\w+: (error|fatal): ", "", text) for text in done.stderr.splitlines()]
     return "; ".join(filter(None, lines)) or f"exit code {done.returncode}"
+
+
+POLL_S = 2.0  # between questions to Slurm's controller, which all users share
+_TICK_S = 0.2  # between looks at the job's output
+
+
+def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> int:
+    """Print a job's states on stderr and its output on stdout until it ends.
+
+    cancel: an interrupt cancels the job; else the job goes on. output: its file, where Slurm
+    does not say. Returns its exit code.
+    """
+    printed = ""
+    tail = _Tail(output)
+    is_known = is_cancelled = False
+    with signals.catching() as received:
+        while True:
+            try:
+                job = look(job_id)
+            except SlurmError as error:
+                if not is_known:
+                    raise
+                job = None
+                text = str(error)  # the controller may restart
+            else:
+                if job is None:
+                    if not is_known:
+                        raise ConfigError("follow", job_id, "a job that Slurm still knows")
+                    _say(job_id, "Slurm no longer knows it; its run says what it measured")
+                    return 3
+                is_known = True
+                text = job.text
+                if job.output and "%" not in job.output:  # some releases show the pattern
+                    tail.path = Path(job.output)
+            if text != printed:
+                _say(job_id, text)
+                printed = text
+            if job is not None and job.end is not None:
+                time.sleep(_TICK_S)
+                tail.copy(whole=True)
+                return _ended(job_id, job.end, tail.path, received)
+            end_s = time.monotonic() + POLL_S
+            while time.monotonic() < end_s:
+                tail.copy()
+                if received and (not cancel or len(received) > 1):
+                    again = f"stepmark launch --follow {job_id}"
+                    _say(job_id, f"it goes on; follow it: {again}; cancel it: scancel {job_id}")
+                    return 128 + received[0]
+                if received and not is_cancelled:
+                    _say(job_id, "cancelling; a second interrupt leaves it alone")
+                    is_cancelled = _cancel(job_id)
+                time.sleep(_TICK_S)
+
+
+class _Tail:
+    """Copies what is appended to a file to stdout, line by line."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self._offset = 0
+
+    def copy(self, *, whole: bool = False) -> None:
+        """Copy new lines; with whole, also one without an end."""
+        try:
+            with open(self.path or "", "rb") as file:
+                file.seek(self._offset)
+                new = file.read()
+        except OSError:  # not written yet, or on another host's disk
+            return
+        new = new if whole else new[: new.rfind(b"\n") + 1]
+        self._offset += len(new)
+        if new:
+            sys.stdout.write(new.decode(errors="replace"))
+            sys.stdout.flush()
+
+
+def _say(job_id: str, text: str) -> None:
+    sys.stderr.write(f"job {job_id}: {text}\n")
+
+
+def _cancel(job_id: str) -> bool:
+    """Return False where Slurm does not do it now."""
+    try:
+        done = _run(["scancel", job_id])
+        problem = f"scancel refused: {_complaint(done)}" if done.returncode else ""
+    except SlurmError as error:
+        problem = str(error)
+    if problem:
+        _say(job_id, f"{problem}; trying again")
+        time.sleep(POLL_S)
+    return not problem
+
+
+def _ended(
+    job_id: str, end: tuple[int, str], path: Path | None, received: Sequence[int]
+) -> int:
+    code, why = end
+    _say(job_id, f"{why} (exit code {code})")
+    if path is None or not path.is_file():
+        _say(job_id, f"its output {path or ''} cannot be read from this host")
+    return 128 + received[0] if received else code

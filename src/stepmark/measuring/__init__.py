@@ -4,9 +4,9 @@
 - machine.py, delivery.py, progress.py: the device; the end of a verb; the sink of a run.
 - supervise.py: detect hangs and deaths, kill ranks, continue with new ones.
 - workers.py, local_ranks.py, leader.py, agent.py, channel.py: ranks of this host and of others.
-- job.py, hosts.py: the hosts of a job. child.py, foreground.py: commands with a time limit.
+- job.py: the hosts of a job. child.py: commands and their end.
 - rank.py: one rank of a run. heartbeat.py: its hang guard.
 - ranks.py, run_cases.py, context.py: agreement between ranks; the cases of a plan, one by one.
 - clock.py, verify.py: timers and the rule that ends sampling; results against a reference.
-- telemetry.py, nvidia.py, amd.py, host_load.py, environment.py: facts of the machine.
+- telemetry.py, nvidia.py, amd.py, environment.py: facts of the machine.
 """

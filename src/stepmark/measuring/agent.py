@@ -99,7 +99,9 @@ class _Agent:
     def __init__(self, job: Job, channel: Channel, folder: Path) -> None:
         self.code: int | None = None  # that ends the job
         self.is_interrupted = False
-        self._job, self._channel, self._folder = job, channel, folder
+        self._job = job
+        self._channel = channel
+        self._folder = folder
         self._ranks: LocalRanks | None = None
         self._generation = 0
         self._last: State | None = None
@@ -124,7 +126,22 @@ class _Agent:
         ranks = self._ranks
         match message:
             case Start():
-                self._start(message)
+                self.kill()
+                plan = self._folder / "plan.jsonl"
+                plan.write_text(message.plan, encoding="utf-8")
+                self._generation = message.generation
+                self._last = None
+                end = message.first_rank + message.count
+                self._ranks = LocalRanks(
+                    command_of(message.module, plan, message.arguments),
+                    Ranks(
+                        numbers=range(message.first_rank, end),
+                        world_size=message.world_size,
+                        first=message.first,
+                    ),
+                    Store(host=self._channel.other_address, port=message.store_port),
+                    self._environment,
+                )
             case End(code):
                 self.code = code
             case Kill():
@@ -134,19 +151,6 @@ class _Agent:
             case Diagnose(numbers) if ranks is not None:
                 stacks, flight = ranks.diagnosis(numbers)
                 self._channel.send(Diagnosis(self._generation, stacks, flight))
-
-    def _start(self, start: Start) -> None:
-        self.kill()
-        plan = self._folder / "plan.jsonl"
-        plan.write_text(start.plan, encoding="utf-8")
-        self._generation, self._last = start.generation, None
-        numbers = range(start.first_rank, start.first_rank + start.count)
-        self._ranks = LocalRanks(
-            command_of(start.module, plan, start.arguments),
-            Ranks(numbers=numbers, world_size=start.world_size, first=start.first),
-            Store(host=self._channel.other_address, port=start.store_port),
-            self._environment,
-        )
 
     def _report(self, ranks: LocalRanks) -> None:
         ranks.look()
@@ -162,7 +166,13 @@ class _Agent:
         now_s = time.monotonic()
         if state == self._last and now_s < self._sent_s + _STATE_S:
             return
-        self._last, self._sent_s = state, now_s
-        states = {rank: ranks.state(rank) for rank in ranks.numbers}
+        self._last = state
+        self._sent_s = now_s
         # What is compared has no time, so that equal states compare equal.
-        self._channel.send(replace(state, now_s=time.monotonic(), states=states))
+        self._channel.send(
+            replace(
+                state,
+                now_s=time.monotonic(),
+                states={rank: ranks.state(rank) for rank in ranks.numbers},
+            )
+        )

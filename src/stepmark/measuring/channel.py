@@ -140,7 +140,9 @@ class Channel:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit_ms)
         self._connection = Connection(connected.detach())
         self._lock = threading.Lock()
-        self._silence_s, self._looked_s, self._is_heard = 0.0, time.monotonic(), False
+        self._silence_s = 0.0
+        self._looked_s = time.monotonic()
+        self._is_heard = False
         watch = threading.Timer(_AUTHENTICATION_S, self.close)
         watch.start()
         try:
@@ -169,7 +171,8 @@ class Channel:
         all stopped and continued goes on.
         """
         now_s = time.monotonic()
-        passed_s, self._looked_s = now_s - self._looked_s, now_s
+        passed_s = now_s - self._looked_s
+        self._looked_s = now_s
         self._silence_s = 0.0 if self._is_heard else self._silence_s + min(passed_s, 2.0)
         self._is_heard = False
         if self._silence_s > SILENCE_S:

@@ -1,5 +1,7 @@
-"""Run one command with a time limit; none of its processes outlives `run`."""
+"""Run one command, with a time limit or in the foreground: no process of it is left behind."""
 
+import contextlib
+import os
 import secrets
 import signal
 import subprocess
@@ -7,9 +9,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
-from stepmark.ground import processes
-from stepmark.ground.processes import tie_child
+from stepmark.ground.processes import kill_all, marked, send, tie_child
+from stepmark.ground.waiting import wait_until
 
 MARK = "STEPMARK_CHILD"  # in the environment of the command and of all that it starts
 _POLL_S = 0.1
@@ -57,19 +60,20 @@ def run(
             start_new_session=True,
             preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509, two system calls
         )
-    timed_out = interrupted = False
     try:
-        end_s = started_s + limit_s
-        while process.poll() is None and not signals and time.monotonic() < end_s:
-            time.sleep(_POLL_S)
+        left_s = started_s + limit_s - time.monotonic()
+        wait_until(lambda: signals or process.poll() is not None, left_s, _POLL_S)
         interrupted = bool(signals)
         timed_out = process.poll() is None and not interrupted
-        if timed_out:
-            _terminate(process, signal.SIGTERM, grace_s, signals)
-        elif interrupted:
-            _terminate(process, signal.SIGINT, grace_s, signals)
+        if timed_out or interrupted:
+            # To the command alone, which ends its own children.
+            process.send_signal(signal.SIGTERM if timed_out else signal.SIGINT)
+            before = max(1, len(signals))
+            wait_until(
+                lambda: len(signals) > before or process.poll() is not None, grace_s, _POLL_S
+            )
     finally:
-        survivors = tuple(processes.kill_all([process], MARK, token))
+        survivors = tuple(kill_all([process], MARK, token))
     return Ended(
         exit_code=process.poll(),
         seconds=time.monotonic() - started_s,
@@ -79,14 +83,72 @@ def run(
     )
 
 
-def _terminate(
-    process: "subprocess.Popen[bytes]",
-    number: signal.Signals,
-    limit_s: float,
-    signals: Sequence[int],
-) -> None:
-    """Send a signal to the command alone, which ends its own children, and wait for its end."""
-    process.send_signal(number)
-    end_s, before = time.monotonic() + limit_s, max(1, len(signals))
-    while process.poll() is None and len(signals) <= before and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
+_SIGNALS = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+)
+_MAX_INTERRUPTS = 3  # a further one kills the command
+
+
+def run_in_foreground(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdout: int | None = None,
+    stderr: int | None = None,
+) -> int:
+    """Run it to its end, with our own input and output.
+
+    Returns its exit code, or 128 + the number of the signal that ended it.
+
+    stdout and stderr: descriptors for its output instead of this process's own.
+    A signal to this process goes to the command: SIGINT to its process group, as from a
+    terminal, others to the command alone. It is in a session of its own, so that it gets each
+    once. After a signal, to this process or one that ended the command, what it has started is
+    ended too: SIGTERM, and SIGKILL 30 s later. Raises OSError. Main thread only.
+    """
+    token = secrets.token_hex(8)
+    received: list[int] = []
+    process: subprocess.Popen[bytes] | None = None
+
+    def deliver(number: int) -> None:
+        assert process is not None
+        with contextlib.suppress(ProcessLookupError):
+            if received.count(signal.SIGINT) > _MAX_INTERRUPTS:
+                os.killpg(process.pid, signal.SIGKILL)
+            elif number == signal.SIGINT:
+                os.killpg(process.pid, number)
+            else:
+                process.send_signal(number)
+
+    def take(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        if process is not None:
+            deliver(number)
+
+    previous = {number: signal.signal(number, take) for number in _SIGNALS}
+    try:
+        process = subprocess.Popen(
+            command,
+            stdout=stdout,
+            stderr=stderr,
+            env={**environment, MARK: token},
+            start_new_session=True,
+            preexec_fn=tie_child(signal.SIGTERM),  # noqa: PLW1509, two system calls
+        )
+        for number in tuple(received):  # that came before there was a process
+            deliver(number)
+        code = process.wait()
+        if received or code < 0:
+            for other in marked(MARK, token):  # what the command has left behind
+                send(other, signal.SIGTERM)
+            wait_until(lambda: not marked(MARK, token), GRACE_S, _POLL_S)
+            kill_all([process], MARK, token)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return code if code >= 0 else 128 - code

@@ -14,6 +14,8 @@ Where a launch may take longer than the kernel, each sample has a spinning kerne
 before it: event-rotate/2 and event-hot/2.
 """
 
+import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -79,21 +81,27 @@ class HostTimer:
         return seconds
 
 
-class _EventTimer:
-    """Shared by the device timers: pairs of events around `_issue`."""
+class EventTimer:
+    """Calls on a device: pairs of events around `issue`.
+
+    before: work between two samples, outside both.
+    """
 
     def __init__(
-        self, name: ClockName, calls_per_sample: int, launch_s: float, version: int = VERSION
+        self,
+        name: ClockName,
+        calls_per_sample: int,
+        launch_s: float,
+        issue: Callable[[], object],
+        *,
+        before: Callable[[], object] = lambda: None,
+        version: int = VERSION,
     ) -> None:
         self.method = f"{name}/{version}"
         self.calls_per_sample = calls_per_sample
         self._launch_s = launch_s
-
-    def _before(self) -> None:
-        """Work between two samples, outside both."""
-
-    def _issue(self) -> None:
-        raise NotImplementedError
+        self._issue = issue
+        self._before = before
 
     def sample(self, count: int) -> list[float]:
         pairs = [
@@ -110,74 +118,58 @@ class _EventTimer:
         return [start.elapsed_time(end) * 1e-3 / self.calls_per_sample for start, end in pairs]
 
 
-class RotateTimer(_EventTimer):
-    """Calls back to back over all operand sets (or, for event-hot, over one)."""
+def rotate_timer(
+    calls: Calls, estimate_s: float, launch_s: float, name: ClockName = ClockName.ROTATE
+) -> EventTimer:
+    """Return a timer of calls back to back over all operand sets (for event-hot: over one)."""
+    count = max(1, min(64, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
+    turns = itertools.cycle(calls)
 
-    def __init__(
-        self,
-        calls: Calls,
-        estimate_s: float,
-        launch_s: float,
-        name: ClockName = ClockName.ROTATE,
-    ) -> None:
-        k = max(1, min(64, math.ceil(_SAMPLE_S / max(estimate_s, 1e-9))))
-        is_short = launch_s > estimate_s
-        super().__init__(name, k, launch_s * k, version=_SHORT_VERSION if is_short else VERSION)
-        self._head_start_s = launch_s * k if is_short else 0.0
-        self._calls = calls
-        self._next = 0
+    def issue() -> None:
+        for _ in range(count):
+            next(turns)()
 
-    def _before(self) -> None:
-        if self._head_start_s:
-            spin(self._head_start_s)
-
-    def _issue(self) -> None:
-        for _ in range(self.calls_per_sample):
-            self._calls[self._next]()
-            self._next = (self._next + 1) % len(self._calls)
+    if launch_s <= estimate_s:
+        return EventTimer(name, count, launch_s * count, issue)
+    head_start = functools.partial(spin, launch_s * count)
+    return EventTimer(
+        name, count, launch_s * count, issue, before=head_start, version=_SHORT_VERSION
+    )
 
 
-class FlushTimer(_EventTimer):
-    """One call after a read of several times the L2, which leaves clean lines."""
+def flush_timer(calls: Calls, launch_s: float, l2_bytes: int) -> EventTimer:
+    """Return a timer of one call after a read of several L2, which leaves clean lines."""
+    turns = itertools.cycle(calls)
+    filler = torch.zeros(max(l2_bytes, 2**24), dtype=torch.float32, device="cuda")
+    total = torch.zeros((), dtype=torch.float32, device="cuda")
 
-    def __init__(self, calls: Calls, launch_s: float, l2_bytes: int) -> None:
-        super().__init__(ClockName.FLUSH, 1, launch_s, version=_FLUSH_VERSION)
-        self._calls = calls
-        self._next = 0
-        self._filler = torch.zeros(max(l2_bytes, 2**24), dtype=torch.float32, device="cuda")
-        self._sum = torch.zeros((), dtype=torch.float32, device="cuda")
+    def flush() -> None:
+        torch.sum(filler, dim=0, out=total)
+        spin(2 * launch_s)
 
-    def _before(self) -> None:
-        torch.sum(self._filler, dim=0, out=self._sum)
-        spin(2 * self._launch_s)
+    def issue() -> None:
+        next(turns)()
 
-    def _issue(self) -> None:
-        self._calls[self._next]()
-        self._next = (self._next + 1) % len(self._calls)
+    return EventTimer(ClockName.FLUSH, 1, launch_s, issue, before=flush, version=_FLUSH_VERSION)
 
 
-class GraphTimer(_EventTimer):
-    """Replays of a graph of unrolled calls over all operand sets."""
-
-    def __init__(self, calls: Calls, estimate_s: float) -> None:
-        rounds = math.ceil(_SAMPLE_S / max(estimate_s, 1e-7) / len(calls))
-        unroll = max(1, min(rounds, _MAX_UNROLL // len(calls))) * len(calls)
-        super().__init__(ClockName.GRAPH, unroll, 20e-6)
-        if torch.cuda.current_stream() == torch.cuda.default_stream():
-            raise RuntimeError("a graph is captured from a stream of its own")
-        for call in calls:
-            call()
-        torch.cuda.synchronize()
-        self._graph = torch.cuda.CUDAGraph()
-        # The graph owns the memory that its calls allocate; the calls own their operands.
-        with torch.cuda.graph(self._graph, stream=torch.cuda.current_stream()):
-            for i in range(unroll):
-                calls[i % len(calls)]()
-        self._graph.replay()
-        torch.cuda.synchronize()
-
-    def _issue(self) -> None:
-        self._graph.replay()
+def graph_timer(calls: Calls, estimate_s: float) -> EventTimer:
+    """Return a timer of replays of a graph of unrolled calls over all operand sets."""
+    rounds = math.ceil(_SAMPLE_S / max(estimate_s, 1e-7) / len(calls))
+    unroll = max(1, min(rounds, _MAX_UNROLL // len(calls))) * len(calls)
+    if torch.cuda.current_stream() == torch.cuda.default_stream():
+        raise RuntimeError("a graph is captured from a stream of its own")
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    # The graph owns the memory that its calls allocate; the calls own their operands.
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for i in range(unroll):
+            calls[i % len(calls)]()
+    graph.replay()
+    torch.cuda.synchronize()
+    return EventTimer(ClockName.GRAPH, unroll, 20e-6, graph.replay)
 
 
 def spin(seconds: float) -> None:
@@ -189,7 +181,8 @@ def spin(seconds: float) -> None:
 def estimate_host(calls: Calls) -> tuple[float, float]:
     """Return the CPU's seconds per call, after one warm-up call."""
     calls[0]()
-    start, count = time.perf_counter(), 0
+    start = time.perf_counter()
+    count = 0
     while count < 3 or (time.perf_counter() - start < 5e-3 and count < 1000):
         calls[count % len(calls)]()
         count += 1
@@ -236,32 +229,21 @@ def choose(
         return HostTimer(calls, call_s)
     # Twice the estimated launch: a host that is slower later must not leave the device idle.
     launch_s *= 2
-    rotate = RotateTimer(calls, call_s, launch_s)
     match name:
         case ClockName.AUTO if capturable and call_s < GRAPH_BELOW_S:
-            return _graph_or(rotate, calls, call_s)
+            try:
+                return graph_timer(calls, call_s)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError:  # calls that synchronize, or use a stream of their own
+                torch.cuda.synchronize()
         case ClockName.GRAPH:
-            return GraphTimer(calls, call_s)
+            return graph_timer(calls, call_s)
         case ClockName.FLUSH:
-            return FlushTimer(calls, launch_s, l2_bytes)
+            return flush_timer(calls, launch_s, l2_bytes)
         case ClockName.HOT:
-            return RotateTimer(calls[:1], call_s, launch_s, ClockName.HOT)
-        case _:
-            return rotate
-
-
-def _graph_or(rotate: RotateTimer, calls: Calls, call_s: float) -> Timer:
-    """Return a timer of replays, or `rotate` for calls that cannot be captured.
-
-    Such calls synchronize, or use a stream of their own.
-    """
-    try:
-        return GraphTimer(calls, call_s)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return rotate
+            return rotate_timer(calls[:1], call_s, launch_s, ClockName.HOT)
+    return rotate_timer(calls, call_s, launch_s)
 
 
 BURST_IDLE_S = 1.0

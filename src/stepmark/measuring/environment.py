@@ -79,10 +79,6 @@ def capture(devices: Sequence[DeviceInfo]) -> Environment:
 
 def local_device(device: torch.device, rank: int) -> DeviceInfo:
     """Return the facts on the device of this rank."""
-    return dataclasses.replace(_local_device(device, rank), pid=os.getpid())
-
-
-def _local_device(device: torch.device, rank: int) -> DeviceInfo:
     if device.type != "cuda":
         return DeviceInfo(
             rank=rank,
@@ -90,12 +86,14 @@ def _local_device(device: torch.device, rank: int) -> DeviceInfo:
             name=cpu_name(Path("/proc/cpuinfo")),
             memory_bytes=memory_bytes(),
             host=platform.node(),
+            pid=os.getpid(),
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     gpu = open_gpu(index)
     info = gpu.device_info(rank) if gpu else torch_device_info(index, rank)
     # Without the function's number, as nccl-tests prints it.
-    return dataclasses.replace(info, bus_id=pci_bus_id(index).removesuffix(".0"))
+    bus_id = pci_bus_id(index).removesuffix(".0")
+    return dataclasses.replace(info, bus_id=bus_id, pid=os.getpid())
 
 
 # Triton is not imported for this: that is slow, and fails without a driver.
@@ -214,16 +212,12 @@ def read_fact(path: Path) -> str:
 def device_warnings(devices: Sequence[DeviceInfo]) -> tuple[str, ...]:
     """Return the reasons why figures of these devices are hard to compare with others."""
     names = sorted({device.name for device in devices})
-    mixed = [f"mixed device models: {', '.join(names)}"] if len(names) > 1 else []
-    return (*mixed, *(text for device in devices for text in _limits(device)))
-
-
-def _limits(device: DeviceInfo) -> list[str]:
-    where = f"{device.host or 'host'} device {device.index}"
-    limit, default = device.power_limit_w, device.default_power_limit_w
-    texts = []
-    if limit is not None and default is not None and limit < default:
-        texts.append(f"{where}: power limited to {limit:.0f} W, default {default:.0f} W")
-    if device.persistence is False:
-        texts.append(f"{where}: persistence mode is off")
-    return texts
+    texts = [f"mixed device models: {', '.join(names)}"] if len(names) > 1 else []
+    for device in devices:
+        where = f"{device.host or 'host'} device {device.index}"
+        limit, default = device.power_limit_w, device.default_power_limit_w
+        if limit is not None and default is not None and limit < default:
+            texts.append(f"{where}: power limited to {limit:.0f} W, default {default:.0f} W")
+        if device.persistence is False:
+            texts.append(f"{where}: persistence mode is off")
+    return tuple(texts)

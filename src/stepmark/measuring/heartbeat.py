@@ -24,7 +24,7 @@ FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks be
 ABORT, STOP = "abort", "stop"
 # Written by each rank, with its number: stacks, flight recorder, "has given up", its state.
 STACK, FLIGHT, GAVE_UP, BEAT = "stack", "flight", "gave_up", "beat"
-_MEMORY = Path("/dev/shm")
+MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,8 @@ class HeartbeatStore:
     @classmethod
     def new(cls) -> "HeartbeatStore":
         """Make a folder, on tmpfs if there is one: a beat costs 20 us there, 120 us on ext4."""
-        root = _MEMORY if os.access(_MEMORY, os.W_OK) else None
+        root = MEMORY if os.access(MEMORY, os.W_OK) else None
         return cls(Path(tempfile.mkdtemp(prefix="stepmark-ranks-", dir=root)))
-
-    @property
-    def is_in_memory(self) -> bool:
-        return self.folder.parent == _MEMORY
 
     def write(self, name: str, text: str) -> None:
         """Write a file at once. Raises OSError, e.g. for a full disk."""
@@ -128,13 +124,17 @@ class Heartbeat:
         rank = os.environ.get("RANK", "0")
         return cls(Path(folder), int(rank), int(os.environ.get(FIRST, "0")))
 
-    def begin(self, position: int, limit_s: float) -> None:
+    def begin(self, position: int | None, limit_s: float) -> None:
         """Report work on this case, which should be done in limit_s."""
-        self._report(position, limit_s)
+        now_s = time.monotonic()
+        self._beat = replace(
+            self._beat, position=position, since_s=now_s, deadline_s=now_s + limit_s
+        )
+        self._store.write_beat(self._beat)
 
     def idle(self, limit_s: float) -> None:
         """Report set-up, or work between cases and after the last one."""
-        self._report(None, limit_s)
+        self.begin(None, limit_s)
 
     def restart_at(self, position: int) -> bool:
         """Request new ranks from this position after a normal end of these.
@@ -166,29 +166,20 @@ class Heartbeat:
             self._beat = replace(self._beat, deadline_s=None, exit_code=exit_code)
             self._store.write_beat(self._beat)
 
-    def _report(self, position: int | None, limit_s: float) -> None:
-        now_s = time.monotonic()
-        self._beat = replace(
-            self._beat, position=position, since_s=now_s, deadline_s=now_s + limit_s
-        )
-        self._store.write_beat(self._beat)
-
     def _attend(self) -> None:
         while not self._closed.wait(_POLL_S):
-            if self._store.has(ABORT):
-                self._give_up()
-                return
-
-    def _give_up(self) -> None:
-        # The parent kills this process next: a failure here only loses diagnostics.
-        rank = self._beat.rank
-        with contextlib.suppress(Exception):
-            if text := self._dump():
-                self._store.write(f"{FLIGHT}-{rank}.json", text)
-        with contextlib.suppress(Exception):
-            self._abort()
-        with contextlib.suppress(Exception):
-            self._store.write(f"{GAVE_UP}-{rank}", "")
+            if not self._store.has(ABORT):
+                continue
+            # The parent kills this process next: a failure here only loses diagnostics.
+            rank = self._beat.rank
+            with contextlib.suppress(Exception):
+                if text := self._dump():
+                    self._store.write(f"{FLIGHT}-{rank}.json", text)
+            with contextlib.suppress(Exception):
+                self._abort()
+            with contextlib.suppress(Exception):
+                self._store.write(f"{GAVE_UP}-{rank}", "")
+            return
 
 
 _RECORD_S = 10.0  # on_timeout writes one line; a dead file system must not block the end
@@ -210,11 +201,11 @@ class Watchdog:
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
 
-    def begin(self, position: int, limit_s: float) -> None:
+    def begin(self, position: int | None, limit_s: float) -> None:
         self._task = (position, time.monotonic() + limit_s)
 
     def idle(self, limit_s: float) -> None:
-        self._task = (None, time.monotonic() + limit_s)
+        self.begin(None, limit_s)
 
     def restart_at(self, position: int) -> bool:
         """Return False: there is no parent to start new ranks."""

@@ -77,7 +77,9 @@ def current() -> Job | None:
     if not all(hosts) or len(set(hosts)) < len(hosts):
         raise ConfigError(HOSTS, os.environ[HOSTS], "different host names, with commas between")
     if len(hosts) == 1:
-        rank, port, key = 0, 0, b""
+        rank = 0
+        port = 0
+        key = b""
     else:
         rank, port = _host_rank(hosts), _number(PORT, 1, 65_535)
         if len(key := os.environ.get(KEY, "").encode()) < 16:

@@ -13,6 +13,7 @@ from pathlib import Path
 from stepmark import __version__
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.signals import catching
+from stepmark.ground.waiting import wait_until
 from stepmark.measuring import job as jobs
 from stepmark.measuring.channel import (
     Alive,
@@ -23,7 +24,6 @@ from stepmark.measuring.channel import (
     Hello,
     Kill,
     Killed,
-    Message,
     SendSignal,
     Start,
     State,
@@ -64,7 +64,8 @@ class RemoteRanks:
         self.name = name
         self.numbers = range(start.first_rank, start.first_rank + start.count)
         self.beats: dict[int, Beat] = {}
-        self._channel, self._generation = channel, start.generation
+        self._channel = channel
+        self._generation = start.generation
         self._state: State | None = None
         self._diagnosis: Diagnosis | None = None
         self._killed: Killed | None = None
@@ -77,22 +78,20 @@ class RemoteRanks:
 
     def look(self) -> None:
         while self._channel.inbox:
-            self._take(self._channel.inbox.popleft())
+            message = self._channel.inbox.popleft()
+            if getattr(message, "generation", None) != self._generation:
+                continue  # of earlier ranks
+            match message:
+                case State():
+                    # Deadlines on our clock; the message's way here makes them later.
+                    shift_s = time.monotonic() - message.now_s
+                    self._state = message
+                    self.beats = {beat.rank: _shifted(beat, shift_s) for beat in message.beats}
+                case Diagnosis():
+                    self._diagnosis = message
+                case Killed():
+                    self._killed = message
         self._channel.look()
-
-    def _take(self, message: Message) -> None:
-        if getattr(message, "generation", None) != self._generation:
-            return  # of earlier ranks
-        match message:
-            case State():
-                # Deadlines on our clock; the message's way here makes them later.
-                shift_s = time.monotonic() - message.now_s
-                self._state = message
-                self.beats = {beat.rank: _shifted(beat, shift_s) for beat in message.beats}
-            case Diagnosis():
-                self._diagnosis = message
-            case Killed():
-                self._killed = message
 
     def pid(self, rank: int) -> int:
         return self._state.pids[rank] if self._state else 0
@@ -132,8 +131,11 @@ class RemoteRanks:
 
 
 def _shifted(beat: Beat, shift_s: float) -> Beat:
-    deadline_s = None if beat.deadline_s is None else beat.deadline_s + shift_s
-    return replace(beat, since_s=beat.since_s + shift_s, deadline_s=deadline_s)
+    return replace(
+        beat,
+        since_s=beat.since_s + shift_s,
+        deadline_s=None if beat.deadline_s is None else beat.deadline_s + shift_s,
+    )
 
 
 class Leader:
@@ -219,10 +221,9 @@ class Leader:
     def end(self, code: int) -> None:
         """Tell all agents that the job has ended, those too that join now."""
         limit_s = _INTERRUPTED_S if code in (130, 143) else _END_S
-        end_s = min(time.monotonic() + limit_s, self._began_s + self.job.join_s)
+        join_s = self._began_s + self.job.join_s - time.monotonic()
         with catching() as signals:
-            while self._missing() and not signals and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
+            wait_until(lambda: signals or not self._missing(), min(limit_s, join_s))
             self._ended.set()
             for channel in list(self._channels.values()):
                 channel.send(End(code))
@@ -253,20 +254,16 @@ class Leader:
             except AuthenticationError:
                 self._strangers.add(address)
                 return
-            end_s = time.monotonic() + _HELLO_S
-            while not channel.inbox and not channel.lost and time.monotonic() < end_s:
-                time.sleep(_POLL_S)
+            wait_until(lambda: channel.inbox or channel.lost, _HELLO_S)
             hello = channel.inbox.popleft() if channel.inbox else None
-            if not isinstance(hello, Hello) or not self._expects(hello.host_rank):
+            missing = set(range(1, self.job.num_hosts)) - self._channels.keys()
+            if not isinstance(hello, Hello) or hello.host_rank not in missing:
                 channel.close()
             elif hello.version != __version__:
                 self._problem = f"{hello.version} on host {hello.name}"
                 channel.send(End(2))
             else:
                 self._channels[hello.host_rank] = channel
-
-    def _expects(self, host_rank: int) -> bool:
-        return 0 < host_rank < self.job.num_hosts and host_rank not in self._channels
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(_ALIVE_S):

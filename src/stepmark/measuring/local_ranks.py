@@ -6,7 +6,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import psutil
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.processes import kill_all, tie_child
 from stepmark.ground.units import MIB
+from stepmark.ground.waiting import wait_until
 from stepmark.measuring import heartbeat
 from stepmark.measuring.heartbeat import Beat, HeartbeatStore
 
@@ -81,7 +82,7 @@ class LocalRanks:
             heartbeat.FIRST: str(ranks.first),
         }
         listener = None
-        if store is None and self._store.is_in_memory:
+        if store is None and self._store.folder.parent == heartbeat.MEMORY:
             shared[STORE_FILE] = f"{self._store.folder}/rendezvous"
         else:
             listener = store.listener if store else socket.create_server(("127.0.0.1", 0))
@@ -136,7 +137,22 @@ class LocalRanks:
 
         Ranks then abort communicators: no kernel outlives a kill.
         """
-        return self._stacks(ranks), self._flight(ranks)
+        store = self._store
+        # By faulthandler, which works while the main thread is blocked in C.
+        self.send(signal.SIGUSR1, ranks)
+        names = {rank: f"{heartbeat.STACK}-{rank}" for rank in ranks}
+        wait_until(lambda: all(map(store.read, names.values())), _STACKS_S, 0.02)
+        time.sleep(0.1)  # time to finish writing
+        stacks = {rank: store.read(name) for rank, name in names.items()}
+        store.write(heartbeat.ABORT, "")
+        wait_until(
+            lambda: all(store.has(f"{heartbeat.GAVE_UP}-{r}") for r in ranks), _FLIGHT_S, 0.02
+        )
+        flight = {r: store.read(f"{heartbeat.FLIGHT}-{r}.json") for r in self.numbers}
+        return (
+            {rank: text for rank, text in stacks.items() if text},
+            {rank: text for rank, text in flight.items() if text},
+        )
 
     def begin_kill(self) -> None:
         """Do nothing: `kill` does all. Ranks of other hosts begin here."""
@@ -147,23 +163,6 @@ class LocalRanks:
         survivors = kill_all(processes, heartbeat.FOLDER, str(self._store.folder))
         self._store.remove()
         return survivors
-
-    def _stacks(self, ranks: Sequence[int]) -> dict[int, str]:
-        """Return stacks by faulthandler, which works while the main thread is blocked in C."""
-        store = self._store
-        names = {rank: f"{heartbeat.STACK}-{rank}" for rank in ranks}
-        self.send(signal.SIGUSR1, ranks)
-        _wait(lambda: all(store.read(name) for name in names.values()), _STACKS_S)
-        time.sleep(0.1)  # time to finish writing
-        return {rank: text for rank, name in names.items() if (text := store.read(name))}
-
-    def _flight(self, ranks: Sequence[int]) -> dict[int, str]:
-        store = self._store
-        store.write(heartbeat.ABORT, "")
-        names = [f"{heartbeat.GAVE_UP}-{rank}" for rank in ranks]
-        _wait(lambda: all(store.has(name) for name in names), _FLIGHT_S)
-        texts = {rank: store.read(f"{heartbeat.FLIGHT}-{rank}.json") for rank in self.numbers}
-        return {rank: text for rank, text in texts.items() if text}
 
 
 def command_of(module: str, plan: Path | str, arguments: Sequence[str]) -> list[str]:
@@ -184,12 +183,6 @@ def _start(
         # Two system calls, loaded before the fork: safe even in a parent with threads.
         preexec_fn=tie_child(signal.SIGKILL),  # noqa: PLW1509
     )
-
-
-def _wait(is_done: Callable[[], bool], limit_s: float) -> None:
-    end_s = time.monotonic() + limit_s
-    while not is_done() and time.monotonic() < end_s:
-        time.sleep(0.02)
 
 
 def _environment(ranks: Ranks) -> dict[str, str]:

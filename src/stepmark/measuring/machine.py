@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -118,43 +118,24 @@ def machine(device: str | None, *, dry_run: bool = False) -> Machine:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Card:
-    name: str
-    memory_bytes: int
-    capability: tuple[int, int]
-
-
-def _machine_of(cards: list[_Card]) -> Machine:
+def _machine_of(cards: list[Machine]) -> Machine:
+    """Return the machine with these accelerators, of which each is like the first."""
     if not cards:
         return Machine(device="cpu")
-    first = cards[0]
-    return Machine(
-        device="cuda",
-        name=first.name,
-        num_accelerators=len(cards),
-        memory_bytes=first.memory_bytes,
-        capability=first.capability,
-        is_rocm=_torch_is_for("hip"),
-    )
+    return replace(cards[0], num_accelerators=len(cards), is_rocm=_torch_is_for("hip"))
 
 
 @cache
-def _cards() -> list[_Card]:
+def _cards() -> list[Machine]:
     """Return the accelerators that torch will see, in no particular order."""
-    if not _has_driver() or not (_torch_is_for("cuda") or _torch_is_for("hip")):
+    # Device files of NVIDIA, AMD, Tegra, WSL; other systems may have none.
+    drivers = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
+    if sys.platform == "linux" and not any(any(Path("/dev").glob(name)) for name in drivers):
+        return []
+    if not (_torch_is_for("cuda") or _torch_is_for("hip")):
         return []
     cards = _nvidia_cards() if _torch_is_for("cuda") else None
     return _asked_of_torch() if cards is None else cards
-
-
-def _has_driver() -> bool:
-    """Return False only on Linux without the device file of any driver."""
-    if sys.platform != "linux":
-        return True
-    # NVIDIA, AMD, Tegra, WSL.
-    names = ("nvidia*", "kfd", "nvhost*", "nvmap", "dxg")
-    return any(next(Path("/dev").glob(name), None) for name in names)
 
 
 def _torch_is_for(toolkit: str) -> bool:
@@ -170,7 +151,7 @@ def _torch_is_for(toolkit: str) -> bool:
     return True
 
 
-def _nvidia_cards() -> list[_Card] | None:
+def _nvidia_cards() -> list[Machine] | None:
     """Return None where NVML is unavailable or lists other devices than torch would."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and not re.fullmatch(r"\s*\d+(\s*,\s*\d+)*\s*", visible):
@@ -190,10 +171,11 @@ def _nvidia_cards() -> list[_Card] | None:
                 return None
             handles = [handles[index] for index in indices]
         return [
-            _Card(
-                str(nvml.nvmlDeviceGetName(handle)),
-                int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
-                tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+            Machine(
+                device="cuda",
+                name=str(nvml.nvmlDeviceGetName(handle)),
+                memory_bytes=int(nvml.nvmlDeviceGetMemoryInfo(handle).total),
+                capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
             )
             for handle in handles
         ]
@@ -209,7 +191,7 @@ def _is_sliced(nvml: Any, handle: object) -> bool:
         return False
 
 
-def _asked_of_torch() -> list[_Card]:
+def _asked_of_torch() -> list[Machine]:
     """List the devices of torch in another process, because importing it takes seconds."""
     command = [sys.executable, "-c", _ASK_TORCH]
     try:
@@ -226,4 +208,7 @@ def _asked_of_torch() -> list[_Card]:
         rows = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         return []
-    return [_Card(name, memory, (major, minor)) for name, memory, (major, minor) in rows]
+    return [
+        Machine(device="cuda", name=name, memory_bytes=memory, capability=(major, minor))
+        for name, memory, (major, minor) in rows
+    ]

@@ -183,7 +183,8 @@ def _check_continued(plan: Plan, run: Path, *, force: bool) -> Plan:
     command = ""
     if plans.has_plan(run):
         earlier = plans.read(run)
-        before, command = _cases(earlier), earlier.command_line
+        before = _cases(earlier)
+        command = earlier.command_line
         if before == _cases(plan):
             return dataclasses.replace(plan, entries=earlier.entries)
     elif (run / "run.json").is_file():

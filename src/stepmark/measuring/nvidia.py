@@ -129,7 +129,9 @@ class Card:
     """A card behind a handle of a vendor's library. No method calls torch or waits for it."""
 
     def __init__(self, library: Any, handle: Any, index: int, error: type[Exception]) -> None:
-        self._library, self._handle, self._index = library, handle, index
+        self._library = library
+        self._handle = handle
+        self._index = index
         self._error = error
 
     def _ask(self, query: str, *args: Any) -> Any:
@@ -144,7 +146,9 @@ class NvidiaGpu(Card):
     """One card behind an NVML handle."""
 
     def device_info(self, rank: int) -> DeviceInfo:
-        nvml, health, info = self._library, self.health(), torch_device_info(self._index, rank)
+        nvml = self._library
+        health = self.health()
+        info = torch_device_info(self._index, rank)
         sm = self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_SM)
         memory = self._ask("nvmlDeviceGetMaxClockInfo", nvml.NVML_CLOCK_MEM)
         return replace(

@@ -27,7 +27,9 @@ class Progress:
     def __init__(
         self, total: int, writer: "RunWriter | None", *, quiet: bool, first: int = 0
     ) -> None:
-        self._total, self._writer, self._quiet = total, writer, quiet
+        self._total = total
+        self._writer = writer
+        self._quiet = quiet
         self._count = first
         self._bar = _bar(total, first) if not quiet and sys.stderr.isatty() else None
         self._waiting: Waiting | None = None
@@ -47,8 +49,12 @@ class Progress:
             self._writer.append(record)
         self._stop_waiting()
         self._count += 1
-        if not self._quiet:
-            self._show(record)
+        if self._quiet:
+            return
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], advance=1, description=line(record))
+        else:
+            self.say(f"[{self._count}/{self._total}] {line(record)}")
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
@@ -66,17 +72,17 @@ class Progress:
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
-    def _show(self, record: Record) -> None:
-        text = line(record)
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], advance=1, description=text)
-        else:
-            self.say(f"[{self._count}/{self._total}] {text}")
-
 
 def line(record: Record) -> str:
     """Return a case and its outcome in a line."""
-    return f"{case_text(record.case)}: {_outcome(record)}"
+    match record:
+        case Measured():
+            outcome = format_time(median_s(record)) + (" WRONG" if record.num_wrong else "")
+        case Skipped():
+            outcome = f"skipped: {record.reason}"
+        case Failed():
+            outcome = f"failed ({record.cause}): {record.message}"
+    return f"{case_text(record.case)}: {outcome}"
 
 
 def case_text(case: AnyCase) -> str:
@@ -84,12 +90,17 @@ def case_text(case: AnyCase) -> str:
     if isinstance(case, TrainCase):
         return f"{case.family} {name_of(case)}"
     if isinstance(case, CommCase):
-        words = [case.family, format_bytes(case.message_bytes), case.dtype]
-        words += [str(case.redop)] if case.redop is not RedOp.NONE else []
-        words += [f"{case.pair[0]} to {case.pair[1]}"] if case.pair else []
-        words += ["in place"] if case.in_place else []
-        words += [f"beside {case.beside}"] if case.beside else []
-        return " ".join((*words, case.mode))
+        words = (
+            case.family,
+            format_bytes(case.message_bytes),
+            case.dtype,
+            "" if case.redop is RedOp.NONE else case.redop,
+            f"{case.pair[0]} to {case.pair[1]}" if case.pair else "",
+            "in place" if case.in_place else "",
+            f"beside {case.beside}" if case.beside else "",
+            case.mode,
+        )
+        return " ".join(filter(None, words))
     if isinstance(case, ReplayCase):
         return f"replay {case.file} on {case.num_ranks} ranks, compute {case.compute}"
     return f"{case.family} {_pass(case)}{case.op.shape_text} {case.dtype} {case.backend}"
@@ -123,13 +134,3 @@ def _bar(total: int, first: int) -> "Bar":
     bar.add_task("", total=total, completed=first)
     bar.start()
     return bar
-
-
-def _outcome(record: Record) -> str:
-    match record:
-        case Measured():
-            return format_time(median_s(record)) + (" WRONG" if record.num_wrong else "")
-        case Skipped():
-            return f"skipped: {record.reason}"
-        case Failed():
-            return f"failed ({record.cause}): {record.message}"

@@ -36,11 +36,9 @@ from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES, Done, RunWriter
 
 if TYPE_CHECKING:
-    from stepmark.cases.train_case import TrainCase
     from stepmark.measuring.context import MeasureContext
     from stepmark.measuring.ranks import Ranks
     from stepmark.measuring.run_cases import Bench
-    from stepmark.step.workload import Workload
 
 # Names a module that is imported before a rank begins, with which tests inject faults.
 TEST_HOOK = "STEPMARK_TEST_HOOK"
@@ -140,7 +138,10 @@ class Rank:
     def __init__(
         self, plan: Plan, run: Path | None, heartbeat: Heartbeat | None, *, force: bool
     ) -> None:
-        self._plan, self._run, self._heartbeat, self._force = plan, run, heartbeat, force
+        self._plan = plan
+        self._run = run
+        self._heartbeat = heartbeat
+        self._force = force
         self._guard: Heartbeat | Watchdog = heartbeat or Watchdog(self._on_timeout)
         self._progress: Progress | None = None  # of rank 0
         self._peers: LocalPeers | None = None
@@ -159,20 +160,28 @@ class Rank:
             if entry.position >= self._guard.first
             and (entry.case.case_id, entry.launch) not in done
         ]
-        is_first, total = ranks.rank == 0, len(self._plan.entries)
+        is_first = ranks.rank == 0
+        total = len(self._plan.entries)
         progress = Progress(total, writer, quiet=not is_first, first=total - len(todo))
         self._progress = progress if is_first else None
         if self._heartbeat is None:
             self._peers = _local_peers(ranks)
-        folder = ranks.decide(lambda: self._run and self._run.absolute() / TRACES)
+        workload = None
+        if self._plan.workload:
+            from stepmark.step.native import decode  # noqa: PLC0415 - for replays alone
+
+            workload = decode(self._plan.workload.encode())
         context = dataclasses.replace(
             context,
             run_id=self._run_id,
-            folder=folder,
+            folder=ranks.decide(lambda: self._run and self._run.absolute() / TRACES),
             failures=failures,
             on_blocked=self._on_blocked,
-            largest_mbs=_largest_mbs,
-            workload=_workload(self._plan),
+            # Imported only when a case has run out of memory.
+            largest_mbs=lambda case, num_bytes: int(
+                load(KINDS[case.kind].largest_mbs)(case, num_bytes)
+            ),
+            workload=workload,
         )
         code = self._exit_code(lambda: self._run_cases(todo, context), progress)
         code = self._unless_peers_died(code)
@@ -357,19 +366,6 @@ class Rank:
                 launch=entry.launch,
             )
         )
-
-
-def _largest_mbs(case: "TrainCase", device_bytes: int) -> int:
-    """Import the estimate only when a case has run out of memory."""
-    return int(load(KINDS[case.kind].largest_mbs)(case, device_bytes))
-
-
-def _workload(plan: Plan) -> "Workload | None":
-    if not plan.workload:
-        return None
-    from stepmark.step.native import decode  # noqa: PLC0415 - for replays alone
-
-    return decode(plan.workload.encode())
 
 
 def _local_peers(ranks: "Ranks") -> LocalPeers:

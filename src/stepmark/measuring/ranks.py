@@ -120,15 +120,14 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
         torch.cuda.set_device(device)
         if os.environ.get("STEPMARK_BIND") == "closest":
             _bind_to_cores_near(device)
-    offset_s, error_s = 0.0, 0.0
     if num_ranks > 1 or (for_meshes and "RANK" in os.environ):
         backend = "cpu:gloo,cuda:nccl" if for_meshes and device_type == "cuda" else "gloo"
         if (store := _store_of_parent(num_ranks)) is None:
             dist.init_process_group(backend)
         else:
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks)
-    if num_ranks > 1:
-        offset_s, error_s = clock_offset(rank, num_ranks, _boot_id())
+    is_alone = num_ranks == 1
+    offset_s, error_s = (0.0, 0.0) if is_alone else clock_offset(rank, num_ranks, _boot_id())
     return Ranks(
         rank=rank,
         num_ranks=num_ranks,
@@ -254,7 +253,10 @@ class CaseFailedError(Exception):
 
     def __init__(self, cause: str, message: str, ranks: tuple[int, ...], trace: str) -> None:
         super().__init__(message)
-        self.cause, self.message, self.ranks, self.trace = cause, message, ranks, trace
+        self.cause = cause
+        self.message = message
+        self.ranks = ranks
+        self.trace = trace
 
     def record(self, run_id: str, case: AnyCase, launch: int) -> Failed:
         return Failed(

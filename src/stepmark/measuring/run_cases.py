@@ -97,18 +97,13 @@ class _Budget:
 
     def __init__(self, mean_s: float | None, num_cases: int, *, start_s: float) -> None:
         self._left_s = None if mean_s is None else mean_s * num_cases - start_s
-        self._num_left = num_cases
+        self.num_left = num_cases
 
     def share_s(self) -> float | None:
-        return None if self._left_s is None else max(0.0, self._left_s) / self._num_left
-
-    @property
-    def is_spent(self) -> bool:
-        """Return whether no case is left."""
-        return not self._num_left
+        return None if self._left_s is None else max(0.0, self._left_s) / self.num_left
 
     def spend(self, seconds: float) -> None:
-        self._num_left -= 1
+        self.num_left -= 1
         if self._left_s is not None:
             self._left_s -= seconds
 
@@ -144,8 +139,10 @@ def run(
     }
     with quick_release():
         for done, entry in enumerate(current, start=1):
-            bench, budget = benches[entry.case.kind], budgets[entry.case.kind]
-            begin, share_s = time.monotonic(), budget.share_s()
+            bench = benches[entry.case.kind]
+            budget = budgets[entry.case.kind]
+            begin = time.monotonic()
+            share_s = budget.share_s()
             guard.begin(entry.position, bench.limit_s(share_s))
             if share_s is not None:
                 share_s = context.ranks.decide(budget.share_s)
@@ -167,7 +164,7 @@ def run(
                 is_unusable = any(context.ranks.gather(is_broken(context)))
                 if bench.restarts(entry) or is_unusable:
                     return current[done].position
-            if budget.is_spent:
+            if not budget.num_left:
                 bench.close()  # its resources must not stay during the next kind of case
     return entries[len(current)].position if len(entries) > len(current) else None
 
@@ -175,7 +172,8 @@ def run(
 def _run_case(
     entry: Entry, context: MeasureContext, bench: Bench, share_s: float | None
 ) -> Record:
-    case, ranks = entry.case, context.ranks
+    case = entry.case
+    ranks = context.ranks
     try:
         reasons = ranks.gather(agreed(ranks, lambda: bench.why_not(entry)))
         for rank, reason in enumerate(reasons):

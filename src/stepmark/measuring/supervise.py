@@ -14,7 +14,7 @@ import psutil
 from stepmark.ground.errors import EXIT_CODES, worst
 from stepmark.ground.signals import catching
 from stepmark.ground.units import ranks_text
-from stepmark.measuring.heartbeat import Beat
+from stepmark.ground.waiting import wait_until
 from stepmark.measuring.leader import JoinInterrupted, LostHostError
 from stepmark.measuring.workers import Workers
 
@@ -54,6 +54,9 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
     silent = (_NOT_UP, *_STUCK.values())
     answering = [rank for rank in workers.working() if activity[rank] not in silent]
     stacks, flight = workers.diagnosis(answering)
+    texts = {
+        rank: stacks.get(rank) or f"no stack: {state}\n" for rank, state in activity.items()
+    }
     words = _describe(workers, activity)
     if suspects := _suspects(activity, position) or not_waiting(stacks):
         words.append(f"the others wait for {ranks_text(suspects)}")
@@ -62,17 +65,9 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
         cause="timeout",
         ranks=tuple(suspects or (r for r in activity if activity[r] in late)),
         message=f"not done within {limit_s:.3g} s: {'; '.join(words)}",
-        stacks=_stacks(activity, stacks),
+        stacks="\n".join(f"rank {rank}:\n{text}" for rank, text in texts.items()),
         flight=flight,
     )
-
-
-def _how_it_ended(return_code: int) -> str:
-    """Return a description of Popen.returncode."""
-    if return_code < 0:
-        name = next((s.name for s in signal.Signals if s == -return_code), "real time")
-        return f"was killed by signal {-return_code} ({name})"
-    return f"ended with exit code {return_code}"
 
 
 _HERE, _AHEAD, _ENDED, _NOT_UP = "in this case", "ahead of this case", "ended", "not up"
@@ -89,10 +84,8 @@ def _activity(workers: Workers, rank: int, position: int | None) -> str:
         return _NOT_UP
     if workers.return_code(rank) is not None:
         return _ENDED
-    return _STUCK.get(workers.state(rank)) or _where(beat, position)
-
-
-def _where(beat: Beat, position: int | None) -> str:
+    if stuck := _STUCK.get(workers.state(rank)):
+        return stuck
     if beat.position is None or position is None:
         return "closed" if beat.exit_code is not None else "in set-up or between cases"
     behind = position - beat.position
@@ -139,11 +132,6 @@ def _describe(workers: Workers, activity: dict[int, str]) -> list[str]:
     return words
 
 
-def _stacks(activity: dict[int, str], stacks: dict[int, str]) -> str:
-    missing = {rank: f"no stack: {state}\n" for rank, state in activity.items()}
-    return "\n".join(f"rank {rank}:\n{stacks.get(rank) or missing[rank]}" for rank in activity)
-
-
 START_S = 120.0  # until the first beat of every rank: python and its imports on a slow disk
 _GRACE_S = 3.0  # after a death: rank 0 may be writing its record
 _LINGER_S = 10.0  # after rank 0 has reported its exit code
@@ -182,7 +170,9 @@ def supervise(
     SIGINT every rank gets one SIGINT and 10 s, after SIGTERM only once the present case has had
     15 s to end; a second signal kills.
     """
-    first, in_row, codes = 0, 0, [0]
+    first = 0
+    in_row = 0
+    codes = [0]
     with catching() as signals:
         while True:
             start = partial(Workers, module, plan, arguments, num_ranks, first=first)
@@ -191,7 +181,8 @@ def supervise(
                     return 128 + number
                 case _Ended():
                     codes.append(end.code)
-                    in_row, following = 0, end.restart_at
+                    in_row = 0
+                    following = end.restart_at
                 case RankFailure():
                     codes.append(3 if on_failure(end) else 0)
                     finished_some = end.position is not None and end.position > first
@@ -263,19 +254,11 @@ def _interrupted(workers: Workers, signals: list[int]) -> _Interrupted:
     """
     if workers.beats and signals[0] == signal.SIGTERM:
         workers.stop()
-        _wait_while_one(signals, workers, FINISH_S)
+        _wait_for_end(workers, FINISH_S, signals)
     if workers.beats and workers.working():
         workers.send(signal.SIGINT, workers.working())
-        _wait_while_one(signals, workers, INTERRUPT_S)
+        _wait_for_end(workers, INTERRUPT_S, signals)
     return _Interrupted(signals[0])
-
-
-def _wait_while_one(signals: list[int], workers: Workers, limit_s: float) -> None:
-    """Wait for the end of the ranks, or a second signal."""
-    end_s = time.monotonic() + limit_s
-    while len(signals) == 1 and workers.working() and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
-        workers.look()
 
 
 def _normal_end(workers: Workers) -> _Ended | None:
@@ -301,8 +284,7 @@ def _death(workers: Workers) -> _Ended | RankFailure | None:
         return None
     words = [f"rank {rank} ({workers.process(rank)}) {how}" for rank, how in died.items()]
     lost = workers.lost_ranks()
-    for name, why in workers.lost_hosts().items():
-        words.append(f"host {name} is lost: {why}")
+    words += [f"host {name} is lost: {why}" for name, why in workers.lost_hosts().items()]
     failure = RankFailure(
         position=_position_of(workers),
         cause="lost rank",
@@ -321,14 +303,18 @@ _LEFT = "left early"
 
 def _how_it_died(workers: Workers, rank: int) -> str | None:
     """Return the cause of a death; None for a rank that lives or has ended normally."""
-    code, beat = workers.return_code(rank), workers.beats.get(rank)
+    code = workers.return_code(rank)
+    beat = workers.beats.get(rank)
     if code is None:
         return None
     if beat is not None and beat.exit_code is not None:
         # Its work was done: a crash in the tear-down of torch or a driver loses nothing.
         return f"{_LEFT}, with exit code {beat.exit_code}" if rank and beat.exit_code else None
+    if code < 0:
+        name = next((s.name for s in signal.Signals if s == -code), "real time")
+        return f"was killed by signal {-code} ({name})"
     if code:
-        return _how_it_ended(code)
+        return f"ended with exit code {code}"
     if rank == 0:
         return "ended without an exit code"
     return None if beat is None or beat.position is None else f"{_LEFT}, in a case"
@@ -339,9 +325,11 @@ def _hang(workers: Workers, start_s: float) -> RankFailure | None:
     if now_s > workers.started_s + start_s:
         late = [rank for rank in range(workers.num_ranks) if rank not in workers.beats]
         if late:
-            message = f"{ranks_text(late)} not up within {start_s:.3g} s"
             return RankFailure(
-                position=None, cause="lost rank", ranks=tuple(late), message=message
+                position=None,
+                cause="lost rank",
+                ranks=tuple(late),
+                message=f"{ranks_text(late)} not up within {start_s:.3g} s",
             )
     overdue = [
         beat.rank
@@ -353,12 +341,14 @@ def _hang(workers: Workers, start_s: float) -> RankFailure | None:
     return _hang_report(workers, overdue) if overdue else None
 
 
-def _wait_for_end(workers: Workers, limit_s: float) -> None:
-    end_s = time.monotonic() + limit_s
-    workers.look()
-    while workers.working() and time.monotonic() < end_s:
-        time.sleep(_POLL_S)
+def _wait_for_end(workers: Workers, limit_s: float, signals: Sequence[int] = ()) -> None:
+    """Wait for the end of the ranks, or a second signal."""
+
+    def has_ended() -> bool:
         workers.look()
+        return not workers.working() or len(signals) > 1
+
+    wait_until(has_ended, limit_s)
 
 
 def _say_rest(count: int, reason: str = "") -> None:

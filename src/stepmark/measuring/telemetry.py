@@ -1,9 +1,14 @@
-"""Clock, power, energy, temperature and throttle reasons while samples run."""
+"""Clock, power, energy, temperature and throttle reasons while samples run.
 
+The load of the host is from /proc: the run queue, and the CPU time that a hypervisor took.
+"""
+
+import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import torch
@@ -11,7 +16,6 @@ import torch.distributed as dist
 
 from stepmark.cases.record import HostLoad, Telemetry
 from stepmark.measuring import amd, nvidia
-from stepmark.measuring.host_load import HostReadings
 from stepmark.measuring.nvidia import IDLE, MHZ
 
 GPU_INTERVAL_S = 0.02
@@ -46,6 +50,65 @@ def cpu_reading() -> Telemetry:
     if frequency is None or not frequency.current:
         return Telemetry()
     return Telemetry(sm_clock_hz=frequency.current * MHZ, num_readings=1)
+
+
+PROC = Path("/proc")
+_PAUSES_S = (1e-3, 2e-3, 4e-3)
+
+
+def num_runnable(proc: Path = PROC) -> int | None:
+    """Return the host's runnable threads but for the one that asks; None if unknown."""
+    try:
+        count = int((proc / "loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, ValueError, IndexError):
+        return None
+    return count - 1 if count > 0 else None  # some sandboxes print 0
+
+
+def cpu_ticks(proc: Path = PROC) -> tuple[int, int] | None:
+    """Return stolen and all ticks of all cores since boot; None if unknown."""
+    try:
+        with (proc / "stat").open() as file:
+            name, *words = file.readline().split()
+        ticks = list(map(int, words[:8]))  # user to steal; guests are part of user
+    except (OSError, ValueError):
+        return None
+    return (ticks[7], sum(ticks)) if name == "cpu" and len(ticks) == 8 else None
+
+
+class HostReadings:
+    """Readings of one measurement: `HostReadings()` before it, `read()` meanwhile."""
+
+    def __init__(self, proc: Path = PROC) -> None:
+        self._proc = proc
+        self._during: list[int] = []
+        counts = [num_runnable(proc)]
+        for pause in _PAUSES_S:  # threads of a warm-up may only just be ending
+            time.sleep(pause)
+            counts.append(num_runnable(proc))
+        self._before = min((count for count in counts if count is not None), default=None)
+        self._ticks = cpu_ticks(proc)
+
+    def read(self) -> None:
+        if (count := num_runnable(self._proc)) is not None:
+            self._during.append(count)
+
+    def load(self, own_threads: int) -> HostLoad | None:
+        """Return the load until now; None where /proc reports nothing."""
+        runnable = statistics.median(self._during) if self._during else None
+        steal = None
+        if self._ticks and (ticks := cpu_ticks(self._proc)):
+            stolen, total = (now - then for now, then in zip(ticks, self._ticks, strict=True))
+            steal = stolen / total if total > 0 else None
+        if self._before is None and runnable is None and steal is None:
+            return None
+        return HostLoad(
+            num_cores=os.cpu_count() or 1,
+            own_threads=own_threads,
+            runnable_before=self._before,
+            runnable=runnable,
+            steal=steal,
+        )
 
 
 class Sampler:
@@ -89,8 +152,11 @@ class Sampler:
 
     def __enter__(self) -> "Sampler":
         assert self._thread is None, "a sampler runs once at a time"
-        self._readings, self._energies, self._after = [], [], Telemetry()
-        self._host, self._load = HostReadings() if self._has_source else None, None
+        self._readings = []
+        self._energies = []
+        self._after = Telemetry()
+        self._host = HostReadings() if self._has_source else None
+        self._load = None
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="telemetry", daemon=True)
         self._thread.start()
@@ -110,7 +176,10 @@ class Sampler:
             while True:
                 if host is not None:
                     host.read()
-                self._read_energy(energies)
+                # What the counter shows between two changes is out of date.
+                energy_j = self._energy_j()
+                if energy_j is not None and (not energies or energies[-1][1] != energy_j):
+                    energies[2:] = [(time.monotonic(), energy_j)]
                 reading = self._read()
                 if reading.num_readings:
                     readings.append(reading)
@@ -119,12 +188,6 @@ class Sampler:
             self._after = self._read()
         except LOST:
             return
-
-    def _read_energy(self, energies: list[tuple[float, float]]) -> None:
-        """Keep a change of the counter: what it shows between two changes is out of date."""
-        energy_j = self._energy_j()
-        if energy_j is not None and (not energies or energies[-1][1] != energy_j):
-            energies[2:] = [(time.monotonic(), energy_j)]
 
     def telemetry(self) -> Telemetry:
         """Return the state during the last `with` block, with all throttle reasons seen."""

@@ -208,7 +208,8 @@ def sizes(begin: int, end: int, *, factor: float = 0.0, step: int = 0) -> list[i
         raise ConfigError("factor", factor, "a finite number")
     if factor <= 1 and step <= 0 and begin < end:
         raise ConfigError("factor", factor, "a factor above 1, or a step of at least a byte")
-    steps, size = [], begin
+    steps = []
+    size = begin
     while size <= end:
         steps.append(size)
         if len(steps) > 100_000:

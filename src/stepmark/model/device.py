@@ -133,46 +133,42 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
         raise ValueError(f"{key}: unknown field {', '.join(sorted(unknown))}")
     if missing := _REQUIRED - table.keys():
         raise ValueError(f"{key}: missing {', '.join(sorted(missing))}")
-    if not table["names"] or not all(isinstance(n, str) and n for n in table["names"]):
-        raise ValueError(f"{key}: names must be one or more non-empty strings")
     figures = {name: table[name] for name in _FIGURES if name in table}
     for name, value in figures.items():
         _check_positive(f"{key}.{name}", value)
-    if ("link_kind" in table) != ("link_bytes_per_s" in table):
-        raise ValueError(f"{key}: link_kind and link_bytes_per_s must be given together")
     peaks = _by_dtype(f"{key}.{_PEAK}", table[_PEAK])
     clocks = _by_dtype(f"{key}.{_CLOCK_OF}", table.get(_CLOCK_OF, {}))
-    if stray := clocks.keys() - peaks.keys():
-        raise ValueError(f"{key}.{_CLOCK_OF}: no peak for {', '.join(sorted(stray))}")
-    if clocks and "rated_clock_hz" not in table:
-        raise ValueError(f"{key}: {_CLOCK_OF} needs rated_clock_hz")
+    stray = clocks.keys() - peaks.keys()
+    names, aliases = table["names"], table.get("aliases", [])
+    capability = table.get("capability", [0, 0])
+    rules = {
+        ": names must be one or more non-empty strings": names
+        and all(isinstance(name, str) and name for name in names),
+        ": link_kind and link_bytes_per_s must be given together": ("link_kind" in table)
+        == ("link_bytes_per_s" in table),
+        f".{_CLOCK_OF}: no peak for {', '.join(sorted(stray))}": not stray,
+        f": {_CLOCK_OF} needs rated_clock_hz": not clocks or "rated_clock_hz" in table,
+        ": aliases must be words in lower case": isinstance(aliases, list)
+        and all(isinstance(alias, str) and alias.islower() for alias in aliases),
+        ": capability must be two whole numbers": isinstance(capability, list)
+        and [type(number) for number in capability] == [int, int],
+    }
+    for text, is_kept in rules.items():
+        if not is_kept:
+            raise ValueError(f"{key}{text}")
     _check_sources(key, table["sources"], {*figures, _PEAK}, {f"{_PEAK}.{t}" for t in peaks})
     return DeviceSpec(
         key=key,
-        names=tuple(table["names"]),
+        names=tuple(names),
         **{name: table[name] for name in _TEXTS},
         peak_flops_per_s=peaks,
         rated_clock_hz_of=clocks,
         **figures,
         link_kind=table.get("link_kind"),
-        aliases=_aliases(key, table.get("aliases", [])),
-        capability=_capability(key, table.get("capability", [0, 0])),
+        aliases=tuple(aliases),
+        capability=(capability[0], capability[1]),
         sources=MappingProxyType(dict(table["sources"])),
     )
-
-
-def _aliases(key: str, words: Any) -> tuple[str, ...]:
-    if not isinstance(words, list) or not all(
-        isinstance(w, str) and w.islower() for w in words
-    ):
-        raise ValueError(f"{key}: aliases must be words in lower case")
-    return tuple(words)
-
-
-def _capability(key: str, numbers: Any) -> tuple[int, int]:
-    if not isinstance(numbers, list) or [type(n) for n in numbers] != [int, int]:
-        raise ValueError(f"{key}: capability must be two whole numbers")
-    return numbers[0], numbers[1]
 
 
 def _by_dtype(where: str, table: dict[str, Any]) -> Mapping[DType, float]:

@@ -133,25 +133,62 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         self._check_fields()
-        if self.num_heads % self.num_kv_heads:
-            raise ConfigError(
-                "num_heads", self.num_heads, f"a multiple of num_kv_heads={self.num_kv_heads}"
-            )
-        if self.max_positions and self.seq_len > self.max_positions:
-            raise ConfigError(
-                "seq_len", self.seq_len, f"at most max_positions={self.max_positions}"
-            )
-        first_dense = self.moe.first_dense_layers if self.moe else self.num_layers
-        if first_dense > self.num_layers:
-            raise ConfigError(
-                "moe.first_dense_layers", first_dense, f"at most num_layers={self.num_layers}"
-            )
-        if first_dense and not self.ffn_hidden_size:
-            raise ConfigError("ffn_hidden_size", 0, "positive where a layer is dense")
-        if self.moe and self.linear_bias:
-            raise ConfigError("linear_bias", self.linear_bias, "false for MoE models")
-        if self.mla:
-            self._check_mla(self.mla)
+        num_dense = self.moe.first_dense_layers if self.moe else self.num_layers
+        mla = self.mla
+        latent_dim = 0
+        if mla:
+            latent_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        rules: tuple[tuple[str, int, bool, str], ...] = (
+            (
+                "num_heads",
+                self.num_heads,
+                self.num_heads % self.num_kv_heads == 0,
+                f"a multiple of num_kv_heads={self.num_kv_heads}",
+            ),
+            (
+                "seq_len",
+                self.seq_len,
+                not self.max_positions or self.seq_len <= self.max_positions,
+                f"at most max_positions={self.max_positions}",
+            ),
+            (
+                "moe.first_dense_layers",
+                num_dense,
+                num_dense <= self.num_layers,
+                f"at most num_layers={self.num_layers}",
+            ),
+            (
+                "ffn_hidden_size",
+                self.ffn_hidden_size,
+                self.ffn_hidden_size > 0 or not num_dense,
+                "positive where a layer is dense",
+            ),
+            (
+                "linear_bias",
+                self.linear_bias,
+                not (self.moe and self.linear_bias),
+                "false for MoE models",
+            ),
+            (
+                "num_kv_heads",
+                self.num_kv_heads,
+                not mla or self.num_kv_heads == self.num_heads,
+                f"num_heads={self.num_heads} with mla",
+            ),
+            (
+                "head_dim",
+                self.head_dim,
+                not mla or self.head_dim == latent_dim,
+                "qk_nope_head_dim + qk_rope_head_dim with mla",
+            ),
+            *(
+                (name, getattr(self, name), not (mla and getattr(self, name)), "false with mla")
+                for name in ("qkv_bias", "linear_bias", "qk_norm")
+            ),
+        )
+        for name, value, is_valid, allowed in rules:
+            if not is_valid:
+                raise ConfigError(name, value, allowed)
 
     def _check_fields(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -167,19 +204,6 @@ class ModelConfig:
             value, allowed = getattr(self, name), get_args(kind)
             if value not in allowed:
                 raise not_one_of(name, value, allowed)
-
-    def _check_mla(self, mla: MlaConfig) -> None:
-        if self.num_kv_heads != self.num_heads:
-            raise ConfigError(
-                "num_kv_heads", self.num_kv_heads, f"num_heads={self.num_heads} with mla"
-            )
-        if self.head_dim != mla.qk_nope_head_dim + mla.qk_rope_head_dim:
-            raise ConfigError(
-                "head_dim", self.head_dim, "qk_nope_head_dim + qk_rope_head_dim with mla"
-            )
-        for name in ("qkv_bias", "linear_bias", "qk_norm"):
-            if getattr(self, name):
-                raise ConfigError(name, getattr(self, name), "false with mla")
 
     @property
     def d_qk(self) -> int:

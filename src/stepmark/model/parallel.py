@@ -46,20 +46,20 @@ class ParallelConfig:
 
     def check(self, model: ModelConfig) -> None:
         """Raise ConfigError if the model cannot be divided this way."""
-        divides = [("heads", model.num_heads), ("vocab_size", model.vocab_size)]
-        if model.mla is None:
-            divides.append(("kv_heads", model.num_kv_heads))
-        if model.ffn_hidden_size:
-            divides.append(("ffn_hidden_size", model.ffn_hidden_size))
-        if model.moe and model.moe.shared_ffn_hidden_size:
-            divides.append(("shared ffn_hidden_size", model.moe.shared_ffn_hidden_size))
-        for name, size in divides:
+        moe = model.moe
+        for name, size in (
+            ("heads", model.num_heads),
+            ("vocab_size", model.vocab_size),
+            ("kv_heads", 0 if model.mla else model.num_kv_heads),
+            ("ffn_hidden_size", model.ffn_hidden_size),
+            ("shared ffn_hidden_size", moe.shared_ffn_hidden_size if moe else 0),
+        ):
             if size % self.tp:
                 raise ConfigError("tp", self.tp, f"a divisor of {model.name}'s {name} ({size})")
-        if self.ep > 1 and model.moe is None:
+        if self.ep > 1 and moe is None:
             raise ConfigError("ep", self.ep, f"1, because {model.name} has no experts")
-        if model.moe and model.moe.num_experts % self.ep:
-            raise ConfigError("ep", self.ep, f"a divisor of {model.moe.num_experts} experts")
+        if moe and moe.num_experts % self.ep:
+            raise ConfigError("ep", self.ep, f"a divisor of {moe.num_experts} experts")
         if max(self.dp_shard, self.ep) % min(self.dp_shard, self.ep):
             raise ConfigError(
                 "dp-shard", self.dp_shard, f"a multiple or divisor of ep ({self.ep})"

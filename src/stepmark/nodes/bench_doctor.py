@@ -1,6 +1,7 @@
 """Examine this machine: its devices, what can be measured on it, what not, and why."""
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -116,7 +117,8 @@ def examine() -> Findings:
     torch_devices = torch_devices or [torch.device("cpu")]
     devices = tuple(examine_device(d, rank) for rank, d in enumerate(torch_devices))
     environment = capture([device.info for device in devices])
-    shm_bytes = shared_memory(Path("/dev/shm"))
+    shm = Path("/dev/shm")  # which NCCL and data loaders share
+    shm_bytes = shutil.disk_usage(shm).total if shm.is_dir() else None
     host = host_warnings(environment, shm_bytes, compiler())
     warnings = (warning for device in devices for warning in warnings_of(device))
     return Findings(
@@ -173,7 +175,8 @@ def backends(
 
 def transports() -> Iterator[Transport]:
     """Yield the ways to run a collective: torch's back ends, and libnccl itself."""
-    count, hip = torch.cuda.device_count(), torch.version.hip is not None
+    count = torch.cuda.device_count()
+    hip = torch.version.hip is not None
     few = None if count > 1 else f"{count} accelerators, and it takes two"
     rocm = "RCCL: written, not run" if hip else ""
     is_available = dist.is_available()
@@ -216,47 +219,44 @@ def nics(root: Path) -> tuple[Nic, ...]:
     return tuple(ports)
 
 
-def shared_memory(path: Path) -> int | None:
-    """Return the size of /dev/shm, which NCCL and data loaders share."""
-    return shutil.disk_usage(path).total if path.is_dir() else None
-
-
 def host_warnings(
     environment: Environment, shm_bytes: int | None, cxx: str | None
 ) -> list[str]:
     num_gpus = torch.cuda.device_count()
-    texts = []
-    if shm_bytes is not None and shm_bytes < GIB:
-        texts.append(f"/dev/shm has {format_bytes(shm_bytes)}; NCCL wants 1 GiB or more")
-    if num_gpus and environment.num_cores < MIN_CORES_PER_GPU * num_gpus:
-        texts.append(f"{environment.num_cores} CPU cores for {num_gpus} GPUs: launches suffer")
-    if cxx is None:
-        texts.append("no C++ compiler: torch.compile cases will be skipped")
-    return texts
+    num_cores = environment.num_cores
+    shm = format_bytes(shm_bytes or 0)
+    problems = {
+        f"/dev/shm has {shm}; NCCL wants 1 GiB or more": shm_bytes is not None
+        and shm_bytes < GIB,
+        f"{num_cores} CPU cores for {num_gpus} GPUs: launches suffer": num_cores
+        < MIN_CORES_PER_GPU * num_gpus,
+        "no C++ compiler: torch.compile cases will be skipped": cxx is None,
+    }
+    return [text for text, is_so in problems.items() if is_so]
 
 
 def warnings_of(device: Device) -> list[str]:
     """Return the present problems of one device."""
-    health, links, where = device.health, device.links, f"device {device.info.index}"
-    texts = []
-    if health.ecc_uncorrected:
-        texts.append(f"{where}: {health.ecc_uncorrected} uncorrected ECC errors in its life")
-    if health.remapped_rows or health.remap_pending or health.remap_failed:
-        state = "failed" if health.remap_failed else "pending" if health.remap_pending else ""
-        texts.append(
-            f"{where}: {health.remapped_rows or 0} memory rows remapped {state}".strip()
-        )
-    if words := [word for word in device.now.throttle if word != IDLE]:
-        texts.append(f"{where}: throttled now: {', '.join(words)}")
-    if _below(links.pcie_width, links.pcie_max_width):
-        texts.append(f"{where}: PCIe x{links.pcie_width} of x{links.pcie_max_width}")
-    if _below(links.pcie_generation, links.pcie_max_generation):
-        now, most = links.pcie_generation, links.pcie_max_generation
-        texts.append(f"{where}: PCIe gen{now} of gen{most} (some cards save power when idle)")
+    health, links = device.health, device.links
+    is_remapped = health.remapped_rows or health.remap_pending or health.remap_failed
+    state = " failed" if health.remap_failed else " pending" if health.remap_pending else ""
+    words = [word for word in device.now.throttle if word != IDLE]
+    width = links.pcie_max_width
+    gen, max_gen = links.pcie_generation, links.pcie_max_generation
     others_bytes = device.others_bytes or 0
-    if device.info.memory_bytes and others_bytes > OTHERS_SHARE * device.info.memory_bytes:
-        texts.append(f"{where}: {format_bytes(others_bytes)} of its memory is in use by others")
-    return texts
+    limit_bytes = OTHERS_SHARE * (device.info.memory_bytes or math.inf)
+    problems = {
+        f"{health.ecc_uncorrected} uncorrected ECC errors in its life": health.ecc_uncorrected,
+        f"{health.remapped_rows or 0} memory rows remapped{state}": is_remapped,
+        f"throttled now: {', '.join(words)}": words,
+        f"PCIe x{links.pcie_width} of x{width}": _below(links.pcie_width, width),
+        f"PCIe gen{gen} of gen{max_gen} (some cards save power when idle)": _below(
+            gen, max_gen
+        ),
+        f"{format_bytes(others_bytes)} of its memory is in use by others": others_bytes
+        > limit_bytes,
+    }
+    return [f"device {device.info.index}: {text}" for text, is_so in problems.items() if is_so]
 
 
 def _below(now: int | None, most: int | None) -> bool:

@@ -61,33 +61,31 @@ def _kernel_lines() -> tuple[list[str], str]:
 
 def failures(before: State, after: State) -> list[str]:
     """Return what went wrong between two states, and faults that need a reset or a repair."""
-    texts = []
     old, new = before.device.health, after.device.health
-    if (num_new := (new.ecc_uncorrected or 0) - (old.ecc_uncorrected or 0)) > 0:
-        texts.append(f"{num_new} uncorrected ECC errors during the check")
-    if (num_new := (new.remapped_rows or 0) - (old.remapped_rows or 0)) > 0:
-        texts.append(f"{num_new} memory rows remapped during the check")
-    if new.remap_pending:
-        texts.append("a memory row waits to be remapped: reset the GPU")
-    if new.remap_failed:
-        texts.append("a memory row could not be remapped: replace the GPU")
-    lines = (
-        (after.faults or ())[len(before.faults or ()) :] if before.faults is not None else ()
-    )
-    texts += [f"during the check the kernel reported: {line}" for line in lines[:3]]
+    num_errors = (new.ecc_uncorrected or 0) - (old.ecc_uncorrected or 0)
+    num_rows = (new.remapped_rows or 0) - (old.remapped_rows or 0)
+    problems = {
+        f"{num_errors} uncorrected ECC errors during the check": num_errors > 0,
+        f"{num_rows} memory rows remapped during the check": num_rows > 0,
+        "a memory row waits to be remapped: reset the GPU": new.remap_pending,
+        "a memory row could not be remapped: replace the GPU": new.remap_failed,
+    }
+    texts = [text for text, is_seen in problems.items() if is_seen]
+    if before.faults is not None:
+        lines = (after.faults or ())[len(before.faults) :]
+        texts += [f"during the check the kernel reported: {line}" for line in lines[:3]]
     return texts
 
 
 def not_tested(state: State) -> list[str]:
     """Return what this device does not report, with the reason."""
-    health, texts = state.device.health, []
-    if health.ecc_uncorrected is None:
-        texts.append("ECC errors: the device does not report them")
-    if health.remapped_rows is None:
-        texts.append("remapped memory rows: the device does not report them")
-    if state.faults is None:
-        texts.append(f"Xid messages of the kernel: {state.faults_reason}")
-    return texts
+    health = state.device.health
+    facts = {
+        "ECC errors: the device does not report them": health.ecc_uncorrected,
+        "remapped memory rows: the device does not report them": health.remapped_rows,
+        f"Xid messages of the kernel: {state.faults_reason}": state.faults,
+    }
+    return [text for text, fact in facts.items() if fact is None]
 
 
 def notes(before: State, after: State) -> list[str]:
@@ -127,11 +125,20 @@ def check_memory(
     a wrong address line shows. num_bytes: the size instead. between: what runs between
     writing and reading.
     """
-    device, begin = torch.device(kind, 0), time.monotonic()
+    device = torch.device(kind, 0)
+    begin = time.monotonic()
     count, num_wrong = 0, 0
-    blocks = _blocks(device, num_bytes or _free_bytes(device))
+    if num_bytes is None:
+        is_cpu = kind == "cpu"
+        num_bytes = CPU_BYTES if is_cpu else int(torch.cuda.mem_get_info(device)[0] * SHARE)
+    size = min(_BLOCK_BYTES, max(8, num_bytes // 16))
+    # But for the scratch block, the mask of a comparison, and its allocator's rounding.
+    num_blocks = max(1, num_bytes // size - 2)
+    blocks = [
+        torch.empty(size // 8, dtype=torch.int64, device=device) for _ in range(num_blocks)
+    ]
     scratch = torch.empty_like(blocks[0])
-    firsts = [sum(len(block) for block in blocks[:index]) for index in range(len(blocks))]
+    firsts = range(0, num_blocks * len(scratch), len(scratch))
     for pattern in PATTERNS:
         spent_s = time.monotonic() - begin
         if count and spent_s * (count + 1) / count > limit_s:
@@ -140,29 +147,14 @@ def check_memory(
             _fill(block, pattern, first)
         between(blocks)
         for block, first in zip(blocks, firsts, strict=True):
-            expected = scratch[: len(block)]
-            _fill(expected, pattern, first)
-            wrong = block != expected
+            _fill(scratch, pattern, first)
+            wrong = block != scratch
             if wrong.any():
-                pair = block[wrong].view(torch.uint8), expected[wrong].view(torch.uint8)
-                num_wrong += int((pair[0] != pair[1]).sum())
+                expected = scratch[wrong].view(torch.uint8)
+                num_wrong += int((block[wrong].view(torch.uint8) != expected).sum())
         count += 1
-    size = sum(block.nbytes for block in blocks)
-    return MemoryTest(num_bytes=size, num_patterns=count, num_wrong=num_wrong)
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cpu":
-        return CPU_BYTES
-    return int(torch.cuda.mem_get_info(device)[0] * SHARE)
-
-
-def _blocks(device: torch.device, num_bytes: int) -> list[Tensor]:
-    """Allocate that much; less than a block for scratch values and comparisons is kept free."""
-    size = min(_BLOCK_BYTES, max(8, num_bytes // 16))
-    # The scratch block, the mask of a comparison, and its allocator's rounding.
-    count = max(1, num_bytes // size - 2)
-    return [torch.empty(size // 8, dtype=torch.int64, device=device) for _ in range(count)]
+    num_tested = sum(block.nbytes for block in blocks)
+    return MemoryTest(num_bytes=num_tested, num_patterns=count, num_wrong=num_wrong)
 
 
 def _fill(words: Tensor, pattern: int | None, first: int) -> None:

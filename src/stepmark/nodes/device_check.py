@@ -27,14 +27,22 @@ from stepmark.measuring.measure import measure_quietly
 from stepmark.measuring.rank import TEST_HOOK
 from stepmark.model.device import find_device
 from stepmark.model.ops import Copy, Gemm, HostCopy
-from stepmark.nodes.node_check import Figure, NodeCheck, Remark, host_of, merged
-from stepmark.nodes.node_checks import write
+from stepmark.nodes.node_check import Figure, NodeCheck, Remark, host_of, merged, write
 from stepmark.store import plans
 from stepmark.store.reader import latest, read_info, read_records
 from stepmark.store.view import median_s
 
 _CASE_S = 60.0  # a case that takes longer has failed
 _MEMORY_S = 20.0
+_OPS: dict[str, tuple[Gemm | Copy | HostCopy, ...]] = {
+    "cpu": (Gemm(m=1024, n=1024, k=1024, dtype=DType.FP32), Copy(num_bytes=64 * MIB)),
+    "cuda": (
+        Gemm(m=8192, n=8192, k=8192, dtype=DType.BF16),
+        Copy(num_bytes=GIB),
+        HostCopy(num_bytes=256 * MIB, direction="h2d"),
+        HostCopy(num_bytes=256 * MIB, direction="d2h"),
+    ),
+}
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -58,11 +66,12 @@ def main(arguments: Sequence[str]) -> int:
 def _check(file: Path, device: str, place: str, budget_s: float, launches: int) -> None:
     """Measure the device stage by stage; the file has what is known after each."""
     bench = "stepmark.nodes.bench_node_check"
-    checked_at = datetime.now(UTC).isoformat(timespec="seconds")
-    empty = NodeCheck(host=host_of(place), checked_at=checked_at)
+    empty = NodeCheck(
+        host=host_of(place), checked_at=datetime.now(UTC).isoformat(timespec="seconds")
+    )
 
-    def remarks(texts: list[str]) -> tuple[Remark, ...]:
-        return tuple(Remark(where=place, text=text) for text in texts)
+    def remarks(texts: Sequence[str]) -> tuple[Remark, ...]:
+        return _remarks([place], texts)
 
     write(replace(empty, stage="reading the state of the device"), file)
     before = load(f"{bench}:state")(device)
@@ -73,9 +82,16 @@ def _check(file: Path, device: str, place: str, budget_s: float, launches: int) 
         device=device,
         world_size=1,
         how=How(op=OpHow(budget_s=budget_s, timeout_s=_CASE_S)),
-        entries=entries(_cases(device), launches),
+        entries=entries(
+            [OpCase(op=op, backend="torch", device=device) for op in _OPS[device]], launches
+        ),
     )
-    result = merged(result, [_rates(empty, plan, place, file.with_suffix(""))])
+    _, run = measure_quietly(plan, str(file.with_suffix("")))
+    rates = result_of(run, empty, lambda case: (place,))
+    if device == "cpu":
+        reason = "copies between host and device: a CPU has no memory of its own"
+        rates = replace(rates, not_tested=remarks([reason]))
+    result = merged(result, [rates])
     write(replace(result, stage="testing memory"), file)
     memory = load(f"{bench}:check_memory")(device, limit_s=_MEMORY_S)
     texts = remarks([f"memory test: {memory.text}"])
@@ -90,26 +106,6 @@ def _check(file: Path, device: str, place: str, budget_s: float, launches: int) 
         notes=remarks(load(f"{bench}:notes")(before, after)),
     )
     write(merged(result, [changes]), file)
-
-
-def _rates(empty: NodeCheck, plan: Plan, place: str, folder: Path) -> NodeCheck:
-    """Measure products and copies through the runner of `stepmark op`."""
-    _, run = measure_quietly(plan, str(folder))
-    measured = result_of(run, empty, lambda case: (place,))
-    reason = "copies between host and device: a CPU has no memory of its own"
-    not_tested = () if plan.device == "cuda" else (Remark(where=place, text=reason),)
-    return replace(measured, not_tested=not_tested)
-
-
-def _cases(device: str) -> list[OpCase]:
-    if device == "cpu":
-        gemm = Gemm(m=1024, n=1024, k=1024, dtype=DType.FP32)
-        ops: list[Gemm | Copy | HostCopy] = [gemm, Copy(num_bytes=64 * MIB)]
-    else:
-        gemm = Gemm(m=8192, n=8192, k=8192, dtype=DType.BF16)
-        copies = [HostCopy(num_bytes=256 * MIB, direction=way) for way in ("h2d", "d2h")]
-        ops = [gemm, Copy(num_bytes=GIB), *copies]
-    return [OpCase(op=op, backend="torch", device=device) for op in ops]
 
 
 def result_of(
@@ -157,9 +153,15 @@ def _case_result(
     figures = []
     if measured:
         amount, unit, peak = _work(case, device)
-        values = tuple(amount / median_s(record) for record in measured)
         figures.append(
-            Figure(name=name, unit=unit, values=values, where=where, device=device, peak=peak)
+            Figure(
+                name=name,
+                unit=unit,
+                values=tuple(amount / median_s(record) for record in measured),
+                where=where,
+                device=device,
+                peak=peak,
+            )
         )
     places = ["-".join(where)]
     if len(hosts := dict.fromkeys(map(host_of, where))) > 1:

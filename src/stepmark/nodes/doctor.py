@@ -117,12 +117,17 @@ def host_lines(findings: "Findings") -> Iterator[Line]:
 
 
 def fact(section: str, item: str, detail: str) -> Line:
-    mark = OK if detail else MISSING
-    return Line(section=section, item=item, mark=mark, detail=detail or "not found")
+    return Line(
+        section=section,
+        item=item,
+        mark=OK if detail else MISSING,
+        detail=detail or "not found",
+    )
 
 
 def device_lines(device: "Device") -> Iterator[Line]:
-    info, section = device.info, f"Device {device.info.index}: {device.info.name}"
+    info = device.info
+    section = f"Device {device.info.index}: {device.info.name}"
     if device.note:
         yield Line(section=section, item="this path", mark=WARNING, detail=device.note)
     if device.peak_reason:
@@ -195,5 +200,9 @@ def fabric_lines(findings: "Findings") -> Iterator[Line]:
 def support_line(section: str, item: str, reason: str | None, note: str = "") -> Line:
     if reason:
         return Line(section=section, item=item, mark=MISSING, detail=f"skipped: {reason}")
-    detail = f"would be measured ({note})" if note else "would be measured"
-    return Line(section=section, item=item, mark=OK, detail=detail)
+    return Line(
+        section=section,
+        item=item,
+        mark=OK,
+        detail=f"would be measured ({note})" if note else "would be measured",
+    )

@@ -23,21 +23,31 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.options import argv, dashed, plain
 from stepmark.ground.signals import catching
-from stepmark.ground.units import MIB
+from stepmark.ground.units import GB, MIB, TFLOP
 from stepmark.measuring import child
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.measuring.machine import Machine
 from stepmark.model.collectives import Collective
-from stepmark.nodes import node_checks
+from stepmark.nodes import node_check
 from stepmark.nodes.device_check import result_of
 from stepmark.nodes.node_check import NodeCheck, Remark, merged
-from stepmark.nodes.node_check_text import printed, rows
 from stepmark.nodes.node_options import DoctorOptions
-from stepmark.nodes.node_verdict import FleetVerdict, Outcome, judge
+from stepmark.nodes.node_verdict import FigureVerdict, FleetVerdict, Outcome, judge
 from stepmark.store import plans
 from stepmark.store.reader import is_run, read_info
 from stepmark.store.runs import new_run_id
 from stepmark.store.view import console
+from stepmark.tables.columns import (
+    COUNT,
+    NO_HEADING,
+    NUMBER,
+    RATIO,
+    WHOLE_SHARE,
+    Row,
+    given,
+)
+from stepmark.tables.row_tables import print_lines
+from stepmark.tables.table import Table
 
 _DEVICE_CHECK = "stepmark.nodes.device_check"
 FAILING = "failing_nodes.txt"
@@ -58,6 +68,8 @@ _FOR_VERDICT = (
     "json",
     "csv",
 )
+_SCALES = {"FLOP/s": (TFLOP, "TFLOP/s"), "B/s": (GB, "GB/s")}
+_MOST_FIGURES = 40  # of those that are healthy, on a terminal
 _FABRIC = "network between hosts: give a run of comm p2p-matrix on them as --pairs"
 
 
@@ -67,7 +79,7 @@ def run(options: DoctorOptions) -> int:
         for name, value in plain(options).items():
             if name not in _FOR_VERDICT:
                 raise ConfigError(dashed(name), value, "it has no effect with --from")
-        checks = node_checks.read_all(options.read_from)
+        checks = node_check.read_all(options.read_from)
         if options.pairs is not None:
             checks = _with_pairs(checks, options.pairs)
         return _conclude(checks, options, options.read_from)
@@ -85,13 +97,13 @@ def run(options: DoctorOptions) -> int:
         check = _Host(name, out, options, signals).check()
     if signals:
         return 128 + signals[0]
-    file = out / node_checks.FOLDER / f"{name}.json"
+    file = out / node_check.FOLDER / f"{name}.json"
     make_folder("out", file.parent)
-    node_checks.write(check, file)
+    node_check.write(check, file)
     if is_in_job:
         sys.stderr.write(f"{file}; verdict: stepmark doctor --nodes --from {out}\n")
         return 0  # a failing node must not end the check of the others
-    return _conclude(node_checks.read_all(out), options, out)  # with hosts checked before
+    return _conclude(node_check.read_all(out), options, out)  # with hosts checked before
 
 
 def _with_pairs(checks: Sequence[NodeCheck], path: Path) -> list[NodeCheck]:
@@ -157,9 +169,98 @@ def _conclude(checks: Sequence[NodeCheck], options: DoctorOptions, folder: Path)
     }
     write_files(options, "nodes", document, rows(verdict))
     if not options.to_stdout:
-        printed(verdict, checks, console())
+        printed(verdict, checks)
     sys.stderr.write(f"nodes to avoid: {len(hosts)}, in {folder / FAILING}\n")
     return exit_code(verdict)
+
+
+def _interval(row: Row) -> str:
+    return f"{RATIO.show(row['low'])} to {RATIO.show(row['high'])}" if row["low"] else ""
+
+
+_COLUMNS = (
+    given("where"),
+    given("figure"),
+    given("rate", NUMBER),
+    given("unit", heading=NO_HEADING),
+    given("pct_peak", WHOLE_SHARE, "of peak"),
+    given("of_others", RATIO, "of others"),
+    given("low", RATIO, "99 % interval", _interval),
+    given("outcome"),
+)
+_NODE_COLUMNS = (
+    given("node"),
+    given("num_devices", COUNT, "GPUs"),
+    given("outcome"),
+    given("why"),
+)
+
+
+def rows(verdict: FleetVerdict) -> list[Row]:
+    """Return one row per figure. A host without figures has one row, with its outcome."""
+    table = [_row(figure) for figure in verdict.figures]
+    places = {place.partition("/")[0] for f in verdict.figures for place in f.figure.where}
+    return table + [
+        dict.fromkeys(table[0] if table else ("where",), None)
+        | {"where": node.host, "outcome": node.outcome.value, "reason": "; ".join(node.reasons)}
+        for node in verdict.nodes
+        if node.host not in places
+    ]
+
+
+def _row(verdict: FigureVerdict) -> Row:
+    figure = verdict.figure
+    scale, unit = _SCALES[figure.unit]
+    value = figure.value
+    return {
+        "where": "-".join(figure.where),
+        "figure": figure.name,
+        "device": figure.device,
+        "rate": None if value is None else value / scale,
+        "unit": unit,
+        "launches": len(figure.values),
+        "pct_peak": 100 * value / figure.peak if value and figure.peak else None,
+        "of_others": verdict.speed,
+        "low": verdict.low,
+        "high": verdict.high,
+        "outcome": verdict.outcome.value,
+        "reason": verdict.reason,
+    }
+
+
+def printed(verdict: FleetVerdict, checks: Sequence[NodeCheck]) -> None:
+    """Print the figures, the nodes with their reasons, and what was not tested."""
+    terminal = console()
+    good = [f for f in verdict.figures if f.outcome is Outcome.HEALTHY]
+    shown = verdict.figures
+    if len(good) > _MOST_FIGURES:
+        shown = tuple(f for f in shown if f.outcome is not Outcome.HEALTHY)
+        print_lines([f"{len(good)} healthy figures are not shown; --csv has them"], terminal)
+    if shown:
+        print_lines([*Table([*map(_row, shown)]).text(_COLUMNS), ""], terminal)
+    nodes: list[Row] = []
+    for node in verdict.nodes:
+        first, *others = node.reasons or ("",)
+        facts = {"num_devices": node.num_devices, "outcome": node.outcome.value}
+        nodes.append({"node": node.host, **facts, "why": first})
+        nodes += [{"why": reason} for reason in others]
+    print_lines(Table(nodes).text(_NODE_COLUMNS), terminal)
+    print_lines(_remarks(checks), terminal)
+
+
+def _remarks(checks: Sequence[NodeCheck]) -> list[str]:
+    """Return what was not tested, and notes; equal ones of several places are one line."""
+    lines: list[str] = []
+    for title in ("not_tested", "notes"):
+        places: dict[str, list[str]] = {}
+        for check in checks:
+            for remark in getattr(check, title):
+                places.setdefault(remark.text, []).append(remark.where)
+        lines += ["", f"{title.replace('_', ' ')}:"] if places else []
+        for what, where in places.items():
+            more = f" and {len(where) - 4} more" if len(where) > 4 else ""
+            lines.append(f"  {what} ({', '.join(where[:4])}{more})")
+    return lines
 
 
 def exit_code(verdict: FleetVerdict) -> int:
@@ -185,7 +286,7 @@ class _Host:
         empty = NodeCheck(host=self.name, checked_at=now.isoformat(timespec="seconds"))
         here, problem = self._machine(folder)
         if here is None:
-            return merged(empty, [self._failed(empty, self.name, problem)])
+            return replace(empty, failures=(Remark(where=self.name, text=problem),))
         count = here.num_ranks(self.options.nproc, "all")
         sys.stderr.write(f"checking {count} devices of {self.name} at the same time\n")
         with ThreadPoolExecutor(count) as pool:
@@ -219,20 +320,21 @@ class _Host:
         self, index: int, count: int, device: str, folder: Path, empty: NodeCheck
     ) -> NodeCheck:
         """Measure one device in a process of its own, which sees no other device."""
-        place, stem = f"{self.name}/{index}", folder / f"device-{index}"
+        place = f"{self.name}/{index}"
+        stem = folder / f"device-{index}"
         file = stem.with_suffix(".json")
         budget_s = self.options.budget or _BUDGET_S[device]
         launches = self.options.launches or _LAUNCHES[device]
         words = [_DEVICE_CHECK, "check", str(file), device, place, str(budget_s), str(launches)]
         limit_s = self.options.timeout or _TIMEOUT_S
         ended = self._run(stem, words, limit_s, _only(index, count, device))
-        result = node_checks.read(file, "out") if file.is_file() else empty
+        result = node_check.read(file, "out") if file.is_file() else empty
         if ended.exit_code == 0:
             return result
         stage = result.stage or "starting"
         text = _how_it_ended(ended, limit_s, stage, stem.with_suffix(".err"))
-        result = merged(result, [self._failed(empty, place, text)])
-        return replace(result, stage=stage)
+        failures = (*result.failures, Remark(where=place, text=text))
+        return replace(result, failures=failures, stage=stage)
 
     def _collectives(
         self, count: int, device: str, folder: Path, empty: NodeCheck
@@ -263,7 +365,8 @@ class _Host:
         if ended.exit_code == 0 or (result.failures and not ended.timed_out):
             return result
         text = _how_it_ended(ended, limit_s, "collectives", folder / "collectives.err")
-        return merged(result, [self._failed(empty, self.name, text)])
+        failure = Remark(where=self.name, text=text)
+        return replace(result, failures=(*result.failures, failure))
 
     def _run(
         self,
@@ -284,10 +387,6 @@ class _Host:
             signals=self.signals,
             grace_s=_GRACE_S,
         )
-
-    @staticmethod
-    def _failed(empty: NodeCheck, place: str, text: str) -> NodeCheck:
-        return replace(empty, failures=(Remark(where=place, text=text),))
 
 
 def _only(index: int, count: int, device: str) -> dict[str, str]:

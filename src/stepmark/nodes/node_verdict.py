@@ -4,14 +4,15 @@ docs/howto/check-nodes.md derives the rules.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from statistics import fmean, median
+from statistics import fmean
 
-from stepmark.ground.launches import launch_groups, squares_within
-from stepmark.ground.ratio import CONFIDENCE, interval
-from stepmark.ground.variance import Pool, pool_of, total
+from stepmark.ground import verdicts
+from stepmark.ground.launches import Row, Sample
+from stepmark.ground.ratio import Ratio
 from stepmark.nodes.node_check import Figure, NodeCheck, host_of
 
 MIN_OTHERS = 2  # with one other, nobody knows which of the two is as it should be
@@ -19,7 +20,6 @@ MIN_OTHERS = 2  # with one other, nobody knows which of the two is as it should 
 # products reach 68 to 71 % on the H200 and H100 of results/, a copy 89 to 90 %. The limit of
 # products is lower because a power cap lowers their clock, on some devices to half the peak.
 LEAST_SHARE = {"gemm": 0.4, "copy": 0.5}
-_P_INTERVAL = 0.5 + CONFIDENCE / 2
 
 
 class Outcome(StrEnum):
@@ -98,7 +98,12 @@ def judge(
         reasons[host].append(_Reason(host, Outcome.FAILED, text))
     for check in checks:
         reasons[check.host] += _reasons_of(check, gpus_per_node)
-    for reason in (*_of_places(figures), *_of_pairs(figures)):
+    of_places = [
+        _Reason(v.figure.where[0], v.outcome, f"{v.figure.name}: {v.reason}")
+        for v in figures
+        if len(v.figure.where) == 1
+    ]
+    for reason in (*of_places, *_of_pairs(figures)):
         reasons[host_of(reason.place)].append(reason)
     return FleetVerdict(
         nodes=tuple(
@@ -146,37 +151,32 @@ def judge_figures(figures: Sequence[Figure], floor: float) -> Iterator[FigureVer
     for figure in figures:
         key = (figure.name, figure.unit, figure.device, len(figure.where))
         groups.setdefault(key, []).append(figure)
-    for members in groups.values():
-        others = _Others(members)
-        medians = [others.medians(index) for index in range(len(members))]
-        pools = _pool(members, [figure.values for figure in members]), _pool(members, medians)
-        for figure, values in zip(members, medians, strict=True):
-            yield _judged(figure, values, pools, floor)
+    for key, members in groups.items():
+        rows = {
+            index: Row(
+                kind=key,
+                base=_sample(figure, medians),
+                other=_sample(figure, figure.values),
+                by_round=True,
+            )
+            for index, (figure, medians) in enumerate(
+                zip(members, _medians_of_others(members), strict=True)
+            )
+            if figure.value is not None and medians
+        }
+        ratios = dict(zip(rows, verdicts.judge(list(rows.values())), strict=True))
+        for index, figure in enumerate(members):
+            yield _judged(figure, ratios.get(index), floor)
 
 
-def _logs(figure: Figure, values: Sequence[float]) -> Mapping[str, float]:
-    """Return logarithms by launch. Devices of a host are measured in the same launches."""
+def _sample(figure: Figure, rates: Sequence[float]) -> Sample:
+    """Return logarithms of times by launch, which is one for all devices of a host."""
     host = host_of(figure.where[0])
-    return {f"{host} {launch}": math.log(value) for launch, value in enumerate(values)}
+    return Sample(logs={f"{host} {n}": -math.log(rate) for n, rate in enumerate(rates)})
 
 
-def _pool(figures: Sequence[Figure], values: Sequence[Sequence[float]]) -> Pool | None:
-    """Return the pool of comparable figures; None without two launches of one."""
-    return pool_of(
-        launch_groups(
-            _logs(figure, own)
-            for figure, own in zip(figures, values, strict=True)
-            if figure.value is not None
-        )
-    )
-
-
-def _judged(
-    figure: Figure,
-    others: Sequence[float],
-    pools: tuple[Pool | None, Pool | None],
-    floor: float,
-) -> FigureVerdict:
+def _judged(figure: Figure, ratio: Ratio | None, floor: float) -> FigureVerdict:
+    """Return the verdict on a figure. ratio: of its speed to the others', if there are any."""
     value = figure.value
     if value is None:
         return FigureVerdict(
@@ -186,96 +186,60 @@ def _judged(
     if limit and figure.peak and value < limit * figure.peak:
         reason = f"{value / figure.peak:.0%} of the peak; a working device has {limit:.0%}"
         return FigureVerdict(figure=figure, outcome=Outcome.FAILED, reason=reason)
-    if not others:
+    if ratio is None:
         reason = f"fewer than {MIN_OTHERS} others to compare with"
         return FigureVerdict(figure=figure, outcome=Outcome.CANNOT_TELL, reason=reason)
-    speed, low, high = _against(figure, others, pools)
-    outcome, reason = Outcome.CANNOT_TELL, "one launch" if len(others) == 1 else "equal values"
+    low, high = ratio.low, ratio.high
+    if len(set(figure.values)) == 1:  # equal values prove nothing, whatever those of others
+        low = high = None
     if low is None or high is None:
-        pass
+        reason = "equal values" if len(figure.values) > 1 else "one launch"
+        outcome = Outcome.CANNOT_TELL
     elif high < 1 - floor:
-        outcome, reason = Outcome.SLOW, f"{speed:.3f} of the others' median"
+        reason = f"{ratio.speed:.3f} of the others' median"
+        outcome = Outcome.SLOW
     elif low >= 1 - floor:
-        outcome, reason = Outcome.HEALTHY, ""
+        reason = ""
+        outcome = Outcome.HEALTHY
     else:
         reason = f"{low:.3f} to {high:.3f} of the others' median"
+        outcome = Outcome.CANNOT_TELL
     return FigureVerdict(
-        figure=figure, outcome=outcome, reason=reason, speed=speed, low=low, high=high
+        figure=figure, outcome=outcome, reason=reason, speed=ratio.speed, low=low, high=high
     )
 
 
-def _against(
-    figure: Figure, others: Sequence[float], pools: tuple[Pool | None, Pool | None]
-) -> tuple[float, float | None, float | None]:
-    """Return the speed over that of the others and its 99 % interval, if that is known."""
-    sides = [_logs(figure, values) for values in (figure.values, others)]
-    log_speed = fmean(sides[0].values()) - fmean(sides[1].values())
-    squares, df = squares_within(sides[:1])
-    parts = []
-    for logs, pool in zip(sides, pools, strict=True):
-        if len(logs) > 1 and pool is not None:
-            launch = pool.moderated(*squares_within([logs]))
-            parts.append(launch.scaled(1 / len(logs)))
-    if len(parts) < len(sides) or (df and squares == 0):  # equal values prove nothing
-        return math.exp(log_speed), None, None
-    low, speed, high = interval(log_speed, total(parts).quantile(_P_INTERVAL))
-    return speed, low, high
+def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
+    """Return for each of comparable figures the medians of the others, launch by launch.
 
-
-class _Others:
-    """Medians of comparable figures, launch by launch, without those that share a place."""
-
-    def __init__(self, figures: Sequence[Figure]) -> None:
-        self._figures = figures
-        self._at: dict[str, list[int]] = {}
-        for index, figure in enumerate(figures):
-            for place in figure.where:
-                self._at.setdefault(place, []).append(index)
-        valid = [index for index, figure in enumerate(figures) if figure.value is not None]
-        longest = max((len(figures[index].values) for index in valid), default=0)
-        # By launch: rising values with the indices of their figures, and where each stands.
-        self._ordered = [
-            sorted(
-                (figures[index].values[launch], index)
-                for index in valid
-                if len(figures[index].values) > launch
-            )
-            for launch in range(longest)
-        ]
-        self._position = [
-            {index: position for position, (_, index) in enumerate(ordered)}
-            for ordered in self._ordered
-        ]
-
-    def medians(self, index: int) -> list[float]:
-        """Return the median of the others by launch; none of a launch with too few."""
-        places = self._figures[index].where
-        near = {other for place in places for other in self._at[place]}
-        medians = []
-        for launch, ordered in enumerate(self._ordered[: len(self._figures[index].values)]):
-            positions = self._position[launch]
-            left_out = sorted(positions[other] for other in near if other in positions)
+    Those that share a place with it are left out, and a launch with too few others.
+    """
+    at: dict[str, list[int]] = {}
+    for index, figure in enumerate(figures):
+        for place in figure.where:
+            at.setdefault(place, []).append(index)
+    medians: list[list[float]] = [[] for _ in figures]
+    for launch in range(max(len(figure.values) for figure in figures)):
+        ordered = sorted(
+            (figure.values[launch], index)
+            for index, figure in enumerate(figures)
+            if figure.value is not None and len(figure.values) > launch
+        )
+        positions = {index: position for position, (_, index) in enumerate(ordered)}
+        for figure, own in zip(figures, medians, strict=True):
+            near = {index for place in figure.where for index in at[place]}
+            left_out = sorted(positions[index] for index in near if index in positions)
             count = len(ordered) - len(left_out)
-            if count < MIN_OTHERS:
-                continue
-            middle = {(count - 1) // 2, count // 2}
-            medians.append(median(ordered[_shifted(rank, left_out)][0] for rank in middle))
-        return medians
+            if count >= MIN_OTHERS and len(figure.values) > launch:
+                middle = ((count - 1) // 2, count // 2)
+                own.append(fmean(ordered[_shifted(rank, left_out)][0] for rank in middle))
+    return medians
 
 
 def _shifted(rank: int, left_out: Sequence[int]) -> int:
     """Return the position of the rank-th value once rising positions are left out."""
-    for position in left_out:
-        rank += position <= rank
-    return rank
-
-
-def _of_places(figures: Iterable[FigureVerdict]) -> Iterator[_Reason]:
-    """Yield the reason of each figure of one place."""
-    for verdict in figures:
-        if len(verdict.figure.where) == 1:
-            text = f"{verdict.figure.name}: {verdict.reason}"
-            yield _Reason(verdict.figure.where[0], verdict.outcome, text)
+    places = range(len(left_out))
+    return rank + bisect_right(places, rank, key=lambda place: left_out[place] - place)
 
 
 def _of_pairs(figures: Iterable[FigureVerdict]) -> Iterator[_Reason]:
@@ -289,15 +253,15 @@ def _of_pairs(figures: Iterable[FigureVerdict]) -> Iterator[_Reason]:
         if len(verdict.figure.where) == 2:
             figure = verdict.figure
             groups.setdefault((figure.name, figure.unit, figure.device), []).append(verdict)
-    for (name, _, _), verdicts in groups.items():
+    for (name, _, _), members in groups.items():
         pairs: dict[str, list[FigureVerdict]] = {}
-        for verdict in verdicts:
+        for verdict in members:
             for place in verdict.figure.where:
                 pairs.setdefault(place, []).append(verdict)
         suspects = {
             place for place, own in pairs.items() if all(v.outcome in _BAD for v in own)
         }
-        if all(verdict.outcome in _BAD for verdict in verdicts):
+        if all(verdict.outcome in _BAD for verdict in members):
             suspects = set()  # nothing tells them from the others
         for place, own in pairs.items():
             if place in suspects:

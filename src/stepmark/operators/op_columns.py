@@ -124,8 +124,11 @@ class OpFigures(Figures):
 
     @cached_property
     def bound(self) -> str | None:
-        peak, hbm = self._peak or self._best_flops, self._hbm or self._best_bytes
-        return limit_of(self.record.operator.op, peak, hbm)
+        return limit_of(
+            self.record.operator.op,
+            self._peak or self._best_flops,
+            self._hbm or self._best_bytes,
+        )
 
     @cached_property
     def ceiling(self) -> tuple[float, str] | None:
@@ -137,7 +140,8 @@ class OpFigures(Figures):
     @property
     def pct_ceiling(self) -> float | None:
         """Return the share of the measured ceiling; None where this case is the ceiling."""
-        case, is_memory = self.record.operator, self.bound == "memory"
+        case = self.record.operator
+        is_memory = self.bound == "memory"
         key = case.device if is_memory else (case.device, case.op.dtype)
         if self.ceilings.cases.get(key) == case.case_id:
             return None
@@ -148,7 +152,8 @@ class OpFigures(Figures):
     @property
     def over_limit(self) -> bool | None:
         """Return whether a rate exceeds the hardware's; None where no limit is known."""
-        device, op = self.device, self.record.operator.op
+        device = self.device
+        op = self.record.operator.op
         if device is None:
             return None
         verdicts: list[bool] = []
@@ -245,14 +250,15 @@ def _joined(words: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(words))
 
 
-def _role_words(row: Row) -> str:
-    return text(row, "role") or text(row, "family")
-
-
 OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("family", lambda o: o.case.family, TEXT, "operator", PAGE),
     Column("model", lambda o: o.label.model or None, views=SHOWN),
-    Column("role", lambda o: o.label.role or None, views=SHOWN, words=_role_words),
+    Column(
+        "role",
+        lambda o: o.label.role or None,
+        views=SHOWN,
+        words=lambda row: text(row, "role") or text(row, "family"),
+    ),
     Column("pass", lambda o: o.phase, views=SHOWN),
     Column("shape", lambda o: o.case.op.shape_text, views=SHOWN),
     Column("layout", lambda o: o.layout, views=PAGE),

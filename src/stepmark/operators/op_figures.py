@@ -102,7 +102,8 @@ def time_breakdown(rows: Sequence[Row], run: RunInfo, *, is_layer: bool = True) 
     """
     best: dict[tuple[object, ...], Row] = {}
     for row in _jobs(rows):
-        own = _is_of_layer(text(row, "role")) is is_layer
+        # The others are once per step, or alternatives.
+        own = (text(row, "role") not in ("head", "loss", *_ALTERNATIVES)) is is_layer
         if own and row["model"] and row["role"] and number(row, "time_s"):
             key = (_setting(row), row["role"], row["pass"])
             best[key] = min(best.get(key, row), row, key=_total_ms)
@@ -141,11 +142,6 @@ _ALTERNATIVES = {
     "optimizer_moe_layer": "optimizer_moe_layer (of each MoE layer)",
     "optimizer_ends": "optimizer_ends (embedding, head)",
 }
-
-
-def _is_of_layer(role: str) -> bool:
-    """Return whether a layer has the role. The others are once per step, or alternatives."""
-    return role not in ("head", "loss", *_ALTERNATIVES)
 
 
 def _total_ms(row: Row) -> float:
@@ -201,17 +197,18 @@ def _jobs(rows: Sequence[Row]) -> list[Row]:
 def _names(bars: Sequence[Row]) -> list[str]:
     """Name bars; equal names get their shape, then a number."""
     has_models = len({row["model"] for row in bars if row["role"]}) > 1
-    keys = (*["model"] * has_models, "role", "pass", "backend")
-    short = [_joined(row, keys if row["role"] else ("family", "shape", *keys)) for row in bars]
+    keys = ("model", "role", "pass", "backend") if has_models else ("role", "pass", "backend")
+    short = []
+    for row in bars:
+        words = [
+            text(row, key) for key in (keys if row["role"] else ("family", "shape", *keys))
+        ]
+        short.append(" ".join(filter(None, words)))
     long = [
         name if short.count(name) == 1 else f"{name} {text(row, 'shape')}"
         for name, row in zip(short, bars, strict=True)
     ]
     return unique(long)
-
-
-def _joined(row: Row, keys: Sequence[str]) -> str:
-    return " ".join(word for word in (text(row, key) for key in keys) if word)
 
 
 def _hover(row: Row, run: RunInfo) -> str:

@@ -96,7 +96,8 @@ def cases(
     for name in options.backend:
         if name not in backends:
             raise not_one_of("backend", name, backends, f" for {family}")
-    num_ranks, limits = machine.num_ranks(options.nproc), capabilities(machine)
+    num_ranks = machine.num_ranks(options.nproc)
+    limits = capabilities(machine)
     labels: dict[Op, dict[Label, None]] = {}
     for label, op in placed:
         labels.setdefault(op, {})[label] = None
@@ -123,12 +124,11 @@ def cases(
 def capabilities(machine: Machine) -> Capabilities:
     """Return what decides which backends run; another machine's packages are taken as here."""
     names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
-    has_compiler = not machine.is_here or any(name and shutil.which(name) for name in names)
     return Capabilities(
         device_type=machine.device,
         capability=machine.capability,
         is_rocm=machine.is_rocm,
-        has_compiler=has_compiler,
+        has_compiler=not machine.is_here or any(name and shutil.which(name) for name in names),
         modules=frozenset(name for name in MODULES if importlib.util.find_spec(name)),
     )
 
@@ -164,8 +164,10 @@ def shape_source(options: FamilyOptions) -> str:
     if not named and all(options.field(name) is None for name in required):
         raise ConfigError("shape", "missing", f"{by_hand}, or {' or '.join(flags.values())}")
     source = named[0] if named else "fields"
-    if source == "shapes" and _is_primus(options):
-        source = "attention_shapes"
+    if source == "shapes" and options.family == "attention":
+        first = shapes.read_objects(Path(options.shapes or ""))[:1]
+        # Primus' attention_shapes.json
+        source = "attention_shapes" if any("seqlen_q" in item for item in first) else source
     used = _USED | {"fields": (*(field.name for field in fields), *_ANY, "phase")}
     shared = {field.name for field in dataclasses.fields(OpOptions)} - set(_ANY)
     title = (flags | {"attention_shapes": "--shapes", "fields": by_hand})[source]
@@ -231,17 +233,10 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
 
 
 def _from_file(options: FamilyOptions, device: str) -> Iterator[Placed]:
-    path, family = Path(options.shapes or ""), options.family
+    path = Path(options.shapes or "")
     for dtype in dtypes(options, device):
-        for label, op in shapes.read_shapes(path, family, {"dtype": dtype}):
+        for label, op in shapes.read_shapes(path, options.family, {"dtype": dtype}):
             yield label, _scaled(op, options)
-
-
-def _is_primus(options: FamilyOptions) -> bool:
-    """Return whether --shapes is Primus' attention_shapes.json."""
-    is_attention = options.family == "attention"
-    first = shapes.read_objects(Path(options.shapes or ""))[:1] if is_attention else []
-    return any("seqlen_q" in item for item in first)
 
 
 def _from_primus(options: FamilyOptions, device: str) -> Iterator[Placed]:
@@ -267,7 +262,8 @@ def _from_primus(options: FamilyOptions, device: str) -> Iterator[Placed]:
 
 
 def _from_dataset(options: FamilyOptions, device: str) -> Iterator[Placed]:
-    name, phases = options.field("dataset"), _phases(options)
+    name = options.field("dataset")
+    phases = _phases(options)
     changes: dict[str, Any] = {}
     if optimizer := options.field("optimizer"):
         changes["optimizer"] = optimizer
@@ -321,7 +317,8 @@ def _field_values(options: FamilyOptions, device: str) -> dict[str, list[Any]]:
 
 def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phase, Any]]:
     """Yield an item per pass: a GEMM with its dimensions permuted, others with a field."""
-    family, phases = options.family, _phases(options)
+    family = options.family
+    phases = _phases(options)
     if family not in ("gemm", "bmm"):
         fields = {field.name: field for field in dataclasses.fields(FAMILIES[family])}
         allowed = fields["phase"].metadata["allowed"]

@@ -37,22 +37,17 @@ def param(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
     """Return train/compute/pt of facebookresearch/param: a block per kind and dtype."""
     groups: dict[str, list[OpLaunches]] = {}
     for launches in _measured(records):
-        name = _param_kind(launches.case.op)
-        if name:
-            groups.setdefault(f"{name}-{launches.case.dtype}", []).append(launches)
+        match launches.case.op:
+            case Gemm():
+                name = "gemm"
+            case EmbeddingBag(phase=Phase.FWD):
+                name = "emb"
+            case Mlp():
+                name = "linear"
+            case _:
+                continue
+        groups.setdefault(f"{name}-{launches.case.dtype}", []).append(launches)
     return {key: _param_block(key.split("-")[0], group, run) for key, group in groups.items()}
-
-
-def _param_kind(op: Op) -> str:
-    match op:
-        case Gemm():
-            return "gemm"
-        case EmbeddingBag(phase=Phase.FWD):
-            return "emb"
-        case Mlp():
-            return "linear"
-        case _:
-            return ""
 
 
 _PARAM_HEADER = {
@@ -71,7 +66,10 @@ def _param_block(name: str, cases: Sequence[OpLaunches], run: RunInfo) -> str:
     place = "cpu" if case.device == "cpu" else "gpu"
     dataset = run.settings.get("dataset", "-")
     dtype = _PARAM_DTYPE.get(case.dtype, case.dtype.value)
-    steps, warmups = _steps(cases)
+    # The fewest of any case and launch.
+    samples = [(record.samples, each.time_s) for each in cases for record in each.measured]
+    steps = min(len(own.seconds[0]) * own.calls_per_sample for own, _ in samples)
+    warmups = min(own.warmup_calls or round(own.soak_s / time_s) for own, time_s in samples)
     what = "matrix dataset" if name == "gemm" else "dataset"
     lines = [
         f"Measuring the performance of  {name}  on device =  {place}",
@@ -86,14 +84,6 @@ def _param_block(name: str, cases: Sequence[OpLaunches], run: RunInfo) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _steps(cases: Sequence[OpLaunches]) -> tuple[int, int]:
-    """Return timed calls and warm-up calls, the fewest of any case and launch."""
-    samples = [(record.samples, case.time_s) for case in cases for record in case.measured]
-    steps = min(len(each.seconds[0]) * each.calls_per_sample for each, _ in samples)
-    warmups = min(each.warmup_calls or round(each.soak_s / time_s) for each, time_s in samples)
-    return steps, warmups
-
-
 def _param_line(op: Op, time_s: float) -> str:
     match op:
         case Gemm(m=m, n=n, k=k):
@@ -102,10 +92,9 @@ def _param_line(op: Op, time_s: float) -> str:
         case EmbeddingBag():
             # PARAM counts the gathered rows alone, without indices and result.
             gathered = op.batch * op.pooling * op.dim * op.dtype.itemsize
-            size, rate = gathered / 1e6, gathered / time_s / GB
             return (
                 f"{op.rows:10}, {op.dim:6}, {op.pooling:6}, {op.batch:10},     "
-                f"{time_s:10.6f}, {size:10.3f}, {rate:10.3f}"
+                f"{time_s:10.6f}, {gathered / 1e6:10.3f}, {gathered / time_s / GB:10.3f}"
             )
         case Mlp():
             # PARAM: 2 x weights x batch forward, 4 x backward; all sizes count as layers.
@@ -161,7 +150,8 @@ def primus(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
 
 
 def _primus_gemms(launches: OpLaunches) -> list[tuple[object, ...]]:
-    op, time_s = launches.case.op, launches.time_s
+    op = launches.case.op
+    time_s = launches.time_s
     if not isinstance(op, Gemm):
         return []
     trans_a = "T" if op.layout in (Layout.TN, Layout.TT) else "N"
@@ -176,7 +166,8 @@ def _primus_attentions(cases: Sequence[OpLaunches]) -> list[tuple[object, ...]]:
     """Return one line per shape, model and backend, forward and backward side by side."""
     joined: dict[tuple[str, Attention, str], dict[Phase, tuple[float, float]]] = {}
     for launches in cases:
-        op, time_s = launches.case.op, launches.time_s
+        op = launches.case.op
+        time_s = launches.time_s
         if not isinstance(op, Attention):
             continue
         for model in dict.fromkeys(label.model for label in launches.case.labels or (Label(),)):

@@ -47,12 +47,14 @@ def show(plan: Plan, here: Machine, json: str | None = None, csv: str | None = N
     if "-" not in (json, csv):
         sys.stdout.write("".join(f"{_LINES[row['kind']](row)}\n" for row in rows))
         sys.stdout.flush()
-    count = f"{len(cases)} case{'s' if len(cases) != 1 else ''}"
-    count += f", {len(rows)} rows" if len(rows) != len(cases) else ""
     launches = max(entry.launch for entry in plan.entries)
     is_repeated = launches > 1 and len(plan.entries) == launches * len(cases)
-    count += f", in {launches} launches" if is_repeated else ""
-    sys.stderr.write(f"{count}; none was run\n")
+    counts = (
+        f"{len(cases)} case{'s' if len(cases) != 1 else ''}",
+        f"{len(rows)} rows" if len(rows) != len(cases) else "",
+        f"in {launches} launches" if is_repeated else "",
+    )
+    sys.stderr.write(f"{', '.join(filter(None, counts))}; none was run\n")
 
 
 def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:

@@ -1,6 +1,6 @@
 """The page of a run: what it measured, with its commands and its environment."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from stepmark.cases.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.collectives import comm_figures
@@ -54,13 +54,21 @@ def page(
         ("Measurements", rows, OP_COLUMNS, bool(rows) or not other_rows),
         ("Collectives", comm_rows, COMM_COLUMNS, bool(comm_rows)),
     )
+    tracebacks = {r.case.case_id: r.traceback for r in records if isinstance(r, Failed)}
+    unmeasured = []
+    for row in (*rows, *other_rows):
+        if row["status"] in ("skipped", "failed"):
+            trace = tracebacks.get(text(row, "case_id"))
+            blocks = [text(row, "command"), *([trace] if trace else [])]
+            what = f"{describe(row)}: {text(row, 'message')}"
+            unmeasured.append(details(text(row, "status"), what, blocks))
     more = [
         *(
             Section(title, [Html(page_table(ran(own, columns)))])
             for title, own, columns, has in tables
             if has
         ),
-        Section("Skipped and failed", list(_unmeasured(records, [*rows, *other_rows]))),
+        Section("Skipped and failed", unmeasured),
         Section("Environment", _environment(run)),
     ]
     return Page(
@@ -112,16 +120,6 @@ def _power(device: DeviceInfo) -> str:
     return f"{text} (default {default:.0f} W)" if is_changed else text
 
 
-def _unmeasured(records: Sequence[Record], rows: Sequence[Row]) -> Iterator[Html]:
-    tracebacks = {r.case.case_id: r.traceback for r in records if isinstance(r, Failed)}
-    for row in rows:
-        if row["status"] not in ("skipped", "failed"):
-            continue
-        trace = tracebacks.get(text(row, "case_id"))
-        blocks = [text(row, "command"), *([trace] if trace else [])]
-        yield details(text(row, "status"), f"{describe(row)}: {text(row, 'message')}", blocks)
-
-
 def _environment(run: RunInfo) -> list[Html]:
     env = run.environment
     memory = format_bytes(env.memory_bytes)
@@ -140,11 +138,15 @@ def _environment(run: RunInfo) -> list[Html]:
 
 
 def _device(device: DeviceInfo) -> str:
-    words = [device.name, device.host, device.uuid, device.pcie]
-    if device.memory_bytes is not None:
-        words.append(format_bytes(device.memory_bytes))
-    if device.max_sm_clock_hz is not None:
-        words.append(f"at most {device.max_sm_clock_hz / 1e6:.0f} MHz")
-    if device.ecc is not None:
-        words.append("ECC on" if device.ecc else "ECC off")
-    return ", ".join(word for word in [*words, f"power {_power(device)}"] if word)
+    memory, clock_hz = device.memory_bytes, device.max_sm_clock_hz
+    words = (
+        device.name,
+        device.host,
+        device.uuid,
+        device.pcie,
+        "" if memory is None else format_bytes(memory),
+        "" if clock_hz is None else f"at most {clock_hz / 1e6:.0f} MHz",
+        {True: "ECC on", False: "ECC off", None: ""}[device.ecc],
+        f"power {_power(device)}",
+    )
+    return ", ".join(filter(None, words))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from stepmark.cases.record import RunInfo
 from stepmark.collectives.comm_summary import comm_lines
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
@@ -61,7 +60,8 @@ def show(options: ShowOptions) -> None:
     """Print the rows of one run, and its predicted steps. Raises ConfigError if changed."""
     path = find_run(options.runs, options.run)
     run = view(path)
-    rows, info = run.all_rows, run.run
+    rows = run.all_rows
+    info = run.run
     write_files(options, info.run_id, {"run": to_plain(info), "rows": rows}, rows)
     if not options.to_stdout:
         print_run(path, run)
@@ -69,26 +69,30 @@ def show(options: ShowOptions) -> None:
 
 def print_run(path: Path, run: View) -> None:
     """Print a run: where it was measured, its rows, its predicted steps."""
-    _print_header(run.run)
+    info = run.run
+    environment = info.environment
+    names = ", ".join(
+        f"{n} x {name}" for name, n in Counter(d.name for d in environment.devices).items()
+    )
+    sys.stdout.write(f"{info.run_id}  {info.command}\n")
+    versions = f"torch {environment.torch}, stepmark {environment.stepmark}"
+    commit = environment.git_commit or "unknown"
+    sys.stdout.write(f"{names}, {versions}, commit {commit}\n\n")
     show_rows(run)
     from stepmark.runs.step_report import step_report  # noqa: PLC0415 - numpy
 
     report = step_report(path, run)
     if report is not None:
-        print_text((*_summary(run), *report.lines()))
-
-
-def _summary(run: View) -> list[str]:
-    """Return one finding per line."""
-    operators = summary.summary_lines(run.run, run.rows) if run.rows else []
-    others = comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
-    return ["", *operators, *others]
+        operators = summary.summary_lines(info, run.rows) if run.rows else []
+        others = comm_lines(run.comm_rows) + summary.train_lines(run.train_rows)
+        print_text(("", *operators, *others, *report.lines()))
 
 
 def export_run(options: ExportOptions) -> None:
     """Write a run's rows for another tool."""
     run = view(find_run(options.runs, options.run))
-    rows, info = run.all_rows, run.run
+    rows = run.all_rows
+    info = run.run
     export(rows, info, Path(options.path), options.to, sql_types())
     if options.path != "-":
         message = f"{len(rows)} rows of {info.run_id} to {options.to}: {options.path}\n"
@@ -101,17 +105,6 @@ def run_query(options: SqlOptions) -> None:
     columns, values = query.sql(runs, options.query)
     rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in values]
     _deliver(rows, options, "query")
-
-
-def _print_header(info: RunInfo) -> None:
-    environment = info.environment
-    names = ", ".join(
-        f"{n} x {name}" for name, n in Counter(d.name for d in environment.devices).items()
-    )
-    sys.stdout.write(f"{info.run_id}  {info.command}\n")
-    versions = f"torch {environment.torch}, stepmark {environment.stepmark}"
-    commit = environment.git_commit or "unknown"
-    sys.stdout.write(f"{names}, {versions}, commit {commit}\n\n")
 
 
 def _run_row(run: Run) -> Row:

@@ -1,6 +1,5 @@
 """Ledgers of measured steps: of traces (stepmark trace ledger), training cases, two runs."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,8 +77,17 @@ def measured_ledger(folder: Path, record: Measured) -> MeasuredLedger:
         reason = notes[-1] if notes else "the run was interrupted"
         raise ConfigError("trace", files[0], f"one with times of a step that ran ({reason})")
     by_rank = {rank: [s for s in steps if s.rank == rank] for rank in {s.rank for s in steps}}
-    medians = [_median(own) for own in by_rank.values()]
-    slowest = max(medians, key=lambda step: (_own_ns(step.ledger), -step.rank))
+    # The step in the middle by its time, of two the shorter one.
+    medians = [
+        sorted(own, key=lambda step: step.ledger.window_ns)[(len(own) - 1) // 2]
+        for own in by_rank.values()
+    ]
+
+    def own_ns(ledger: Ledger) -> int:
+        """Return the time in which a rank does not merely communicate: others wait for it."""
+        return ledger.window_ns - ledger.total(Group.COMM)
+
+    slowest = max(medians, key=lambda step: (own_ns(step.ledger), -step.rank))
     if slowest.step is None:
         raise ConfigError("trace", files[0], "a trace with marks of its steps (ProfilerStep)")
     step_s = summarize(means).median * training.cycle
@@ -129,8 +137,7 @@ def comparison_page(first: Path, second: Path) -> Page:
         sections += ledger_page.sections(
             steps[0].ledger, steps[1].ledger, ("A", "B"), step=name, text=text
         )
-    lead = f"A: {first.name}; B: {second.name}"
-    return Page(title="Two runs", lead=lead, sections=sections)
+    return Page(title="Two runs", lead=f"A: {first.name}; B: {second.name}", sections=sections)
 
 
 def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:
@@ -142,16 +149,6 @@ def _profiled(path: Path) -> dict[str, tuple[Measured, Row]]:
         for record in run.records
         if isinstance(record, Measured) and record.training and record.training.traces
     }
-
-
-def _median(steps: Sequence[RankLedger]) -> RankLedger:
-    """Return the step in the middle by its time, of two the shorter one."""
-    return sorted(steps, key=lambda step: step.ledger.window_ns)[(len(steps) - 1) // 2]
-
-
-def _own_ns(ledger: Ledger) -> int:
-    """Return the time in which a rank does not merely communicate: others wait for it."""
-    return ledger.window_ns - ledger.total(Group.COMM)
 
 
 def _read(

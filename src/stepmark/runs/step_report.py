@@ -131,7 +131,8 @@ def step_report(path: Path, run: View) -> StepReport | None:
     created_at = datetime.fromisoformat(document["created_at"]).timestamp()
     steps: list[Step] = []
     notes: list[str] = []
-    is_before, kept = True, ledgers.read(path)
+    is_before = True
+    kept = ledgers.read(path)
     for entry in document["predictions"]:
         case_id, predicted = entry["case_id"], entry["prediction"]
         if entry["problem"]:
@@ -174,13 +175,6 @@ def reported(path: Path, run: View) -> StepReport | ConfigError | None:
         return step_report(path, run)
     except ConfigError as error:
         return error
-
-
-def _replayed(path: Path, run: View, measured: MeasuredLedger) -> tuple[str, ...]:
-    """Return what a run says of the replay of its step."""
-    step_s = measured.ledger.window_ns / 1e9
-    logs = replay_log_verb.of_run(path, run.records)
-    return tuple(line for _, log in logs for line in log.beside(step_s))
 
 
 def records_of(run: View, case_id: str) -> list[Measured]:
@@ -232,6 +226,8 @@ def _step(
     measured_steps = [each for each in run.records if isinstance(each, Measured)]
     ids = {each.case.case_id for each in measured_steps if each.launch >= STEP_LAUNCH}
     options = step_words(case) if len(ids) > 1 else ()
+    logs = replay_log_verb.of_run(path, run.records)
+    step_s = measured.ledger.window_ns / 1e9
     return Step(
         case_id=case.case_id,
         name=f"{case.model.name} {shape_text(case)}",
@@ -246,7 +242,7 @@ def _step(
             mfu_pct=number(row, "mfu_pct"),
             validity=text(row, "validity"),
         ),
-        replayed=_replayed(path, run, measured),
+        replayed=tuple(line for _, log in logs for line in log.beside(step_s)),
         suggestions=suggestions(
             Measurement(
                 case=case,
@@ -283,5 +279,8 @@ def _measured_power(record: Measured, measured: MeasuredLedger) -> StepPower:
         return StepPower()
     state = record.telemetry[measured.rank]
     watts = state.mean_power_w
-    energy_j = None if watts is None else watts * measured.ledger.window_ns * 1e-9
-    return StepPower(clock_hz=state.clock_hz, power_w=watts, energy_j=energy_j)
+    return StepPower(
+        clock_hz=state.clock_hz,
+        power_w=watts,
+        energy_j=None if watts is None else watts * measured.ledger.window_ns * 1e-9,
+    )

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from shlex import join
 
 from stepmark.cases.record import Environment
@@ -54,7 +55,11 @@ def suggestions(step: Measurement) -> tuple[Suggestion, ...]:
 
     Each text is one line of a terminal.
     """
-    gains = sorted(_gains(step), key=lambda each: -(each.gain_ns or 0))
+    parts = (_communication, _idle, _recomputation, _products)
+    gains = sorted(
+        chain.from_iterable(part(step) for part in parts),
+        key=lambda each: -(each.gain_ns or 0),
+    )
     notable = [each for each in gains if (each.gain_ns or 0) >= _share(step, _NOTABLE)]
     of_lines = () if doubt(step.measured) else (*_difference(step), *notable)
     return tuple([*_doubt(step), *of_lines, *_batch(step)][:MOST])
@@ -98,13 +103,6 @@ def _difference(step: Measurement) -> Iterator[Suggestion]:
     )
 
 
-def _gains(step: Measurement) -> Iterator[Suggestion]:
-    yield from _communication(step)
-    yield from _idle(step)
-    yield from _recomputation(step)
-    yield from _products(step)
-
-
 def _communication(step: Measurement) -> Iterator[Suggestion]:
     own = step.measured
     exposed_ns, waiting_ns = own.total(Group.COMM), own.within.get(WAITING, 0)
@@ -126,7 +124,8 @@ def _communication(step: Measurement) -> Iterator[Suggestion]:
 
 
 def _idle(step: Measurement) -> Iterator[Suggestion]:
-    lines, case = step.measured.lines, step.case
+    lines = step.measured.lines
+    case = step.case
     data_ns = lines.get((Group.IDLE, Idle.DATA), 0)
     if data_ns and not case.workers:
         yield from _changed(
@@ -140,9 +139,11 @@ def _idle(step: Measurement) -> Iterator[Suggestion]:
     if case.device != "cuda":
         return
     if case.compile is CompileScope.NONE:
-        changed, how = replace(case, compile=CompileScope.BLOCK), "compile the model"
+        changed = replace(case, compile=CompileScope.BLOCK)
+        how = "compile the model"
     else:
-        changed, how = replace(case, cuda_graph=True), "capture the step as a graph"
+        changed = replace(case, cuda_graph=True)
+        how = "capture the step as a graph"
     if not case.cuda_graph:
         yield from _changed(step, changed, what + how, host_ns)
 

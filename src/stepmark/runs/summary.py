@@ -25,13 +25,14 @@ def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
     names = Counter(device.name for device in run.environment.devices)
     device = ", ".join(f"{count} x {name}" for name, count in names.items())
     jobs = unique_cases(rows)
+    throttled = Counter(text(row, "throttle") for row in jobs if row["throttle"])
     lines = [
         f"device     {device or 'unknown'}",
         f"cases      {statuses(jobs) or 'none'}",
         *_best_lines(jobs),
         *_outlier_lines(jobs),
         *_slow_rank_lines(rows),
-        *_throttle_lines(jobs),
+        *(f"throttled  {reason}: {count} cases" for reason, count in throttled.items()),
     ]
     if counted := validity_counts(jobs):
         lines.append(f"doubtful   {counted}")
@@ -68,17 +69,13 @@ def _best_lines(jobs: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _fastest(jobs: Sequence[Row]) -> list[Row]:
-    """Return the best backend of each operator, which a job would use."""
-    timed = [row for row in jobs if row["time_s"] is not None]
-    groups = grouped(timed, ("family", "shape", "dtype", "layout", "pass"))
-    return [min(group, key=lambda row: number(row, "time_s") or 0.0) for group in groups]
-
-
 def _outlier_lines(jobs: Sequence[Row]) -> list[str]:
     """Return the compute-bound cases farthest under the peak, or the measured ceiling."""
     shares = []
-    for row in _fastest(jobs):
+    timed = [row for row in jobs if row["time_s"] is not None]
+    for group in grouped(timed, ("family", "shape", "dtype", "layout", "pass")):
+        # The best backend, which a job would use.
+        row = min(group, key=lambda row: number(row, "time_s") or 0.0)
         key = "pct_ceiling" if row["pct_peak"] is None else "pct_peak"
         share = number(row, key)
         if row["bound"] == "compute" and share is not None and share < OUTLIER_PCT:
@@ -102,11 +99,6 @@ def _slow_rank_lines(rows: Sequence[Row]) -> list[str]:
         f"slow rank  {rank}: up to {worst[rank]:.3f} x the median rank, in {len(ids)} cases"
         for rank, ids in cases.items()
     ]
-
-
-def _throttle_lines(jobs: Sequence[Row]) -> list[str]:
-    counts = Counter(text(row, "throttle") for row in jobs if row["throttle"])
-    return [f"throttled  {reason}: {count} cases" for reason, count in counts.items()]
 
 
 def train_lines(rows: Sequence[Row]) -> list[str]:

@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -22,9 +22,6 @@ from stepmark.store.reader import RUN, Run, with_all_samples
 from stepmark.store.view import declared, device_of, of_records
 from stepmark.tables.columns import COUNT, FLAG, JSON, NUMBER, Column, Row, rows_of
 from stepmark.tables.table import Table
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +97,8 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
     import duckdb  # noqa: PLC0415
 
     with duckdb.connect() as connection:
-        connection.execute(
-            "CREATE SCHEMA stored"
-        )  # apart, so that SHOW TABLES has the views alone
+        # Apart, so that SHOW TABLES has the views alone.
+        connection.execute("CREATE SCHEMA stored")
         named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
         for name in named or _VIEWS:  # a query such as SHOW TABLES names none
             _VIEWS[name](runs).create_in(connection, f"stored.{name}")
@@ -116,7 +112,8 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
             names = [str(column[0]) for column in cursor.description or ()]
             return names, list(cursor.fetchall())
         except duckdb.Error as error:
-            raise ConfigError("sql", query, f"it fails: {_one_line(error)}") from None
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ConfigError("sql", query, f"it fails: {lines[0].strip()}") from None
 
 
 def rows_of_runs(runs: Sequence[Run]) -> Table:
@@ -172,8 +169,3 @@ def runs_themselves(runs: Sequence[Run]) -> Table:
 
 
 _VIEWS = {"rows": rows_of_runs, "records": records_of_runs, "runs": runs_themselves}
-
-
-def _one_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

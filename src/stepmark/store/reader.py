@@ -45,10 +45,17 @@ def read(path: Path) -> Run:
         raise ConfigError("run", path, f"a folder with {RUN}, {RECORDS} or {PLAN}")
     notes = []
     try:
-        info, is_known = read_info(path), True
+        info = read_info(path)
+        is_known = True
     except ConfigError as error:
-        info, is_known = _unknown(path), False
-        notes.append(f"run {path.name}: {_missing_info(path, error)}")
+        info = _unknown(path)
+        is_known = False
+        why = f"it has a plan and no {RUN}: nothing was measured yet"
+        if (path / RUN).exists():
+            why = f"{RUN} cannot be read ({error}); where it was measured is unknown"
+        elif (path / RECORDS).exists():
+            why = f"it has no {RUN}; where it was measured is unknown"
+        notes.append(f"run {path.name}: {why}")
     records, lines, damaged = _read_lines(path)
     if damaged:
         count = f"{len(damaged)} of {len(damaged) + len(records)} records"
@@ -148,14 +155,6 @@ def is_run(path: Path) -> bool:
         return False
 
 
-def _missing_info(path: Path, error: ConfigError) -> str:
-    if (path / RUN).exists():
-        return f"{RUN} cannot be read ({error}); where it was measured is unknown"
-    if (path / RECORDS).exists():
-        return f"it has no {RUN}; where it was measured is unknown"
-    return f"it has a plan and no {RUN}: nothing was measured yet"
-
-
 def _unknown(path: Path) -> RunInfo:
     """Return the info that replaces an unreadable run.json; the run's notes mention it."""
     environment = Environment(
@@ -208,7 +207,8 @@ def _impossible(path: Path, record: Record) -> str:
     """Return what a record needs that this one lacks; "" if there is nothing."""
     if not isinstance(record, Measured):
         return ""
-    seconds, arrivals = record.samples.seconds, record.arrivals
+    seconds = record.samples.seconds
+    arrivals = record.arrivals
     is_sound = _is_sound(seconds)
     if record.samples.file:
         try:

@@ -3,9 +3,10 @@
 import importlib
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 from stepmark.cases.record import RunInfo
 from stepmark.ground.errors import ConfigError, not_one_of
@@ -21,7 +22,7 @@ from stepmark.tables.export import (
     write_parquet,
 )
 
-Kind = Literal["csv", "json", "parquet", "tensorboard", "wandb", "mlflow"]
+_KINDS = ("csv", "json", "parquet", "tensorboard", "wandb", "mlflow")
 
 # Columns that name a row in a tracker.
 NAMING = ("family", "model", "role", "pass", "shape", "dtype", "backend", "rate", "rank")
@@ -41,8 +42,8 @@ def export(
 
     `types` are declared SQL types, which parquet columns without values take.
     """
-    if kind not in get_args(Kind):
-        raise not_one_of("to", kind, get_args(Kind))
+    if kind not in _KINDS:
+        raise not_one_of("to", kind, _KINDS)
     with config_errors(target):
         if kind == "parquet":
             write_parquet(rows, target, types or {})
@@ -69,17 +70,13 @@ def _scalars(rows: list[Row]) -> dict[str, float]:
         for column, value in row.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            name = _tracker_name(f"{stem}/{column}")
+            # Without characters that some tracker refuses.
+            name = re.sub(r"[^\w\-. /]", "_", f"{stem}/{column}")[:240]
             while name in scalars:  # rows that no column distinguishes
                 name += "_"
             if math.isfinite(value):
                 scalars[name] = float(value)
     return scalars
-
-
-def _tracker_name(text: str) -> str:
-    """Replace characters that some tracker refuses in a metric's name."""
-    return "".join(c if c.isalnum() or c in "_-. /" else "_" for c in text)[:240]
 
 
 def _to_tensorboard(rows: list[Row], run: RunInfo, target: Path) -> None:
@@ -127,17 +124,11 @@ def _to_mlflow(rows: list[Row], run: RunInfo, target: Path) -> None:
         raise ConfigError("to", "mlflow", f"it failed: {error}") from None
 
 
-def _to_csv(rows: list[Row], run: RunInfo, target: Path) -> None:
-    write_csv(rows, target, run.run_id, "output")
-
-
-def _to_json(rows: list[Row], run: RunInfo, target: Path) -> None:
-    write_json({"run": codec.to_plain(run), "rows": rows}, target, run.run_id, "output")
-
-
 EXPORTERS: dict[str, Callable[[list[Row], RunInfo, Path], None]] = {
-    "csv": _to_csv,
-    "json": _to_json,
+    "csv": lambda rows, run, target: write_csv(rows, target, run.run_id, "output"),
+    "json": lambda rows, run, target: write_json(
+        {"run": codec.to_plain(run), "rows": rows}, target, run.run_id, "output"
+    ),
     "tensorboard": _to_tensorboard,
     "wandb": _to_wandb,
     "mlflow": _to_mlflow,

@@ -68,7 +68,8 @@ class RunWriter(files.Lock):
     ) -> tuple["RunWriter", set[Done]]:
         """Return the writer, and the cases and launches whose last record is Measured."""
         info = reader.read_info(path)
-        changes = _changes(info.environment, environment)
+        old, new = _fingerprint(info.environment), _fingerprint(environment)
+        changes = [(name, old[name], new[name]) for name in old if old[name] != new[name]]
         if changes and not force:
             field, before, now = changes[0]
             allowed = f"it was {before!r} in run {info.run_id}; use --force to resume anyway"
@@ -77,7 +78,12 @@ class RunWriter(files.Lock):
         if changes:
             with _config_errors("resume", path), contextlib.ExitStack() as on_error:
                 on_error.enter_context(writer)
-                _write_run(path, _with_changes(info, changes))
+                # Noted in the settings, because a forced resume mixes environments.
+                texts = [f"{name}: {before} -> {now}" for name, before, now in changes]
+                earlier = info.settings.get("forced_resume")
+                forced = "; ".join([earlier, *texts] if earlier else texts)
+                settings = {**info.settings, "forced_resume": forced}
+                _write_run(path, dataclasses.replace(info, settings=settings))
                 on_error.pop_all()
         return writer, done
 
@@ -86,7 +92,13 @@ class RunWriter(files.Lock):
         """As `resume`, where nothing can have changed: for the next ranks of the same run."""
         with _config_errors("resume", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))
-            _cut_torn_line(path / reader.RECORDS)
+            file = path / reader.RECORDS
+            text = file.read_bytes()
+            end = text.rfind(b"\n") + 1
+            if end < len(text):
+                with file.open("rb+") as stream:
+                    stream.truncate(end)
+                    os.fsync(stream.fileno())
             records = reader.latest(reader.read_records(path))
             on_error.pop_all()
         return writer, {(r.case.case_id, r.launch) for r in records if _is_done(r)}
@@ -117,7 +129,9 @@ class RunWriter(files.Lock):
             self._torn_at = None
         end = os.fstat(self._fd).st_size
         try:
-            _write_all(self._fd, line)
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
             os.fsync(self._fd)
         except OSError:
             self._torn_at = end
@@ -149,12 +163,6 @@ def _is_done(record: Record) -> bool:
     return isinstance(record, Measured) and not (training and training.interrupted)
 
 
-def _changes(before: Environment, now: Environment) -> list[tuple[str, str, str]]:
-    """Return field, value then and value now of what makes figures incomparable."""
-    old, new = _fingerprint(before), _fingerprint(now)
-    return [(field, old[field], new[field]) for field in old if old[field] != new[field]]
-
-
 def _fingerprint(environment: Environment) -> dict[str, str]:
     devices = environment.devices
     return {
@@ -173,32 +181,9 @@ def _counted(names: Iterable[str]) -> str:
     return ", ".join(f"{count} x {name}" for name, count in counts.items()) or "none"
 
 
-def _with_changes(info: RunInfo, changes: list[tuple[str, str, str]]) -> RunInfo:
-    """Note the changes in the settings, because a forced resume mixes environments."""
-    text = "; ".join(f"{field}: {before} -> {now}" for field, before, now in changes)
-    earlier = info.settings.get("forced_resume")
-    text = f"{earlier}; {text}" if earlier else text
-    return dataclasses.replace(info, settings={**info.settings, "forced_resume": text})
-
-
-def _cut_torn_line(file: Path) -> None:
-    text = file.read_bytes()
-    end = text.rfind(b"\n") + 1
-    if end < len(text):
-        with file.open("rb+") as stream:
-            stream.truncate(end)
-            os.fsync(stream.fileno())
-
-
 def _write_run(path: Path, info: RunInfo) -> None:
     with files.replaced(path / reader.RUN) as stream:
         stream.write(codec.encode_run(info))
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
 
 
 @contextlib.contextmanager

@@ -158,7 +158,8 @@ def operator_samples(runs: Path, name: str) -> tuple[Run, dict[Op, list[float]]]
     for launches in pooled(operators, OpLaunches):
         if not launches.measured or launches.num_wrong:
             continue
-        slowest, op = list(chain(*launches.slowest_s)), launches.case.op
+        slowest = list(chain(*launches.slowest_s))
+        op = launches.case.op
         samples[op] = min(samples.get(op, slowest), slowest, key=lambda s: summarize(s).median)
     return run, samples
 

@@ -10,7 +10,7 @@ import shutil
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,7 +25,7 @@ from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_sources, logs
 from stepmark.job_logs.log_options import LogsOptions
-from stepmark.measuring import foreground
+from stepmark.measuring import child
 from stepmark.measuring.delivery import make_folder, write_files
 from stepmark.store.runs import TRACES, new_run_id
 from stepmark.store.view import print_text
@@ -71,10 +71,10 @@ def run(options: WatchOptions) -> int:
     unseen = f"--ranks selects {ranks_text(absent)}, of which no step was seen: no profile"
     notes = (*setup.notes, *damaged, *([unseen] if absent else []))
     end = f"; it ended with exit code {code}" if code else ""
-    _print((f"# watched: {shlex.join(options.words)}{end}", f"run {folder}"))
-    _print(f"kept as you set it: {setting}" for setting in setup.kept)
+    print_text((f"# watched: {shlex.join(options.words)}{end}", f"run {folder}"))
+    print_text(f"kept as you set it: {setting}" for setting in setup.kept)
     cost = cost_lines(ranks)
-    _print((*job_lines(ranks, code), *cost, *(f"note: {note}" for note in notes)))
+    print_text((*job_lines(ranks, code), *cost, *(f"note: {note}" for note in notes)))
     files = list(_written(folder, setup, started_at))
     of_traces = _of_traces(folder, files) if any(rank.trace for rank in ranks) else {}
     output = [str(folder / log_sources.WATCHED_OUTPUT)] if code else []
@@ -82,9 +82,12 @@ def run(options: WatchOptions) -> int:
     if report and code:
         others = [file for file in files if not Path(file).is_relative_to(folder)]
         words = ("stepmark", "logs", str(options.out / folder.name), *others)
-        _print(("", _cause(report), f"more       {shlex.join(words)}"))
+        # The first line of `stepmark logs`, or that nothing states why the job ended.
+        problems = [one.text for one in report.findings if one.severity is Severity.PROBLEM]
+        cause = problems[0] if problems else "unknown: no output or log states it"
+        print_text(("", f"cause      {cause}", f"more       {shlex.join(words)}"))
     elif report:
-        _print(("", *report.text()))
+        print_text(("", *report.text()))
     document = {
         "command": options.words,
         "exit_code": code,
@@ -106,18 +109,16 @@ def _run_job(options: WatchOptions, path: Path, setup: Setup) -> int:
     output = OutputFile(path)
     try:
         with copied_output(output) as (stdout, stderr):
-            environment = {**os.environ, **setup.variables}
-            code = foreground.run(options.words, environment, stdout=stdout, stderr=stderr)
+            code = child.run_in_foreground(
+                options.words,
+                {**os.environ, **setup.variables},
+                stdout=stdout,
+                stderr=stderr,
+            )
     except OSError as error:
         raise ConfigError("command", options.words[0], f"a program ({error})") from None
     output.close(f"stepmark watch: the command ended with exit code {code}")
     return code
-
-
-def _cause(report: logs.LogReport) -> str:
-    """Return the first line of `stepmark logs`, or that nothing states why the job ended."""
-    problems = [one.text for one in report.findings if one.severity is Severity.PROBLEM]
-    return f"cause      {problems[0] if problems else 'unknown: no output or log states it'}"
 
 
 def _check(options: WatchOptions) -> None:
@@ -212,10 +213,6 @@ def read_ranks(folder: Path) -> tuple[list[WatchedRank], list[str]]:
     return sorted(kept, key=lambda rank: (rank.rank, rank.pid)), damaged
 
 
-def _print(lines: Iterable[str]) -> None:
-    print_text(lines)
-
-
 def _of_traces(folder: Path, files: Sequence[str]) -> dict[str, Any]:
     """Print what the traces show, beside NCCL's logs; return it as documents by verb."""
     paths = (str(folder / TRACES),)
@@ -238,7 +235,7 @@ def _of_traces(folder: Path, files: Sequence[str]) -> dict[str, Any]:
             traceback.print_exc()
         printed += ["", f"## {name} of the profiled steps", *text.getvalue().splitlines()]
     rows = documents["messages"]["ranks"] if "messages" in documents else ()
-    _print((*(["", slow_rank_line(rows)] * (len(rows) > 1)), *printed))
+    print_text((*(["", slow_rank_line(rows)] * (len(rows) > 1)), *printed))
     return documents
 
 

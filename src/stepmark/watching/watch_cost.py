@@ -112,10 +112,6 @@ def cost_lines(ranks: Sequence[WatchedRank]) -> Iterator[str]:
         yield "a rank without a profile waits in collectives for those with one"
 
 
-def _profiled(row: Row) -> str:
-    return _times(row, "profiled") if row["is_profiled"] else "-"
-
-
 def _ratio(row: Row) -> str:
     ratio = RATIO.show(row["ratio"]) if row["is_profiled"] else ""
     return f"{ratio}, ranges overlap" if ratio and row["ranges_overlap"] else ratio
@@ -132,7 +128,11 @@ def _times(row: Row, name: str) -> str:
 _COLUMNS = (
     given("rank"),
     given("unprofiled_s", heading="unprofiled", words=partial(_times, name="unprofiled")),
-    given("profiled_s", heading="profiled", words=_profiled),
+    given(
+        "profiled_s",
+        heading="profiled",
+        words=lambda row: _times(row, "profiled") if row["is_profiled"] else "-",
+    ),
     given("ratio", heading="profiled/unprofiled", words=_ratio),
 )
 

@@ -70,11 +70,13 @@ class Attention(Operator):
     def shape_text(self) -> str:
         seq = f"s{self.seq_q}" if self.seq_q == self.seq_kv else f"s{self.seq_q}/{self.seq_kv}"
         heads = f"h{self.heads}/{self.kv_heads} d{self.head_dim_qk}/{self.head_dim_v}"
-        words = [f"b{self.batch} {seq} {heads}"]
-        words += ["causal"] if self.causal else []
-        words += [f"window {self.window}"] if self.window else []
-        words += [f"packed {len(self.varlen)}"] if self.varlen else []
-        return " ".join(words)
+        words = (
+            f"b{self.batch} {seq} {heads}",
+            "causal" if self.causal else "",
+            f"window {self.window}" if self.window else "",
+            f"packed {len(self.varlen)}" if self.varlen else "",
+        )
+        return " ".join(filter(None, words))
 
     @property
     def flops(self) -> int:
@@ -87,16 +89,9 @@ class Attention(Operator):
         return 2 * self.pairs * self.heads * widths
 
     @property
-    def _elements(self) -> tuple[int, int, int]:
-        """Return the elements of q, of k and v together, and of the output."""
-        rows_q, rows_kv = self.batch * self.seq_q, self.batch * self.seq_kv
-        q = rows_q * self.heads * self.head_dim_qk
-        kv = rows_kv * self.kv_heads * (self.head_dim_qk + self.head_dim_v)
-        return q, kv, rows_q * self.heads * self.head_dim_v
-
-    @property
     def bytes_moved(self) -> int:
         """Return fwd: q, k, v in, o out; bwd: q, k, v, o, do in, dq, dk, dv out."""
-        q, kv, out = self._elements
-        elements = q + kv + out if self.phase is Phase.FWD else 2 * (q + kv + out)
-        return elements * self.dtype.itemsize
+        q_and_out = self.seq_q * self.heads * (self.head_dim_qk + self.head_dim_v)
+        k_and_v = self.seq_kv * self.kv_heads * (self.head_dim_qk + self.head_dim_v)
+        passes = 1 if self.phase is Phase.FWD else 2
+        return passes * self.batch * (q_and_out + k_and_v) * self.dtype.itemsize

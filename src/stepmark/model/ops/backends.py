@@ -142,12 +142,11 @@ def needs_compiler(op: Any, capabilities: Capabilities) -> str | None:
 
 
 def attention(name: str, op: Attention, capabilities: Capabilities) -> str | None:
-    reasons = (
-        _no_attention_type(name, op, capabilities),
-        _no_attention_shape(name, op, capabilities),
-        _no_attention_here(name, capabilities),
+    return (
+        _no_attention_type(name, op, capabilities)
+        or _no_attention_shape(name, op, capabilities)
+        or _no_attention_here(name, capabilities)
     )
-    return next((reason for reason in reasons if reason), None)
 
 
 def _no_attention_type(name: str, op: Attention, capabilities: Capabilities) -> str | None:
@@ -175,18 +174,15 @@ def _no_attention_shape(name: str, op: Attention, capabilities: Capabilities) ->
 
 
 def _no_attention_here(name: str, capabilities: Capabilities) -> str | None:
-    needs: dict[str, tuple[bool, str]] = {
-        "cudnn": (not capabilities.is_rocm, "ROCm has no cuDNN"),
-        "flex": (capabilities.has_compiler, "flex attention needs a C++ compiler here"),
-        "flash-attn": ("flash_attn" in capabilities.modules, "flash-attn is not installed"),
-    }
-    met, reason = needs.get(name, (True, ""))
     if capabilities.device_type == "cpu":
         return None if name in ("flash", "math") else f"{name} attention needs a GPU"
-    if not met:
-        return reason
-    old = not capabilities.is_rocm and capabilities.capability < (8, 0)
-    if old and name != "math":
+    if name == "cudnn" and capabilities.is_rocm:
+        return "ROCm has no cuDNN"
+    if name == "flex" and not capabilities.has_compiler:
+        return "flex attention needs a C++ compiler here"
+    if name == "flash-attn" and "flash_attn" not in capabilities.modules:
+        return "flash-attn is not installed"
+    if name != "math" and not capabilities.is_rocm and capabilities.capability < (8, 0):
         return f"{name} attention needs compute capability 8.0 or later"
     return None
 

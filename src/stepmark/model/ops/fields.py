@@ -56,8 +56,9 @@ def count(
     meaning: str, *, low: int = 1, high: int = MAX_DIM, default: Any = dataclasses.MISSING
 ) -> Any:
     """Declare a field that holds a whole number from low to high."""
-    metadata = {"help": meaning, "low": low, "high": high}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default, metadata={"help": meaning, "low": low, "high": high}
+    )
 
 
 def choice(meaning: str, *, default: Any, allowed: tuple[str, ...] = ()) -> Any:
@@ -72,7 +73,8 @@ def validate(op: Any) -> None:
     so that equal operators compare equal in `case_id`, in sets and in match statements.
     """
     for field in dataclasses.fields(op):
-        name, meta = field.name.replace("_", "-"), field.metadata
+        name = field.name.replace("_", "-")
+        meta = field.metadata
         value = _typed(name, field.type, getattr(op, field.name))
         object.__setattr__(op, field.name, value)
         if "low" in meta:

@@ -174,16 +174,6 @@ def _unsupported(name: str, op: Attention, capabilities: Capabilities) -> str | 
     return None
 
 
-def scores_bytes(op: Attention) -> int:
-    """Return the size of three fp32 (fp64) score matrices, which torch's math path makes."""
-    return 3 * max(4, op.dtype.itemsize) * op.batch * op.heads * op.seq_q * op.seq_kv
-
-
-def block_mask_bytes(op: Attention) -> int:
-    """Return the size of the whole mask, which create_block_mask makes."""
-    return 4 * op.seq_q * op.seq_kv if op.causal or op.varlen else 0
-
-
 def make(
     op: Attention, device: torch.device, *, name: str, build: Callable[..., Forward]
 ) -> Call:
@@ -215,23 +205,19 @@ def make(
     return Call(run=run, verify=verify, backend_run=name)
 
 
-def _summed(op: Attention, *, backward: bool) -> int:
-    """Return the terms of one result; backward adds head widths, whose sums cancel in ds."""
-    if not backward:
-        return op.seq_kv
-    return op.seq_kv * (op.heads // op.kv_heads) + 8 * (op.head_dim_qk + op.head_dim_v)
-
-
 def check(
     op: Attention, qkv: tuple[Tensor, ...], do: Tensor | None, results: tuple[Tensor, ...]
 ) -> Check:
     """Compare the last key head of the last sequence; check that all else is finite."""
-    allowed = tolerance(
-        op.dtype,
-        length=_summed(op, backward=do is not None),
-        roundings=4 if do is None else 8,
-    )
-    group = op.heads // op.kv_heads if do is not None else 1
+    group = 1
+    num_terms = op.seq_kv
+    roundings = 4
+    if do is not None:
+        group = op.heads // op.kv_heads
+        roundings = 8
+        # Head widths, too: their sums cancel in ds.
+        num_terms = op.seq_kv * group + 8 * (op.head_dim_qk + op.head_dim_v)
+    allowed = tolerance(op.dtype, length=num_terms, roundings=roundings)
     wide = torch.float32 if op.dtype.itemsize == 2 else torch.float64
     name = f"{wide}, one sequence, {group} heads".replace("torch.", "")
     q, k, v = (tensor.detach()[-1].to(wide) for tensor in _last_heads(qkv, group))
@@ -303,8 +289,12 @@ _BUILD: dict[str, Callable[..., Forward]] = {
     "varlen": _varlen,
 }
 _EXTRA: dict[str, Callable[[Attention], int]] = {
-    "math": scores_bytes,
-    "flex": block_mask_bytes,
+    # Three score matrices in fp32 (fp64), which torch's math path makes.
+    "math": lambda op: (
+        3 * max(4, op.dtype.itemsize) * op.batch * op.heads * op.seq_q * op.seq_kv
+    ),
+    # The whole mask, which create_block_mask makes.
+    "flex": lambda op: 4 * op.seq_q * op.seq_kv if op.causal or op.varlen else 0,
 }
 
 BACKENDS: dict[str, Impl] = {

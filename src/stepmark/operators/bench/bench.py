@@ -85,7 +85,8 @@ class OperatorBench(Bench):
         return None
 
     def measure(self, entry: Entry, share_s: float | None) -> Measured:
-        case, world = cast("OpCase", entry.case), self.context.ranks
+        case = cast("OpCase", entry.case)
+        world = self.context.ranks
         if case.num_ranks not in self._members:
             self._members[case.num_ranks] = world.first(case.num_ranks)
 
@@ -106,7 +107,8 @@ class OperatorBench(Bench):
         return self.how.timeout_s + self.effort.soak_s + self.effort.sample_s
 
     def _measure(self, case: OpCase, ranks: Ranks, share_s: float | None) -> Measured:
-        begin, timed_s = time.monotonic(), 0.0
+        begin = time.monotonic()
+        timed_s = 0.0
         effort = self.effort
         if share_s is not None:
             effort = effort.shortened(max(ranks.gather(self._set_up.rest_of(share_s))))
@@ -129,7 +131,8 @@ def _threads_of(case: OpCase, world: Ranks) -> Iterator[None]:
 
     Ranks share the cores equally unless OMP_NUM_THREADS was set to something else.
     """
-    cores, threads = os.cpu_count() or 1, torch.get_num_threads()
+    cores = os.cpu_count() or 1
+    threads = torch.get_num_threads()
     is_shared = threads == max(1, cores // world.num_ranks)
     if case.device != "cpu" or case.num_ranks >= world.num_ranks or not is_shared:
         yield
@@ -151,7 +154,8 @@ def _measure(
     warmups: int | None,
 ) -> Measured:
     """Measure the case; its ranks call it. warmups: calls in place of the soak."""
-    started_at, device = time.time(), context.ranks.device
+    started_at = time.time()
+    device = context.ranks.device
     num_sets = _num_sets(case, impl, context)
     first, check, peak_bytes = agreed(context.ranks, lambda: _checked_set(case, impl, context))
     others: list[Call] = agreed(
@@ -160,7 +164,8 @@ def _measure(
     timer, estimate_s = _bind(case, impl, context, [item.run for item in (first, *others)])
     sampler = Sampler(context.device_index)
     loaded_s = context.ranks.decide(load.seconds)
-    begin, is_full = time.monotonic(), case.rate is Rate.SUSTAINED
+    begin = time.monotonic()
+    is_full = case.rate is Rate.SUSTAINED
     soak_s = 0.0
     with no_collection():
         if warmups is not None:
@@ -250,7 +255,8 @@ def _num_sets(case: OpCase, impl: Impl, context: MeasureContext) -> int:
     They take at most half of the free memory; a table of which a call reads few rows is not
     copied beyond 64 caches.
     """
-    op, cache_bytes = case.op, context.cache_bytes
+    op = case.op
+    cache_bytes = context.cache_bytes
     if case.clock is ClockName.HOT and context.ranks.device.type != "cpu":
         return 1
     touched = min(op.memory_bytes, op.bytes_moved)

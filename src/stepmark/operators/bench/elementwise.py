@@ -225,9 +225,7 @@ def make_host_copy(op: HostCopy, device: torch.device) -> Call:
         pairs = zip(out.to(device).split(2**24), expected.split(2**24), strict=True)
         return merge(compare(part, ref, 0.0, "the source") for part, ref in pairs)
 
-    def run() -> None:
-        out.copy_(source, non_blocking=True)
-
+    run = functools.partial(out.copy_, source, non_blocking=True)
     return Call(run=run, verify=verify, backend_run="torch copy_, pinned")
 
 
@@ -353,9 +351,6 @@ def make_optimizer(op: Optimizer, device: torch.device) -> Call:
     optimizer = build_fused(op.kind, [p], device)
     optimizer.step()  # allocates the moments
 
-    def run() -> None:
-        optimizer.step()
-
     def verify() -> Check:
         """Check a step from new random state: the update is in place, so none is poisoned."""
         state = optimizer.state[p]
@@ -377,7 +372,7 @@ def make_optimizer(op: Optimizer, device: torch.device) -> Call:
         ]
         return merge([*checks, finite(p, allowed)])
 
-    return Call(run=run, verify=verify, backend_run=f"torch {op.kind}, fused")
+    return Call(run=optimizer.step, verify=verify, backend_run=f"torch {op.kind}, fused")
 
 
 ACTIVATION = with_compile(make_activation)

@@ -232,7 +232,8 @@ class _Operands:
 
 def _grouped_operands(op: GroupedGemm, device: torch.device) -> _Operands:
     set_matmul_precision(op.dtype)
-    bounds, end = [], 0
+    bounds = []
+    end = 0
     for size in op.group_sizes():
         bounds.append((end, end + size))
         end += size

@@ -141,8 +141,9 @@ def _check_outputs(state: _Stack, y_BO: Tensor) -> Check:
     ref = state.x_BI[rows].double()
     for module in state.model:
         if isinstance(module, nn.Linear):
-            weight, bias = module.weight.detach(), module.bias.detach()
-            ref = nn.functional.linear(ref, weight.double(), bias.double())
+            ref = nn.functional.linear(
+                ref, module.weight.detach().double(), module.bias.detach().double()
+            )
         else:
             ref = ref.relu()
     allowed = tolerance(op.dtype, length=max(op.widths), roundings=op.layers + 1)
@@ -197,7 +198,8 @@ class _Table:
     def __init__(self, op: EmbeddingBag, device: torch.device) -> None:
         self.weight_RD = normal(op.rows, op.dim, dtype=op.dtype, device=device)
         self.weight_RD.requires_grad_(op.phase is Phase.BWD)
-        self.num_rows, self.device = op.rows, device
+        self.num_rows = op.rows
+        self.device = device
         self.cdf_R: Tensor | None = None
         if op.alpha:
             ranks = torch.arange(1, op.rows + 1, dtype=torch.float64, device=device)
@@ -244,7 +246,8 @@ class _Bags:
     """Table, offsets, the ring of indices, and the position in it."""
 
     def __init__(self, op: EmbeddingBag, device: torch.device) -> None:
-        self.op, self.turn = op, 0
+        self.op = op
+        self.turn = 0
         self.table = _table(op, device)
         self.ring = [self.table.draw(op.batch * op.pooling) for _ in range(RING)]
         self.offsets_B = torch.arange(op.batch, device=device) * op.pooling
@@ -266,8 +269,10 @@ class _Bags:
         return self._bag(self.ring[self._next()])
 
     def bwd(self) -> Tensor:
-        output, weight = self.outputs[self._next()], self.table.weight_RD
-        return torch.autograd.grad(output, weight, self.dy_BD, retain_graph=True)[0]
+        output = self.outputs[self._next()]
+        return torch.autograd.grad(output, self.table.weight_RD, self.dy_BD, retain_graph=True)[
+            0
+        ]
 
 
 def _check_sums(bags: _Bags) -> Check:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gzip
 import json
 import multiprocessing
 import os
@@ -21,10 +22,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.autograd.profiler
-from stepmark_profile import StepProfile  # type: ignore[import-not-found]
-from torch._C._autograd import _get_sequence_nr
+import torch.profiler
+from torch._C._autograd import _disable_profiler, _get_sequence_nr, _profiler_enabled
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.profiler import ProfilerAction, ProfilerActivity
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,6 +41,90 @@ _QUIET_STEPS = 64
 _MAX_ATTEMPTS = 3
 _EXIT_S = 10.0
 _MAX_CHARACTERS = 200
+
+
+_CHUNK = 1 << 20
+_KERNEL = b'"cat": "kernel"'  # as Kineto writes it
+# Marks of our steps while they are recorded, and in the file. Those of a profiler of the job,
+# which marks its steps even while it waits, get another name.
+_MARK, _MARK_IN_FILE = b'"StepmarkStep#', b'"ProfilerStep#'
+_OTHER_MARK = b"\"step of the job's profiler #"
+
+
+class StepProfile:
+    """A profile of the steps after `dropped`, which is thrown away, to `last`."""
+
+    def __init__(self, dropped: int, last: int, *, has_shapes: bool) -> None:
+        activities = set(torch.profiler.supported_activities())
+        if not torch.cuda.is_initialized():
+            activities.discard(ProfilerActivity.CUDA)
+
+        def schedule(step: int) -> ProfilerAction:
+            if step <= dropped:
+                return ProfilerAction.WARMUP
+            if step < last:
+                return ProfilerAction.RECORD
+            return ProfilerAction.RECORD_AND_SAVE if step == last else ProfilerAction.NONE
+
+        profiler: Any = torch.profiler.profile(
+            activities=activities, schedule=schedule, record_shapes=has_shapes
+        )
+        profiler.step_num = dropped
+        profiler.record_steps = False  # the marks are our own
+        profiler.acc_events = True  # else torch 2.11 warns
+        profiler.start()
+        profiler.profiler.acc_events = False  # else the end takes seconds
+        self._profiler = profiler
+        self._last = last
+        self._mark: Any = None
+
+    def step(self, count: int) -> None:
+        """Note that step `count` of the job has ended."""
+        self._leave_mark()
+        self._profiler.step()
+        if count < self._last:
+            name = f"{_MARK[1:].decode()}{count + 1}"
+            self._mark = torch.autograd.profiler.record_function(name)
+            self._mark.__enter__()
+
+    def _leave_mark(self) -> None:
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.__exit__(None, None, None)
+
+    def stop(self, *, waits: bool = True) -> None:
+        """End it, after its last step or before. A process that ends in a profile crashes.
+
+        waits: for the GPU, as torch does; work that never ends must not keep the process.
+        """
+        self._leave_mark()
+        try:
+            if waits:
+                self._profiler.stop()
+        finally:
+            if _profiler_enabled():  # the GPU has failed, or is not waited for
+                _disable_profiler()
+
+    def write(self, path: str) -> bool:
+        """Write the trace. Return whether it has kernels."""
+        folder, name = os.path.split(path)
+        packed = os.path.join(folder, f".{name}.{os.getpid()}")
+        plain = f"{packed}.json"
+        has_kernels = False
+        try:
+            self._profiler.export_chrome_trace(plain)
+            # The job waits: the lowest level of compression.
+            with open(plain, "rb") as source, gzip.open(packed, "wb", 1) as target:
+                while chunk := source.read(_CHUNK) + source.readline():
+                    has_kernels = has_kernels or _KERNEL in chunk
+                    chunk = chunk.replace(_MARK_IN_FILE, _OTHER_MARK)
+                    target.write(chunk.replace(_MARK, _MARK_IN_FILE))
+            os.replace(packed, path)
+        finally:
+            for rest in (plain, packed):
+                if os.path.exists(rest):
+                    os.unlink(rest)
+        return has_kernels
 
 
 class Window:
@@ -58,9 +144,11 @@ class Window:
     def begin_again(self) -> None:
         """Begin with nothing: at first, and in a forked process."""
         self._unhook_exits()
-        self.pid, self.thread = os.getpid(), 0
+        self.pid = os.getpid()
+        self.thread = 0
         self.optimizers: set[int] = set()  # those that have stepped since the last step's end
-        self.sequence, self.quiet = -1, 0
+        self.sequence = -1
+        self.quiet = 0
         self.count = 0  # steps that have ended
         self.dropped = self.plan["warmup"] + self.plan["unprofiled"] + 1  # by the profiler
         self.began: Any = None  # time at which the current step began
@@ -86,7 +174,7 @@ class Window:
             self.is_done = True
             self._unhook_exits()
             self.report["reason"] = f"watching failed: {error!r}"[:_MAX_CHARACTERS]
-            _say(self.report["reason"])
+            sys.stderr.write(f"stepmark watch: pid {os.getpid()}: {self.report['reason']}\n")
             for action in (self._discard, self._write):
                 with contextlib.suppress(Exception):
                     action()
@@ -229,7 +317,8 @@ class Window:
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         rank = torch.distributed.get_rank() if is_distributed else _number(_RANK, 0)
         size = torch.distributed.get_world_size() if is_distributed else _number(_WORLD_SIZE, 1)
-        ranks, is_cuda = self.plan["ranks"], torch.cuda.is_initialized()
+        ranks = self.plan["ranks"]
+        is_cuda = torch.cuda.is_initialized()
         self.report |= {
             "rank": rank,
             "world_size": size,
@@ -259,9 +348,14 @@ class Window:
             return
         with self.guarded():
             if self.profile is not None:
-                self._discard(waits=_wait(_now()))
+                end = _now()
+                limit_s = time.monotonic() + _EXIT_S
+                while not _is_over(end) and time.monotonic() < limit_s:
+                    time.sleep(0.01)
+                self._discard(waits=_is_over(end))  # a collective may hang before it
             if not self.path:
-                rank, host = _number(_RANK, 0), socket.gethostname()
+                rank = _number(_RANK, 0)
+                host = socket.gethostname()
                 self.report |= {"rank": rank, "host": host, "pid": self.pid}
                 name = f"rank{rank}.{host}.{self.pid}.json"
                 self.path = os.path.join(self.folder, "ranks", name)
@@ -307,14 +401,6 @@ def _is_over(time_or_event: Any) -> bool:
         return False
 
 
-def _wait(end: Any) -> bool:
-    """Wait until a time is over. After 10 s return False: a collective may hang before it."""
-    limit_s = time.monotonic() + _EXIT_S
-    while not _is_over(end) and time.monotonic() < limit_s:
-        time.sleep(0.01)
-    return _is_over(end)
-
-
 def _seconds(begin: Any, end: Any) -> float | None:
     """Return the time between two values of `_now`; None where CUDA began in between."""
     if isinstance(begin, float) != isinstance(end, float):
@@ -325,10 +411,6 @@ def _seconds(begin: Any, end: Any) -> float | None:
 def _number(names: tuple[str, ...], default: int) -> int:
     values = (os.environ.get(name, "") for name in names)
     return next((int(value) for value in values if value.isdecimal()), default)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"stepmark watch: pid {os.getpid()}: {text}\n")
 
 
 def _is_full_graph() -> bool:
