@@ -109,9 +109,3 @@ def store(tensor: Tensor, real: Tensor, assumptions: frozenset[Assumption]) -> N
         else:
             return
     setattr(tensor.untyped_storage(), _NAME, Contents(storage, assumptions))
-
-
-def copied(tensor: Tensor) -> Tensor:
-    with _disable_current_modes():
-        value: Tensor = value_of(tensor).clone()
-    return value

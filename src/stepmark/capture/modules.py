@@ -9,6 +9,7 @@ import bisect
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -97,18 +98,14 @@ class ModuleTracker:
         with mock.patch.object(nn.Module, "__call__", call):
             yield
 
-    @contextlib.contextmanager
-    def owned_by(self, module: nn.Module) -> Iterator[None]:
+    def owned_by(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Attribute all operators inside to this module.
 
         Between passes, as a pipeline gathers and reduces, they are of no micro-batch.
         """
-        before, between = self._owner, not (self.inside_module or in_backward())
-        self._owner = self._place(module, None if between else self.here().microbatch)
-        try:
-            yield
-        finally:
-            self._owner = before
+        between = not (self.inside_module or in_backward())
+        owner = self._place(module, None if between else self.here().microbatch)
+        return mock.patch.object(self, "_owner", owner)
 
     def here(self) -> ModulePosition:
         if self._owner is not None:

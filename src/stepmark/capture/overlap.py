@@ -10,7 +10,10 @@ previous reduction.
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 from stepmark.model.collectives import Collective
 from stepmark.step.workload import (
@@ -191,14 +194,8 @@ class Overlap:
         back = self._issued[name] - number
         return f"{name}~{back}" if back else name
 
-    @contextlib.contextmanager
-    def _in(self, within: str, stream: str) -> Iterator[None]:
-        before = self._within, self._stream
-        self._within, self._stream = within, stream
-        try:
-            yield
-        finally:
-            self._within, self._stream = before
+    def _in(self, within: str, stream: str) -> AbstractContextManager[Any]:
+        return mock.patch.multiple(self, _within=within, _stream=stream)
 
 
 def _newest_computed(before: list[Operation]) -> int | None:

@@ -15,9 +15,9 @@ from typing import NamedTuple
 from stepmark.model.device import DeviceSpec
 from stepmark.model.ops import Op, Phase
 from stepmark.step.roofline import roofline_time
-from stepmark.step.trace_ops import COMM, MEMORY, OpTable
+from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
-from stepmark.timeline.ledger import Work, work_of, work_of_op
+from stepmark.timeline.ledger import Work, work_in_trace, work_of_key, work_of_op
 from stepmark.timeline.step_cost import OpCost, Source, known_time
 from stepmark.workloads.file_times import FileTimes
 
@@ -180,7 +180,7 @@ def _rows(table: OpTable) -> list[_Row]:
         if key.kind == COMM:
             continue
         is_copy = key.kind == MEMORY
-        work = Work.COPY if is_copy else work_of(key.name, key.role, key.phase)
+        work = Work.COPY if is_copy else work_of_key(key)
         is_short = work is Work.OPTIMIZER and op.time_ns < _SHORT_NS * op.kernels
         place = (
             *(key.role, None if key.layer is None else 0),
@@ -207,9 +207,14 @@ _ROW_WORKS = (
 )
 
 
-def _work_of_row(name: str) -> Work:
-    works = (work for starts, work in _ROW_WORKS if name.startswith(starts))
-    return next(works, Work.FILE)
+def times_by_work(table: OpTable, *, in_blocks: bool = False) -> dict[Work, float]:
+    """Return the time of a step's kernels by kind of work; of those in transformer blocks."""
+    times: dict[Work, float] = {}
+    for op in table.ops:
+        if op.key.kind == COMPUTE and not (in_blocks and op.key.layer is None):
+            work = work_of_key(op.key)
+            times[work] = times.get(work, 0.0) + op.time_ns * 1e-9 / len(table.steps)
+    return times
 
 
 def file_cost(op: ComputeOp, *, has_rows: bool = False) -> OpCost | None:
@@ -217,11 +222,11 @@ def file_cost(op: ComputeOp, *, has_rows: bool = False) -> OpCost | None:
 
     has_rows: operations are rows of SimAI's text.
     """
-    time_s, work = known_time(op), work_of_op(op)
+    time_s = known_time(op)
+    work = work_in_trace(op)
     if has_rows:
-        work = _work_of_row(op.module)
-    elif isinstance(op.op, Kernel):
-        work = work_of(op.op.name, op.module, op.phase)  # by its name in a trace
+        works = (own for starts, own in _ROW_WORKS if op.module.startswith(starts))
+        work = next(works, Work.FILE)
     return None if time_s is None else OpCost(time_s={work: time_s}, source=Source.FILE)
 
 

@@ -51,7 +51,8 @@ LEDGER_COLUMNS = (
 def ledger_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the ledger of each stage as a table; of many stages those that differ most."""
     table: list[dict[str, Any]] = [*document["ledger"]]
-    num_stages, shown = 1 + max(row["stage"] for row in table), _stages_shown(document)
+    num_stages = 1 + max(row["stage"] for row in table)
+    shown = _stages_shown(document)
     step_ns = document["step_s"] * 1e9
     for row in document["ledger_parts"]:  # after the lines of their stage
         if row["part"] == TRANSFER:  # the rest of exposed communication

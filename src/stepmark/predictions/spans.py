@@ -40,8 +40,24 @@ def spans(lane: Lane, step: int, less: int, hole_s: float, length_s: float) -> I
         shift_s = length_s * (ran.step == step and ran.item >= cut) - start
         begin_ns = round((max(ran.start, start) + shift_s) * _NS)
         end_ns = round((end - start + length_s if ran.end >= end else ran.end + shift_s) * _NS)
-        if end_ns > begin_ns:
-            yield _span(lane, ran, begin_ns, end_ns)
+        if end_ns <= begin_ns:
+            continue
+        op, (layer, microbatch) = ran.op, lane.program.offsets[ran.item]
+        work = lane.program.works[ran.item]
+        if isinstance(work, Segment):
+            layer, microbatch = map(add, work.places[ran.owner], (layer, microbatch))
+        yield Span(
+            rank=lane.stage,
+            stream=op.stream,
+            kind=ran.kind,
+            name=op.collective if isinstance(op, CommOp) else op.module,
+            module=op.module,
+            phase=f"{op.phase}, recomputed" if op.recompute else str(op.phase),
+            layer=None if op.layer is None else op.layer + layer,
+            microbatch=None if op.microbatch is None else op.microbatch + microbatch,
+            start_ns=begin_ns,
+            end_ns=end_ns,
+        )
     if less:
         yield Span(
             rank=lane.stage,
@@ -52,25 +68,6 @@ def spans(lane: Lane, step: int, less: int, hole_s: float, length_s: float) -> I
             end_ns=round((hole_s + length_s) * _NS),
             repeats=less,
         )
-
-
-def _span(lane: Lane, ran: _Ran, start_ns: int, end_ns: int) -> Span:
-    op, (layer, microbatch) = ran.op, lane.program.offsets[ran.item]
-    work = lane.program.works[ran.item]
-    if isinstance(work, Segment):
-        layer, microbatch = map(add, work.places[ran.owner], (layer, microbatch))
-    return Span(
-        rank=lane.stage,
-        stream=op.stream,
-        kind=ran.kind,
-        name=op.collective if isinstance(op, CommOp) else op.module,
-        module=op.module,
-        phase=f"{op.phase}{', recomputed' * op.recompute}",
-        layer=None if op.layer is None else op.layer + layer,
-        microbatch=None if op.microbatch is None else op.microbatch + microbatch,
-        start_ns=start_ns,
-        end_ns=end_ns,
-    )
 
 
 def _computations(lane: Lane) -> Iterator[_Ran]:

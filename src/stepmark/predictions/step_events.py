@@ -347,14 +347,11 @@ class Simulator:
             lane.parts_left[key] -= 1
             if not lane.parts_left[key]:
                 del lane.parts_left[key]
-                self._end_call(lane, step, item)
+                stream = lane.streams[lane.program.streams[item]]
+                stream.is_busy = False
+                self._end_item(lane, stream, step)
         for side in transfer.sides[:-1]:
             self._settle(side.lane)
-
-    def _end_call(self, lane: Lane, step: Step, item: int) -> None:
-        stream = lane.streams[lane.program.streams[item]]
-        stream.is_busy = False
-        self._end_item(lane, stream, step)
 
     def _settle(self, lane: Lane) -> None:
         """Slow down or speed up what runs, where other work began or ended."""
