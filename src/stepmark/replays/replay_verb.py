@@ -23,7 +23,6 @@ from stepmark.measuring.measure import measure_or_list
 from stepmark.model.collectives import FACTS
 from stepmark.operators import op_plan
 from stepmark.replays import replay_log_verb
-from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_options import ReplayOptions
 from stepmark.replays.replay_page import page
 from stepmark.replays.stand_in import stand_ins
@@ -210,24 +209,20 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     options = build(ReplayOptions, values)
     measured = view(path)
     for file, log in replay_log_verb.of_run(path, measured.records, curves_of(options)):
-        _show(log, file, options)
+        if options.json:
+            write_json(log.document(), options.json, "replay")
+        if options.csv:
+            write_csv(log.comm_logs, options.csv, "replay")
+        if options.timeline:
+            events = log.timeline().perfetto("rank")
+            write_json(events, options.timeline, "timeline", "timeline")
+        if options.html:
+            write_text(options.html, page(file, log).html(), "html")
+        if options.aicb_log:
+            iterations = log.spans[0, :, :, 1].tolist()
+            text = "".join(aicb_log.write(log.workload, iterations))
+            write_text(options.aicb_log, text, "aicb-log")
+        if not options.to_stdout:
+            for line in log.lines():
+                console().print(line, markup=False, highlight=False, soft_wrap=True)
     return delivery.finish(measured, path, code)
-
-
-def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
-    if options.json:
-        write_json(log.document(), options.json, "replay")
-    if options.csv:
-        write_csv(log.comm_logs, options.csv, "replay")
-    if options.timeline:
-        write_json(log.timeline().perfetto("rank"), options.timeline, "timeline", "timeline")
-    if options.html:
-        write_text(options.html, page(file, log).html(), "html")
-    if options.aicb_log:
-        iterations = log.spans[0, :, :, 1].tolist()
-        write_text(
-            options.aicb_log, "".join(aicb_log.write(log.workload, iterations)), "aicb-log"
-        )
-    if not options.to_stdout:
-        for line in log.lines():
-            console().print(line, markup=False, highlight=False, soft_wrap=True)
