@@ -43,11 +43,9 @@ class ModuleTracker:
         self._names: dict[nn.Module, tuple[str, int | None]] = {}
         self._above: list[nn.Module] = []
         self._calls: Counter[nn.Module] = Counter()
-        self._now = ModulePosition()
         self._owner: ModulePosition | None = None
         self._num_again = 0  # calls of modules by the backward pass that are running
-        self._began: list[int] = []
-        self._places: list[ModulePosition] = []
+        self.begin_step()
 
     @property
     def inside_module(self) -> bool:
@@ -74,7 +72,8 @@ class ModuleTracker:
 
     def begin_step(self) -> None:
         self._calls.clear()
-        self._began, self._places = [], []
+        self._began: list[int] = []
+        self._places: list[ModulePosition] = []
         self._enter(ModulePosition())
 
     @contextlib.contextmanager

@@ -30,14 +30,13 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.capture.compute import computation
-from stepmark.capture.contents import forget
 from stepmark.capture.fake import Buckets, Rebuilding, around, with_result
 from stepmark.capture.messages import Groups, Pairs, comm_ops
 from stepmark.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
 from stepmark.capture.overlap import Overlap
 from stepmark.capture.routing import Router
 from stepmark.capture.unknown import ReadPolicy
-from stepmark.capture.values import Values
+from stepmark.capture.values import Values, forget
 from stepmark.model.ops import Phase
 from stepmark.step.workload import ComputeOp, Operation
 from stepmark.training.messages import NAMESPACES, tensors
@@ -63,17 +62,14 @@ class CaptureRecorder(TorchDispatchMode):
         self.rank = rank
         self.modules = ModuleTracker()
         self.groups = Groups(rank)
-        self.operations: list[Operation] = []
         self._silent = False
         self._in_optimizer = False
-        self._after_backward = False
-        self._num_updated = 0  # operations up to the last update of parameters
-        self._overlap = Overlap()
         self._rebuilding = Rebuilding()
         self._buckets = Buckets()
         # Ranks run the same code, so that DDP finds the same parameters unused.
         self.values = Values(policy, router, self._ddp_reduces)
         self._pairs = Pairs(rank)
+        self.begin_step()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -81,10 +77,10 @@ class CaptureRecorder(TorchDispatchMode):
         return False
 
     def begin_step(self) -> None:
-        self.operations = []
+        self.operations: list[Operation] = []
         self.modules.begin_step()
         self._after_backward = False
-        self._num_updated = 0
+        self._num_updated = 0  # operations up to the last update of parameters
         self._overlap = Overlap()
 
     @contextlib.contextmanager

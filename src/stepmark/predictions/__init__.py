@@ -2,7 +2,7 @@
 
 - predict_options.py, predict.py: options, and the verb.
 - inputs.py, predict_inputs.py: what a step is predicted from; by options, a case, a workload.
-- calibration.py, likeness.py, calibrate.py: measured parts, and the verb that measures them.
+- calibration.py, calibrate.py: measured parts, and the verb that measures them.
 - costs.py, comm.py, contention.py: costs of operations and messages.
 - step.py, power.py, interval.py: a step in a fixed point with its clock; its interval.
 - simulation.py, program.py, works.py, step_events.py, free_steps.py: simulate the stages.

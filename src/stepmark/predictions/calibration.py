@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -29,7 +29,6 @@ from stepmark.predictions.costs import (
     times_by_work,
 )
 from stepmark.predictions.inputs import Inputs, no_host
-from stepmark.predictions.likeness import is_like, missing_profile, nearest_profile
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.store.view import median_s, read_aloud
@@ -48,6 +47,28 @@ _NOTABLE = 0.1  # scaling of computation on a host
 _NOTHING = OpCost(time_s={}, num_kernels=0.0)
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 _PowerRecord = tuple[Measured, float, float]  # with mean clock and power
+_MOST_SHOWN = 4  # options in which a profile differs
+# Fields in which a calibration may differ from the case: costs are scaled. Those of the model
+# are in _MODEL_SCALED.
+_SCALED: tuple[str, ...] = (
+    "mbs",
+    "grad_accum",
+    "model",
+    "parallel",
+    "scale",
+    "labels",
+    "model_file",
+    "seed",
+    "num_layers",
+    "workers",
+    "data",
+    "lr",
+)
+_OPTIONS = {"data_parallel": "strategy", "recompute": "ac", "recompute_blocks": "ac"}
+_MODEL_SCALED = {
+    *("num_layers", "seq_len", "name", "source", "aliases"),
+    *("published_params", "published_active_params"),
+}
 
 
 def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
@@ -377,3 +398,56 @@ def _clock_and_power(record: Measured) -> tuple[float, float] | None:
     state = record.telemetry[0] if record.telemetry else Telemetry()
     clock_hz, watts = state.clock_hz, state.mean_power_w
     return (clock_hz, watts) if clock_hz and watts and state.energy_j else None
+
+
+def is_like(measured: TrainCase, case: TrainCase) -> bool:
+    """Return whether costs of the measured case are those of this case, or scale to them."""
+    return not _differences(measured, case)
+
+
+def _differences(measured: TrainCase, case: TrainCase) -> list[str]:
+    """Return the options in which costs of the measured case are not those of this case."""
+    model = case.model.with_layers(measured.model.num_layers)
+    pairs = (
+        (case, measured, {f.name for f in fields(case)}.difference(_SCALED)),
+        (case.parallel, measured.parallel, ("tp", "cp", "ep")),
+        (model, measured.model, {f.name for f in fields(model)} - _MODEL_SCALED),
+    )
+    different = [
+        "model" if own is model else _OPTIONS.get(name, name)
+        for own, other, names in pairs
+        for name in sorted(names)
+        if getattr(own, name) != getattr(other, name)
+    ]
+    return list(dict.fromkeys(different))
+
+
+def _distance(measured: TrainCase, case: TrainCase) -> tuple[bool, bool, bool, int]:
+    """Return how far the measured case is from the case; the smallest is the best."""
+    return (
+        measured.model.seq_len != case.model.seq_len,
+        measured.mbs != case.mbs,
+        measured.parallel != case.parallel,
+        measured.model.num_layers,
+    )
+
+
+def missing_profile(steps: Iterable[Measured], case: TrainCase) -> str:
+    """Return the rule that a run breaks in which no profiled step is like the case."""
+    allowed = f"a run with a profile of {case.model.name} {case.strategy}"
+    profiled = [record.train for record in steps if record.training and record.training.traces]
+    if profiled:
+        best = min((_differences(other, case) for other in profiled), key=len)
+        shown = [*best[:_MOST_SHOWN], "..."] if len(best) > _MOST_SHOWN else best
+        allowed += f" (its profile differs in {', '.join(shown)})"
+    return f"{allowed}; stepmark calibrate measures one"
+
+
+def nearest_profile(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
+    """Return the profiled step whose costs are used for the case; None: there is none."""
+    candidates = [
+        record
+        for record in steps
+        if record.training and record.training.traces and is_like(record.train, case)
+    ]
+    return min(candidates, key=lambda record: _distance(record.train, case), default=None)

@@ -17,10 +17,9 @@ from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.predictions.calibrate import HOST
-from stepmark.predictions.calibration import calibrated
+from stepmark.predictions.calibration import calibrated, is_like
 from stepmark.predictions.costs import sources
 from stepmark.predictions.inputs import Inputs, no_host
-from stepmark.predictions.likeness import is_like
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records

@@ -92,10 +92,8 @@ def step_lines(steps: Sequence[RankLedger]) -> Iterator[str]:
         return
     ledgers = [each.ledger for each in steps]
     window_ns = mean(each.window_ns for each in ledgers)
-    table = [
-        (title, [ns for ns in times if ns is not None], window_ns)
-        for title, times in (*_table(ledgers), *_parts(ledgers))
-    ]
+    parts = [(t, [ns for ns in times if ns is not None]) for t, times in _parts(ledgers)]
+    table = [(title, times, window_ns) for title, times in (*_table(ledgers), *parts)]
     yield from spread_lines(_which(steps), table, several=len(steps) > 1)
     yield from ["", f"Definitions: {DEFINITIONS}."]
 
