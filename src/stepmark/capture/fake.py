@@ -141,9 +141,8 @@ class _Chunks:
 
 def _chunked(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: Tensor, num_chunks: int, dim: int) -> Any:
-        if not tensor.size(dim):
-            return original(tensor, num_chunks, dim)
-        return _Chunks(tensor, num_chunks, dim)
+        make = _Chunks if tensor.size(dim) else original
+        return make(tensor, num_chunks, dim)
 
     return call
 

@@ -88,12 +88,11 @@ class Overlap:
         with self._in("copy out", COMPUTE):
             yield
         self._copying = None
-        if waited:
-            newest = self._issued[COPY_OUT] or None
-            if forward:
-                self._copied_forward = newest
-            else:
-                self._gather_after = newest
+        newest = self._issued[COPY_OUT] or None
+        if waited and forward:
+            self._copied_forward = newest
+        elif waited:
+            self._gather_after = newest
 
     @contextlib.contextmanager
     def reducing(self, *, apart: bool = False) -> Iterator[None]:

@@ -235,8 +235,17 @@ def _workload(
         blocks |= fold(captured.step, f"step{mark}")
         if captured.setup:
             blocks |= fold(captured.setup, f"setup{mark}")
-        stages.append(_stage(captured, mark))
         groups |= captured.groups
+        computes = [op for op in captured.step if isinstance(op, ComputeOp)]
+        kernels = {getattr(op.op, "name", "") for op in computes}
+        stage = Stage(
+            step=f"step{mark}",
+            setup=f"setup{mark}" if captured.setup else "",
+            layers=tuple(dict.fromkeys(op.layer for op in computes if op.layer is not None)),
+            has_embedding="aten.embedding" in kernels,
+            has_head=any(kernel.startswith("aten.nll_loss") for kernel in kernels),
+        )
+        stages.append(stage)
     notes = dict.fromkeys(note for captured in captures for note in captured.notes)
     workload = Workload(
         name=name,
@@ -252,17 +261,3 @@ def _workload(
     )
     workload.check()
     return workload
-
-
-def _stage(captured: _RankCapture, mark: str) -> Stage:
-    layers = dict.fromkeys(
-        op.layer for op in captured.step if isinstance(op, ComputeOp) and op.layer is not None
-    )
-    kernels = {getattr(op.op, "name", "") for op in captured.step if isinstance(op, ComputeOp)}
-    return Stage(
-        step=f"step{mark}",
-        setup=f"setup{mark}" if captured.setup else "",
-        layers=tuple(layers),
-        has_embedding="aten.embedding" in kernels,
-        has_head=any(kernel.startswith("aten.nll_loss") for kernel in kernels),
-    )

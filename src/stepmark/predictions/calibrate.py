@@ -219,20 +219,21 @@ def _lines(run: View, path: Path) -> Iterator[str]:
         if record.training and HOST in roles:
             yield f"{'host':<{LEAD}}{_host_text(record)}"
     yield from comm_lines(run.comm_rows)
-    for op in dict.fromkeys(r.case.op for r in records if isinstance(r.case, OpCase)):
-        at_rates = [r for r in records if isinstance(r.case, OpCase) and r.case.op == op]
-        text = "; ".join(
-            f"{record.operator.rate} {format_time(median_s(record))} at {_watts(record)}"
-            for record in at_rates
-        )
-        yield f"{'power':<{LEAD}}{FAMILY_OF[type(op)]} {op.shape_text}: {text}"
+    of_ops: dict[Op, list[str]] = {}
+    for record in records:
+        if isinstance(record.case, OpCase):
+            watts = [t.mean_power_w for t in record.telemetry if t.mean_power_w is not None]
+            power = f"{statistics.mean(watts):.0f} W" if watts else "unknown power"
+            text = f"{record.case.rate} {format_time(median_s(record))} at {power}"
+            of_ops.setdefault(record.case.op, []).append(text)
+    for op, texts in of_ops.items():
+        yield f"{'power':<{LEAD}}{FAMILY_OF[type(op)]} {op.shape_text}: {'; '.join(texts)}"
 
 
 def _kernel_text(record: Measured, run: Path) -> str:
     assert record.training is not None
-    layers = record.train.model.num_layers
     step = format_time(median_s(record) * record.training.cycle)
-    text = f"{layers} layers, steady step {step}"
+    text = f"{record.train.model.num_layers} layers, steady step {step}"
     try:
         times = kernel_times(record, run)
     except ConfigError as error:
@@ -261,8 +262,12 @@ def _by_work(trace: RankTrace) -> dict[Work, float]:
 def _host_text(record: Measured) -> str:
     training = record.training
     assert training is not None
-    phases = {"forward": training.fwd_s, "backward": training.bwd_s}
-    phases = {**phases, "optimizer": training.optim_s, "step": record.samples.seconds}
+    phases = {
+        "forward": training.fwd_s,
+        "backward": training.bwd_s,
+        "optimizer": training.optim_s,
+        "step": record.samples.seconds,
+    }
     text = ", ".join(
         f"{name} {format_time(statistics.median(slowest_per_sample(seconds)) * training.cycle)}"
         for name, seconds in phases.items()
@@ -270,8 +275,3 @@ def _host_text(record: Measured) -> str:
     )
     case = record.train
     return f"{case.model.num_layers} layers, {case.tokens_per_step} tokens, medians: {text}"
-
-
-def _watts(record: Measured) -> str:
-    powers = [t.mean_power_w for t in record.telemetry if t.mean_power_w is not None]
-    return f"{statistics.mean(powers):.0f} W" if powers else "unknown power"

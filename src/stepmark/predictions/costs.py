@@ -93,7 +93,14 @@ class ProfiledCosts:
             for work in Work:
                 amounts[_key(op), work] += _amount(op, work)
         rows = _rows(table)
-        self._named = {key for row in rows for key in self._rates if _is_named(key, row)}
+        self._named = {
+            key
+            for row in rows
+            for key in self._rates
+            if key.module in row.role.split(" | ")
+            and pass_of(key.phase) == pass_of(row.phase)
+            and key.work is row.work
+        }
         for row in rows:
             keys = self._targets(row)
             total = sum(amounts[key, row.work] for key in keys)
@@ -152,12 +159,6 @@ class ProfiledCosts:
             num_kernels=kernels if is_optim else rate.num_kernels,
             source=Source.MEASURED if is_optim or op.op in rate.shapes else Source.SCALED,
         )
-
-
-def _is_named(key: _Key, row: "_Row") -> bool:
-    is_same_pass = pass_of(key.phase) == pass_of(row.phase)
-    is_role = key.module in row.role.split(" | ")
-    return is_role and is_same_pass and key.work is row.work
 
 
 class _Row(NamedTuple):

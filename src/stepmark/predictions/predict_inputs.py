@@ -17,7 +17,7 @@ from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.predictions.calibrate import HOST
-from stepmark.predictions.calibration import calibrated, is_like
+from stepmark.predictions.calibration import calibrated, nearest_profile
 from stepmark.predictions.costs import sources
 from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.predictions.predict_options import PredictOptions
@@ -327,13 +327,8 @@ def _calibration(
     for path in sorted(list_runs(options.runs), reverse=True):
         with contextlib.suppress(ConfigError):  # damaged, or of another device
             _check_device(read_info(path), here)
-            if any(
-                isinstance(record, Measured)
-                and record.training
-                and record.training.traces
-                and is_like(record.train, case)
-                for record in read_records(path)
-            ):
+            steps = (each for each in read_records(path) if isinstance(each, Measured))
+            if nearest_profile(steps, case) is not None:
                 return path
     return None
 

@@ -178,7 +178,10 @@ class Compiler:
             return
         computes = [op for op in pending if isinstance(op, ComputeOp)]
         if computes:
-            op_costs = [self._cost(op) for op in computes]
+            for op in computes:
+                if id(op) not in self._op_costs:
+                    self._op_costs[id(op)] = _WAIT if op.is_wait else self._costs.compute(op)
+            op_costs = [self._op_costs[id(op)] for op in computes]
             work: Segment | Call = Segment(computes, op_costs, self._costs, self._clock)
         else:
             work = self._call([op for op in pending if isinstance(op, CommOp)], stage)
@@ -188,13 +191,6 @@ class Compiler:
             work.leads = not any(op.name in self._awaited for op in work.named)
         placed.append((work, 0, 0))
         pending.clear()
-
-    def _cost(self, op: ComputeOp) -> OpCost:
-        if op.is_wait:
-            return _WAIT
-        if id(op) not in self._op_costs:
-            self._op_costs[id(op)] = self._costs.compute(op)
-        return self._op_costs[id(op)]
 
     def _call(self, ops: list[CommOp], stage: int) -> Call:
         """Return a call; sends and receipts inside a stage run at the same time."""

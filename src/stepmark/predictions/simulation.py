@@ -14,9 +14,8 @@ from functools import cached_property, partial
 from stepmark.ground.errors import ConfigError
 from stepmark.predictions.free_steps import FreeSteps, is_serial
 from stepmark.predictions.program import Compiler, Program
-from stepmark.predictions.spans import spans
+from stepmark.predictions.stage_times import seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
-from stepmark.predictions.step_lines import seconds_of
 from stepmark.predictions.works import Call, Clock
 from stepmark.step.workload import Workload
 from stepmark.step.workload_stages import num_steady, shortened, steady_runs

@@ -67,7 +67,9 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
     workload = _on(original, num_ranks, options)
     workload = _with_times(workload, options, compute, notes)
     if compute is Compute.REAL:
-        notes.append(_stand_ins(workload, machine))
+        counts = stand_ins(workload, Compute.REAL, op_plan.capabilities(machine))
+        texts = [f"{counts[name]} {text}" for name, text in _STAND_INS.items() if counts[name]]
+        notes.append(f"of {counts.total()} distinct computations {'; '.join(texts)}")
     _check_pace(workload, options)
     case, text = case_of(workload, replace(options, compute=compute), machine)
     if workload.world_size < original.world_size:
@@ -185,13 +187,6 @@ _STAND_INS = {
     "copy": "are copies of as many bytes",
     "nothing": "are left out, since neither their time nor their bytes are known",
 }
-
-
-def _stand_ins(workload: Workload, machine: Machine) -> str:
-    """Return what runs for the computations of --compute real."""
-    counts = stand_ins(workload, Compute.REAL, op_plan.capabilities(machine))
-    texts = [f"{counts[name]} {text}" for name, text in _STAND_INS.items() if counts[name]]
-    return f"of {counts.total()} distinct computations {'; '.join(texts)}"
 
 
 def _check_pace(workload: Workload, options: ReplayOptions) -> None:
