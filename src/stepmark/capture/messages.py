@@ -53,8 +53,13 @@ class Groups:
     def name(self, group: Any) -> str:
         """Return a group's name: that of its mesh axis, "world" for the default group."""
         if group.group_name not in self._names:
+            stem = str(group.group_desc).removeprefix("mesh_")
+            if stem == "default_pg":
+                stem = "world"
+            elif stem in ("", "undefined"):
+                stem = f"group_{group.group_name}"
             ranks = tuple(dist.get_process_group_ranks(group))
-            self._names[group.group_name] = self._new(_stem(group), ranks)
+            self._names[group.group_name] = self._new(stem, ranks)
         return self._names[group.group_name]
 
     def _new(self, stem: str, ranks: tuple[int, ...]) -> str:
@@ -88,15 +93,6 @@ def digits(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
         pairs.append((size, stride))
         left = left[::size]
     return tuple(pairs) or ((1, 1),)
-
-
-def _stem(group: Any) -> str:
-    description = group.group_desc
-    if description == "default_pg":
-        return "world"
-    if description in ("", "undefined"):
-        return f"group_{group.group_name}"
-    return str(description).removeprefix("mesh_")
 
 
 def comm_ops(

@@ -119,14 +119,17 @@ def _found(
 
 
 def _deadlock(lanes: Sequence[Lane]) -> str:
-    waiting = []
-    for lane in lanes:
-        for stream in lane.streams:
-            if stream.step is not None and stream.place < len(stream.items):
-                work = lane.program.works[stream.items[stream.place]]
-                if isinstance(work, Call):
-                    op = work.ops[0]
-                    waiting.append(f"stage {lane.stage} for {op.collective} ({op.module})")
+    next_works = (
+        (lane, lane.program.works[stream.items[stream.place]])
+        for lane in lanes
+        for stream in lane.streams
+        if stream.step is not None and stream.place < len(stream.items)
+    )
+    waiting = [
+        f"stage {lane.stage} for {work.ops[0].collective} ({work.ops[0].module})"
+        for lane, work in next_works
+        if isinstance(work, Call)
+    ]
     return f"one whose stages do not wait for each other: {', '.join(waiting[:3])}"
 
 
