@@ -17,8 +17,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions import calibration
 from stepmark.predictions.calibration import _unscaled
 from stepmark.predictions.comm import ranks_per_host
-from stepmark.predictions.comm_contention import comm_slowdown
-from stepmark.predictions.contention import contention
+from stepmark.predictions.contention import comm_slowdown, contention
 from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import of_training
 from stepmark.step.trace_ops import MeasuredOp, OpKey, OpTable

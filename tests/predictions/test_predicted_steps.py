@@ -13,8 +13,8 @@ from tests.predictions.test_calibrate import STEPS, planned, step_of
 from stepmark.cases.train_case import TrainCase
 from stepmark.cli import main
 from stepmark.ground.stats import slowest_per_sample
+from stepmark.predictions.calibration import is_like
 from stepmark.predictions.inputs import changed
-from stepmark.predictions.likeness import is_like
 from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import of_training
 from stepmark.step.workload import CommOp

@@ -11,7 +11,7 @@ from tests.step.test_rank_program import BACK, GRADIENT, RECV, SEND, message, st
 
 from stepmark.cases.comm_curve import Curve
 from stepmark.model.ops import Phase
-from stepmark.replays import replay_ranks, replay_text
+from stepmark.replays import replay_rows
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_page import page
 from stepmark.step.workload import Group, Workload
@@ -37,7 +37,7 @@ def times() -> "Floats":
 
 
 def test_a_row_per_message_has_the_longest_and_shortest_time_of_its_ranks() -> None:
-    rows = replay_text.operation_rows(WORKLOAD, times())
+    rows = replay_rows.operation_rows(WORKLOAD, times())
     assert [(row["stage"], row["operation"], row["collective"]) for row in rows] == [
         *((0, 1, "all_reduce"), (0, 2, "send"), (0, 3, "recv")),
         *((1, 0, "recv"), (1, 1, "all_reduce"), (1, 2, "send")),
@@ -56,15 +56,15 @@ def test_a_row_per_message_has_the_longest_and_shortest_time_of_its_ranks() -> N
 
 def test_a_broadcast_that_one_rank_ends_early_is_as_fast_as_its_slowest_rank() -> None:
     workload = staged((message("broadcast", group="tp", count=1024),))
-    (row,) = replay_text.operation_rows(workload, np.array([[[0.001]], [[0.5]]]))
+    (row,) = replay_rows.operation_rows(workload, np.array([[[0.001]], [[0.5]]]))
     assert row["time_min_s"] == 0.001
     assert row["busbw_bytes_per_s"] == pytest.approx(2048 / 0.5)
-    (summary,) = replay_text.summary_rows(workload, np.array([[[0.001]], [[0.5]]]))
+    (summary,) = replay_rows.summary_rows(workload, np.array([[[0.001]], [[0.5]]]))
     assert summary["busbw_bytes_per_s"] == pytest.approx(2048 / 0.5)
 
 
 def test_the_summary_has_every_message_once() -> None:
-    rows = replay_text.summary_rows(WORKLOAD, times())
+    rows = replay_rows.summary_rows(WORKLOAD, times())
     by_name = {row["collective"]: row for row in rows}
     assert sum(row["operations"] for row in rows) == 6
     reduce = by_name["all_reduce"]
@@ -83,9 +83,9 @@ def test_a_collective_over_stages_is_one_with_the_times_of_all_its_ranks() -> No
     workload = replace(workload, groups={**workload.groups, "world": Group(digits=((4, 1),))})
     table = np.full((4, 1, 3), NAN)
     table[:2, 0, 1], table[2:, 0, 2] = (0.4, 0.3), (0.1, 0.2)
-    for row in replay_text.operation_rows(workload, table):
+    for row in replay_rows.operation_rows(workload, table):
         assert (row["time_s"], row["time_min_s"]) == (0.4, 0.1)
-    (row,) = replay_text.summary_rows(workload, table)
+    (row,) = replay_rows.summary_rows(workload, table)
     assert (row["operations"], row["samples"], row["time_min_s"]) == (1, 1, 0.1)
 
 
@@ -96,7 +96,7 @@ def test_bandwidth_is_beside_that_of_the_collective_alone() -> None:
     )
     table = times()
     rows = {
-        row["collective"]: row for row in replay_text.summary_rows(WORKLOAD, table, [curve])
+        row["collective"]: row for row in replay_rows.summary_rows(WORKLOAD, table, [curve])
     }
     # Its shortest time in the step is the median of 0.1, 0.3 and 0.3, 0.5: 0.3.
     assert rows["all_reduce"]["time_min_s"] == pytest.approx(0.3)
@@ -104,13 +104,13 @@ def test_bandwidth_is_beside_that_of_the_collective_alone() -> None:
     assert rows["send"]["alone_pct"] is None
     short = replace(curve, points=((1024, 0.05),))
     rows = {
-        row["collective"]: row for row in replay_text.summary_rows(WORKLOAD, table, [short])
+        row["collective"]: row for row in replay_rows.summary_rows(WORKLOAD, table, [short])
     }
     assert rows["all_reduce"]["alone_s"] is None
 
 
 def test_iterations_are_those_of_the_slowest_rank() -> None:
-    table = replay_text.iterations(
+    table = replay_rows.iterations(
         [[1.0, 1.0, 1.0], [1.1, 0.9, 2.0]], [[0.1, 0.2, 0.3], [0.0] * 3]
     )
     assert table["seconds"] == [1.1, 1.0, 2.0]
@@ -168,7 +168,7 @@ def spans() -> "Floats":
 
 def test_exposed_communication_is_what_no_computation_hides() -> None:
     workload = staged((work(), REDUCE, REDUCE))
-    rows = [row for row in replay_ranks.phase_rows(workload, spans()) if not row["pass"]]
+    rows = [row for row in replay_rows.phase_rows(workload, spans()) if not row["pass"]]
     # Rank 0: messages from 0.5 to 1.5 and from 1.4 to 1.6, computation to 1.0.
     assert [row["computing_s"] for row in rows] == [1.0, 1.0]
     assert [row["messages_s"] for row in rows] == [pytest.approx(1.1), None]
@@ -180,11 +180,11 @@ def test_computation_of_any_pass_hides_the_messages_of_another() -> None:
     backward = message("all_reduce", group="tp", count=1024, phase=Phase.DGRAD)
     workload = staged((work(), backward))
     own = np.array([[[(0.0, 1.0), (0.5, 1.0)]]] * 2)
-    rows = {row["pass"]: row for row in replay_ranks.phase_rows(workload, own)[:3]}
+    rows = {row["pass"]: row for row in replay_rows.phase_rows(workload, own)[:3]}
     assert rows["forward"]["computing_s"] == 1.0
     assert rows["forward"]["messages_s"] == 0.0
     # Of one operation, events added 0.1.
-    (less,) = (r for r in replay_ranks.phase_rows(workload, own, 0.1)[:1])
+    (less,) = (r for r in replay_rows.phase_rows(workload, own, 0.1)[:1])
     assert less["computing_s"] == pytest.approx(0.9)
     assert rows["backward"]["messages_s"] == 1.0
     assert rows["backward"]["exposed_comm_s"] == pytest.approx(0.5)
@@ -196,13 +196,13 @@ def test_the_rank_with_the_shortest_time_came_last() -> None:
     table = np.full((2, 2, 3), NAN)
     table[0, :, 1], table[1, :, 1] = (0.3, 0.5), (0.1, 0.1)
     table[0, :, 2], table[1, :, 2] = (0.2, 0.2), (0.3, NAN)
-    rows = replay_ranks.arrival_rows(workload, table)
+    rows = replay_rows.arrival_rows(workload, table)
     # The call that one rank did not time tells nothing.
     assert [(row["collectives"], row["last"]) for row in rows] == [(3, 1), (3, 2)]
     assert [row["waited_s"] for row in rows] == [pytest.approx(0.05), pytest.approx(0.3)]
-    sentence = replay_ranks.slow_rank(rows)
+    sentence = replay_rows.slow_rank(rows)
     assert sentence.startswith("rank 1 came last to 67% of its collectives (mean of ranks 50%)")
-    assert replay_ranks.slow_rank(replay_ranks.arrival_rows(workload, table * NAN)) == ""
+    assert replay_rows.slow_rank(replay_rows.arrival_rows(workload, table * NAN)) == ""
 
 
 def test_the_timeline_has_every_timed_operation_of_a_rank() -> None:

@@ -4,6 +4,6 @@
 - run.py, fake.py, watch.py: run the code on fake tensors and fake ranks, within a time.
 - record.py, modules.py, compute.py, messages.py: computation, its module, and communication.
 - overlap.py: streams of FSDP2 and DDP.
-- values.py, contents.py, unknown.py, routing.py: what depends on values.
+- values.py, unknown.py, routing.py: what depends on values.
 - operand_errors.py: errors of real kernels.
 """

@@ -70,7 +70,12 @@ def computation(
         operator = _operator(name, arguments, backward=backward)
     except ConfigError:  # a type or a shape that the operator does not have
         operator = None
-    return operator or (_kernel(func, name, args, kwargs, result), None)
+    if operator is not None:
+        return operator
+    count = flop_registry.get(func.overloadpacket)
+    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
+    bytes_moved = _bytes_moved(func, name, args, kwargs, result)
+    return Kernel(name=f"{func.namespace}.{name}", flops=flops, bytes_moved=bytes_moved), None
 
 
 def _operator(name: str, arguments: Arguments, *, backward: bool) -> Computation | None:
@@ -80,25 +85,35 @@ def _operator(name: str, arguments: Arguments, *, backward: bool) -> Computation
         return _attention(arguments, backward="backward" in name), None
     if name in _NORMS:
         kind, phase = _NORMS[name]
-        return _norm(arguments["input"], len(arguments["normalized_shape"]), kind, phase), None
-    if name in _OPTIMIZERS:
-        params = arguments["self"]
-        op = Optimizer(
-            num_params=sum(param.numel() for param in params),
-            kind=_OPTIMIZERS[name],
-            dtype=_dtype(params[0]),
-        )
-        return op, None
-    return None
+        x, num_dims = arguments["input"], len(arguments["normalized_shape"])
+        hidden = math.prod(x.shape[x.dim() - num_dims :])
+        tokens = x.numel() // hidden
+        return Norm(tokens=tokens, hidden=hidden, kind=kind, dtype=_dtype(x), phase=phase), None
+    if name not in _OPTIMIZERS:
+        return None
+    params = arguments["self"]
+    num_params = sum(param.numel() for param in params)
+    kind = _OPTIMIZERS[name]
+    return Optimizer(num_params=num_params, kind=kind, dtype=_dtype(params[0])), None
+
+
+def _gemm(a: Tensor, b: Tensor, out: object = None) -> Gemm:
+    return Gemm(
+        m=a.shape[0],
+        n=b.shape[1],
+        k=a.shape[1],
+        dtype=_dtype(a),
+        layout=_layout(a, b),
+        out_dtype=parse_dtype(str(out)) if out is not None else None,
+    )
 
 
 def _mm(a: Tensor, b: Tensor, backward: bool) -> Computation:
     """Return a product; a weight's gradient has its first operand transposed (x.T @ dy)."""
-    layout = _layout(a, b)
-    op = Gemm(m=a.shape[0], n=b.shape[1], k=a.shape[1], dtype=_dtype(a), layout=layout)
+    op = _gemm(a, b)
     if not backward:
         return op, None
-    return op, Phase.WGRAD if layout.startswith("t") else Phase.DGRAD
+    return op, Phase.WGRAD if op.layout.startswith("t") else Phase.DGRAD
 
 
 def _bmm(a: Tensor, b: Tensor) -> Computation:
@@ -108,17 +123,7 @@ def _bmm(a: Tensor, b: Tensor) -> Computation:
 
 
 def _scaled_mm(arguments: Arguments, backward: bool) -> Computation:
-    a, b = arguments["self"], arguments["mat2"]
-    layout = _layout(a, b)
-    out = arguments.get("out_dtype")
-    op = Gemm(
-        m=a.shape[0],
-        n=b.shape[1],
-        k=a.shape[1],
-        dtype=_dtype(a),
-        layout=layout,
-        out_dtype=parse_dtype(str(out)) if out is not None else None,
-    )
+    op = _gemm(arguments["self"], arguments["mat2"], arguments.get("out_dtype"))
     return op, Phase.DGRAD if backward else None
 
 
@@ -165,13 +170,6 @@ def _attention(arguments: Arguments, *, backward: bool) -> Attention:
     )
 
 
-def _norm(x: Tensor, num_dims: int, kind: str, phase: Phase) -> Norm:
-    hidden = math.prod(x.shape[x.dim() - num_dims :])
-    return Norm(
-        tokens=x.numel() // hidden, hidden=hidden, kind=kind, dtype=_dtype(x), phase=phase
-    )
-
-
 def _layout(a: Tensor, b: Tensor) -> Layout:
     """Return the layout; "n" means that the last dimension is contiguous."""
     signs = (
@@ -191,15 +189,6 @@ def _is_view(func: Any) -> bool:
         returned.alias_info is not None and not returned.alias_info.is_write
         for returned in returns
     )
-
-
-def _kernel(
-    func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments, result: Any
-) -> Kernel:
-    count = flop_registry.get(func.overloadpacket)
-    flops = int(count(*args, **kwargs, out_val=result)) if count is not None else 0
-    bytes_moved = _bytes_moved(func, name, args, kwargs, result)
-    return Kernel(name=f"{func.namespace}.{name}", flops=flops, bytes_moved=bytes_moved)
 
 
 def _bytes_moved(

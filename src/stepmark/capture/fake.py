@@ -12,6 +12,8 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -69,7 +71,8 @@ def fake_world(
                 around = _real(vars(DeviceMesh)[name], mesh_sizes, value)
                 stack.enter_context(mock.patch.object(DeviceMesh, name, around))
         stack.enter_context(shortcuts())
-        stack.enter_context(unread_shapes())
+        if hasattr(distributed, _VERIFY):
+            stack.enter_context(mock.patch.object(distributed, _VERIFY, _send_shapes))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield mesh_sizes
 
@@ -108,48 +111,38 @@ def shortcuts() -> Iterator[None]:
             original = getattr(module, name, None)
             if original is not None:
                 stack.enter_context(mock.patch.object(module, name, replacing(original)))
-        stack.enter_context(_rare_collections())
+        # Collect garbage rarely: almost all of the millions of objects live with the model.
+        stack.callback(gc.set_threshold, *gc.get_threshold())
+        gc.set_threshold(200_000, 20, 50)
         yield
 
 
-@contextlib.contextmanager
-def _rare_collections() -> Iterator[None]:
-    """Collect garbage rarely: almost all of the millions of objects live with the model."""
-    before = gc.get_threshold()
-    gc.set_threshold(200_000, 20, 50)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
-
-
+@dataclass(frozen=True, slots=True)
 class _Chunks:
     """Parts of a tensor, one per rank, each made on access: only two are used."""
 
-    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self._tensor = tensor
-        self._num_chunks = num_chunks
-        self._dim = dim
+    tensor: Tensor
+    num_chunks: int
+    dim: int
 
     def __len__(self) -> int:
-        return self._num_chunks
+        return self.num_chunks
 
     def __getitem__(self, index: int) -> Tensor:
-        if not 0 <= index < self._num_chunks:
+        if not 0 <= index < self.num_chunks:
             raise IndexError(index)
-        size = self._tensor.size(self._dim)
-        width = -(-size // self._num_chunks)
+        size = self.tensor.size(self.dim)
+        width = -(-size // self.num_chunks)
         length = min(width, size - index * width)
         if length <= 0:
-            return self._tensor.new_empty(0)
-        return self._tensor.narrow(self._dim, index * width, length)
+            return self.tensor.new_empty(0)
+        return self.tensor.narrow(self.dim, index * width, length)
 
 
 def _chunked(original: Callable[..., Any]) -> Callable[..., Any]:
     def call(tensor: Tensor, num_chunks: int, dim: int) -> Any:
-        if not tensor.size(dim):
-            return original(tensor, num_chunks, dim)
-        return _Chunks(tensor, num_chunks, dim)
+        make = _Chunks if tensor.size(dim) else original
+        return make(tensor, num_chunks, dim)
 
     return call
 
@@ -195,11 +188,22 @@ def with_result(returned: Any) -> Any:
     return tensors, make(future).boxed()
 
 
+def around(original: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function, which runs inside the context of its arguments."""
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with context(*args):
+            return original(*args, **kwargs)
+
+    return call
+
+
 class Buckets:
     """Detects collectives of DDP's reducer: those that it calls, or a hook of its buckets."""
 
     def __init__(self) -> None:
-        self._num_hooks = 0  # that are running
+        self._in_hook = False
 
     def patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
         """Yield a function of torch to patch, and its replacement."""
@@ -207,24 +211,14 @@ class Buckets:
 
         @functools.wraps(register)
         def registering(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
-            return register(reducer, state, self._following(hook))
+            inside = around(hook, lambda *_: mock.patch.object(self, "_in_hook", True))
+            return register(reducer, state, inside)
 
         yield (dist, _REGISTER), registering
 
-    def _following(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(hook)
-        def call(*args: Any) -> Any:
-            self._num_hooks += 1
-            try:
-                return hook(*args)
-            finally:
-                self._num_hooks -= 1
-
-        return call
-
     def reduce(self) -> bool:
         """Return whether DDP's reducer calls the operator that is being dispatched."""
-        return self._num_hooks > 0 or _caller_is_engine()
+        return self._in_hook or _caller_is_engine()
 
 
 def _caller_is_engine() -> bool:
@@ -247,13 +241,8 @@ class Rebuilding:
     def __init__(self) -> None:
         self._running = False
 
-    @contextlib.contextmanager
-    def __call__(self, *_: Any) -> Iterator[None]:
-        self._running = True
-        try:
-            yield
-        finally:
-            self._running = False
+    def __call__(self, *_: Any) -> AbstractContextManager[Any]:
+        return mock.patch.object(self, "_running", True)
 
     def reads(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return whether an operator is one of those whose numbers are read."""
@@ -266,17 +255,8 @@ class Rebuilding:
         )
 
 
-@contextlib.contextmanager
-def unread_shapes() -> Iterator[None]:
-    """Let DDP only send shapes, which it otherwise compares by reading tensors."""
-    if not hasattr(distributed, _VERIFY):
-        yield
-        return
-    with mock.patch.object(distributed, _VERIFY, _send_shapes):
-        yield
-
-
 def _send_shapes(group: Any, params: Sequence[Tensor], logger: Any = None) -> None:
+    """Let DDP only send shapes, which it otherwise compares by reading tensors."""
     del logger
     number = torch.zeros(1, dtype=torch.int64)
     dist.all_gather(

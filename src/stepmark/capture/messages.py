@@ -10,12 +10,14 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from stepmark.capture.fake import around
 from stepmark.capture.modules import ModulePosition
 from stepmark.cases.message import SEND
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType
@@ -51,8 +53,13 @@ class Groups:
     def name(self, group: Any) -> str:
         """Return a group's name: that of its mesh axis, "world" for the default group."""
         if group.group_name not in self._names:
+            stem = str(group.group_desc).removeprefix("mesh_")
+            if stem == "default_pg":
+                stem = "world"
+            elif stem in ("", "undefined"):
+                stem = f"group_{group.group_name}"
             ranks = tuple(dist.get_process_group_ranks(group))
-            self._names[group.group_name] = self._new(_stem(group), ranks)
+            self._names[group.group_name] = self._new(stem, ranks)
         return self._names[group.group_name]
 
     def _new(self, stem: str, ranks: tuple[int, ...]) -> str:
@@ -61,20 +68,17 @@ class Groups:
             name = stem if number == 1 else f"{stem}-{number}"
             if self._ranks.setdefault(name, ranks) == ranks:
                 break
-        if name not in self.groups:
-            self.groups[name] = self._group(name, ranks)
-        return name
-
-    def _group(self, name: str, ranks: tuple[int, ...]) -> Group:
-        group = Group(digits=digits(ranks))
-        if group.members(self._rank) != ranks:
-            group = Group(digits=((len(ranks), 1),))
+        if name in self.groups:
+            return name
+        self.groups[name] = Group(digits=digits(ranks))
+        if self.groups[name].members(self._rank) != ranks:
+            self.groups[name] = Group(digits=((len(ranks), 1),))
             numbers = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
             self.notes.append(
                 f"group {name} is ranks {numbers}, which no digits of a rank's number tell:"
                 f" {len(ranks)} neighbours stand for it"
             )
-        return group
+        return name
 
 
 def digits(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -89,15 +93,6 @@ def digits(ranks: Sequence[int]) -> tuple[tuple[int, int], ...]:
         pairs.append((size, stride))
         left = left[::size]
     return tuple(pairs) or ((1, 1),)
-
-
-def _stem(group: Any) -> str:
-    description = group.group_desc
-    if description == "default_pg":
-        return "world"
-    if description in ("", "undefined"):
-        return f"group_{group.group_name}"
-    return str(description).removeprefix("mesh_")
 
 
 def comm_ops(
@@ -184,9 +179,11 @@ class Pairs:
             if hasattr(_PipelineStageBase, name):
                 original = getattr(_PipelineStageBase, name)
                 yield (_PipelineStageBase, name), self._recording(original, phase)
-        original = dist.batch_isend_irecv
+        batching = around(
+            dist.batch_isend_irecv, lambda *_: mock.patch.object(self, "_in_batch", 1)
+        )
         for module in (dist, dist.distributed_c10d):
-            yield (module, "batch_isend_irecv"), self._batching(original)
+            yield (module, "batch_isend_irecv"), batching
 
     def describe(self, op: CommOp, tensor: Tensor, group: Group, *, outside: bool) -> CommOp:
         """Add phase and micro-batch. outside: of all modules and backward passes."""
@@ -202,15 +199,12 @@ class Pairs:
                 microbatch=microbatch,
                 fused=is_fused,
             )
-        if outside:
-            op = replace(op, phase=self._by_ranks(op, group), module=MODULE)
+        if outside:  # activations are sent to later ranks, gradients to earlier ones
+            own = group.members(self._rank).index(self._rank)
+            is_later = (own + (op.peer or 0)) % group.size > own
+            is_forward = is_later is (op.collective == SEND)
+            op = replace(op, phase=Phase.FWD if is_forward else Phase.BWD, module=MODULE)
         return replace(op, fused=is_fused)
-
-    def _by_ranks(self, op: CommOp, group: Group) -> Phase:
-        """Return the phase: activations are sent to later ranks, gradients to earlier ones."""
-        own = group.members(self._rank).index(self._rank)
-        is_later = (own + (op.peer or 0)) % group.size > own
-        return Phase.FWD if is_later is (op.collective == SEND) else Phase.BWD
 
     def _recording(self, original: Callable[..., Any], phase: Phase) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -219,16 +213,5 @@ class Pairs:
             for op in ops:
                 self._stage_ops[id(op.tensor)] = op.tensor, phase, microbatch
             return ops
-
-        return call
-
-    def _batching(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            self._in_batch = 1
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._in_batch = 0
 
         return call

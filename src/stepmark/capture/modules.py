@@ -9,6 +9,7 @@ import bisect
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -42,11 +43,9 @@ class ModuleTracker:
         self._names: dict[nn.Module, tuple[str, int | None]] = {}
         self._above: list[nn.Module] = []
         self._calls: Counter[nn.Module] = Counter()
-        self._now = ModulePosition()
         self._owner: ModulePosition | None = None
         self._num_again = 0  # calls of modules by the backward pass that are running
-        self._began: list[int] = []
-        self._places: list[ModulePosition] = []
+        self.begin_step()
 
     @property
     def inside_module(self) -> bool:
@@ -73,7 +72,8 @@ class ModuleTracker:
 
     def begin_step(self) -> None:
         self._calls.clear()
-        self._began, self._places = [], []
+        self._began: list[int] = []
+        self._places: list[ModulePosition] = []
         self._enter(ModulePosition())
 
     @contextlib.contextmanager
@@ -97,18 +97,14 @@ class ModuleTracker:
         with mock.patch.object(nn.Module, "__call__", call):
             yield
 
-    @contextlib.contextmanager
-    def owned_by(self, module: nn.Module) -> Iterator[None]:
+    def owned_by(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Attribute all operators inside to this module.
 
         Between passes, as a pipeline gathers and reduces, they are of no micro-batch.
         """
-        before, between = self._owner, not (self.inside_module or in_backward())
-        self._owner = self._place(module, None if between else self.here().microbatch)
-        try:
-            yield
-        finally:
-            self._owner = before
+        between = not (self.inside_module or in_backward())
+        owner = self._place(module, None if between else self.here().microbatch)
+        return mock.patch.object(self, "_owner", owner)
 
     def here(self) -> ModulePosition:
         if self._owner is not None:

@@ -10,7 +10,10 @@ previous reduction.
 import contextlib
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 from stepmark.model.collectives import Collective
 from stepmark.step.workload import (
@@ -85,12 +88,11 @@ class Overlap:
         with self._in("copy out", COMPUTE):
             yield
         self._copying = None
-        if waited:
-            newest = self._issued[COPY_OUT] or None
-            if forward:
-                self._copied_forward = newest
-            else:
-                self._gather_after = newest
+        newest = self._issued[COPY_OUT] or None
+        if waited and forward:
+            self._copied_forward = newest
+        elif waited:
+            self._gather_after = newest
 
     @contextlib.contextmanager
     def reducing(self, *, apart: bool = False) -> Iterator[None]:
@@ -191,14 +193,8 @@ class Overlap:
         back = self._issued[name] - number
         return f"{name}~{back}" if back else name
 
-    @contextlib.contextmanager
-    def _in(self, within: str, stream: str) -> Iterator[None]:
-        before = self._within, self._stream
-        self._within, self._stream = within, stream
-        try:
-            yield
-        finally:
-            self._within, self._stream = before
+    def _in(self, within: str, stream: str) -> AbstractContextManager[Any]:
+        return mock.patch.multiple(self, _within=within, _stream=stream)
 
 
 def _newest_computed(before: list[Operation]) -> int | None:

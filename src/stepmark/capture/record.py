@@ -9,6 +9,7 @@ are modelled) or DDP's reducer.
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -29,16 +30,15 @@ from torch.optim.optimizer import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.capture.compute import computation
-from stepmark.capture.contents import forget
-from stepmark.capture.fake import Buckets, Rebuilding, with_result
+from stepmark.capture.fake import Buckets, Rebuilding, around, with_result
 from stepmark.capture.messages import Groups, Pairs, comm_ops
 from stepmark.capture.modules import OUTSIDE, ModulePosition, ModuleTracker, in_backward
 from stepmark.capture.overlap import Overlap
 from stepmark.capture.routing import Router
 from stepmark.capture.unknown import ReadPolicy
-from stepmark.capture.values import Values
+from stepmark.capture.values import Values, forget
 from stepmark.model.ops import Phase
-from stepmark.step.workload import CommOp, ComputeOp, Operation
+from stepmark.step.workload import ComputeOp, Operation
 from stepmark.training.messages import NAMESPACES, tensors
 
 _PLAIN = {Tensor, torch.nn.Parameter, FakeTensor}
@@ -62,17 +62,14 @@ class CaptureRecorder(TorchDispatchMode):
         self.rank = rank
         self.modules = ModuleTracker()
         self.groups = Groups(rank)
-        self.operations: list[Operation] = []
-        self._silent = 0
+        self._silent = False
         self._in_optimizer = False
-        self._after_backward = False
-        self._num_updated = 0  # operations up to the last update of parameters
-        self._overlap = Overlap()
         self._rebuilding = Rebuilding()
         self._buckets = Buckets()
         # Ranks run the same code, so that DDP finds the same parameters unused.
         self.values = Values(policy, router, self._ddp_reduces)
         self._pairs = Pairs(rank)
+        self.begin_step()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -80,10 +77,10 @@ class CaptureRecorder(TorchDispatchMode):
         return False
 
     def begin_step(self) -> None:
-        self.operations = []
+        self.operations: list[Operation] = []
         self.modules.begin_step()
         self._after_backward = False
-        self._num_updated = 0
+        self._num_updated = 0  # operations up to the last update of parameters
         self._overlap = Overlap()
 
     @contextlib.contextmanager
@@ -95,8 +92,8 @@ class CaptureRecorder(TorchDispatchMode):
         try:
             with contextlib.ExitStack() as stack:
                 stack.enter_context(self.modules.following())
-                for name, around in self._patches():
-                    stack.enter_context(mock.patch.object(*name, around))
+                for name, replacing in self._patches():
+                    stack.enter_context(mock.patch.object(*name, replacing))
                 stack.enter_context(self)
                 yield
         finally:
@@ -142,8 +139,16 @@ class CaptureRecorder(TorchDispatchMode):
             phase, place, again = self._where()
             ddp = phase is Phase.BWD and self._ddp_reduces()
             for message in comm_ops(name, values, result, self.groups, phase, place):
+                sent = replace(message, recompute=again)
+                if sent.peer is not None:
+                    outside = not self.modules.inside_module and not in_backward()
+                    group = self.groups.groups[sent.group]
+                    tensor = next(tensors(values))
+                    sent = self._pairs.describe(sent, tensor, group, outside=outside)
                 own = func.namespace == "c10d"
-                self._send(replace(message, recompute=again), values, own=own, ddp=ddp)
+                self.operations.append(
+                    self._overlap.sending(sent, self.operations, own=own, ddp=ddp)
+                )
             return
         work = computation(func, args, kwargs, result, backward=in_backward())
         if work is None:
@@ -181,13 +186,6 @@ class CaptureRecorder(TorchDispatchMode):
             return Phase.OPTIM, ModulePosition("optimizer"), False
         return Phase.FWD, place, False
 
-    def _send(self, op: CommOp, values: tuple[Any, ...], *, own: bool, ddp: bool) -> None:
-        if op.peer is not None:
-            outside = not self.modules.inside_module and not in_backward()
-            tensor = next(tensors(values))
-            op = self._pairs.describe(op, tensor, self.groups.groups[op.group], outside=outside)
-        self.operations.append(self._overlap.sending(op, self.operations, own=own, ddp=ddp))
-
     def _begin_forward(self) -> None:
         """Move operations since the last backward pass or update to this forward pass."""
         at = len(self.operations)
@@ -207,7 +205,7 @@ class CaptureRecorder(TorchDispatchMode):
         """Yield methods of torch to patch, each with its replacement."""
         gathering = functools.partial(self._overlap_gather, Overlap.gathering)
         copying_out = functools.partial(self._overlap_gather, Overlap.copying_out)
-        for owner, name, around in (
+        for owner, name, context in (
             (FSDPState, "_root_pre_forward", self._overlap_begin),
             (FSDPParamGroup, "unshard", gathering),
             (FSDPParamGroup, "wait_for_unshard", copying_out),
@@ -219,18 +217,13 @@ class CaptureRecorder(TorchDispatchMode):
             (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._silence),
         ):
             if hasattr(owner, name):
-                yield (owner, name), _around(getattr(owner, name), around)
+                yield (owner, name), around(getattr(owner, name), context)
         yield from self._pairs.patches()
         yield from self._buckets.patches()
         yield from self.values.reads.patches()
 
-    @contextlib.contextmanager
-    def _silence(self, *_: Any) -> Iterator[None]:
-        self._silent += 1
-        try:
-            yield
-        finally:
-            self._silent -= 1
+    def _silence(self, *_: Any) -> AbstractContextManager[Any]:
+        return mock.patch.object(self, "_silent", True)
 
     @contextlib.contextmanager
     def _overlap_begin(self, state: Any, *_: Any) -> Iterator[None]:
@@ -262,12 +255,3 @@ class CaptureRecorder(TorchDispatchMode):
     def _overlap_finalize(self, *_: Any) -> Iterator[None]:
         self._overlap.wait_for_reductions()
         yield
-
-
-def _around(original: Callable[..., Any], context: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with context(*args):
-            return original(*args, **kwargs)
-
-    return call

@@ -15,8 +15,8 @@ is recorded.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -42,6 +42,7 @@ from stepmark.workloads.user_function import load, reported
 
 Step = Callable[[], object]
 MAX_WORLD_SIZE = 2**20
+_NUM_WARM_UPS = 2
 
 
 def capture_file(
@@ -117,17 +118,15 @@ def capture(
     return _workload(captures, router, world_size=world_size, rank=rank, name=name)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _RankCapture:
     """One rank's operations of setup and step, with notes."""
 
-    def __init__(
-        self, recorder: CaptureRecorder, setup: Sequence[Operation], num_warm_ups: int
-    ) -> None:
-        self.setup = _communication(setup)
-        self.step = tuple(recorder.operations)
-        self.groups = recorder.groups.groups
-        self.num_microbatches = recorder.modules.num_microbatches
-        self.notes = list(recorder.groups.notes)
+    setup: Sequence[CommOp]
+    step: Sequence[Operation]
+    groups: Mapping[str, Group]
+    num_microbatches: int
+    notes: Sequence[str]
 
 
 def _communication(operations: Sequence[Operation]) -> tuple[CommOp, ...]:
@@ -165,49 +164,48 @@ def _capture_rank(
         setup = recorder.operations
         recorder.begin_step()
         step()
-        num_warm_ups = _num_warm_ups(recorder)
-        for _ in range(num_warm_ups):
+        # DDP rebuilds its buckets, pipelines exchange shapes.
+        has_warm_ups = recorder.modules.has_ddp or bool(_pair_groups(recorder.operations))
+        for _ in range(_NUM_WARM_UPS if has_warm_ups else 0):
             setup = [*setup, *recorder.operations]
             recorder.begin_step()
             step()
         if policy.stopped is not None:
             raise policy.stopped
-    captured = _RankCapture(recorder, setup, num_warm_ups)
-    captured.notes += _remarks(policy, num_warm_ups)
-    _check(captured, world_size, mesh_sizes, name)
-    return captured
-
-
-def _num_warm_ups(recorder: CaptureRecorder) -> int:
-    """Return the warm-up steps: DDP rebuilds its buckets, pipelines exchange shapes."""
-    sends = any(
-        isinstance(op, CommOp) and op.collective in (SEND, RECV) for op in recorder.operations
-    )
-    return 2 if recorder.modules.has_ddp or sends else 0
-
-
-def _check(
-    captured: _RankCapture, world_size: int, mesh_sizes: Sequence[int], name: str
-) -> None:
-    if not captured.step:
+    if not recorder.operations:
         raise ConfigError(name, "no operation", "a step that computes something")
-    if mesh_sizes and max(mesh_sizes) != world_size and "world" not in captured.groups:
+    groups = recorder.groups.groups
+    if mesh_sizes and max(mesh_sizes) != world_size and "world" not in groups:
         raise ConfigError(
             "world-size", world_size, f"{max(mesh_sizes)}, the ranks of the largest mesh made"
         )
+    return _RankCapture(
+        setup=_communication(setup),
+        step=recorder.operations,
+        groups=groups,
+        num_microbatches=recorder.modules.num_microbatches,
+        notes=[*recorder.groups.notes, *_remarks(policy, has_warm_ups=has_warm_ups)],
+    )
 
 
-def _remarks(policy: ReadPolicy, num_warm_ups: int) -> list[str]:
-    remarks = []
+def _remarks(policy: ReadPolicy, *, has_warm_ups: bool) -> Iterator[str]:
     if policy.places:
         more = f" and {len(policy.places) - 8} more" if len(policy.places) > 8 else ""
-        remarks.append(POLICY.format(", ".join(list(policy.places)[:8]) + more))
-    if num_warm_ups:
-        remarks.append(
-            f"step {num_warm_ups + 1} is recorded,"
-            f" the first {num_warm_ups} are part of the setup"
+        yield POLICY.format(", ".join(list(policy.places)[:8]) + more)
+    if has_warm_ups:
+        yield (
+            f"step {_NUM_WARM_UPS + 1} is recorded,"
+            f" the first {_NUM_WARM_UPS} are part of the setup"
         )
-    return remarks
+
+
+def _pair_groups(operations: Sequence[Operation]) -> set[str]:
+    """Return the groups in which ranks send to one another."""
+    return {
+        op.group
+        for op in operations
+        if isinstance(op, CommOp) and op.collective in (SEND, RECV)
+    }
 
 
 def _pipeline(captured: _RankCapture, world_size: int) -> tuple[int, int]:
@@ -215,11 +213,7 @@ def _pipeline(captured: _RankCapture, world_size: int) -> tuple[int, int]:
 
     Raises ConfigError where stages are not the slowest digit of a rank's number.
     """
-    names = {
-        op.group
-        for op in captured.step
-        if isinstance(op, CommOp) and op.collective in (SEND, RECV)
-    }
+    names = _pair_groups(captured.step)
     if not names:
         return 1, world_size
     name = min(names)
@@ -236,16 +230,23 @@ def _workload(
     blocks: dict[str, Block] = {}
     stages: list[Stage] = []
     groups: dict[str, Group] = {}
-    notes: list[str] = []
     for number, captured in enumerate(captures):
         mark = f"{number}" if len(captures) > 1 else ""
         blocks |= fold(captured.step, f"step{mark}")
         if captured.setup:
             blocks |= fold(captured.setup, f"setup{mark}")
-        stages.append(_stage(captured, mark))
         groups |= captured.groups
-        notes += [note for note in captured.notes if note not in notes]
-    notes += [f"on every rank, {text}" for text in router.used]
+        computes = [op for op in captured.step if isinstance(op, ComputeOp)]
+        kernels = {getattr(op.op, "name", "") for op in computes}
+        stage = Stage(
+            step=f"step{mark}",
+            setup=f"setup{mark}" if captured.setup else "",
+            layers=tuple(dict.fromkeys(op.layer for op in computes if op.layer is not None)),
+            has_embedding="aten.embedding" in kernels,
+            has_head=any(kernel.startswith("aten.nll_loss") for kernel in kernels),
+        )
+        stages.append(stage)
+    notes = dict.fromkeys(note for captured in captures for note in captured.notes)
     workload = Workload(
         name=name,
         rules="capture",
@@ -256,21 +257,7 @@ def _workload(
         groups=groups,
         blocks=blocks,
         stages=tuple(stages),
-        notes=tuple(notes),
+        notes=(*notes, *(f"on every rank, {text}" for text in router.used)),
     )
     workload.check()
     return workload
-
-
-def _stage(captured: _RankCapture, mark: str) -> Stage:
-    layers = dict.fromkeys(
-        op.layer for op in captured.step if isinstance(op, ComputeOp) and op.layer is not None
-    )
-    kernels = {getattr(op.op, "name", "") for op in captured.step if isinstance(op, ComputeOp)}
-    return Stage(
-        step=f"step{mark}",
-        setup=f"setup{mark}" if captured.setup else "",
-        layers=tuple(layers),
-        has_embedding="aten.embedding" in kernels,
-        has_head=any(kernel.startswith("aten.nll_loss") for kernel in kernels),
-    )

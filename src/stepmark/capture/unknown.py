@@ -10,10 +10,12 @@ import functools
 import linecache
 import math
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Never
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -73,17 +75,10 @@ class ReadPolicy:
 
     def _frame(self) -> Any:
         """Return the innermost frame of the user's file, else the innermost outside torch."""
-        frames = list(_frames())
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
         own = (frame for frame in frames if frame.f_code.co_filename == self._file)
         outer = (frame for frame in frames if package(frame) not in OWN)
         return next(own, next(outer, frames[-1]))
-
-
-def _frames() -> Iterator[Any]:
-    frame: Any = sys._getframe(2)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 @functools.cache
@@ -149,7 +144,8 @@ class UnknownNumber:
         return other / math.nan if isinstance(other, Tensor) else UnknownFloat(self._policy)
 
     def __mul__(self, other: Any) -> Any:
-        return other * math.nan if _is_float(other) else self._computed(other)
+        is_float = isinstance(other, Tensor) and other.is_floating_point()
+        return other * math.nan if is_float else self._computed(other)
 
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _compared  # type: ignore[assignment]
     __rmul__ = __mul__
@@ -164,10 +160,6 @@ def _refuse_choice(policy: ReadPolicy, frame: FrameType) -> None:
     operation = dis.opname[frame.f_code.co_code[frame.f_lasti]]
     if operation not in ("COMPARE_OP", "CONTAINS_OP"):
         policy.refuse("is compared by min, max, sorted or the like")
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 class UnknownFloat(float):
@@ -216,12 +208,12 @@ class TensorReads:
 
     def __init__(self, policy: ReadPolicy) -> None:
         self._policy = policy
-        self._num_running = 0
+        self._is_running = False
         self._unknown: list[bool | None] = []  # `holds` of unknown values that were read
 
     def read(self, dtype: torch.dtype, holds: bool | None = None) -> bool | float:
         """Return what C++ takes for a value that is unknown; refuse an integer."""
-        if self._num_running:
+        if self._is_running:
             self._unknown.append(holds)
         elif dtype is torch.bool:
             return self._policy.branch(holds)
@@ -235,13 +227,13 @@ class TensorReads:
 
     def patches(self) -> Iterator[tuple[tuple[Any, str], Callable[..., Any]]]:
         """Yield a method of tensors to patch, and its replacement."""
-        policy = self._policy
+        refuse = self._policy.refuse
         for name, convert in (
             ("item", self._number),
             ("__float__", lambda *values: float(self._number(*values))),
-            ("__bool__", lambda _, holds: policy.branch(holds)),
-            ("__int__", lambda *_: policy.refuse("is converted to an int")),
-            ("__index__", lambda *_: policy.refuse("is used as a size or an index")),
+            ("__bool__", lambda _, holds: self._policy.branch(holds)),
+            ("__int__", lambda *_: refuse("is converted to an int")),
+            ("__index__", lambda *_: refuse("is used as a size or an index")),
         ):
             yield (Tensor, name), self._reading(getattr(Tensor, name), convert)
         yield (Tensor, "__format__"), _formatted
@@ -258,12 +250,9 @@ class TensorReads:
     def _reading(self, original: Callable[..., Any], convert: Callable[..., Any]) -> Any:
         @functools.wraps(original)
         def call(tensor: Tensor) -> Any:
-            self._num_running += 1
             self._unknown.clear()
-            try:
+            with mock.patch.object(self, "_is_running", True):
                 value = original(tensor)
-            finally:
-                self._num_running -= 1
             return convert(value, self._unknown.pop()) if self._unknown else value
 
         return call

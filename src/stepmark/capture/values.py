@@ -7,29 +7,19 @@ exceptions, which `Assumption`s tell: indices of topk, argmax and the like, and 
 are evenly spread; ranks route alike; numbers are finite, all() is true and any() false.
 """
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from stepmark.capture.contents import (
-    assumptions_of,
-    contents_of,
-    copied,
-    forget,
-    has_value,
-    is_small,
-    prepare,
-    real_of,
-    store,
-    value_of,
-)
 from stepmark.capture.operand_errors import DtypeErrors, check_buffers
 from stepmark.capture.routing import Assumption, Router, from_peers
 from stepmark.capture.unknown import ReadPolicy, TensorReads
@@ -43,7 +33,11 @@ _FINITE = {"isnan": False, "isinf": False}
 _SCALED = "_amp_foreach_non_finite_check_and_unscale_"
 _GROUPED = "_grouped_mm"  # torch's rule for fake tensors has bf16 only, its kernel others
 _ITEM = "_local_scalar_dense"
+_CHECKED = frozenset({Assumption("", is_check=True)})
 Arguments = Mapping[str, Any]
+_MAX_ELEMENTS = 2**22  # of integers; larger tensors have no values
+_MAX_FLOATS = 2**12
+_NAME = "_stepmark_contents"  # an attribute of a fake storage
 
 
 class Values:
@@ -62,17 +56,12 @@ class Values:
         self._votes = False
         self._dtypes = DtypeErrors()
 
-    @contextlib.contextmanager
-    def voting(self, *_: Any) -> Iterator[None]:
+    def voting(self, *_: Any) -> AbstractContextManager[Any]:
         """Let stages of a pipeline, which vote on whether all know their shapes, receive a yes.
 
         A stage that does not know its shapes multiplies it by its no.
         """
-        self._votes = True
-        try:
-            yield
-        finally:
-            self._votes = False
+        return mock.patch.object(self, "_votes", True)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the result of an operator of fake tensors."""
@@ -89,9 +78,13 @@ class Values:
         ):
             return self._policy.branch(True)
         if operator.depends:
-            args, kwargs, known = self._sized(operator, args, kwargs, known)
-            if known is not None:
+            # What is merely checked does not give a size.
+            if known is not None and not self._is_checked(known):
+                self._router.use(known)
                 return self._made(self._run_for_real(func, args, kwargs), known)
+            known = None
+            if operator.name == "index":
+                args = (args[0], [at for mask in args[1] for at in self._positions(mask)])
         self._dtypes.check(func, args, kwargs)
         product = operator.name == _GROUPED and args[0].dtype is not torch.bfloat16
         result = _grouped(*args, **kwargs) if product else func(*args, **kwargs)
@@ -163,7 +156,7 @@ class Values:
         for tensor in operator.mutated(args, kwargs):
             contents = contents_of(tensor)
             if contents is not None and operator.name == _SCALED and tensor.numel() == 1:
-                contents.assumptions |= {_check()}  # found_inf stays as it is
+                contents.assumptions |= _CHECKED  # found_inf stays as it is
             elif contents is not None:
                 forget(tensor)
             elif type(tensor) is Tensor and tensor.numel():
@@ -175,7 +168,7 @@ class Values:
         if value is not None and is_small(result):
             with _disable_current_modes():
                 real = torch.full(result.shape, value, dtype=result.dtype)
-            store(result, real, frozenset({_check()}))
+            store(result, real, _CHECKED)
             return
         indices = self._router.indices(name, args, kwargs, result, self._policy.place)
         if indices is not None:
@@ -197,25 +190,6 @@ class Values:
 
     def _is_checked(self, assumptions: Iterable[Assumption]) -> bool:
         return any(assumption.is_check for assumption in assumptions)
-
-    def _sized(
-        self,
-        operator: "_Operator",
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        known: frozenset[Assumption] | None,
-    ) -> tuple[tuple[Any, ...], dict[str, Any], frozenset[Assumption] | None]:
-        """Replace masks by indices; return the arguments and what their values assume.
-
-        What is merely checked does not give a size.
-        """
-        if known is not None and self._is_checked(known):
-            known = None
-        if known is not None:
-            self._router.use(known)
-        elif operator.name == "index":
-            args = (args[0], [at for mask in args[1] for at in self._positions(mask)])
-        return args, kwargs, known
 
     def _positions(self, mask: Any) -> Sequence[Any]:
         """Return the indices of a mask's elements that are true, if known."""
@@ -261,7 +235,8 @@ class Values:
                 reals = [torch.ones(tensor.shape, dtype=tensor.dtype) for tensor in outputs]
         elif inputs and all(map(has_value, inputs)):
             if name == "wait_tensor":
-                reals = [copied(inputs[0])]
+                with _disable_current_modes():
+                    reals = [value_of(inputs[0]).clone()]
             elif group is not None and (
                 group.size() == 1
                 or (assumptions and not self._is_checked(assumptions))
@@ -304,17 +279,13 @@ class _Operator:
 
     def operands(self, args: Sequence[Any], kwargs: Arguments) -> Iterator[tuple[str, Tensor]]:
         for name, value in (*zip(self.names, args, strict=False), *kwargs.items()):
-            if isinstance(value, Tensor):
-                yield name, value
-            elif isinstance(value, list | tuple):
-                for tensor in tensors(value):
-                    yield name, tensor
+            for tensor in tensors(value):
+                yield name, tensor
 
     def mutated(self, args: Sequence[Any], kwargs: Arguments) -> Iterator[Tensor]:
-        if self.written:
-            for name, tensor in self.operands(args, kwargs):
-                if name in self.written:
-                    yield tensor
+        for name, tensor in self.operands(args, kwargs) if self.written else ():
+            if name in self.written:
+                yield tensor
 
 
 @functools.cache
@@ -335,10 +306,6 @@ def _operator(func: Any) -> _Operator:
             argument.name for argument in written if argument.kwarg_only or name in _OVERWRITES
         ),
     )
-
-
-def _check() -> Assumption:
-    return Assumption("", is_check=True)
 
 
 def _checked(name: str, args: Sequence[Any]) -> bool | None:
@@ -362,3 +329,99 @@ def _grouped(a: Tensor, b: Tensor, offs: Any = None, *_: Any, **__: Any) -> Tens
     else:
         shape = [a.size(-2), b.size(-1)]
     return a.new_empty(shape)
+
+
+@dataclass(slots=True)
+class Contents:
+    storage: torch.UntypedStorage
+    assumptions: frozenset[Assumption] = frozenset()
+
+
+def contents_of(tensor: Tensor) -> Contents | None:
+    if not isinstance(tensor, FakeTensor):
+        return None
+    contents: Contents | None = getattr(tensor.untyped_storage(), _NAME, None)
+    return contents
+
+
+def assumptions_of(tensor: Any) -> frozenset[Assumption]:
+    contents = contents_of(tensor)
+    return contents.assumptions if contents is not None else frozenset()
+
+
+def has_value(tensor: Tensor) -> bool:
+    """Return whether a tensor is real or has contents, and is small."""
+    if isinstance(tensor, FakeTensor):
+        contents = contents_of(tensor)
+        if contents is None:
+            return False
+        fits: bool = tensor.untyped_storage().nbytes() <= contents.storage.nbytes()
+        return fits and is_small(tensor)
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and is_small(tensor)
+
+
+def value_of(tensor: Any) -> Any:
+    """Return a real tensor of a fake one's contents, None without; others as they are."""
+    if not isinstance(tensor, FakeTensor):
+        return tensor
+    contents = contents_of(tensor)
+    if contents is None or not has_value(tensor):
+        return None
+    real = torch.empty(0, dtype=tensor.dtype)
+    offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+    return real.set_(contents.storage, offset, size, stride)
+
+
+def real_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value_of(value)
+    if isinstance(value, list | tuple):
+        return type(value)(real_of(item) for item in value)
+    if isinstance(value, dict):
+        return {key: real_of(item) for key, item in value.items()}
+    return value
+
+
+def is_small(tensor: Tensor) -> bool:
+    limit = _MAX_FLOATS if tensor.is_floating_point() else _MAX_ELEMENTS
+    return tensor.numel() <= limit and tensor.layout is torch.strided
+
+
+def is_whole(tensor: Tensor) -> bool:
+    """Return whether a tensor covers its storage."""
+    return (
+        isinstance(tensor, FakeTensor)
+        and tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()
+    )
+
+
+def forget(tensor: Tensor) -> None:
+    """Make the values of a tensor and its views unknown."""
+    if isinstance(tensor, FakeTensor):
+        setattr(tensor.untyped_storage(), _NAME, None)
+
+
+def prepare(tensor: Tensor) -> None:
+    """Give a tensor that is about to be overwritten as a whole contents."""
+    if is_small(tensor) and is_whole(tensor):
+        with _disable_current_modes():
+            storage = torch.UntypedStorage(tensor.untyped_storage().nbytes())
+        setattr(tensor.untyped_storage(), _NAME, Contents(storage))
+
+
+def store(tensor: Tensor, real: Tensor, assumptions: frozenset[Assumption]) -> None:
+    """Set the contents of a fake tensor's storage, of which a real one has as much."""
+    if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+        return
+    assert not isinstance(real, FakeTensor)
+    with _disable_current_modes():
+        if real.is_floating_point() and bool(real.isnan().any()):
+            return  # made of an UnknownFloat
+        if is_whole(tensor):
+            copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+            storage = copy.copy_(real.reshape(copy.shape)).untyped_storage()
+        elif tensor.untyped_storage().nbytes() == real.untyped_storage().nbytes():
+            storage = real.untyped_storage().clone()  # a view of a tensor that is real
+        else:
+            return
+    setattr(tensor.untyped_storage(), _NAME, Contents(storage, assumptions))

@@ -55,7 +55,10 @@ class Watch:
                 return
             self._expired = True
             # An exception inside of torch, below C++, would end the process; operators check.
-            if _is_users(frame):
+            # Only lines of the user's, which may call the standard library, do so at once.
+            while frame is not None and package(frame) in sys.stdlib_module_names:
+                frame = frame.f_back
+            if frame is not None and package(frame) not in OWN:
                 self.check()
 
         before = signal.signal(signal.SIGALRM, ring)
@@ -73,10 +76,3 @@ class Watch:
 
 def package(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__")).partition(".")[0]
-
-
-def _is_users(frame: FrameType | None) -> bool:
-    """Return whether a frame, or the one that calls the standard library, is the user's."""
-    while frame is not None and package(frame) in sys.stdlib_module_names:
-        frame = frame.f_back
-    return frame is not None and package(frame) not in OWN

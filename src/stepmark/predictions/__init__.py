@@ -2,11 +2,11 @@
 
 - predict_options.py, predict.py: options, and the verb.
 - inputs.py, predict_inputs.py: what a step is predicted from; by options, a case, a workload.
-- calibration.py, likeness.py, calibrate.py: measured parts, and the verb that measures them.
-- costs.py, comm.py, contention.py, comm_contention.py: costs of operations and messages.
+- calibration.py, calibrate.py: measured parts, and the verb that measures them.
+- costs.py, comm.py, contention.py: costs of operations and messages.
 - step.py, power.py, interval.py: a step in a fixed point with its clock; its interval.
 - simulation.py, program.py, works.py, step_events.py, free_steps.py: simulate the stages.
-- spans.py, step_lines.py: when each operation runs, and the lines that it adds to.
+- stage_times.py: when each operation runs, and the lines that it adds to.
 - prediction.py: the prediction of a step, its figures and its memory.
 - prediction_notes.py, prediction_text.py, prediction_page.py: what is said of it.
 - predicted_steps.py, ledger_page.py: predicted and measured steps of a run.

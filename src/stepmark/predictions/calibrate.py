@@ -11,7 +11,6 @@ power    products, attention and copies at full and at half load, on a GPU
 
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +35,10 @@ from stepmark.measuring.measure import measure_or_list
 from stepmark.model.ops import FAMILY_OF, Attention, Copy, Gemm, Op
 from stepmark.model.ops.backends import BACKENDS, unsupported
 from stepmark.operators import op_plan
-from stepmark.step.trace_ops import COMPUTE
+from stepmark.predictions.costs import times_by_work
 from stepmark.store.view import View, console, median_s, view
 from stepmark.tables.row_tables import LEAD
-from stepmark.timeline.ledger import Work, work_of
+from stepmark.timeline.ledger import Work
 from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces.kineto.kernels import measured_ops
 from stepmark.traces.trace_files import map_traces, recorded_traces
@@ -81,45 +80,35 @@ def run(options: CalibrateOptions) -> int:
 
 def plan(options: CalibrateOptions, machine: Machine) -> Plan:
     """Plan the parts of one training step. Raises ConfigError."""
-    case = _case(options, machine)
+    training = TrainOptions(**vars(options))
+    nproc = train_plan.default_nproc(training, machine.device)
+    world_size = machine.num_ranks(training.nproc, nproc)
+    case = train_plan.only_case(training, machine.device, world_size)
     parts, notes = calibration_cases(case, machine)
+    budget_s, timeout_s = options.budget, options.timeout or 600.0
+    is_compiled = case.compile is not CompileScope.NONE
+    model_s = budget_s / 2 if budget_s else None if is_compiled else _MODEL_S
     return Plan(
         command="calibrate",
         argv=tuple(sys.argv[1:]),
         options=plain(options),
         device=machine.device,
         world_size=case.num_ranks,
-        how=_how(options, case),
+        how=How(
+            op=OpHow(budget_s=budget_s and budget_s / 4, timeout_s=timeout_s),
+            comm=CommHow(budget_s=budget_s / 4 if budget_s else COMM_S),
+            train=TrainHow(
+                steps=_STEPS,
+                steady_s=STEADY_S,
+                budget_s=model_s,
+                timeout_s=timeout_s,
+                profile_ranks=(0,) if case.device == "cpu" else tuple(range(case.num_ranks)),
+                compile_fallback=options.compile_fallback,
+            ),
+        ),
         entries=parts,
         notes=(*notes, *file_notes(",".join(options.model_names))),
     )
-
-
-def _how(options: CalibrateOptions, case: TrainCase) -> How:
-    budget_s, timeout_s = options.budget, options.timeout or 600.0
-    is_compiled = case.compile is not CompileScope.NONE
-    model_s = budget_s / 2 if budget_s else None if is_compiled else _MODEL_S
-    return How(
-        op=OpHow(budget_s=budget_s and budget_s / 4, timeout_s=timeout_s),
-        comm=CommHow(budget_s=budget_s / 4 if budget_s else COMM_S),
-        train=TrainHow(
-            steps=_STEPS,
-            steady_s=STEADY_S,
-            budget_s=model_s,
-            timeout_s=timeout_s,
-            profile_ranks=(0,) if case.device == "cpu" else tuple(range(case.num_ranks)),
-            compile_fallback=options.compile_fallback,
-        ),
-    )
-
-
-def _case(options: CalibrateOptions, machine: Machine) -> TrainCase:
-    """Return the training step that the parts are of. Raises ConfigError."""
-    training = TrainOptions(**vars(options))
-    world_size = machine.num_ranks(
-        training.nproc, train_plan.default_nproc(training, machine.device)
-    )
-    return train_plan.only_case(training, machine.device, world_size)
 
 
 def calibration_cases(
@@ -230,20 +219,21 @@ def _lines(run: View, path: Path) -> Iterator[str]:
         if record.training and HOST in roles:
             yield f"{'host':<{LEAD}}{_host_text(record)}"
     yield from comm_lines(run.comm_rows)
-    for op in dict.fromkeys(r.case.op for r in records if isinstance(r.case, OpCase)):
-        at_rates = [r for r in records if isinstance(r.case, OpCase) and r.case.op == op]
-        text = "; ".join(
-            f"{record.operator.rate} {format_time(median_s(record))} at {_watts(record)}"
-            for record in at_rates
-        )
-        yield f"{'power':<{LEAD}}{FAMILY_OF[type(op)]} {op.shape_text}: {text}"
+    of_ops: dict[Op, list[str]] = {}
+    for record in records:
+        if isinstance(record.case, OpCase):
+            watts = [t.mean_power_w for t in record.telemetry if t.mean_power_w is not None]
+            power = f"{statistics.mean(watts):.0f} W" if watts else "unknown power"
+            text = f"{record.case.rate} {format_time(median_s(record))} at {power}"
+            of_ops.setdefault(record.case.op, []).append(text)
+    for op, texts in of_ops.items():
+        yield f"{'power':<{LEAD}}{FAMILY_OF[type(op)]} {op.shape_text}: {'; '.join(texts)}"
 
 
 def _kernel_text(record: Measured, run: Path) -> str:
     assert record.training is not None
-    layers = record.train.model.num_layers
     step = format_time(median_s(record) * record.training.cycle)
-    text = f"{layers} layers, steady step {step}"
+    text = f"{record.train.model.num_layers} layers, steady step {step}"
     try:
         times = kernel_times(record, run)
     except ConfigError as error:
@@ -266,19 +256,18 @@ def kernel_times(record: Measured, run: Path) -> dict[Work, float]:
 
 
 def _by_work(trace: RankTrace) -> dict[Work, float]:
-    table = measured_ops(trace, lambda _step: True, None)
-    times: Counter[Work] = Counter()
-    for op in table.ops:
-        if op.key.kind == COMPUTE:
-            times[work_of(op.key.name, op.key.role, op.key.phase)] += op.time_ns
-    return {work: time_ns * 1e-9 / max(1, len(table.steps)) for work, time_ns in times.items()}
+    return times_by_work(measured_ops(trace, lambda _step: True, None))
 
 
 def _host_text(record: Measured) -> str:
     training = record.training
     assert training is not None
-    phases = {"forward": training.fwd_s, "backward": training.bwd_s}
-    phases = {**phases, "optimizer": training.optim_s, "step": record.samples.seconds}
+    phases = {
+        "forward": training.fwd_s,
+        "backward": training.bwd_s,
+        "optimizer": training.optim_s,
+        "step": record.samples.seconds,
+    }
     text = ", ".join(
         f"{name} {format_time(statistics.median(slowest_per_sample(seconds)) * training.cycle)}"
         for name, seconds in phases.items()
@@ -286,8 +275,3 @@ def _host_text(record: Measured) -> str:
     )
     case = record.train
     return f"{case.model.num_layers} layers, {case.tokens_per_step} tokens, medians: {text}"
-
-
-def _watts(record: Measured) -> str:
-    powers = [t.mean_power_w for t in record.telemetry if t.mean_power_w is not None]
-    return f"{statistics.mean(powers):.0f} W" if powers else "unknown power"

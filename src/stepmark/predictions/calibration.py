@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -20,21 +20,20 @@ from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Attention, Copy, Gemm, Op, Phase
 from stepmark.predictions import contention, power, step
 from stepmark.predictions.comm import CommCosts
-from stepmark.predictions.comm_contention import comm_slowdown
 from stepmark.predictions.costs import (
     CostOf,
     OperatorCosts,
     ProfiledCosts,
     pass_of,
     sources,
+    times_by_work,
 )
 from stepmark.predictions.inputs import Inputs, no_host
-from stepmark.predictions.likeness import is_like, missing_profile, nearest_profile
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.store.view import median_s, read_aloud
 from stepmark.tables.launches import OpLaunches, pooled
-from stepmark.timeline.ledger import Idle, Work, work_of
+from stepmark.timeline.ledger import Idle, Work
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel
 from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces.kineto.arrivals import RankParts, rank_parts
@@ -48,6 +47,28 @@ _NOTABLE = 0.1  # scaling of computation on a host
 _NOTHING = OpCost(time_s={}, num_kernels=0.0)
 _PASSES = {"fwd": "fwd_s", "bwd": "bwd_s", "optim": "optim_s"}
 _PowerRecord = tuple[Measured, float, float]  # with mean clock and power
+_MOST_SHOWN = 4  # options in which a profile differs
+# Fields in which a calibration may differ from the case: costs are scaled. Those of the model
+# are in _MODEL_SCALED.
+_SCALED: tuple[str, ...] = (
+    "mbs",
+    "grad_accum",
+    "model",
+    "parallel",
+    "scale",
+    "labels",
+    "model_file",
+    "seed",
+    "num_layers",
+    "workers",
+    "data",
+    "lr",
+)
+_OPTIONS = {"data_parallel": "strategy", "recompute": "ac", "recompute_blocks": "ac"}
+_MODEL_SCALED = {
+    *("num_layers", "seq_len", "name", "source", "aliases"),
+    *("published_params", "published_active_params"),
+}
 
 
 def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
@@ -65,10 +86,15 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
         if version not in map(str, METHOD_VERSIONS[record.case.kind]) and not force:
             allowed = f"measured as this release does, not by {record.samples.method}"
             raise ConfigError("calibration", path.name, f"{allowed}; or --force")
-    times = {
-        launches.case.op: launches.time_s
-        for launches in pooled(_operators(records), OpLaunches)
-    }
+    sustained = (
+        record
+        for record in records
+        if isinstance(record.case, OpCase)
+        and record.case.rate is Rate.SUSTAINED
+        and not record.num_wrong
+        and record.samples.seconds
+    )
+    times = {each.case.op: each.time_s for each in pooled(sustained, OpLaunches)}
     measured: tuple[CostOf, ...] = (OperatorCosts(times),)
     first, shallow = run.info.environment.devices[0], None
     inputs = replace(inputs, calibration=path.name, curves=tuple(run_curves(path)))
@@ -113,20 +139,6 @@ def _with_profile(
     return inputs, shallow
 
 
-def _operators(records: Iterable[Measured]) -> Iterator[Measured]:
-    """Yield sustained operators with right results."""
-    for record in records:
-        is_sustained = isinstance(record.case, OpCase) and record.case.rate is Rate.SUSTAINED
-        if is_sustained and not record.num_wrong and record.samples.seconds:
-            yield record
-
-
-@dataclass(frozen=True, slots=True)
-class _Profile:
-    table: OpTable
-    parts: RankParts
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Shallow:
     """A profiled step of few layers, with the times of its kernels without contention.
@@ -161,7 +173,7 @@ def _shallow(
         if damage := [each for each in info.damage if each.kind != "rounded"]:
             raise ConfigError("trace", info.file, f"a whole trace: {damage[0].text}")
     ranks = [(result.info, result.value) for result in traces.results]
-    table, parts = ranks[0][1].table, ranks[0][1].parts
+    table, parts = ranks[0][1]
     if not table.ops:
         raise ConfigError("trace", files[0], "a trace with operations of a step")
     notes += table.notes
@@ -176,24 +188,27 @@ def _shallow(
         scaled, gap_s = _unprofiled(table, record)
         tables = [scaled]
     else:
-        tables = [profile.table for _, profile in ranks]
+        tables = [own for _, (own, _) in ranks]
         steps = parts.times.steps[: half or None]
         gap_ns = sum(step.idle.kernel_gap_ns for step in steps if step.idle)
         gap_s = gap_ns * 1e-9 / max(1, sum(step.num_events for step in steps))
     full, slowdown = _alone(tables, slice(half, None))
     limited, _ = _alone(tables, slice(half))
-    by_rank = {info.rank or 0: (info, profile.parts) for info, profile in ranks}
+    by_rank = {info.rank or 0: (info, own) for info, (_, own) in ranks}
     return _Shallow(
         workload=workload,
         costs=ProfiledCosts(workload, full),
         gap_s=gap_s,
         compute_slowdown=slowdown,
-        comm_slowdown=comm_slowdown(by_rank, curves),
+        comm_slowdown=contention.comm_slowdown(by_rank, curves),
         is_host=table.is_host,
         step_s=step_s,
         clock_and_power=_clock_and_power(record),
-        times=(_times(full), _times(limited)),
-        times_in_blocks=(_times(full, in_blocks=True), _times(limited, in_blocks=True)),
+        times=(times_by_work(full), times_by_work(limited)),
+        times_in_blocks=(
+            times_by_work(full, in_blocks=True),
+            times_by_work(limited, in_blocks=True),
+        ),
     )
 
 
@@ -233,35 +248,23 @@ def _with_steps(table: OpTable, steps: tuple[int, ...]) -> OpTable:
     return replace(table, steps=steps, ops=ops)
 
 
-def _times(table: OpTable, *, in_blocks: bool = False) -> dict[Work, float]:
-    """Return the time of a step's kernels by kind of work; of those in transformer blocks."""
-    times: dict[Work, float] = {}
-    for op in table.ops:
-        if op.key.kind == COMPUTE and not (in_blocks and op.key.layer is None):
-            work = work_of(op.key.name, op.key.role, op.key.phase)
-            times[work] = times.get(work, 0.0) + op.time_ns * 1e-9 / len(table.steps)
-    return times
+def _reduce(workload: Workload, trace: RankTrace) -> tuple[OpTable, RankParts]:
+    return measured_ops(trace, workload=workload), rank_parts(trace, lambda _number: True)
 
 
-def _reduce(workload: Workload, trace: RankTrace) -> _Profile:
-    table = measured_ops(trace, workload=workload)
-    return _Profile(table, rank_parts(trace, lambda _number: True))
+def _passes_s(record: Measured) -> dict[str, float]:
+    """Return the median times of the unprofiled passes, of those that were measured."""
+    samples = {name: getattr(record.training, field) for name, field in _PASSES.items()}
+    return {name: median(slowest_per_sample(own)) for name, own in samples.items() if own}
 
 
 def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
     """Return times of at most the unprofiled phases, and the time between operations."""
-    assert record.training is not None
-    facts = record.training
-    passes_s = {
-        name: median(slowest_per_sample(getattr(facts, field)))
-        for name, field in _PASSES.items()
-        if getattr(facts, field)
-    }
     # In a pipeline a pass also waits for other stages: how much of it is between operations is
     # not known, and all of it counts as slower compute.
     is_pipeline = record.train.parallel.pp > 1
     num_steps, rest_s, kernels, factors = len(table.steps), 0.0, 0, dict[str, float]()
-    for name, pass_s in passes_s.items():
+    for name, pass_s in _passes_s(record).items():
         own = [op for op in table.ops if pass_of(op.key.phase) == name]
         total_s = sum(op.time_ns for op in own) * 1e-9 / num_steps
         factors[name] = min(1.0, pass_s / total_s) if total_s else 1.0
@@ -313,17 +316,13 @@ def _host_times(
         return record.train.grad_accum != case.grad_accum, record.train.tokens_per_step
 
     record = min(filter(is_like_it, steps), key=distance, default=None)
-    if record is None or record.training is None:
+    if record is None:
         notes.append("the host's time was not calibrated: it counts as ahead of the device")
         return no_host
     counts = {"fwd": 0, "bwd": 0, "optim": 0}
     for op in of_case(record.train).expand():
         counts[pass_of(op.phase)] += isinstance(op, CommOp) or not op.is_wait
-    per_op = {
-        name: median(slowest_per_sample(seconds)) / counts[name]
-        for name, field in _PASSES.items()
-        if counts[name] and (seconds := getattr(record.training, field))
-    }
+    per_op = {n: time_s / counts[n] for n, time_s in _passes_s(record).items() if counts[n]}
     return lambda op: per_op.get(pass_of(op.phase), 0.0)
 
 
@@ -399,3 +398,56 @@ def _clock_and_power(record: Measured) -> tuple[float, float] | None:
     state = record.telemetry[0] if record.telemetry else Telemetry()
     clock_hz, watts = state.clock_hz, state.mean_power_w
     return (clock_hz, watts) if clock_hz and watts and state.energy_j else None
+
+
+def is_like(measured: TrainCase, case: TrainCase) -> bool:
+    """Return whether costs of the measured case are those of this case, or scale to them."""
+    return not _differences(measured, case)
+
+
+def _differences(measured: TrainCase, case: TrainCase) -> list[str]:
+    """Return the options in which costs of the measured case are not those of this case."""
+    model = case.model.with_layers(measured.model.num_layers)
+    pairs = (
+        (case, measured, {f.name for f in fields(case)}.difference(_SCALED)),
+        (case.parallel, measured.parallel, ("tp", "cp", "ep")),
+        (model, measured.model, {f.name for f in fields(model)} - _MODEL_SCALED),
+    )
+    different = [
+        "model" if own is model else _OPTIONS.get(name, name)
+        for own, other, names in pairs
+        for name in sorted(names)
+        if getattr(own, name) != getattr(other, name)
+    ]
+    return list(dict.fromkeys(different))
+
+
+def _distance(measured: TrainCase, case: TrainCase) -> tuple[bool, bool, bool, int]:
+    """Return how far the measured case is from the case; the smallest is the best."""
+    return (
+        measured.model.seq_len != case.model.seq_len,
+        measured.mbs != case.mbs,
+        measured.parallel != case.parallel,
+        measured.model.num_layers,
+    )
+
+
+def missing_profile(steps: Iterable[Measured], case: TrainCase) -> str:
+    """Return the rule that a run breaks in which no profiled step is like the case."""
+    allowed = f"a run with a profile of {case.model.name} {case.strategy}"
+    profiled = [record.train for record in steps if record.training and record.training.traces]
+    if profiled:
+        best = min((_differences(other, case) for other in profiled), key=len)
+        shown = [*best[:_MOST_SHOWN], "..."] if len(best) > _MOST_SHOWN else best
+        allowed += f" (its profile differs in {', '.join(shown)})"
+    return f"{allowed}; stepmark calibrate measures one"
+
+
+def nearest_profile(steps: Iterable[Measured], case: TrainCase) -> Measured | None:
+    """Return the profiled step whose costs are used for the case; None: there is none."""
+    candidates = [
+        record
+        for record in steps
+        if record.training and record.training.traces and is_like(record.train, case)
+    ]
+    return min(candidates, key=lambda record: _distance(record.train, case), default=None)

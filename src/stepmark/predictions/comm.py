@@ -45,49 +45,33 @@ class CommCosts:
         if not num_bytes or group.size < 2:
             return 0.0
         names = _PAIRS if op.collective in (SEND, RECV) else (op.collective,)
-        curves = [curve for name in names for curve in self._curves.get(name, ())]
-        of_level = self._of_level(curves, group)
-        if curves and not of_level:
-            return self._at_another_level(curves, op, group, num_bytes)
-        curves = of_level
+        known = [curve for name in names for curve in self._curves.get(name, ())]
+        # Those over hosts for a group over hosts, else those inside one.
+        spans = self._ranks_per_host is not None and group.reach >= self._ranks_per_host
+        curves = [
+            c
+            for c in known
+            if self._ranks_per_host is None or not c.num_hosts or (c.num_hosts > 1) == spans
+        ]
+        if spans and known and not curves:
+            self.of_one_host.add(op.collective)
         same = [c for c in curves if c.num_ranks == group.size or op.collective in (SEND, RECV)]
         if same:
             time_s, mark = same[0].time_s(num_bytes)
-            self._note(op, Source.MEASURED if mark in (MEASURED, ABOVE) else Source.SCALED)
+            is_measured = mark in (MEASURED, ABOVE)
+            self.sources[op.collective] = Source.MEASURED if is_measured else Source.SCALED
             return time_s
-        if curves:
-            self._note(op, Source.SCALED)
-            return _scaled(curves, op, group, num_bytes)
+        if known:
+            self.sources[op.collective] = Source.SCALED
+            return _scaled(curves or known, op, group, num_bytes)
         link = self._device.link_bytes_per_s if self._device else None
         if link is None:
             if self._device is None:
                 allowed = f"one with {op.collective}, as `stepmark calibrate` measures it"
                 raise ConfigError("calibration", "missing", allowed)
             raise ConfigError("device", self._device.key, "a device whose links are known")
-        self._note(op, Source.ROOFLINE)
+        self.sources[op.collective] = Source.ROOFLINE
         return latency_s(op, group) + op.bus_bytes(group) / (link * _LINK_SHARE)
-
-    def _at_another_level(
-        self, curves: list[Curve], op: CommOp, group: Group, num_bytes: int
-    ) -> float:
-        """Return the time by curves inside a host for a group over hosts, or the reverse."""
-        self._note(op, Source.SCALED)
-        if self._spans_hosts(group):
-            self.of_one_host.add(op.collective)
-        return _scaled(curves, op, group, num_bytes)
-
-    def _spans_hosts(self, group: Group) -> bool:
-        return self._ranks_per_host is not None and group.reach >= self._ranks_per_host
-
-    def _of_level(self, curves: list[Curve], group: Group) -> list[Curve]:
-        """Return the curves over hosts for a group over hosts, else those inside one."""
-        if self._ranks_per_host is None:
-            return curves
-        spans = self._spans_hosts(group)
-        return [c for c in curves if c.num_hosts is None or (c.num_hosts > 1) == spans]
-
-    def _note(self, op: CommOp, source: Source) -> None:
-        self.sources[op.collective] = source
 
 
 def ranks_per_host(curves: Sequence[Curve], link_domain: int) -> int:

@@ -1,4 +1,4 @@
-"""Contention: how much longer work takes while communication runs, from profiled steps.
+"""Contention: how much longer work takes while other work runs, from profiled steps.
 
 Work that takes a seconds alone takes a / (1 - q f) if it is beside other work for the share f
 of this time, which slows it by 1 / (1 - q). Equal work with different shares tells q.
@@ -10,8 +10,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import NamedTuple
 
+from stepmark.cases.comm_curve import Curve
 from stepmark.step.trace_ops import COMPUTE, MeasuredOp, OpTable
-from stepmark.timeline.ledger import Work, work_of
+from stepmark.timeline.ledger import Work, work_of_key
+from stepmark.timeline.trace_columns import RankInfo
+from stepmark.traces.kineto.arrivals import RankParts, matched
+from stepmark.traces.kineto.intervals import clip
 
 _SPREAD = 0.25  # of the shares of equal work, from which its contention is known
 _LEAST, _MOST = -0.2, 0.9  # q; below 0 it is noise, and the mean over all work is about 0
@@ -70,7 +74,7 @@ class Contention:
         ops = []
         for op in table.ops:
             if op.key.kind == COMPUTE:
-                mean = 1 - 1 / self.slowdown.get(_work(op), 1.0)
+                mean = 1 - 1 / self.slowdown.get(work_of_key(op.key), 1.0)
                 added_ns = round(op.overlapped_ns * self.found.get(_equal(op), mean))
                 ops.append(replace(op, time_ns=op.time_ns - added_ns))
             else:
@@ -85,15 +89,40 @@ def contention(tables: Iterable[OpTable]) -> Contention:
     """
     samples: dict[Work, list[Sample]] = defaultdict(list)
     for op in (op for table in tables for op in table.ops if op.key.kind == COMPUTE):
-        samples[_work(op)].append(Sample(_equal(op), op.time_ns, op.overlapped_ns))
+        samples[work_of_key(op.key)].append(Sample(_equal(op), op.time_ns, op.overlapped_ns))
     found = fit(sample for own in samples.values() for sample in own)
     factors = {work: slowdown(own, found) for work, own in samples.items()}
     return Contention(found, {work: each for work, each in factors.items() if each})
 
 
-def _work(op: MeasuredOp) -> Work:
-    return work_of(op.key.name, op.key.role, op.key.phase)
-
-
 def _equal(op: MeasuredOp) -> Hashable:
     return op.key._replace(module="", layer=None), op.kernels
+
+
+def comm_slowdown(
+    by_rank: Mapping[int, tuple[RankInfo, RankParts]], curves: Iterable[Curve]
+) -> float | None:
+    """Return what transfers take longer while computation runs; None: it is not known.
+
+    Counted is the computation of the rank that arrived last. Messages of one collective are
+    equal work in multiples of its curve, which are 1 alone; without a curve, those of one size.
+    """
+    by_name: dict[tuple[str, int | None], Curve] = {
+        (each.collective, each.num_ranks): each for each in curves
+    }
+    samples, scaled = list[Sample](), list[Sample]()
+    alone = set[Sample]()
+    for rank, own in matched(by_rank, lambda _number: True).ranks.items():
+        exposed = by_rank[rank][1].exposed
+        for kind, start, end in own.transfers:
+            name, size = (kind.collective, kind.num_ranks), kind.message_bytes or 0
+            times = end - start, end - start - clip(exposed, start, end).total
+            if curve := by_name.get(name):
+                alone_ns = 1e9 * curve.time_s(size)[0]
+                samples.append(Sample(name, *times))
+                scaled.append(Sample(name, *(time / alone_ns for time in times)))
+                alone.add(Sample(name, 1.0, 0.0))
+            else:
+                samples.append(Sample((*name, size), *times))
+                scaled.append(samples[-1])
+    return slowdown(samples, fit([*scaled, *alone]))

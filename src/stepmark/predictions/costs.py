@@ -15,9 +15,9 @@ from typing import NamedTuple
 from stepmark.model.device import DeviceSpec
 from stepmark.model.ops import Op, Phase
 from stepmark.step.roofline import roofline_time
-from stepmark.step.trace_ops import COMM, MEMORY, OpTable
+from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, OpTable
 from stepmark.step.workload import ComputeOp, Kernel, Workload
-from stepmark.timeline.ledger import Work, work_of, work_of_op
+from stepmark.timeline.ledger import Work, work_in_trace, work_of_key, work_of_op
 from stepmark.timeline.step_cost import OpCost, Source, known_time
 from stepmark.workloads.file_times import FileTimes
 
@@ -93,7 +93,14 @@ class ProfiledCosts:
             for work in Work:
                 amounts[_key(op), work] += _amount(op, work)
         rows = _rows(table)
-        self._named = {key for row in rows for key in self._rates if _is_named(key, row)}
+        self._named = {
+            key
+            for row in rows
+            for key in self._rates
+            if key.module in row.role.split(" | ")
+            and pass_of(key.phase) == pass_of(row.phase)
+            and key.work is row.work
+        }
         for row in rows:
             keys = self._targets(row)
             total = sum(amounts[key, row.work] for key in keys)
@@ -154,12 +161,6 @@ class ProfiledCosts:
         )
 
 
-def _is_named(key: _Key, row: "_Row") -> bool:
-    is_same_pass = pass_of(key.phase) == pass_of(row.phase)
-    is_role = key.module in row.role.split(" | ")
-    return is_role and is_same_pass and key.work is row.work
-
-
 class _Row(NamedTuple):
     """Work of one kind in a place; median over the profiled steps."""
 
@@ -180,7 +181,7 @@ def _rows(table: OpTable) -> list[_Row]:
         if key.kind == COMM:
             continue
         is_copy = key.kind == MEMORY
-        work = Work.COPY if is_copy else work_of(key.name, key.role, key.phase)
+        work = Work.COPY if is_copy else work_of_key(key)
         is_short = work is Work.OPTIMIZER and op.time_ns < _SHORT_NS * op.kernels
         place = (
             *(key.role, None if key.layer is None else 0),
@@ -207,9 +208,14 @@ _ROW_WORKS = (
 )
 
 
-def _work_of_row(name: str) -> Work:
-    works = (work for starts, work in _ROW_WORKS if name.startswith(starts))
-    return next(works, Work.FILE)
+def times_by_work(table: OpTable, *, in_blocks: bool = False) -> dict[Work, float]:
+    """Return the time of a step's kernels by kind of work; of those in transformer blocks."""
+    times: dict[Work, float] = {}
+    for op in table.ops:
+        if op.key.kind == COMPUTE and not (in_blocks and op.key.layer is None):
+            work = work_of_key(op.key)
+            times[work] = times.get(work, 0.0) + op.time_ns * 1e-9 / len(table.steps)
+    return times
 
 
 def file_cost(op: ComputeOp, *, has_rows: bool = False) -> OpCost | None:
@@ -217,11 +223,11 @@ def file_cost(op: ComputeOp, *, has_rows: bool = False) -> OpCost | None:
 
     has_rows: operations are rows of SimAI's text.
     """
-    time_s, work = known_time(op), work_of_op(op)
+    time_s = known_time(op)
+    work = work_in_trace(op)
     if has_rows:
-        work = _work_of_row(op.module)
-    elif isinstance(op.op, Kernel):
-        work = work_of(op.op.name, op.module, op.phase)  # by its name in a trace
+        works = (own for starts, own in _ROW_WORKS if op.module.startswith(starts))
+        work = next(works, Work.FILE)
     return None if time_s is None else OpCost(time_s={work: time_s}, source=Source.FILE)
 
 

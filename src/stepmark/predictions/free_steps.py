@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from stepmark.predictions.program import Program
-from stepmark.predictions.step_events import Lane, Step
-from stepmark.predictions.works import Busy, Call, Segment
+from stepmark.predictions.step_events import Lane, Meetings, Step
+from stepmark.predictions.works import Busy, Segment
 
 
 def is_serial(programs: Iterable[Program]) -> bool:
@@ -42,7 +42,7 @@ class FreeSteps:
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.lanes = [Lane(stage, program, False) for stage, program in enumerate(programs)]
-        self._meetings: dict[object, list[_Side]] = {}  # sides of transfers between stages
+        self._meetings = Meetings[_Side]()
 
     def run(self, num_steps: int) -> bool:
         """Run so many steps; False: stages wait for one another."""
@@ -101,23 +101,15 @@ class FreeSteps:
             if isinstance(work, Segment):
                 ends[item] = start + work.total_s
             else:
-                self._call(lane, step, item, work)
+                parts = _Parts(lane, step, item, len(work.parts))
+                for part, ordinal in zip(work.parts, program.ordinals[item], strict=True):
+                    key = part.key, number, ordinal
+                    if sides := self._meetings.join(part, key, (parts, part.time_s)):
+                        _transfer(sides)
             count += 1
         while any(map(math.isnan, ends)):
             yield count
             count = 0
-
-    def _call(self, lane: Lane, step: Step, item: int, call: Call) -> None:
-        parts = _Parts(lane, step, item, len(call.parts))
-        for part, ordinal in zip(call.parts, lane.program.ordinals[item], strict=True):
-            if part.key is None:
-                _transfer([(parts, part.time_s)])
-                continue
-            key = part.key, step.number, ordinal
-            sides = self._meetings.setdefault(key, [])
-            sides.append((parts, part.time_s))
-            if len(sides) == part.num_stages:
-                _transfer(self._meetings.pop(key))
 
 
 def _transfer(sides: Sequence[_Side]) -> None:

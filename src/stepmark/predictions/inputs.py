@@ -83,8 +83,12 @@ def changed(inputs: Inputs, changes: Mapping[str, float]) -> Inputs:
     """Return the inputs with another device, as --what-if has it. Raises ConfigError."""
     if not changes:
         return inputs
-    cost_of, device = first_of(inputs.compute), inputs.device
-    faster = device and _faster(device, changes)
+    cost_of, device, faster = first_of(inputs.compute), inputs.device, None
+    if device:
+        flops = changes.get("flops", 1.0)
+        bandwidth = device.hbm_bytes_per_s and changes.get("hbm", 1.0) * device.hbm_bytes_per_s
+        peaks = {dtype: flops * peak for dtype, peak in device.peak_flops_per_s.items()}
+        faster = replace(device, hbm_bytes_per_s=bandwidth, peak_flops_per_s=peaks)
 
     def cost(op: ComputeOp) -> OpCost | None:
         found = cost_of(op)
@@ -104,13 +108,6 @@ def changed(inputs: Inputs, changes: Mapping[str, float]) -> Inputs:
         link=changes.get("link", 1.0),
         power=_changed_power(inputs.power, changes),
     )
-
-
-def _faster(device: DeviceSpec, changes: Mapping[str, float]) -> DeviceSpec:
-    flops = changes.get("flops", 1.0)
-    peaks = {dtype: flops * peak for dtype, peak in device.peak_flops_per_s.items()}
-    bandwidth = device.hbm_bytes_per_s and changes.get("hbm", 1.0) * device.hbm_bytes_per_s
-    return replace(device, hbm_bytes_per_s=bandwidth, peak_flops_per_s=peaks)
 
 
 def _factor(

@@ -58,8 +58,7 @@ def fit(
         for work, reading in ((Work.MATMUL, product), (Work.ATTENTION, attention))
     }
     memory_bound_w = _MEMORY_BOUND * (copy_w - idle_w)
-    for work in (Work.ELEMENTWISE, Work.LOSS, Work.OPTIMIZER):
-        dynamic_w[work] = memory_bound_w
+    dynamic_w |= dict.fromkeys((Work.ELEMENTWISE, Work.LOSS, Work.OPTIMIZER), memory_bound_w)
     is_limited = slowdown > _LEAST_SLOWDOWN
     sustained_w = attention.sustained_w - idle_w
     return PowerModel(

@@ -64,8 +64,10 @@ def predicted(options: PredictOptions, workload: Workload | None = None) -> Pred
 def predict(inputs: Inputs) -> Prediction:
     """Return the prediction of a step. Raises ConfigError."""
     workload, file, power = inputs.workload, inputs.file, inputs.power
-    (costs, comm), issued = _costs(inputs), file.issued if file else workload.issued()
-    computed, step, clock = total(issued, costs), simulate(workload, costs), None
+    costs, comm = _costs(inputs)
+    issued = file.issued if file else workload.issued()
+    computed = total(issued, costs)
+    step, clock = simulate(workload, costs), None
     if power:
         rate = computed.product_flops_per_s
         step, clock = at_clock(workload, costs, power, rate, step)
@@ -82,9 +84,7 @@ def predict(inputs: Inputs) -> Prediction:
     prediction = Prediction(
         inputs=inputs,
         step=step,
-        slowdown=clock.slowdown if clock else 0.0,
-        clock_hz=clock.clock_hz if clock else None,
-        power_w=clock.power_w if clock else None,
+        clock=clock,
         sources=computed.sources,
         comm_sources=comm.sources,
         unknown=computed.unknown,
@@ -147,9 +147,10 @@ def _effects(
         others = {other: value for other, value in changes.items() if other != name}
         if predict(changed(inputs, others)).step_s == prediction.step_s:
             yield f"--what-if {name} has no effect on this step"
-    if "power" in changes and prediction.slowdown == 0.0 and prediction.clock_hz:
-        clock = f"{prediction.clock_hz / 1e6:.0f} MHz"
-        yield f"below the power limit kernels are those of the calibration, at about {clock}"
+    clock = prediction.clock
+    if "power" in changes and clock and clock.slowdown == 0.0:
+        text = "below the power limit kernels are those of the calibration, at about"
+        yield f"{text} {clock.clock_hz / 1e6:.0f} MHz"
 
 
 def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:

@@ -17,10 +17,9 @@ from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
 from stepmark.predictions.calibrate import HOST
-from stepmark.predictions.calibration import calibrated
+from stepmark.predictions.calibration import calibrated, nearest_profile
 from stepmark.predictions.costs import sources
 from stepmark.predictions.inputs import Inputs, no_host
-from stepmark.predictions.likeness import is_like
 from stepmark.predictions.predict_options import PredictOptions
 from stepmark.step.workload import Workload
 from stepmark.store.reader import find_run, list_runs, read_info, read_records
@@ -50,7 +49,8 @@ def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inpu
         return _of_workload(options, workload, file or "")
     base = find_run(options.runs, options.from_run) if options.from_run else None
     here = _machine(options, base)
-    train = _train_options(options, base)
+    own = _options_of_run(base, options) if base else {}
+    train = TrainOptions(**{**own, **given_options(options)})
     case = _case(options, train, here)
     path = _calibration(options, here, case, base)
     device = find_device(here.name)
@@ -227,14 +227,6 @@ def _machine(options: PredictOptions, base: Path | None) -> Machine:
     )
 
 
-def _train_options(options: PredictOptions, base: Path | None) -> TrainOptions:
-    """Return the options of the step; those that are not given are the run's."""
-    given = given_options(options)
-    if base is None:
-        return TrainOptions(**given)
-    return TrainOptions(**{**_options_of_run(base, options), **given})
-
-
 def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainCase:
     """Return the case of these options. Raises ConfigError for none or several."""
     if options.gbs is not None:
@@ -292,12 +284,11 @@ def _one_of(steps: list[TrainCase], base: Path, given: PredictOptions) -> dict[s
     kept = [_kept(options, given) for options in named or of_all]
     if any(options != kept[0] for options in kept):
         values = [_kept(each, None) for each in of_all]
-        words = (
-            shlex.join(
-                argv(TrainOptions(**{n: v for n, v in own.items() if _differs(n, values)}))
-            )
+        different = (
+            {n: v for n, v in own.items() if any(other.get(n) != v for other in values)}
             for own in values
         )
+        words = (shlex.join(argv(TrainOptions(**own))) for own in different)
         allowed = "a run of one step, or with the options of one of its steps"
         raise ConfigError("from-run", base.name, f"{allowed}: {'; '.join(words)}")
     return kept[0]
@@ -306,10 +297,6 @@ def _one_of(steps: list[TrainCase], base: Path, given: PredictOptions) -> dict[s
 def step_words(case: TrainCase) -> tuple[str, ...]:
     """Return the options that make `predict` predict this step, as words."""
     return tuple(argv(TrainOptions(**_kept(options_of(case), None))))
-
-
-def _differs(name: str, values: list[dict[str, Any]]) -> bool:
-    return any(own.get(name) != values[0].get(name) for own in values)
 
 
 def _names(options: TrainOptions | PredictOptions) -> tuple[str, ...]:
@@ -342,13 +329,8 @@ def _calibration(
     for path in sorted(list_runs(options.runs), reverse=True):
         with contextlib.suppress(ConfigError):  # damaged, or of another device
             _check_device(read_info(path), here)
-            if any(
-                isinstance(record, Measured)
-                and record.training
-                and record.training.traces
-                and is_like(record.train, case)
-                for record in read_records(path)
-            ):
+            steps = (each for each in read_records(path) if isinstance(each, Measured))
+            if nearest_profile(steps, case) is not None:
                 return path
     return None
 

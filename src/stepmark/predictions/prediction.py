@@ -1,6 +1,6 @@
 """A predicted step, and all that is derived from it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
@@ -10,6 +10,7 @@ from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.simulation import SteadyStep
+from stepmark.predictions.step import Clock
 from stepmark.step.tree import stage_of_case
 from stepmark.step.workload_stages import missing_pipeline
 from stepmark.step_memory import memory
@@ -19,6 +20,10 @@ from stepmark.timeline.step_cost import Source
 from stepmark.training import train_plan
 
 HOST = "the host"
+_UNCERTAIN_MEMORY = (  # docs/prediction.md
+    "memory may run out, and torch's allocator then frees its cache in every step: "
+    "one such step took 2.4 times its predicted time"
+)
 _ORDER = {group: index for index, group in enumerate(Group)}
 
 
@@ -41,17 +46,14 @@ class StepMemory:
 class Prediction:
     """A predicted step of every pipeline stage.
 
-    slowdown: of attention, as log; 0 at full clock. clock_hz, power_w: means over the step of
-    one device; None where no power was measured. sources, comm_sources: seconds of compute by
+    clock: and power; None where none was measured. sources, comm_sources: seconds of compute by
     origin, and that of messages by collective. unknown: as of Total. spans_hosts: ranks of
     several hosts communicate by the costs of one. notes: how far it is to be trusted.
     """
 
     inputs: Inputs
     step: SteadyStep
-    slowdown: float = 0.0
-    clock_hz: float | None = None
-    power_w: float | None = None
+    clock: Clock | None = None
     sources: Mapping[Source, float] = field(default_factory=dict)
     comm_sources: Mapping[str, Source] = field(default_factory=dict)
     unknown: Mapping[str, bool] = field(default_factory=dict)
@@ -126,12 +128,14 @@ class Prediction:
         tokens = case.tokens_per_step * case.grad_accum if case else None
         flops = per_token(case) if case else None
         tokens_per_s = tokens / step_s if tokens else None
-        energy_j = self.power_w and self.power_w * step_s
+        power_w = self.clock and self.clock.power_w
+        energy_j = power_w and power_w * step_s
 
         def rate(flops_per_token: float, unit: float, scale: float = 1.0) -> float | None:
             """Return the FLOP/s of each rank in this unit."""
             return tokens_per_s and scale * tokens_per_s * flops_per_token / num_ranks / unit
 
+        is_uncertain = self.memory is not None and self.memory.verdict == "uncertain"
         pipeline_is_known = case is not None or not missing_pipeline(inputs.workload)
         return {
             "name": inputs.name,
@@ -162,23 +166,15 @@ class Prediction:
             "exposed_comm_s": step.part_s(TRANSFER),
             "contention_s": step.part_s(CONTENTION),
             "num_kernels": round(step.num_kernels),
-            "clock_hz": self.clock_hz,
-            "power_w": self.power_w,
+            "clock_hz": self.clock and self.clock.clock_hz,
+            "power_w": power_w,
             "energy_j": energy_j,
             "energy_per_token_j": energy_j and tokens and energy_j * num_ranks / tokens,
             "sources_s": {str(source): time_s for source, time_s in self.sources.items()},
             "ledger": self.rows(),
             "ledger_parts": self.part_rows(),
-            "notes": [*self.notes, *self._memory_notes()],
+            "notes": [*self.notes, _UNCERTAIN_MEMORY] if is_uncertain else [*self.notes],
         }
-
-    def _memory_notes(self) -> Iterator[str]:
-        """Yield what uncertain memory means for the time (docs/prediction.md)."""
-        if self.memory and self.memory.verdict == "uncertain":
-            yield (
-                "memory may run out, and torch's allocator then frees its cache in every step: "
-                "one such step took 2.4 times its predicted time"
-            )
 
 
 def shares_pct(ledger: Ledger) -> dict[str, float]:

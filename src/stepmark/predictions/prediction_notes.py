@@ -33,19 +33,18 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
 
 def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:
     """Yield the operations without a time, and those without one in some of their passes."""
-    untimed = [name for name, is_untimed in unknown.items() if is_untimed]
-    partly = [name for name, is_untimed in unknown.items() if not is_untimed]
-    if untimed:
-        names = first_few(untimed)
-        yield f"{len(untimed)} operations have no known cost and take no time: {names}"
-    if partly:
-        names = first_few(partly)
-        yield f"{len(partly)} operations have a known cost in some passes only: {names}"
+    for is_untimed, text in (
+        (True, "have no known cost and take no time"),
+        (False, "have a known cost in some passes only"),
+    ):
+        if names := [name for name, own in unknown.items() if own is is_untimed]:
+            yield f"{len(names)} operations {text}: {first_few(names)}"
 
 
 def first_few(names: Collection[str]) -> str:
     """Return the first names."""
-    return ", ".join(list(names)[:5]) + (", ..." if len(names) > 5 else "")
+    shown = [*names][:5]
+    return ", ".join([*shown, "..."] if len(names) > 5 else shown)
 
 
 def by_sheet(device: str) -> str:

@@ -7,7 +7,6 @@ from stepmark.predictions import prediction_text as text
 from stepmark.predictions.ledger_page import picture, stages
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.tables.page import (
-    Html,
     Page,
     Section,
     definitions,
@@ -35,6 +34,13 @@ def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
     if shape := text.step_text(document):
         lead += f": {shape}"
     one_stage = len(ledgers) == 1
+    total_s = sum(document["sources_s"].values())
+    shares = (f"{s / total_s:.1%} {name}" for name, s in document["sources_s"].items() if s)
+    sources = {
+        "calibration": document["calibration"] or "none",
+        "compute time": ", ".join(shares),
+    }
+    notes = [items(document["notes"])] if document["notes"] else []
     return Page(
         title=f"Prediction: {document['name']}",
         lead=lead,
@@ -42,19 +48,7 @@ def page(document: Mapping[str, Any], step: SteadyStep) -> Page:
             Section("Prediction", [definitions(results.items()), *warnings]),
             picture(ledgers, ("predicted",), "the step") if one_stage else stages(ledgers),
             *streams(bars(step.timeline()), _NOTE, "stage"),
-            Section("Sources and notes", _sources(document)),
+            Section("Sources and notes", [definitions(sources.items()), *notes]),
             Section("Lines", [preformatted(*text.ledger_lines(document), is_table=True)]),
         ],
     )
-
-
-def _sources(document: Mapping[str, Any]) -> list[Html]:
-    """Return where costs are from, and the notes."""
-    total = sum(document["sources_s"].values())
-    shares = {name: time_s / total for name, time_s in document["sources_s"].items() if time_s}
-    pairs = [
-        ("calibration", document["calibration"] or "none"),
-        ("compute time", ", ".join(f"{share:.1%} {name}" for name, share in shares.items())),
-    ]
-    notes = [items(document["notes"])] if document["notes"] else []
-    return [definitions(pairs), *notes]

@@ -51,7 +51,13 @@ LEDGER_COLUMNS = (
 def ledger_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the ledger of each stage as a table; of many stages those that differ most."""
     table: list[dict[str, Any]] = [*document["ledger"]]
-    num_stages, shown = 1 + max(row["stage"] for row in table), _stages_shown(document)
+    waiting_ns = dict.fromkeys((row["stage"] for row in table), 0)
+    shown, num_stages = set(waiting_ns), len(waiting_ns)
+    if num_stages > _MOST_STAGES:
+        waits = [row for row in document["ledger_parts"] if row["part"] == WAITING]
+        waiting_ns |= {row["stage"]: row["time_ns"] for row in waits}
+        least = min(waiting_ns, key=waiting_ns.__getitem__)
+        shown = {min(shown), least, max(shown)}
     step_ns = document["step_s"] * 1e9
     for row in document["ledger_parts"]:  # after the lines of their stage
         if row["part"] == TRANSFER:  # the rest of exposed communication
@@ -67,15 +73,6 @@ def ledger_lines(document: Mapping[str, Any]) -> Iterator[str]:
             f"{len(shown)} of {num_stages} stages: the first, the last, and that which waits "
             "least; --csv and --json have all"
         )
-
-
-def _stages_shown(document: Mapping[str, Any]) -> set[int]:
-    stages = dict.fromkeys((row["stage"] for row in document["ledger"]), 0)
-    if len(stages) <= _MOST_STAGES:
-        return set(stages)
-    waits = [row for row in document["ledger_parts"] if row["part"] == WAITING]
-    waiting_ns = stages | {row["stage"]: row["time_ns"] for row in waits}
-    return {min(stages), min(stages, key=lambda stage: waiting_ns[stage]), max(stages)}
 
 
 def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

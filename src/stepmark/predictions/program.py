@@ -87,11 +87,6 @@ class Program:
         return any(dep >= other and self.streams[dep] == stream for dep in self.deps[item])
 
 
-def _moved(placed: Iterable[Placed], layer: int, microbatch: int) -> Iterator[Placed]:
-    for work, own, mb in placed:
-        yield work, layer + own, microbatch + mb
-
-
 class Compiler:
     """Compiles the stages of a workload. Costs are those of operations with relative layers.
 
@@ -126,20 +121,23 @@ class Compiler:
         placed = self._placed(items[:place], stage)
         bounds: list[int] = []
         if repeated:
-            body = self._block(repeated.block, stage)
             first = len(placed)
-            bounds = [first + len(body) * index for index in range(repeated.times + 1)]
-            for layer, microbatch in repeated.places(0, 0):
-                placed += _moved(body, layer, microbatch)
+            placed += self._repeated(repeated, stage)
+            size = (len(placed) - first) // repeated.times
+            bounds = [first + size * index for index in range(repeated.times + 1)]
             placed += self._placed(items[place + 1 :], stage)
         program = self._linked(placed)
         program.bounds = bounds
         return program
 
-    def _block(self, name: str, stage: int) -> list[Placed]:
-        if (name, stage) not in self._blocks:
-            self._blocks[name, stage] = self._placed(self._workload.blocks[name], stage)
-        return self._blocks[name, stage]
+    def _repeated(self, run: Run, stage: int) -> Iterator[Placed]:
+        """Yield the Segments and Calls of a block as often as it runs; it is compiled once."""
+        key = run.block, stage
+        if key not in self._blocks:
+            self._blocks[key] = self._placed(self._workload.blocks[run.block], stage)
+        for layer, microbatch in run.places(0, 0):
+            for work, own, mb in self._blocks[key]:
+                yield work, layer + own, microbatch + mb
 
     def _placed(self, items: Block, stage: int) -> list[Placed]:
         """Return the Segments and Calls of a block's items."""
@@ -148,9 +146,7 @@ class Compiler:
         for item in items:
             if isinstance(item, Run):
                 self._close(placed, pending, stage)
-                body = self._block(item.block, stage)
-                for layer, microbatch in item.places(0, 0):
-                    placed += _moved(body, layer, microbatch)
+                placed += self._repeated(item, stage)
                 continue
             if pending and not self._continues(pending[-1], item):
                 self._close(placed, pending, stage)
@@ -182,7 +178,10 @@ class Compiler:
             return
         computes = [op for op in pending if isinstance(op, ComputeOp)]
         if computes:
-            op_costs = [self._cost(op) for op in computes]
+            for op in computes:
+                if id(op) not in self._op_costs:
+                    self._op_costs[id(op)] = _WAIT if op.is_wait else self._costs.compute(op)
+            op_costs = [self._op_costs[id(op)] for op in computes]
             work: Segment | Call = Segment(computes, op_costs, self._costs, self._clock)
         else:
             work = self._call([op for op in pending if isinstance(op, CommOp)], stage)
@@ -192,13 +191,6 @@ class Compiler:
             work.leads = not any(op.name in self._awaited for op in work.named)
         placed.append((work, 0, 0))
         pending.clear()
-
-    def _cost(self, op: ComputeOp) -> OpCost:
-        if op.is_wait:
-            return _WAIT
-        if id(op) not in self._op_costs:
-            self._op_costs[id(op)] = self._costs.compute(op)
-        return self._op_costs[id(op)]
 
     def _call(self, ops: list[CommOp], stage: int) -> Call:
         """Return a call; sends and receipts inside a stage run at the same time."""

@@ -14,9 +14,8 @@ from functools import cached_property, partial
 from stepmark.ground.errors import ConfigError
 from stepmark.predictions.free_steps import FreeSteps, is_serial
 from stepmark.predictions.program import Compiler, Program
-from stepmark.predictions.spans import spans
+from stepmark.predictions.stage_times import seconds_of, spans
 from stepmark.predictions.step_events import MOST_STEPS, Lane, Simulator, Step
-from stepmark.predictions.step_lines import seconds_of
 from stepmark.predictions.works import Call, Clock
 from stepmark.step.workload import Workload
 from stepmark.step.workload_stages import num_steady, shortened, steady_runs
@@ -116,18 +115,21 @@ def _found(
 ) -> "SteadyStep":
     if isinstance(simulator, FreeSteps):
         simulator.record(number)
-    return SteadyStep(simulator, number, less, period_s)
+    return SteadyStep(simulator.lanes, number, less, period_s)
 
 
 def _deadlock(lanes: Sequence[Lane]) -> str:
-    waiting = []
-    for lane in lanes:
-        for stream in lane.streams:
-            if stream.step is not None and stream.place < len(stream.items):
-                work = lane.program.works[stream.items[stream.place]]
-                if isinstance(work, Call):
-                    op = work.ops[0]
-                    waiting.append(f"stage {lane.stage} for {op.collective} ({op.module})")
+    next_works = (
+        (lane, lane.program.works[stream.items[stream.place]])
+        for lane in lanes
+        for stream in lane.streams
+        if stream.step is not None and stream.place < len(stream.items)
+    )
+    waiting = [
+        f"stage {lane.stage} for {work.ops[0].collective} ({work.ops[0].module})"
+        for lane, work in next_works
+        if isinstance(work, Call)
+    ]
     return f"one whose stages do not wait for each other: {', '.join(waiting[:3])}"
 
 
@@ -181,19 +183,14 @@ def _main_end(lane: Lane, number: int, bound: int) -> float:
 class SteadyStep:
     """One steady step of all pipeline stages that was simulated. number: of the simulated ones.
 
-    less: repetitions of its steady state that are left out, each of period_s.
+    lanes: the stages. less: repetitions of its steady state left out, each of period_s.
     """
 
-    simulator: Simulator | FreeSteps
+    lanes: Sequence[Lane]
     number: int
     less: int
     period_s: float
     is_host_bound: bool = False
-
-    @property
-    def lanes(self) -> Sequence[Lane]:
-        """Return the stages."""
-        return self.simulator.lanes
 
     def start(self, lane: Lane) -> float:
         """Return when the step begins on a stage."""
@@ -255,7 +252,10 @@ class SteadyStep:
     @property
     def num_kernels(self) -> float:
         """Return the kernels of the slowest stage."""
-        return _num_kernels(self.lanes[self.slowest], self.less)
+        program = self.lanes[self.slowest].program
+        counts = [work.num_kernels for work in program.works]
+        more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if self.less else 0.0
+        return sum(counts) + self.less * more
 
     def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
         """Return the ledger of a step, and in how many ns messages move.
@@ -308,10 +308,3 @@ def _host_period(lane: Lane) -> float:
         return 0.0
     begins = [*program.begins, program.host_s]
     return begins[program.bounds[-1]] - begins[program.bounds[-2]]
-
-
-def _num_kernels(lane: Lane, less: int) -> float:
-    program = lane.program
-    counts = [work.num_kernels for work in program.works]
-    more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if less else 0.0
-    return sum(counts) + less * more

@@ -9,11 +9,12 @@ import heapq
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from stepmark.predictions.program import Program
-from stepmark.predictions.works import Busy, Call, Part, Segment
+from stepmark.predictions.works import Busy, Part, Segment
 
+T = TypeVar("T")
 _AHEAD = 2  # steps of the host before the device (training/loop.py)
 _MAIN = 0  # the stream COMPUTE
 MOST_STEPS = 32  # of a stage
@@ -105,6 +106,22 @@ class _Side(NamedTuple):
     part: Part
 
 
+class Meetings(Generic[T]):
+    """Sides of transfers between stages, which begin when all stages are there."""
+
+    def __init__(self) -> None:
+        self._sides: dict[object, list[T]] = {}
+
+    def join(self, part: Part, key: object, side: T) -> list[T]:
+        """Return the sides of the transfer that begins; none while a stage is awaited."""
+        sides = self._sides.setdefault(key, []) if part.key is not None else []
+        sides.append(side)
+        if len(sides) < part.num_stages:
+            return []
+        self._sides.pop(key, None)
+        return sides
+
+
 class Simulator:
     """Simulates steps until `run` returns. hosts: stages whose items wait for their issue."""
 
@@ -118,7 +135,7 @@ class Simulator:
         self._comm_slowdown = comm_slowdown
         self._heap: list[tuple[float, int, Lane, _Stream | _Transfer]] = []
         self._count = 0
-        self._meetings: dict[object, list[_Side]] = {}
+        self._meetings = Meetings[_Side]()
         for lane in self.lanes:
             lane.streams = [_Stream(items) for items in lane.program.queues]
             self._begin_step(lane)
@@ -195,7 +212,12 @@ class Simulator:
         if isinstance(work, Segment):
             self._compute(lane, stream, step, item, work)
         else:
-            self._call(lane, step, item, work)
+            lane.parts_left[step.number, item] = len(work.parts)
+            ordinals = lane.program.ordinals[item]
+            for part, ordinal in zip(work.parts, ordinals, strict=True):
+                key, side = (part.key, step.number, ordinal), _Side(lane, step, item, part)
+                if sides := self._meetings.join(part, key, side):
+                    self._transfer(sides)
 
     def _has_next(self, lane: Lane, stream: _Stream) -> bool:
         """Return whether a stream has another item, in this step or the next one."""
@@ -304,21 +326,6 @@ class Simulator:
         for _, other in dependents:
             self._start(lane, lane.streams[program.streams[other]])
 
-    def _call(self, lane: Lane, step: Step, item: int, call: Call) -> None:
-        lane.parts_left[step.number, item] = len(call.parts)
-        ordinals = lane.program.ordinals[item]
-        for part, ordinal in zip(call.parts, ordinals, strict=True):
-            side = _Side(lane, step, item, part)
-            if part.key is None:
-                self._transfer([side])
-                continue
-            key = part.key, step.number, ordinal
-            meeting = self._meetings.setdefault(key, [])
-            meeting.append(side)
-            if len(meeting) == part.num_stages:
-                del self._meetings[key]
-                self._transfer(meeting)
-
     def _transfer(self, sides: list[_Side]) -> None:
         time_s = max(side.part.time_s for side in sides)
         transfer = _Transfer(time_s, self.now, self.now, sides)
@@ -347,14 +354,11 @@ class Simulator:
             lane.parts_left[key] -= 1
             if not lane.parts_left[key]:
                 del lane.parts_left[key]
-                self._end_call(lane, step, item)
+                stream = lane.streams[lane.program.streams[item]]
+                stream.is_busy = False
+                self._end_item(lane, stream, step)
         for side in transfer.sides[:-1]:
             self._settle(side.lane)
-
-    def _end_call(self, lane: Lane, step: Step, item: int) -> None:
-        stream = lane.streams[lane.program.streams[item]]
-        stream.is_busy = False
-        self._end_item(lane, stream, step)
 
     def _settle(self, lane: Lane) -> None:
         """Slow down or speed up what runs, where other work began or ended."""

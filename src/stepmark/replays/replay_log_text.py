@@ -9,8 +9,8 @@ import numpy as np
 
 from stepmark.cases.comm_curve import Curve
 from stepmark.ground.units import format_bytes, format_time
-from stepmark.replays import replay_ranks, replay_text
-from stepmark.replays.replay_text import Row
+from stepmark.replays import replay_rows
+from stepmark.replays.replay_rows import Row
 from stepmark.step.workload import Workload
 from stepmark.tables.columns import (
     BYTES,
@@ -85,7 +85,7 @@ class ReplayLog:
     @cached_property
     def comm_logs(self) -> list[Row]:
         """Return a row per message of a step, medians over the passes."""
-        return replay_text.operation_rows(self.workload, self.spans[..., 1])
+        return replay_rows.operation_rows(self.workload, self.spans[..., 1])
 
     @property
     def comm_log_each_epoch(self) -> "Floats":
@@ -103,27 +103,26 @@ class ReplayLog:
     @cached_property
     def iterations(self) -> Row:
         """Return the iterations with median, jitter and outliers."""
-        blocked = self.blocked_s
         return {
             "warmups": self.num_warmups,
-            **replay_text.iterations(self.seconds.tolist(), blocked),
+            **replay_rows.iterations(self.seconds.tolist(), self.blocked_s),
             "step_of_trace_s": self.step_of_trace_s,
         }
 
     @cached_property
     def messages(self) -> list[Row]:
         """Return a row per pass, collective, group, type and size."""
-        return replay_text.summary_rows(self.workload, self.spans[..., 1], self.curves)
+        return replay_rows.summary_rows(self.workload, self.spans[..., 1], self.curves)
 
     @cached_property
     def phases(self) -> list[Row]:
         """Return computation and messages of each rank in each pass of the step."""
-        return replay_ranks.phase_rows(self.workload, self.spans, self.event_s)
+        return replay_rows.phase_rows(self.workload, self.spans, self.event_s)
 
     @cached_property
     def arrivals(self) -> list[Row]:
         """Return how often each rank was the last to come to a collective."""
-        return replay_ranks.arrival_rows(self.workload, self.spans[..., 1])
+        return replay_rows.arrival_rows(self.workload, self.spans[..., 1])
 
     @property
     def _slowest_rank(self) -> Row:
@@ -154,7 +153,7 @@ class ReplayLog:
 
     def timeline(self) -> Timeline:
         """Return the timed operations of the last pass."""
-        spans = list(replay_ranks.spans_of(self.workload, self.spans))
+        spans = list(replay_rows.spans_of(self.workload, self.spans))
         return Timeline(spans, (0, max((span.end_ns for span in spans), default=0)))
 
     def document(self) -> Row:
@@ -206,5 +205,5 @@ class ReplayLog:
             if row["rank"] == slowest["rank"]
         ]
         yield from Table(own, _PHASE_COLUMNS).text()
-        if sentence := replay_ranks.slow_rank(self.arrivals):
+        if sentence := replay_rows.slow_rank(self.arrivals):
             yield f"slow rank   {sentence}"

@@ -43,7 +43,12 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
     case, replayed = record.case, record.replay
     assert isinstance(case, ReplayCase)
     assert replayed is not None
-    plan = plans.read(path)
+    plan, file = plans.read(path), path / TRACES / replayed.spans
+    try:
+        spans: np.ndarray = np.load(file, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError("replay", file, f"a file of times ({reason})") from None
     workload = native.decode(plan.workload.encode())
     step_s = workload.settings.get(file_times.STEP)
     is_whole = case.compute is Compute.SLEEP and not (case.shrunk_from or case.compute_from)
@@ -51,7 +56,7 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
     return ReplayLog(
         workload=workload,
         seconds=np.array(record.samples.seconds),
-        spans=_spans(path / TRACES / replayed.spans),
+        spans=spans,
         blocked_s=replayed.blocked_s,
         event_s=replayed.event_s,
         num_warmups=plan.how.replay.warmups,
@@ -61,12 +66,3 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
         curves=curves or run_curves(path),
         step_of_trace_s=step_s if is_whole and isinstance(step_s, float) else None,
     )
-
-
-def _spans(file: Path) -> np.ndarray:
-    try:
-        spans: np.ndarray = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError("replay", file, f"a file of times ({reason})") from None
-    return spans

@@ -23,7 +23,6 @@ from stepmark.measuring.measure import measure_or_list
 from stepmark.model.collectives import FACTS
 from stepmark.operators import op_plan
 from stepmark.replays import replay_log_verb
-from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.replays.replay_options import ReplayOptions
 from stepmark.replays.replay_page import page
 from stepmark.replays.stand_in import stand_ins
@@ -68,7 +67,9 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
     workload = _on(original, num_ranks, options)
     workload = _with_times(workload, options, compute, notes)
     if compute is Compute.REAL:
-        notes.append(_stand_ins(workload, machine))
+        counts = stand_ins(workload, Compute.REAL, op_plan.capabilities(machine))
+        texts = [f"{counts[name]} {text}" for name, text in _STAND_INS.items() if counts[name]]
+        notes.append(f"of {counts.total()} distinct computations {'; '.join(texts)}")
     _check_pace(workload, options)
     case, text = case_of(workload, replace(options, compute=compute), machine)
     if workload.world_size < original.world_size:
@@ -188,13 +189,6 @@ _STAND_INS = {
 }
 
 
-def _stand_ins(workload: Workload, machine: Machine) -> str:
-    """Return what runs for the computations of --compute real."""
-    counts = stand_ins(workload, Compute.REAL, op_plan.capabilities(machine))
-    texts = [f"{counts[name]} {text}" for name, text in _STAND_INS.items() if counts[name]]
-    return f"of {counts.total()} distinct computations {'; '.join(texts)}"
-
-
 def _check_pace(workload: Workload, options: ReplayOptions) -> None:
     """Raise ConfigError if the file has no start times for --pace original."""
     items = (item for block in workload.blocks.values() for item in block)
@@ -210,24 +204,20 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
     options = build(ReplayOptions, values)
     measured = view(path)
     for file, log in replay_log_verb.of_run(path, measured.records, curves_of(options)):
-        _show(log, file, options)
+        if options.json:
+            write_json(log.document(), options.json, "replay")
+        if options.csv:
+            write_csv(log.comm_logs, options.csv, "replay")
+        if options.timeline:
+            events = log.timeline().perfetto("rank")
+            write_json(events, options.timeline, "timeline", "timeline")
+        if options.html:
+            write_text(options.html, page(file, log).html(), "html")
+        if options.aicb_log:
+            iterations = log.spans[0, :, :, 1].tolist()
+            text = "".join(aicb_log.write(log.workload, iterations))
+            write_text(options.aicb_log, text, "aicb-log")
+        if not options.to_stdout:
+            for line in log.lines():
+                console().print(line, markup=False, highlight=False, soft_wrap=True)
     return delivery.finish(measured, path, code)
-
-
-def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
-    if options.json:
-        write_json(log.document(), options.json, "replay")
-    if options.csv:
-        write_csv(log.comm_logs, options.csv, "replay")
-    if options.timeline:
-        write_json(log.timeline().perfetto("rank"), options.timeline, "timeline", "timeline")
-    if options.html:
-        write_text(options.html, page(file, log).html(), "html")
-    if options.aicb_log:
-        iterations = log.spans[0, :, :, 1].tolist()
-        write_text(
-            options.aicb_log, "".join(aicb_log.write(log.workload, iterations)), "aicb-log"
-        )
-    if not options.to_stdout:
-        for line in log.lines():
-            console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,7 +1,6 @@
 """What a replay runs in the place of a workload's computation."""
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 from stepmark.cases.replay_case import Compute
@@ -9,6 +8,7 @@ from stepmark.ground.units import GIB
 from stepmark.model.ops import FAMILY_OF, Copy, CrossEntropy, Op, Optimizer
 from stepmark.model.ops.backends import BACKENDS, Capabilities, unsupported
 from stepmark.step.workload import ComputeOp, Kernel, Workload
+from stepmark.workloads.durations import computations
 
 StandIn = Op | float | None  # an operator, seconds in which the device is busy, or nothing
 _WORD = 4  # bytes that a copy moves at a time
@@ -72,7 +72,7 @@ def stand_ins(workload: Workload, compute: Compute, capabilities: Capabilities) 
     The names are operator, busy, copy and nothing.
     """
     counts = Counter[str]()
-    for op in dict.fromkeys(_computations(workload)):
+    for op in dict.fromkeys(computations(workload)):
         replacement = stand_in(op, compute, capabilities)
         if replacement is None:
             counts["nothing"] += 1
@@ -81,8 +81,3 @@ def stand_ins(workload: Workload, compute: Compute, capabilities: Capabilities) 
         else:
             counts["operator" if replacement is op.op else "copy"] += 1
     return counts
-
-
-def _computations(workload: Workload) -> Iterator[ComputeOp]:
-    for block in workload.blocks.values():
-        yield from (i for i in block if isinstance(i, ComputeOp) and not i.is_wait)

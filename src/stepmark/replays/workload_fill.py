@@ -32,7 +32,12 @@ from stepmark.workloads.workload_options import FillMeasuring, FillOptions
 def run(options: FillOptions) -> int:
     """Measure and then write, or write at once. Returns the exit code."""
     if not options.measure:
-        _refuse_measuring(options)
+        for option in options_of(FillMeasuring):
+            if getattr(options, option.name) != option.default:
+                raise ConfigError(dashed(option.name), "given", "only with --measure")
+        if options.compute_from is None:
+            allowed = "give --measure for times of this device, or --compute-from for others"
+            raise ConfigError("measure", "missing", allowed)
         workload = _read(options)
         for note in workload_files.read_notes(workload):
             sys.stderr.write(f"# {note}\n")
@@ -47,15 +52,6 @@ def run(options: FillOptions) -> int:
     return measure(
         planned, options.device, options.runs, resume=options.resume, force=options.force
     )
-
-
-def _refuse_measuring(options: FillOptions) -> None:
-    for option in options_of(FillMeasuring):
-        if getattr(options, option.name) != option.default:
-            raise ConfigError(dashed(option.name), "given", "only with --measure")
-    if options.compute_from is None:
-        allowed = "give --measure for times of this device, or --compute-from for others"
-        raise ConfigError("measure", "missing", allowed)
 
 
 def _read(options: FillOptions) -> Workload:

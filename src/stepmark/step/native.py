@@ -119,11 +119,8 @@ def _compute(plain: dict[str, Any]) -> Op | Kernel:
     try:
         return kind(**fields)
     except TypeError:
-        needed = [
-            field.name
-            for field in dataclasses.fields(kind)
-            if field.default is dataclasses.MISSING
-        ]
+        of_kind = dataclasses.fields(kind)
+        needed = [field.name for field in of_kind if field.default is dataclasses.MISSING]
         raise ConfigError(family, ", ".join(fields), f"all of {', '.join(needed)}") from None
 
 
@@ -258,7 +255,7 @@ def decode(data: bytes) -> Workload:
 
 
 def _file(data: bytes) -> _File:
-    """Decode a file's fields; where that fails, convert again for a message with the place."""
+    """Decode a file's fields. Raise ConfigError with the place."""
     try:
         plain = msgspec.json.decode(data)
     except RecursionError:
@@ -273,10 +270,6 @@ def _file(data: bytes) -> _File:
         raise ConfigError(
             "schema", one_line(schema), f"from 1 to {SCHEMA}; or a newer stepmark"
         )
-    try:
-        return msgspec.convert(plain, type=_File, strict=True)
-    except msgspec.ValidationError:
-        pass
     try:
         return convert(plain, _File, "workload: ")
     except ConfigError as error:  # the file's own keys are part of the message

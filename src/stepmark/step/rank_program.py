@@ -132,13 +132,10 @@ class _Stage:
         for number, step in enumerate(self._steps):
             self._queues[step.op.stream].append(number)
             if isinstance(step.op, CommOp):
-                transfer = transfer_of(workload, index, step.op)
-                if transfer is not None:
+                is_pair = step.op.collective in (SEND, RECV)
+                if transfer := transfer_of(workload, index, step.op):
                     self._keys[number] = transfer
-                elif len(self._together(step.op)) > 1 and step.op.collective not in (
-                    SEND,
-                    RECV,
-                ):
+                elif len(self._together(step.op)) > 1 and not is_pair:
                     self._keys[number] = step.op.group, calls[step.op.group]
                     calls[step.op.group] += 1
 

@@ -192,13 +192,10 @@ class TreeBuilder:
 
     def _qk_norms(self) -> Iterator[Module]:
         model = self.model
-        for name, heads in (("q_norm", model.num_heads), ("k_norm", model.num_kv_heads)):
-            if model.qk_norm:
-                rows = self.tokens * heads // self._tp
-                norm = self._norm(
-                    f"attention.{name}", f"attention.{name}", model.head_dim, rows
-                )
-                yield replace(norm, keeps=Kept())
+        heads = {"q_norm": model.num_heads, "k_norm": model.num_kv_heads}
+        for name in heads if model.qk_norm else ():
+            rows, path = self.tokens * heads[name] // self._tp, f"attention.{name}"
+            yield replace(self._norm(path, path, model.head_dim, rows), keeps=Kept())
 
     def _scores(self) -> Iterator[Module]:
         """Yield rotary positions, and softmax(q k.T) v.
@@ -256,11 +253,8 @@ class TreeBuilder:
         kind, dtype = self.model.activation, self.inputs.plain_dtype
         is_gated = kind == "swiglu"
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
-        keeps = (
-            Kept(divided=2 * kept_width, eager=kept_width)
-            if is_gated
-            else Kept(divided=kept_width)
-        )
+        gated = Kept(divided=2 * kept_width, eager=kept_width)
+        keeps = gated if is_gated else Kept(divided=kept_width)
         return replace(between(role, *both(op)), keeps=keeps)
 
     def _experts(self, linears: list[Linear]) -> Module:

@@ -47,8 +47,15 @@ def check(workload: Workload) -> None:
         for text in program.awaited:
             if text not in program.names and parse_after(text)[0] not in program.names:
                 raise ConfigError("after", text, "the name of an operation of its program")
-    if workload.rules != "capture":  # its groups belong to the one rank that ran
-        _check_groups(workload, [(number, program.groups) for number, program in programs])
+    if workload.rules == "capture":  # its groups belong to the one rank that ran
+        return
+    # All members of a group are ranks, for every rank of the stages that use it.
+    per_stage = world // len(stages)
+    for name, group in workload.groups.items():
+        users = {number for number, program in programs if name in program.groups}
+        ranks = [range(at * per_stage, (at + 1) * per_stage) for at in sorted(users)]
+        if not _fits(group, world, ranks):
+            raise ConfigError("group", group.digits, f"dimensions that fit {world} ranks")
 
 
 @dataclass(slots=True)
@@ -107,17 +114,6 @@ class _Blocks:
             raise ConfigError("root", op.root, allowed)
         if op.message_bytes(group) > MOST_BYTES:
             raise ConfigError("count", op.count, "a message of less than 2**63 bytes")
-
-
-def _check_groups(workload: Workload, programs: list[tuple[int, frozenset[str]]]) -> None:
-    """Check that all members of a group are ranks, for every rank of the stages that use it."""
-    world = workload.world_size
-    per_stage = world // len(workload.stages)
-    for name, group in workload.groups.items():
-        stages = {number for number, names in programs if name in names}
-        ranks = [range(at * per_stage, (at + 1) * per_stage) for at in sorted(stages)]
-        if not _fits(group, world, ranks):
-            raise ConfigError("group", group.digits, f"dimensions that fit {world} ranks")
 
 
 def _fits(group: Group, world: int, users: list[range]) -> bool:

@@ -25,7 +25,9 @@ def transfer_of(workload: Workload, stage: int, op: CommOp) -> Transfer | None:
         return None
     assert op.peer is not None
     group, per_stage = workload.groups[op.group], workload.world_size // len(workload.stages)
-    other = _neighbour(group, stage * per_stage, op.peer) // per_stage
+    members = group.members(stage * per_stage)
+    own = members.index(stage * per_stage)
+    other = members[(own + op.peer) % len(members)] // per_stage
     if other == stage or not 0 <= other < len(workload.stages):
         return None
     pair = (stage, other) if op.collective == SEND else (other, stage)
@@ -46,19 +48,6 @@ def missing_pipeline(workload: Workload) -> str:
     if isinstance(size, int) and size > 1:
         return f"one of {size} stages"
     return "one of several stages" if sends else ""
-
-
-def _neighbour(group: Group, rank: int, distance: int) -> int:
-    """Return the world rank so many group ranks after a rank, modulo the size."""
-    index, scale = 0, 1
-    for size, stride in group.digits:
-        index += rank // stride % size * scale
-        scale *= size
-    index, other = (index + distance) % scale, group.first(rank)
-    for size, stride in group.digits:
-        other += index % size * stride
-        index //= size
-    return other
 
 
 def stages_of(workload: Workload, stage: int, group: Group) -> tuple[int, ...]:

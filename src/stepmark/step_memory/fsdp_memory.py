@@ -81,24 +81,14 @@ class FsdpMemory(FsdpEvents[Weight]):
             tensors.inner_shard = [self._heap.allocate(size // group.reshard, "gathered")]
 
     def collect_grads(self, group: ParamGroup[Weight], *, reduces: bool) -> None:
-        if reduces:
-            self._reduce(group)
-            return
-        for weight in group.params:  # its gradient waits in the dtype of the reduction
+        size, stored_size = self._reduced_itemsize, self._formats.stored_itemsize
+        for weight in () if reduces else group.params:  # it waits in the reduction's dtype
             assert weight.grad is not None
-            waiting = self._heap.allocate(weight.numel * self._reduced_itemsize, "gathered")
+            waiting = self._heap.allocate(weight.numel * size, "gathered")
             self._heap.free(weight.grad)
             weight.grad = waiting
-
-    def finalize(self, *, reduces: bool) -> None:
-        self._free(self._last_reduced)
-
-    def drop_grads(self) -> None:
-        for tensors in self._tensors.values():
-            self._free(tensors.sharded_grad)
-
-    def _reduce(self, group: ParamGroup[Weight]) -> None:
-        size, stored_size = self._reduced_itemsize, self._formats.stored_itemsize
+        if not reduces:
+            return
         self._free(self._last_reduced)
         numel = sum(weight.numel for weight in group.params)
         self._last_reduced = [self._heap.allocate(numel * size, "gathered")]
@@ -119,6 +109,13 @@ class FsdpMemory(FsdpEvents[Weight]):
         else:
             sharded_grad.append(output)
         self._heap.free(last_grad)
+
+    def finalize(self, *, reduces: bool) -> None:
+        self._free(self._last_reduced)
+
+    def drop_grads(self) -> None:
+        for tensors in self._tensors.values():
+            self._free(tensors.sharded_grad)
 
     def _free(self, blocks: list[Block]) -> None:
         if blocks:

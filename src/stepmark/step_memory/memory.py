@@ -58,22 +58,20 @@ class TrainMemory:
 @lru_cache(maxsize=64)  # options that fit are looked for among few cases
 def estimate(case: TrainCase, tree: Tree) -> TrainMemory:
     """Return the memory of the fullest rank: one of the first or the last pipeline stage."""
-    stages = sorted({0, case.parallel.pp - 1})
-    estimates = [_of_stage(case, stage, tree(case, stage)) for stage in stages]
+    estimates = []
+    for stage in sorted({0, case.parallel.pp - 1}):
+        step = StepMemory(case, stage, tree(case, stage))
+        step.steps(1)
+        heap = step.heap
+        heap.reset_peaks()  # as training/loop.py does after the first sample
+        step.steps(1)
+        memory = TrainMemory(
+            **{f"{purpose}_bytes": heap.at_peak[purpose] for purpose in _PURPOSES},
+            rounding_bytes=heap.peak_allocated - heap.at_peak.total(),
+            reserved_bytes=heap.peak_reserved,
+        )
+        estimates.append(memory)
     return max(estimates, key=lambda memory: memory.allocated_bytes)
-
-
-def _of_stage(case: TrainCase, stage: int, root: Module) -> TrainMemory:
-    step = StepMemory(case, stage, root)
-    step.steps(1)
-    step.heap.reset_peaks()  # as training/loop.py does after the first sample
-    step.steps(1)
-    heap = step.heap
-    return TrainMemory(
-        **{f"{purpose}_bytes": heap.at_peak[purpose] for purpose in _PURPOSES},
-        rounding_bytes=heap.peak_allocated - heap.at_peak.total(),
-        reserved_bytes=heap.peak_reserved,
-    )
 
 
 def calibrated(

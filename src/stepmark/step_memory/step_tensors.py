@@ -102,8 +102,11 @@ class UnitBuilder:
                 )
                 units.append(unit)
                 index += is_block
-        if case.model.tied_embeddings:
-            _tie(units[0], units[-1])
+        first, last = units[0], units[-1]
+        if case.model.tied_embeddings and (first.name, last.name) == ("embedding", "output"):
+            table, head = first.weights[0][0], last.weights[1][0]
+            table.is_fp8, table.copy_itemsize = head.is_fp8, head.copy_itemsize
+            last.weights[1] = [table]
         return units
 
     def _leaves(self, modules: list[Module]) -> Iterator[Leaf]:
@@ -180,11 +183,3 @@ class UnitBuilder:
             is_fp8=is_fp8,
             copy_itemsize=copy_itemsize,
         )
-
-
-def _tie(first: Unit, last: Unit) -> None:
-    """Let the head have the table where both are here."""
-    if (first.name, last.name) == ("embedding", "output"):
-        (table, head) = first.weights[0][0], last.weights[1][0]
-        table.is_fp8, table.copy_itemsize = head.is_fp8, head.copy_itemsize
-        last.weights[1] = [table]

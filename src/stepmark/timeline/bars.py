@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from stepmark.timeline.timeline import Timeline
+    from stepmark.timeline.timeline import Span, Timeline
 
     Ints = NDArray[np.int64]
 
@@ -84,7 +84,7 @@ def _of_rank(timeline: Timeline, rows: Ints, most: int) -> Bars:
                 start=max(first_ns, int(start[low])),
                 end=min(last_ns, int(end[low:high].max())),
                 group=texts[np.bincount(kind[low:high], weights=own).argmax()],
-                name=_words(timeline, int(rows[low + own.argmax()])),
+                name=_words(*timeline.spans([int(rows[low + own.argmax()])])),
                 num_events=high - low,
                 busy=int(own.sum()),
             )
@@ -94,8 +94,7 @@ def _of_rank(timeline: Timeline, rows: Ints, most: int) -> Bars:
     )
 
 
-def _words(timeline: Timeline, place: int) -> str:
-    (span,) = timeline.spans([place])
+def _words(span: Span) -> str:
     where = {"layer": span.layer, "micro-batch": span.microbatch}
     words = [span.name, span.module if span.module != span.name else "", span.phase]
     words += [f"{name} {value}" for name, value in where.items() if value is not None]

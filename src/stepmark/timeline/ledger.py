@@ -11,7 +11,8 @@ from enum import StrEnum
 
 from stepmark.model.kernel_groups import group_of
 from stepmark.model.ops import Attention, Bmm, CrossEntropy, Gemm, GroupedGemm, Phase
-from stepmark.step.workload import ComputeOp
+from stepmark.step.trace_ops import OpKey
+from stepmark.step.workload import ComputeOp, Kernel
 
 
 class Work(StrEnum):
@@ -81,6 +82,18 @@ def work_of_op(op: ComputeOp) -> Work:
     if isinstance(op.op, Attention):
         return Work.ATTENTION
     return Work.LOSS if isinstance(op.op, CrossEntropy) else Work.ELEMENTWISE
+
+
+def work_of_key(key: OpKey) -> Work:
+    """Return the kind of an operation that was measured."""
+    return work_of(key.name, key.role, key.phase)
+
+
+def work_in_trace(op: ComputeOp) -> Work:
+    """Return the kind of work of an operation; that of a kernel is by its name in a trace."""
+    if isinstance(op.op, Kernel):
+        return work_of(op.op.name, op.module, op.phase)
+    return work_of_op(op)
 
 
 Line = tuple[Group, str]

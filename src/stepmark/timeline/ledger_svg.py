@@ -71,16 +71,18 @@ def svg(
         is_narrow=is_narrow,
         top=34 if is_file else 0,
     )
-    heading = [drawing.text(8, 22, title, size=15, weight=600)] if is_file else []
     width, height = drawing.width, drawing.height
-    namespace = 'xmlns="http://www.w3.org/2000/svg" ' if is_file else ""
+    heading, namespace = "", ""
+    if is_file:
+        heading = drawing.text(8, 22, title, size=15, weight=600)
+        namespace = 'xmlns="http://www.w3.org/2000/svg" '
     return (
         f'<svg {namespace}viewBox="0 0 {width} {height}" '
         f'width="{width}" height="{height}" role="img" '
         'font-family="system-ui, -apple-system, Segoe UI, Roboto, sans-serif">'
         f"<title>{escape(title)}</title>"
         f'<rect width="{width}" height="{height}" fill="{theme.paper}"/>'
-        f"{''.join([*heading, *drawing.parts()])}</svg>"
+        f"{heading}{''.join(drawing.parts())}</svg>"
     )
 
 
@@ -192,7 +194,10 @@ class _Drawing:
         apart = (
             [self.table.signed(row.times_ms[1] - row.times_ms[0])] if len(shown) == 2 else []
         )
-        yield self.text(8, y + 19, self._name(row), weight=weight)
+        words = row.words
+        if self.is_narrow and row.group is Group.OVERLAPPED:
+            words = words.replace(" under communication", ", overlapped")
+        yield self.text(8, y + 19, words, weight=weight)
         if self.is_narrow:
             numbers = _ARROW.join(shown)
             yield self.text(
@@ -211,11 +216,6 @@ class _Drawing:
                 f'width="{max(right - left, 0.8 if ms else 0.0):.1f}" fill="{colour}" '
                 f'fill-opacity="{0.4 if is_pale else 1}"/>'
             )
-
-    def _name(self, row: LedgerRow) -> str:
-        if self.is_narrow and row.group is Group.OVERLAPPED:
-            return row.words.replace(" under communication", ", overlapped")
-        return row.words
 
     def _axis(self) -> Iterator[str]:
         low, high = self._range

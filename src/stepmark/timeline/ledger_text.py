@@ -129,9 +129,9 @@ def spread_lines(
 def _which(steps: Sequence[RankLedger]) -> str:
     numbers = {each.step for each in steps if each.step is not None}
     which = ranks_text(numbers).replace("rank", "step") if numbers else "whole trace"
+    text = f"{which} of {ranks_text({each.rank for each in steps})}"
     is_host = all(each.times.device is None for each in steps)
-    where = " on the host (no GPU events)" * is_host
-    return f"{which} of {ranks_text({each.rank for each in steps})}{where}"
+    return f"{text} on the host (no GPU events)" if is_host else text
 
 
 def _table(ledgers: Sequence[Ledger]) -> Iterator[tuple[str, list[int]]]:
@@ -185,7 +185,6 @@ class Difference:
 
 def differences(first: Ledger, second: Ledger) -> list[Difference]:
     """Return every line of either ledger, by group, the largest first."""
-    both = (first, second)
     return [
         Difference(
             line=line,
@@ -193,7 +192,7 @@ def differences(first: Ledger, second: Ledger) -> list[Difference]:
             second_ns=second.lines.get(line, 0),
         )
         for group in Group
-        for line in lines_of(both, group)
+        for line in lines_of((first, second), group)
     ]
 
 
@@ -279,7 +278,7 @@ def power_rows(predicted: StepPower, measured: StepPower) -> list[Row]:
 def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
     """Yield the rows that are known on either side; what is unknown is n/a."""
     columns = (
-        given("quantity", heading=NO_HEADING, words=_quantity_words),
+        given("quantity", heading=NO_HEADING, words="{quantity} ({unit})".format_map),
         given("predicted", NUMBER),
         given("measured", NUMBER),
         given("difference_pct", SIGNED_PERCENT, "measured - predicted, % of measured"),
@@ -293,10 +292,6 @@ def power_lines(predicted: StepPower, measured: StepPower) -> Iterator[str]:
     yield from Table(rows, columns).text()
 
 
-def _quantity_words(row: Row) -> str:
-    return f"{row['quantity']} ({row['unit']})"
-
-
 def source_line(measured: MeasuredLedger) -> str:
     """Return which step was measured, and what became of the profiler's cost."""
     if measured.profiled is None:
@@ -307,8 +302,9 @@ def source_line(measured: MeasuredLedger) -> str:
     cost_ns = measured.profiled.window_ns - measured.ledger.window_ns
     than = f"{MS.show(abs(cost_ns))} ms {'more' if cost_ns > 0 else 'less'} than without it"
     text = f"{which}: {MS.show(measured.profiled.window_ns)} ms with the profiler, {than}"
-    rest_ns = measured.ledger.lines.get(UNEXPLAINED, 0)
-    return f"measured: {text}" + f"; {MS.show(rest_ns)} ms are unexplained" * bool(rest_ns)
+    if rest_ns := measured.ledger.lines.get(UNEXPLAINED, 0):
+        text += f"; {MS.show(rest_ns)} ms are unexplained"
+    return f"measured: {text}"
 
 
 def sentence(
@@ -330,8 +326,10 @@ def sentence(
         parts[0] += f" (doubtful: {validity})"
     unknown = doubt(measured)
     if predicted is not None:
-        facts = "; ".join(filter(None, (_error(predicted, measured), interval)))
-        parts[0] += f", predicted {_short(predicted.window_ns)} ms ({facts})"
+        error = _percent(predicted.window_ns - measured.window_ns, measured.window_ns)
+        off = f"{abs(error):.1f} % too {'high' if error > 0 else 'low'}"
+        facts = [off if abs(error) >= 0.05 else "within 0.05 %", *filter(None, [interval])]
+        parts[0] += f", predicted {_short(predicted.window_ns)} ms ({'; '.join(facts)})"
         largest = largest_difference(predicted, measured)
         if largest.ns and not unknown:
             total = f"line differences add up to {_short(absolute_ns(predicted, measured))} ms"
@@ -341,13 +339,6 @@ def sentence(
     if mfu_pct is not None:
         parts.append(f"{mfu_pct:.0f} % MFU")
     return "; ".join([*parts, unknown or to_gain(measured)])
-
-
-def _error(predicted: Ledger, measured: Ledger) -> str:
-    """Return how far the predicted step is from the measured one."""
-    error = _percent(predicted.window_ns - measured.window_ns, measured.window_ns)
-    side = "high" if error > 0 else "low"
-    return f"{abs(error):.1f} % too {side}" if abs(error) >= 0.05 else "within 0.05 %"
 
 
 def doubt(measured: Ledger) -> str:
@@ -397,10 +388,6 @@ def to_gain(measured: Ledger) -> str:
 
 def _percent(part: float, whole: float) -> float:
     return 100 * part / whole if whole else 0.0
-
-
-def _signed(value: float, places: int) -> str:
-    return f"{value:+.{places}f}"
 
 
 def _short(nanoseconds: float) -> str:

@@ -62,12 +62,10 @@ class Timeline:
         columns = tuple(self.columns.values())
         for span in spans:
             for column, value in zip(columns, span, strict=True):
-                column.append(self._number(value))
-
-    def _number(self, value: str | int | None) -> int:
-        if isinstance(value, str):
-            return self.texts.setdefault(value, len(self.texts))
-        return _NONE if value is None else value
+                number = _NONE if value is None else value
+                if isinstance(number, str):
+                    number = self.texts.setdefault(number, len(self.texts))
+                column.append(number)
 
     def __len__(self) -> int:
         return len(self.columns["rank"])

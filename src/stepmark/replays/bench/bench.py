@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -58,7 +59,10 @@ class ReplayBench(Bench):
         context, ranks, started_at = self.context, self.context.ranks, time.time()
         begin = time.monotonic()
         step = agreed(ranks, lambda: self._prepare(case))
-        checks = self._checks(step)
+        checks: tuple[Check, ...] = ()
+        if self.how.check:
+            check = partial(verify, step, ranks.rank, self._backend, ranks.device)
+            checks = tuple(ranks.gather(agreed(ranks, check)))
         engine = self._engine(step)
         sampler = Sampler(context.device_index)
         with no_collection():
@@ -140,13 +144,6 @@ class ReplayBench(Bench):
         device = self.context.ranks.device
         is_gpu = device.type == "cuda"
         return DeviceEngine(program, device) if is_gpu else HostEngine(program)
-
-    def _checks(self, program: Program) -> tuple[Check, ...]:
-        if not self.how.check:
-            return ()
-        ranks = self.context.ranks
-        check = agreed(ranks, lambda: verify(program, ranks.rank, self._backend, ranks.device))
-        return tuple(ranks.gather(check))
 
     def _programs(self) -> tuple[list[Step], list[Step]]:
         """Return what this rank does in the setup, and in a step."""

@@ -45,9 +45,7 @@ class Computation:
     def busy_s(self, step: Step) -> float | None:
         """Return for how long a step is busy where no operator runs; None: it is not."""
         replacement = self._stand_in(step)
-        if isinstance(replacement, float) and replacement > 0:
-            return replacement
-        return None
+        return replacement if isinstance(replacement, float) and replacement > 0 else None
 
     def action(self, step: Step) -> Action | None:
         """Return what runs for a step; None for nothing."""

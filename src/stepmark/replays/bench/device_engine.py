@@ -131,7 +131,14 @@ class DeviceEngine:
                 launch.end = torch.cuda.Event(enable_timing=is_timed)
                 ends |= dict.fromkeys(call, launch.end)
                 busy.pop(launch.stream, None)
-        return [self._ready(launch, is_timed=is_timed) for launch in launches]
+        for launch in launches:
+            if launch.busy_s:
+                launch.action = self._program.computation.busy(launch.busy_s)
+            launch.is_waited_for |= self._program.blocking and bool(launch.busy_s)
+            if is_timed and launch.action is not None:
+                launch.begin = torch.cuda.Event(enable_timing=True)
+                launch.end = launch.end or torch.cuda.Event(enable_timing=True)
+        return launches
 
     def _launch(self, call: list[int], ends: dict[int, Any]) -> _Launch:
         steps = self._program.steps
@@ -151,15 +158,6 @@ class DeviceEngine:
             launch.busy_s = seconds
         else:
             launch.action = self._program.computation.action(steps[call[0]])
-        return launch
-
-    def _ready(self, launch: _Launch, *, is_timed: bool) -> _Launch:
-        if launch.busy_s:
-            launch.action = self._program.computation.busy(launch.busy_s)
-        launch.is_waited_for |= self._program.blocking and bool(launch.busy_s)
-        if is_timed and launch.action is not None:
-            launch.begin = torch.cuda.Event(enable_timing=True)
-            launch.end = launch.end or torch.cuda.Event(enable_timing=True)
         return launch
 
     def _send(self, steps: list[Step]) -> None:

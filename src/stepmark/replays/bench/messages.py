@@ -51,13 +51,13 @@ class SharedBuffers:
 
     def pair(self, step: Step) -> tuple[Tensor, Tensor]:
         op = message(step)
+        dtype, size = TORCH_DTYPE[op.dtype], op.dtype.itemsize
         counts = elements(op, len(step.members))
-        send, recv = (self._view(op, place, count) for place, count in enumerate(counts))
+        send, recv = (
+            self._buffers[op.stream, place][: count * size].view(dtype)
+            for place, count in enumerate(counts)
+        )
         return send, recv
-
-    def _view(self, op: CommOp, place: int, count: int) -> Tensor:
-        whole = self._buffers[op.stream, place]
-        return whole[: count * op.dtype.itemsize].view(TORCH_DTYPE[op.dtype])
 
 
 def message(step: Step) -> CommOp:

@@ -1,8 +1,9 @@
-"""Tables of a replay: iterations, messages by kind and size, and every operation.
+"""What a replay measured, as rows: iterations, messages, and what its ranks do over time.
 
-times: seconds as float64 [rank][pass][operation], not a number where nothing was timed. The
-time of a message is the longest of its ranks, time_min the shortest: that of the rank that came
-last, thus the wire's share, from which bus bandwidth is where all ranks must come.
+spans: float64 [rank][pass][operation][2], start and duration in seconds, not a number where
+nothing was timed. times: the durations, thus [rank][pass][operation]. The time of a message is
+the longest of its ranks, time_min the shortest: that of the rank that came last, thus the
+wire's share, from which bus bandwidth is where all ranks must come.
 """
 
 import math
@@ -14,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from stepmark.cases.comm_curve import MEASURED, Curve
 from stepmark.cases.message import RECV, SEND
+from stepmark.ground.units import format_time
 from stepmark.model.collectives import FACTS, Collective
-from stepmark.step.rank_program import program
+from stepmark.model.kernel_groups import COMMUNICATION
+from stepmark.step.rank_program import Step, program
 from stepmark.step.workload import CommOp, Group, Workload, pass_of
+from stepmark.timeline.ledger import work_in_trace
+from stepmark.timeline.timeline import Span
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,6 +30,8 @@ if TYPE_CHECKING:
     Times = npt.NDArray[np.float64]
 
 Row = dict[str, Any]
+Interval = tuple[float, float]
+_PASSES = ("forward", "backward", "optimizer", "step")
 _OUTLIER = 1.1  # an iteration that takes so many times the median
 
 
@@ -50,8 +57,8 @@ def iterations(seconds: Sequence[Sequence[float]], blocked_s: Sequence[Sequence[
 def operation_rows(workload: Workload, times: "Times") -> list[Row]:
     """Return a row per message of each stage, in the order of its program."""
     rows = []
-    for message in _messages(workload, times):
-        op, samples = message.op, message.samples
+    for message in _messages(workload):
+        op, samples = message.op, list(_samples(message.parts, times))
         longest, shortest = (
             (median(each) for each in zip(*samples, strict=True)) if samples else (None, None)
         )
@@ -83,10 +90,10 @@ def summary_rows(workload: Workload, times: "Times", curves: Iterable[Curve] = (
     samples: dict[tuple[Any, ...], list[tuple[float, float]]] = defaultdict(list)
     first: dict[tuple[Any, ...], CommOp] = {}
     numbers = Counter[tuple[Any, ...]]()
-    for message in _messages(workload, times):
+    for message in _messages(workload):
         if message.is_first:
             key = tuple(_identity(message.op, workload).values())
-            samples[key] += message.samples
+            samples[key] += _samples(message.parts, times)
             numbers[key] += 1
             first.setdefault(key, message.op)
     rows = []
@@ -130,20 +137,19 @@ def _alone_s(op: CommOp, group: Group, alone: dict[tuple[str, int], Curve]) -> f
 
 @dataclass(frozen=True, slots=True)
 class _Message:
-    """A message of a stage's program. samples: longest and shortest time of its ranks by call.
+    """A message of a stage's program. is_first: no earlier stage has the message, too.
 
-    A call is of one communicator in one pass; without calls nothing was timed. is_first: no
-    earlier stage has the message, too.
+    parts: by the ranks of each communicator, the place of the message in their programs.
     """
 
     stage: int
     number: int  # in the program
     op: CommOp
-    samples: list[tuple[float, float]]
+    parts: Mapping[tuple[int, ...], Sequence[int]]
     is_first: bool
 
 
-def _messages(workload: Workload, times: "Times") -> Iterator[_Message]:
+def _messages(workload: Workload) -> Iterator[_Message]:
     """Yield the messages of each stage; those over several stages are matched by order."""
     per_stage = workload.world_size // len(workload.stages)
     programs = [program(workload, n * per_stage) for n in range(len(workload.stages))]
@@ -170,8 +176,7 @@ def _messages(workload: Workload, times: "Times") -> Iterator[_Message]:
                     parts[members] = [each[call] if call < len(each) else -1 for each in own]
             if len(step.members) > 1:
                 is_first = all(members[0] >= ranks[0] for members in map(sorted, parts))
-                samples = list(_samples(parts, times))
-                yield _Message(stage, number, op, samples, is_first)
+                yield _Message(stage, number, op, parts, is_first)
 
 
 def _samples(
@@ -179,7 +184,7 @@ def _samples(
 ) -> Iterator[tuple[float, float]]:
     """Yield the longest and shortest time of each call that was timed.
 
-    parts: by the ranks of each communicator, the place of the message in their programs.
+    A call is of one communicator in one pass. parts: as of _Message.
     """
     for members, numbers in parts.items():
         pairs = zip(members, numbers, strict=True)
@@ -209,8 +214,152 @@ def _wire_s(op: CommOp, longest: float | None, shortest: float | None) -> float 
     """
     if op.collective in (SEND, RECV):
         return None
-    return shortest if FACTS[Collective(op.collective)].synchronizing else longest
+    return shortest if _is_synchronizing(op) else longest
+
+
+def _is_synchronizing(op: CommOp) -> bool:
+    """Return whether no rank can end it before all have come."""
+    if op.collective in (SEND, RECV):
+        return False
+    return FACTS[Collective(op.collective)].synchronizing
 
 
 def _rate(num_bytes: float, time_s: float | None) -> float | None:
     return num_bytes / time_s if time_s and num_bytes else None
+
+
+def phase_rows(workload: Workload, spans: "Times", event_s: float = 0.0) -> list[Row]:
+    """Return a row per rank and pass: medians of its times over the timed passes.
+
+    computing_s: in which it computes, without event_s per operation; messages_s: in which
+    messages run, as far as they were timed, else None; exposed_comm_s: the part in which
+    nothing computes. The pass "" is all.
+    """
+    rows = []
+    for rank in range(workload.world_size):
+        steps = program(workload, rank)
+        passes = [name for name in _PASSES if any(pass_of(step.op) == name for step in steps)]
+        for name in ("", *passes):
+            samples = [
+                _phase(steps, own, name, event_s)
+                for own in spans[rank, :, : len(steps)].tolist()
+            ]
+            computing, messages, exposed = zip(*samples, strict=True)
+            rows.append(
+                {
+                    "rank": rank,
+                    "pass": name,
+                    "computing_s": median(computing),
+                    "messages_s": _known(messages),
+                    "exposed_comm_s": _known(exposed),
+                }
+            )
+    return rows
+
+
+def _known(times: Sequence[float]) -> float | None:
+    return None if any(map(math.isnan, times)) else median(times)
+
+
+def _phase(
+    steps: Sequence[Step], own: Sequence[Interval], name: str, event_s: float
+) -> tuple[float, float, float]:
+    """Return the seconds of computation, of messages, and of exposed ones, of a pass."""
+    compute: list[Interval] = []
+    sides: tuple[list[Interval], list[Interval]] = ([], [])
+    for step, (start, time_s) in zip(steps, own, strict=True):
+        communicates, interval = len(step.members) > 1, (start, start + time_s)
+        if not communicates and math.isnan(time_s):
+            continue
+        if not communicates:
+            compute.append(interval)
+        if name in ("", pass_of(step.op)):
+            sides[communicates].append(interval)
+    exposed_s = _covered([*compute, *sides[True]]) - _covered(compute)
+    computing_s = max(0.0, _covered(sides[False]) - len(sides[False]) * event_s)
+    return computing_s, _covered(sides[True]), exposed_s
+
+
+def _covered(intervals: Sequence[Interval]) -> float:
+    """Return the time in which any of them runs; not a number if one is none."""
+    total, end = 0.0, -math.inf
+    for first, last in sorted(intervals):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    is_known = not any(math.isnan(last) for _, last in intervals)
+    return total if is_known else math.nan
+
+
+def arrival_rows(workload: Workload, times: "Times") -> list[Row]:
+    """Return a row per rank: of how many collectives it was the last to come, and what it cost.
+
+    Only collectives that no rank can end before all have come tell, and that all of their
+    ranks timed: the one with the shortest time came last. waited_s: mean of the others' longer
+    times, summed over a step.
+    """
+    calls = [0] * workload.world_size
+    last = [0] * workload.world_size
+    waited_s = [0.0] * workload.world_size
+    num_passes = times.shape[1]
+    per_stage = workload.world_size // len(workload.stages)
+    calls_of_stages = (
+        (message.number, members)
+        for message in _messages(workload)
+        if _is_synchronizing(message.op)
+        for members in message.parts
+        # Over several stages a message has another number in each.
+        if len(members) > 1 and {rank // per_stage for rank in members} == {message.stage}
+    )
+    for number, members in calls_of_stages:
+        for sample in times[list(members), :, number].T.tolist():
+            shortest = min(sample)
+            if math.isnan(sum(sample)):
+                continue
+            rank = members[sample.index(shortest)]
+            last[rank] += 1
+            waited_s[rank] += (sum(sample) - len(sample) * shortest) / (len(sample) - 1)
+            for member in members:
+                calls[member] += 1
+    return [
+        {
+            "rank": rank,
+            "collectives": calls[rank],
+            "last": last[rank],
+            "waited_s": waited_s[rank] / num_passes,
+        }
+        for rank in range(workload.world_size)
+    ]
+
+
+def spans_of(workload: Workload, spans: "Times") -> Iterator[Span]:
+    """Yield the timed operations of the last pass."""
+    for rank in range(workload.world_size):
+        steps = program(workload, rank)
+        for step, (start, time_s) in zip(steps, spans[rank, -1].tolist(), strict=False):
+            op = step.op
+            if not math.isnan(time_s):
+                yield Span(
+                    rank=rank,
+                    stream=op.stream,
+                    kind=COMMUNICATION if isinstance(op, CommOp) else work_in_trace(op),
+                    name=op.collective if isinstance(op, CommOp) else op.module,
+                    module=op.module,
+                    phase=pass_of(op),
+                    layer=op.layer,
+                    microbatch=op.microbatch,
+                    start_ns=round(start * 1e9),
+                    end_ns=round((start + time_s) * 1e9),
+                )
+
+
+def slow_rank(rows: Sequence[Row]) -> str:
+    """Return a sentence on the rank that others wait for; "" where no collective tells."""
+    ranks = [row for row in rows if row["collectives"]]
+    if not ranks:
+        return ""
+    slow = max(ranks, key=lambda row: row["waited_s"])
+    share = slow["last"] / slow["collectives"]
+    fair = mean(row["last"] / row["collectives"] for row in ranks)
+    wait = f"others waited {format_time(slow['waited_s'])} for it in a step"
+    often = f"came last to {share:.0%} of its collectives (mean of ranks {fair:.0%})"
+    return f"rank {slow['rank']} {often}; {wait}"
