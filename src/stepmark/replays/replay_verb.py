@@ -33,7 +33,7 @@ from stepmark.step.workload import ComputeOp, Item, Run, Workload
 from stepmark.store.view import console, view
 from stepmark.tables.export import write_csv, write_json
 from stepmark.workloads import workload_files
-from stepmark.workloads.formats import aicb_log
+from stepmark.workloads.formats import aicb
 from stepmark.workloads.shrink import shrunk
 
 _FILLER_S = 1e-4  # of computation that has no time
@@ -226,7 +226,7 @@ def _show(log: ReplayLog, file: str, options: ReplayOptions) -> None:
     if options.aicb_log:
         iterations = log.spans[0, :, :, 1].tolist()
         write_text(
-            options.aicb_log, "".join(aicb_log.write(log.workload, iterations)), "aicb-log"
+            options.aicb_log, "".join(aicb.write_log(log.workload, iterations)), "aicb-log"
         )
     if not options.to_stdout:
         for line in log.lines():

@@ -17,7 +17,11 @@ from statistics import median
 
 import msgspec
 
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.units import GIB
+from stepmark.model.collectives import Collective
+from stepmark.model.ops import Gemm
 from stepmark.step.source_file import (
     in_file,
     origin_of,
@@ -25,6 +29,7 @@ from stepmark.step.source_file import (
     stage_files,
 )
 from stepmark.step.workload import (
+    COMPUTE,
     Block,
     CommOp,
     ComputeOp,
@@ -35,7 +40,6 @@ from stepmark.step.workload import (
     Workload,
 )
 from stepmark.workloads.fold import Repeat, fold
-from stepmark.workloads.formats import aicb_generated
 from stepmark.workloads.formats.aicb_line import (
     END,
     EPOCH_END,
@@ -49,12 +53,13 @@ from stepmark.workloads.formats.aicb_line import (
     group_names,
     group_of,
     is_transfer,
+    no_setup,
     operation,
     parse,
     text_of,
 )
-from stepmark.workloads.formats.loss import Kept, communication, rounding
-from stepmark.workloads.formats.walk import RepeatedText, with_end
+from stepmark.workloads.formats.loss import Kept, communication, present, rounding, tallied
+from stepmark.workloads.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "aicb"
 _EMBEDDING = "forward.MegatronEmbedding"
@@ -357,13 +362,13 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
         origin = origin_of(workload, FORMAT, _Origin)
         yield from with_end(_lines_again(workload, origin), origin.end)
         return
-    yield from aicb_generated.write(workload, stage, computation=computation)
+    yield from write_generated(workload, stage, computation=computation)
 
 
 def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what the CSV cannot express of this workload besides messages, a line each."""
     if FORMAT not in workload.origin:
-        return aicb_generated.omissions(workload, stages)
+        return generated_omissions(workload, stages)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
@@ -397,3 +402,81 @@ def _lines_again(workload: Workload, origin: _Origin) -> Iterator[str]:
                 raise ConfigError(f"origin.{FORMAT}", name, "one of the blocks")
             yield from text.chunks(name)
             yield origin.ends.get(name, EPOCH_END) + "\n"
+
+
+def write_log(workload: Workload, iterations: Iterable[Sequence[float]]) -> Iterator[str]:
+    """Yield the operations of rank 0 with their times.
+
+    iterations: seconds of each operation, not a number where it has no time. As in AICB,
+    times are in ms and bandwidths in GiB/s; the bus factor is nccl-tests' (AICB has 1 for an
+    all-to-all). The end of an iteration has no time: it is not that of a timed pass.
+    """
+    yield HEADER + "\n"
+    yield no_setup(workload.world_size)
+    yield EPOCH_END + "\n"
+    line = Lines(workload, computation=True)
+    is_aicb = FORMAT in workload.origin
+    ops = list(workload.expand())
+    for times in iterations:
+        for op, time_s in zip(ops, times, strict=False):
+            text = line_of(op, workload.groups) if is_aicb else line(op)
+            yield _logged(text, op, workload.groups, time_s) if text else ""
+        yield EPOCH_END + "\n"
+
+
+def _logged(text: str, op: Operation, groups: Mapping[str, Group], time_s: float) -> str:
+    """Return a line with its time and bandwidths, where it has them."""
+    if math.isnan(time_s):
+        return text
+    rates = [0.0, 0.0]
+    if isinstance(op, CommOp) and time_s:
+        group = groups[op.group]
+        num_bytes = op.message_bytes(group), op.bus_bytes(group)
+        rates = [size / time_s / GIB for size in num_bytes]
+    known = ",".join([f"{time_s * 1e3:.6g}", *(f"{rate:.4g}" for rate in rates)])
+    return text.replace(",None,None,None,1\n", f",{known},1\n")
+
+
+def write_generated(workload: Workload, stage: int, *, computation: bool) -> Iterator[str]:
+    """Yield the text of a stage in pieces. computation: with lines of matrix products."""
+    program = workload.stages[stage]
+    yield HEADER + "\n"
+    init = Lines(workload, computation=computation, setup=True)
+    before = RepeatedText(workload.blocks, init)
+    setup = "".join(before.chunks(program.setup)) if program.setup else ""
+    yield setup or no_setup(workload.world_size)
+    yield EPOCH_END + "\n"
+    line = Lines(workload, computation=computation)
+    yield from RepeatedText(workload.blocks, line).chunks(program.step)
+    yield EPOCH_END + "\n"
+
+
+def generated_omissions(workload: Workload, stages: Iterable[int] | None) -> list[str]:
+    """Return what the CSV cannot express of these stages besides messages, a line each."""
+    stages = list(range(len(workload.stages)) if stages is None else stages)
+    ops = tallied(workload, stages)
+    for stage in stages:
+        ops.update(workload.tally(stage, setup=True))
+    uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
+    typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
+    lines = present(workload, "layers", "micro-batches", "times", "start times")
+    lines += present(workload, "model", "settings", "notes")
+    lines += remarks(
+        (
+            any(op.stream != COMPUTE for op in ops),
+            "overlap: every line waits for the one before",
+        ),
+        (typed, "element types: sizes are bytes"),
+        (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
+    )
+    modules: dict[str, dict[str, int]] = {}
+    for op, times in ops.items():
+        if isinstance(op, ComputeOp) and not isinstance(op.op, Gemm):
+            counts = modules.setdefault(type(op.op).__name__.lower(), {})
+            counts[op.module] = counts.get(op.module, 0) + times
+    for kind, counts in sorted(modules.items()):
+        lines.append(
+            f"{kind}: {sum(counts.values())} computations ({', '.join(counts)}): only matrix"
+            " products have lines"
+        )
+    return lines

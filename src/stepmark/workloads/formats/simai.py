@@ -25,7 +25,7 @@ from stepmark.step.workload_stages import missing_pipeline
 from stepmark.workloads.fold import Repeat, fold
 from stepmark.workloads.formats import simai_rows
 from stepmark.workloads.formats.loss import Kept, communication, rounding
-from stepmark.workloads.formats.simai_row import NONE, Row, blocks_of, parse, row_of
+from stepmark.workloads.formats.simai_rows import NONE, Row, blocks_of, parse, row_of
 from stepmark.workloads.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "simai"

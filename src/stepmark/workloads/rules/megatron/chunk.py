@@ -17,13 +17,13 @@ from stepmark.model.ops import Phase
 from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients
-from stepmark.workloads.rules.megatron.experts import experts
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
 from stepmark.workloads.rules.megatron.layer import (
     Step,
     attention,
     backward,
     embedding,
+    experts,
     forward,
     head,
     mlp,
