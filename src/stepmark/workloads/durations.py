@@ -120,7 +120,11 @@ def parse_source(text: str) -> Fixed | Roofline | Named:
     if kind == "fixed" and colon:
         return Fixed(time_s=_seconds(value, text))
     if kind == "roofline" and colon:
-        return Roofline(device=_device(value.strip(), text))
+        name = value.strip()
+        device = find_device_by_alias(name)
+        if device is None:
+            raise unknown_device(name, field=FIELD)
+        return Roofline(device=device)
     if not text.strip():
         raise ConfigError(FIELD, text, "fixed:1ns, roofline:DEVICE, a run or an AIOB profile")
     return Named(text=text.strip())
@@ -207,13 +211,6 @@ def _seconds(value: str, text: str) -> float:
     if not 0 < seconds <= 86400:
         raise ConfigError(FIELD, text, "a time above 0 and at most a day, e.g. fixed:1ns")
     return seconds
-
-
-def _device(name: str, text: str) -> DeviceSpec:
-    device = find_device_by_alias(name)
-    if device is None:
-        raise unknown_device(name, field=FIELD)
-    return device
 
 
 def _several_shapes(workload: Workload) -> set[tuple[str, Phase]]:

@@ -38,12 +38,7 @@ class _Work:
     after: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Move:
-    operation: CommOp
-
-
-_Piece = _Work | _Move
+_Piece = _Work | CommOp
 
 
 def spans(workload: Workload) -> tuple[Span, ...]:
@@ -96,12 +91,12 @@ class _Lane:
         before = self._next
         while not self.is_done:
             piece = self._pieces[self._next]
-            is_fused = isinstance(piece, _Move) and piece.operation.fused
+            is_fused = isinstance(piece, CommOp) and piece.fused
             # A call sends all its messages before it waits for one.
             if not is_fused and not self._receive():
                 break
-            if isinstance(piece, _Move):
-                self._move(piece.operation)
+            if isinstance(piece, CommOp):
+                self._move(piece)
             elif not self._work(piece):
                 break
             self._next += 1
@@ -222,7 +217,7 @@ def _piece(item: Operation, moves: _Moves) -> Iterator[_Piece]:
     awaited = tuple(name for name in item.after if name.partition("~")[0] in moves.names)
     if isinstance(item, CommOp) and item.collective in (SEND, RECV):
         if item.group in moves.groups:
-            yield _Move(item)
+            yield item
     elif isinstance(item, ComputeOp) and not item.is_wait:
         yield _Work(pass_of(item), item.microbatch, item.layer, awaited)
     elif awaited:
@@ -230,7 +225,7 @@ def _piece(item: Operation, moves: _Moves) -> Iterator[_Piece]:
 
 
 def _shifted(piece: _Piece, layer: int, microbatch: int) -> _Piece:
-    if isinstance(piece, _Move) or not (layer or microbatch):
+    if isinstance(piece, CommOp) or not (layer or microbatch):
         return piece
     return replace(
         piece,

@@ -138,17 +138,18 @@ def _merged(stages: Sequence[Row]) -> list[Row]:
     """Return the stages; many that are alike and follow each other share a row."""
     if len(stages) <= _MOST_STAGES:
         return list(stages)
-    groups = (list(group) for _, group in itertools.groupby(stages, _without_place))
+    groups = (
+        list(group)
+        for _, group in itertools.groupby(
+            stages, lambda stage: {**stage, "stage": None, "which": None}
+        )
+    )
     return [
         first | {"stage": f"{first['stage']}-{others[-1]['stage']}", "which": "each"}
         if others
         else first
         for first, *others in groups
     ]
-
-
-def _without_place(stage: Row) -> Row:
-    return {key: value for key, value in stage.items() if key not in ("stage", "which")}
 
 
 def _count(count: int, noun: str) -> str:

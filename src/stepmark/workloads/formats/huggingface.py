@@ -35,22 +35,6 @@ def _is_used_window(value: object, config: Config) -> bool:
     return bool(value) and config.get("use_sliding_window", not is_qwen) is not False
 
 
-def _is_mixed(value: object, config: Config) -> bool:
-    return isinstance(value, list) and bool(set(map(str, value)) - {"full_attention"})
-
-
-def _skips_layers(value: object, config: Config) -> bool:
-    return isinstance(value, list) and not all(value)
-
-
-def _limits_groups(value: object, config: Config) -> bool:
-    return bool(value) and value != config.get("topk_group", value)
-
-
-def _has_auxiliary_loss(value: object, config: Config) -> bool:
-    return bool(value) and config.get("output_router_logits") is True
-
-
 # What the step lacks, and whether a value has the effect; nothing for most: any value has.
 _EFFECTS: dict[str, tuple[str, _Test]] = {
     **dict.fromkeys(
@@ -67,7 +51,12 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
         ("weights and products have the job's type, not the quantized one", _is_set),
     ),
     "sliding_window": ("attention reaches all earlier tokens", _is_used_window),
-    "layer_types": ("all layers have full causal attention", _is_mixed),
+    "layer_types": (
+        "all layers have full causal attention",
+        lambda value, config: (
+            isinstance(value, list) and bool(set(map(str, value)) - {"full_attention"})
+        ),
+    ),
     **dict.fromkeys(
         (
             "attention_chunk_size",
@@ -117,11 +106,20 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
         ("values are not scaled", _is_not_one),
     ),
     "partial_rotary_factor": ("rotary positions cover whole heads", _is_not_one),
-    "no_rope_layers": ("all layers have rotary positions", _skips_layers),
-    "n_group": ("any experts may be chosen, not those of topk_group groups", _limits_groups),
+    "no_rope_layers": (
+        "all layers have rotary positions",
+        lambda value, config: isinstance(value, list) and not all(value),
+    ),
+    "n_group": (
+        "any experts may be chosen, not those of topk_group groups",
+        lambda value, config: bool(value) and value != config.get("topk_group", value),
+    ),
     **dict.fromkeys(
         ("router_aux_loss_coef", "router_z_loss_coef"),
-        ("the router has no auxiliary loss", _has_auxiliary_loss),
+        (
+            "the router has no auxiliary loss",
+            lambda value, config: bool(value) and config.get("output_router_logits") is True,
+        ),
     ),
     "aux_loss_alpha": ("the router has no auxiliary loss", _is_set),
     "router_jitter_noise": ("the router's input has no noise", _is_set),

@@ -210,6 +210,8 @@ def read(path: Path, *, starts: bool = False) -> Workload:
         programs = in_groups_of_messages(programs, links, groups)
     times = [reader.starts() for reader in readers] if starts else None
     stages, blocks = stages_of(programs, times)
+    foreign = sum(reader.num_foreign for reader in readers)
+    uneven = sum(reader.num_uneven for reader in readers)
     workload = Workload(
         name=path.stem,
         rules="param-trace",
@@ -218,22 +220,16 @@ def read(path: Path, *, starts: bool = False) -> Workload:
         groups=groups,
         blocks=blocks,
         stages=stages,
-        notes=_notes(readers),
+        notes=tuple(
+            remarks(
+                (foreign, f"{foreign} collectives of groups without their rank are left out"),
+                (uneven, f"{uneven} all-to-alls of uneven parts are read with equal ones"),
+            )
+        ),
     )
     workload.check()
     differ = disagreements(workload) if path.is_dir() else ()
     return replace(workload, notes=workload.notes + differ)
-
-
-def _notes(readers: Sequence["Reader"]) -> tuple[str, ...]:
-    foreign = sum(reader.num_foreign for reader in readers)
-    uneven = sum(reader.num_uneven for reader in readers)
-    return tuple(
-        remarks(
-            (foreign, f"{foreign} collectives of groups without their rank are left out"),
-            (uneven, f"{uneven} all-to-alls of uneven parts are read with equal ones"),
-        )
-    )
 
 
 def _rank_files(path: Path) -> list[Path]:
@@ -292,7 +288,8 @@ class Reader:
                 raise ConfigError(where, "neither", "comms or compute")
             name = letters_only(entry.comms or "")
             if name == "wait":
-                self._wait(str(entry.req))
+                if (number := self._later.pop(str(entry.req), None)) is not None:
+                    self._due = number if self._due is None else max(number, self._due)
             elif entry.comms is None:
                 operations += self._computations(entry, where)
             elif name not in SILENT and (op := self._communication(entry, index, where)):
@@ -305,10 +302,6 @@ class Reader:
         """Return the seconds of each operation's start since the first one."""
         first = min((ns for ns in self._begun_ns if ns is not None), default=0.0)
         return [None if ns is None else (ns - first) * 1e-9 for ns in self._begun_ns]
-
-    def _wait(self, request: str) -> None:
-        if (number := self._later.pop(request, None)) is not None:
-            self._due = number if self._due is None else max(number, self._due)
 
     def _after(self) -> tuple[str, ...]:
         """Return the operations after which the next one starts."""

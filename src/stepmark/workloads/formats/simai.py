@@ -55,36 +55,32 @@ def read(path: Path, *, world_size: int | None = None) -> Workload:
         raise ConfigError("workload", path, allowed)
     lines = read_lines(files[0], "SimAI workload")
     with in_file(files[0]):
-        return _workload(lines, path.name.partition(".")[0], world_size)
-
-
-def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
-    end = "\n" if lines[-1] == "" else ""
-    lines = lines[:-1] if end else lines
-    if len(lines) < 3:
-        raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
-    header = _header(lines[0], world_size)
-    count, digits = len(lines) - 2, lines[1].strip()
-    if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != count:
-        raise ConfigError("line 2", lines[1], f"the number of rows that follow, {count}")
-    reader = Reader(header)
-    numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
-    reader.program(fold(numbers))
-    return Workload(
-        name=name,
-        rules=FORMAT,
-        source="SimAI workload text; sizes are bytes, element types are not in the file",
-        world_size=header["all_gpus"],
-        num_microbatches=reader.num_microbatches or header.get("ga", 1),
-        settings=header,
-        groups=reader.groups,
-        blocks=reader.blocks,
-        stages=(Stage(step="step", layers=tuple(range(reader.num_layers))),),
-        notes=reader.notes(Counter(numbers)),
-        origin={
-            FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
-        },
-    )
+        end = "\n" if lines[-1] == "" else ""
+        lines = lines[:-1] if end else lines
+        if len(lines) < 3:
+            raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
+        header = _header(lines[0], world_size)
+        count, digits = len(lines) - 2, lines[1].strip()
+        if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != count:
+            raise ConfigError("line 2", lines[1], f"the number of rows that follow, {count}")
+        reader = Reader(header)
+        numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
+        reader.program(fold(numbers))
+        return Workload(
+            name=path.name.partition(".")[0],
+            rules=FORMAT,
+            source="SimAI workload text; sizes are bytes, element types are not in the file",
+            world_size=header["all_gpus"],
+            num_microbatches=reader.num_microbatches or header.get("ga", 1),
+            settings=header,
+            groups=reader.groups,
+            blocks=reader.blocks,
+            stages=(Stage(step="step", layers=tuple(range(reader.num_layers))),),
+            notes=reader.notes(Counter(numbers)),
+            origin={
+                FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
+            },
+        )
 
 
 def check(workload: Workload) -> None:

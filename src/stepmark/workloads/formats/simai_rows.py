@@ -11,7 +11,7 @@ aliyun/aicb (SimAI_training_workload_generator.py) writes them. Sizes are bytes 
 tensor; times are nanoseconds.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.cases.message import RECV, SEND
@@ -375,7 +375,11 @@ _HEADER = (
 
 def write(workload: Workload, stage: int = 0) -> Iterator[str]:
     """Yield the text in pieces. Raise ConfigError if compute times are unknown."""
-    _check_times(first_microbatch(workload, stage))
+    compute = (op for op in first_microbatch(workload, stage) if isinstance(op, ComputeOp))
+    missing = sorted({f"{op.module} {op.phase}" for op in compute if op.time_s is None})
+    if missing:
+        text = f"{len(missing)} unknown, e.g. {', '.join(missing[:3])}"
+        raise ConfigError("time_s", text, "known times of all computation (--compute-from)")
     before, inside, after = rows(workload, stage)
     times = workload.num_microbatches
     yield header(workload) + f"{len(before) + len(inside) * times + len(after)}\n"
@@ -454,14 +458,6 @@ def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
                 yield shifted(item, layer, microbatch)
 
     yield from walk(workload.stages[stage].step, 0, 0)
-
-
-def _check_times(ops: Iterable[Operation]) -> None:
-    compute = (op for op in ops if isinstance(op, ComputeOp))
-    missing = sorted({f"{op.module} {op.phase}" for op in compute if op.time_s is None})
-    if missing:
-        text = f"{len(missing)} unknown, e.g. {', '.join(missing[:3])}"
-        raise ConfigError("time_s", text, "known times of all computation (--compute-from)")
 
 
 def header(workload: Workload) -> str:

@@ -153,7 +153,20 @@ class _Mlp:
             name = f"{self.name}.{index}.wgrad"
             items.append(self._gemm(index, Phase.WGRAD, n, k, self.rows, Layout.TN, name))
             if elements := buckets.get(index):
-                items.append(self._reduce(elements, name))
+                items.append(
+                    CommOp(
+                        collective=Collective.ALL_REDUCE,
+                        dtype=self.dtype,
+                        count=elements,
+                        group="world",
+                        phase=Phase.BWD,
+                        module=self.name,
+                        stream="dp",
+                        name=f"{self.name}.reduced",
+                        after=(name,),
+                        redop=RedOp.SUM,
+                    )
+                )
         return items
 
     def buckets(self) -> dict[int, int]:
@@ -170,20 +183,6 @@ class _Mlp:
         return {
             sizes[bucket[-1]][0]: sum(sizes[index][1] for index in bucket) for bucket in buckets
         }
-
-    def _reduce(self, elements: int, after: str) -> CommOp:
-        return CommOp(
-            collective=Collective.ALL_REDUCE,
-            dtype=self.dtype,
-            count=elements,
-            group="world",
-            phase=Phase.BWD,
-            module=self.name,
-            stream="dp",
-            name=f"{self.name}.reduced",
-            after=(after,),
-            redop=RedOp.SUM,
-        )
 
     def _gemm(
         self, index: int, phase: Phase, m: int, n: int, k: int, layout: Layout, name: str = ""

@@ -94,7 +94,15 @@ class _Plan:
         self.ranks = job.parallel.data_ranks
         self.sent_dtype = DType(settings.communication_data_type or self.dtype)
         self.accumulated = DType(settings.grad_accum_dtype or self.dtype)
-        self._check_accumulation()
+        stage = self.settings.stage
+        if stage == 0 and self.accumulated is not self.dtype:
+            raise ConfigError(
+                "grad_accum_dtype", self.accumulated, f"{self.dtype} at stage 0, or empty"
+            )
+        if self.flat and not self.settings.compute_grad_norm:
+            raise ConfigError(
+                "compute_grad_norm", False, "true at stage 1 with bf16 and fp32 accumulation"
+            )
         architecture = (
             job.architecture if isinstance(job, OwnJob) else huggingface.architecture(job)
         )
@@ -108,17 +116,6 @@ class _Plan:
         self.shares = shares(
             self.params, self.ranks, round_robin=settings.round_robin_gradients
         )
-
-    def _check_accumulation(self) -> None:
-        stage = self.settings.stage
-        if stage == 0 and self.accumulated is not self.dtype:
-            raise ConfigError(
-                "grad_accum_dtype", self.accumulated, f"{self.dtype} at stage 0, or empty"
-            )
-        if self.flat and not self.settings.compute_grad_norm:
-            raise ConfigError(
-                "compute_grad_norm", False, "true at stage 1 with bf16 and fp32 accumulation"
-            )
 
     @property
     def flat(self) -> bool:

@@ -229,7 +229,17 @@ def names_of(plan: Plan, buckets: Iterable[Bucket]) -> tuple[str, ...]:
 
 def end_of_step(plan: Plan, stage: StageParams) -> tuple[Operation, ...]:
     """Return the operations from the end of the last backward pass to the end of the step."""
-    return (*_grad_finalize(plan, stage), *_update(plan, stage), *_reports(plan, stage))
+    scalar = _scalar(plan)
+    largest = partial(scalar, group="mp", redop=RedOp.MAX)
+    return (
+        *_grad_finalize(plan, stage),
+        *_update(plan, stage),
+        # The messages of train_step and training_log.
+        *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
+        *largest(module="gradient_norm"),
+        *(scalar(group="dp_cp", module="loss", elements=2) if stage.is_last else ()),
+        *largest(module="learning_rate"),
+    )
 
 
 def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
@@ -276,36 +286,23 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather
     for expert in kinds:
-        ops.append(_adam(plan, stage, expert))
+        # The update of this rank's share of parameters, in fp32.
+        own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
+        count = sum(bucket.count for bucket in own)
+        if sharded:
+            ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+            count = sum(bucket.padded for bucket in own) // ranks
+        ops.append(
+            ComputeOp(
+                op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
+                phase=Phase.OPTIM,
+                module="optimizer.experts" if expert else "optimizer",
+            )
+        )
         # Each optimizer gathers all buckets of the chunks, including the other's.
         for bucket in stage.all_buckets if gathers else ():
             ops += gather(plan, bucket)
     return ops
-
-
-def _adam(plan: Plan, stage: StageParams, expert: bool) -> ComputeOp:
-    """Return the update of this rank's share of parameters, in fp32."""
-    buckets = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
-    count = sum(bucket.count for bucket in buckets)
-    if plan.settings.use_distributed_optimizer:
-        ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
-        count = sum(bucket.padded for bucket in buckets) // ranks
-    return ComputeOp(
-        op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
-        phase=Phase.OPTIM,
-        module="optimizer.experts" if expert else "optimizer",
-    )
-
-
-def _reports(plan: Plan, stage: StageParams) -> list[Operation]:
-    """Return the messages of train_step and training_log."""
-    scalar, largest = _scalar(plan), partial(_scalar(plan), group="mp", redop=RedOp.MAX)
-    return [
-        *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
-        *largest(module="gradient_norm"),
-        *(scalar(group="dp_cp", module="loss", elements=2) if stage.is_last else ()),
-        *largest(module="learning_rate"),
-    ]
 
 
 def _scalar(plan: Plan) -> "partial[tuple[CommOp, ...]]":

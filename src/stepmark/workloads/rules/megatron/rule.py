@@ -163,27 +163,22 @@ def workload(job: Job, settings: Megatron) -> Workload:
         world_size=parallel.world_size,
         num_microbatches=plan.job.num_microbatches,
         model=plan.model,
-        settings=_settings_of(plan),
+        settings={
+            "tensor_model_parallel_size": parallel.tp,
+            "pipeline_model_parallel_size": parallel.pp,
+            "context_parallel_size": parallel.cp,
+            "expert_model_parallel_size": parallel.ep,
+            "num_distributed_optimizer_instances": parallel.dp_replicate,
+            "micro_batch_size": plan.job.mbs,
+            "global_batch_size": plan.job.global_batch,
+            "seq_length": plan.model.seq_len,
+            **asdict(plan.settings),
+        },
         groups=plan.comms.groups,
         blocks=blocks,
         stages=tuple(stages),
         notes=(*notes, *notes_of(job, plan)),
     )
-
-
-def _settings_of(plan: Plan) -> dict[str, str | int | float | bool | None]:
-    parallel = plan.job.parallel
-    return {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "num_distributed_optimizer_instances": parallel.dp_replicate,
-        "micro_batch_size": plan.job.mbs,
-        "global_batch_size": plan.job.global_batch,
-        "seq_length": plan.model.seq_len,
-        **asdict(plan.settings),
-    }
 
 
 class _StageBuilder:

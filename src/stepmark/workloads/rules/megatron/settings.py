@@ -154,10 +154,7 @@ class Megatron:
             raise ConfigError("moe_aux_loss_coeff", self.moe_aux_loss_coeff, "0 or more")
         if self.recompute_method not in ("uniform", "block"):
             raise ConfigError("recompute_method", self.recompute_method, "uniform or block")
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        """Raise ConfigError for pairs of parameters that validate_args refuses."""
+        # Raise ConfigError for pairs of parameters that validate_args refuses.
         if self.overlap_param_gather and not (
             self.use_distributed_optimizer and self.overlap_grad_reduce
         ):

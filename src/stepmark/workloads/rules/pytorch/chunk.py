@@ -22,7 +22,7 @@ from stepmark.workloads.rules.pytorch.fsdp_order import (
     ParamGroup,
     group_params,
 )
-from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder, Sharding
+from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder
 from stepmark.workloads.rules.pytorch.technique import Technique, before_recompute, recomputed
 
 Blocks = dict[str, Block]
@@ -58,7 +58,24 @@ class Chunk:
         self.embedding, self.output = embedding, output
         sharding = technique.sharding
         self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
-        self._groups = self._group_layers(sharding, layers) if sharding else FsdpGroups()
+        self._groups: FsdpGroups[Param] = FsdpGroups()
+        if sharding:
+            self._groups = group_params(
+                [
+                    (layer.unit.params, None)
+                    if layer.unit.experts_at is None
+                    else (layer.unit.others, layer.unit.experts)
+                    for layer in layers
+                ],
+                embedding=self.embedding.params if self.embedding else None,
+                output=self.output.params if self.output else None,
+                first_layer=layers[0].index if layers else 0,
+                reshard=sharding.reshard,
+                prefetch=sharding.prefetch,
+                blocks_per_group=technique.blocks_per_group,
+                root_has_ends=technique.root_has_ends,
+                regathers_table=technique.regathers_table,
+            )
         self._order = FsdpOrder(self._groups, self._recorder)
         self.layers = [
             replace(layer, experts=experts)
@@ -180,24 +197,6 @@ class Chunk:
         self._order.finalize()
         segments.append((self._recorder.take(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
-
-    def _group_layers(self, sharding: Sharding, layers: Sequence[Layer]) -> FsdpGroups[Param]:
-        return group_params(
-            [
-                (layer.unit.params, None)
-                if layer.unit.experts_at is None
-                else (layer.unit.others, layer.unit.experts)
-                for layer in layers
-            ],
-            embedding=self.embedding.params if self.embedding else None,
-            output=self.output.params if self.output else None,
-            first_layer=layers[0].index if layers else 0,
-            reshard=sharding.reshard,
-            prefetch=sharding.prefetch,
-            blocks_per_group=self._technique.blocks_per_group,
-            root_has_ends=self._technique.root_has_ends,
-            regathers_table=self._technique.regathers_table,
-        )
 
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}

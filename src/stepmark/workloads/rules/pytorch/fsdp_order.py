@@ -111,7 +111,10 @@ def group_params(
         for at in range(0, len(blocks), blocks_per_group)
     ]
     if prefetch > 1:  # torch gathers one group ahead by itself
-        _link(parts, prefetch)
+        # Set up explicit prefetching (training/parallelize.py: _prefetch).
+        for index, part in enumerate(parts):
+            part.ahead = parts[index + 1 : index + 1 + prefetch]
+            part.behind = parts[max(0, index - prefetch) : index][::-1]
     experts = [
         ParamGroup(
             module="experts", params=params, layer=layer, shards="expert_fsdp", reshard=reshard
@@ -133,13 +136,6 @@ def group_params(
         experts=tuple(experts),
         output=last,
     )
-
-
-def _link(parts: list[ParamGroup[P]], prefetch: int) -> None:
-    """Set up explicit prefetching (training/parallelize.py: _prefetch)."""
-    for index, part in enumerate(parts):
-        part.ahead = parts[index + 1 : index + 1 + prefetch]
-        part.behind = parts[max(0, index - prefetch) : index][::-1]
 
 
 class FsdpEvents(Generic[P]):
