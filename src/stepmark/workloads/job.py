@@ -41,6 +41,13 @@ def plain_settings(settings: Any) -> dict[str, str | int | float | bool | None]:
     }
 
 
+def refuse_first(*refusals: tuple[object, str, object, str]) -> None:
+    """Raise the ConfigError of the first (condition, field, value, rule) whose condition holds."""
+    for holds, field_name, value, allowed in refusals:
+        if holds:
+            raise ConfigError(field_name, value, allowed)
+
+
 def check_at_least(settings: Any, least: int, *names: str) -> None:
     """Raise ConfigError for a setting of these names that is less; None passes."""
     for name in names:

@@ -10,10 +10,9 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run
-from stepmark.workloads.job import near_multiples
+from stepmark.workloads.job import near_multiples, refuse_first
 
 T = TypeVar("T", bound=Item)
 # Name of the newest computation that ends a block or a pass, or of a wait.
@@ -92,14 +91,23 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.num_chunks == 1:
             return
-        if self.num_stages == 1:
-            raise ConfigError("vpp", self.num_chunks, "1 where there is one pipeline stage")
-        if self.num_stages == 2 and not self.overlap:
-            raise ConfigError("pp", 2, "more than 2 for vpp without overlap_p2p_comm")
-        if self.num_microbatches % self.num_stages:
-            near = near_multiples(self.num_microbatches, self.num_stages)
-            allowed = f"a multiple of pp ({self.num_stages}) where vpp > 1, e.g. {near}"
-            raise ConfigError("micro-batches", self.num_microbatches, allowed)
+        pp, count = self.num_stages, self.num_microbatches
+        near = near_multiples(count, pp)
+        refuse_first(
+            (pp == 1, "vpp", self.num_chunks, "1 where there is one pipeline stage"),
+            (
+                pp == 2 and not self.overlap,
+                "pp",
+                2,
+                "more than 2 for vpp without overlap_p2p_comm",
+            ),
+            (
+                count % pp,
+                "micro-batches",
+                count,
+                f"a multiple of pp ({pp}) where vpp > 1, e.g. {near}",
+            ),
+        )
 
     def num_warmup(self, stage: int) -> int:
         """Forward passes of a stage before its first backward."""

@@ -151,7 +151,11 @@ def deliver(
     name, picked = check(workload, target)
     kind, out = FORMATS[name], target.out or "-"
     to_folder = out != "-" and is_folder(out)
-    _say_unused(target, name, holds_all=not picked)
+    if not picked:
+        flags = [(target.stage[0], "stages")] if target.stage else []
+        flags += [("rank", "ranks")] if target.rank is not None else []
+        for flag, which in flags:
+            sys.stderr.write(f"# --{flag}: no effect: {name} holds all {which}\n")
     items = (item for block in workload.blocks.values() for item in block)
     if kind.needs_times and any(
         isinstance(item, ComputeOp) and item.time_s is None and not item.is_wait
@@ -262,16 +266,6 @@ def _refuse_others(folder: Path, kind: Format, names: set[str], number: int) -> 
 
 
 _OF_ONE = re.compile(r"(.*?)\d+(\.\w+)")  # name of the file of a rank or stage
-
-
-def _say_unused(target: Target, name: str, *, holds_all: bool) -> None:
-    """Print that --stage and --rank have no effect on a file that holds all of them."""
-    if not holds_all:
-        return
-    flags = [(target.stage[0], "stages")] if target.stage else []
-    flags += [("rank", "ranks")] if target.rank is not None else []
-    for flag, which in flags:
-        sys.stderr.write(f"# --{flag}: no effect: {name} holds all {which}\n")
 
 
 def stage_flag(stage: int | None, pp_rank: int | None = None) -> StageFlag | None:

@@ -27,6 +27,7 @@ from stepmark.workloads.job import (
     check_single,
     mesh_groups,
     plain_settings,
+    refuse_first,
 )
 from stepmark.workloads.rules.deepspeed import huggingface, modules
 from stepmark.workloads.rules.deepspeed.modules import COMPUTE, GRADS
@@ -94,15 +95,20 @@ class _Plan:
         self.ranks = job.parallel.data_ranks
         self.sent_dtype = DType(settings.communication_data_type or self.dtype)
         self.accumulated = DType(settings.grad_accum_dtype or self.dtype)
-        stage = self.settings.stage
-        if stage == 0 and self.accumulated is not self.dtype:
-            raise ConfigError(
-                "grad_accum_dtype", self.accumulated, f"{self.dtype} at stage 0, or empty"
-            )
-        if self.flat and not self.settings.compute_grad_norm:
-            raise ConfigError(
-                "compute_grad_norm", False, "true at stage 1 with bf16 and fp32 accumulation"
-            )
+        refuse_first(
+            (
+                settings.stage == 0 and self.accumulated is not self.dtype,
+                "grad_accum_dtype",
+                self.accumulated,
+                f"{self.dtype} at stage 0, or empty",
+            ),
+            (
+                self.flat and not settings.compute_grad_norm,
+                "compute_grad_norm",
+                False,
+                "true at stage 1 with bf16 and fp32 accumulation",
+            ),
+        )
         architecture = (
             job.architecture if isinstance(job, OwnJob) else huggingface.architecture(job)
         )

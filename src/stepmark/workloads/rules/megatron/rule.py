@@ -11,7 +11,7 @@ gradient like any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.ops import Phase
@@ -96,39 +96,30 @@ def with_async_deps(
     (c10d, ProcessGroupNCCL.cpp, syncStream). Source of the rest, read only:
     pipeline_parallel/p2p_communication.py (_communicate, batch_p2p_sync).
     """
-    deps = _AsyncDeps(in_flight, blocking)
-    return tuple(
-        replace(span, ticks=tuple(tuple(deps.tick(tick)) for tick in span.ticks))
-        for span in spans
-    )
+    begun = False  # the step has computed or waited: asynchronous actions have a dependency
+    pending: dict[str, None] = {}
 
-
-@dataclass(slots=True)
-class _AsyncDeps:
-    """begun: the step has computed or waited, so asynchronous actions have a dependency."""
-
-    in_flight: Callable[[Action], tuple[str, ...]]
-    blocking: bool
-    begun: bool = False
-    pending: dict[str, None] = field(default_factory=dict)
-
-    def tick(self, tick: Tick) -> Iterator[Action]:
+    def lowered(tick: Tick) -> Iterator[Action]:
+        nonlocal begun
         for action, following in zip(tick, (*tick[1:], None), strict=True):
             moves = action.act in TRANSFERS
-            computes = action.act in _COMPUTES or (moves and self.blocking)
-            yield (
-                action if computes or not self.begun else replace(action, after=(COMPUTE_DONE,))
-            )
-            self.begun = self.begun or computes
-            if not self.blocking:
+            computes = action.act in _COMPUTES or (moves and blocking)
+            yield action if computes or not begun else replace(action, after=(COMPUTE_DONE,))
+            begun = begun or computes
+            if not blocking:
                 continue
             if action.act is Act.FORWARD and action.edge:  # waits for its own parameters
-                for name in self.in_flight(replace(action, act=Act.GATHER)):
-                    self.pending.pop(name, None)
-            self.pending.update(dict.fromkeys(self.in_flight(action)))
-            if moves and self.pending and not (following and following.fused):
-                yield Action(act=Act.WAIT, after=tuple(self.pending))
-                self.pending.clear()
+                for name in in_flight(replace(action, act=Act.GATHER)):
+                    pending.pop(name, None)
+            pending.update(dict.fromkeys(in_flight(action)))
+            if moves and pending and not (following and following.fused):
+                yield Action(act=Act.WAIT, after=tuple(pending))
+                pending.clear()
+
+    return tuple(
+        replace(span, ticks=tuple(tuple(lowered(tick)) for tick in span.ticks))
+        for span in spans
+    )
 
 
 _SOURCE = (
@@ -188,7 +179,23 @@ class _StageBuilder:
         self, pipeline: Pipeline, library: Library, index: int, chunks: tuple[Chunk, ...]
     ) -> None:
         self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
-        self.plan, self.blocks, self.params = library.plan, library.blocks, self._params(chunks)
+        self.plan = plan = library.plan
+        self.blocks = library.blocks
+        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
+        params = tuple(
+            gradients.chunk_params(plan, chunk, kind, library.of_layer)
+            for chunk, kind in zip(chunks, kinds, strict=True)
+        )
+        self.params = StageParams(
+            params=params,
+            buckets=tuple(
+                gradients.buckets(plan, own, split=index == 0 and number == 0)
+                for number, own in enumerate(params)
+            ),
+            is_first=index == 0,
+            is_last=index == pipeline.num_stages - 1,
+            moe_layers=sum(map(sum, kinds)),
+        )
 
     def build(self) -> Stage:
         plan, index = self.plan, self.index
@@ -228,24 +235,6 @@ class _StageBuilder:
             settings.overlap_grad_reduce
             and settings.align_grad_reduce
             and (self.pipeline.num_chunks > 1 or self.index > 0)
-        )
-
-    def _params(self, chunks: tuple[Chunk, ...]) -> StageParams:
-        plan = self.library.plan
-        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
-        params = tuple(
-            gradients.chunk_params(plan, chunk, kind, self.library.of_layer)
-            for chunk, kind in zip(chunks, kinds, strict=True)
-        )
-        return StageParams(
-            params=params,
-            buckets=tuple(
-                gradients.buckets(plan, own, split=self.index == 0 and number == 0)
-                for number, own in enumerate(params)
-            ),
-            is_first=self.index == 0,
-            is_last=self.index == self.pipeline.num_stages - 1,
-            moe_layers=sum(map(sum, kinds)),
         )
 
     def passes(self) -> None:

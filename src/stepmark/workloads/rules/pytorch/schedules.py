@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from itertools import groupby
 
 from stepmark.ground.errors import ConfigError
-from stepmark.workloads.job import Job
+from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.pipeline import COMPUTE_DONE, WITH_MICROBATCH, Act, Action, Span, Tick
 
 COMPUTE = (Act.FORWARD, Act.BACKWARD)
@@ -78,14 +78,20 @@ class Order:
 
     def __post_init__(self) -> None:
         count, ranks = self.num_microbatches, self.num_ranks
-        if self.schedule is Schedule.ONE_F_ONE_B and count < ranks:
-            raise ConfigError("pp_microbatches", count, f"at least pp ({ranks}) with 1f1b")
-        if self.schedule is Schedule.INTERLEAVED and count % self.rounds:
-            raise ConfigError(
+        refuse_first(
+            (
+                self.schedule is Schedule.ONE_F_ONE_B and count < ranks,
+                "pp_microbatches",
+                count,
+                f"at least pp ({ranks}) with 1f1b",
+            ),
+            (
+                self.schedule is Schedule.INTERLEAVED and count % self.rounds,
                 "pp_microbatches",
                 count,
                 f"a multiple of its rounds ({count} // pp {ranks} = {self.rounds})",
-            )
+            ),
+        )
 
     @property
     def rounds(self) -> int:
@@ -145,16 +151,22 @@ def _around(rank: int, num_ranks: int) -> Callable[[Tick], Tick]:
     return lambda tick: tuple(action for action in tick if action.act not in missing)
 
 
+_FORWARD_ALONE = (
+    act_of(Act.RECV_FORWARD),
+    act_of(Act.FORWARD),
+    later(Act.SEND_FORWARD, 0),
+)
+_BACKWARD_ALONE = (
+    act_of(Act.RECV_BACKWARD),
+    act_of(Act.BACKWARD),
+    later(Act.SEND_BACKWARD, 0),
+)
+
+
 def _gpipe(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
     around = _around(rank, num_ranks)
-    forward = act_of(Act.RECV_FORWARD, 0), act_of(Act.FORWARD, 0), later(Act.SEND_FORWARD, 0)
-    backward = (
-        act_of(Act.RECV_BACKWARD, 0),
-        act_of(Act.BACKWARD, 0),
-        later(Act.SEND_BACKWARD, 0),
-    )
-    yield Span(ticks=(around(forward),), times=count)
-    yield Span(ticks=(around(backward),), times=count)
+    yield Span(ticks=(around(_FORWARD_ALONE),), times=count)
+    yield Span(ticks=(around(_BACKWARD_ALONE),), times=count)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
 
@@ -167,9 +179,8 @@ def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
         sent = act_of(Act.SEND_FORWARD, ahead)
         return sent, act_of(Act.RECV_BACKWARD, behind, fused=True), act_of(Act.BACKWARD, behind)
 
-    warm = act_of(Act.RECV_FORWARD, 0), act_of(Act.FORWARD, 0), later(Act.SEND_FORWARD, 0)
     if warmup > 1:
-        yield Span(ticks=(around(warm),), times=warmup - 1)
+        yield Span(ticks=(around(_FORWARD_ALONE),), times=warmup - 1)
     last_warm = act_of(Act.RECV_FORWARD, warmup - 1), act_of(Act.FORWARD, warmup - 1)
     yield Span(ticks=(around(last_warm),))
     if count > warmup:
@@ -184,12 +195,7 @@ def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
     last = (*turned(count - 1, first), later(Act.SEND_BACKWARD, first))
     yield Span(ticks=(around(last),))
     if warmup > 1:
-        backward = (
-            act_of(Act.RECV_BACKWARD, 0),
-            act_of(Act.BACKWARD, 0),
-            later(Act.SEND_BACKWARD, 0),
-        )
-        cool = tuple(replace(action, microbatch=first + 1) for action in backward)
+        cool = _moved(_BACKWARD_ALONE, first + 1)
         yield Span(ticks=(around(cool),), times=warmup - 1)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
