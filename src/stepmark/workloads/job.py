@@ -42,7 +42,7 @@ def plain_settings(settings: Any) -> dict[str, str | int | float | bool | None]:
 
 
 def refuse_first(*refusals: tuple[object, str, object, str]) -> None:
-    """Raise the ConfigError of the first (condition, field, value, rule) whose condition holds."""
+    """Raise ConfigError for the first (condition, field, value, rule) that holds."""
     for holds, field_name, value, allowed in refusals:
         if holds:
             raise ConfigError(field_name, value, allowed)

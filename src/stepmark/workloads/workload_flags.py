@@ -156,7 +156,7 @@ def _read(kind: Any, default: object, text: str, field: str) -> Any:
     except (ValueError, OverflowError):
         is_large = isinstance(default, int) and default >= _LARGE
         words = {
-            int: "a whole number" + " such as 500000000 or 5e8" * is_large,
+            int: f"a whole number{' such as 500000000 or 5e8' if is_large else ''}",
             float: "a number",
         }
         if kind in words:

@@ -98,7 +98,7 @@ def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[st
         lines += ["", f"# {len(tables[kind])} distinct {title}; calls per rank and step"]
         for row in tables[kind]:
             where = f" in stage {row['stages']}" if has_stages else ""
-            calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
+            calls = f"{row['calls']} call{'' if row['calls'] == 1 else 's'}"
             text = f"{calls}{where}, {row.get('groups', '')} {row['passes']}: {row['modules']}"
             lines.append(f"{row['command']}  # {' '.join(text.split())}")
     if any(row["trimmed"] for row in tables["collectives"]):

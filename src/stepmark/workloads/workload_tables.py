@@ -59,8 +59,8 @@ class _StageSums:
 
     @property
     def has(self) -> str:
-        words = ("embedding",) * self.stage.has_embedding + ("head",) * self.stage.has_head
-        return " ".join(words)
+        ends = {"embedding": self.stage.has_embedding, "head": self.stage.has_head}
+        return " ".join(name for name, is_there in ends.items() if is_there)
 
     @property
     def num_collectives(self) -> int:

@@ -141,7 +141,7 @@ def _merged(stages: Sequence[Row]) -> list[Row]:
     groups = (
         list(group)
         for _, group in itertools.groupby(
-            stages, lambda stage: {**stage, "stage": None, "which": None}
+            stages, lambda stage: stage | {"stage": None, "which": None}
         )
     )
     return [

@@ -182,7 +182,7 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     segments: list[Segment] = []
     if chunk.has_embedding or chunk.has_head:
         first, last = chunk.has_embedding, chunk.has_head
-        name = "data" + ".first" * first + ".last" * last
+        name = f"data{'.first' if first else ''}{'.last' if last else ''}"
         data = data_of(plan, first=first, last=last)
         segments.append(Segment(block=library.add(name, data)))
     if chunk.has_embedding:

@@ -29,9 +29,9 @@ from stepmark.workloads.pipeline import (
     Span,
     Tick,
     program,
+    schedule,
     wait,
 )
-from stepmark.workloads.pipeline_schedules import schedule
 from stepmark.workloads.rules.megatron import gradients
 from stepmark.workloads.rules.megatron.chunk import (
     Library,

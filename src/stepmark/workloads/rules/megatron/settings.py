@@ -286,6 +286,7 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
     )
     shared = parallel.cp * parallel.tp
+    data_ranks = parallel.data_ranks
     width = model.moe.ffn_hidden_size if model.moe else 0
     refuse_first(
         (
@@ -304,7 +305,7 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
             "dp-replicate",
             parallel.dp_replicate,
-            f"1 without use_distributed_optimizer: give that, or dp-shard {parallel.data_ranks}",
+            f"1 without use_distributed_optimizer: give that, or dp-shard {data_ranks}",
         ),
         (
             width % plan.etp,

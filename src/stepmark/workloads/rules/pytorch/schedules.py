@@ -47,7 +47,7 @@ def stage_sizes(num_layers: int, num_stages: int, split: Split) -> list[int]:
     ends = 1 if split is Split.TORCHTITAN and num_stages > 1 else 0
     most = num_layers + 2 * ends
     if num_stages > most:
-        what = f"{num_layers} layers{', embedding and head' * ends}"
+        what = f"{num_layers} layers{', embedding and head' if ends else ''}"
         raise ConfigError("pipeline stages", num_stages, f"at most {most} ({what})")
     small, rest = divmod(most, num_stages)
     sizes = [small + (index < rest) for index in range(num_stages)]
