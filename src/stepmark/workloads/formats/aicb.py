@@ -457,8 +457,7 @@ def generated_omissions(workload: Workload, stages: Iterable[int] | None) -> lis
     ops = tallied(workload, stages)
     for stage in stages:
         ops.update(workload.tally(stage, setup=True))
-    uneven = any(getattr(op, "collective", "") == Collective.ALL_TO_ALL_V for op in ops)
-    typed = any(isinstance(op, CommOp) and op.dtype is not DType.UINT8 for op in ops)
+    comms = [op for op in ops if isinstance(op, CommOp)]
     lines = present(workload, "layers", "micro-batches", "times", "start times")
     lines += present(workload, "model", "settings", "notes")
     lines += remarks(
@@ -466,8 +465,14 @@ def generated_omissions(workload: Workload, stages: Iterable[int] | None) -> lis
             any(op.stream != COMPUTE for op in ops),
             "overlap: every line waits for the one before",
         ),
-        (typed, "element types: sizes are bytes"),
-        (uneven, "uneven parts of all_to_all_v: written as all_to_all of the average"),
+        (
+            any(op.dtype is not DType.UINT8 for op in comms),
+            "element types: sizes are bytes",
+        ),
+        (
+            any(op.collective == Collective.ALL_TO_ALL_V for op in comms),
+            "uneven parts of all_to_all_v: written as all_to_all of the average",
+        ),
     )
     modules: dict[str, dict[str, int]] = {}
     for op, times in ops.items():

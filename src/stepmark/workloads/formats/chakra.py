@@ -482,24 +482,33 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     untimed = sum(computes[op] for op in computes if op.time_s is None and not op.is_wait)
     costless = sum(computes[op] for op in computes if None in (op.op.flops, op.op.bytes_moved))
     micros = [op.time_s * 1e6 for op in ops if op.time_s is not None]
-    rounded = any(not math.isclose(time, round(time)) for time in micros)
-    uneven, broadcast = (
-        Collective.ALL_TO_ALL_V in collectives,
-        Collective.BROADCAST in collectives,
-    )
     refused = ", ".join(sorted(collectives & set(_REFUSED)))
-    shapes = any(not isinstance(op.op, Kernel) for op in computes)
-    lines = present(workload, "model", "settings", "notes", "the number of micro-batches")
-    lines += present(workload, "start times")
-    return lines + remarks(
-        (shapes, "operators' shapes (only FLOPs, bytes and a name)"),
+    lacking = remarks(
+        (
+            any(not isinstance(op.op, Kernel) for op in computes),
+            "operators' shapes (only FLOPs, bytes and a name)",
+        ),
         (untimed, f"{untimed} computations without a time: ASTRA-sim takes 1 ns"),
         (costless, f"{costless} computations without FLOPs or bytes: no roofline in ASTRA-sim"),
-        (rounded, "durations below a microsecond: rounded, exact in the attribute time_s"),
-        (uneven, "uneven parts of an all_to_all_v: written as an all-to-all"),
+        (
+            any(not math.isclose(time, round(time)) for time in micros),
+            "durations below a microsecond: rounded, exact in the attribute time_s",
+        ),
+        (
+            Collective.ALL_TO_ALL_V in collectives,
+            "uneven parts of an all_to_all_v: written as an all-to-all",
+        ),
         (refused, f"{refused}: in the file, but ASTRA-sim refuses them"),
-        (broadcast, "broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns"),
+        (
+            Collective.BROADCAST in collectives,
+            "broadcast: in the file, but ASTRA-sim gives it its duration or 1 ns",
+        ),
     )
+    return [
+        *present(workload, "model", "settings", "notes", "the number of micro-batches"),
+        *present(workload, "start times"),
+        *lacking,
+    ]
 
 
 def kept(workload: Workload, stage: int) -> Kept:

@@ -201,7 +201,10 @@ def read(path: Path, *, starts: bool = False) -> Workload:
         ]
     else:
         entries = _entries(path)
-        world = _world_size(entries)
+        sizes = [entry.world_size or 1 for entry in entries]
+        last = [max(entry.global_ranks) + 1 for entry in entries if entry.global_ranks]
+        pairs = [max(entry.src_rank or 0, entry.dst_rank or 0) + 1 for entry in entries]
+        world = max((*sizes, *last, *pairs), default=1)
         readers = [Reader(entries, path.name, world, None)]
     programs = [reader.operations() for reader in readers]
     groups = {name: group for reader in readers for name, group in reader.groups.items()}
@@ -243,13 +246,6 @@ def _rank_files(path: Path) -> list[Path]:
 
 def _entries(path: Path) -> list[Entry]:
     return decoded(path, list[Entry], _WHAT, "a JSON list of comms and compute")
-
-
-def _world_size(entries: Sequence[Entry]) -> int:
-    sizes = [entry.world_size or 1 for entry in entries]
-    last = [max(entry.global_ranks) + 1 for entry in entries if entry.global_ranks]
-    pairs = [max(entry.src_rank or 0, entry.dst_rank or 0) + 1 for entry in entries]
-    return max((*sizes, *last, *pairs), default=1)
 
 
 def _is_posted(entry: Entry) -> bool:
@@ -521,27 +517,37 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
         for op, entry in entries.items()
         if entry
     )
-    streams = any(op.stream != COMPUTE for op in ops)
     stand_ins = ", ".join(sorted({op.dtype for op in comms} & set(_STAND_INS)))
     redops = ", ".join(sorted({op.redop for op in comms} - {"none", "sum"}))
-    uneven = Collective.ALL_TO_ALL_V in collectives
-    broadcast = Collective.BROADCAST in collectives
-    rooted = any(op.root for op in comms)
     places = ("layers", "micro-batches", "what is recomputed", "times")
-    lines = present(
-        workload, *places, "model", "settings", "notes", "which messages are one call"
-    )
-    lines += present(workload, "start times")
-    return lines + remarks(
+    facts = ("model", "settings", "notes", "which messages are one call")
+    lacking = remarks(
         (omitted, f"{omitted} computations that are no product or embedding lookup"),
         (narrowed, "layouts, scaling and output types of products, skew and type of lookups"),
-        (streams, "streams: only where each message is waited for"),
+        (
+            any(op.stream != COMPUTE for op in ops),
+            "streams: only where each message is waited for",
+        ),
         (stand_ins, f"{stand_ins}: written as another type of the same size"),
         (redops, f"reductions other than sum: {redops}"),
-        (uneven, "uneven parts of an all_to_all_v: written as equal ones"),
-        (broadcast, "broadcast: in the file, but commsTraceReplay stops at one"),
-        (rooted, "roots: in the file, but commsTraceReplay takes rank 0"),
+        (
+            Collective.ALL_TO_ALL_V in collectives,
+            "uneven parts of an all_to_all_v: written as equal ones",
+        ),
+        (
+            Collective.BROADCAST in collectives,
+            "broadcast: in the file, but commsTraceReplay stops at one",
+        ),
+        (
+            any(op.root for op in comms),
+            "roots: in the file, but commsTraceReplay takes rank 0",
+        ),
     )
+    return [
+        *present(workload, *places, *facts),
+        *present(workload, "start times"),
+        *lacking,
+    ]
 
 
 def kept(workload: Workload, stage: int) -> Kept:

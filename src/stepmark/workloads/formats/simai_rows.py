@@ -405,18 +405,26 @@ def omissions(workload: Workload) -> list[str]:
     """Return what the text cannot express of this workload besides messages, a line each."""
     ops = [op for stage in range(len(workload.stages)) for op in workload.tally(stage)]
     comms = [op for op in ops if isinstance(op, CommOp)]
-    overlaps = any(op.stream != COMPUTE for op in comms)
-    shapes = any(isinstance(op, ComputeOp) and not isinstance(op.op, Kernel) for op in ops)
-    typed = any(op.dtype is not DType.UINT8 for op in comms)
-    is_folded = "etp:" in header(workload)
     return present(workload, "model", "settings", "notes", "start times") + remarks(
-        (overlaps, "overlap: messages within a pass are waited for; streams go"),
-        (typed, "element types: sizes are bytes"),
-        (shapes, "operators: a row has a time per pass, not shapes"),
+        (
+            any(op.stream != COMPUTE for op in comms),
+            "overlap: messages within a pass are waited for; streams go",
+        ),
+        (
+            any(op.dtype is not DType.UINT8 for op in comms),
+            "element types: sizes are bytes",
+        ),
+        (
+            any(isinstance(op, ComputeOp) and not isinstance(op.op, Kernel) for op in ops),
+            "operators: a row has a time per pass, not shapes",
+        ),
         (len(workload.stages) > 1, "the pipeline's order: it is pp, vpp, pp_comm in line 1"),
         (pipeline_bytes(workload) > _MOST_PP_COMM, "pp_comm: SimAI reads at most 2147483647"),
         (workload.rules == "aicb", "the order of layers, which the file does not number"),
-        (is_folded, "etp in line 1: SimAI ignores it and takes DP_EP as dp / ep ranks"),
+        (
+            "etp:" in header(workload),
+            "etp in line 1: SimAI ignores it and takes DP_EP as dp / ep ranks",
+        ),
     )
 
 

@@ -150,7 +150,14 @@ class Bucket:
         elif self.settings.use_multi_rank_bucket_allreduce:
             sent = list(self._cut(numel for _, numel in self._owned(self.shares)))
         else:
-            sent = list(self._to_owners(self.shares))
+            by_owner: dict[int, list[int]] = {}
+            for owner, numel in self._owned(self.shares):
+                by_owner.setdefault(owner, []).append(numel)
+            sent = [
+                message
+                for owner, numels in by_owner.items()
+                for message in self._cut(numels, owner)
+            ]
         self.params.clear()
         self.elements = 0
         return sent
@@ -180,13 +187,6 @@ class Bucket:
                 elements = 0
         if elements:
             yield Message(collective=collective, elements=elements, root=root)
-
-    def _to_owners(self, shares: Shares) -> Iterator[Message]:
-        by_owner: dict[int, list[int]] = {}
-        for owner, numel in self._owned(shares):
-            by_owner.setdefault(owner, []).append(numel)
-        for owner, numels in by_owner.items():
-            yield from self._cut(numels, owner)
 
 
 _DP = "dp"  # the group, and the stream of its communicator
