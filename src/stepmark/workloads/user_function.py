@@ -82,19 +82,14 @@ def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
         ]
         examples = f", e.g. {', '.join(own[-5:])}" if own else ""
         raise ConfigError("function", name, f"a function of {path.name}{examples}")
-    if not _takes(value, arguments):
+    try:
+        inspect.signature(value).bind(*range(arguments))
+    except TypeError:
         count = f"{arguments} argument" if arguments else "no argument"
-        raise ConfigError("function", name, f"a function that is called with {count}")
+        allowed = f"a function that is called with {count}"
+        raise ConfigError("function", name, allowed) from None
     function: Callable[..., Any] = value
     return function
-
-
-def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    return True
 
 
 @contextlib.contextmanager

@@ -202,7 +202,7 @@ def message_rows(workload: Workload) -> list[Row]:
         {
             "collective": message.case.collective.value,
             "dtype": message.case.dtype.value,
-            "redop": redop.value if (redop := message.case.redop) is not RedOp.NONE else None,
+            "redop": None if message.case.redop is RedOp.NONE else message.case.redop.value,
             "num_ranks": message.case.num_ranks,
             "size_bytes": message.case.message_bytes,
             "count": message.case.count,

@@ -240,7 +240,7 @@ class Reader:
             key = (*numbers, end)
             if key not in by_lines:
                 name = by_lines[key] = f"{prefix}{f'iteration {index}' if index else 'setup'}"
-                self._block(name, [op for number in numbers if (op := ops[number])])
+                self._block(name, list(filter(None, (ops[number] for number in numbers))))
                 if self._texts[end] != EPOCH_END:
                     self._ends[name] = self._texts[end]
             names.append(by_lines[key])

@@ -326,6 +326,7 @@ class Reader:
             self._num_later += 1
         phase, module = phase_and_module(entry)
         size = self.groups[group].size
+        ranks = tuple(range(self._world)) if members is None else members
         return CommOp(
             collective=str(collective),
             dtype=dtype_of(entry, where),
@@ -339,7 +340,7 @@ class Reader:
             redop=RedOp.SUM
             if not pair and FACTS[Collective(collective)].reduces
             else RedOp.NONE,
-            root=self._root(entry, group) if not pair else None,
+            root=ranks.index(entry.root) if not pair and entry.root in ranks else None,
             peer=self._peer(entry, where) if pair else None,
             fused=index > 0 and _is_posted(entry) and _is_posted(self._entries[index - 1]),
         )
@@ -367,12 +368,6 @@ class Reader:
             name = name_of(group, self._world)
             self._group_names[pg_id], self.groups[name] = name, group
         return self._group_names[pg_id]
-
-    def _root(self, entry: Entry, group: str) -> int | None:
-        if entry.root is None:
-            return None
-        ranks = self._ranks.get(entry.pg_id, tuple(range(self._world)))
-        return ranks.index(entry.root) if entry.root in ranks else None
 
     def _peer(self, entry: Entry, where: str) -> int:
         if entry.src_rank is None or entry.dst_rank is None:

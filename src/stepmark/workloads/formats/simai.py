@@ -21,7 +21,7 @@ from stepmark.step.source_file import (
     stage_files,
 )
 from stepmark.step.workload import Block, CommOp, Group, Run, Stage, Workload
-from stepmark.step.workload_stages import missing_pipeline
+from stepmark.step.workload_stages import missing_pipeline, transfer_of
 from stepmark.workloads.fold import Repeat, fold
 from stepmark.workloads.formats import simai_rows
 from stepmark.workloads.formats.loss import Kept, communication, rounding
@@ -132,7 +132,7 @@ def kept(workload: Workload, stage: int) -> Kept:
                     if isinstance(op, CommOp):
                         result.add(op, groups[op.group], number)
     for op, number, setup in communication(workload, stage):
-        is_pipeline = not setup and simai_rows.leaves_stage(workload, op, stage)
+        is_pipeline = not setup and transfer_of(workload, stage, op)
         if is_pipeline and op.call_bytes() == header["pp_comm"]:
             result.add(op, workload.groups[op.group], number)
     return result

@@ -31,6 +31,7 @@ from stepmark.step.workload import (
     Workload,
     shifted,
 )
+from stepmark.step.workload_stages import transfer_of
 from stepmark.workloads.formats.aicb_line import group_names, ranks_of
 from stepmark.workloads.formats.loss import present
 from stepmark.workloads.formats.walk import joined, remarks, repeated
@@ -495,20 +496,10 @@ def pipeline_bytes(workload: Workload) -> int:
             op.call_bytes()
             for stage in range(len(workload.stages))
             for op in workload.tally(stage)
-            if isinstance(op, CommOp) and leaves_stage(workload, op, stage)
+            if isinstance(op, CommOp) and transfer_of(workload, stage, op)
         ),
         default=0,
     )
-
-
-def leaves_stage(workload: Workload, op: CommOp, stage: int) -> bool:
-    """Return whether a send or receive of a stage has its other side in another stage."""
-    if op.peer is None:
-        return False
-    rank = stage * workload.world_size // len(workload.stages)
-    ranks = workload.groups[op.group].members(rank)
-    peer = ranks[(ranks.index(rank) + op.peer) % len(ranks)]
-    return workload.stage_of(peer) != stage
 
 
 def _gradient_rows(workload: Workload, stage: int) -> Iterator[Row]:
