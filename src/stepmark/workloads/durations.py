@@ -78,7 +78,9 @@ _EXPONENTS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
 
 # AIOB's sections by our modules; of several alternatives the first complete one is used.
 # Source: aliyun/aicb, workload_generator/mocked_model/training/Aiob{Megatron,DeepSeek}.py.
-_UP, _ACTIVATION, _DOWN = ("mlp_linear_1",), ("mlp_gelu",), ("mlp_linear_2",)
+_UP = ("mlp_linear_1",)
+_ACTIVATION = ("mlp_gelu",)
+_DOWN = ("mlp_linear_2",)
 _SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "embedding": (("Emb",),),
     "attention.norm": (("layernorm",),),

@@ -77,7 +77,9 @@ def _spans(row: list[int]) -> list[tuple[int, int, int]]:
             if seed < done or budget < 0:
                 continue
             # The largest range around seed whose items all recur one period later.
-            start, stop, last_place = seed, seed + 1, len(row) - period
+            start = seed
+            stop = seed + 1
+            last_place = len(row) - period
             while start > done and row[start - 1] == row[start - 1 + period]:
                 start -= 1
             while stop < last_place and row[stop] == row[stop + period]:

@@ -162,7 +162,8 @@ def mesh_groups(
     parallel: ParallelConfig, axes_by_group: dict[str, tuple[str, ...]]
 ) -> dict[str, Group]:
     """Return groups by name, each over some axes: {"dp_cp": ("cp", "dp_shard")}."""
-    stride, dims = 1, {}
+    stride = 1
+    dims = {}
     for axis in AXES:
         size = getattr(parallel, axis)
         dims[axis] = (size, stride)

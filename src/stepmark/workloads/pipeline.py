@@ -97,7 +97,8 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.num_chunks == 1:
             return
-        pp, count = self.num_stages, self.num_microbatches
+        pp = self.num_stages
+        count = self.num_microbatches
         near = near_multiples(count, pp)
         refuse_first(
             (pp == 1, "vpp", self.num_chunks, "1 where there is one pipeline stage"),
@@ -202,8 +203,10 @@ def schedule(
 
 def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
     """Yield 1F1B; with one stage it alternates between forward and backward."""
-    first, last = stage == 0, stage == pipeline.num_stages - 1
-    total, warmup = pipeline.num_microbatches, pipeline.num_warmup(stage)
+    first = stage == 0
+    last = stage == pipeline.num_stages - 1
+    total = pipeline.num_microbatches
+    warmup = pipeline.num_warmup(stage)
     remaining = total - warmup
 
     def prev(sent: int | None, received: int | None) -> Tick:
@@ -315,7 +318,8 @@ class _Interleaved:
 
     def place(self, number: int, *, forward: bool) -> tuple[int, int]:
         """Return (chunk, micro-batch) of a number."""
-        size, chunks = self.pipeline.num_stages, self.pipeline.num_chunks
+        size = self.pipeline.num_stages
+        chunks = self.pipeline.num_chunks
         group, inside = divmod(number, size * chunks)
         chunk, index = divmod(inside, size)
         return (chunk if forward else chunks - 1 - chunk), group * size + index

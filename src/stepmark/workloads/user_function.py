@@ -54,7 +54,8 @@ def load(spec: str, *, arguments: int = 0) -> Iterator[tuple[Callable[..., Any],
 def _parse(spec: str) -> tuple[Path, str]:
     text, colon, name = spec.rpartition(":")
     if not colon or name.endswith(".py"):
-        text, name = spec, "build"
+        text = spec
+        name = "build"
     path = Path(text).resolve()
     if not path.is_file():
         raise ConfigError("file", text, "a Python file that exists, as FILE.py:function")
@@ -114,7 +115,8 @@ def _place(error: BaseException, file: str) -> str:
 
 def _text_of(error: BaseException) -> str:
     """Return the kind and the beginning of an error's message, with a hint on its cause."""
-    kind, message = type(error).__name__, " ".join(str(error).split())
+    kind = type(error).__name__
+    message = " ".join(str(error).split())
     text = f"{kind}: {message[:_MAX_MESSAGE]}" if message else kind
     files = " ".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
     hints = (

@@ -219,7 +219,8 @@ def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
         allowed = f"a multiple of {words or 1} ({unit})"
         near = near_multiples(world, unit)
         if not axis:
-            allowed, near = f"the product of {words or 1} ({unit})", str(unit)
+            allowed = f"the product of {words or 1} ({unit})"
+            near = str(unit)
             near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
         raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
     return replace(parallel, **{axis: world // unit}) if axis else parallel

@@ -131,7 +131,8 @@ def check(workload: Workload, target: Target) -> tuple[str, dict[str, int]]:
     Raises ConfigError for what cannot be written.
     """
     name = find_format(target.to or "native", to=True)
-    kind, out = FORMATS[name], target.out or "-"
+    kind = FORMATS[name]
+    out = target.out or "-"
     picked = _picked(workload, target, kind, is_whole=name in workload.origin)
     if out != "-" and is_folder(out) and not picked:
         raise ConfigError("out", out, f"a file: all of this workload is one in {name}")
@@ -149,7 +150,8 @@ def deliver(
     samples: seconds of operators that were measured, for a format that carries them.
     """
     name, picked = check(workload, target)
-    kind, out = FORMATS[name], target.out or "-"
+    kind = FORMATS[name]
+    out = target.out or "-"
     to_folder = out != "-" and is_folder(out)
     if not picked:
         flags = [(target.stage[0], "stages")] if target.stage else []
@@ -302,7 +304,8 @@ def _picked(
 
     is_whole: a file of the format was read, and is written again with all that it holds.
     """
-    stage, rank = stage_of(workload, target.stage), target.rank
+    stage = stage_of(workload, target.stage)
+    rank = target.rank
     size = workload.world_size // len(workload.stages)
     if rank is not None:
         number_below(workload.world_size, rank, "rank")

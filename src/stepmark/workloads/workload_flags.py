@@ -94,7 +94,8 @@ def _names(cls: type) -> set[str]:
 def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]:
     kind = kind_of(field)
     spellings = (f"--{dashed(name)}", *_SPELLINGS.get(name, ()))
-    text, rare = str(field.metadata.get("help", name)), not field.metadata.get("common")
+    text = str(field.metadata.get("help", name))
+    rare = not field.metadata.get("common")
     if kind is bool:
         text += f" [{'yes' if field.default else 'no'}]"
         switches = (f"{word}/--no-{word.removeprefix('--')}" for word in spellings)

@@ -200,7 +200,8 @@ def _built(
 ) -> ModelConfig:
     """Return a model with AICB's defaults, which are noted."""
     widths = {key: _positive(options, key) or value for key, value in widths.items()}
-    hidden, heads = widths["hidden_size"], widths["num_heads"]
+    hidden = widths["hidden_size"]
+    heads = widths["num_heads"]
     swiglu = kind == "llama" if options.swiglu is None else options.swiglu
     vocab = _positive(options, "vocab_size")
     if vocab is None:

@@ -70,7 +70,8 @@ class _Lane:
         pieces: Sequence[_Piece],
         sent: Mapping[Transfer, list[int]],
     ) -> None:
-        self.stage, self._workload = stage, workload
+        self.stage = stage
+        self._workload = workload
         self.spans: list[Span] = []
         self._pieces = pieces
         self._sent = sent
@@ -285,7 +286,8 @@ def chart_of(workload: Workload, most: int) -> Chart | str:
     busy, end = _sums(drawn)
     if less:  # each repeat adds as much as one more does
         longer, later = _sums(spans(shortened(workload, _KEPT + 1)))
-        busy, end = busy + less * (longer - busy), end + less * (later - end)
+        busy = busy + less * (longer - busy)
+        end = end + less * (later - end)
     return Chart(
         timeline=Timeline(drawn, (0, max(span.end_ns for span in drawn))),
         idle_percent=100 * (1 - busy / (end * num_stages)) if end else 0.0,
@@ -333,7 +335,8 @@ def lines(workload: Workload) -> list[str]:
         return [chart]
     if _width(chart) > _WIDEST:
         return [f"too wide for text: --html draws it; idle {chart.idle_percent:.1f} %"]
-    label, width = _label(chart), _cell_width(chart)
+    label = _label(chart)
+    width = _cell_width(chart)
     drawn = []
     for stage in range(chart.num_stages):
         cells = ["." * width] * chart.end

@@ -167,7 +167,8 @@ def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
     collective = Collective.P2P if is_send else Collective(operation.collective)
     if not operation.count and collective is not Collective.BARRIER:
         return None
-    facts, redop = FACTS[collective], RedOp.NONE
+    facts = FACTS[collective]
+    redop = RedOp.NONE
     if facts.reduces:  # a sum where another tool's file does not state the reduction
         redop = RedOp.SUM if operation.redop is RedOp.NONE else operation.redop
     return CommCase(

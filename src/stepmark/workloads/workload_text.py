@@ -63,7 +63,8 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
 def _sequences(settings: Settings) -> str:
     """Return the sequences of a micro-batch and of a step, if the settings have them."""
     mbs, gbs = (settings.get(f"{name}_batch_size") for name in ("micro", "global"))
-    mbs, gbs = mbs or settings.get("mbs"), gbs or settings.get("gbs")
+    mbs = mbs or settings.get("mbs")
+    gbs = gbs or settings.get("gbs")
     return f" (mbs {mbs}, {gbs} sequences of all data ranks)" if mbs and gbs else ""
 
 

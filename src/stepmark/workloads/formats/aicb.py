@@ -111,7 +111,8 @@ class Reader:
             None if line.kind == END else self._operation(index, timed=timed)
             for index, line in enumerate(self._parsed)
         ]
-        stages, sections = [], []
+        stages = []
+        sections = []
         for index, section in enumerate(self._sections):
             prefix = f"stage {index} " if len(self._sections) > 1 else ""
             make = self._timed_stage if timed else self._stage
@@ -209,7 +210,8 @@ class Reader:
 
     def _operation(self, index: int, *, timed: bool) -> Operation:
         op = operation(self._parsed[index], self._groups, self._where(self._places[index]))
-        ours, text = line_of(op, self._groups), self._texts[index] + "\n"
+        ours = line_of(op, self._groups)
+        text = self._texts[index] + "\n"
         if timed:
             return op
         if f"|{ours}" in self._lines or (ours != text and ours[:-1] in self._numbers):
@@ -222,7 +224,8 @@ class Reader:
         """Return notes on sizes that their ranks do not divide."""
         epochs = [epoch for section in self._sections for epoch in section.epochs]
         times = Counter(itertools.chain.from_iterable(epochs))
-        in_file, read = Kept(), Kept()
+        in_file = Kept()
+        read = Kept()
         for number, op in enumerate(ops):
             if isinstance(op, CommOp):
                 size = math.ceil(float(self._parsed[number].size))
@@ -335,7 +338,8 @@ def read(path: Path, *, group_sizes: Mapping[str, int] | None = None) -> Workloa
     Raise ConfigError, with the line's number, if it has another format. group_sizes:
     {"ep": 16} where no line has the size, as for AICB's experts.
     """
-    lines, names = list[str](), dict[int, str]()
+    lines = list[str]()
+    names = dict[int, str]()
     for file in stage_files(path, ".csv"):
         names[len(lines)] = file.name
         lines += read_lines(file, "AICB workload")

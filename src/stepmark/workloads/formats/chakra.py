@@ -103,7 +103,8 @@ def groups(folder: Path) -> dict[str, list[int]]:
     return decoded(file, dict[str, list[int]], WHAT, '{"1": [0, 1], ...}')
 
 
-CPU, COMMUNICATION = "cpu", "communication"
+CPU = "cpu"
+COMMUNICATION = "communication"
 _CALLERS = (
     "Of {} of {} files the ctrl_deps are left out: they go in a circle or out of the file, as "
     "those of callers do."
@@ -165,8 +166,11 @@ class Reader:
         ranks: Mapping[str, Sequence[int]],
         used_groups: dict[str, Group],
     ) -> None:
-        self._file, self._world, self._rank = file, world_size, rank
-        self._ranks, self._used_groups = ranks, used_groups
+        self._file = file
+        self._world = world_size
+        self._rank = rank
+        self._ranks = ranks
+        self._used_groups = used_groups
         self._group_names: dict[str, str] = {}  # by pg_name
         self._streams: dict[str, _ReadStream] = {}
         # Process groups that sends and receives name.
@@ -208,7 +212,8 @@ class Reader:
                 places.setdefault(stream, []).append(place)
         names = []
         for stream, positions in places.items():
-            newest, named = max(positions), self._streams[stream].named
+            newest = max(positions)
+            named = self._streams[stream].named
             if newest <= own.waited.get(stream, -1):
                 continue
             own.waited[stream] = newest
@@ -358,11 +363,13 @@ def _constant_part(
     def serialize(op: Operation) -> tuple[Operation, bytes]:
         if isinstance(op, ComputeOp):
             what = op.op.name if isinstance(op.op, Kernel) else describe(op.op)
-            kind, values = NodeType.COMP, _computation(op, what)
+            kind = NodeType.COMP
+            values = _computation(op, what)
         elif workload.groups[op.group].size == 1:
             return op, b""
         else:
-            kind, what = PAIR.get(op.collective, NodeType.COMM_COLL), op.collective
+            kind = PAIR.get(op.collective, NodeType.COMM_COLL)
+            what = op.collective
             values = _communication(op, workload, rank, instances, tags)
         values |= {"phase.string": op.phase, "module.string": op.module}
         values |= {"stream.string": op.stream}
@@ -515,7 +522,8 @@ def kept(workload: Workload, stage: int) -> Kept:
     """Return the messages of the file of a stage's first rank: its nodes, read back."""
     rank = first_rank(workload, stage)
     check_rank(workload, rank, (*TYPES, *PAIR))
-    instances, schema = Instances(workload, first=1), classes()
+    instances = Instances(workload, first=1)
+    schema = classes()
     serialize = _constant_part(workload, rank, instances, schema)
     ranks = {str(number): members for number, _, members in instances.members()}
     groups: dict[str, Group] = {}
@@ -543,7 +551,8 @@ class _Stream:
         if fused:
             self.newest.append(number)
         else:
-            self.before, self.newest = self.newest, [number]
+            self.before = self.newest
+            self.newest = [number]
         return self.before
 
     def spend(self, time_s: float) -> int:
@@ -556,7 +565,8 @@ def _file(workload: Workload, rank: int, instances: Instances) -> Iterator[bytes
     schema = classes()
     label = schema.attribute(name="workload", string_val=workload.name)
     yield framed(schema.metadata(version=VERSION, attr=[label]).SerializeToString())
-    issued, streams = Issued(workload), dict[str, _Stream]()
+    issued = Issued(workload)
+    streams = dict[str, _Stream]()
     number = 0
     serialize = _constant_part(workload, rank, instances, schema)
     for operations, layer, microbatch in walk(workload, workload.stage_of(rank), serialize):

@@ -69,7 +69,9 @@ def losses(
     workload: Workload, kept: Callable[[Workload, int], Kept], stages: Iterable[int]
 ) -> list[str]:
     """Return a line per kind of message that files of these stages do not hold as it is."""
-    sent, written, lines = Kept(), Kept(), list[str]()
+    sent = Kept()
+    written = Kept()
+    lines = list[str]()
     names: dict[tuple[str, str, bool], dict[str, None]] = defaultdict(dict)
     early = 0
     for stage in stages:

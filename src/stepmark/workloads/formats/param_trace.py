@@ -258,7 +258,10 @@ class Reader:
     def __init__(
         self, entries: Sequence[Entry], file: str, world_size: int, rank: int | None
     ) -> None:
-        self._entries, self._file, self._world, self._rank = entries, file, world_size, rank
+        self._entries = entries
+        self._file = file
+        self._world = world_size
+        self._rank = rank
         self._ranks = {
             entry.pg_id: tuple(entry.global_ranks)
             for entry in entries
@@ -301,7 +304,8 @@ class Reader:
 
     def _after(self) -> tuple[str, ...]:
         """Return the operations after which the next one starts."""
-        due, self._due = self._due, None
+        due = self._due
+        self._due = None
         if due is None:
             return ()
         back = self._num_later - 1 - due
@@ -425,7 +429,8 @@ class Queue:
 
     def flush(self) -> Iterator[str]:
         if self._batch:
-            batch, self._batch = self._batch, []
+            batch = self._batch
+            self._batch = []
             yield from self._post(sorted(batch, key=lambda line: line.pair or ()))
 
     def _post(self, lines: Sequence[Line]) -> Iterator[str]:

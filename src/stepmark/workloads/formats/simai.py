@@ -60,7 +60,8 @@ def read(path: Path, *, world_size: int | None = None) -> Workload:
         if len(lines) < 3:
             raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
         header = _header(lines[0], world_size)
-        count, digits = len(lines) - 2, lines[1].strip()
+        count = len(lines) - 2
+        digits = lines[1].strip()
         if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != count:
             raise ConfigError("line 2", lines[1], f"the number of rows that follow, {count}")
         reader = Reader(header)
@@ -188,7 +189,8 @@ def _groups_of(header: Mapping[str, int]) -> dict[str, Group]:
 
     etp, tensor parallelism of experts, is ours: without it experts have that of the rest.
     """
-    tp, ep = header["model_parallel_NPU_group"], header.get("ep", 1)
+    tp = header["model_parallel_NPU_group"]
+    ep = header.get("ep", 1)
     dp = header["all_gpus"] // (tp * header.get("pp", 1))
     groups = {"tp": Group(digits=((tp, 1),)), "dp": Group(digits=((dp, tp),))}
     etp = header.get("etp", 1 if _is_folded(header) else tp)
@@ -269,7 +271,8 @@ class Reader:
 
     def _body(self, name: str, body: tuple[int | Repeat[int], ...]) -> _Place:
         """Make the forward and the backward block. Return their layers and micro-batches."""
-        place, runs = _Place(), []
+        place = _Place()
+        runs = []
         for item in body:
             if isinstance(item, int):
                 row = self.rows[item]
@@ -298,7 +301,8 @@ class Reader:
 
     def notes(self, times: Mapping[int, int]) -> tuple[str, ...]:
         """Return notes. times: how often each distinct row occurs."""
-        in_file, read = Kept(), Kept()
+        in_file = Kept()
+        read = Kept()
         for number, row in enumerate(self.rows):
             blocks = self.blocks[f"row {number}.fwd"] + self.blocks[f"row {number}.bwd"]
             sent = [cell.num_bytes for cell in row.cells if cell.comm != NONE]

@@ -181,7 +181,8 @@ def _message(
     if group not in groups:
         raise ConfigError(where, cell.comm, "a group that the header's sizes make possible")
     collective = TYPES[base]
-    parts, reduces = num_parts(collective, groups[group].size), FACTS[collective].reduces
+    parts = num_parts(collective, groups[group].size)
+    reduces = FACTS[collective].reduces
     return CommOp(
         collective=str(collective),
         dtype=DType.UINT8,
@@ -398,7 +399,8 @@ def rows(workload: Workload, stage: int) -> tuple[list[Row], list[Row], list[Row
     others = [op for op in ops if op.microbatch is None]
     # Where none has a number, as in AICB's CSV, the passes are among the others.
     backward = frozenset() if numbered else frozenset((Phase.DGRAD, Phase.WGRAD, Phase.BWD))
-    inside, after = microbatch_rows(messages, numbered), _step_rows(messages, others, backward)
+    inside = microbatch_rows(messages, numbered)
+    after = _step_rows(messages, others, backward)
     return list(_gradient_rows(workload, stage)), list(inside), list(after)
 
 
@@ -436,7 +438,9 @@ def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
     def span(name: str) -> tuple[int, int, bool]:
         """Return the least and largest micro-batch inside, and whether some op has none."""
         if name not in spans:
-            lows, highs, loose = [], [], False
+            lows = []
+            highs = []
+            loose = False
             for item in workload.blocks[name]:
                 if isinstance(item, Run):
                     low, high, inner = span(item.block)
@@ -476,7 +480,8 @@ def header(workload: Workload) -> str:
     chunks = [settings.get(name) for name in _VPP]
     if settings.get("pp_schedule") == "interleaved":
         chunks.append(settings.get("pp_stages"))
-    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    tp = sizes.get("tp", 1)
+    ep = sizes.get("ep", 1)
     etp = sizes.get("etp", tp) if ep > 1 else tp
     return _HEADER.format(
         tp=tp,

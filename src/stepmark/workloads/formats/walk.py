@@ -100,7 +100,8 @@ class RepeatedText:
         return self._texts[name]
 
     def _rendered(self, name: str) -> str | None:
-        parts, length = [], 0
+        parts = []
+        length = 0
         for item in self._blocks[name]:
             inner = self._text(item.block) if isinstance(item, Run) else self._line(item)
             times = item.times if isinstance(item, Run) else 1
@@ -139,6 +140,7 @@ def joined(pieces: Iterable[str]) -> Iterator[str]:
         length += len(piece)
         if length >= _CHUNK:
             yield "".join(parts)
-            parts, length = [], 0
+            parts = []
+            length = 0
     if parts:
         yield "".join(parts)

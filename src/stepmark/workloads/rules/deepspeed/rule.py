@@ -98,7 +98,8 @@ def shares(params: Iterable[Param], ranks: int, *, round_robin: bool = False) ->
     order = list(params)
     if round_robin:
         order = [param for first in range(ranks) for param in order[first::ranks]]
-    starts, total = {}, 0
+    starts = {}
+    total = 0
     for param in order:
         starts[param.index] = total
         total += param.numel
@@ -192,7 +193,8 @@ class Bucket:
 _DP = "dp"  # the group, and the stream of its communicator
 _GATHER, _REDUCE = "gather", "reduce"  # names on this stream
 # Names on the computation's stream: computation, and reductions for which it waits.
-_COMPUTED, _REDUCED = "computed", "reduced"
+_COMPUTED = "computed"
+_REDUCED = "reduced"
 
 
 def reduction(comms: Comms, message: Message, dtype: DType) -> tuple[CommOp, ...]:
@@ -310,7 +312,8 @@ class Recorder:
 
         There __add_grad_to_ipg_bucket waits, and a bucket is sent before the next gradient.
         """
-        added, self.added = self.added, self.computed
+        added = self.added
+        self.added = self.computed
         newest = self._computed()
         if not self.divided or added == self.computed:
             return newest
@@ -457,7 +460,8 @@ class _Plan:
         self.dtype = DType.FP32 if job.dtype is DType.TF32 else job.dtype
         if self.dtype not in TRAINED:
             raise ConfigError("dtype", job.dtype, "fp32, tf32, bf16 or fp16")
-        self.job, self.settings = job, settings
+        self.job = job
+        self.settings = settings
         groups = mesh_groups(job.parallel, {"dp": ("dp_shard", "dp_replicate")})
         self.comms = Comms(groups=groups, dtype=self.dtype)
         self.ranks = job.parallel.data_ranks
@@ -483,7 +487,9 @@ class _Plan:
         # GPT-2's layers are Conv1D, to which DeepSpeed's own linear function does not apply.
         linears = isinstance(job, OwnJob) or huggingface.is_llama(job.model)
         tree = modules.modules_of(architecture, divided=settings.stage == 3 and linears)
-        self.root, self.params, self.parts = tree.root, tree.params, tree.parts
+        self.root = tree.root
+        self.params = tree.params
+        self.parts = tree.parts
         self.recreated = tree.tied
         if settings.stage == 3 and isinstance(job, Job) and job.model.mla is None:
             self.root = modules.with_leaves(self.root)
@@ -549,7 +555,8 @@ class _Plan:
 
     def boundary(self) -> Iterator[Operation]:
         """Yield the reductions of stages 0 and 1 after the last backward pass of a step."""
-        settings, sent = self.settings, list[Message]()
+        settings = self.settings
+        sent = list[Message]()
         if settings.stage == 0:
             sent += all_reduce_buckets(self.params, _STAGE_0_BUCKET)
         elif self.flat:
@@ -613,7 +620,8 @@ class _Plan:
 
         Under zero.Init a tied head has its own weights until it is tied.
         """
-        divided, early = self.settings.stage == 3, self.settings.zero_init
+        divided = self.settings.stage == 3
+        early = self.settings.zero_init
         send = partial(
             self.comms, group="dp", phase=Phase.FWD, module="setup", dtype=DType.UINT8
         )

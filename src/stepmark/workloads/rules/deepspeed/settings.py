@@ -65,11 +65,13 @@ class DeepSpeed:
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise ConfigError("stage", self.stage, "0, 1, 2 or 3")
         for name in _SIZES:
-            value, low = getattr(self, name), name == "reduce_bucket_size"
+            value = getattr(self, name)
+            low = name == "reduce_bucket_size"
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             if not is_whole or not low <= value <= _MOST:
                 raise ConfigError(name, value, f"a whole number of {int(low)} or more")
-        clip, gathered = self.gradient_clipping, self.allgather_bucket_size
+        clip = self.gradient_clipping
+        gathered = self.allgather_bucket_size
         dtypes = {
             "grad_accum_dtype": self.grad_accum_dtype,
             "communication_data_type": self.communication_data_type,

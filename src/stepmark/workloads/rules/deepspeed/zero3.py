@@ -77,7 +77,8 @@ def _step(coordinator: "Coordinator", num_microbatches: int) -> tuple[tuple[Pass
     passes: list[tuple[Pass, int]] = []
     begun: frozenset[int] | None = None
     for index in range(num_microbatches):
-        begins, traced = frozenset(coordinator.available), coordinator.is_traced
+        begins = frozenset(coordinator.available)
+        traced = coordinator.is_traced
         if traced and begins == begun:
             done, times = passes[-1]
             passes[-1] = (done, times + num_microbatches - index)

@@ -70,9 +70,11 @@ def backward(
     """
     groups = recomputed or {}
     ops: list[Operation] = []
-    current, pending = "", ""
+    current = ""
+    pending = ""
     for index in range(len(steps) - 1, -1, -1):
-        step, group = steps[index], groups.get(steps[index].module, "")
+        step = steps[index]
+        group = groups.get(steps[index].module, "")
         step_ops: list[Operation] = []
         if group and group != current:
             members = [
@@ -96,7 +98,8 @@ def with_deps(
 
     before: names of the computation before all of these operations.
     """
-    ops, behind = list(operations), before
+    ops = list(operations)
+    behind = before
     last: int | None = None
     for index, op in enumerate(ops):
         if op.stream == COMPUTE:
@@ -153,7 +156,9 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
         return of_leaf(leaf)
     weight_grads: list[Operation] = [op for op in leaf.bwd if op.phase is Phase.WGRAD]
     input_grads: list[Operation] = [op for op in leaf.bwd if op.phase is not Phase.WGRAD]
-    module, rows, first = leaf.role, plan.tokens * width, leaf.fwd[0]
+    module = leaf.role
+    rows = plan.tokens * width
+    first = leaf.fwd[0]
     send = partial(
         plan.comms,
         elements=rows,
@@ -167,7 +172,8 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
         reduce = send(Collective.ALL_REDUCE, phase=Phase.DGRAD, stream="tp", name=name)
         backward = (*input_grads, *reduce, *weight_grads)
         return Step(module=module, fwd=leaf.fwd, bwd=backward, pending=name)
-    gather, scatter = f"{module}.gather", f"{module}.scatter"
+    gather = f"{module}.gather"
+    scatter = f"{module}.scatter"
     return Step(
         module=module,
         fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd),
@@ -353,7 +359,8 @@ def _ring(plan: Plan, leaf: Module, local_size: int) -> Step:
     gradients, the last with nothing else. Steps are assumed to be equally long; their sum is
     exact.
     """
-    cp, name = plan.size("cp"), "kv"
+    cp = plan.size("cp")
+    name = "kv"
 
     def pass_on(elements: int, phase: Phase) -> tuple[CommOp, ...]:
         message = (elements, "cp", phase, leaf.role)
@@ -422,7 +429,9 @@ class _Exchange:
         self, kind: Collective, elements: int, group: str, dtype: DType | None = None
     ) -> _Pair:
         """Return a collective, and its dual for the backward pass."""
-        plan, module, dual = self.plan, self.module, DUAL.get(kind, kind)
+        plan = self.plan
+        module = self.module
+        dual = DUAL.get(kind, kind)
         return (
             exchange(plan, kind, elements, group, module, Phase.FWD, dtype),
             exchange(plan, dual, elements, group, module, Phase.BWD, dtype),
@@ -464,9 +473,13 @@ def all_to_all(plan: Plan) -> tuple[Step, Step]:
     Without padding to capacity the ranks first exchange the number of rows for each expert.
     combine_preprocess sums in the probabilities' type.
     """
-    to_experts, from_experts = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
-    hidden, probs, rows = plan.model.hidden_size, plan.probs_dtype, plan.expert_rows
-    gather, counts = Collective.ALL_GATHER, moe_of(plan).num_experts * plan.size("tp_ep")
+    to_experts = _Exchange(plan, "mlp.dispatch")
+    from_experts = _Exchange(plan, "mlp.combine")
+    hidden = plan.model.hidden_size
+    probs = plan.probs_dtype
+    rows = plan.expert_rows
+    gather = Collective.ALL_GATHER
+    counts = moe_of(plan).num_experts * plan.size("tp_ep")
     count_exchange = to_experts.send(gather, counts, "tp_ep", DType.INT64)[0]
     dispatch = to_experts.step(
         (() if _is_even(plan) else count_exchange, ()),
@@ -488,9 +501,13 @@ def all_to_all(plan: Plan) -> tuple[Step, Step]:
 
 def all_gather(plan: Plan) -> tuple[Step, Step]:
     """Return the gather of all tokens over tp and ep, and the scatter of their sums."""
-    to_experts, from_experts = _Exchange(plan, "mlp.dispatch"), _Exchange(plan, "mlp.combine")
-    hidden, probs, experts = plan.model.hidden_size, plan.probs_dtype, moe_of(plan).num_experts
-    rows, local = plan.own_tokens * plan.size("tp_ep"), plan.expert_rows * plan.etp
+    to_experts = _Exchange(plan, "mlp.dispatch")
+    from_experts = _Exchange(plan, "mlp.combine")
+    hidden = plan.model.hidden_size
+    probs = plan.probs_dtype
+    experts = moe_of(plan).num_experts
+    rows = plan.own_tokens * plan.size("tp_ep")
+    local = plan.expert_rows * plan.etp
     gather = Collective.ALL_GATHER
     dispatch = to_experts.step(
         (to_experts.send(gather, rows * experts, "tp_ep", DType.UINT8)[0], ()),

@@ -178,7 +178,10 @@ class _StageBuilder:
     def __init__(
         self, pipeline: Pipeline, library: Library, index: int, chunks: tuple[Chunk, ...]
     ) -> None:
-        self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
+        self.pipeline = pipeline
+        self.library = library
+        self.index = index
+        self.chunks = chunks
         self.plan = plan = library.plan
         self.blocks = library.blocks
         kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
@@ -198,7 +201,8 @@ class _StageBuilder:
         )
 
     def build(self) -> Stage:
-        plan, index = self.plan, self.index
+        plan = self.plan
+        index = self.index
         step = f"stage{index}.step"
         spans = schedule(
             self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
@@ -316,11 +320,14 @@ class _StageBuilder:
         Source: get_tensor_shapes of schedules.py: sequence / cp, and / tp with sequence
         parallelism.
         """
-        sends, to_next = action.act in SENDS, action.act in WITH_NEXT_STAGE
-        group, peer = "pp", 1 if to_next else -1
+        sends = action.act in SENDS
+        to_next = action.act in WITH_NEXT_STAGE
+        group = "pp"
+        peer = 1 if to_next else -1
         stream = self.stream(sends=sends, to_next=to_next)
         if stream in ("pp.send", "pp.recv") and sends is bool(self.index % 2):
-            group, peer = "world", self.plan.job.parallel.world_size // 2
+            group = "world"
+            peer = self.plan.job.parallel.world_size // 2
         return self.plan.comms(
             SEND if sends else RECV,
             self.plan.own_tokens * self.plan.model.hidden_size,

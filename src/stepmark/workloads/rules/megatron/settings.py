@@ -151,7 +151,8 @@ class Megatron:
         elif factor is not None and not 0 < factor < math.inf:
             allowed = "above 0; or below 0: all tokens"
             raise ConfigError("moe_expert_capacity_factor", factor, allowed)
-        loss, method = self.moe_aux_loss_coeff, self.recompute_method
+        loss = self.moe_aux_loss_coeff
+        method = self.recompute_method
         pads = self.moe_pad_expert_input_to_capacity
         reduces = self.use_distributed_optimizer and self.overlap_grad_reduce
         refuse_first(
@@ -250,7 +251,8 @@ class Plan:
     @property
     def tree(self) -> TreeBuilder:
         """Factory of this rank's modules."""
-        sequence, etp = self.sequence_parallel, self.etp
+        sequence = self.sequence_parallel
+        etp = self.etp
         tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
         inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
         return replace(tree, inputs=inputs)
@@ -351,7 +353,8 @@ def groups(job: Job, settings: Megatron) -> dict[str, Group]:
     by_name["embd"] = Group(digits=((min(2, parallel.pp), last),))
     if job.model.moe is None:
         return by_name
-    etp, ep = settings.expert_tensor_parallel_size or parallel.tp, parallel.ep
+    etp = settings.expert_tensor_parallel_size or parallel.tp
+    ep = parallel.ep
     instance = per_stage // parallel.dp_replicate
     if instance % (etp * ep):
         raise ConfigError(

@@ -54,8 +54,11 @@ class Chunk:
         output: Unit | None = None,
         suffix: str = "",
     ) -> None:
-        self._technique, self.blocks, self._suffix = technique, blocks, suffix
-        self.embedding, self.output = embedding, output
+        self._technique = technique
+        self.blocks = blocks
+        self._suffix = suffix
+        self.embedding = embedding
+        self.output = output
         sharding = technique.sharding
         self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
         self._groups: FsdpGroups[Param] = FsdpGroups()
@@ -122,7 +125,8 @@ class Chunk:
         self._recorder.count_compute_done(times)
 
     def forward(self) -> Block:
-        order, groups = self._order, self._groups
+        order = self._order
+        groups = self._groups
         order.wait_for_unshard(Phase.FWD)
         segments = [(self._recorder.take(), 0)]
         self._recorder.begin()
@@ -149,7 +153,9 @@ class Chunk:
 
     def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
         """keeps: weights stay gathered, because the step of a pipeline has more passes."""
-        recorder, order, groups = self._recorder, self._order, self._groups
+        recorder = self._recorder
+        order = self._order
+        groups = self._groups
         order.wait_for_unshard(Phase.BWD)
         segments = [(recorder.take(), 0)]
         leave = partial(order.post_backward, reduces=reduces, keeps=keeps)
@@ -201,10 +207,8 @@ class Chunk:
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
         if is_layer and self._technique.recompute is not Recompute.NONE:
-            skipped, (first, *others) = (
-                before_recompute(unit),
-                recomputed(unit, self._technique.recompute),
-            )
+            skipped = before_recompute(unit)
+            (first, *others) = recomputed(unit, self._technique.recompute)
             ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
             ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
         for way, pieces in ways.items():
@@ -238,7 +242,9 @@ class Chunk:
         leave: Callable[[ParamGroup[Param] | None], None],
     ) -> Iterator[Item]:
         """leave: is called after experts in the backward pass."""
-        unit, recorder, order = layer.unit, self._recorder, self._order
+        unit = layer.unit
+        recorder = self._recorder
+        order = self._order
         is_backward = way in ("bwd", "rest")
         pieces = unit.bwd if is_backward else unit.fwd
         for index in range(len(pieces)):

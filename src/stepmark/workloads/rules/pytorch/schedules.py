@@ -77,7 +77,8 @@ class Order:
     num_chunks: int = 1  # stages of a rank
 
     def __post_init__(self) -> None:
-        count, ranks = self.num_microbatches, self.num_ranks
+        count = self.num_microbatches
+        ranks = self.num_ranks
         refuse_first(
             (
                 self.schedule is Schedule.ONE_F_ONE_B and count < ranks,
@@ -104,7 +105,8 @@ class Order:
 
 def order_of(job: Job, schedule: Schedule, count: int, num_chunks: int) -> Order:
     """Return a pass of `count` micro-batches; 0: all of a step. Raises ConfigError."""
-    pp, at_once = job.parallel.pp, job.mbs * job.parallel.data_ranks
+    pp = job.parallel.pp
+    at_once = job.mbs * job.parallel.data_ranks
     if not count and schedule is Schedule.ONE_F_ONE_B and job.num_microbatches < pp:
         allowed = f"{pp * at_once} or more: 1f1b needs pp ({pp}) micro-batches of {at_once}"
         raise ConfigError("gbs", job.gbs, allowed)
@@ -137,7 +139,8 @@ def spans(order: Order) -> list[tuple[Span, ...]]:
     if order.schedule is Schedule.INTERLEAVED:
         return _interleaved_spans(order)
     schedule_of_rank = _gpipe if order.schedule is Schedule.GPIPE else _one_f_one_b
-    ranks, count = order.num_ranks, order.num_microbatches
+    ranks = order.num_ranks
+    count = order.num_microbatches
     return [tuple(schedule_of_rank(rank, ranks, count)) for rank in range(ranks)]
 
 
@@ -266,7 +269,8 @@ def _interleaved(order: Order, count: int) -> list[list[Tick]]:
 
 def _computed(order: Order, count: int, rank: int) -> list[Action]:
     """Return passes of a rank's stages, with their gathers and reductions."""
-    chunks, total = order.num_chunks, order.num_chunks * count
+    chunks = order.num_chunks
+    total = order.num_chunks * count
     per_round = count // max(1, count // order.num_ranks)
     ahead = (chunks - 1) * per_round + 2 * (order.num_ranks - 1 - rank)
     warmup = min(ahead, total)

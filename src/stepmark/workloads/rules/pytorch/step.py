@@ -54,8 +54,11 @@ class PipelineStage:
     def __init__(
         self, job: Job, chunks: Sequence[Chunk], rank: int, *, comms: Comms, blocks: Blocks
     ) -> None:
-        self._job, self._chunks, self._rank = job, chunks, rank
-        self._comms, self._blocks = comms, blocks
+        self._job = job
+        self._chunks = chunks
+        self._rank = rank
+        self._comms = comms
+        self._blocks = blocks
         self._names: dict[Block, str] = {}
         self._passes: dict[tuple[Act, int], Block] = {}  # where they are always the same
 
@@ -74,7 +77,8 @@ class PipelineStage:
         base = min((action.microbatch for action in ticks), default=0)
         repeat = 0
         while repeat < span.times:
-            state, counts = self._state(), self._open_passes()
+            state = self._state()
+            counts = self._open_passes()
             items = tuple(item for tick in span.ticks for item in self._items(tick, base))
             more = 0
             if repeat + 1 < span.times and self._state() == state:
@@ -150,7 +154,8 @@ class PipelineStage:
                 yield from self._transfer(action, action.microbatch - base)
 
     def _pass(self, action: Action) -> Block:
-        chunk, key = self._chunks[action.chunk], (action.act, action.chunk)
+        chunk = self._chunks[action.chunk]
+        key = (action.act, action.chunk)
         if key in self._passes:
             return self._passes[key]
         if action.act is Act.FORWARD:
@@ -167,9 +172,11 @@ class PipelineStage:
         NCCL has a communicator for each pair; batches use that of all stages, and the stage
         waits for them at once. The next gathers wait for what a batch received, too.
         """
-        job, act = self._job, action.act
+        job = self._job
+        act = action.act
         to_next = act in WITH_NEXT_STAGE
-        stream, name = "compute", "" if act in SENDS else COMPUTE_DONE
+        stream = "compute"
+        name = "" if act in SENDS else COMPUTE_DONE
         if action.after:
             stream = "pp.next" if to_next or job.parallel.pp == 2 else "pp.prev"
             name = f"{act}.{action.chunk}"
@@ -294,7 +301,8 @@ def _pipelined(
     """Yield for each pp rank its chunks of the model, and its passes of all micro-batches."""
     order = order_of(job, technique.schedule, technique.pp_microbatches, technique.pp_stages)
     chunks = _chunks(job, technique, comms, blocks, order.num_stages)
-    times, count = job.num_microbatches // order.num_microbatches, order.num_microbatches
+    times = job.num_microbatches // order.num_microbatches
+    count = order.num_microbatches
     for rank, spans in enumerate(spans_of(order)):
         local_chunks = chunks[rank :: order.num_ranks]
         stage = PipelineStage(job, local_chunks, rank, comms=comms, blocks=blocks)
@@ -339,7 +347,8 @@ def _chunks(
             kinds[model.moe is not None and layer >= model.num_dense_layers]
             for layer in range(start, stop)
         ]
-        is_first, is_last = index == 0, index == count - 1
+        is_first = index == 0
+        is_last = index == count - 1
         chunk = Chunk(
             technique,
             _layers_of(technique, units, start),
