@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
-from stepmark.workloads.pipeline import Act, Action, Pipeline, Span, program
-from stepmark.workloads.pipeline_schedules import schedule
+from stepmark.workloads.pipeline import Act, Action, Pipeline, Span, program, schedule
 
 SENDS = {Act.SEND_FORWARD: 1, Act.SEND_BACKWARD: -1}
 RECVS = {Act.RECV_FORWARD: -1, Act.RECV_BACKWARD: 1}

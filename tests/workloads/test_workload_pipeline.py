@@ -21,8 +21,8 @@ from stepmark.workloads.rules.megatron import rule as megatron
 from stepmark.workloads.rules.megatron.settings import Megatron
 from stepmark.workloads.rules.pytorch import fsdp, plain
 from stepmark.workloads.rules.pytorch.schedules import Schedule
-from stepmark.workloads.workload_lanes import spans as spans_of
 from stepmark.workloads.workload_pipeline import Chart, chart_of
+from stepmark.workloads.workload_pipeline import spans as spans_of
 
 GEMM = Gemm(m=8, n=8, k=8, dtype=DType.BF16)
 ALL = 10**6

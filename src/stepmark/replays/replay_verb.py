@@ -32,7 +32,7 @@ from stepmark.step.workload import ComputeOp, Item, Run, Workload
 from stepmark.store.view import console, view
 from stepmark.tables.export import write_csv, write_json
 from stepmark.workloads import workload_files
-from stepmark.workloads.formats import aicb_log
+from stepmark.workloads.formats import aicb
 from stepmark.workloads.shrink import shrunk
 
 _FILLER_S = 1e-4  # of computation that has no time
@@ -215,7 +215,7 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
             write_text(options.html, page(file, log).html(), "html")
         if options.aicb_log:
             iterations = log.spans[0, :, :, 1].tolist()
-            text = "".join(aicb_log.write(log.workload, iterations))
+            text = "".join(aicb.write_log(log.workload, iterations))
             write_text(options.aicb_log, text, "aicb-log")
         if not options.to_stdout:
             for line in log.lines():

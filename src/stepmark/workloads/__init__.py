@@ -1,13 +1,13 @@
 """Generate, read, show and convert workloads of training steps.
 
 - workload.py, workload_options.py, workload_flags.py: the verb and its options.
-- workload_model.py, models.py, aicb_models.py, user_function.py: the model that is named.
+- workload_model.py, models.py, user_function.py: the model that is named.
 - job.py, rules/: a training job; the rules of each framework.
 - architecture.py, published.py, datasets.py: models that are no decoders.
-- messages.py, operators.py, pipeline.py, pipeline_schedules.py: parts that rules share.
+- messages.py, operators.py, pipeline.py: parts that rules share.
 - formats/, workload_files.py: formats of files; from files and to files.
 - fold.py, shrink.py: find repeats; a workload on fewer ranks.
 - durations.py, workload_times.py, file_times.py: times of computation.
 - workload_show.py, workload_tables.py, workload_text.py, workload_page.py: what is shown.
-- workload_lanes.py, workload_pipeline.py: stages over time.
+- workload_pipeline.py: stages over time.
 """

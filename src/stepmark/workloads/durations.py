@@ -78,7 +78,9 @@ _EXPONENTS = {"ns": -9, "us": -6, "ms": -3, "s": 0}
 
 # AIOB's sections by our modules; of several alternatives the first complete one is used.
 # Source: aliyun/aicb, workload_generator/mocked_model/training/Aiob{Megatron,DeepSeek}.py.
-_UP, _ACTIVATION, _DOWN = ("mlp_linear_1",), ("mlp_gelu",), ("mlp_linear_2",)
+_UP = ("mlp_linear_1",)
+_ACTIVATION = ("mlp_gelu",)
+_DOWN = ("mlp_linear_2",)
 _SECTIONS: dict[str, tuple[tuple[str, ...], ...]] = {
     "embedding": (("Emb",),),
     "attention.norm": (("layernorm",),),
@@ -120,7 +122,11 @@ def parse_source(text: str) -> Fixed | Roofline | Named:
     if kind == "fixed" and colon:
         return Fixed(time_s=_seconds(value, text))
     if kind == "roofline" and colon:
-        return Roofline(device=_device(value.strip(), text))
+        name = value.strip()
+        device = find_device_by_alias(name)
+        if device is None:
+            raise unknown_device(name, field=FIELD)
+        return Roofline(device=device)
     if not text.strip():
         raise ConfigError(FIELD, text, "fixed:1ns, roofline:DEVICE, a run or an AIOB profile")
     return Named(text=text.strip())
@@ -207,13 +213,6 @@ def _seconds(value: str, text: str) -> float:
     if not 0 < seconds <= 86400:
         raise ConfigError(FIELD, text, "a time above 0 and at most a day, e.g. fixed:1ns")
     return seconds
-
-
-def _device(name: str, text: str) -> DeviceSpec:
-    device = find_device_by_alias(name)
-    if device is None:
-        raise unknown_device(name, field=FIELD)
-    return device
 
 
 def _several_shapes(workload: Workload) -> set[tuple[str, Phase]]:

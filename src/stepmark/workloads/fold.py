@@ -76,7 +76,14 @@ def _spans(row: list[int]) -> list[tuple[int, int, int]]:
         for seed in seeds[period]:
             if seed < done or budget < 0:
                 continue
-            start, stop = _agreement(row, seed, period, done)
+            # The largest range around seed whose items all recur one period later.
+            start = seed
+            stop = seed + 1
+            last_place = len(row) - period
+            while start > done and row[start - 1] == row[start - 1 + period]:
+                start -= 1
+            while stop < last_place and row[stop] == row[stop + period]:
+                stop += 1
             budget -= stop - start
             done = stop
             times = (stop - start) // period + 1
@@ -86,13 +93,3 @@ def _spans(row: list[int]) -> list[tuple[int, int, int]]:
                 covered[start:end] = b"\1" * (end - start)
                 done = end
     return sorted(spans)
-
-
-def _agreement(row: list[int], seed: int, period: int, low: int) -> tuple[int, int]:
-    """Return the largest range around seed whose items all recur one period later."""
-    start, stop, end = seed, seed + 1, len(row) - period
-    while start > low and row[start - 1] == row[start - 1 + period]:
-        start -= 1
-    while stop < end and row[stop] == row[stop + period]:
-        stop += 1
-    return start, stop

@@ -41,6 +41,13 @@ def plain_settings(settings: Any) -> dict[str, str | int | float | bool | None]:
     }
 
 
+def refuse_first(*refusals: tuple[object, str, object, str]) -> None:
+    """Raise ConfigError for the first (condition, field, value, rule) that holds."""
+    for holds, field_name, value, allowed in refusals:
+        if holds:
+            raise ConfigError(field_name, value, allowed)
+
+
 def check_at_least(settings: Any, least: int, *names: str) -> None:
     """Raise ConfigError for a setting of these names that is less; None passes."""
     for name in names:
@@ -155,7 +162,8 @@ def mesh_groups(
     parallel: ParallelConfig, axes_by_group: dict[str, tuple[str, ...]]
 ) -> dict[str, Group]:
     """Return groups by name, each over some axes: {"dp_cp": ("cp", "dp_shard")}."""
-    stride, dims = 1, {}
+    stride = 1
+    dims = {}
     for axis in AXES:
         size = getattr(parallel, axis)
         dims[axis] = (size, stride)

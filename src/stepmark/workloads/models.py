@@ -1,6 +1,6 @@
 """The models that --model and --scale name: built-in ones by name, or files."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,25 +16,28 @@ def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> lis
     A file is a config.json of Hugging Face or llm-train-bench, or Primus' list of models.
     """
     models: list[ModelConfig] = []
-    for name in filter(None, map(str.strip, (names or "").split(","))):
-        path = Path(name)
-        if path.suffix == ".json" or path.is_dir():
-            models += _models_of_file(path)
-        else:
-            models.append(find_model(name))
+    for name, file in _named(names):
+        models += _reader_of(file)(file) if file else [find_model(name)]
     return [scaled(model, scale, tp) for model in models] if scale else models
 
 
 def file_notes(names: str | None) -> tuple[str, ...]:
     """Return notes on what the models of read_models lack of Hugging Face's files."""
     notes: list[str] = []
+    for _, file in _named(names):
+        if file and _reader_of(file) is _huggingface:
+            notes += huggingface.read_notes(file)
+    return tuple(notes)
+
+
+def _named(names: str | None) -> Iterator[tuple[str, Path | None]]:
+    """Yield the names of a list, each with the file that it is; None: a built-in model."""
     for name in filter(None, map(str.strip, (names or "").split(","))):
         path = Path(name)
-        if path.suffix == ".json" or path.is_dir():
-            file = path / "config.json" if path.is_dir() else path
-            if _reader_of(file) is _huggingface:
-                notes += huggingface.read_notes(file)
-    return tuple(notes)
+        if path.is_dir():
+            yield name, path / "config.json"
+        else:
+            yield name, path if path.suffix == ".json" else None
 
 
 def scaled(model: ModelConfig, scale: str, tp: int = 1) -> ModelConfig:
@@ -51,11 +54,6 @@ def factor(scale: str) -> Fraction:
     if not 0 < value <= 1:
         raise ConfigError("scale", scale, "above 0 and at most 1")
     return value
-
-
-def _models_of_file(path: Path) -> list[ModelConfig]:
-    file = path / "config.json" if path.is_dir() else path
-    return _reader_of(file)(file)
 
 
 def _huggingface(file: Path) -> list[ModelConfig]:

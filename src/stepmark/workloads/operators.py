@@ -69,7 +69,8 @@ def _losses(shape: ModelShape) -> Iterator[Placed]:
 
 def _optimizers(shape: ModelShape) -> Iterator[Placed]:
     """Yield AdamW of this rank's shards: one layer of each kind, and embedding with head."""
-    axes, layout = shape.layout.axes, shape.layout
+    axes = shape.layout.axes
+    layout = shape.layout
     shards = axes.dp_shard * axes.cp
     # ep divides the ranks of dp_shard; the remaining factor shards each expert.
     expert_shards = max(1, shards * axes.tp // (axes.ep * layout.expert_tp))

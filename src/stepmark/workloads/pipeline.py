@@ -1,19 +1,24 @@
 """Actions of a pipeline stage, tick by tick, and how they become the Runs of a program.
 
 A tick is at most one forward, one backward, and transfers around them. Ticks that repeat are
-Spans, so a step costs the same memory whatever the number of micro-batches. The orders of
-ticks are in pipeline_schedules.
+Spans, so a step costs the same memory whatever the number of micro-batches.
+
+1F1B and interleaved 1F1B are as Megatron-LM runs them (megatron-core 0.16.1,
+megatron/core/pipeline_parallel/schedules.py: forward_backward_pipelining_without_interleaving,
+forward_backward_pipelining_with_interleaving, get_pp_rank_microbatches, get_schedule_table;
+p2p_communication.py: _batched_p2p_ops, _p2p_ops). The micro-batch group of a virtual stage is
+as large as the pipeline, Megatron's default. The wait for an overlapped send after the next
+one was issued is left out: the send is long done by then.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TypeVar
 
-from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run
-from stepmark.workloads.job import near_multiples
+from stepmark.workloads.job import near_multiples, refuse_first
 
 T = TypeVar("T", bound=Item)
 # Name of the newest computation that ends a block or a pass, or of a wait.
@@ -92,14 +97,24 @@ class Pipeline:
     def __post_init__(self) -> None:
         if self.num_chunks == 1:
             return
-        if self.num_stages == 1:
-            raise ConfigError("vpp", self.num_chunks, "1 where there is one pipeline stage")
-        if self.num_stages == 2 and not self.overlap:
-            raise ConfigError("pp", 2, "more than 2 for vpp without overlap_p2p_comm")
-        if self.num_microbatches % self.num_stages:
-            near = near_multiples(self.num_microbatches, self.num_stages)
-            allowed = f"a multiple of pp ({self.num_stages}) where vpp > 1, e.g. {near}"
-            raise ConfigError("micro-batches", self.num_microbatches, allowed)
+        pp = self.num_stages
+        count = self.num_microbatches
+        near = near_multiples(count, pp)
+        refuse_first(
+            (pp == 1, "vpp", self.num_chunks, "1 where there is one pipeline stage"),
+            (
+                pp == 2 and not self.overlap,
+                "pp",
+                2,
+                "more than 2 for vpp without overlap_p2p_comm",
+            ),
+            (
+                count % pp,
+                "micro-batches",
+                count,
+                f"a multiple of pp ({pp}) where vpp > 1, e.g. {near}",
+            ),
+        )
 
     def num_warmup(self, stage: int) -> int:
         """Forward passes of a stage before its first backward."""
@@ -170,3 +185,286 @@ def program(
         items.append(Run(block=name, times=span.times, microbatch_step=span.step))
     items += flush()
     return tuple(items)
+
+
+def schedule(
+    pipeline: Pipeline, stage: int, *, gathers: bool = False, reduces: bool = False
+) -> tuple[Span, ...]:
+    """Return a stage's ticks in order.
+
+    gathers, reduces: the schedule itself gathers the chunks' parameters and reduces their
+    gradients (param_sync_func, grad_sync_func). Plain 1F1B never gathers: its schedule does not
+    call param_sync_func.
+    """
+    if pipeline.num_chunks > 1:
+        return _Interleaved(pipeline, stage, gathers, reduces).spans()
+    return tuple(_plain(pipeline, stage, reduces))
+
+
+def _plain(pipeline: Pipeline, stage: int, reduces: bool) -> Iterator[Span]:
+    """Yield 1F1B; with one stage it alternates between forward and backward."""
+    first = stage == 0
+    last = stage == pipeline.num_stages - 1
+    total = pipeline.num_microbatches
+    warmup = pipeline.num_warmup(stage)
+    remaining = total - warmup
+
+    def prev(sent: int | None, received: int | None) -> Tick:
+        places = {"send_backward": _only(sent), "recv_forward": _only(received)}
+        return () if first else _transfers(places)
+
+    def next_(sent: int | None, received: int | None) -> Tick:
+        places = {"send_forward": _only(sent), "recv_backward": _only(received)}
+        return () if last else _transfers(places)
+
+    def steady(index: int) -> Tick:
+        newest = warmup + index
+        following = newest + 1 if index + 1 < remaining else None
+        return (
+            Action(act=Act.FORWARD, microbatch=newest, edge=newest == 0),
+            *next_(newest, index),
+            Action(act=Act.BACKWARD, microbatch=index, edge=index == total - 1),
+            *prev(index, following),
+        )
+
+    for index in range(warmup):
+        forward = Action(act=Act.FORWARD, microbatch=index, edge=index == 0)
+        yield Span(ticks=((*prev(None, index), forward, *next_(index, None)),))
+    if remaining and not first:
+        yield Span(ticks=(prev(None, warmup),))
+    if remaining:
+        yield Span(ticks=(steady(0),))
+    if remaining > 2:
+        yield Span(ticks=(steady(1),), times=remaining - 2)
+    if remaining > 1:
+        yield Span(ticks=(steady(remaining - 1),))
+    for index in range(remaining, total):
+        backward = Action(act=Act.BACKWARD, microbatch=index, edge=index == total - 1)
+        yield Span(ticks=((*next_(None, index), backward, *prev(index, None)),))
+    if reduces:
+        yield Span(ticks=((Action(act=Act.REDUCE),),))
+
+
+# Batched calls have the previous stage first, as in _batched_p2p_ops. Single calls depend on
+# the stage's parity, so that of two neighbours one sends while the other receives (_p2p_ops).
+_BATCHED = (Act.SEND_BACKWARD, Act.RECV_FORWARD, Act.SEND_FORWARD, Act.RECV_BACKWARD)
+_SINGLE = (
+    (Act.SEND_FORWARD, Act.RECV_FORWARD, Act.SEND_BACKWARD, Act.RECV_BACKWARD),
+    (Act.RECV_FORWARD, Act.SEND_FORWARD, Act.RECV_BACKWARD, Act.SEND_BACKWARD),
+)
+
+
+def _transfers(
+    places: Mapping[str, tuple[int, int] | None], *, batched: bool = True, parity: int = 0
+) -> Tick:
+    """Return transfers of (chunk, micro-batch) by the names of their acts; None: no transfer.
+
+    batched: in one call; else in the order of a stage whose number is even, or odd.
+    """
+    order = _BATCHED if batched else _SINGLE[parity]
+    transfers = [(act, where) for act in order if (where := places.get(act)) is not None]
+    return tuple(
+        Action(act=act, chunk=chunk, microbatch=microbatch, fused=batched and index > 0)
+        for index, (act, (chunk, microbatch)) in enumerate(transfers)
+    )
+
+
+def _only(microbatch: int | None) -> tuple[int, int] | None:
+    """Return the place of a micro-batch in a stage's only chunk."""
+    return None if microbatch is None else (0, microbatch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Interleaved:
+    """Interleaved 1F1B. A number is an index into get_schedule_table: (chunk, micro-batch)."""
+
+    pipeline: Pipeline
+    stage: int
+    gathers: bool
+    reduces: bool
+
+    @property
+    def total(self) -> int:
+        return self.pipeline.num_microbatches * self.pipeline.num_chunks
+
+    @property
+    def is_first(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.stage == self.pipeline.num_stages - 1
+
+    def spans(self) -> tuple[Span, ...]:
+        size = self.pipeline.num_stages
+        period = size * self.pipeline.num_chunks
+        warmup = self.pipeline.num_warmup(self.stage)
+        remaining = self.total - warmup
+        # Before that the leading stage receives nothing, and chunks run their first passes.
+        regular = min(remaining, max(1, size - 1))
+        periods = max(0, remaining - 1 - regular) // period
+        rest = regular + periods * period
+        spans = [Span(ticks=(tick,)) for tick in self.opening()]
+        spans += [Span(ticks=(self.warm(number),)) for number in range(warmup)]
+        spans += [Span(ticks=(self.steady(number),)) for number in range(regular)]
+        if periods:
+            ticks = tuple(self.steady(regular + number) for number in range(period))
+            spans.append(Span(ticks=ticks, times=periods, step=size))
+        spans += [Span(ticks=(self.steady(number),)) for number in range(rest, remaining)]
+        spans += [Span(ticks=(self.cool(n),)) for n in range(remaining, self.total)]
+        if self.reduces and not self.is_first:  # aligned with the last passes of earlier stages
+            spans.append(Span(ticks=((Action(act=Act.REDUCE, chunk=0),),)))
+        return tuple(span for span in spans if any(span.ticks))
+
+    def place(self, number: int, *, forward: bool) -> tuple[int, int]:
+        """Return (chunk, micro-batch) of a number."""
+        size = self.pipeline.num_stages
+        chunks = self.pipeline.num_chunks
+        group, inside = divmod(number, size * chunks)
+        chunk, index = divmod(inside, size)
+        return (chunk if forward else chunks - 1 - chunk), group * size + index
+
+    def arriving(self, number: int, *, forward: bool) -> tuple[int, int] | None:
+        """Return the place of the input of the next number, received during this number.
+
+        The leading stage of a direction receives from the last one, whose chunk is one before.
+        """
+        chunks = self.pipeline.num_chunks
+        if not (self.is_first if forward else self.is_last):
+            return self.place(number + 1, forward=forward)
+        source = number - (self.pipeline.num_stages - 1)
+        if source < 0:
+            return None
+        chunk, microbatch = self.place(source, forward=forward)
+        if chunk == (chunks - 1 if forward else 0):
+            return None
+        return (chunk + 1 if forward else chunk - 1), microbatch
+
+    def leaving(self, number: int, *, forward: bool) -> tuple[int, int] | None:
+        """Return the place of the output sent after this number; the model's end sends none."""
+        chunk, microbatch = self.place(number, forward=forward)
+        if forward:
+            is_end = self.is_last and chunk == self.pipeline.num_chunks - 1
+        else:
+            is_end = self.is_first and chunk == 0
+        return None if is_end else (chunk, microbatch)
+
+    def transfers(self, *, batched: bool, **places: tuple[int, int] | None) -> Tick:
+        return _transfers(places, batched=batched, parity=self.stage % 2)
+
+    def awaited(self, **places: tuple[int, int] | None) -> Tick:
+        """Return transfers for which the stage waits at once."""
+        moves = self.transfers(batched=not self.pipeline.overlap, **places)
+        if not self.pipeline.overlap or not moves:
+            return moves
+        return (*moves, Action(act=Act.WAIT, after=tuple(str(move.act) for move in moves)))
+
+    def opening(self) -> Iterator[Tick]:
+        if self.gathers:
+            yield (Action(act=Act.GATHER, chunk=0), Action(act=Act.GATHER, chunk=1))
+        if not self.is_first:
+            yield self.awaited(recv_forward=(0, 0))
+
+    def warm(self, number: int) -> Tick:
+        last = number == self.pipeline.num_warmup(self.stage) - 1
+        goes_on = last and number < self.total - 1
+        arriving = self.arriving(number, forward=True) if number < self.total - 1 else None
+        gradient = (self.pipeline.num_chunks - 1, 0) if goes_on and not self.is_last else None
+        sent = self.leaving(number, forward=True)
+        tick = (*self.gather_at(number), self.forward(number))
+        if not self.pipeline.overlap:
+            return (
+                *tick,
+                *self.awaited(send_forward=sent, recv_forward=arriving, recv_backward=gradient),
+            )
+        moves = self.awaited(send_forward=sent, recv_forward=arriving)
+        return (*tick, *moves, *self.transfers(batched=False, recv_backward=gradient))
+
+    def steady(self, number: int) -> Tick:
+        forward_number = number + self.pipeline.num_warmup(self.stage)
+        arriving = (
+            self.arriving(forward_number, forward=True)
+            if forward_number < self.total - 1
+            else None
+        )
+        gradient = self.arriving(number, forward=False)
+        sent = self.leaving(forward_number, forward=True)
+        gradient_sent = self.leaving(number, forward=False)
+        if not self.pipeline.overlap:
+            return (
+                self.forward(forward_number),
+                self.backward(number),
+                *self.reduce_at(number),
+                *self.transfers(
+                    batched=True,
+                    send_backward=gradient_sent,
+                    recv_forward=arriving,
+                    send_forward=sent,
+                    recv_backward=gradient,
+                ),
+            )
+        begins = self.is_first and self.place(forward_number, forward=True)[0] == 0
+        return (
+            *(() if begins or number == 0 else (_wait(Act.RECV_FORWARD),)),
+            self.forward(forward_number),
+            *self.transfers(batched=False, send_forward=sent, recv_forward=arriving),
+            *self.gradient_wait(number),
+            self.backward(number),
+            *self.reduce_at(number),
+            *self.transfers(batched=False, send_backward=gradient_sent, recv_backward=gradient),
+        )
+
+    def cool(self, number: int) -> Tick:
+        remaining = self.total - self.pipeline.num_warmup(self.stage)
+        gradient = self.arriving(number, forward=False) if number < self.total - 1 else None
+        waits: Tick = ()
+        if number == 0 and not self.is_last:  # all forwards were warm-up
+            waits = self.awaited(recv_backward=self.place(0, forward=False))
+        elif number == remaining and self.pipeline.overlap:
+            waits = self.gradient_wait(number)
+        return (
+            *waits,
+            self.backward(number),
+            *self.reduce_at(number),
+            *self.awaited(
+                send_backward=self.leaving(number, forward=False), recv_backward=gradient
+            ),
+        )
+
+    def gradient_wait(self, number: int) -> Tick:
+        chunk, _ = self.place(number, forward=False)
+        is_end = self.is_last and chunk == self.pipeline.num_chunks - 1
+        return () if is_end else (_wait(Act.RECV_BACKWARD),)
+
+    def forward(self, number: int) -> Action:
+        chunk, microbatch = self.place(number, forward=True)
+        return Action(act=Act.FORWARD, chunk=chunk, microbatch=microbatch, edge=microbatch == 0)
+
+    def backward(self, number: int) -> Action:
+        chunk, microbatch = self.place(number, forward=False)
+        edge = microbatch == self.pipeline.num_microbatches - 1
+        return Action(act=Act.BACKWARD, chunk=chunk, microbatch=microbatch, edge=edge)
+
+    def gather_at(self, number: int) -> Tick:
+        """Return the gather of a chunk, which all stages do at the same time."""
+        aligned = number + self.stage
+        if not self.gathers or aligned >= self.total:
+            return ()
+        chunk, microbatch = self.place(aligned, forward=True)
+        if microbatch or not 1 < chunk + 1 < self.pipeline.num_chunks:
+            return ()
+        return (Action(act=Act.GATHER, chunk=chunk + 1),)
+
+    def reduce_at(self, number: int) -> Tick:
+        """Return the reduction of a chunk, which all stages do at the same time."""
+        aligned = number - self.stage
+        if not self.reduces or aligned < 0:
+            return ()
+        chunk, microbatch = self.place(aligned, forward=False)
+        if microbatch != self.pipeline.num_microbatches - 1:
+            return ()
+        return (Action(act=Act.REDUCE, chunk=chunk),)
+
+
+def _wait(act: Act) -> Action:
+    return Action(act=Act.WAIT, after=(str(act),))

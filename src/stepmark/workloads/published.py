@@ -82,7 +82,11 @@ def bigbird_roberta_base(batch: Batch) -> Architecture:
 
     The pooler, which the loss does not use, counts as trained (find_unused_parameters of DDP).
     """
-    hidden, heads, ffn, vocab, layers = 768, 12, 3072, 50358, 12
+    hidden = 768
+    heads = 12
+    ffn = 3072
+    vocab = 50358
+    layers = 12
     linears = [
         batch.linear(f"attention.self.{name}", hidden, hidden, bias=True)
         for name in ("query", "key", "value")
@@ -131,7 +135,8 @@ def _block_sparse(batch: Batch, heads: int, head_dim: int) -> list[Module]:
     The first and last block attend to all keys; the second and the last but one to 7 blocks;
     the others to a window of 3, both ends and 3 random ones. Short sequences are not sparse.
     """
-    block, num_end_blocks = 64, 4
+    block = 64
+    num_end_blocks = 4
     if batch.seq_len <= (5 + 2 * 3) * block:
         return [batch.attention("attention.core", heads, head_dim, causal=False)]
     sizes = (

@@ -40,7 +40,8 @@ def shrunk(workload: Workload, num_ranks: int) -> Workload:
     def resized(item: Item) -> Item:
         if not isinstance(item, CommOp):
             return item
-        before, after = workload.groups[item.group].size, groups[item.group].size
+        before = workload.groups[item.group].size
+        after = groups[item.group].size
         if item.collective in (SEND, RECV) or before == after:
             return item
         kind = Collective(item.collective)
@@ -68,14 +69,16 @@ def _lengths(workload: Workload, bounds: list[int], num_ranks: int) -> list[int]
     if num_ranks > world or num_ranks % stages:
         allowed = f"at most {world}, and a multiple of its {stages} pipeline stages"
         raise ConfigError("nproc", num_ranks, allowed)
-    ratio, lengths = world // num_ranks, list[int]()
+    ratio = world // num_ranks
+    lengths = list[int]()
     if world % num_ranks:
         raise ConfigError("nproc", num_ranks, f"a divisor of the file's {world} ranks")
     for low, high in reversed(list(pairwise(bounds))):
         length = high // low
         if low < world // stages:  # the dimension of stages stays
             common = math.gcd(length, ratio)
-            length, ratio = length // common, ratio // common
+            length = length // common
+            ratio = ratio // common
         lengths.insert(0, length)
     if ratio > 1:
         sizes = " x ".join(map(str, (b // a for a, b in pairwise(bounds))))

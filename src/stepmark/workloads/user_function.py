@@ -54,7 +54,8 @@ def load(spec: str, *, arguments: int = 0) -> Iterator[tuple[Callable[..., Any],
 def _parse(spec: str) -> tuple[Path, str]:
     text, colon, name = spec.rpartition(":")
     if not colon or name.endswith(".py"):
-        text, name = spec, "build"
+        text = spec
+        name = "build"
     path = Path(text).resolve()
     if not path.is_file():
         raise ConfigError("file", text, "a Python file that exists, as FILE.py:function")
@@ -82,19 +83,14 @@ def _function(path: Path, name: str, arguments: int) -> Callable[..., Any]:
         ]
         examples = f", e.g. {', '.join(own[-5:])}" if own else ""
         raise ConfigError("function", name, f"a function of {path.name}{examples}")
-    if not _takes(value, arguments):
+    try:
+        inspect.signature(value).bind(*range(arguments))
+    except TypeError:
         count = f"{arguments} argument" if arguments else "no argument"
-        raise ConfigError("function", name, f"a function that is called with {count}")
+        allowed = f"a function that is called with {count}"
+        raise ConfigError("function", name, allowed) from None
     function: Callable[..., Any] = value
     return function
-
-
-def _takes(function: Callable[..., Any], arguments: int) -> bool:
-    try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
-        return False
-    return True
 
 
 @contextlib.contextmanager
@@ -119,7 +115,8 @@ def _place(error: BaseException, file: str) -> str:
 
 def _text_of(error: BaseException) -> str:
     """Return the kind and the beginning of an error's message, with a hint on its cause."""
-    kind, message = type(error).__name__, " ".join(str(error).split())
+    kind = type(error).__name__
+    message = " ".join(str(error).split())
     text = f"{kind}: {message[:_MAX_MESSAGE]}" if message else kind
     files = " ".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
     hints = (

@@ -118,7 +118,14 @@ def generate(options: GenerateOptions) -> Workload:
     options = _translated(options, rule)
     settings = settings_of(framework, options)
     if not rule.has_job:
-        return _without_job(rule, settings, options)
+        # Generate the workload of no transformer, for which options of one are refused.
+        workload_model.refuse(
+            options,
+            (Model, Experts, Layout),
+            allowed={"world_size", *rule.fields()},
+            rule=f"it has no effect with {rule.module}",
+        )
+        return rule.workload(settings, options.world_size or 1)
     job, notes = _job(options, framework)
     workload = rule.workload(job, settings)
     idle = _idle_notes(options, rule, workload, job, settings)
@@ -186,17 +193,6 @@ def _translated(options: GenerateOptions, rule: Rule) -> GenerateOptions:
     return replace(options, **changes)
 
 
-def _without_job(rule: Rule, settings: Any, options: GenerateOptions) -> Workload:
-    """Generate the workload of no transformer, for which options of one are refused."""
-    workload_model.refuse(
-        options,
-        (Model, Experts, Layout),
-        allowed={"world_size", *rule.fields()},
-        rule=f"it has no effect with {rule.module}",
-    )
-    return rule.workload(settings, options.world_size or 1)
-
-
 def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
     """Return the layout; its data ranks are what the world size leaves. Raises ConfigError."""
     values = {
@@ -223,7 +219,8 @@ def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
         allowed = f"a multiple of {words or 1} ({unit})"
         near = near_multiples(world, unit)
         if not axis:
-            allowed, near = f"the product of {words or 1} ({unit})", str(unit)
+            allowed = f"the product of {words or 1} ({unit})"
+            near = str(unit)
             near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
         raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
     return replace(parallel, **{axis: world // unit}) if axis else parallel

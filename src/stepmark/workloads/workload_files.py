@@ -131,7 +131,8 @@ def check(workload: Workload, target: Target) -> tuple[str, dict[str, int]]:
     Raises ConfigError for what cannot be written.
     """
     name = find_format(target.to or "native", to=True)
-    kind, out = FORMATS[name], target.out or "-"
+    kind = FORMATS[name]
+    out = target.out or "-"
     picked = _picked(workload, target, kind, is_whole=name in workload.origin)
     if out != "-" and is_folder(out) and not picked:
         raise ConfigError("out", out, f"a file: all of this workload is one in {name}")
@@ -149,9 +150,14 @@ def deliver(
     samples: seconds of operators that were measured, for a format that carries them.
     """
     name, picked = check(workload, target)
-    kind, out = FORMATS[name], target.out or "-"
+    kind = FORMATS[name]
+    out = target.out or "-"
     to_folder = out != "-" and is_folder(out)
-    _say_unused(target, name, holds_all=not picked)
+    if not picked:
+        flags = [(target.stage[0], "stages")] if target.stage else []
+        flags += [("rank", "ranks")] if target.rank is not None else []
+        for flag, which in flags:
+            sys.stderr.write(f"# --{flag}: no effect: {name} holds all {which}\n")
     items = (item for block in workload.blocks.values() for item in block)
     if kind.needs_times and any(
         isinstance(item, ComputeOp) and item.time_s is None and not item.is_wait
@@ -264,16 +270,6 @@ def _refuse_others(folder: Path, kind: Format, names: set[str], number: int) -> 
 _OF_ONE = re.compile(r"(.*?)\d+(\.\w+)")  # name of the file of a rank or stage
 
 
-def _say_unused(target: Target, name: str, *, holds_all: bool) -> None:
-    """Print that --stage and --rank have no effect on a file that holds all of them."""
-    if not holds_all:
-        return
-    flags = [(target.stage[0], "stages")] if target.stage else []
-    flags += [("rank", "ranks")] if target.rank is not None else []
-    for flag, which in flags:
-        sys.stderr.write(f"# --{flag}: no effect: {name} holds all {which}\n")
-
-
 def stage_flag(stage: int | None, pp_rank: int | None = None) -> StageFlag | None:
     """Return --stage, or AICB's --pp-rank, of which -1 means none.
 
@@ -308,7 +304,8 @@ def _picked(
 
     is_whole: a file of the format was read, and is written again with all that it holds.
     """
-    stage, rank = stage_of(workload, target.stage), target.rank
+    stage = stage_of(workload, target.stage)
+    rank = target.rank
     size = workload.world_size // len(workload.stages)
     if rank is not None:
         number_below(workload.world_size, rank, "rank")

@@ -94,7 +94,8 @@ def _names(cls: type) -> set[str]:
 def _setting(name: str, field: "dataclasses.Field[Any]") -> tuple[str, Any, Any]:
     kind = kind_of(field)
     spellings = (f"--{dashed(name)}", *_SPELLINGS.get(name, ()))
-    text, rare = str(field.metadata.get("help", name)), not field.metadata.get("common")
+    text = str(field.metadata.get("help", name))
+    rare = not field.metadata.get("common")
     if kind is bool:
         text += f" [{'yes' if field.default else 'no'}]"
         switches = (f"{word}/--no-{word.removeprefix('--')}" for word in spellings)
@@ -156,7 +157,7 @@ def _read(kind: Any, default: object, text: str, field: str) -> Any:
     except (ValueError, OverflowError):
         is_large = isinstance(default, int) and default >= _LARGE
         words = {
-            int: "a whole number" + " such as 500000000 or 5e8" * is_large,
+            int: f"a whole number{' such as 500000000 or 5e8' if is_large else ''}",
             float: "a number",
         }
         if kind in words:

@@ -1,24 +1,20 @@
-"""The model of `stepmark workload generate`: a name, a file, AICB's size, or widths."""
+"""The model of `stepmark workload generate`: a name, a file, AICB's size, or widths.
+
+AICB's sizes: scripts/megatron_workload_with_aiob.sh, megatron_gpt.sh and deepspeed_llama.sh of
+github.com/aliyun/aicb.
+"""
 
 import itertools
 import traceback
 from collections.abc import Container, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from stepmark.ground.errors import ConfigError
+from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed
 from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig, find_model
-from stepmark.workloads.aicb_models import (
-    GPT_VOCAB_SIZE,
-    LLAMA_VOCAB_SIZE,
-    MAX_POSITIONS,
-    Kind,
-    Preset,
-    preset,
-)
 from stepmark.workloads.architecture import Architecture, Batch
 from stepmark.workloads.job import VOCAB_MULTIPLE, with_padded_vocab, with_seq_len
 from stepmark.workloads.models import file_notes, read_models, scaled
@@ -26,14 +22,111 @@ from stepmark.workloads.published import PUBLISHED, SEQ_LENS
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.workload_options import Experts, GenerateOptions, Model
 
+Kind = Literal["gpt", "llama"]
+GPT_VOCAB_SIZE, LLAMA_VOCAB_SIZE = 50257, 32000  # from the scripts; from get_params
+MAX_POSITIONS = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preset:
+    """A model size of AICB. note: how it differs from the published model.
+
+    model: the built-in model that is used instead, where AICB's numbers fit no model.
+    """
+
+    name: str
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_heads: int = 0
+    ffn_hidden_size: int | None = None  # None: 4 x hidden, or with swiglu 8/3 x
+    kind: Kind = "gpt"
+    model: str = ""
+    note: str = ""
+
+
+def _deepseek(name: str, model: str, wrong: int, right: int) -> Preset:
+    note = (
+        f"AICB's preset has hidden size {wrong}, the dense MLP's width; the model's is {right}"
+    )
+    return Preset(name=name, model=model, note=note + ", which is taken")
+
+
+def _presets(
+    kind: Kind, rows: dict[str, tuple[str, int, int, int, int | None]]
+) -> "dict[str, Preset]":
+    """Return presets by size from rows of name, layers, hidden size, heads, MLP width."""
+    return {
+        size: Preset(
+            name=name,
+            num_layers=layers,
+            hidden_size=hidden,
+            num_heads=heads,
+            ffn_hidden_size=ffn,
+            kind=kind,
+            note=_NOTES.get(name, ""),
+        )
+        for size, (name, layers, hidden, heads, ffn) in rows.items()
+    }
+
+
+_NOTES = {
+    "gpt_7B": "AICB's 7B has 36 layers; the published Llama 2 7B has 32 (--model llama-2-7b)",
+    "gpt_65B": "AICB's 65B has the MLP width of Llama 2 70B, 28672; LLaMA 65B has 22016",
+    "llama_405B": "AICB's 405B has 128 layers and 128 KV heads; the published model has 126 "
+    "and 8 (--model llama-3.1-405b)",
+    "Mixtral_8*7B": "AICB's Mixtral has 32 KV heads; the published model has 8 "
+    "(--model mixtral-8x7b)",
+}
+_GPT = _presets(
+    "gpt",
+    {
+        "7": ("gpt_7B", 36, 4096, 32, None),
+        "13": ("gpt_13B", 40, 5120, 40, None),
+        "22": ("gpt_22B", 48, 6144, 64, None),
+        "65": ("gpt_65B", 80, 8192, 64, 28672),
+        "175": ("gpt_175B", 96, 12288, 96, None),
+        "405": ("llama_405B", 128, 16384, 128, 53248),
+        "moe": ("Mixtral_8*7B", 32, 4096, 32, 14336),
+    },
+) | {
+    "deepseek16": _deepseek("DeepSeek_16B", "deepseek-v2-lite", 10944, 2048),
+    "deepseek236": _deepseek("DeepSeek_236B", "deepseek-v2", 12288, 5120),
+    "deepseek671": _deepseek("DeepSeek_671B", "deepseek-v3", 18432, 7168),
+}
+_LLAMA = _presets(
+    "llama",
+    {
+        "7": ("llama_7b", 32, 4096, 32, 11008),
+        "13": ("llama_13b", 40, 5120, 40, 13824),
+        "30": ("llama_30b", 60, 6656, 52, 17920),
+        "65": ("llama_65b", 80, 8192, 64, 22016),
+    },
+)
+_SPELLINGS = {"16": "deepseek16", "236": "deepseek236", "671": "deepseek671"}
+_SPELLINGS["deepseek"] = "deepseek671"
+
+
+def preset(size: str, framework: str) -> Preset:
+    """Return AICB's GPT of this size, or with deepspeed its Llama. Raises ConfigError."""
+    key = size.strip().lower().removesuffix("b")
+    key = _SPELLINGS.get(key, key)
+    presets = _LLAMA if framework == "deepspeed" else _GPT
+    if key == "270":
+        allowed = "a size with a shape: AICB names 270 without one; give --num-layers, "
+        raise ConfigError("model-size", size, allowed + "--hidden-size, --num-attention-heads")
+    if key not in presets:
+        raise not_one_of("model-size", size, presets, f" for {framework}")
+    return presets[key]
+
+
 _WIDTHS = ("num_layers", "hidden_size", "num_heads")
 _MLA = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _DEFAULT_SEQ_LEN = 2048  # AICB's
 _MOST_LAYERS = 100_000
-_NOTES = {
-    "gpt-175b": "gpt-175b is AICB's, of 4096 positions; the published GPT-3 has 2048 "
+_GPT_175B = (
+    "gpt-175b is AICB's, of 4096 positions; the published GPT-3 has 2048 "
     "(--seq-len 2048 --max-positions 2048)"
-}
+)
 _OWN = ("model", "model_name", "seq_len")  # options of a model that is no decoder
 
 
@@ -50,8 +143,8 @@ def choose(
         model = replace(model, num_layers=layers or model.num_layers)
     if seq_len := _positive(options, "seq_len"):
         model = with_seq_len(model, seq_len)
-    elif model.name in _NOTES:
-        notes.append(_NOTES[model.name])
+    elif model.name == "gpt-175b":
+        notes.append(_GPT_175B)
     if model.num_layers > _MOST_LAYERS:
         raise ConfigError("num-layers", model.num_layers, f"at most {_MOST_LAYERS}")
     if options.model_name:
@@ -107,7 +200,8 @@ def _built(
 ) -> ModelConfig:
     """Return a model with AICB's defaults, which are noted."""
     widths = {key: _positive(options, key) or value for key, value in widths.items()}
-    hidden, heads = widths["hidden_size"], widths["num_heads"]
+    hidden = widths["hidden_size"]
+    heads = widths["num_heads"]
     swiglu = kind == "llama" if options.swiglu is None else options.swiglu
     vocab = _positive(options, "vocab_size")
     if vocab is None:

@@ -98,7 +98,7 @@ def _distinct_lines(workload: Workload, tables: dict[str, list[Row]]) -> list[st
         lines += ["", f"# {len(tables[kind])} distinct {title}; calls per rank and step"]
         for row in tables[kind]:
             where = f" in stage {row['stages']}" if has_stages else ""
-            calls = f"{row['calls']} call{'s' * (row['calls'] != 1)}"
+            calls = f"{row['calls']} call{'' if row['calls'] == 1 else 's'}"
             text = f"{calls}{where}, {row.get('groups', '')} {row['passes']}: {row['modules']}"
             lines.append(f"{row['command']}  # {' '.join(text.split())}")
     if any(row["trimmed"] for row in tables["collectives"]):
@@ -167,7 +167,8 @@ def case_of(operation: CommOp, num_ranks: int) -> CommCase | None:
     collective = Collective.P2P if is_send else Collective(operation.collective)
     if not operation.count and collective is not Collective.BARRIER:
         return None
-    facts, redop = FACTS[collective], RedOp.NONE
+    facts = FACTS[collective]
+    redop = RedOp.NONE
     if facts.reduces:  # a sum where another tool's file does not state the reduction
         redop = RedOp.SUM if operation.redop is RedOp.NONE else operation.redop
     return CommCase(
@@ -202,7 +203,7 @@ def message_rows(workload: Workload) -> list[Row]:
         {
             "collective": message.case.collective.value,
             "dtype": message.case.dtype.value,
-            "redop": redop.value if (redop := message.case.redop) is not RedOp.NONE else None,
+            "redop": None if message.case.redop is RedOp.NONE else message.case.redop.value,
             "num_ranks": message.case.num_ranks,
             "size_bytes": message.case.message_bytes,
             "count": message.case.count,

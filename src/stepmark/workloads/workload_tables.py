@@ -59,8 +59,8 @@ class _StageSums:
 
     @property
     def has(self) -> str:
-        words = ("embedding",) * self.stage.has_embedding + ("head",) * self.stage.has_head
-        return " ".join(words)
+        ends = {"embedding": self.stage.has_embedding, "head": self.stage.has_head}
+        return " ".join(name for name, is_there in ends.items() if is_there)
 
     @property
     def num_collectives(self) -> int:
@@ -217,7 +217,8 @@ def stage_rows(workload: Workload) -> list[Row]:
     has_layers = workload.numbers("layer")
     sums = []
     for index, stage in enumerate(workload.stages):
-        tally, number = workload.tally(index), len(stage.layers) if has_layers else None
+        tally = workload.tally(index)
+        number = len(stage.layers) if has_layers else None
         sums.append(_StageSums(index, stage, number, tally, _sums(tally, workload)))
     return rows_of(STAGE_COLUMNS, sums)
 

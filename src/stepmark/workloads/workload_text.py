@@ -63,7 +63,8 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
 def _sequences(settings: Settings) -> str:
     """Return the sequences of a micro-batch and of a step, if the settings have them."""
     mbs, gbs = (settings.get(f"{name}_batch_size") for name in ("micro", "global"))
-    mbs, gbs = mbs or settings.get("mbs"), gbs or settings.get("gbs")
+    mbs = mbs or settings.get("mbs")
+    gbs = gbs or settings.get("gbs")
     return f" (mbs {mbs}, {gbs} sequences of all data ranks)" if mbs and gbs else ""
 
 
@@ -138,17 +139,18 @@ def _merged(stages: Sequence[Row]) -> list[Row]:
     """Return the stages; many that are alike and follow each other share a row."""
     if len(stages) <= _MOST_STAGES:
         return list(stages)
-    groups = (list(group) for _, group in itertools.groupby(stages, _without_place))
+    groups = (
+        list(group)
+        for _, group in itertools.groupby(
+            stages, lambda stage: stage | {"stage": None, "which": None}
+        )
+    )
     return [
         first | {"stage": f"{first['stage']}-{others[-1]['stage']}", "which": "each"}
         if others
         else first
         for first, *others in groups
     ]
-
-
-def _without_place(stage: Row) -> Row:
-    return {key: value for key, value in stage.items() if key not in ("stage", "which")}
 
 
 def _count(count: int, noun: str) -> str:

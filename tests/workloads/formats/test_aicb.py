@@ -14,7 +14,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Gemm
 from stepmark.step import native
 from stepmark.step.workload import CommOp, ComputeOp, Group, Workload
-from stepmark.workloads.formats import aicb, aicb_log
+from stepmark.workloads.formats import aicb
 
 from .aicb_samples import DATA, MOCKED, broken, content, name_of
 
@@ -260,7 +260,7 @@ def test_a_log_of_a_replay_is_read_as_one_of_aicb(path: Path, tmp_path: Path) ->
     ops = list(workload.expand())
     times = [[1e-3 * (n % 7 + 1) * factor for n in range(len(ops))] for factor in (1, 2, 3)]
     times[1][0] = math.nan  # not timed in one pass
-    text = "".join(aicb_log.write(workload, times))
+    text = "".join(aicb.write_log(workload, times))
     again = read(tmp_path, text, group_sizes={"ep": 4})
     for op, wanted, timed in zip(ops, times[1], again.expand(), strict=True):
         assert timed.module == op.module

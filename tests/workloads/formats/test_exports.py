@@ -157,8 +157,9 @@ def test_ranks_of_experts_that_exceed_the_data_ranks_are_read(tmp_path: Path) ->
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
 def test_pp_comm_is_the_pipelines_message(stage: int) -> None:
-    """Neither a ring of context parallelism nor, at the last stage, nothing."""
-    workload = megatron("llama-3-8b", tp=2, pp=4, cp=2, gbs=8)
+    """Neither a larger one of context parallelism's ring nor, at the last stage, nothing."""
+    sequence = {"sequence_parallel": True}
+    workload = megatron("llama-2-7b", tp=2, pp=4, cp=2, gbs=8, settings=sequence)
     moved = {
         op.call_bytes()
         for op in workload.tally(stage)

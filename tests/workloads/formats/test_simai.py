@@ -16,7 +16,7 @@ from stepmark.step import native
 from stepmark.step.workload import Block, CommOp, ComputeOp, Group, Workload
 from stepmark.workloads.formats import aicb, simai, simai_rows
 from stepmark.workloads.formats.loss import losses
-from stepmark.workloads.formats.simai_row import TYPE_OF, Cell, Row, blocks_of, row_of
+from stepmark.workloads.formats.simai_rows import TYPE_OF, Cell, Row, blocks_of, row_of
 from stepmark.workloads.workload import generate
 from stepmark.workloads.workload_flags import options_class
 

@@ -55,11 +55,6 @@ def _json_with(*marks: bytes) -> Callable[[bytes], bool]:
     )
 
 
-def _line_with(*marks: bytes) -> Callable[[bytes], bool]:
-    """Return a check that a file's first line has all of these."""
-    return lambda head: all(mark in head.split(b"\n", 1)[0] for mark in marks)
-
-
 def _is_chakra(head: bytes) -> bool:
     """Return whether it begins with a length and a GlobalMetadata of it: fields 1 and 2.
 
@@ -110,7 +105,9 @@ FORMATS: dict[str, Format] = {
         module="aicb",
         help="AICB's CSV of a step's operations",
         suffix=".csv",
-        is_one=_line_with(b"comm_type", b"comm_group"),
+        is_one=lambda head: all(
+            mark in head.split(b"\n", 1)[0] for mark in (b"comm_type", b"comm_group")
+        ),
         picks="stage",
         first="stage*.csv",
         takes=("stage*.csv",),

@@ -17,7 +17,11 @@ from statistics import median
 
 import msgspec
 
+from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.units import GIB
+from stepmark.model.collectives import Collective
+from stepmark.model.ops import Gemm
 from stepmark.step.source_file import (
     in_file,
     origin_of,
@@ -25,6 +29,7 @@ from stepmark.step.source_file import (
     stage_files,
 )
 from stepmark.step.workload import (
+    COMPUTE,
     Block,
     CommOp,
     ComputeOp,
@@ -35,7 +40,6 @@ from stepmark.step.workload import (
     Workload,
 )
 from stepmark.workloads.fold import Repeat, fold
-from stepmark.workloads.formats import aicb_generated
 from stepmark.workloads.formats.aicb_line import (
     END,
     EPOCH_END,
@@ -49,12 +53,13 @@ from stepmark.workloads.formats.aicb_line import (
     group_names,
     group_of,
     is_transfer,
+    no_setup,
     operation,
     parse,
     text_of,
 )
-from stepmark.workloads.formats.loss import Kept, communication, rounding
-from stepmark.workloads.formats.walk import RepeatedText, with_end
+from stepmark.workloads.formats.loss import Kept, communication, present, rounding, tallied
+from stepmark.workloads.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "aicb"
 _EMBEDDING = "forward.MegatronEmbedding"
@@ -106,7 +111,8 @@ class Reader:
             None if line.kind == END else self._operation(index, timed=timed)
             for index, line in enumerate(self._parsed)
         ]
-        stages, sections = [], []
+        stages = []
+        sections = []
         for index, section in enumerate(self._sections):
             prefix = f"stage {index} " if len(self._sections) > 1 else ""
             make = self._timed_stage if timed else self._stage
@@ -204,7 +210,8 @@ class Reader:
 
     def _operation(self, index: int, *, timed: bool) -> Operation:
         op = operation(self._parsed[index], self._groups, self._where(self._places[index]))
-        ours, text = line_of(op, self._groups), self._texts[index] + "\n"
+        ours = line_of(op, self._groups)
+        text = self._texts[index] + "\n"
         if timed:
             return op
         if f"|{ours}" in self._lines or (ours != text and ours[:-1] in self._numbers):
@@ -217,7 +224,8 @@ class Reader:
         """Return notes on sizes that their ranks do not divide."""
         epochs = [epoch for section in self._sections for epoch in section.epochs]
         times = Counter(itertools.chain.from_iterable(epochs))
-        in_file, read = Kept(), Kept()
+        in_file = Kept()
+        read = Kept()
         for number, op in enumerate(ops):
             if isinstance(op, CommOp):
                 size = math.ceil(float(self._parsed[number].size))
@@ -235,7 +243,7 @@ class Reader:
             key = (*numbers, end)
             if key not in by_lines:
                 name = by_lines[key] = f"{prefix}{f'iteration {index}' if index else 'setup'}"
-                self._block(name, [op for number in numbers if (op := ops[number])])
+                self._block(name, list(filter(None, (ops[number] for number in numbers))))
                 if self._texts[end] != EPOCH_END:
                     self._ends[name] = self._texts[end]
             names.append(by_lines[key])
@@ -330,7 +338,8 @@ def read(path: Path, *, group_sizes: Mapping[str, int] | None = None) -> Workloa
     Raise ConfigError, with the line's number, if it has another format. group_sizes:
     {"ep": 16} where no line has the size, as for AICB's experts.
     """
-    lines, names = list[str](), dict[int, str]()
+    lines = list[str]()
+    names = dict[int, str]()
     for file in stage_files(path, ".csv"):
         names[len(lines)] = file.name
         lines += read_lines(file, "AICB workload")
@@ -357,13 +366,13 @@ def write(workload: Workload, *, stage: int = 0, computation: bool = True) -> It
         origin = origin_of(workload, FORMAT, _Origin)
         yield from with_end(_lines_again(workload, origin), origin.end)
         return
-    yield from aicb_generated.write(workload, stage, computation=computation)
+    yield from write_generated(workload, stage, computation=computation)
 
 
 def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[str]:
     """Return what the CSV cannot express of this workload besides messages, a line each."""
     if FORMAT not in workload.origin:
-        return aicb_generated.omissions(workload, stages)
+        return generated_omissions(workload, stages)
     ops = (item for block in workload.blocks.values() for item in block)
     timed = any(getattr(op, "time_s", None) is not None for op in ops)
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
@@ -397,3 +406,86 @@ def _lines_again(workload: Workload, origin: _Origin) -> Iterator[str]:
                 raise ConfigError(f"origin.{FORMAT}", name, "one of the blocks")
             yield from text.chunks(name)
             yield origin.ends.get(name, EPOCH_END) + "\n"
+
+
+def write_log(workload: Workload, iterations: Iterable[Sequence[float]]) -> Iterator[str]:
+    """Yield the operations of rank 0 with their times.
+
+    iterations: seconds of each operation, not a number where it has no time. As in AICB,
+    times are in ms and bandwidths in GiB/s; the bus factor is nccl-tests' (AICB has 1 for an
+    all-to-all). The end of an iteration has no time: it is not that of a timed pass.
+    """
+    yield HEADER + "\n"
+    yield no_setup(workload.world_size)
+    yield EPOCH_END + "\n"
+    line = Lines(workload, computation=True)
+    is_aicb = FORMAT in workload.origin
+    ops = list(workload.expand())
+    for times in iterations:
+        for op, time_s in zip(ops, times, strict=False):
+            text = line_of(op, workload.groups) if is_aicb else line(op)
+            yield _logged(text, op, workload.groups, time_s) if text else ""
+        yield EPOCH_END + "\n"
+
+
+def _logged(text: str, op: Operation, groups: Mapping[str, Group], time_s: float) -> str:
+    """Return a line with its time and bandwidths, where it has them."""
+    if math.isnan(time_s):
+        return text
+    rates = [0.0, 0.0]
+    if isinstance(op, CommOp) and time_s:
+        group = groups[op.group]
+        num_bytes = op.message_bytes(group), op.bus_bytes(group)
+        rates = [size / time_s / GIB for size in num_bytes]
+    known = ",".join([f"{time_s * 1e3:.6g}", *(f"{rate:.4g}" for rate in rates)])
+    return text.replace(",None,None,None,1\n", f",{known},1\n")
+
+
+def write_generated(workload: Workload, stage: int, *, computation: bool) -> Iterator[str]:
+    """Yield the text of a stage in pieces. computation: with lines of matrix products."""
+    program = workload.stages[stage]
+    yield HEADER + "\n"
+    init = Lines(workload, computation=computation, setup=True)
+    before = RepeatedText(workload.blocks, init)
+    setup = "".join(before.chunks(program.setup)) if program.setup else ""
+    yield setup or no_setup(workload.world_size)
+    yield EPOCH_END + "\n"
+    line = Lines(workload, computation=computation)
+    yield from RepeatedText(workload.blocks, line).chunks(program.step)
+    yield EPOCH_END + "\n"
+
+
+def generated_omissions(workload: Workload, stages: Iterable[int] | None) -> list[str]:
+    """Return what the CSV cannot express of these stages besides messages, a line each."""
+    stages = list(range(len(workload.stages)) if stages is None else stages)
+    ops = tallied(workload, stages)
+    for stage in stages:
+        ops.update(workload.tally(stage, setup=True))
+    comms = [op for op in ops if isinstance(op, CommOp)]
+    lines = present(workload, "layers", "micro-batches", "times", "start times")
+    lines += present(workload, "model", "settings", "notes")
+    lines += remarks(
+        (
+            any(op.stream != COMPUTE for op in ops),
+            "overlap: every line waits for the one before",
+        ),
+        (
+            any(op.dtype is not DType.UINT8 for op in comms),
+            "element types: sizes are bytes",
+        ),
+        (
+            any(op.collective == Collective.ALL_TO_ALL_V for op in comms),
+            "uneven parts of all_to_all_v: written as all_to_all of the average",
+        ),
+    )
+    modules: dict[str, dict[str, int]] = {}
+    for op, times in ops.items():
+        if isinstance(op, ComputeOp) and not isinstance(op.op, Gemm):
+            counts = modules.setdefault(type(op.op).__name__.lower(), {})
+            counts[op.module] = counts.get(op.module, 0) + times
+    for kind, counts in sorted(modules.items()):
+        lines.append(
+            f"{kind}: {sum(counts.values())} computations ({', '.join(counts)}): only matrix"
+            " products have lines"
+        )
+    return lines

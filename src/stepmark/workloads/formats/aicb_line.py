@@ -32,7 +32,8 @@ HEADER = (
 COLUMNS = HEADER.split(",")
 EPOCH_END = "CommType.epoch_end,None,None,0,,None,None,,None,None,None,1"
 NONE = "None"
-END, COMPUTATION = "epoch_end", "computation"
+END = "epoch_end"
+COMPUTATION = "computation"
 COLLECTIVES = {
     "all_reduce": str(Collective.ALL_REDUCE),
     "isend": SEND,
@@ -87,7 +88,8 @@ def parse(text: str, where: str) -> Line:
     if len(fields) != len(COLUMNS):
         allowed = f"{len(COLUMNS)} columns: {HEADER}"
         raise ConfigError(where, f"{len(fields)} columns", allowed)
-    kind, group = fields[0].removeprefix("CommType."), fields[1].removeprefix("CommGroup.")
+    kind = fields[0].removeprefix("CommType.")
+    group = fields[1].removeprefix("CommGroup.")
     kinds = (*COLLECTIVES, COMPUTATION, END)
     if kind not in kinds or not fields[0].startswith("CommType."):
         raise ConfigError(
@@ -262,7 +264,9 @@ def _shapes(op: ComputeOp) -> str:
         return op.op.name
     if not isinstance(op.op, Gemm):
         raise ConfigError("operator", op.module, "a matrix product")
-    m, n, k = op.op.m, op.op.n, op.op.k
+    m = op.op.m
+    n = op.op.n
+    k = op.op.k
     first = f"({m} {k})" if op.phase is Phase.WGRAD else f"({m} 1 {k})"
     return f"({first} ({k} {n}))"
 

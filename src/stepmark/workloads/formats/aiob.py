@@ -54,35 +54,31 @@ def read(path: Path) -> Profile:
     """Read a file. Raise ConfigError, with the line's number, if it has another format."""
     lines = read_lines(path, "AIOB profile")
     with in_file(path):
-        return _parse(lines)
-
-
-def _parse(lines: list[str]) -> Profile:
-    first = _FIRST.fullmatch(lines[0].strip())
-    if not first:
-        raise ConfigError("line 1", lines[0], "train_iter:N or inference_term:PHASE")
-    parts: dict[str, dict[str, float]] = {}
-    section = ""
-    for place, text in enumerate(lines[1:], start=2):
-        line = text.rstrip("\r")
-        if not line.strip():
-            continue
-        if heading := _SECTION.fullmatch(line):
-            section = heading[1]
-            if section in parts:
-                raise ConfigError(f"line {place}", line, "a part that has not come before")
-            parts[section] = {}
-        elif (time := _TIME.fullmatch(line)) and section and time[1] not in parts[section]:
-            parts[section][time[1]] = float(time[2]) / 1e6
-        else:
-            raise ConfigError(f"line {place}", line, _ALLOWED)
-    if not parts:
-        raise ConfigError(f"line {len(lines)}", "no part", _ALLOWED)
-    return Profile(
-        parts={name: _part(name, times) for name, times in parts.items()},
-        iterations=int(first[2]) if first[1] else None,
-        inference_phase=first[4] or "",
-    )
+        first = _FIRST.fullmatch(lines[0].strip())
+        if not first:
+            raise ConfigError("line 1", lines[0], "train_iter:N or inference_term:PHASE")
+        parts: dict[str, dict[str, float]] = {}
+        section = ""
+        for place, text in enumerate(lines[1:], start=2):
+            line = text.rstrip("\r")
+            if not line.strip():
+                continue
+            if heading := _SECTION.fullmatch(line):
+                section = heading[1]
+                if section in parts:
+                    raise ConfigError(f"line {place}", line, "a part that has not come before")
+                parts[section] = {}
+            elif (time := _TIME.fullmatch(line)) and section and time[1] not in parts[section]:
+                parts[section][time[1]] = float(time[2]) / 1e6
+            else:
+                raise ConfigError(f"line {place}", line, _ALLOWED)
+        if not parts:
+            raise ConfigError(f"line {len(lines)}", "no part", _ALLOWED)
+        return Profile(
+            parts={name: _part(name, times) for name, times in parts.items()},
+            iterations=int(first[2]) if first[1] else None,
+            inference_phase=first[4] or "",
+        )
 
 
 _ALLOWED = (
@@ -175,14 +171,11 @@ def _forward(workload: Workload, samples: Samples) -> Iterator[_Call]:
             if not section or item.time_s is None or item.recompute:
                 continue
             measured = () if isinstance(item.op, Kernel) else samples.get(item.op, ())
-            part = _of_samples(measured or (item.time_s,))
+            # Leave out what AICB leaves out: samples above three times the least.
+            seconds = measured or (item.time_s,)
+            kept = [time_s for time_s in seconds if time_s <= _OUTLIER * min(seconds)]
+            part = Part(max_s=max(kept), min_s=min(kept), avg_s=math.fsum(kept) / len(kept))
             yield _Call(section=section, times=times, part=part, num_samples=len(measured))
-
-
-def _of_samples(seconds: Sequence[float]) -> Part:
-    """Leave out what AICB leaves out: samples above three times the least."""
-    kept = [time_s for time_s in seconds if time_s <= _OUTLIER * min(seconds)]
-    return Part(max_s=max(kept), min_s=min(kept), avg_s=math.fsum(kept) / len(kept))
 
 
 def _joined(calls: Sequence[_Call]) -> Part:

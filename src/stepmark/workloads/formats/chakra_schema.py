@@ -169,7 +169,8 @@ def _describe(message: Any, fields: tuple[_Field, ...], kinds: Any) -> None:
 
 def framed(data: bytes) -> bytes:
     """Return a message behind its length."""
-    length, prefix = len(data), bytearray()
+    length = len(data)
+    prefix = bytearray()
     while length > 127:
         prefix.append(length & 127 | 128)
         length >>= 7
@@ -237,7 +238,8 @@ def node_of(message: Any, where: str) -> Node:
         raise ConfigError(f"{where}: type", message.type, f"from 0 to {max(NodeType)}")
     if values.get("is_cpu_op") and "comm_size" not in values and kind in _TASKS:
         kind = NodeType.COMP  # a call of the host that issues a collective, in a real trace
-    exact, micros = values.get("time_s"), message.duration_micros
+    exact = values.get("time_s")
+    micros = message.duration_micros
     time_s = exact if isinstance(exact, float) else micros / 1e6 if micros else None
     if time_s is not None and not 0 <= time_s < math.inf:
         raise ConfigError(f"{where}: time_s", time_s, "seconds")

@@ -69,7 +69,9 @@ def losses(
     workload: Workload, kept: Callable[[Workload, int], Kept], stages: Iterable[int]
 ) -> list[str]:
     """Return a line per kind of message that files of these stages do not hold as it is."""
-    sent, written, lines = Kept(), Kept(), list[str]()
+    sent = Kept()
+    written = Kept()
+    lines = list[str]()
     names: dict[tuple[str, str, bool], dict[str, None]] = defaultdict(dict)
     early = 0
     for stage in stages:
@@ -86,7 +88,7 @@ def losses(
     if early:
         lines.append(f"{early} computations before the first step")
     return lines + [
-        f"{key[0]} of {', '.join(names[key])}{' before the first step' * key[2]}: "
+        f"{key[0]} of {', '.join(names[key])}{' before the first step' if key[2] else ''}: "
         f"{_difference(sizes, written.messages.get(key, Counter()))}"
         for key, sizes in sorted(sent.messages.items())
         if sizes != written.messages.get(key)
@@ -111,7 +113,7 @@ def _difference(sent: Sizes, written: Sizes) -> str:
     def amount(sizes: Sizes) -> str:
         calls = sizes.total()
         num_bytes = sum(size * times for (_, size), times in sizes.items())
-        return f"{calls} message{'s' * (calls != 1)}, {format_bytes(num_bytes)}"
+        return f"{calls} message{'' if calls == 1 else 's'}, {format_bytes(num_bytes)}"
 
     if not written:
         return amount(sent)

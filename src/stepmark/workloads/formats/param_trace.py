@@ -4,7 +4,7 @@ Names and fields as facebookresearch/param reads them (1e115ff): train/comms/pt,
 commsTraceParser.py (_parseBasicTrace) and commsTraceReplay.py. Sizes are elements of one rank's
 input and output. A collective of the stream "compute" is waited for at once, another where an
 operation comes that starts after it. Of computation the format has products of two matrices
-and embedding lookups. Reading is in param_trace_reader.py.
+and embedding lookups. Read is a folder of one JSON file per rank, or one file for all.
 
 A message names the process group of its two ranks, which are ranks of the world: the replay
 gives both to torch.distributed (pytorch_dist_backend.py: isend, irecv, P2POp).
@@ -14,26 +14,384 @@ commsTraceReplay waits for each (is_blocking) and posts those of a batch (use_ba
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
 import msgspec
 
 from stepmark.cases.message import RECV, SEND
-from stepmark.ground.dtypes import DType
-from stepmark.model.collectives import Collective
-from stepmark.model.ops import EmbeddingBag, Gemm, Phase
-from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Operation, Workload
+from stepmark.ground.dtypes import MESSAGE_DTYPES, DType, parse_dtype
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.collectives import FACTS, Collective, RedOp
+from stepmark.model.ops import EmbeddingBag, Gemm, Layout, Phase
+from stepmark.step.source_file import decoded
+from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
 from stepmark.workloads.formats.loss import Kept, communication, present, tallied
-from stepmark.workloads.formats.param_trace_reader import COMPUTATIONS, Entry, Reader, read
 from stepmark.workloads.formats.ranks import (
     Instances,
     Issued,
     check_rank,
+    disagreements,
     first_rank,
+    group_of,
+    in_groups_of_messages,
+    name_of,
+    stages_of,
     transfer,
 )
 from stepmark.workloads.formats.walk import remarks, walk
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
+Ranks = Annotated[int, msgspec.Meta(ge=0, le=2**24)]
+
+
+class Entry(msgspec.Struct, kw_only=True):
+    """Fields of an entry. `comms` or `compute` determines which are needed."""
+
+    comms: str | None = None
+    compute: str | None = None
+    req: Any = None
+    start_ns: float | None = msgspec.field(default=None, name="startTime_ns")
+    markers: list[str] | None = None
+    world_size: Ranks | None = None
+    root: Ranks | None = None
+    pg_id: int | None = None
+    global_ranks: list[Ranks] | None = None
+    in_msg_size: Count | None = None
+    out_msg_size: Count | None = None
+    in_split: list[Count] | None = None
+    out_split: list[Count] | None = None
+    dtype: str = "float"
+    src_rank: Ranks | None = None
+    dst_rank: Ranks | None = None
+    use_batch: bool | None = None
+    count: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
+    mm_dim: Count | None = None
+    mm0_dim0: Count | None = None
+    mm0_dim1: Count | None = None
+    mm1_dim0: Count | None = None
+    mm1_dim1: Count | None = None
+    direction: str = "forward"
+    emb_dim: Count | None = None
+    num_embs: Count | None = None
+    batch_size: Count | None = None
+    num_emb_tables: Count | None = None
+    bag_size: Count | None = None
+
+
+# The size that gives `count`, and the number of parts in it; 0: one per rank.
+_INPUT = ("in", 1)
+_OUTPUT = ("out", 1)
+_PER_RANK = ("in", 0)
+
+# By the letters of a name: our name, and the size that gives `count`.
+READ_NAMES: dict[str, tuple[str, tuple[str, int]]] = {
+    "allreduce": (Collective.ALL_REDUCE, _INPUT),
+    "allgather": (Collective.ALL_GATHER, _INPUT),
+    "allgatherbase": (Collective.ALL_GATHER, _INPUT),
+    "reducescatter": (Collective.REDUCE_SCATTER, _OUTPUT),
+    "reducescatterbase": (Collective.REDUCE_SCATTER, _OUTPUT),
+    "alltoall": (Collective.ALL_TO_ALL, _PER_RANK),
+    "alltoallsingle": (Collective.ALL_TO_ALL, _PER_RANK),
+    "alltoallv": (Collective.ALL_TO_ALL_V, _PER_RANK),
+    "alltoallbase": (Collective.ALL_TO_ALL_V, _PER_RANK),
+    "broadcast": (Collective.BROADCAST, _INPUT),
+    "reduce": (Collective.REDUCE, _INPUT),
+    "gather": (Collective.GATHER, _INPUT),
+    "scatter": (Collective.SCATTER, _OUTPUT),
+    "send": (SEND, _INPUT),
+    "isend": (SEND, _INPUT),
+    "recv": (RECV, _OUTPUT),
+    "irecv": (RECV, _OUTPUT),
+    "recvanysource": (RECV, _OUTPUT),
+    "barrier": (Collective.BARRIER, _INPUT),
+}
+SILENT = ("wait", "init", "batchisendirecv")
+
+
+def _gemm(entry: Entry, where: str) -> Gemm:
+    square = entry.mm_dim
+    m, k, inner, n = (
+        square if dim is None else dim
+        for dim in (entry.mm0_dim0, entry.mm0_dim1, entry.mm1_dim0, entry.mm1_dim1)
+    )
+    if not (m and n and k) or inner != k:
+        raise ConfigError(where, f"{m} x {k}, {inner} x {n}", "mm_dim, or mm0_dim0 to mm1_dim1")
+    return Gemm(
+        m=m, n=n, k=k, dtype=parse_dtype(entry.dtype, f"{where}: dtype"), layout=Layout.NN
+    )
+
+
+def _lookup(entry: Entry, where: str) -> EmbeddingBag:
+    backward = entry.direction.lower() == "backward"
+    sizes = (entry.num_embs, entry.emb_dim, entry.bag_size, entry.batch_size)
+    rows, dim, pooling, batch = (size or 0 for size in sizes)
+    if not all((rows, dim, pooling, batch)):
+        raise ConfigError(
+            where, "missing", "num_embs, emb_dim, bag_size and batch_size above 0"
+        )
+    return EmbeddingBag(
+        rows=rows,
+        dim=dim,
+        pooling=pooling,
+        batch=batch * (entry.num_emb_tables or 1),
+        phase=Phase.BWD if backward else Phase.FWD,
+    )
+
+
+COMPUTATIONS: dict[str, Callable[[Entry, str], Gemm | EmbeddingBag]] = {
+    "gemm": _gemm,
+    "emb_lookup": _lookup,
+}
+
+
+def letters_only(name: str) -> str:
+    """Return the lower-case letters of a name, by which PARAM compares names."""
+    return "".join(char for char in name.lower() if char.isalpha())
+
+
+def phase_and_module(entry: Entry) -> tuple[Phase, str]:
+    """Return an entry's markers, which are free text; ours are phase and module."""
+    markers = entry.markers or []
+    if len(markers) == 2 and markers[0] in set(Phase):
+        return Phase(markers[0]), markers[1]
+    return Phase.STEP, " ".join(markers)
+
+
+def dtype_of(entry: Entry, where: str) -> DType:
+    name = "uint8" if entry.dtype.lower() == "bool" else entry.dtype
+    return parse_dtype(name, f"{where}: dtype", MESSAGE_DTYPES)
+
+
+def count_of(
+    entry: Entry, counted: tuple[str, int], size: int, collective: str, where: str
+) -> int:
+    if collective == Collective.BARRIER:
+        return 0
+    side, parts = counted
+    elements = entry.in_msg_size if side == "in" else entry.out_msg_size
+    if elements is None:
+        raise ConfigError(f"{where}: {side}_msg_size", "missing", "a number of elements")
+    divisor = parts or size
+    if elements % divisor and collective != Collective.ALL_TO_ALL_V:
+        raise ConfigError(
+            f"{where}: {side}_msg_size", elements, f"a multiple of {divisor} ranks"
+        )
+    return -(-elements // divisor)
+
+
+STREAM = "communication"  # of what is waited for later
+_WHAT = "PARAM trace"
+
+
+def read(path: Path, *, starts: bool = False) -> Workload:
+    """Read a folder with 0.json, 1.json, ..., or one file that all ranks follow.
+
+    Neighbouring ranks with the same program become one stage. starts: operations keep their
+    start times, so that no two are alike. Raise ConfigError for others.
+    """
+    if path.is_dir():
+        paths = _rank_files(path)
+        world = len(paths)
+        entries_of_ranks = [_entries(file) for file in paths]
+        readers = [
+            Reader(entries, file.name, world, rank)
+            for rank, (file, entries) in enumerate(zip(paths, entries_of_ranks, strict=True))
+        ]
+    else:
+        entries = _entries(path)
+        sizes = [entry.world_size or 1 for entry in entries]
+        last = [max(entry.global_ranks) + 1 for entry in entries if entry.global_ranks]
+        pairs = [max(entry.src_rank or 0, entry.dst_rank or 0) + 1 for entry in entries]
+        world = max((*sizes, *last, *pairs), default=1)
+        readers = [Reader(entries, path.name, world, None)]
+    programs = [reader.operations() for reader in readers]
+    groups = {name: group for reader in readers for name, group in reader.groups.items()}
+    if path.is_dir():
+        links = [ranks for reader in readers for ranks in reader.links]
+        programs = in_groups_of_messages(programs, links, groups)
+    times = [reader.starts() for reader in readers] if starts else None
+    stages, blocks = stages_of(programs, times)
+    foreign = sum(reader.num_foreign for reader in readers)
+    uneven = sum(reader.num_uneven for reader in readers)
+    workload = Workload(
+        name=path.stem,
+        rules="param-trace",
+        source="facebookresearch/param, basic trace",
+        world_size=world,
+        groups=groups,
+        blocks=blocks,
+        stages=stages,
+        notes=tuple(
+            remarks(
+                (foreign, f"{foreign} collectives of groups without their rank are left out"),
+                (uneven, f"{uneven} all-to-alls of uneven parts are read with equal ones"),
+            )
+        ),
+    )
+    workload.check()
+    differ = disagreements(workload) if path.is_dir() else ()
+    return replace(workload, notes=workload.notes + differ)
+
+
+def _rank_files(path: Path) -> list[Path]:
+    paths = [path / f"{rank}.json" for rank in range(sum(1 for _ in path.glob("*.json")))]
+    absent = [file.name for file in paths if not file.is_file()]
+    if absent or not paths:
+        lacks = absent[0] if absent else "0.json"
+        raise ConfigError(_WHAT, path, f"a folder of 0.json, 1.json, ...: it has no {lacks}")
+    return paths
+
+
+def _entries(path: Path) -> list[Entry]:
+    return decoded(path, list[Entry], _WHAT, "a JSON list of comms and compute")
+
+
+def _is_posted(entry: Entry) -> bool:
+    return letters_only(entry.comms or "") in ("isend", "irecv")
+
+
+class Reader:
+    """Entries of one rank, or of all alike (rank None), as operations."""
+
+    def __init__(
+        self, entries: Sequence[Entry], file: str, world_size: int, rank: int | None
+    ) -> None:
+        self._entries = entries
+        self._file = file
+        self._world = world_size
+        self._rank = rank
+        self._ranks = {
+            entry.pg_id: tuple(entry.global_ranks)
+            for entry in entries
+            if entry.comms == "init" and entry.global_ranks
+        }
+        self._group_names: dict[int | None, str] = {}  # by pg_id
+        self.groups: dict[str, Group] = {}
+        # Process groups that sends and receives name.
+        self.links: dict[tuple[int, ...], None] = {}
+        self._awaited = {str(entry.req) for entry in entries if entry.comms == "wait"}
+        self._later: dict[str, int] = {}  # requests that are waited for later, numbered
+        self._num_later = 0
+        self._due: int | None = None  # the newest of them that was waited for
+        self._begun_ns: list[float | None] = []  # by operation
+        self.num_foreign = self.num_uneven = 0  # collectives that are read otherwise, or not
+
+    def operations(self) -> list[Operation]:
+        """Return the operations; `groups` has their groups afterwards."""
+        operations: list[Operation] = []
+        for index, entry in enumerate(self._entries):
+            where = f"{self._file}[{index}]"
+            if entry.comms is None and entry.compute is None:
+                raise ConfigError(where, "neither", "comms or compute")
+            name = letters_only(entry.comms or "")
+            if name == "wait":
+                if (number := self._later.pop(str(entry.req), None)) is not None:
+                    self._due = number if self._due is None else max(number, self._due)
+            elif entry.comms is None:
+                operations += self._computations(entry, where)
+            elif name not in SILENT and (op := self._communication(entry, index, where)):
+                operations.append(op)
+            if new := len(operations) - len(self._begun_ns):
+                self._begun_ns += [entry.start_ns, *[None] * (new - 1)]
+        return operations
+
+    def starts(self) -> list[float | None]:
+        """Return the seconds of each operation's start since the first one."""
+        first = min((ns for ns in self._begun_ns if ns is not None), default=0.0)
+        return [None if ns is None else (ns - first) * 1e-9 for ns in self._begun_ns]
+
+    def _after(self) -> tuple[str, ...]:
+        """Return the operations after which the next one starts."""
+        due = self._due
+        self._due = None
+        if due is None:
+            return ()
+        back = self._num_later - 1 - due
+        return (f"{STREAM}~{back}" if back else STREAM,)
+
+    def _communication(self, entry: Entry, index: int, where: str) -> CommOp | None:
+        name = letters_only(entry.comms or "")
+        if name not in READ_NAMES:
+            raise not_one_of(f"{where}: comms", entry.comms, READ_NAMES)
+        collective, counted = READ_NAMES[name]
+        members = self._ranks.get(entry.pg_id)
+        if members is not None and self._rank is not None and self._rank not in members:
+            self.num_foreign += 1
+            return None
+        self.num_uneven += any(len(set(s or ())) > 1 for s in (entry.in_split, entry.out_split))
+        pair = collective in (SEND, RECV)
+        group = self._group(None if pair else entry.pg_id, where)
+        later = self._is_awaited_later(entry, index)
+        after = () if later else self._after()
+        if later:
+            self._later[str(entry.req)] = self._num_later
+            self._num_later += 1
+        phase, module = phase_and_module(entry)
+        size = self.groups[group].size
+        ranks = tuple(range(self._world)) if members is None else members
+        return CommOp(
+            collective=str(collective),
+            dtype=dtype_of(entry, where),
+            count=count_of(entry, counted, size, collective, where),
+            group=group,
+            phase=phase,
+            module=module,
+            stream=STREAM if later else COMPUTE,
+            name=STREAM if later else "",
+            after=after,
+            redop=RedOp.SUM
+            if not pair and FACTS[Collective(collective)].reduces
+            else RedOp.NONE,
+            root=ranks.index(entry.root) if not pair and entry.root in ranks else None,
+            peer=self._peer(entry, where) if pair else None,
+            fused=index > 0 and _is_posted(entry) and _is_posted(self._entries[index - 1]),
+        )
+
+    def _is_awaited_later(self, entry: Entry, index: int) -> bool:
+        """Return whether other work precedes the wait; the rest of a group call is none."""
+        if entry.req is None or str(entry.req) not in self._awaited:
+            return False
+        for at in range(index + 1, len(self._entries)):
+            other = self._entries[at]
+            name = letters_only(other.comms or "")
+            if name == "wait" and other.req == entry.req:
+                return False
+            if name not in SILENT and not (_is_posted(other) and _is_posted(entry)):
+                return True
+        return False
+
+    def _group(self, pg_id: int | None, where: str) -> str:
+        if pg_id not in self._group_names:
+            ranks = self._ranks.get(pg_id, tuple(range(self._world)))
+            if max(ranks) >= self._world:
+                allowed = f"a folder of all ranks: there is no {self._world}.json"
+                raise ConfigError(f"{where}: global_ranks", ranks, allowed)
+            group = group_of(ranks, f"{where}: global_ranks")
+            name = name_of(group, self._world)
+            self._group_names[pg_id], self.groups[name] = name, group
+        return self._group_names[pg_id]
+
+    def _peer(self, entry: Entry, where: str) -> int:
+        if entry.src_rank is None or entry.dst_rank is None:
+            raise ConfigError(f"{where}: src_rank, dst_rank", "missing", "two ranks")
+        ahead = entry.dst_rank - entry.src_rank
+        ranks = self._ranks.get(entry.pg_id, ())
+        if ranks and max(ranks) < self._world:
+            self.links[ranks] = None
+        sends = READ_NAMES[letters_only(entry.comms or "")][0] == SEND
+        return (ahead if sends else -ahead) % self._world
+
+    def _computations(self, entry: Entry, where: str) -> Iterator[ComputeOp]:
+        build = COMPUTATIONS.get((entry.compute or "").lower())
+        if build is None:
+            allowed = f"one of {', '.join(COMPUTATIONS)}"
+            raise ConfigError(f"{where}: compute", entry.compute, allowed)
+        op = build(entry, where)
+        phase, module = phase_and_module(entry)
+        for _ in range(entry.count):
+            yield ComputeOp(op=op, phase=phase, module=module, after=self._after())
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +429,8 @@ class Queue:
 
     def flush(self) -> Iterator[str]:
         if self._batch:
-            batch, self._batch = self._batch, []
+            batch = self._batch
+            self._batch = []
             yield from self._post(sorted(batch, key=lambda line: line.pair or ()))
 
     def _post(self, lines: Sequence[Line]) -> Iterator[str]:
@@ -158,27 +517,37 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
         for op, entry in entries.items()
         if entry
     )
-    streams = any(op.stream != COMPUTE for op in ops)
     stand_ins = ", ".join(sorted({op.dtype for op in comms} & set(_STAND_INS)))
     redops = ", ".join(sorted({op.redop for op in comms} - {"none", "sum"}))
-    uneven = Collective.ALL_TO_ALL_V in collectives
-    broadcast = Collective.BROADCAST in collectives
-    rooted = any(op.root for op in comms)
     places = ("layers", "micro-batches", "what is recomputed", "times")
-    lines = present(
-        workload, *places, "model", "settings", "notes", "which messages are one call"
-    )
-    lines += present(workload, "start times")
-    return lines + remarks(
+    facts = ("model", "settings", "notes", "which messages are one call")
+    lacking = remarks(
         (omitted, f"{omitted} computations that are no product or embedding lookup"),
         (narrowed, "layouts, scaling and output types of products, skew and type of lookups"),
-        (streams, "streams: only where each message is waited for"),
+        (
+            any(op.stream != COMPUTE for op in ops),
+            "streams: only where each message is waited for",
+        ),
         (stand_ins, f"{stand_ins}: written as another type of the same size"),
         (redops, f"reductions other than sum: {redops}"),
-        (uneven, "uneven parts of an all_to_all_v: written as equal ones"),
-        (broadcast, "broadcast: in the file, but commsTraceReplay stops at one"),
-        (rooted, "roots: in the file, but commsTraceReplay takes rank 0"),
+        (
+            Collective.ALL_TO_ALL_V in collectives,
+            "uneven parts of an all_to_all_v: written as equal ones",
+        ),
+        (
+            Collective.BROADCAST in collectives,
+            "broadcast: in the file, but commsTraceReplay stops at one",
+        ),
+        (
+            any(op.root for op in comms),
+            "roots: in the file, but commsTraceReplay takes rank 0",
+        ),
     )
+    return [
+        *present(workload, *places, *facts),
+        *present(workload, "start times"),
+        *lacking,
+    ]
 
 
 def kept(workload: Workload, stage: int) -> Kept:

@@ -248,7 +248,8 @@ def stages_of(
     If that gives stages of different sizes, each rank is a stage of its own. starts: of each
     operation of each rank, seconds; a stage has those of its first rank.
     """
-    sizes, first = [0], [0]
+    sizes = [0]
+    first = [0]
     for rank, program in enumerate(programs):
         if program != programs[first[-1]]:
             first.append(rank)
@@ -258,7 +259,8 @@ def stages_of(
     stages: list[Stage] = []
     blocks: dict[str, Block] = {}
     for index, rank in enumerate(ranks):
-        name, program = f"step {index}", programs[rank]
+        name = f"step {index}"
+        program = programs[rank]
         if starts is not None:
             pairs = zip(program, starts[rank], strict=True)
             program = [replace(op, start_s=start_s) for op, start_s in pairs]
@@ -277,18 +279,23 @@ def disagreements(workload: Workload) -> tuple[str, ...]:
     Collectives must be those of the other members, and what is sent must be received. Looked at
     are the groups of each stage's first rank, in the step: a layout is regular.
     """
-    num_stages, world = len(workload.stages), workload.world_size
+    num_stages = len(workload.stages)
+    world = workload.world_size
     per_stage = world // num_stages
     calls = [_calls(workload, number) for number in range(num_stages)]
     for number, by_group in enumerate(calls):
         for name, by_call in by_group.items():
-            group, rank = workload.groups[name], number * per_stage
+            group = workload.groups[name]
+            rank = number * per_stage
             members = range(world) if group.size == world else group.members(rank)
             stages = {member // per_stage for member in members}
             for (collective, peer, num_bytes), times in by_call.items():
-                answer, back, others = collective, peer, stages
+                answer = collective
+                back = peer
+                others = stages
                 if peer is not None:
-                    answer, back = RECV if collective == SEND else SEND, -peer % group.size
+                    answer = RECV if collective == SEND else SEND
+                    back = -peer % group.size
                     others = {members[(members.index(rank) + peer) % group.size] // per_stage}
                 for other in others:
                     answers = calls[other].get(name, Counter())[answer, back, num_bytes]

@@ -113,7 +113,8 @@ def read_config(path: Path) -> ParamConfig:
 
 def _ops(name: str, item: _Input, path: Path) -> Iterator[Op]:
     where = f"config {path.name}: {name}"
-    shapes, dtypes = [], []
+    shapes = []
+    dtypes = []
     for index, argument in enumerate(item.args):
         if not isinstance(argument, dict) or argument.get("type") != "tensor":
             raise ConfigError(f"{where}: args[{index}]", argument, "a tensor specification")
@@ -127,7 +128,8 @@ def _ops(name: str, item: _Input, path: Path) -> Iterator[Op]:
     for number, dims in enumerate(itertools.product(*shapes[0], *shapes[1])):
         if number >= 100_000:
             raise ConfigError(f"{where}: shape", "__range__", "at most 100000 combinations")
-        first, second = list(dims[: len(shapes[0])]), list(dims[len(shapes[0]) :])
+        first = list(dims[: len(shapes[0])])
+        second = list(dims[len(shapes[0]) :])
         try:
             yield _BUILD[name](where, first, second, dtypes[0])
         except ConfigError as error:

@@ -21,11 +21,11 @@ from stepmark.step.source_file import (
     stage_files,
 )
 from stepmark.step.workload import Block, CommOp, Group, Run, Stage, Workload
-from stepmark.step.workload_stages import missing_pipeline
+from stepmark.step.workload_stages import missing_pipeline, transfer_of
 from stepmark.workloads.fold import Repeat, fold
 from stepmark.workloads.formats import simai_rows
 from stepmark.workloads.formats.loss import Kept, communication, rounding
-from stepmark.workloads.formats.simai_row import NONE, Row, blocks_of, parse, row_of
+from stepmark.workloads.formats.simai_rows import NONE, Row, blocks_of, parse, row_of
 from stepmark.workloads.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "simai"
@@ -55,36 +55,33 @@ def read(path: Path, *, world_size: int | None = None) -> Workload:
         raise ConfigError("workload", path, allowed)
     lines = read_lines(files[0], "SimAI workload")
     with in_file(files[0]):
-        return _workload(lines, path.name.partition(".")[0], world_size)
-
-
-def _workload(lines: list[str], name: str, world_size: int | None) -> Workload:
-    end = "\n" if lines[-1] == "" else ""
-    lines = lines[:-1] if end else lines
-    if len(lines) < 3:
-        raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
-    header = _header(lines[0], world_size)
-    count, digits = len(lines) - 2, lines[1].strip()
-    if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != count:
-        raise ConfigError("line 2", lines[1], f"the number of rows that follow, {count}")
-    reader = Reader(header)
-    numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
-    reader.program(fold(numbers))
-    return Workload(
-        name=name,
-        rules=FORMAT,
-        source="SimAI workload text; sizes are bytes, element types are not in the file",
-        world_size=header["all_gpus"],
-        num_microbatches=reader.num_microbatches or header.get("ga", 1),
-        settings=header,
-        groups=reader.groups,
-        blocks=reader.blocks,
-        stages=(Stage(step="step", layers=tuple(range(reader.num_layers))),),
-        notes=reader.notes(Counter(numbers)),
-        origin={
-            FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
-        },
-    )
+        end = "\n" if lines[-1] == "" else ""
+        lines = lines[:-1] if end else lines
+        if len(lines) < 3:
+            raise ConfigError("lines", len(lines), "a header, a number of rows, rows")
+        header = _header(lines[0], world_size)
+        count = len(lines) - 2
+        digits = lines[1].strip()
+        if not digits.isascii() or not digits.isdecimal() or int(digits[:18]) != count:
+            raise ConfigError("line 2", lines[1], f"the number of rows that follow, {count}")
+        reader = Reader(header)
+        numbers = [reader.number(text, place) for place, text in enumerate(lines[2:], start=3)]
+        reader.program(fold(numbers))
+        return Workload(
+            name=path.name.partition(".")[0],
+            rules=FORMAT,
+            source="SimAI workload text; sizes are bytes, element types are not in the file",
+            world_size=header["all_gpus"],
+            num_microbatches=reader.num_microbatches or header.get("ga", 1),
+            settings=header,
+            groups=reader.groups,
+            blocks=reader.blocks,
+            stages=(Stage(step="step", layers=tuple(range(reader.num_layers))),),
+            notes=reader.notes(Counter(numbers)),
+            origin={
+                FORMAT: {"header": lines[0], "count": lines[1], "end": end, "rows": reader.raw}
+            },
+        )
 
 
 def check(workload: Workload) -> None:
@@ -136,7 +133,7 @@ def kept(workload: Workload, stage: int) -> Kept:
                     if isinstance(op, CommOp):
                         result.add(op, groups[op.group], number)
     for op, number, setup in communication(workload, stage):
-        is_pipeline = not setup and simai_rows.leaves_stage(workload, op, stage)
+        is_pipeline = not setup and transfer_of(workload, stage, op)
         if is_pipeline and op.call_bytes() == header["pp_comm"]:
             result.add(op, workload.groups[op.group], number)
     return result
@@ -192,7 +189,8 @@ def _groups_of(header: Mapping[str, int]) -> dict[str, Group]:
 
     etp, tensor parallelism of experts, is ours: without it experts have that of the rest.
     """
-    tp, ep = header["model_parallel_NPU_group"], header.get("ep", 1)
+    tp = header["model_parallel_NPU_group"]
+    ep = header.get("ep", 1)
     dp = header["all_gpus"] // (tp * header.get("pp", 1))
     groups = {"tp": Group(digits=((tp, 1),)), "dp": Group(digits=((dp, tp),))}
     etp = header.get("etp", 1 if _is_folded(header) else tp)
@@ -273,7 +271,8 @@ class Reader:
 
     def _body(self, name: str, body: tuple[int | Repeat[int], ...]) -> _Place:
         """Make the forward and the backward block. Return their layers and micro-batches."""
-        place, runs = _Place(), []
+        place = _Place()
+        runs = []
         for item in body:
             if isinstance(item, int):
                 row = self.rows[item]
@@ -302,7 +301,8 @@ class Reader:
 
     def notes(self, times: Mapping[int, int]) -> tuple[str, ...]:
         """Return notes. times: how often each distinct row occurs."""
-        in_file, read = Kept(), Kept()
+        in_file = Kept()
+        read = Kept()
         for number, row in enumerate(self.rows):
             blocks = self.blocks[f"row {number}.fwd"] + self.blocks[f"row {number}.bwd"]
             sent = [cell.num_bytes for cell in row.cells if cell.comm != NONE]

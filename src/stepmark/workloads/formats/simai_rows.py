@@ -1,33 +1,222 @@
-"""SimAI's rows of a generated workload: its first micro-batch as rows, written M times.
+"""SimAI's rows: a layer's compute times and messages, by pass.
 
-Rows have AICB's names. Each carries one message per pass, so a layer with more takes more rows:
+A generated workload is its first micro-batch as rows, written M times. Rows have AICB's names.
+Each carries one message per pass, so a layer with more takes more rows:
 both sides of an expert layer's exchange, or the gather that sequence parallelism repeats in the
 backward pass. Gradient traffic of the whole step stands in rows of its own at the start, as
 there; the pipeline is a number in the header.
+
+Source of a row: aliyun/SimAI (astra-sim-alibabacloud, Workload.cc) reads twelve fields;
+aliyun/aicb (SimAI_training_workload_generator.py) writes them. Sizes are bytes of the full
+tensor; times are nanoseconds.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import FACTS, Collective, RedOp, num_parts
 from stepmark.model.ops import Phase
 from stepmark.step.workload import (
     COMPUTE,
+    Block,
     CommOp,
     ComputeOp,
+    Group,
     Kernel,
     Operation,
     Run,
     Workload,
     shifted,
 )
+from stepmark.step.workload_stages import transfer_of
 from stepmark.workloads.formats.aicb_line import group_names, ranks_of
 from stepmark.workloads.formats.loss import present
-from stepmark.workloads.formats.simai_row import NONE, TYPE_OF, Cell, Row
 from stepmark.workloads.formats.walk import joined, remarks, repeated
+
+NONE = "NONE"
+TYPES = {
+    "ALLREDUCE": Collective.ALL_REDUCE,
+    "ALLGATHER": Collective.ALL_GATHER,
+    "REDUCESCATTER": Collective.REDUCE_SCATTER,
+    "ALLTOALL": Collective.ALL_TO_ALL,
+    "BROADCAST": Collective.BROADCAST,
+}
+TYPE_OF = {str(collective): name for name, collective in TYPES.items()} | {
+    "all_to_all_v": "ALLTOALL"
+}
+SUFFIXES = {"": "tp", "_EP": "ep", "_DP_EP": "dp_ep"}  # in a wgrad column "" is dp
+FIELDS = 12
+_UPDATE = "100"
+_PHASES = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)  # fields of a row
+_LAYER_ROWS = ("attention", "mlp")
+_STARTS = ("attention_column", "attention_layer")
+_MICROBATCH_ROWS = ("embedding_layer", "final_column", "embedding_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """One pass: compute, then a message. comm is a type with its suffix, or NONE."""
+
+    compute_ns: int = 0
+    comm: str = NONE
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """Work of one layer in one micro-batch."""
+
+    name: str
+    fwd: Cell = Cell()
+    dgrad: Cell = Cell()
+    wgrad: Cell = Cell()
+
+    @property
+    def cells(self) -> tuple[Cell, Cell, Cell]:
+        return self.fwd, self.dgrad, self.wgrad
+
+    @property
+    def starts_layer(self) -> bool:
+        """Whether a layer starts; a row that only adds a backward message starts none."""
+        return self.name in _STARTS and self.fwd != Cell()
+
+    @property
+    def starts_microbatch(self) -> bool:
+        return self.name == "embedding_layer"
+
+    def line(self) -> str:
+        """Return the twelve fields as AICB writes them."""
+        fields = [self.name, "-1"]
+        for cell in self.cells:
+            fields += [str(cell.compute_ns), cell.comm, str(cell.num_bytes)]
+        return "\t".join([*fields, _UPDATE]) + "\n"
+
+
+def parse(text: str, where: str) -> Row:
+    """Parse a row. Raise ConfigError that starts with `where`."""
+    fields = text.split()
+    if len(fields) != FIELDS:
+        raise ConfigError(where, f"{len(fields)} fields", f"{FIELDS} fields, tab separated")
+    for index in (1, 11):
+        _whole(fields[index], f"{where}, field {index + 1}", low=-1)
+    cells = {}
+    for index, phase in enumerate(_PHASES):
+        first = 2 + 3 * index
+        comm = fields[first + 1]
+        base, suffix = _split(comm)
+        if comm != NONE and (base not in TYPES or suffix not in SUFFIXES):
+            allowed = f"NONE or one of {', '.join(TYPES)}, with nothing, _EP or _DP_EP behind"
+            raise ConfigError(f"{where}, field {first + 2}", comm, allowed)
+        cells[phase.value] = Cell(
+            compute_ns=_whole(fields[first], f"{where}, field {first + 1}"),
+            comm=comm,
+            num_bytes=_whole(fields[first + 2], f"{where}, field {first + 3}"),
+        )
+    return Row(name=fields[0], **cells)
+
+
+def _split(comm: str) -> tuple[str, str]:
+    base, mark, rest = comm.partition("_")
+    return base, mark + rest
+
+
+def _whole(text: str, where: str, low: int = 0) -> int:
+    """Parse a whole number; AICB writes some as 33554432.0."""
+    digits = text.removesuffix(".0")
+    sign = digits.removeprefix("-")
+    if not (sign.isascii() and sign.isdecimal() and len(sign) < 19) or int(digits) < low:
+        raise ConfigError(where, text, f"a whole number, {low} or more")
+    return int(digits)
+
+
+def blocks_of(
+    row: Row, groups: Mapping[str, Group], where: str, *, layers: bool, microbatches: bool
+) -> tuple[Block, Block]:
+    """Return the row's forward and backward blocks, without compute of 0 ns.
+
+    SimAI waits for messages of the first two passes; those of the third one overlap.
+    """
+    in_layer = layers and row.name.startswith(_LAYER_ROWS)
+    in_microbatch = microbatches and (
+        row.name.startswith(_LAYER_ROWS) or row.name in _MICROBATCH_ROWS
+    )
+    passes: list[list[Operation]] = []
+    for phase in _PHASES:
+        cell: Cell = getattr(row, phase)
+        place = {
+            "phase": phase,
+            "module": row.name,
+            "layer": 0 if in_layer else None,
+            "microbatch": 0 if in_microbatch else None,
+        }
+        ops: list[Operation] = []
+        if cell.compute_ns:
+            ops.append(
+                ComputeOp(
+                    op=Kernel(name=row.name),
+                    time_s=cell.compute_ns / 1e9,
+                    name="wgrad" if phase is Phase.WGRAD and cell.comm != NONE else "",
+                    **place,  # type: ignore[arg-type]
+                )
+            )
+        if cell.comm != NONE:
+            ops.append(_message(cell, groups, where, bool(cell.compute_ns), place))
+        passes.append(ops)
+    return tuple(passes[0]), (*passes[1], *passes[2])
+
+
+def _message(
+    cell: Cell,
+    groups: Mapping[str, Group],
+    where: str,
+    has_compute: bool,
+    place: Mapping[str, object],
+) -> CommOp:
+    base, suffix = _split(cell.comm)
+    is_wgrad = place["phase"] is Phase.WGRAD
+    group = "dp" if is_wgrad and not suffix else SUFFIXES[suffix]
+    if group not in groups:
+        raise ConfigError(where, cell.comm, "a group that the header's sizes make possible")
+    collective = TYPES[base]
+    parts = num_parts(collective, groups[group].size)
+    reduces = FACTS[collective].reduces
+    return CommOp(
+        collective=str(collective),
+        dtype=DType.UINT8,
+        count=-(-cell.num_bytes // parts),
+        group=group,
+        redop=RedOp.SUM if reduces else RedOp.NONE,
+        root=0 if collective is Collective.BROADCAST else None,
+        stream=group if is_wgrad else "compute",
+        after=("wgrad",) if is_wgrad and has_compute else (),
+        **place,  # type: ignore[arg-type]
+    )
+
+
+def row_of(name: str, fwd: Block, bwd: Block, groups: Mapping[str, Group]) -> Row:
+    """Return the row of two blocks from blocks_of. Raise ConfigError for an unknown time."""
+    cells: dict[Phase, Cell] = {}
+    for item in (*fwd, *bwd):
+        if isinstance(item, ComputeOp):
+            if item.time_s is None:
+                raise ConfigError("time_s", f"{item.module} {item.phase}", "a known time")
+            cell = cells.get(item.phase, Cell())
+            compute_ns = cell.compute_ns + round(item.time_s * 1e9)
+            cells[item.phase] = replace(cell, compute_ns=compute_ns)
+        elif isinstance(item, CommOp):
+            cells[item.phase] = replace(
+                cells.get(item.phase, Cell()),
+                comm=TYPE_OF[item.collective] + _SUFFIX_OF.get(item.group, ""),
+                num_bytes=item.message_bytes(groups[item.group]),
+            )
+    return Row(name=name, **{phase.value: cells.get(phase, Cell()) for phase in _PHASES})
+
+
+_SUFFIX_OF = {group: suffix for suffix, group in SUFFIXES.items()}
+
 
 # AICB's groups by SimAI's suffix: of messages within a pass, and of those of the whole step.
 _PASS_GROUPS = {"tp_group": "", "ep_group": "_EP"}
@@ -188,7 +377,11 @@ _HEADER = (
 
 def write(workload: Workload, stage: int = 0) -> Iterator[str]:
     """Yield the text in pieces. Raise ConfigError if compute times are unknown."""
-    _check_times(first_microbatch(workload, stage))
+    compute = (op for op in first_microbatch(workload, stage) if isinstance(op, ComputeOp))
+    missing = sorted({f"{op.module} {op.phase}" for op in compute if op.time_s is None})
+    if missing:
+        text = f"{len(missing)} unknown, e.g. {', '.join(missing[:3])}"
+        raise ConfigError("time_s", text, "known times of all computation (--compute-from)")
     before, inside, after = rows(workload, stage)
     times = workload.num_microbatches
     yield header(workload) + f"{len(before) + len(inside) * times + len(after)}\n"
@@ -206,7 +399,8 @@ def rows(workload: Workload, stage: int) -> tuple[list[Row], list[Row], list[Row
     others = [op for op in ops if op.microbatch is None]
     # Where none has a number, as in AICB's CSV, the passes are among the others.
     backward = frozenset() if numbered else frozenset((Phase.DGRAD, Phase.WGRAD, Phase.BWD))
-    inside, after = microbatch_rows(messages, numbered), _step_rows(messages, others, backward)
+    inside = microbatch_rows(messages, numbered)
+    after = _step_rows(messages, others, backward)
     return list(_gradient_rows(workload, stage)), list(inside), list(after)
 
 
@@ -214,18 +408,26 @@ def omissions(workload: Workload) -> list[str]:
     """Return what the text cannot express of this workload besides messages, a line each."""
     ops = [op for stage in range(len(workload.stages)) for op in workload.tally(stage)]
     comms = [op for op in ops if isinstance(op, CommOp)]
-    overlaps = any(op.stream != COMPUTE for op in comms)
-    shapes = any(isinstance(op, ComputeOp) and not isinstance(op.op, Kernel) for op in ops)
-    typed = any(op.dtype is not DType.UINT8 for op in comms)
-    is_folded = "etp:" in header(workload)
     return present(workload, "model", "settings", "notes", "start times") + remarks(
-        (overlaps, "overlap: messages within a pass are waited for; streams go"),
-        (typed, "element types: sizes are bytes"),
-        (shapes, "operators: a row has a time per pass, not shapes"),
+        (
+            any(op.stream != COMPUTE for op in comms),
+            "overlap: messages within a pass are waited for; streams go",
+        ),
+        (
+            any(op.dtype is not DType.UINT8 for op in comms),
+            "element types: sizes are bytes",
+        ),
+        (
+            any(isinstance(op, ComputeOp) and not isinstance(op.op, Kernel) for op in ops),
+            "operators: a row has a time per pass, not shapes",
+        ),
         (len(workload.stages) > 1, "the pipeline's order: it is pp, vpp, pp_comm in line 1"),
         (pipeline_bytes(workload) > _MOST_PP_COMM, "pp_comm: SimAI reads at most 2147483647"),
         (workload.rules == "aicb", "the order of layers, which the file does not number"),
-        (is_folded, "etp in line 1: SimAI ignores it and takes DP_EP as dp / ep ranks"),
+        (
+            "etp:" in header(workload),
+            "etp in line 1: SimAI ignores it and takes DP_EP as dp / ep ranks",
+        ),
     )
 
 
@@ -236,7 +438,9 @@ def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
     def span(name: str) -> tuple[int, int, bool]:
         """Return the least and largest micro-batch inside, and whether some op has none."""
         if name not in spans:
-            lows, highs, loose = [], [], False
+            lows = []
+            highs = []
+            loose = False
             for item in workload.blocks[name]:
                 if isinstance(item, Run):
                     low, high, inner = span(item.block)
@@ -269,14 +473,6 @@ def first_microbatch(workload: Workload, stage: int) -> Iterator[Operation]:
     yield from walk(workload.stages[stage].step, 0, 0)
 
 
-def _check_times(ops: Iterable[Operation]) -> None:
-    compute = (op for op in ops if isinstance(op, ComputeOp))
-    missing = sorted({f"{op.module} {op.phase}" for op in compute if op.time_s is None})
-    if missing:
-        text = f"{len(missing)} unknown, e.g. {', '.join(missing[:3])}"
-        raise ConfigError("time_s", text, "known times of all computation (--compute-from)")
-
-
 def header(workload: Workload) -> str:
     """Return line 1, with etp, which SimAI does not know, if experts have another tp."""
     sizes = {name: group.size for name, group in workload.groups.items()}
@@ -284,7 +480,8 @@ def header(workload: Workload) -> str:
     chunks = [settings.get(name) for name in _VPP]
     if settings.get("pp_schedule") == "interleaved":
         chunks.append(settings.get("pp_stages"))
-    tp, ep = sizes.get("tp", 1), sizes.get("ep", 1)
+    tp = sizes.get("tp", 1)
+    ep = sizes.get("ep", 1)
     etp = sizes.get("etp", tp) if ep > 1 else tp
     return _HEADER.format(
         tp=tp,
@@ -304,20 +501,10 @@ def pipeline_bytes(workload: Workload) -> int:
             op.call_bytes()
             for stage in range(len(workload.stages))
             for op in workload.tally(stage)
-            if isinstance(op, CommOp) and leaves_stage(workload, op, stage)
+            if isinstance(op, CommOp) and transfer_of(workload, stage, op)
         ),
         default=0,
     )
-
-
-def leaves_stage(workload: Workload, op: CommOp, stage: int) -> bool:
-    """Return whether a send or receive of a stage has its other side in another stage."""
-    if op.peer is None:
-        return False
-    rank = stage * workload.world_size // len(workload.stages)
-    ranks = workload.groups[op.group].members(rank)
-    peer = ranks[(ranks.index(rank) + op.peer) % len(ranks)]
-    return workload.stage_of(peer) != stage
 
 
 def _gradient_rows(workload: Workload, stage: int) -> Iterator[Row]:

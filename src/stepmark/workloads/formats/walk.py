@@ -1,7 +1,7 @@
 """Walk a stage's program or render it as text, without a copy of each repeated operation."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Generic, NamedTuple, TypeVar
+from typing import TypeVar
 
 from stepmark.step.workload import Block, Operation, Run, Workload
 
@@ -13,20 +13,10 @@ def remarks(*candidates: tuple[object, str]) -> list[str]:
     return [text for holds, text in candidates if holds]
 
 
-class Placed(NamedTuple, Generic[T]):
-    """Result of `make` for an operation, with its layer and micro-batch inside its block."""
-
-    value: T
-    layer: int | None
-    microbatch: int | None
-
-
-class Segment(NamedTuple, Generic[T]):
-    """Operations in a row, and the layer and micro-batch that are added to theirs."""
-
-    operations: list[Placed[T]]
-    layer: int
-    microbatch: int
+# Result of `make` for an operation, with its layer and micro-batch inside its block.
+Placed = tuple[T, int | None, int | None]
+# Operations in a row, and the layer and micro-batch that are added to theirs.
+Segment = tuple[list[Placed[T]], int, int]
 
 
 def walk(
@@ -43,7 +33,7 @@ def walk(
                 for place in part.places(layer, microbatch):
                     yield from visit(part.block, *place)
             else:
-                yield Segment(part, layer, microbatch)
+                yield part, layer, microbatch
 
     if block := workload.stages[stage].step:
         yield from visit(block, 0, 0)
@@ -62,7 +52,7 @@ def _parts(
             parts.append([])
         last = parts[-1]
         assert not isinstance(last, Run)
-        last.append(Placed(make(item), item.layer, item.microbatch))
+        last.append((make(item), item.layer, item.microbatch))
     return parts
 
 
@@ -110,7 +100,8 @@ class RepeatedText:
         return self._texts[name]
 
     def _rendered(self, name: str) -> str | None:
-        parts, length = [], 0
+        parts = []
+        length = 0
         for item in self._blocks[name]:
             inner = self._text(item.block) if isinstance(item, Run) else self._line(item)
             times = item.times if isinstance(item, Run) else 1
@@ -149,6 +140,7 @@ def joined(pieces: Iterable[str]) -> Iterator[str]:
         length += len(piece)
         if length >= _CHUNK:
             yield "".join(parts)
-            parts, length = [], 0
+            parts = []
+            length = 0
     if parts:
         yield "".join(parts)

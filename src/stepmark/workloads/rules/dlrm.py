@@ -23,7 +23,8 @@ from stepmark.workloads.rules.pytorch.ddp import assign_buckets
 
 SOURCE = "facebookresearch/dlrm 0eb05fd: extend_distributed.py, dlrm_s_pytorch.py"
 _BUCKETS = (2**20, 25 * 2**20)  # bytes of torch's first bucket, and of the others
-_MAX_WIDTH, _MAX_SIZE = 2**24, 2**40
+_MAX_WIDTH = 2**24
+_MAX_SIZE = 2**40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,8 @@ def _sizes(name: str, text: str) -> tuple[int, ...]:
 
 def workload(settings: Dlrm, world_size: int) -> Workload:
     """Return one step. Raises ConfigError for more ranks than tables, or an uneven batch."""
-    tables, batch = len(settings.tables), settings.mini_batch_size
+    tables = len(settings.tables)
+    batch = settings.mini_batch_size
     if world_size > tables:
         raise ConfigError("world-size", world_size, f"at most one rank per table ({tables})")
     if batch % world_size:
@@ -129,7 +131,9 @@ class _Mlp:
     """Linear layers with an activation after each."""
 
     def __init__(self, name: str, widths: Sequence[int], rows: int, dtype: DType) -> None:
-        self.name, self.rows, self.dtype = name, rows, dtype
+        self.name = name
+        self.rows = rows
+        self.dtype = dtype
         self.layers = list(pairwise(widths))
 
     def forward(self) -> list[Item]:
@@ -153,7 +157,20 @@ class _Mlp:
             name = f"{self.name}.{index}.wgrad"
             items.append(self._gemm(index, Phase.WGRAD, n, k, self.rows, Layout.TN, name))
             if elements := buckets.get(index):
-                items.append(self._reduce(elements, name))
+                items.append(
+                    CommOp(
+                        collective=Collective.ALL_REDUCE,
+                        dtype=self.dtype,
+                        count=elements,
+                        group="world",
+                        phase=Phase.BWD,
+                        module=self.name,
+                        stream="dp",
+                        name=f"{self.name}.reduced",
+                        after=(name,),
+                        redop=RedOp.SUM,
+                    )
+                )
         return items
 
     def buckets(self) -> dict[int, int]:
@@ -170,20 +187,6 @@ class _Mlp:
         return {
             sizes[bucket[-1]][0]: sum(sizes[index][1] for index in bucket) for bucket in buckets
         }
-
-    def _reduce(self, elements: int, after: str) -> CommOp:
-        return CommOp(
-            collective=Collective.ALL_REDUCE,
-            dtype=self.dtype,
-            count=elements,
-            group="world",
-            phase=Phase.BWD,
-            module=self.name,
-            stream="dp",
-            name=f"{self.name}.reduced",
-            after=(after,),
-            redop=RedOp.SUM,
-        )
 
     def _gemm(
         self, index: int, phase: Phase, m: int, n: int, k: int, layout: Layout, name: str = ""
@@ -242,7 +245,8 @@ def _exchange(
 
 def _interaction(settings: Dlrm, rows: int, phase: Phase, after: tuple[str, ...]) -> list[Item]:
     """Return z = T T^T per sample, T the features; backward dT = (dz + dz^T) T."""
-    features, width = len(settings.tables) + 1, settings.arch_sparse_feature_size
+    features = len(settings.tables) + 1
+    width = settings.arch_sparse_feature_size
     sizes = (features, features, width) if phase is Phase.FWD else (features, width, features)
     m, n, k = sizes
     layout = Layout.NT if phase is Phase.FWD else Layout.NN

@@ -17,8 +17,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.deepspeed.modules import Param
-from stepmark.workloads.rules.deepspeed.recorder import all_reduce_buckets
-from stepmark.workloads.rules.deepspeed.rule import workload
+from stepmark.workloads.rules.deepspeed.rule import all_reduce_buckets, workload
 from stepmark.workloads.rules.deepspeed.settings import DeepSpeed, Switch
 from stepmark.workloads.rules.pytorch import ddp
 

@@ -16,7 +16,7 @@ from stepmark.model.model import ModelConfig
 from stepmark.model.ops import GroupedGemm, Phase
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules.megatron.experts import exchange
+from stepmark.workloads.rules.megatron.layer import exchange
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import (
     CpComm,

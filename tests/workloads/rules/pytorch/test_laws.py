@@ -24,7 +24,7 @@ from stepmark.model.ops import Attention, Gemm, GroupedGemm, Optimizer, Phase
 from stepmark.step import native
 from stepmark.step.workload import CommOp, ComputeOp, Group, Kernel, Run, Workload
 from stepmark.workloads.job import Job
-from stepmark.workloads.rules.pytorch import ddp, fsdp, pipeline, plain
+from stepmark.workloads.rules.pytorch import ddp, fsdp, plain, step
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.rules.pytorch.ddp import Ddp
 from stepmark.workloads.rules.pytorch.fsdp import Fsdp
@@ -413,7 +413,7 @@ def test_what_is_the_same_again_is_what_going_on_would_give(made: tuple[Job, Fsd
     """Passes of a pipeline that are repeated against all of them one by one."""
     repeated = fsdp.workload(*made)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline.Stage, "_skipped", lambda *_args: 0)
+        patch.setattr(step.PipelineStage, "_skipped", lambda *_args: 0)
         single = fsdp.workload(*made)
     for stage in range(len(repeated.stages)):
         assert list(repeated.expand(stage)) == list(single.expand(stage))

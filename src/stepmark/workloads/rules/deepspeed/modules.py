@@ -46,7 +46,10 @@ class Module:
 
 
 Event = tuple[str, Module, Phase]
-ENTER, COMPUTE, GRADS, LEAVE = "enter", "compute", "grads", "leave"
+ENTER = "enter"
+COMPUTE = "compute"
+GRADS = "grads"
+LEAVE = "leave"
 
 
 def forward(module: Module) -> Iterator[Event]:
@@ -82,7 +85,8 @@ def with_leaves(module: Module) -> Module:
     """
     if all(child.name != "experts" for child in module.children):
         return replace(module, children=tuple(map(with_leaves, module.children)))
-    children, params = tuple(map(_unhooked, module.children)), all_params(module)
+    children = tuple(map(_unhooked, module.children))
+    params = all_params(module)
     return replace(module, params=params, grads=params, children=children, is_leaf=True)
 
 

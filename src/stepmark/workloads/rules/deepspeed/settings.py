@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from stepmark.ground.errors import ConfigError
-from stepmark.workloads.job import TRAINED, setting
+from stepmark.workloads.job import TRAINED, refuse_first, setting
 
 _MOST = 2**63 - 1
 
@@ -65,23 +65,32 @@ class DeepSpeed:
         if self.stage not in (0, 1, 2, 3) or isinstance(self.stage, bool):
             raise ConfigError("stage", self.stage, "0, 1, 2 or 3")
         for name in _SIZES:
-            value, low = getattr(self, name), name == "reduce_bucket_size"
+            value = getattr(self, name)
+            low = name == "reduce_bucket_size"
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             if not is_whole or not low <= value <= _MOST:
                 raise ConfigError(name, value, f"a whole number of {int(low)} or more")
-        if not 0 <= self.gradient_clipping < float("inf"):
-            raise ConfigError("gradient_clipping", self.gradient_clipping, "0 or more")
-        if self.allgather_bucket_size % 2:
-            raise ConfigError("allgather_bucket_size", self.allgather_bucket_size, "even")
-        for name in ("grad_accum_dtype", "communication_data_type"):
-            if getattr(self, name) not in ("", *TRAINED):
-                raise ConfigError(name, getattr(self, name), "fp32, bf16, fp16 or empty")
-        if self.zero_init and self.stage != 3:
-            raise ConfigError("zero_init", True, "only with stage 3")
-        if not self.compute_grad_norm and (self.stage not in (1, 2) or self.gradient_clipping):
-            raise ConfigError(
-                "compute_grad_norm", False, "only with stage 1 or 2 and gradient_clipping of 0"
-            )
+        clip = self.gradient_clipping
+        gathered = self.allgather_bucket_size
+        dtypes = {
+            "grad_accum_dtype": self.grad_accum_dtype,
+            "communication_data_type": self.communication_data_type,
+        }
+        refuse_first(
+            (not 0 <= clip < float("inf"), "gradient_clipping", clip, "0 or more"),
+            (gathered % 2, "allgather_bucket_size", gathered, "even"),
+            *(
+                (dtype not in ("", *TRAINED), name, dtype, "fp32, bf16, fp16 or empty")
+                for name, dtype in dtypes.items()
+            ),
+            (self.zero_init and self.stage != 3, "zero_init", True, "only with stage 3"),
+            (
+                not self.compute_grad_norm and (self.stage not in (1, 2) or clip),
+                "compute_grad_norm",
+                False,
+                "only with stage 1 or 2 and gradient_clipping of 0",
+            ),
+        )
 
     @property
     def overlaps(self) -> bool:

@@ -77,7 +77,8 @@ def _step(coordinator: "Coordinator", num_microbatches: int) -> tuple[tuple[Pass
     passes: list[tuple[Pass, int]] = []
     begun: frozenset[int] | None = None
     for index in range(num_microbatches):
-        begins, traced = frozenset(coordinator.available), coordinator.is_traced
+        begins = frozenset(coordinator.available)
+        traced = coordinator.is_traced
         if traced and begins == begun:
             done, times = passes[-1]
             passes[-1] = (done, times + num_microbatches - index)
@@ -138,7 +139,12 @@ class Coordinator:
             elif kind == LEAVE:
                 self._leave(module, place)
             fetches.append((event, fetch))
-        self._release_leftovers()
+        # Release modules whose input has no gradient: no hook runs after their backward.
+        for kind, module, _ in self.events:
+            if kind == ENTER and not module.input_grad:
+                for param in module.params:
+                    self.active[param.index] = 0
+                self._release(param for param in module.params if param.index not in self.kept)
         self.is_traced = True
         return tuple(fetches)
 
@@ -242,11 +248,3 @@ class Coordinator:
             if param.index in self.available and not self.active.get(param.index):
                 self.available.discard(param.index)
                 self.live -= param.numel
-
-    def _release_leftovers(self) -> None:
-        """Release modules whose input has no gradient: no hook runs after their backward."""
-        for kind, module, _ in self.events:
-            if kind == ENTER and not module.input_grad:
-                for param in module.params:
-                    self.active[param.index] = 0
-                self._release(param for param in module.params if param.index not in self.kept)

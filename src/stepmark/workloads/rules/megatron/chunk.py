@@ -17,13 +17,13 @@ from stepmark.model.ops import Phase
 from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients
-from stepmark.workloads.rules.megatron.experts import experts
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
 from stepmark.workloads.rules.megatron.layer import (
     Step,
     attention,
     backward,
     embedding,
+    experts,
     forward,
     head,
     mlp,
@@ -34,7 +34,8 @@ from stepmark.workloads.rules.megatron.layer import data as data_of
 from stepmark.workloads.rules.megatron.settings import Granularity, Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 
-_DENSE, _MOE = "dense", "moe"
+_DENSE = "dense"
+_MOE = "moe"
 _LATENT_UP = ("attention.q_up", "attention.q", "attention.kv_up", "attention.rope")
 
 
@@ -125,7 +126,8 @@ class Library:
     def pending(self, block: str, index: int) -> tuple[str, ...]:
         """Return the collectives that end a module's backward before its gradients are done."""
         operations = self.operations[block]
-        module, layer = operations[index].module, operations[index].layer
+        module = operations[index].module
+        layer = operations[index].layer
         return tuple(
             op.name
             for op in operations
@@ -181,8 +183,9 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     plan = library.plan
     segments: list[Segment] = []
     if chunk.has_embedding or chunk.has_head:
-        first, last = chunk.has_embedding, chunk.has_head
-        name = "data" + ".first" * first + ".last" * last
+        first = chunk.has_embedding
+        last = chunk.has_head
+        name = f"data{'.first' if first else ''}{'.last' if last else ''}"
         data = data_of(plan, first=first, last=last)
         segments.append(Segment(block=library.add(name, data)))
     if chunk.has_embedding:

@@ -71,7 +71,8 @@ def _params(plan: Plan, leaf: Module) -> Iterator[Param]:
     """Yield a module's parameters: a norm's are one, each expert has its own."""
     weight = leaf.params[0]
     if weight.is_expert:
-        num_experts, is_apart = weight.shape[0], plan.job.parallel.ep > 1
+        num_experts = weight.shape[0]
+        is_apart = plan.job.parallel.ep > 1
         for _ in range(num_experts):
             yield Param(module=leaf.role, count=weight.numel // num_experts, expert=is_apart)
     elif leaf.is_linear:
@@ -93,7 +94,8 @@ def chunk_params(
 
     is_moe: by layer. of_layer: layer_params of a dense layer and of one with experts.
     """
-    model, params = plan.model, list[Param]()
+    model = plan.model
+    params = list[Param]()
     shared = model.tied_embeddings and plan.job.parallel.pp > 1
     if chunk.has_embedding:
         for table in plan.tree.embedding().all_params:
@@ -127,7 +129,8 @@ def buckets(plan: Plan, params: Sequence[Param], *, split: bool) -> tuple[Bucket
 def _cut(plan: Plan, params: list[Param], split: bool, expert: bool) -> Iterator[Bucket]:
     if not params:
         return
-    settings, sharded = plan.settings, plan.settings.use_distributed_optimizer
+    settings = plan.settings
+    sharded = plan.settings.use_distributed_optimizer
     limit: float = math.inf
     if split and settings.overlap_grad_reduce:
         limit = settings.ddp_bucket_size or max(40_000_000, 1_000_000 * plan.size("dp_cp"))
@@ -168,10 +171,13 @@ def reduce(plan: Plan, bucket: Bucket, *, overlapped: bool) -> tuple[CommOp, ...
     """Return one bucket's reduction; several optimizer instances need a second sum."""
     redop = RedOp.AVG if plan.settings.ddp_average_in_collective else RedOp.SUM
     stream, name = (stream_of(bucket),) * 2 if overlapped else (COMPUTE, "")
-    dense, experts = "dp_cp", "expt_dp"
+    dense = "dp_cp"
+    experts = "expt_dp"
     kind = Collective.ALL_REDUCE
     if plan.settings.use_distributed_optimizer:
-        dense, experts, kind = "intra_dp_cp", "intra_expt_dp", Collective.REDUCE_SCATTER
+        dense = "intra_dp_cp"
+        experts = "intra_expt_dp"
+        kind = Collective.REDUCE_SCATTER
     group = experts if bucket.expert else dense
     of: dict[str, Any] = {
         "phase": Phase.BWD,
@@ -229,19 +235,31 @@ def names_of(plan: Plan, buckets: Iterable[Bucket]) -> tuple[str, ...]:
 
 def end_of_step(plan: Plan, stage: StageParams) -> tuple[Operation, ...]:
     """Return the operations from the end of the last backward pass to the end of the step."""
-    return (*_grad_finalize(plan, stage), *_update(plan, stage), *_reports(plan, stage))
+    scalar = _scalar(plan)
+    largest = partial(scalar, group="mp", redop=RedOp.MAX)
+    return (
+        *_grad_finalize(plan, stage),
+        *_update(plan, stage),
+        # The messages of train_step and training_log.
+        *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
+        *largest(module="gradient_norm"),
+        *(scalar(group="dp_cp", module="loss", elements=2) if stage.is_last else ()),
+        *largest(module="learning_rate"),
+    )
 
 
 def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
     """Return the operations of finalize_model_grads."""
-    settings, ops = plan.settings, list[Operation]()
+    settings = plan.settings
+    ops = list[Operation]()
     if settings.overlap_grad_reduce:
         if names := names_of(plan, stage.all_buckets):
             ops.append(wait(names, Phase.BWD, "gradients"))
     else:
         for bucket in stage.all_buckets:
             ops += reduce(plan, bucket, overlapped=False)
-    kind, phase = plan.gradient_dtype, Phase.BWD
+    kind = plan.gradient_dtype
+    phase = Phase.BWD
     num_whole = sum(param.count for chunk in stage.params for param in chunk if param.whole)
     summed = partial(plan.comms, Collective.ALL_REDUCE)
     if num_whole:
@@ -276,36 +294,23 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         ops += scalar(group=group, module="gradient_norm")
     gathers = sharded and not plan.settings.overlap_param_gather
     for expert in kinds:
-        ops.append(_adam(plan, stage, expert))
+        # The update of this rank's share of parameters, in fp32.
+        own = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
+        count = sum(bucket.count for bucket in own)
+        if sharded:
+            ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
+            count = sum(bucket.padded for bucket in own) // ranks
+        ops.append(
+            ComputeOp(
+                op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
+                phase=Phase.OPTIM,
+                module="optimizer.experts" if expert else "optimizer",
+            )
+        )
         # Each optimizer gathers all buckets of the chunks, including the other's.
         for bucket in stage.all_buckets if gathers else ():
             ops += gather(plan, bucket)
     return ops
-
-
-def _adam(plan: Plan, stage: StageParams, expert: bool) -> ComputeOp:
-    """Return the update of this rank's share of parameters, in fp32."""
-    buckets = [bucket for bucket in stage.all_buckets if bucket.expert is expert]
-    count = sum(bucket.count for bucket in buckets)
-    if plan.settings.use_distributed_optimizer:
-        ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
-        count = sum(bucket.padded for bucket in buckets) // ranks
-    return ComputeOp(
-        op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
-        phase=Phase.OPTIM,
-        module="optimizer.experts" if expert else "optimizer",
-    )
-
-
-def _reports(plan: Plan, stage: StageParams) -> list[Operation]:
-    """Return the messages of train_step and training_log."""
-    scalar, largest = _scalar(plan), partial(_scalar(plan), group="mp", redop=RedOp.MAX)
-    return [
-        *scalar(group="mp", module="success", dtype=DType.INT32, redop=RedOp.MIN),
-        *largest(module="gradient_norm"),
-        *(scalar(group="dp_cp", module="loss", elements=2) if stage.is_last else ()),
-        *largest(module="learning_rate"),
-    ]
 
 
 def _scalar(plan: Plan) -> "partial[tuple[CommOp, ...]]":

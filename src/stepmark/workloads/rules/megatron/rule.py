@@ -11,7 +11,7 @@ gradient like any other.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.ops import Phase
@@ -29,9 +29,9 @@ from stepmark.workloads.pipeline import (
     Span,
     Tick,
     program,
+    schedule,
     wait,
 )
-from stepmark.workloads.pipeline_schedules import schedule
 from stepmark.workloads.rules.megatron import gradients
 from stepmark.workloads.rules.megatron.chunk import (
     Library,
@@ -96,39 +96,30 @@ def with_async_deps(
     (c10d, ProcessGroupNCCL.cpp, syncStream). Source of the rest, read only:
     pipeline_parallel/p2p_communication.py (_communicate, batch_p2p_sync).
     """
-    deps = _AsyncDeps(in_flight, blocking)
-    return tuple(
-        replace(span, ticks=tuple(tuple(deps.tick(tick)) for tick in span.ticks))
-        for span in spans
-    )
+    begun = False  # the step has computed or waited: asynchronous actions have a dependency
+    pending: dict[str, None] = {}
 
-
-@dataclass(slots=True)
-class _AsyncDeps:
-    """begun: the step has computed or waited, so asynchronous actions have a dependency."""
-
-    in_flight: Callable[[Action], tuple[str, ...]]
-    blocking: bool
-    begun: bool = False
-    pending: dict[str, None] = field(default_factory=dict)
-
-    def tick(self, tick: Tick) -> Iterator[Action]:
+    def lowered(tick: Tick) -> Iterator[Action]:
+        nonlocal begun
         for action, following in zip(tick, (*tick[1:], None), strict=True):
             moves = action.act in TRANSFERS
-            computes = action.act in _COMPUTES or (moves and self.blocking)
-            yield (
-                action if computes or not self.begun else replace(action, after=(COMPUTE_DONE,))
-            )
-            self.begun = self.begun or computes
-            if not self.blocking:
+            computes = action.act in _COMPUTES or (moves and blocking)
+            yield action if computes or not begun else replace(action, after=(COMPUTE_DONE,))
+            begun = begun or computes
+            if not blocking:
                 continue
             if action.act is Act.FORWARD and action.edge:  # waits for its own parameters
-                for name in self.in_flight(replace(action, act=Act.GATHER)):
-                    self.pending.pop(name, None)
-            self.pending.update(dict.fromkeys(self.in_flight(action)))
-            if moves and self.pending and not (following and following.fused):
-                yield Action(act=Act.WAIT, after=tuple(self.pending))
-                self.pending.clear()
+                for name in in_flight(replace(action, act=Act.GATHER)):
+                    pending.pop(name, None)
+            pending.update(dict.fromkeys(in_flight(action)))
+            if moves and pending and not (following and following.fused):
+                yield Action(act=Act.WAIT, after=tuple(pending))
+                pending.clear()
+
+    return tuple(
+        replace(span, ticks=tuple(tuple(lowered(tick)) for tick in span.ticks))
+        for span in spans
+    )
 
 
 _SOURCE = (
@@ -163,27 +154,22 @@ def workload(job: Job, settings: Megatron) -> Workload:
         world_size=parallel.world_size,
         num_microbatches=plan.job.num_microbatches,
         model=plan.model,
-        settings=_settings_of(plan),
+        settings={
+            "tensor_model_parallel_size": parallel.tp,
+            "pipeline_model_parallel_size": parallel.pp,
+            "context_parallel_size": parallel.cp,
+            "expert_model_parallel_size": parallel.ep,
+            "num_distributed_optimizer_instances": parallel.dp_replicate,
+            "micro_batch_size": plan.job.mbs,
+            "global_batch_size": plan.job.global_batch,
+            "seq_length": plan.model.seq_len,
+            **asdict(plan.settings),
+        },
         groups=plan.comms.groups,
         blocks=blocks,
         stages=tuple(stages),
         notes=(*notes, *notes_of(job, plan)),
     )
-
-
-def _settings_of(plan: Plan) -> dict[str, str | int | float | bool | None]:
-    parallel = plan.job.parallel
-    return {
-        "tensor_model_parallel_size": parallel.tp,
-        "pipeline_model_parallel_size": parallel.pp,
-        "context_parallel_size": parallel.cp,
-        "expert_model_parallel_size": parallel.ep,
-        "num_distributed_optimizer_instances": parallel.dp_replicate,
-        "micro_batch_size": plan.job.mbs,
-        "global_batch_size": plan.job.global_batch,
-        "seq_length": plan.model.seq_len,
-        **asdict(plan.settings),
-    }
 
 
 class _StageBuilder:
@@ -192,11 +178,31 @@ class _StageBuilder:
     def __init__(
         self, pipeline: Pipeline, library: Library, index: int, chunks: tuple[Chunk, ...]
     ) -> None:
-        self.pipeline, self.library, self.index, self.chunks = pipeline, library, index, chunks
-        self.plan, self.blocks, self.params = library.plan, library.blocks, self._params(chunks)
+        self.pipeline = pipeline
+        self.library = library
+        self.index = index
+        self.chunks = chunks
+        self.plan = plan = library.plan
+        self.blocks = library.blocks
+        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
+        params = tuple(
+            gradients.chunk_params(plan, chunk, kind, library.of_layer)
+            for chunk, kind in zip(chunks, kinds, strict=True)
+        )
+        self.params = StageParams(
+            params=params,
+            buckets=tuple(
+                gradients.buckets(plan, own, split=index == 0 and number == 0)
+                for number, own in enumerate(params)
+            ),
+            is_first=index == 0,
+            is_last=index == pipeline.num_stages - 1,
+            moe_layers=sum(map(sum, kinds)),
+        )
 
     def build(self) -> Stage:
-        plan, index = self.plan, self.index
+        plan = self.plan
+        index = self.index
         step = f"stage{index}.step"
         spans = schedule(
             self.pipeline, index, gathers=self.aligned_gathers, reduces=self.aligned_reduces
@@ -233,24 +239,6 @@ class _StageBuilder:
             settings.overlap_grad_reduce
             and settings.align_grad_reduce
             and (self.pipeline.num_chunks > 1 or self.index > 0)
-        )
-
-    def _params(self, chunks: tuple[Chunk, ...]) -> StageParams:
-        plan = self.library.plan
-        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
-        params = tuple(
-            gradients.chunk_params(plan, chunk, kind, self.library.of_layer)
-            for chunk, kind in zip(chunks, kinds, strict=True)
-        )
-        return StageParams(
-            params=params,
-            buckets=tuple(
-                gradients.buckets(plan, own, split=self.index == 0 and number == 0)
-                for number, own in enumerate(params)
-            ),
-            is_first=self.index == 0,
-            is_last=self.index == self.pipeline.num_stages - 1,
-            moe_layers=sum(map(sum, kinds)),
         )
 
     def passes(self) -> None:
@@ -332,11 +320,14 @@ class _StageBuilder:
         Source: get_tensor_shapes of schedules.py: sequence / cp, and / tp with sequence
         parallelism.
         """
-        sends, to_next = action.act in SENDS, action.act in WITH_NEXT_STAGE
-        group, peer = "pp", 1 if to_next else -1
+        sends = action.act in SENDS
+        to_next = action.act in WITH_NEXT_STAGE
+        group = "pp"
+        peer = 1 if to_next else -1
         stream = self.stream(sends=sends, to_next=to_next)
         if stream in ("pp.send", "pp.recv") and sends is bool(self.index % 2):
-            group, peer = "world", self.plan.job.parallel.world_size // 2
+            group = "world"
+            peer = self.plan.job.parallel.world_size // 2
         return self.plan.comms(
             SEND if sends else RECV,
             self.plan.own_tokens * self.plan.model.hidden_size,

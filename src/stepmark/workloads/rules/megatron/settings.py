@@ -20,6 +20,7 @@ from stepmark.workloads.job import (
     check_at_least,
     check_trained,
     mesh_groups,
+    refuse_first,
     setting,
     with_padded_vocab,
 )
@@ -150,30 +151,38 @@ class Megatron:
         elif factor is not None and not 0 < factor < math.inf:
             allowed = "above 0; or below 0: all tokens"
             raise ConfigError("moe_expert_capacity_factor", factor, allowed)
-        if not 0 <= self.moe_aux_loss_coeff < math.inf:
-            raise ConfigError("moe_aux_loss_coeff", self.moe_aux_loss_coeff, "0 or more")
-        if self.recompute_method not in ("uniform", "block"):
-            raise ConfigError("recompute_method", self.recompute_method, "uniform or block")
-        self._check_pairs()
-
-    def _check_pairs(self) -> None:
-        """Raise ConfigError for pairs of parameters that validate_args refuses."""
-        if self.overlap_param_gather and not (
-            self.use_distributed_optimizer and self.overlap_grad_reduce
-        ):
-            raise ConfigError(
+        loss = self.moe_aux_loss_coeff
+        method = self.recompute_method
+        pads = self.moe_pad_expert_input_to_capacity
+        reduces = self.use_distributed_optimizer and self.overlap_grad_reduce
+        refuse_first(
+            (not 0 <= loss < math.inf, "moe_aux_loss_coeff", loss, "0 or more"),
+            (
+                method not in ("uniform", "block"),
+                "recompute_method",
+                method,
+                "uniform or block",
+            ),
+            # Pairs of parameters that validate_args refuses.
+            (
+                self.overlap_param_gather and not reduces,
                 "overlap_param_gather",
                 True,
                 "only with use_distributed_optimizer and overlap_grad_reduce",
-            )
-        if self.moe_pad_expert_input_to_capacity and self.moe_expert_capacity_factor is None:
-            raise ConfigError(
-                "moe_pad_expert_input_to_capacity", True, "only with moe_expert_capacity_factor"
-            )
-        if self.calculate_per_token_loss and self.ddp_average_in_collective:
-            raise ConfigError(
-                "ddp_average_in_collective", True, "only without calculate_per_token_loss"
-            )
+            ),
+            (
+                pads and self.moe_expert_capacity_factor is None,
+                "moe_pad_expert_input_to_capacity",
+                True,
+                "only with moe_expert_capacity_factor",
+            ),
+            (
+                self.calculate_per_token_loss and self.ddp_average_in_collective,
+                "ddp_average_in_collective",
+                True,
+                "only without calculate_per_token_loss",
+            ),
+        )
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
@@ -242,7 +251,8 @@ class Plan:
     @property
     def tree(self) -> TreeBuilder:
         """Factory of this rank's modules."""
-        sequence, etp = self.sequence_parallel, self.etp
+        sequence = self.sequence_parallel
+        etp = self.etp
         tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
         inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
         return replace(tree, inputs=inputs)
@@ -277,24 +287,41 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     plan = Plan(
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
     )
-    if model.moe and parallel.tp > 1 and not settings.sequence_parallel:
-        raise ConfigError(
-            "sequence_parallel", False, "true for a model with experts and tp > 1"
-        )
     shared = parallel.cp * parallel.tp
-    if plan.sequence_parallel and model.seq_len % shared:
-        raise ConfigError("seq-len", model.seq_len, f"a multiple of cp x tp ({shared})")
-    if parallel.dp_replicate > 1 and not settings.use_distributed_optimizer:
-        allowed = (
-            f"1 without use_distributed_optimizer: give that, or dp-shard {parallel.data_ranks}"
-        )
-        raise ConfigError("dp-replicate", parallel.dp_replicate, allowed)
-    if plan.model.moe and plan.model.moe.ffn_hidden_size % plan.etp:
-        width = plan.model.moe.ffn_hidden_size
-        allowed = f"a divisor of the experts' width ({width})"
-        raise ConfigError("expert_tensor_parallel_size", plan.etp, allowed)
-    if settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16:
-        raise ConfigError("grad_reduce_in_bf16", True, "only with bf16")
+    data_ranks = parallel.data_ranks
+    width = model.moe.ffn_hidden_size if model.moe else 0
+    refuse_first(
+        (
+            model.moe and parallel.tp > 1 and not settings.sequence_parallel,
+            "sequence_parallel",
+            False,
+            "true for a model with experts and tp > 1",
+        ),
+        (
+            plan.sequence_parallel and model.seq_len % shared,
+            "seq-len",
+            model.seq_len,
+            f"a multiple of cp x tp ({shared})",
+        ),
+        (
+            parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
+            "dp-replicate",
+            parallel.dp_replicate,
+            f"1 without use_distributed_optimizer: give that, or dp-shard {data_ranks}",
+        ),
+        (
+            width % plan.etp,
+            "expert_tensor_parallel_size",
+            plan.etp,
+            f"a divisor of the experts' width ({width})",
+        ),
+        (
+            settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16,
+            "grad_reduce_in_bf16",
+            True,
+            "only with bf16",
+        ),
+    )
     return plan
 
 
@@ -326,7 +353,8 @@ def groups(job: Job, settings: Megatron) -> dict[str, Group]:
     by_name["embd"] = Group(digits=((min(2, parallel.pp), last),))
     if job.model.moe is None:
         return by_name
-    etp, ep = settings.expert_tensor_parallel_size or parallel.tp, parallel.ep
+    etp = settings.expert_tensor_parallel_size or parallel.tp
+    ep = parallel.ep
     instance = per_stage // parallel.dp_replicate
     if instance % (etp * ep):
         raise ConfigError(

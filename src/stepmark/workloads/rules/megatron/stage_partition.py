@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from stepmark.ground.errors import ConfigError
 from stepmark.workloads.rules.megatron.settings import Megatron, Plan
 
-_FIRST, _LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"
+_FIRST = "decoder_first_pipeline_num_layers"
+_LAST = "decoder_last_pipeline_num_layers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,8 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
     Where layers do not divide by stages and chunks, but do with embedding and head as one
     layer each, these take a layer's place. Raises ConfigError where neither divides.
     """
-    settings, pp = plan.settings, plan.job.parallel.pp
+    settings = plan.settings
+    pp = plan.job.parallel.pp
     chunks = settings.virtual_pipeline_model_parallel_size
     total = plan.model.num_layers
     embedding = settings.account_for_embedding_in_pipeline_split
@@ -67,7 +69,8 @@ def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[i
     """Return the given sizes of first and last stage, and equal ones of the others."""
     first, last = (getattr(settings, name) for name in (_FIRST, _LAST))
     sizes = {name: size for name, size in ((_FIRST, first), (_LAST, last)) if size is not None}
-    rest, left = total - sum(sizes.values()), pp - len(sizes)
+    rest = total - sum(sizes.values())
+    left = pp - len(sizes)
     if left < 0 or rest < 0 or bool(rest) != bool(left) or (left and rest % left):
         (name, size), *other = sizes.items()
         also = "".join(f", with {flag} {value}" for flag, value in other)
@@ -90,7 +93,8 @@ def _uneven(settings: Megatron, total: int, pp: int, chunks: int) -> list[list[i
 
 def _numbered(sizes: list[list[int]]) -> tuple[tuple[Chunk, ...], ...]:
     """Number the layers: they run through all stages' first chunks, then the second ones."""
-    pp, chunks = len(sizes), len(sizes[0])
+    pp = len(sizes)
+    chunks = len(sizes[0])
     stages: list[list[Chunk]] = [[] for _ in range(pp)]
     layer = 0
     for number in range(chunks):

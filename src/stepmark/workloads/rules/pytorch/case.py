@@ -10,7 +10,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Gemm, Scaling
 from stepmark.step.workload import ComputeOp, Item, Workload
-from stepmark.workloads.job import Job
+from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import ddp, fsdp, plain
 from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
 from stepmark.workloads.rules.pytorch.units import TpPlan
@@ -22,19 +22,37 @@ _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 def of_case(case: TrainCase) -> Workload:
     """Return one optimizer step of `stepmark train`. Raises ConfigError if not derived."""
-    if case.fp8_all_gather:
-        allowed = "off, since gathers of fp8 are not derived: add --no-fp8-all-gather"
-        raise ConfigError("fp8-all-gather", "yes", allowed)
-    if case.async_tp:
-        raise ConfigError(
-            "async-tp", "yes", "it must be off: its pieces are not derived, capture them"
-        )
-    if case.loss_chunks > 1:
-        raise ConfigError("loss-chunks", case.loss_chunks, "1: chunks are not derived")
     is_sharded = case.data_parallel is DataParallel.FSDP
-    if case.precision is Precision.MASTER and is_sharded:
-        raise ConfigError("precision", case.precision, "amp with fsdp: its shards are fp32")
-    workload = _workload(job_of(case), settings_of(case, _kind(case)))
+    refuse_first(
+        (
+            case.fp8_all_gather,
+            "fp8-all-gather",
+            "yes",
+            "off, since gathers of fp8 are not derived: add --no-fp8-all-gather",
+        ),
+        (
+            case.async_tp,
+            "async-tp",
+            "yes",
+            "it must be off: its pieces are not derived, capture them",
+        ),
+        (
+            case.loss_chunks > 1,
+            "loss-chunks",
+            case.loss_chunks,
+            "1: chunks are not derived",
+        ),
+        (
+            case.precision is Precision.MASTER and is_sharded,
+            "precision",
+            case.precision,
+            "amp with fsdp: its shards are fp32",
+        ),
+    )
+    kind: type[Settings] = plain.Pp if case.parallel.pp > 1 else plain.Tp
+    if case.data_parallel is not DataParallel.NONE:
+        kind = fsdp.Fsdp if is_sharded else ddp.Ddp
+    workload = _workload(job_of(case), settings_of(case, kind))
     if case.compile is not CompileScope.NONE:
         workload = replace(workload, notes=(*workload.notes, _COMPILED))
     return workload if case.fp8 is Fp8.NONE else _in_fp8(workload, case)
@@ -54,17 +72,6 @@ def _in_fp8(workload: Workload, case: TrainCase) -> Workload:
 
     blocks = {name: tuple(map(lowered, items)) for name, items in workload.blocks.items()}
     return replace(workload, blocks=blocks)
-
-
-def _kind(case: TrainCase) -> type[Settings]:
-    """Return the rule's settings."""
-    match case.data_parallel:
-        case DataParallel.FSDP:
-            return fsdp.Fsdp
-        case DataParallel.DDP:
-            return ddp.Ddp
-        case _:
-            return plain.Pp if case.parallel.pp > 1 else plain.Tp
 
 
 @lru_cache(maxsize=8)  # several options make no difference to it

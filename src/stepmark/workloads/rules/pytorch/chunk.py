@@ -22,7 +22,7 @@ from stepmark.workloads.rules.pytorch.fsdp_order import (
     ParamGroup,
     group_params,
 )
-from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder, Sharding
+from stepmark.workloads.rules.pytorch.fsdp_recorder import UNSHARDED, FsdpRecorder
 from stepmark.workloads.rules.pytorch.technique import Technique, before_recompute, recomputed
 
 Blocks = dict[str, Block]
@@ -54,11 +54,31 @@ class Chunk:
         output: Unit | None = None,
         suffix: str = "",
     ) -> None:
-        self._technique, self.blocks, self._suffix = technique, blocks, suffix
-        self.embedding, self.output = embedding, output
+        self._technique = technique
+        self.blocks = blocks
+        self._suffix = suffix
+        self.embedding = embedding
+        self.output = output
         sharding = technique.sharding
         self._recorder = FsdpRecorder(sharding or UNSHARDED, suffix)
-        self._groups = self._group_layers(sharding, layers) if sharding else FsdpGroups()
+        self._groups: FsdpGroups[Param] = FsdpGroups()
+        if sharding:
+            self._groups = group_params(
+                [
+                    (layer.unit.params, None)
+                    if layer.unit.experts_at is None
+                    else (layer.unit.others, layer.unit.experts)
+                    for layer in layers
+                ],
+                embedding=self.embedding.params if self.embedding else None,
+                output=self.output.params if self.output else None,
+                first_layer=layers[0].index if layers else 0,
+                reshard=sharding.reshard,
+                prefetch=sharding.prefetch,
+                blocks_per_group=technique.blocks_per_group,
+                root_has_ends=technique.root_has_ends,
+                regathers_table=technique.regathers_table,
+            )
         self._order = FsdpOrder(self._groups, self._recorder)
         self.layers = [
             replace(layer, experts=experts)
@@ -105,7 +125,8 @@ class Chunk:
         self._recorder.count_compute_done(times)
 
     def forward(self) -> Block:
-        order, groups = self._order, self._groups
+        order = self._order
+        groups = self._groups
         order.wait_for_unshard(Phase.FWD)
         segments = [(self._recorder.take(), 0)]
         self._recorder.begin()
@@ -132,7 +153,9 @@ class Chunk:
 
     def backward(self, *, reduces: bool = True, keeps: bool = False) -> Block:
         """keeps: weights stay gathered, because the step of a pipeline has more passes."""
-        recorder, order, groups = self._recorder, self._order, self._groups
+        recorder = self._recorder
+        order = self._order
+        groups = self._groups
         order.wait_for_unshard(Phase.BWD)
         segments = [(recorder.take(), 0)]
         leave = partial(order.post_backward, reduces=reduces, keeps=keeps)
@@ -181,31 +204,11 @@ class Chunk:
         segments.append((self._recorder.take(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
 
-    def _group_layers(self, sharding: Sharding, layers: Sequence[Layer]) -> FsdpGroups[Param]:
-        return group_params(
-            [
-                (layer.unit.params, None)
-                if layer.unit.experts_at is None
-                else (layer.unit.others, layer.unit.experts)
-                for layer in layers
-            ],
-            embedding=self.embedding.params if self.embedding else None,
-            output=self.output.params if self.output else None,
-            first_layer=layers[0].index if layers else 0,
-            reshard=sharding.reshard,
-            prefetch=sharding.prefetch,
-            blocks_per_group=self._technique.blocks_per_group,
-            root_has_ends=self._technique.root_has_ends,
-            regathers_table=self._technique.regathers_table,
-        )
-
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
         ways = {"fwd": unit.fwd, "bwd": unit.bwd}
         if is_layer and self._technique.recompute is not Recompute.NONE:
-            skipped, (first, *others) = (
-                before_recompute(unit),
-                recomputed(unit, self._technique.recompute),
-            )
+            skipped = before_recompute(unit)
+            (first, *others) = recomputed(unit, self._technique.recompute)
             ways["again"] = ((*unit.bwd[0][:skipped], *first), *others)
             ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
         for way, pieces in ways.items():
@@ -239,7 +242,9 @@ class Chunk:
         leave: Callable[[ParamGroup[Param] | None], None],
     ) -> Iterator[Item]:
         """leave: is called after experts in the backward pass."""
-        unit, recorder, order = layer.unit, self._recorder, self._order
+        unit = layer.unit
+        recorder = self._recorder
+        order = self._order
         is_backward = way in ("bwd", "rest")
         pieces = unit.bwd if is_backward else unit.fwd
         for index in range(len(pieces)):

@@ -41,13 +41,15 @@ def assign_buckets(
     (compute_bucket_assignment_by_size).
     """
     bucket: list[int] = []
-    num_bytes, count = 0, 0
+    num_bytes = 0
+    count = 0
     for index, size in enumerate(sizes):
         bucket.append(index)
         num_bytes += size * itemsize
         if num_bytes >= limits[min(count, len(limits) - 1)]:
             yield bucket
-            bucket, num_bytes = [], 0
+            bucket = []
+            num_bytes = 0
             count += 1
     if bucket:
         yield bucket
@@ -90,7 +92,8 @@ def ready_order(params: tuple[Param, ...], *, autocast: bool) -> tuple[Param, ..
 
 
 _BUFFER_BYTES = 250 * MIB  # of the broadcast of parameters
-_BUCKET, _READY = "bucket", "ready"
+_BUCKET = "bucket"
+_READY = "ready"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +145,9 @@ class Reducer:
     """Passes of a chunk whose gradients are reduced in buckets as they become ready."""
 
     def __init__(self, chunk: Chunk, settings: Ddp, comms: Comms) -> None:
-        self._chunk, self._settings, self._comms = chunk, settings, comms
+        self._chunk = chunk
+        self._settings = settings
+        self._comms = comms
         layers = [(layer.unit, layer.index, layer.is_checkpointed) for layer in chunk.layers]
         first, last = (
             [(unit, None, False)] if unit else [] for unit in (chunk.embedding, chunk.output)
@@ -157,7 +162,8 @@ class Reducer:
         segments: list[tuple[Block, int]] = []
         for number, (unit, layer, is_checkpointed) in reversed(list(enumerate(self._units))):
             items: list[Item] = [Run(block=f"{unit.name}.again")] if is_checkpointed else []
-            body, skipped = unit.bwd[0], before_recompute(unit) if is_checkpointed else 0
+            body = unit.bwd[0]
+            skipped = before_recompute(unit) if is_checkpointed else 0
             done = skipped
             for param, elements in full.get(number, ()):
                 # After the last operation of the parameter's module.

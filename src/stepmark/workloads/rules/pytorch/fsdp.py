@@ -12,7 +12,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.step.workload import Group, Workload
 from stepmark.workloads.architecture import AnyJob
-from stepmark.workloads.job import Comms, check_at_least, setting
+from stepmark.workloads.job import Comms, check_at_least, refuse_first, setting
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
 from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
 from stepmark.workloads.rules.pytorch.step import SOURCE, build
@@ -65,14 +65,21 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
     if reshard:
         groups |= _inner(job, groups, reshard)
     layers = -(-job.num_layers // job.parallel.pp)
-    if settings.blocks_per_group > layers:
-        allowed = f"at most {layers} layers of a stage"
-        raise ConfigError("blocks_per_group", settings.blocks_per_group, allowed)
     syncs_last = settings.grad_sync is GradSync.LAST
-    if syncs_last and job.parallel.pp > 1:
-        # stage.py, backward_maybe_with_nosync and perform_reduce_grad
-        allowed = "every with a pipeline, whose schedule reduces once per pass through it"
-        raise ConfigError("grad_sync", GradSync.LAST, allowed)
+    refuse_first(
+        (
+            settings.blocks_per_group > layers,
+            "blocks_per_group",
+            settings.blocks_per_group,
+            f"at most {layers} layers of a stage",
+        ),
+        (  # stage.py, backward_maybe_with_nosync and perform_reduce_grad
+            syncs_last and job.parallel.pp > 1,
+            "grad_sync",
+            GradSync.LAST,
+            "every with a pipeline, whose schedule reduces once per pass through it",
+        ),
+    )
     sharding = Sharding(
         comms=Comms(groups=groups, dtype=job.dtype),
         gathered=settings.param_dtype,

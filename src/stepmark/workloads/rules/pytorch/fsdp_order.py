@@ -171,7 +171,8 @@ class FsdpOrder(Generic[P]):
     """FSDP's states, as the hooks of the modules of one model change them."""
 
     def __init__(self, groups: FsdpGroups[P], events: FsdpEvents[P]) -> None:
-        self.groups, self._events = groups.all, events
+        self.groups = groups.all
+        self._events = events
         self._newest: ParamGroup[P] | None = None  # of the newest forward pass
         self._copied: ParamGroup[P] | None = None  # its buffer is freed before the next copy
         self._is_unsharding = False  # all weights were gathered at once before a pass
@@ -264,12 +265,14 @@ class FsdpOrder(Generic[P]):
         if keeps_buffer:
             self.end_forward()
         self._events.copy_out(group, phase)
-        group.is_pending, group.is_whole = False, True
+        group.is_pending = False
+        group.is_whole = True
         if keeps_buffer:
             self._copied = group
         else:
             self._events.free_buffer(group)
 
     def _reshard(self, group: ParamGroup[P], *, is_inner: bool = False) -> None:
-        group.is_whole, group.is_inner = False, is_inner
+        group.is_whole = False
+        group.is_inner = is_inner
         self._events.reshard(group)

@@ -22,7 +22,8 @@ from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer, wait
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpEvents, ParamGroup
 
 GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # names for `after`
-_COPY_IN, _COPY_OUT = "reduce_copy_in", "copy_out"
+_COPY_IN = "reduce_copy_in"
+_COPY_OUT = "copy_out"
 # A gather waits for a copy out of the buffer that it reuses: in the forward pass that of the
 # gather before the last; between passes for the computation.
 _GATHER_AFTER = {Phase.FWD: (_COPY_OUT, 1), Phase.BWD: (_COPY_OUT, 0), None: (COMPUTE_DONE, 0)}
@@ -52,7 +53,8 @@ class FsdpRecorder(FsdpEvents[Param]):
     """Receiver of FSDP's events that records operations."""
 
     def __init__(self, sharding: Sharding, suffix: str = "") -> None:
-        self._sharding, self._suffix = sharding, suffix
+        self._sharding = sharding
+        self._suffix = suffix
         self._issued: dict[ParamGroup[Param], int] = {}  # number of the newest gather
         self._gathers = 0
         self._begins = False  # a forward pass began, and no gather has waited for it yet
@@ -82,7 +84,8 @@ class FsdpRecorder(FsdpEvents[Param]):
         That includes copies out of all gathers so far.
         """
         self._begins = self._sharding.comms.groups["fsdp"].size > 1
-        self._num_compute_done, self._gathered_on = 0, ""
+        self._num_compute_done = 0
+        self._gathered_on = ""
 
     def count_compute_done(self, times: int = 1) -> None:
         """Count operations named COMPUTE_DONE."""
@@ -119,7 +122,8 @@ class FsdpRecorder(FsdpEvents[Param]):
         if ops:
             self._gathers += 1
             self._issued[group] = self._gathers
-            self._gathered_on, self._begins = stream, False
+            self._gathered_on = stream
+            self._begins = False
         self.items += ops
 
     def copy_out(self, group: ParamGroup[Param], phase: Phase) -> None:
@@ -137,7 +141,8 @@ class FsdpRecorder(FsdpEvents[Param]):
         trained = [param for param in group.params if param.is_trained]
         if not reduces or not trained:
             return
-        sharding, comms = self._sharding, self._sharding.comms
+        sharding = self._sharding
+        comms = self._sharding.comms
         for param in trained:
             if param.is_partial:
                 self.items += comms(
@@ -164,14 +169,16 @@ class FsdpRecorder(FsdpEvents[Param]):
 
     def finalize(self, *, reduces: bool) -> None:
         """Let the computation continue when all gradients are reduced."""
-        streams, ranks = {"fsdp": REDUCE, "replicate": REPLICATE}, self._sharding.comms.groups
+        streams = {"fsdp": REDUCE, "replicate": REPLICATE}
+        ranks = self._sharding.comms.groups
         names = [self._named(name) for kind, name in streams.items() if ranks[kind].size > 1]
         if names and reduces:
             self.items.append(wait(tuple(names), Phase.BWD))
 
     def _reduce(self, collective: Collective, elements: int, group: ParamGroup[Param]) -> None:
         """Scatter over the shards, or sum the scattered part over the replicas."""
-        sharding, scatters = self._sharding, collective is Collective.REDUCE_SCATTER
+        sharding = self._sharding
+        scatters = collective is Collective.REDUCE_SCATTER
         is_second = not scatters and sharding.comms.groups[group.shards].size > 1
         self.items += sharding.comms(
             collective,

@@ -47,8 +47,10 @@ def workload(job: Job, settings: Tp) -> Workload:
     """Return a step of one data rank over tp, and with Pp over stages. Raises ConfigError."""
     # Gradients of several ranks would have to be reduced.
     check_single(job.parallel, ("dp_shard", "dp_replicate", "cp"), "1, or the fsdp rule")
-    name, file = "pp", "torch/distributed/pipelining/schedules.py"
+    name = "pp"
+    file = "torch/distributed/pipelining/schedules.py"
     if not isinstance(settings, Pp):
-        name, file = "tp", "torch/distributed/tensor/parallel/style.py"
+        name = "tp"
+        file = "torch/distributed/tensor/parallel/style.py"
         check_single(job.parallel, ("pp",), "1, or the pp rule")
     return build(job, technique(settings), name, f"{SOURCE}, {file}", settings)

@@ -17,7 +17,7 @@ from functools import cache, lru_cache
 from itertools import groupby
 
 from stepmark.ground.errors import ConfigError
-from stepmark.workloads.job import Job
+from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.pipeline import COMPUTE_DONE, WITH_MICROBATCH, Act, Action, Span, Tick
 
 COMPUTE = (Act.FORWARD, Act.BACKWARD)
@@ -47,7 +47,7 @@ def stage_sizes(num_layers: int, num_stages: int, split: Split) -> list[int]:
     ends = 1 if split is Split.TORCHTITAN and num_stages > 1 else 0
     most = num_layers + 2 * ends
     if num_stages > most:
-        what = f"{num_layers} layers{', embedding and head' * ends}"
+        what = f"{num_layers} layers{', embedding and head' if ends else ''}"
         raise ConfigError("pipeline stages", num_stages, f"at most {most} ({what})")
     small, rest = divmod(most, num_stages)
     sizes = [small + (index < rest) for index in range(num_stages)]
@@ -77,15 +77,22 @@ class Order:
     num_chunks: int = 1  # stages of a rank
 
     def __post_init__(self) -> None:
-        count, ranks = self.num_microbatches, self.num_ranks
-        if self.schedule is Schedule.ONE_F_ONE_B and count < ranks:
-            raise ConfigError("pp_microbatches", count, f"at least pp ({ranks}) with 1f1b")
-        if self.schedule is Schedule.INTERLEAVED and count % self.rounds:
-            raise ConfigError(
+        count = self.num_microbatches
+        ranks = self.num_ranks
+        refuse_first(
+            (
+                self.schedule is Schedule.ONE_F_ONE_B and count < ranks,
+                "pp_microbatches",
+                count,
+                f"at least pp ({ranks}) with 1f1b",
+            ),
+            (
+                self.schedule is Schedule.INTERLEAVED and count % self.rounds,
                 "pp_microbatches",
                 count,
                 f"a multiple of its rounds ({count} // pp {ranks} = {self.rounds})",
-            )
+            ),
+        )
 
     @property
     def rounds(self) -> int:
@@ -98,7 +105,8 @@ class Order:
 
 def order_of(job: Job, schedule: Schedule, count: int, num_chunks: int) -> Order:
     """Return a pass of `count` micro-batches; 0: all of a step. Raises ConfigError."""
-    pp, at_once = job.parallel.pp, job.mbs * job.parallel.data_ranks
+    pp = job.parallel.pp
+    at_once = job.mbs * job.parallel.data_ranks
     if not count and schedule is Schedule.ONE_F_ONE_B and job.num_microbatches < pp:
         allowed = f"{pp * at_once} or more: 1f1b needs pp ({pp}) micro-batches of {at_once}"
         raise ConfigError("gbs", job.gbs, allowed)
@@ -131,7 +139,8 @@ def spans(order: Order) -> list[tuple[Span, ...]]:
     if order.schedule is Schedule.INTERLEAVED:
         return _interleaved_spans(order)
     schedule_of_rank = _gpipe if order.schedule is Schedule.GPIPE else _one_f_one_b
-    ranks, count = order.num_ranks, order.num_microbatches
+    ranks = order.num_ranks
+    count = order.num_microbatches
     return [tuple(schedule_of_rank(rank, ranks, count)) for rank in range(ranks)]
 
 
@@ -145,16 +154,22 @@ def _around(rank: int, num_ranks: int) -> Callable[[Tick], Tick]:
     return lambda tick: tuple(action for action in tick if action.act not in missing)
 
 
+_FORWARD_ALONE = (
+    act_of(Act.RECV_FORWARD),
+    act_of(Act.FORWARD),
+    later(Act.SEND_FORWARD, 0),
+)
+_BACKWARD_ALONE = (
+    act_of(Act.RECV_BACKWARD),
+    act_of(Act.BACKWARD),
+    later(Act.SEND_BACKWARD, 0),
+)
+
+
 def _gpipe(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
     around = _around(rank, num_ranks)
-    forward = act_of(Act.RECV_FORWARD, 0), act_of(Act.FORWARD, 0), later(Act.SEND_FORWARD, 0)
-    backward = (
-        act_of(Act.RECV_BACKWARD, 0),
-        act_of(Act.BACKWARD, 0),
-        later(Act.SEND_BACKWARD, 0),
-    )
-    yield Span(ticks=(around(forward),), times=count)
-    yield Span(ticks=(around(backward),), times=count)
+    yield Span(ticks=(around(_FORWARD_ALONE),), times=count)
+    yield Span(ticks=(around(_BACKWARD_ALONE),), times=count)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
 
@@ -167,9 +182,8 @@ def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
         sent = act_of(Act.SEND_FORWARD, ahead)
         return sent, act_of(Act.RECV_BACKWARD, behind, fused=True), act_of(Act.BACKWARD, behind)
 
-    warm = act_of(Act.RECV_FORWARD, 0), act_of(Act.FORWARD, 0), later(Act.SEND_FORWARD, 0)
     if warmup > 1:
-        yield Span(ticks=(around(warm),), times=warmup - 1)
+        yield Span(ticks=(around(_FORWARD_ALONE),), times=warmup - 1)
     last_warm = act_of(Act.RECV_FORWARD, warmup - 1), act_of(Act.FORWARD, warmup - 1)
     yield Span(ticks=(around(last_warm),))
     if count > warmup:
@@ -184,12 +198,7 @@ def _one_f_one_b(rank: int, num_ranks: int, count: int) -> Iterator[Span]:
     last = (*turned(count - 1, first), later(Act.SEND_BACKWARD, first))
     yield Span(ticks=(around(last),))
     if warmup > 1:
-        backward = (
-            act_of(Act.RECV_BACKWARD, 0),
-            act_of(Act.BACKWARD, 0),
-            later(Act.SEND_BACKWARD, 0),
-        )
-        cool = tuple(replace(action, microbatch=first + 1) for action in backward)
+        cool = _moved(_BACKWARD_ALONE, first + 1)
         yield Span(ticks=(around(cool),), times=warmup - 1)
     yield Span(ticks=((act_of(Act.REDUCE),),))
 
@@ -260,7 +269,8 @@ def _interleaved(order: Order, count: int) -> list[list[Tick]]:
 
 def _computed(order: Order, count: int, rank: int) -> list[Action]:
     """Return passes of a rank's stages, with their gathers and reductions."""
-    chunks, total = order.num_chunks, order.num_chunks * count
+    chunks = order.num_chunks
+    total = order.num_chunks * count
     per_round = count // max(1, count // order.num_ranks)
     ahead = (chunks - 1) * per_round + 2 * (order.num_ranks - 1 - rank)
     warmup = min(ahead, total)

@@ -147,10 +147,14 @@ class UnitBuilder:
         job = self.job
         size = job.tokens * job.model.hidden_size
         after = {"head.norm": self._pair(Collective.ALL_GATHER, size, "tp", "head.norm", None)}
-        module, elements, dtype = "loss", job.tokens, DType.FP32
+        module = "loss"
+        elements = job.tokens
+        dtype = DType.FP32
         kinds = [(Collective.ALL_REDUCE, redop) for redop in (RedOp.MAX, RedOp.SUM, RedOp.SUM)]
         if self.plan is TpPlan.WHOLE:
-            module, elements, dtype = "head", job.tokens * job.model.vocab_size, job.dtype
+            module = "head"
+            elements = job.tokens * job.model.vocab_size
+            dtype = job.dtype
             kinds = [(Collective.ALL_GATHER, RedOp.NONE)]
         sent = tuple(
             op
@@ -180,10 +184,12 @@ class UnitBuilder:
             last = roles.index("mlp.experts_down") + 1
             pieces = [leaves[:first], leaves[first:last], leaves[last:]]
         joined = [_joined(piece, after) for piece in pieces]
-        fwd, bwd = [ops for ops, _ in joined], [ops for _, ops in reversed(joined)]
+        fwd = [ops for ops, _ in joined]
+        bwd = [ops for _, ops in reversed(joined)]
         if len(pieces) > 1:
             # Messages after the experts in the forward pass are outside of their module.
-            messages, num_sent = after["mlp.experts_down"], len(after["mlp.experts_down"][0])
+            messages = after["mlp.experts_down"]
+            num_sent = len(after["mlp.experts_down"][0])
             fwd[1], fwd[2] = fwd[1][: len(fwd[1]) - num_sent], (*messages[0], *fwd[2])
             bwd[0], bwd[1] = (*bwd[0], *messages[1]), bwd[1][num_sent:]
         return Unit(
@@ -196,9 +202,11 @@ class UnitBuilder:
     def _inside(self, *, moe: bool) -> dict[str, tuple[Ops, Ops]]:
         """Return by module the messages after its forward and before its backward pass."""
         job = self.job
-        model, axes = job.model, job.parallel
+        model = job.model
+        axes = job.parallel
         size = job.tokens * model.hidden_size
-        gather, scatter = Collective.ALL_GATHER, Collective.REDUCE_SCATTER
+        gather = Collective.ALL_GATHER
+        scatter = Collective.REDUCE_SCATTER
         pairs = {
             "attention.norm": self._pair(gather, size, "tp", "attention.norm"),
             "attention.out": self._pair(scatter, size, "tp", "attention.out"),
@@ -273,7 +281,8 @@ def _joined(leaves: Iterable[Module], after: dict[str, tuple[Ops, Ops]]) -> tupl
     bwd: list[Operation] = []
     nothing: tuple[Ops, Ops] = ((), ())
     for leaf in leaves:
-        before, behind = after.get(f"{leaf.role}:", nothing), after.get(leaf.role, nothing)
+        before = after.get(f"{leaf.role}:", nothing)
+        behind = after.get(leaf.role, nothing)
         fwd += [*before[0], *leaf.fwd, *behind[0]]
         bwd[:0] = [*behind[1], *weights_first(leaf.bwd), *before[1]]
     return tuple(fwd), tuple(bwd)
