@@ -102,6 +102,36 @@ def test_files_made_of_a_cut_trace_say_so(
     assert capsys.readouterr().err.startswith("The trace is cut")
 
 
+@pytest.mark.parametrize("verb", ["breakdown", "ledger", "kernels"])
+@pytest.mark.parametrize(
+    ("header", "has_times"),
+    [
+        ({}, False),
+        ({"deviceProperties": [{"id": 0, "name": "NVIDIA H200"}]}, False),
+        ({"deviceProperties": []}, True),
+    ],
+)
+def test_a_trace_cut_before_its_first_gpu_event_has_no_times_of_the_host(
+    header: dict[str, object],
+    has_times: bool,
+    verb: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    events = [
+        {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": 10 * n, "dur": 5}
+        for n, (cat, name) in enumerate([*[("cpu_op", "aten::mm")] * 4, ("kernel", "gemm")])
+    ]
+    text = json.dumps({**header, "traceEvents": events})
+    file = tmp_path / "cut.json"
+    file.write_text(text[: text.index("kernel")])
+    printed = run(capsys, "trace", verb, file)
+    assert printed.startswith("The trace is cut, the end is missing: ")
+    assert " 4 events over 0.035 ms" in printed.splitlines()[0]
+    assert ("it is cut before any work of a device" in printed) != has_times
+    assert ("no times of any step" in printed) != has_times
+
+
 def test_a_whole_trace_is_not_called_cut(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

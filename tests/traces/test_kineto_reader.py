@@ -196,16 +196,57 @@ def test_a_cut_gzip_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "bad",
-    ['{"ph": "X", "dur": NaN}', '{"name": "un"escaped"}', '{"ph": 1e}', '{"a": [}', '{"x"}'],
+    ['{"ph": [NaN]}', '{"name": "un"escaped"}', '{"ph": 1e}', '{"a": [}', '{"x"}'],
 )
-def test_an_event_that_is_no_json_is_left_out_and_counted(bad: str, tmp_path: Path) -> None:
-    text = _compact(_sample(), _HEADER, {})
-    place = text.index('{"ph"', text.index("kernel") + 300)
-    trace = read_in_chunks(
-        write(tmp_path / "t.json", f"{text[:place]}{bad},{text[place:]}"), 64
-    )
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_event_that_is_no_json_is_left_out_and_counted(
+    bad: str, is_last: bool, tmp_path: Path
+) -> None:
+    for text in (_compact(_sample(), _HEADER, {}), json.dumps(_sample(), cls=_Exact)):
+        place = text.index('{"ph"', text.index("kernel") + 300)
+        inserted = f"{text[:place]}{bad},{text[place:]}"
+        if is_last:
+            place = text.rindex("]")
+            inserted = f"{text[:place]},{bad}{text[place:]}"
+        trace = read_in_chunks(write(tmp_path / "t.json", inserted), 64)
+        assert trace.gpu.start.size == 9
+        assert not trace.info.cut
+        damage = [(damage.kind, damage.count) for damage in trace.info.damage]
+        assert damage == [("undecodable", 1)]
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", '"abc"', "null", "true", "1e999", "[1]"])
+@pytest.mark.parametrize("name", ["ts", "dur"])
+@pytest.mark.parametrize("number", [4, 8])
+def test_an_event_whose_time_is_no_number_is_named(
+    number: int, name: str, value: str, tmp_path: Path
+) -> None:
+    items = _sample()
+    items[number] |= {name: "placeholder", "name": "odd"}
+    text = _one_line(items, _HEADER, {}).replace('"placeholder"', value)
+    trace = read_in_chunks(write(tmp_path / "t.json", text), 200)
+    assert trace.gpu.start.size == 8
+    assert not trace.info.cut
+    (damage,) = trace.info.damage
+    assert (damage.kind, damage.count) == ("no-time", 1)
+    assert "kernel 'odd'" in damage.text
+
+
+def test_an_argument_that_is_no_number_costs_no_event(tmp_path: Path) -> None:
+    items = _sample()
+    items[8]["args"] = {"correlation": 77, "loss": float("nan"), "text": "NaN, Infinity"}
+    trace = read_trace(write(tmp_path / "t.json", _one_line(items, _HEADER, {})))
+    assert 77 in trace.gpu.correlation
+    assert not trace.info.damage
+
+
+@pytest.mark.parametrize("is_tail", [False, True])
+def test_a_header_that_is_no_json_is_not_called_cut(is_tail: bool, tmp_path: Path) -> None:
+    odd = {"baseTimeNanoseconds": float("nan")}
+    text = _one_line(_sample(), {} if is_tail else odd, odd if is_tail else {})
+    trace = read_trace(write(tmp_path / "t.json", text))
     assert trace.gpu.start.size == 9
-    assert [(damage.kind, damage.count) for damage in trace.info.damage] == [("undecodable", 1)]
+    assert [damage.kind for damage in trace.info.damage] == ["header"]
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ class RankInfo:
     world_size: int | None
     backend: str
     groups: tuple[TraceGroup, ...]
-    devices: tuple[str, ...]
+    devices: tuple[str, ...] | None  # (): the file states that the host has none
     is_rocm: bool
     trace_id: str
     first: int | None  # start of the first event that was read, and end of the last

@@ -139,7 +139,7 @@ def _workload(
         world_size=world,
         settings={
             "step": programs[first].step,
-            "devices": ", ".join(sorted(set(info.devices))),
+            "devices": ", ".join(sorted(set(info.devices or ()))),
             **_durations(programs, slowest),
         },
         groups=groups,

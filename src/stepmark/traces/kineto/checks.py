@@ -168,6 +168,8 @@ def missing_work(trace: RankTrace) -> Iterator[Damage]:
         "lost-gpu-events": "it has launches and no GPU events",
     }
     cases = [reasons[d.kind] for d in damage if d.kind in reasons]
+    if trace.info.cut and trace.info.devices != ():
+        cases.insert(0, "it is cut before any work of a device, which may follow")
     if any(name.startswith("nccl:") for name in trace.names):
         cases.append("it has calls of NCCL and no GPU events")
     if cases:

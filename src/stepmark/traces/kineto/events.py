@@ -10,7 +10,7 @@ from stepmark.timeline.trace_columns import CommArgs, TraceGroup
 
 # Events that are not read, by the name of their damage.
 LEFT_OUT = {
-    "no-time": "events without a time",
+    "no-time": "events whose time or duration is missing or no number",
     "negative-duration": "events of negative duration",
     "time-out-of-range": "events at an impossible time",
     "other-device": "events of a device other than CUDA's and ROCm's",
@@ -125,7 +125,7 @@ class Header(Struct, rename={"base_ns": "baseTimeNanoseconds", "devices": "devic
     """What stands before or after the events."""
 
     base_ns: int | None = None
-    devices: list[Device] = []
+    devices: list[Device] | None = None
     distributed: Distributed | None = msgspec.field(default=None, name="distributedInfo")
     trace_id: str = ""
     cupti_version: Any = None

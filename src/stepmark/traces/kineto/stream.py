@@ -5,7 +5,10 @@ decoding decides: the text before it is a list of whole events only if the cut i
 string and every nested value, as strict JSON has no other reading.
 """
 
+import contextlib
 import itertools
+import json
+import math
 import re
 import zlib
 from collections.abc import Iterator
@@ -28,7 +31,7 @@ _MAX_NESTED = 8 << 20
 _FIRST = re.compile(rb'"traceEvents"\s*:\s*\[')
 _MARKS = re.compile(rb'"(?:traceEvents|ph|deviceProperties|distributedInfo)"\s*:')
 _BORDER = re.compile(rb"\}\s*,\s*(?=\{)")
-_END = re.compile(rb"\}\s*\]\s*(?=[,}])")
+_END = re.compile(rb"\}\s*\]\s*(?=[,}]|\Z)")
 _TRIES = 8
 _BETWEEN = b" \t\r\n,"
 _HEADER = msgspec.json.Decoder(Header)
@@ -139,10 +142,10 @@ class EventStream:
                 head = self._text[: match.end()] + b"]}"
                 try:
                     self.header = _HEADER.decode(head)
-                except msgspec.ValidationError as error:
+                except _ERRORS as error:
+                    if "truncated" in str(error):
+                        continue  # inside a string
                     self.bad_header = str(error)
-                except _ERRORS:
-                    continue  # inside a string
                 self.head = head[:-2]
                 self._text = self._text[match.end() :].lstrip()
                 return
@@ -187,11 +190,6 @@ class EventStream:
                 place = self._text.index(b"]", match.start()) + 1
                 self._tail(self._text[place:])
                 return events
-        if self._at_end and (text := self._text.rstrip()).endswith(b"]"):
-            events = self._decode(text[:-1])
-            if events is not None:
-                self._tail(b"")
-            return events
         return None
 
     def _tail(self, rest: bytes) -> None:
@@ -204,11 +202,11 @@ class EventStream:
             return
         try:
             tail = _HEADER.decode(b'{"": 0' + rest)
-        except msgspec.ValidationError as error:
-            self.bad_header = str(error)
-            return
-        except _ERRORS:
-            self.cut = self.cut or "the file ends after its events, before the object does"
+        except _ERRORS as error:
+            if "truncated" in str(error):
+                self.cut = self.cut or "the file ends after its events, before the object does"
+            else:
+                self.bad_header = str(error)
             return
         self.tail = rest
         self.header = Header(
@@ -252,22 +250,38 @@ class EventStream:
         return events
 
     def _event(self, text: bytes) -> Any:
+        text = text.strip(_BETWEEN)
         try:
-            return self._one.decode(text.strip(_BETWEEN))
+            return self._one.decode(text)
         except _ERRORS as error:
             self._error = str(error)
-            if "truncated" not in self._error:
-                self.first_error = self.first_error or self._error
+        if "truncated" in self._error:
             return None
+        if self._one.type is Event:
+            with contextlib.suppress(*_ERRORS, ValueError):
+                return self._one.decode(_with_numbers(text))
+        self.first_error = self.first_error or self._error
+        return None
+
+    def _is_closed(self, rest: bytes) -> bool:
+        """Return whether the text behind the list of events is whole."""
+        try:
+            msgspec.json.decode((b"0" if self._is_bare else b'{"": 0') + rest)
+        except _ERRORS:
+            return False
+        return True
 
     def _end_of_file(self, text: bytes, starts: list[int], events: list[Any]) -> None:
         """Read the last event, which ends the list or is cut. starts: where it may start."""
         for number, start in enumerate(starts):
             for match in _END.finditer(text, start):
-                if event := self._event(text[start : match.start() + 1]):
-                    events.append(event)
-                    self.undecodable += number
-                    self._tail(text[text.index(b"]", match.start()) + 1 :])
+                event = self._event(text[start : match.start() + 1])
+                rest = text[text.index(b"]", match.start()) + 1 :]
+                is_bad = start == starts[-1] and "truncated" not in self._error
+                if event or (is_bad and self._is_closed(rest)):
+                    events += [event] if event else []
+                    self.undecodable += number + (event is None)
+                    self._tail(rest)
                     return
         bad = 0
         for number, start in enumerate(starts):
@@ -281,6 +295,19 @@ class EventStream:
         self.undecodable += bad
         where = "an event" if text[starts[0] :].strip(_BETWEEN) else "its list of events"
         self.cut = self.cut or f"the file ends inside {where}"
+
+
+def _with_numbers(text: bytes) -> bytes:
+    """Return an event's JSON with null for numbers that are none. Raises ValueError.
+
+    Python writes NaN and Infinity, which are no JSON. Times may be of any type.
+    """
+    event = json.loads(text, parse_constant=lambda _: None)
+    times = event if isinstance(event, dict) else {}
+    for name in {"ts", "dur"} & times.keys():
+        if type(times[name]) not in (int, float) or math.isinf(times[name]):
+            times[name] = None
+    return json.dumps(event).encode()
 
 
 def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
