@@ -12,9 +12,11 @@ import numpy as np
 
 from stepmark.timeline.trace_columns import NONE, GpuKind
 from stepmark.traces.kineto.events import Args, Event, comm_args_of
-from stepmark.traces.kineto.gloo import OPERATOR, WORK, gloo_calls
+from stepmark.traces.kineto.gloo import OPERATOR, WORK, args_of, gloo_calls, signature
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from stepmark.timeline.trace_columns import Ints
 
 # Above this a double has no room for nanoseconds; such times are absolute, of torch < 2.4.
@@ -77,7 +79,8 @@ class EventTables:
         self.has_phases = False  # whether any has a `ph`, as all events of a trace do
         self.ranks: Counter[int] = Counter()
         self._comms: dict[tuple[Any, ...], int] = {}
-        self._gloo: list[Event] = []
+        self._gloo: list[list[Ints]] = []
+        self._signatures = _Ids()
 
     def add(self, events: Sequence[Event]) -> None:
         """Sort events into tables."""
@@ -106,8 +109,9 @@ class EventTables:
                 self.columns.setdefault(table, []).append(getattr(self, f"_{table}")(rows))
                 if table == "ops" and (comms := [e for e in rows if e.name == _COMM]):
                     self.columns.setdefault("comms", []).append(self._comm_calls(comms))
-                if prefix := {"ops": OPERATOR, "spans": WORK}.get(table):
-                    self._gloo += [event for event in rows if event.name.startswith(prefix)]
+                prefix = {"ops": OPERATOR, "spans": WORK}.get(table)
+                if prefix and (own := [e for e in rows if e.name.startswith(prefix)]):
+                    self._gloo.append(self._gloo_events(own))
 
     def _valid(self, events: list[Event]) -> list[Event]:
         """Return events with a duration, at a possible time; count the others."""
@@ -225,35 +229,55 @@ class EventTables:
             *[np.full(len(rows), NONE, np.int64)] * 2,
         ]
 
+    def _gloo_events(self, rows: Sequence[Event]) -> list[Ints]:
+        args = _args(rows)
+        start, end, _, thread = self._on_thread(rows)
+        signatures = self._signatures
+        pairs = zip(rows, args, strict=True)
+        numbers = [signatures[signature(event.name, each)] for event, each in pairs]
+        return [start, end, thread, _externals(args), _ints(numbers)]
+
     def add_gloo(self) -> None:
         """Add calls that torch does not record as record_param_comms, once all is read."""
-        recorded: dict[int, Ints] = {}
-        for piece in self.columns.get("comms", []):
-            starts, threads = piece[0][piece[4] != NONE], piece[2][piece[4] != NONE]
-            for thread in np.unique(threads).tolist():
-                own = np.append(recorded.get(thread, EMPTY), starts[threads == thread])
-                recorded[thread] = np.sort(own)
-        start, end, _, threads = self._on_thread(self._gloo)
-        is_plain = np.ones(start.size, bool)
-        for thread, starts in recorded.items():
-            has_recorded = np.searchsorted(starts, start) < np.searchsorted(starts, end)
-            is_plain &= ~has_recorded | (start == end) | (threads != thread)
-        calls = gloo_calls(itertools.compress(self._gloo, is_plain))
-        if calls:
-            rows = [call.event for call in calls]
-            start, end, _, thread = self._on_thread(rows)
-            numbers = _ints([self.comm_args[call.args] for call in calls])
-            works = [call.work for call in calls]
-            known = _nanoseconds([work[0] if work else 0.0 for work in works])
-            until = _nanoseconds([work[1] if work else 0.0 for work in works])
-            has_work = np.array([work is not None for work in works])
+        if not self._gloo:
+            return
+        columns = [np.concatenate(pieces) for pieces in zip(*self._gloo, strict=True)]
+        self._gloo.clear()
+        order = np.lexsort((columns[1], columns[0]))
+        order = order[~self._is_recorded(*(column[order] for column in columns[:3]))]
+        start, end, thread, external, number = (column[order] for column in columns)
+        signatures = list(self._signatures)
+        size = len(signatures) + 1
+        for rows, work in gloo_calls((start, end), thread, signatures, number):
+            has_work = work != NONE
+            pair = number[rows] * np.int64(size) + np.where(has_work, number[work] + 1, 0)
+            pairs, index = np.unique(pair, return_inverse=True)
+            args = [
+                args_of(signatures[key // size], [None, *signatures][key % size])
+                for key in pairs.tolist()
+            ]
             self.columns.setdefault("comms", []).append(
                 [
-                    *(start, end, thread, _externals(_args(rows)), numbers),
-                    np.full(len(rows), NONE, np.int64),
-                    *(np.where(has_work, times, NONE) for times in (known, until)),
+                    *(column[rows] for column in (start, end, thread, external)),
+                    _ints([self.comm_args[each] for each in args])[index],
+                    np.full(rows.size, NONE, np.int32),
+                    *(np.where(has_work, times[work], NONE) for times in (start, end)),
                 ]
             )
+
+    def _is_recorded(self, start: Ints, end: Ints, thread: Ints) -> npt.NDArray[np.bool_]:
+        """Return whether a record_param_comms begins within each event, on its thread."""
+        result = np.zeros(start.size, bool)
+        pieces = self.columns.get("comms", [])
+        starts, threads = (
+            np.concatenate([EMPTY, *(piece[place][piece[4] != NONE] for piece in pieces)])
+            for place in (0, 2)
+        )
+        for number in np.unique(threads):
+            own = np.sort(starts[threads == number])
+            has_recorded = np.searchsorted(own, start) < np.searchsorted(own, end)
+            result |= has_recorded & (thread == number)
+        return result
 
     def _stream_ids(self, rows: Sequence[Event], args: Sequence[Args]) -> Ints:
         streams = self.streams

@@ -9,97 +9,81 @@ so that the nth of a name belong together. Sizes need record_shapes; groups are 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from stepmark.model.collectives import torch_collective
-from stepmark.timeline.trace_columns import CommArgs
-from stepmark.traces.kineto.events import Event
+from stepmark.timeline.trace_columns import NONE, CommArgs
+from stepmark.traces.kineto.events import Args
+
+if TYPE_CHECKING:
+    from stepmark.timeline.trace_columns import Ints
 
 OPERATOR, WORK = "c10d::", "gloo:"
 _SILENT = ("c10d::check_for_nan", "c10d::wait")
 # Operators whose first argument is both input and output.
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce", "send", "recv", "barrier"})
-_TEXTS = ("input_dims", "input_types", "concrete_inputs")  # arguments as JSON
 # Types of arguments without a type of elements.
 _NO_TYPES = frozenset({"", "TensorList", "Scalar", "ScalarList"})
 
 
-@dataclass(frozen=True, slots=True)
-class GlooCall:
-    """A call, and the start and end of its work in us, if the trace has it."""
+class Signature(NamedTuple):
+    """What an event states of its call, which recurs in every step. Arguments are JSON."""
 
-    event: Event
-    args: CommArgs
-    work: tuple[float, float] | None
-
-
-def gloo_calls(events: Iterable[Event]) -> list[GlooCall]:
-    """Return the calls among operators of c10d and annotations of gloo."""
-    by_thread: dict[int | str, list[Event]] = defaultdict(list)
-    works: dict[str, list[Event]] = defaultdict(list)
-    for event in sorted(events, key=_span):
-        if event.name.startswith(WORK):
-            works[_family(event.name.removeprefix(WORK))].append(event)
-        elif not event.name.startswith(_SILENT):
-            by_thread[event.tid].append(event)
-    operators: dict[str, list[Event]] = defaultdict(list)
-    for event in itertools.chain.from_iterable(map(_innermost, by_thread.values())):
-        operators[_family(event.name.removeprefix(OPERATOR))].append(event)
-    args = _ArgsByText()
-    calls = []
-    for family, own in operators.items():
-        own.sort(key=_span)
-        done: Sequence[Event | None] = works[family]
-        pairs = list(zip(own, works[family], strict=False))
-        if len(own) != len(done) or any(_span(w)[0] < _span(e)[0] for e, w in pairs):
-            done = [None] * len(own)  # not all of the work is in the trace
-        calls += [
-            GlooCall(event, args.of(event, work), _span(work) if work else None)
-            for event, work in zip(own, done, strict=True)
-        ]
-    for family in works.keys() - operators.keys():  # old versions of torch have no operator
-        calls += [GlooCall(work, args.of(work, None), _span(work)) for work in works[family]]
-    return calls
+    name: str
+    input_dims: bytes
+    input_types: bytes
+    concrete_inputs: bytes
 
 
-class _ArgsByText:
-    """Arguments of calls, decoded once for equal texts: those of a step recur in the others."""
-
-    def __init__(self) -> None:
-        self._known: dict[object, CommArgs] = {}
-
-    def of(self, event: Event, work: Event | None) -> CommArgs:
-        """Return the arguments of a call. event: its operator, else its annotation."""
-        key = tuple(
-            (each.name, *(bytes(getattr(each.args, field)) for field in _TEXTS if each.args))
-            for each in (event, work)
-            if each
-        )
-        args = self._known.get(key)
-        if args is None:
-            is_work = event.name.startswith(WORK)
-            args = _args_of_work(event) if is_work else _args(event, work)
-            self._known[key] = args
-        return args
+def signature(name: str, args: Args) -> Signature:
+    """Return the signature of an event, apart from the text of the file."""
+    texts = (args.input_dims, args.input_types, args.concrete_inputs)
+    return Signature(name, *map(bytes, texts))
 
 
-def _span(event: Event) -> tuple[float, float]:
-    start = event.ts or 0.0
-    return start, start + (event.dur or 0.0)
+def gloo_calls(
+    times: tuple[Ints, Ints], thread: Ints, signatures: Sequence[Signature], number: Ints
+) -> Iterator[tuple[Ints, Ints]]:
+    """Yield the rows of calls among these events, and the rows of their work, or NONE.
+
+    times: start and end of operators of c10d and annotations of gloo, in the order of their
+    starts. number: of their signatures.
+    """
+    start, end = times
+    names = [each.name for each in signatures]
+    is_work = np.array([name.startswith(WORK) for name in names], bool)[number]
+    is_silent = np.array([name.startswith(_SILENT) for name in names], bool)[number]
+    families = [_family(name.removeprefix(WORK).removeprefix(OPERATOR)) for name in names]
+    labels = {family: label for label, family in enumerate(families)}
+    family = np.array([labels[name] for name in families], np.int64)[number]
+    operators = _innermost(start, end, thread, np.flatnonzero(~is_work & ~is_silent))
+    works = np.flatnonzero(is_work)
+    for label in labels.values():
+        rows, work = operators[family[operators] == label], works[family[works] == label]
+        if not rows.size:  # old versions of torch have no operator
+            yield work, work
+        elif rows.size == work.size and (start[work] >= start[rows]).all():
+            yield rows, work
+        else:  # not all of the work is in the trace
+            yield rows, np.full(rows.size, NONE, np.int64)
 
 
-def _innermost(events: Sequence[Event]) -> Iterator[Event]:
-    """Yield operators that contain no other: modes of the dispatcher call one inside itself."""
-    for event, following in itertools.zip_longest(events, events[1:]):
-        if following is None or _span(following)[0] >= _span(event)[1]:
-            yield event
+def _innermost(start: Ints, end: Ints, thread: Ints, rows: Ints) -> Ints:
+    """Return the rows that contain no other: modes of the dispatcher call one inside itself."""
+    rows = rows[np.argsort(thread[rows], kind="stable")]
+    before, after = rows[:-1], rows[1:]
+    is_apart = (thread[before] != thread[after]) | (start[after] >= end[before])
+    return np.sort(rows[np.append(is_apart, True)[: rows.size]])
+
+
+def args_of(event: Signature, work: Signature | None) -> CommArgs:
+    """Return the arguments of a call. event: its operator, else its annotation."""
+    return _args_of_work(event) if event.name.startswith(WORK) else _args(event, work)
 
 
 @functools.cache
@@ -109,7 +93,7 @@ def _family(name: str) -> str:
     return "all_reduce" if collective == "reduce_scatter" else collective
 
 
-def _args(event: Event, work: Event | None) -> CommArgs:
+def _args(event: Signature, work: Signature | None) -> CommArgs:
     name = torch_collective(event.name.removeprefix(OPERATOR))
     outputs, inputs = (_elements_of(event, place) for place in (0, 1))
     concrete = _values(event, "concrete_inputs")
@@ -131,7 +115,7 @@ def _args(event: Event, work: Event | None) -> CommArgs:
     )
 
 
-def _args_of_work(work: Event) -> CommArgs:
+def _args_of_work(work: Signature) -> CommArgs:
     """Return what an annotation says: the inputs alone."""
     family = _family(work.name.removeprefix(WORK))
     num_inputs = len(_values(work, "input_dims"))
@@ -144,13 +128,13 @@ def _args_of_work(work: Event) -> CommArgs:
     )
 
 
-def _dtype(event: Event) -> str:
+def _dtype(event: Signature) -> str:
     types = (str(kind) for kind in _values(event, "input_types"))
     return next((kind for kind in types if kind not in _NO_TYPES), "")
 
 
-def _values(event: Event, field: str) -> list[Any]:
-    raw: bytes | msgspec.Raw = getattr(event.args, field) if event.args else b""
+def _values(event: Signature, field: str) -> list[Any]:
+    raw: bytes = getattr(event, field)
     try:
         values = msgspec.json.decode(raw) if raw else []
     except msgspec.DecodeError:
@@ -158,7 +142,7 @@ def _values(event: Event, field: str) -> list[Any]:
     return values if isinstance(values, list) else []
 
 
-def _elements_of(event: Event, place: int) -> tuple[int, ...]:
+def _elements_of(event: Signature, place: int) -> tuple[int, ...]:
     """Return the elements of each tensor of an argument; () if it is none, or not recorded."""
     dims, types = _values(event, "input_dims"), _values(event, "input_types")
     if place >= min(len(dims), len(types)) or types[place] in _NO_TYPES - {"TensorList"}:
