@@ -18,8 +18,9 @@ import numpy as np
 from stepmark.model.kernel_groups import group_of
 from stepmark.timeline.trace_breakdown import CommTimes, KernelTimes, RankTimes, StepTimes
 from stepmark.timeline.trace_columns import NONE, RankTrace
+from stepmark.traces.kineto.event_tables import narrow
 from stepmark.traces.kineto.intervals import Intervals, Pieces, first_begun, union, without
-from stepmark.traces.kineto.links import Steps, parents_by_thread, span_of, sums
+from stepmark.traces.kineto.links import Steps, blocks, parents_by_thread, span_of, sums
 from stepmark.traces.kineto.windows import Windows, in_windows, label_times
 
 if TYPE_CHECKING:
@@ -148,12 +149,13 @@ def _operators(trace: RankTrace, windows: Windows, numbers: Numbers) -> Iterator
     ops = trace.ops
     own_time = ops.end - ops.start
     parent = parents_by_thread(ops.start, ops.end, ops.thread)
-    inner = parent != NONE
-    np.subtract.at(own_time, parent[inner], (ops.end - ops.start)[inner])
-    place = span_of(*windows, ops.start)
+    for block in blocks(parent.size):
+        inner = block.start + np.flatnonzero(parent[block] != NONE)
+        np.subtract.at(own_time, parent[inner], ops.end[inner] - ops.start[inner])
+    place = narrow(span_of(*windows, ops.start))
     rows = np.flatnonzero(place != NONE)
     groups = list(dict.fromkeys(map(group_of, trace.names)))
-    group = np.array([groups.index(group_of(name)) for name in trace.names], np.int64)
+    group = narrow(np.array([groups.index(group_of(name)) for name in trace.names], np.int64))
     for (number, which), total in sums([place[rows], group[ops.name[rows]]], [own_time[rows]]):
         yield KernelTimes(
             device=None,

@@ -109,7 +109,7 @@ def parents(start: Ints, end: Ints) -> Ints:
 
 def parents_by_thread(start: Ints, end: Ints, thread: Ints) -> Ints:
     """Return the row of the interval of the same thread that holds each interval, or NONE."""
-    parent = np.full(start.size, NONE, np.int64)
+    parent = narrow(np.full(start.size, NONE, np.int64))
     for number in np.unique(thread):
         rows = np.flatnonzero(thread == number)
         parent[rows] = np.append(rows, NONE)[parents(start[rows], end[rows])]
@@ -238,14 +238,19 @@ def sums(
     keys: Sequence[Ints], values: Sequence[Ints]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Yield each key in ascending order with its number of rows and sums of the values."""
-    first, row = _distinct(keys)
-    columns = [np.ones(row.size, np.int64), *values]
-    sums = np.zeros((len(first), len(columns)), np.int64)
-    for number, column in enumerate(columns):
-        np.add.at(sums[:, number], row, column)
-    unique = np.stack([key[first] for key in keys], axis=1)
-    for each, total in zip(unique.tolist(), sums.tolist(), strict=True):
-        yield tuple(each), tuple(total)
+    totals: dict[tuple[int, ...], Ints] = {}
+    for block in blocks(keys[0].size):
+        own = [key[block] for key in keys]
+        first, row = _distinct(own)
+        columns = [np.ones(row.size, np.int64), *(value[block] for value in values)]
+        sums = np.zeros((len(first), len(columns)), np.int64)
+        for number, column in enumerate(columns):
+            np.add.at(sums[:, number], row, column)
+        unique = np.stack([key[first] for key in own], axis=1)
+        for each, total in zip(map(tuple, unique.tolist()), sums, strict=True):
+            totals[each] = totals.get(each, 0) + total
+    for each in sorted(totals):
+        yield each, tuple(totals[each].tolist())
 
 
 def _distinct(keys: Sequence[Ints]) -> tuple[Ints, Ints]:

@@ -117,9 +117,7 @@ def _trace(tables: EventTables, stream: EventStream) -> RankTrace:
         world_size=distributed.world_size if distributed else None,
         backend=distributed.backend if distributed else "",
         groups=tuple(map(group_of, distributed.pg_config)) if distributed else (),
-        devices=None
-        if header.devices is None
-        else tuple(device.name for device in header.devices),
+        devices=None if header.devices is None else tuple(d.name for d in header.devices),
         is_rocm=any(name.startswith(("hip", "roc")) for name in (*versions, *tables.names)),
         trace_id=header.trace_id,
         first=min(starts, default=None),
