@@ -10,7 +10,6 @@ WORKDIR /opt/stepmark-source
 COPY LICENSE README.md pyproject.toml requirements.lock ./
 COPY containers/install.sh containers/
 COPY src src/
-COPY results results/
 COPY examples examples/
 # The interpreter of the base that has torch.
 ARG PYTHON=python3

@@ -21,7 +21,7 @@ from pathlib import Path
 from queue import SimpleQueue
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("src", "tests", "examples", "docs", "results", "recipes")
+COPIED = ("src", "tests", "examples", "docs", "results", "recipes", "validation")
 FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile")
 LIMIT_S = 900
 

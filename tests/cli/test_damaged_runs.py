@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from stepmark.cli import main
-from stepmark.store import view
 
 RESULTS = Path(__file__).parents[2] / "results"
 # An operator's, a collective's and a training step's run.
@@ -23,7 +22,6 @@ MANY = 12
 @pytest.fixture(autouse=True)
 def _alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(view, "results_folder", lambda: None)
 
 
 class Verbs:

@@ -1,10 +1,12 @@
-"""A run with all that its rows need: peaks of its device, and shipped reference runs."""
+"""A run with all that its rows need: peaks of its device, and times of published runs."""
 
+import csv
 import shutil
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.resources import files
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,15 +21,11 @@ from stepmark.model.ops import Op
 from stepmark.store.reader import (
     Run,
     find_run,
-    latest,
-    list_runs,
     read,
-    read_info,
-    read_records,
     with_all_samples,
 )
 from stepmark.tables.columns import Column
-from stepmark.tables.launches import Launches, OpLaunches, pooled
+from stepmark.tables.launches import OpLaunches, pooled
 from stepmark.tables.table import fitted
 
 if TYPE_CHECKING:
@@ -105,41 +103,24 @@ def device_of(run: RunInfo) -> DeviceSpec | None:
     return find_device(names.pop()) if len(names) == 1 else None
 
 
-def results_folder() -> Path | None:
-    """Return the shipped reference runs: inside an installed package, or in the checkout."""
-    package = Path(__file__).parents[1]
-    for folder in (package / "results", package.parents[1] / "results"):
-        if folder.is_dir():
-            return folder
-    return None
-
-
 def reference(run: RunInfo) -> Mapping[str, float]:
-    """Return median seconds by case_id of other shipped runs on the same device."""
-    folder = results_folder()
+    """Return median seconds by case_id of other published runs on the same device."""
     names = {device.name for device in run.environment.devices}
-    seconds: dict[str, float] = {}
-    if folder is None or len(names) != 1:
-        return seconds
-    for run_id, medians in _medians(folder, names.pop()).items():
-        if run_id != run.run_id:
-            seconds |= medians
-    return seconds
+    return {
+        case_id: time_s
+        for run_id, device, case_id, time_s in published_times()
+        if {device} == names and run_id != run.run_id
+    }
 
 
 @lru_cache
-def _medians(folder: Path, device: str) -> dict[str, dict[str, float]]:
-    """Return median seconds by case_id of each run on a device. Reading them takes a second."""
-    medians = {}
-    for path in list_runs(folder):
-        info = read_info(path)
-        if {each.name for each in info.environment.devices} == {device}:
-            medians[info.run_id] = {
-                launches.case.case_id: launches.time_s
-                for launches in pooled(latest(read_records(path)), Launches)
-                if launches.measured and not launches.num_wrong
-            }
-    return medians
+def published_times() -> Sequence[tuple[str, str, str, float]]:
+    """Return run_id, device, case_id and median seconds of published operators."""
+    with files("stepmark").joinpath("data", "reference.csv").open(encoding="utf-8") as file:
+        return [
+            (row["run"], row["device"], row["case"], float(row["time_s"]))
+            for row in csv.DictReader(file)
+        ]
 
 
 def median_s(record: Measured) -> float:
