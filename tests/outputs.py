@@ -2,7 +2,7 @@
 
     python tests/outputs.py [NAME ...]     write the transcripts again (`make outputs`)
 
-A file of tests/data/outputs lists commands, `$ stepmark ...` or `$ python recipe ...`, each
+A file of tests/data/outputs lists commands, `$ stepmark ...` or `$ python SCRIPT ...`, each
 followed by what it printed at 80 columns, at 160 where that differs, its exit code, and the
 files that it wrote. To freeze another command add its line and write the transcripts;
 `git diff` is then the review.
@@ -47,7 +47,7 @@ FEW = ("h100-run", "h200-x2-gemm", "h200-x4-comm-queued-1", "h200-x4-train-gpt2-
 STEPS = "h100-x4-predictions-1"
 # A last digit may differ between processors: sums of numpy are ordered by vector length.
 TOLERANCE = 1e-9
-# Folders of recipes; a line says that a program reads, if that takes more than 2 s.
+# Folders of scripts; a line says that a program reads, if that takes more than 2 s.
 UNSTEADY = {r"/\w+/tmp\w+": "TEMP", r"# reading .* \.\.\.\n": ""}
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
@@ -104,13 +104,13 @@ def _section(line: str, folder: Path, patch: pytest.MonkeyPatch, variables: set[
     for width in WIDTHS:
         patch.setenv("COLUMNS", str(width))
         variables.clear()
-        run = stepmark if program == "stepmark" else _recipe
+        run = stepmark if program == "stepmark" else _script
         done = run(*words, cwd=folder)
         text = _block("to stdout", _plain(done.stdout, folder))
         text += _block("to stderr", _plain(done.stderr, folder))
         shown.append(text)
         if program != "stepmark" or "COLUMNS" not in variables:
-            break  # nor does a recipe, which prints no tables that know a width
+            break  # nor does a script, which prints no tables that know a width
     section = f"{PROMPT}{line}\n{shown[0]}"
     if shown[-1] != shown[0]:
         section += f"# at {WIDTHS[-1]} columns\n{shown[-1]}"
@@ -121,9 +121,9 @@ def _section(line: str, folder: Path, patch: pytest.MonkeyPatch, variables: set[
     return section + "\n"
 
 
-def _recipe(script: str, *words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
+def _script(path: str, *words: str, cwd: Path) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, ROOT / script, *words],
+        [sys.executable, ROOT / path, *words],
         cwd=cwd,
         env=environment(),
         capture_output=True,

@@ -192,3 +192,14 @@ def test_tests_of_a_file_run_in_one_process(request: pytest.FixtureRequest) -> N
     """What they share is made once, and ranks of two tests never wait for each other."""
     is_worker = hasattr(request.config, "workerinput")
     assert request.node.nodeid.endswith("@test_architecture") is is_worker
+
+
+def test_scripts_of_figures_are_listed() -> None:
+    """validation/README.md names each script, its figure, and how to repeat it."""
+    page = (ROOT / "validation" / "README.md").read_text()
+    rows = [line.split("|")[1:-1] for line in page.splitlines() if line.startswith("| `")]
+    assert all(len(row) == 3 and all(map(str.strip, row)) for row in rows)
+    listed = [name for script, _, _ in rows for name in re.findall(r"`(\w+\.py)`", script)]
+    assert sorted(listed) == sorted(path.name for path in ROOT.glob("validation/*.py"))
+    repeated = {name for *_, how in rows for name in re.findall(r"validation/(\w+\.py)", how)}
+    assert repeated == {script.split("`")[1] for script, _, _ in rows}

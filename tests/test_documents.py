@@ -29,9 +29,17 @@ from stepmark.workloads.workload import generate
 from stepmark.workloads.workload_options import GenerateOptions
 
 ROOT = Path(__file__).parents[1]
-DIARY = ROOT / "docs" / "LOG.md"
-PAGES = [ROOT / "README.md", *(page for page in ROOT.glob("docs/**/*.md") if page != DIARY)]
-OUTSIDE = ("README.md", "CONTRIBUTING.md", "containers/README.md", "examples/README.md")
+PAGES = [
+    ROOT / "README.md",
+    *(page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "diary"),
+]
+OUTSIDE = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "containers/README.md",
+    "examples/README.md",
+    "validation/README.md",
+)
 CHECKED = "sh(?: try| run[^\n]*)?"
 
 PLANNED = {"run", "op", "comm", "train", "calibrate", "replay", "sweep"}

@@ -18,7 +18,7 @@ SOURCE = ROOT / "src" / "stepmark"
 # The diary is dated: its entries are left as they are.
 PAGES = [
     ROOT / "README.md",
-    *(page for page in ROOT.glob("docs/**/*.md") if page.name != "LOG.md"),
+    *(page for page in ROOT.glob("docs/**/*.md") if page.parent.name != "diary"),
 ]
 PLAINER = {
     r"(not )?to be had": "not available",

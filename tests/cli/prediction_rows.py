@@ -1,4 +1,4 @@
-"""`python -m tests.cli.prediction_rows STEP WORDS`: the recipe, with one step of two ranks.
+"""`python -m tests.cli.prediction_rows STEP WORDS`: the script, with one step of two ranks.
 
 Its ranks are forked.
 """
@@ -10,12 +10,12 @@ from tests import fork_server, forked_ranks
 
 from stepmark.measuring import local_ranks
 
-RECIPE = fork_server.ROOT / "recipes" / "prediction_rows.py"
+SCRIPT = fork_server.ROOT / "validation" / "prediction_rows.py"
 
 if __name__ == "__main__":
     fork_server.server()  # while there are no threads
     local_ranks._start = forked_ranks.start
     step = sys.argv.pop(1)
-    recipe = runpy.run_path(str(RECIPE))
-    recipe["ROWS"][2] = (step,)
-    sys.exit(recipe["main"]())
+    script = runpy.run_path(str(SCRIPT))
+    script["ROWS"][2] = (step,)
+    sys.exit(script["main"]())

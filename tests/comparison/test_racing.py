@@ -114,7 +114,7 @@ def test_many_looks_rarely_drop_what_is_the_fastest() -> None:
     """At one size a setting is faster by just the gain that counts, and looked at 29 times.
 
     Noise of 10 % leaves rare states out of account. A constant level of 1 % drops 7 %.
-    recipes/verdicts.py counts with more races.
+    validation/verdicts.py counts with more races.
     """
     wrong, count = 0, 100
     for seed in range(count):

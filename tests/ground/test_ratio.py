@@ -173,7 +173,7 @@ def _three_errors(share: float) -> float:
 def test_same_is_almost_never_called_different_and_3_percent_is(
     launches: int, sd: float, samples: int
 ) -> None:
-    """recipes/verdicts.py counts with thousands of tables."""
+    """validation/verdicts.py counts with thousands of tables."""
     single = FALSE_SHARE / 2  # what a row by itself may err
     assert _share(launches, sd, samples, 1.0, seed=1) <= single + _three_errors(single)
     assert _share(launches, sd, samples, 1.03, seed=2) >= 0.95 - _three_errors(0.95)

@@ -225,7 +225,7 @@ def test_roofline_never_beats_the_data_sheet() -> None:
 
 
 def test_roofline_reaches_the_published_shares_of_the_data_sheet() -> None:
-    """Products: 0.70 to 0.76 (SimuMax); AdamW: 3.41 of an H200's 4.8 TB/s (docs/LOG.md)."""
+    """Products: 0.70 to 0.76 (SimuMax); AdamW: 3.41 of an H200's 4.8 TB/s (docs/diary)."""
     h200 = load_devices()["h200-sxm"]
     costs = RooflineCosts(h200)
     gemm = Gemm(m=8192, n=8192, k=8192)

@@ -93,7 +93,7 @@ def test_a_recorded_output_is_within_its_bounds() -> None:
         memory = estimate(dataclasses.replace(case, grad_accum=grad_accum))
         assert off(memory.allocated_bytes / 2**30, measured[0]) <= 0.6
         assert off(memory.reserved_bytes / 2**30, measured[1]) <= 3.2
-    # docs/LOG.md: it ran out of memory on two.
+    # docs/diary: it ran out of memory on two.
     two = dataclasses.replace(case, parallel=ParallelConfig(dp_shard=2), grad_accum=8)
     memory = estimate(two)
     sizes = memory.allocated_bytes, memory.reserved_bytes

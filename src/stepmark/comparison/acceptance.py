@@ -2,7 +2,7 @@
 
 A machine of which every case is within the limit is rejected in 1 of 100 checks at most; one of
 which a case is slower than the limit by MARGIN more is accepted in 5 of 100 at most. What fits
-neither is undecided. recipes/verdicts.py counts.
+neither is undecided. validation/verdicts.py counts.
 """
 
 import math

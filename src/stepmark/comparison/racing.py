@@ -8,7 +8,7 @@ at most: look k may spend 1 / (k (k + 1)) of it, the sum of which is 1 for any n
 (Lan and DeMets, Biometrika 70, 1983), divided by the number of settings that may be the fastest
 one (Bonferroni). Lines need no correction, because a setting is dropped only if it is beaten at
 all of them (Berger, Technometrics 24, 1982).
-recipes/verdicts.py counts the errors.
+validation/verdicts.py counts the errors.
 """
 
 import math

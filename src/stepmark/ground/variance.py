@@ -23,7 +23,7 @@ _LEAST_SHARE = 1e-4  # of the pool's variance: what a row has at least, whose va
 _MAX_DF = 300.0  # of a prior: from here on rows share one variance
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # A few launches have not seen a state that one in five takes. As if this had been seen, too:
-# 2 % on four degrees of freedom. recipes/verdicts.py shows what it prevents.
+# 2 % on four degrees of freedom. validation/verdicts.py shows what it prevents.
 _RARE_VARIANCE, _RARE_DF = 0.02**2, 4
 
 Residuals = Sequence[float]  # of one row, by launch

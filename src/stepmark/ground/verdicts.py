@@ -1,7 +1,7 @@
 """Verdicts on the rows of a table: ratios of speeds with intervals, judged together.
 
 The launch is the statistical unit. docs/definitions.md derives the rules, and
-recipes/verdicts.py measures how often they are wrong.
+validation/verdicts.py measures how often they are wrong.
 """
 
 import math
@@ -38,7 +38,7 @@ _LEAST_UNMOVED = 0.25
 _KNOWN_DF = 1e9  # of a variance that is known
 # Two blocks, one measured after the other, differ by this much although nothing was changed
 # (1 sd). Runs of one machine differ by 0.2 to 1.5 % where the device bounds them
-# (collectives in graphs or from 1 MiB on, products; runs of results/, docs/LOG.md).
+# (collectives in graphs or from 1 MiB on, products; runs of results/, docs/diary).
 _DRIFT = Variance(0.01**2, _KNOWN_DF)
 _MIN_RUNS = 3  # of history, from which it is known how blocks differ
 _MIN_SPREAD = 8  # rows of one launch a side, whose ratios show how much launches differ

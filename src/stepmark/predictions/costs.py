@@ -247,7 +247,7 @@ class OperatorCosts:
 # Share of the roofline that operations reach. Products: 0.70 to 0.76 of the peak for large
 # shapes on A100 (SimuMax, its measured tables of efficiencies). Attention: forward up to 0.75,
 # backward about 0.55 of the peak on H100 (FlashAttention-3, arXiv:2407.08608, figures 5 and 6).
-# Memory: a copy reaches 4.26 of 4.8 TB/s on H200, AdamW 3.41 (docs/LOG.md).
+# Memory: a copy reaches 4.26 of 4.8 TB/s on H200, AdamW 3.41 (docs/diary).
 _EFFICIENCY = {
     Work.MATMUL: 0.73,
     Work.ATTENTION: 0.6,

@@ -18,7 +18,7 @@ from stepmark.timeline.step_cost import OpCost, PowerModel
 from stepmark.workloads.file_times import FileTimes
 
 # Between kernels that are launched already, without a profiler: measured on an H200
-# (docs/LOG.md). It stands in where no calibration has it.
+# (docs/diary). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
 _IN_HOST = 8  # GPUs
 

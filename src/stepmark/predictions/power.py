@@ -12,7 +12,7 @@ from math import exp, log
 from stepmark.timeline.ledger import Work
 from stepmark.timeline.step_cost import PowerModel
 
-# Measured on an H200 (docs/LOG.md): kernels of steps of gpt2-1.5b and llama-3.1-8b at the power
+# Measured on an H200 (docs/diary): kernels of steps of gpt2-1.5b and llama-3.1-8b at the power
 # limit beside the same kernels at full clock, as exponents of the slowdown of attention. That
 # of products is 0.45 to 0.75, by their shapes.
 SENSITIVITY = {

@@ -42,7 +42,7 @@ _LATENT = MlaConfig(
     qk_rope_head_dim=16,
     v_head_dim=16,
 )
-# As MODELS of recipes/deepspeed_messages.py has them.
+# As MODELS of validation/deepspeed_messages.py has them.
 MODELS = {
     "llama": _model(name="llama"),
     "qwen2-tied": _model(name="qwen2", qkv_bias=True, tied_embeddings=True),

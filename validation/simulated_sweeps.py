@@ -1,4 +1,4 @@
-"""Simulated sweeps for recipes/verdicts.py: the product's own functions race and confirm."""
+"""Simulated sweeps for validation/verdicts.py: the product's own functions race and confirm."""
 
 import math
 import random

@@ -1,15 +1,16 @@
 """Predictions that are committed before their measurement, and the table of them.
 
-    python recipes/prediction_rows.py measure --nproc 1 --only 1-6 --out runs/predictions
-    python recipes/prediction_rows.py measure --nproc 1 --resume runs/predictions/ID
-    python recipes/prediction_rows.py table runs/predictions src/stepmark/data/predictions.csv
-    python recipes/prediction_rows.py pack runs/predictions packed
-    python recipes/prediction_rows.py again results
+    python validation/prediction_rows.py measure --nproc 1 --only 1-6 --out runs/predictions
+    python validation/prediction_rows.py measure --nproc 1 --resume runs/predictions/ID
+    python validation/prediction_rows.py table runs/predictions predictions.csv
+    python validation/prediction_rows.py pack runs/predictions packed
+    python validation/prediction_rows.py again results
 
 `measure` calibrates for several training steps in one sitting, commits all their predictions,
-and measures each step in two launches. `table` writes a row per step: predicted and measured
-time (the mean of both launches), clock, power, memory, the largest line errors, and the
-baseline that predicts every step from one constant rate. `pack` copies runs with the ledgers of
+and measures each step in two launches. `table` writes a row per step, the package's
+data/predictions.csv: predicted and measured time (the mean of both launches), clock, power,
+memory, the largest line errors, and the baseline that predicts every step from one constant
+rate. `pack` copies runs with the ledgers of
 the measured steps in place of their traces, which are large. `again` predicts measured steps
 once more, by the predictor as it is now, and prints its errors; these are no past predictions.
 """
@@ -357,7 +358,7 @@ def _row(own: Mapping[str, Any], records: list[Measured], step: Step | None) -> 
 
 
 def main() -> int:
-    """Run a command of this recipe."""
+    """Run a command of this script."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(required=True)
     measure = commands.add_parser("measure")

@@ -6,8 +6,8 @@ time of a launch; what repeats is the launch: its interval is a 99 % t interval 
 and that of the geometric mean over rows is one over the launches' means. Collectives under
 4 MiB are listed but are not in the mean: they vary from launch to launch.
 
-    python recipes/compare_versions.py ../old/src src --kind op --device cuda --out /tmp/op
-    python recipes/compare_versions.py ../old/src src --kind comm --nproc 2 --out /tmp/comm
+    python validation/compare_versions.py ../old/src src --kind op --device cuda --out /tmp/op
+    python validation/compare_versions.py ../old/src src --kind comm --nproc 2 --out /tmp/comm
 
 It stops after --limit seconds (default 500) where launches are left; the same command with
 --resume goes on. --only REGEX keeps commands that match. Results: OUT/launches.jsonl (one line

@@ -1,6 +1,6 @@
 """Record every message that DeepSpeed sends in small jobs on CPU ranks, for the tests.
 
-    python recipes/deepspeed_messages.py --cases tests/data/deepspeed/cases.json \
+    python validation/deepspeed_messages.py --cases tests/data/deepspeed/cases.json \
         --out tests/data/deepspeed/messages.json
 
 It needs deepspeed (DS_BUILD_OPS=0 when installed from source), transformers and gloo, but no

@@ -5,8 +5,8 @@ so that they see the same state of the device. A turn's mean counts, because a r
 20 ms delays few samples, which a median leaves out. The cost is the ratio of the two means of a
 round: its median over rounds, with the 95 % interval of the median.
 
-    python recipes/telemetry_cost.py --out telemetry_cost.json
-    python recipes/telemetry_cost.py --device cpu --rounds 8
+    python validation/telemetry_cost.py --out telemetry_cost.json
+    python validation/telemetry_cost.py --device cpu --rounds 8
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Count wrong and missing verdicts of comparisons on simulated launches whose truth is known.
 
-    python recipes/verdicts.py                 # all experiments, fixed seeds: about 25 minutes
-    python recipes/verdicts.py --only tables --scale 0.1
+    python validation/verdicts.py             # all experiments, fixed seeds: 25 minutes
+    python validation/verdicts.py --only tables --scale 0.1
 
 It calls the function that judges the rows of `stepmark compare`. docs/definitions.md has the
 table that it prints.
@@ -308,11 +308,11 @@ def main() -> None:
     options = parser.parse_args()
     for name, function in names.items():
         if options.only in (None, name):
-            print(f"\n{function.__doc__}\n")  # noqa: T201
+            print(f"\n{function.__doc__}\n")
             for place, cells in enumerate(function(options.scale)):
-                print(f"| {' | '.join(cells)} |", flush=True)  # noqa: T201
+                print(f"| {' | '.join(cells)} |", flush=True)
                 if place == 0:
-                    print(f"|{'---|' * len(cells)}", flush=True)  # noqa: T201
+                    print(f"|{'---|' * len(cells)}", flush=True)
 
 
 if __name__ == "__main__":

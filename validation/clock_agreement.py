@@ -3,7 +3,7 @@
 All three time the same operands in one process, alternately, in several rounds after a soak, so
 that they run at the same clocks and power limit. A GPU and triton are required.
 
-    python recipes/clock_agreement.py --out agreement.json
+    python validation/clock_agreement.py --out agreement.json
 """
 
 import argparse

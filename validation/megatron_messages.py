@@ -5,7 +5,7 @@ Every case is a job with settings of the megatron rules, run by megatron-core on
 recorded on every rank. One file per case is written.
 
     pip install --no-deps megatron-core==0.16.1 einops six
-    python recipes/megatron_messages.py tests/data/megatron [CASE ...]
+    python validation/megatron_messages.py tests/data/megatron [CASE ...]
 
 With --checkout, a clone of Megatron-LM at core_v0.16.1 runs the step, so that the messages of
 megatron/training are included: data to the tp ranks, and logging.

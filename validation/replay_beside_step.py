@@ -1,7 +1,7 @@
 """Replay real training steps beside them; write a table of both.
 
-    python recipes/replay_beside_step.py --out results/replay-beside-step
-    python recipes/replay_beside_step.py --only gpt2-1.5b,llama-eager --out DIR
+    python validation/replay_beside_step.py --out results/replay-beside-step
+    python validation/replay_beside_step.py --only gpt2-1.5b,llama-eager --out DIR
 
 Each step is trained and profiled, its trace becomes a workload, and this is replayed: with
 busy times (sleep), the same with every operation waited for (blocking), and, of a generated

@@ -1,4 +1,4 @@
-"""Simulated launches for recipes/verdicts.py: their noise, and rows of two sides."""
+"""Simulated launches for validation/verdicts.py: their noise, and rows of two sides."""
 
 import math
 import random

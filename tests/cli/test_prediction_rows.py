@@ -1,4 +1,4 @@
-"""The recipe of the table of predictions, with one small step on the CPU."""
+"""The script of the table of predictions, with one small step on the CPU."""
 
 import csv
 import os
@@ -13,13 +13,13 @@ from tests import fork_server, outputs
 from stepmark.measuring.machine import machine
 from stepmark.runs import run
 
-from .prediction_rows import RECIPE
+from .prediction_rows import SCRIPT
 from .process import ROOT, environment
 
 STEP = "gpt2-125m --scale tiny --num-layers 3 --mbs 2 --strategy ddp"
 
 
-def recipe(*words: str, cwd: Path, code: int = 0) -> str:
+def script(*words: str, cwd: Path, code: int = 0) -> str:
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = fork_server.server().fork_command(
             ["tests.cli.prediction_rows", STEP, *words],
@@ -41,8 +41,8 @@ def recipe(*words: str, cwd: Path, code: int = 0) -> str:
 @pytest.mark.slow
 @pytest.mark.ranks
 def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> None:
-    recipe("measure", "--nproc", "2", "--device", "cpu", "--out", "runs", cwd=tmp_path)
-    shown = recipe("table", "runs", "rows.csv", cwd=tmp_path)
+    script("measure", "--nproc", "2", "--device", "cpu", "--out", "runs", cwd=tmp_path)
+    shown = script("table", "runs", "rows.csv", cwd=tmp_path)
     (row,) = csv.DictReader((tmp_path / "rows.csv").read_text().splitlines())
     error_pct = 100 * (float(row["predicted_s"]) / float(row["measured_s"]) - 1)
     assert float(row["error_pct"]) == pytest.approx(error_pct)
@@ -50,20 +50,20 @@ def test_a_step_is_measured_twice_tabled_and_predicted_again(tmp_path: Path) -> 
     assert float(row["lines_error_pct"]) > 0
     assert f"all: 1 rows, mean {abs(error_pct):.2f} %" in shown
     # By the same predictor it is the same prediction.
-    again = recipe("again", "runs", cwd=tmp_path)
+    again = script("again", "runs", cwd=tmp_path)
     assert f"predicted {error_pct:+.1f} %" in again
     assert f"all: 1 rows, mean {abs(error_pct):.2f} %" in again
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "prediction.json").exists()
-    assert recipe("again", "elsewhere", cwd=tmp_path, code=3) == ""
+    assert script("again", "elsewhere", cwd=tmp_path, code=3) == ""
 
 
 def test_every_row_is_a_step_that_can_be_run() -> None:
-    recipe_ = runpy.run_path(str(RECIPE))
+    loaded = runpy.run_path(str(SCRIPT))
     here = machine("h200", dry_run=True)
-    for ranks, rows in recipe_["ROWS"].items():
+    for ranks, rows in loaded["ROWS"].items():
         for words in rows:
-            case = run.step_case(recipe_["_options"](words, ranks, "h200"), here, [])
+            case = run.step_case(loaded["_options"](words, ranks, "h200"), here, [])
             assert case.num_ranks == ranks, words
 
 
@@ -80,7 +80,7 @@ ERRORS = {"clock": 2.4, "allocated": 0.8, "reserved": 4.9}
 
 
 def test_published_steps_are_predicted_as_well_as_they_were() -> None:
-    """tests/test_outputs.py holds this transcript to what the recipe prints."""
+    """tests/test_outputs.py holds this transcript to what the script prints."""
     shown = (outputs.FOLDER / "predictions.txt").read_text()
     for stratum, (count, mean, largest) in STRATA.items():
         found = re.search(rf"{stratum}: (\d+) rows, mean (.*) %, max (.*) %", shown)

@@ -5,7 +5,7 @@ runner's sampling of the same calls on the same tensor and group, so that both s
 noise. The median of the slower rank counts. `wall` is the wall time of the runner's turn,
 including its decisions and gathers between batches, over that of the bare loop.
 
-    torchrun --standalone --nproc-per-node 2 recipes/comm_overhead.py --rounds 200
+    torchrun --standalone --nproc-per-node 2 validation/comm_overhead.py --rounds 200
 """
 
 import argparse
