@@ -81,12 +81,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def forked_ranks() -> Iterator[None]:
     """Fork the ranks of commands that run in this process."""
-    from tests import forked_ranks
+    from tests import fork_server
 
     from stepmark.measuring import local_ranks
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_ranks, "_start", forked_ranks.start)
+        patch.setattr(local_ranks, "_start", fork_server.start_rank)
         yield
 
 

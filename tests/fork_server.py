@@ -1,8 +1,8 @@
-"""The process of a test session that has imported torch, and from which ranks are forked.
+"""The process of a test session that has imported torch, and from which programs are forked.
 
-Importing torch costs seconds of CPU time, a fork milliseconds. Two kinds of ranks come from it:
-those of a pool (tests/ranks_pool.py), which the server collects, and those of a command that
-runs in this process (tests/forked_ranks.py), which become our children.
+Importing torch costs seconds of CPU time, a fork milliseconds. What is forked runs a module, as
+`python -m` does, and becomes our child: a rank of a pool (tests/ranks_pool.py), a rank of a
+command that runs in this process (`start_rank`), or a command.
 """
 
 import atexit
@@ -32,6 +32,10 @@ PR_SET_NAME = 15  # prctl(2)
 PR_SET_CHILD_SUBREAPER = 36
 RANK_NAME = "rank "  # with the number: the environment that others see is the server's
 FORKED = "STEPMARK_TEST_FORKED"  # pid of a command that was forked from a server
+RANK_SETTINGS = {
+    "OMP_NUM_THREADS": "1",  # two cores, four ranks
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that import torch again
+}
 # FSDP, pipelines and some operators import torch._dynamo when they are used, for half as long
 # as torch takes.
 PRELOADED = (
@@ -74,34 +78,22 @@ class ForkServer:
         """Import modules that all later ranks will have."""
         self._ask("load", list(modules))
 
-    def fork_rank(
-        self,
-        environment: Mapping[str, str],
-        device_type: str,
-        module: str,
-        pipe: int,
-        stderr: int,
-    ) -> int:
-        """Start a rank that calls a module's `serve(pipe, device_type)`; return its pid."""
-        pid: int = self._ask(
-            "rank", dict(environment), device_type, module, handles=(pipe, stderr)
-        )
-        return pid
-
     def fork_command(
         self,
         words: Sequence[str],
         environment: Mapping[str, str],
         folder: str,
         streams: tuple[int, int],
+        stdin: int | None = None,
     ) -> ForkedProcess:
-        """Start `python -m WORDS` in a folder, as our child; streams: stdout and stderr."""
-        values = os.getpid(), list(words), dict(environment), folder
-        return ForkedProcess(self._ask("command", *values, handles=streams), words)
+        """Start `python -m WORDS` in a folder, as our child; streams: stdout and stderr.
 
-    def end(self, pids: Sequence[int], grace_s: float) -> None:
-        """Wait for ranks to end; kill those that do not."""
-        self._ask("end", list(pids), grace_s)
+        stdin: a socket, or nothing to read.
+        """
+        values = os.getpid(), list(words), dict(environment), folder
+        with open(os.devnull) as nothing:
+            handles = (nothing.fileno() if stdin is None else stdin, *streams)
+            return ForkedProcess(self._ask("command", *values, handles=handles), words)
 
     def close(self) -> None:
         self._pipe.close()
@@ -122,6 +114,18 @@ def server() -> ForkServer:
     return new
 
 
+def start_rank(
+    command: Sequence[str], environment: Mapping[str, str], listener: socket.socket | None
+) -> "subprocess.Popen[bytes]":
+    """In place of measuring/local_ranks.py's, where ranks meet through a file.
+
+    All else is as it does it: a session, the environment, our streams, and death with us.
+    """
+    assert listener is None, "needs /dev/shm"
+    words = command[2:]  # behind "python -m"
+    return server().fork_command(words, environment, os.getcwd(), (1, 2))
+
+
 def _started(pipe: socket.socket) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         [sys.executable, "-m", "tests.fork_server", str(pipe.fileno())],
@@ -129,12 +133,11 @@ def _started(pipe: socket.socket) -> "subprocess.Popen[bytes]":
         env=os.environ
         | {
             "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-            "OMP_NUM_THREADS": "1",  # two cores, four ranks
-            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no workers that import torch again
             # Large tensors are not given back: half of the time would be that of page faults.
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": str(2**40),
-        },
+        }
+        | RANK_SETTINGS,
         pass_fds=[pipe.fileno()],
     )
 
@@ -157,34 +160,21 @@ def _is_forked() -> bool:
 
 
 def _serve(requests: Connection) -> None:
-    """Fork ranks and collect those of pools, until the test session ends."""
+    """Fork programs until the test session ends, whose death is theirs."""
     for module in PRELOADED:
         importlib.import_module(module)
     _keep_shared()
-    of_pools: set[int] = set()
     while True:
         try:
             request, *values = requests.recv()
         except (EOFError, ConnectionResetError):
-            for pid in of_pools:
-                os.kill(pid, signal.SIGKILL)
             os._exit(0)
-        if request == "rank":
-            pid = _fork_rank(requests, *values)
-            of_pools.add(pid)
-            requests.send(pid)
-        elif request == "command":
+        if request == "command":
             requests.send(_fork_command(requests, *values))
-        elif request == "load":
+        else:
             for module in values[0]:
                 importlib.import_module(module)
             _keep_shared()
-            requests.send(None)
-        else:
-            pids, grace_s = values
-            for pid in pids:
-                _reap(pid, time.monotonic() + grace_s)
-                of_pools.discard(pid)
             requests.send(None)
 
 
@@ -192,31 +182,6 @@ def _keep_shared() -> None:
     """A collection in a fork would visit, and so copy, all that was imported here."""
     gc.collect()
     gc.freeze()
-
-
-def _fork_rank(
-    requests: Connection, environment: dict[str, str], device_type: str, module: str
-) -> int:
-    pipe, stderr = recv_handle(requests), recv_handle(requests)
-    pid = os.fork()
-    if pid == 0:
-        requests.close()
-        os.dup2(stderr, 2)
-        os.close(stderr)
-        os.environ.update(environment)
-        importlib.import_module(module).serve(Connection(pipe), device_type)
-    os.close(pipe)
-    os.close(stderr)
-    return pid
-
-
-def _reap(pid: int, end: float) -> None:
-    while not os.waitpid(pid, os.WNOHANG)[0]:
-        if time.monotonic() > end:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-            return
-        time.sleep(2e-3)
 
 
 def _fork_command(
@@ -227,7 +192,7 @@ def _fork_command(
     folder: str,
 ) -> int:
     """Fork twice: a rank whose parent has ended becomes the child of the process that asks."""
-    streams = [recv_handle(requests) for _ in range(2)]
+    streams = [recv_handle(requests) for _ in range(3)]
     told, tell = os.pipe()
     between = os.fork()
     if between == 0:
@@ -267,8 +232,7 @@ def _be_command(
             ctypes.CDLL(None).prctl(PR_SET_NAME, name, 0, 0, 0)
         added = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
         sys.path[:0] = [path for path in added if path not in sys.path]
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        for number, stream in enumerate((nothing, *streams)):
+        for number, stream in enumerate(streams):
             os.dup2(stream, number)
             os.close(stream)
         sys.argv = list(words)

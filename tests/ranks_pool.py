@@ -9,6 +9,8 @@ import contextlib
 import importlib
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -16,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from tests.fork_server import server
+from tests.fork_server import RANK_SETTINGS, server
 
 
 class RankDiedError(Exception):
@@ -41,7 +43,7 @@ class Pool:
             "MASTER_PORT": str(_free_port()),
             **(environment or {}),
         }
-        self._pids: list[int] = []
+        self._ranks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[Connection] = []
         server().load(imports)
         self._pending: dict[Any, int] = {}  # ranks that have not answered
@@ -49,10 +51,14 @@ class Pool:
         for rank in range(num_ranks):
             here, there = socket.socketpair()
             with there:
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                handles = there.fileno(), self._stderr.fileno()
-                pid = server().fork_rank(common | place, device_type, __name__, *handles)
-            self._pids.append(pid)
+                process = server().fork_command(
+                    [__name__, str(rank), device_type],
+                    os.environ | RANK_SETTINGS | common,
+                    os.getcwd(),
+                    (1, self._stderr.fileno()),
+                    stdin=there.fileno(),
+                )
+            self._ranks.append(process)
             self._pipes.append(Connection(here.detach()))
 
     def __enter__(self) -> "Pool":
@@ -107,7 +113,13 @@ class Pool:
         grace_s = 5.0 if self.is_whole else 0.0
         for pipe in self._pipes:
             pipe.close()
-        server().end(self._pids, grace_s)
+        end = time.monotonic() + grace_s
+        for process in self._ranks:
+            try:
+                process.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
         self._stderr.close()
 
     def _stderr_text(self) -> str:
@@ -129,10 +141,12 @@ def _free_port() -> int:
 # In a rank
 
 
-def serve(pipe: Connection, device_type: str) -> None:
+def serve(pipe: Connection, rank: str, device_type: str) -> None:
     """Run what the test asks for. Never returns."""
     from stepmark.measuring.ranks import join
 
+    # Not from the start: a process with a rank in its environment is taken for a command's.
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank}
     try:
         ranks = join(device_type)
     except Exception:  # noqa: BLE001  in the pool's stderr
@@ -147,3 +161,8 @@ def serve(pipe: Connection, device_type: str) -> None:
             pipe.send(getattr(importlib.import_module(module), name)(ranks, *arguments))
         except Exception:  # noqa: BLE001  told to the test
             pipe.send(_Raised(f"rank {ranks.rank}: {traceback.format_exc()}"))
+
+
+if __name__ == "__main__":
+    # What a rank answers is of this module, not of `__main__`.
+    importlib.import_module("tests.ranks_pool").serve(Connection(0), *sys.argv[1:])
