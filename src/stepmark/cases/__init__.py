@@ -1,5 +1,6 @@
 """Cases, plans and records: what is measured, and what came out.
 
+- fields.py: what all readers of cases know of a field, declared once.
 - case.py, comm_case.py, train_case.py, replay_case.py: one measurement each, by its identity.
 - training.py, train_words.py, recompute.py, flops.py: techniques of training, and FLOPs.
 - plan.py: the cases of a run in order. record.py: the outcome of a case.

@@ -1,14 +1,12 @@
 """Case of an operator: one measurement to make. The content of a case is its identity."""
 
-import dataclasses
 import hashlib
 import json
-from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from stepmark.cases.fields import Role, field_of, identity
+from stepmark.cases.fields import Role, field_of, fields_of, identity
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import FAMILY_OF, Op, Phase
 
@@ -58,12 +56,6 @@ def identity_hash(identity: object) -> str:
     """Return the SHA-256 of the canonical JSON of an identity."""
     text = json.dumps(identity, sort_keys=True, separators=(",", ":"), default=fields_of)
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-def fields_of(value: Any, without: Collection[str] = ()) -> dict[str, object]:
-    """Return the fields of a dataclass; dataclasses among their values stay."""
-    names = (field.name for field in dataclasses.fields(value))
-    return {name: getattr(value, name) for name in names if name not in without}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ command that measures a case again, columns, words and comparisons read the decl
 import dataclasses
 import itertools
 import typing
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -136,18 +136,21 @@ def declared(case: type) -> tuple[CaseField, ...]:
     return _DECLARED[case]
 
 
+def fields_of(value: Any, without: Collection[str] = ()) -> dict[str, object]:
+    """Return the fields of a dataclass; dataclasses among their values stay."""
+    names = (field.name for field in dataclasses.fields(value))
+    return {name: getattr(value, name) for name in names if name not in without}
+
+
 def identity(case: Any) -> dict[str, object]:
     """Return the values that define what is measured and how."""
-    values = {
-        field: getattr(case, field.attribute)
-        for field in declared(type(case))
-        if field.role is not None
-    }
-    return {
-        field.attribute: value
-        for field, value in values.items()
-        if not field.later or value != field.default
-    }
+    values = {}
+    for field in declared(type(case)):
+        value = getattr(case, field.attribute)
+        is_absent = field.later and value == field.default
+        if field.role is not None and not is_absent:
+            values[field.attribute] = value
+    return values
 
 
 def compared(case: Any) -> dict[str, Any]:
@@ -161,12 +164,11 @@ def compared(case: Any) -> dict[str, Any]:
 
 def in_words(case: type, values: typing.Mapping[str, Any]) -> list[str]:
     """Return the words of plain values by name, but of defaults and of those without words."""
-    said = (field.said(values.get(field.name)) for field in declared(case))
-    return list(filter(None, said))
-
-
-def _with_options(case: type) -> Iterator[CaseField]:
-    return (field for field in declared(case) if field.option)
+    words = []
+    for field in declared(case):
+        if said := field.said(values.get(field.name)):
+            words.append(said)
+    return words
 
 
 def with_fields(case: type) -> Callable[[type[T]], type[T]]:
@@ -174,8 +176,8 @@ def with_fields(case: type) -> Callable[[type[T]], type[T]]:
 
     def add(cls: type[T]) -> type[T]:
         title = (cls.__doc__ or "").partition(".")[0]
-        for field in _with_options(case):
-            if field.group == title:
+        for field in declared(case):
+            if field.option and field.group == title:
                 cls.__annotations__[field.option_name] = field.reads | None
                 default = False if field.reads is bool else None
                 option = dataclasses.field(default=default, metadata={"flag": field.option})
@@ -188,8 +190,8 @@ def with_fields(case: type) -> Callable[[type[T]], type[T]]:
 def given_values(case: type, options: object) -> Iterator[dict[str, Any]]:
     """Yield the fields that options give a case, one time for each combination of values."""
     given: dict[str, Iterable[Any]] = {}
-    for field in _with_options(case):
-        value = getattr(options, field.option_name)
+    for field in declared(case):
+        value = getattr(options, field.option_name) if field.option else None
         if value is not None:
             given[field.attribute] = value if field.is_swept else (value,)
     for values in itertools.product(*given.values()):
@@ -199,9 +201,9 @@ def given_values(case: type, options: object) -> Iterator[dict[str, Any]]:
 def option_values(case: Any) -> dict[str, Any]:
     """Return the options that give the case these fields, without those that are defaults."""
     values: dict[str, Any] = {}
-    for field in _with_options(type(case)):
+    for field in declared(type(case)):
         value = getattr(case, field.attribute)
-        if field.varies or value != field.default:
+        if field.option and (field.varies or value != field.default):
             values[field.option_name] = (value,) if field.is_swept else value
     return values
 
@@ -209,7 +211,7 @@ def option_values(case: Any) -> dict[str, Any]:
 def check_needs(case: Any, options: Any) -> None:
     """Refuse options that are given and have no effect in this case. Raises ConfigError."""
     given = plain(options)
-    for field in _with_options(type(case)):
+    for field in declared(type(case)):
         name = field.option_name
         if name in given and field.needs and not field.needs.is_met(case):
             raise ConfigError(dashed(name), given[name], f"only with {field.needs.words}")

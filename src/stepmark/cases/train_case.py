@@ -5,8 +5,8 @@ import json
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from stepmark.cases.case import Label, fields_of
-from stepmark.cases.fields import Need, Role, Shown, field_of, identity
+from stepmark.cases.case import Label
+from stepmark.cases.fields import Need, Role, Shown, field_of, fields_of, identity
 from stepmark.cases.training import (
     CompileScope,
     DataParallel,
