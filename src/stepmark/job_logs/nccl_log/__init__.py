@@ -77,12 +77,16 @@ class _Reader:
         self._cache = CallCache()
         self._choices: dict[bytes, list[int]] = {}
         self._writers: dict[bytes, Writer] = {}
-        self._file, self._index, self._has_messages = "", 0, False
+        self._file = ""
+        self._index = 0
+        self._has_messages = False
         self.collector.forget_counters = self._cache.forget
 
     def read(self, path: Path, index: int) -> None:
         """Read one file. Raises ConfigError."""
-        self._file, self._index, self._has_messages = str(path), index, False
+        self._file = str(path)
+        self._index = index
+        self._has_messages = False
         self.collector.output.enter_file(self._file, index)
         num_before = self.collector.output.num_notable
         self._cache.clear()
@@ -113,7 +117,8 @@ class _Reader:
 
     def _scan(self, block: Block) -> None:
         """Read the lines of a block; they are separated only where one is new."""
-        heads, number = self._cache.heads, block.first
+        heads = self._cache.heads
+        number = block.first
         rest = block.text
         if b" opCount " in rest:
             *calls_found, rest = CALL_LINES.split(rest)
@@ -136,7 +141,8 @@ class _Reader:
 
     def _read_others(self, block: Block, text: bytes, first: int) -> int:
         """Read lines without a whole call; return the number of the line after them."""
-        choice_of, counter_of = self._choices.get, self._cache.counters.get
+        choice_of = self._choices.get
+        counter_of = self._cache.counters.get
         has_ignored = False
         lines = text.split(b"\n")
         for number, line in enumerate(lines, first):
@@ -183,7 +189,8 @@ class _Reader:
 
     def _coll(self, line: bytes, number: int, following: bytes, *, is_cacheable: bool) -> None:
         at = line.find(b" opCount ")
-        low, high = line.find(b" count ", at), line.rfind(b" stream ")
+        low = line.find(b" count ", at)
+        high = line.rfind(b" stream ")
         comm = line.find(b" comm ", low)
         is_whole = at < low < comm < high and low - at < MAX_BUFFERS
         parts = (line[:at], line[low:comm], line[comm:high])

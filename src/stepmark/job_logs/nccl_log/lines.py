@@ -145,7 +145,8 @@ def segments(line: bytes) -> list[bytes]:
 
 
 def _split(raw: IO[bytes] | gzip.GzipFile) -> Iterator[Block]:
-    carry, first = b"", 1
+    carry = b""
+    first = 1
     while text := raw.read(BLOCK_BYTES):
         text = without_colors(carry + text)
         end = text.rfind(b"\n")
@@ -281,7 +282,9 @@ class CallSequence:
         return index, self.calls[position] & 0xFFFFFFFF
 
 
-NUMBER, THREAD_BITS = 0xFFFFFF, 24  # in a key
+# in a key
+NUMBER = 0xFFFFFF
+THREAD_BITS = 24
 HIGH_HALF = int(array("H", b"\1\0")[0] == 1)  # of 8 bytes
 _DISCARD: deque[int] = deque(maxlen=0)
 
