@@ -55,24 +55,20 @@ def plan(
         allowed += " (to try it out: --device cpu)" if device == "cuda" else ""
         raise ConfigError("nproc", options.nproc or world_size, allowed)
     names = list(dict.fromkeys(options.names))
-    _check_meant_for(names, options)
+    for flag, collectives in _ONLY_OF.items():
+        if not set(names) & set(collectives):
+            refuse(options, [flag], f"only with {', '.join(collectives)}")
     # As in nccl-tests, every collective accepts a root; only some use it.
     _roots(options, world_size)
     cases: list[CommCase] = []
     notes: list[str] = []
     for n in _ranks(options, world_size):
         for name in names:
-            cases += _named_cases(name, options, device, n, world_size, notes)
+            for base in settings(shared(options, device, n, world_size), options):
+                cases += _cases_of(name, options, base, notes)
     if not cases:
         raise NothingToMeasureError(notes)
     return list(dict.fromkeys(cases)), list(dict.fromkeys(notes))
-
-
-def _named_cases(
-    name: str, options: CommOptions, device: str, n: int, world_size: int, notes: list[str]
-) -> Iterator[CommCase]:
-    for base in settings(shared(options, device, n, world_size), options):
-        yield from _cases_of(name, options, base, notes)
 
 
 def _cases_of(
@@ -284,13 +280,6 @@ def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, 
         allowed = f"a message that {case.collective} carries in this model"
         raise ConfigError("message", plain(options).get("message"), allowed)
     return list(labelled)
-
-
-def _check_meant_for(names: list[str], options: CommOptions) -> None:
-    """Refuse a flag that has no effect on any of these collectives. Raises ConfigError."""
-    for name, collectives in _ONLY_OF.items():
-        if not set(names) & set(collectives):
-            refuse(options, [name], f"only with {', '.join(collectives)}")
 
 
 def _ranks(options: CommOptions, world_size: int) -> tuple[int, ...]:
