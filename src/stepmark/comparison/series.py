@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from stepmark.cases.case import OpCase, Rate
 from stepmark.cases.comm_case import CommCase
@@ -27,6 +26,7 @@ from stepmark.model.model_names import distinct_names
 
 Value = str | int | float | bool | None
 Key = tuple[tuple[str, Value], ...]
+Pair = tuple[int, Series, Series]  # place in the baseline's series, these, the other side's
 
 
 def context(info: RunInfo) -> dict[str, str]:
@@ -198,16 +198,11 @@ def _named(side: Side, names: Mapping[ModelConfig, str]) -> Side:
     return dataclasses.replace(side, series=series)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """Pairs of series, and notes on those without a partner."""
+def join(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[Pair], list[str]]:
+    """Return pairs of series, and notes on those without a partner.
 
-    pairs: list[tuple[int, Series, Series]]  # first the index in base.series
-    notes: list[str]
-
-
-def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
-    """Pair the series of two sides. Raises ConfigError where none may be compared."""
+    Raises ConfigError where none may be compared.
+    """
     notes, key_names = _key_names(base, other, allowed)
     pairs = _pairs(base, other, key_names)
     matched = {id(other_series) for _, _, other_series in pairs}
@@ -224,7 +219,7 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
             notes.append(
                 f"{left} of {len(side.series)} of {side.name} are not in {against.name}"
             )
-    return Joined(pairs=pairs, notes=notes)
+    return pairs, notes
 
 
 def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -271,11 +266,11 @@ def _key(series: Series, names: Iterable[str]) -> Key:
     return (("unit", series.unit), *((name, series.fields.get(name)) for name in names))
 
 
-def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[tuple[int, Series, Series]]:
+def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[Pair]:
     """Pair by key and size; then sizes without a partner with the nearest that is left."""
     base_table, other_table = _by_key(base, names), _by_key(other, names)
     place = {id(series): number for number, series in enumerate(base.series)}
-    pairs: list[tuple[int, Series, Series]] = []
+    pairs: list[Pair] = []
     for key in (key for key in base_table if key in other_table):
         base_sizes, other_sizes = base_table[key], other_table[key]
         same: list[tuple[int | None, int | None]] = [
