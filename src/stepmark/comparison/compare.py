@@ -1,13 +1,15 @@
-"""Comparison of sides with a baseline, line by line, with a verdict on each ratio."""
+"""Comparison of sides with a baseline, line by line, with a verdict on each ratio.
+
+Notes say in sentences what limits it.
+"""
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from statistics import fmean, median
 
-from stepmark.comparison.compare_notes import context_notes, notes_on
 from stepmark.comparison.comparison import (
     UNKNOWN,
     Cell,
@@ -19,7 +21,7 @@ from stepmark.comparison.comparison import (
 )
 from stepmark.comparison.series import NAMING, STRICT, Pair, join, named_apart
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.launches import Row, Sample
+from stepmark.ground.launches import Order, Row, Sample
 from stepmark.ground.ratio import (
     BUSY,
     CONFIDENCE,
@@ -33,7 +35,9 @@ from stepmark.ground.verdicts import judge, judge_mean
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
+_SHORT_SOAK_S = 1.0  # shorter ones leave clocks above those of sustained load
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
+Pairs = Sequence[tuple[Series, Series]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +68,7 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     cells: dict[int, dict[str, Cell]] = {}
     means: list[Overall] = []
     notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
-    notes += context_notes(sides)
+    notes += _context_notes(sides)
     if options.statistic != "median":
         notes.append(f"of the samples of a launch the {options.statistic} counts")
     for other in others:
@@ -77,7 +81,8 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
             row[other.name] = _cell(_completed(other_series, base_series), judged, options)
         if mean := _overall(base, other, both, options):
             means.append(mean)
-        notes += notes_on(base.name, other.name, both)
+        for differences in (_basis_notes, _order_notes, _soak_notes, _busy_notes):
+            notes += differences(base.name, other.name, both)
     lines = tuple(
         Line(fields=first.fields, size_bytes=first.size_bytes, unit=first.unit, cells=row)
         for first, row in ((base.series[place], cells[place]) for place in sorted(cells))
@@ -140,9 +145,7 @@ def _cell(series: Series, judged: Ratio | None, options: Options) -> Cell:
     return Cell(series=series, value=value, ratio=judged)
 
 
-def _judge(
-    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
-) -> list[Ratio | None]:
+def _judge(base: Side, other: Side, pairs: Pairs, options: Options) -> list[Ratio | None]:
     """Return the ratio of each pair with its verdict; None where a value is only bounded."""
     rows = {
         place: _row(base, other, *pair, options)
@@ -238,9 +241,7 @@ def _recorded(series: Series, options: Options) -> Series | None:
     return next((recorded for recorded in several if _is_same_kind(recorded, series)), None)
 
 
-def _overall(
-    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
-) -> Overall | None:
+def _overall(base: Side, other: Side, pairs: Pairs, options: Options) -> Overall | None:
     """Return the geometric mean: each launch gives the mean of its logarithms over all lines.
 
     None over lines of several units, such as a trainer's seconds and samples/s.
@@ -308,3 +309,73 @@ def _too_slow(lines: Sequence[Line], options: Options) -> tuple[tuple[int, str],
     # One-sided: the interval leaves half of what it leaves out on this side.
     is_slower = holm([p for *_, p in tested], (1 - CONFIDENCE) / 2)
     return tuple((place, name) for place, name, _ in compress(tested, is_slower))
+
+
+def _context_notes(sides: Sequence[Side]) -> list[str]:
+    """Return variables and versions that differ; sides that are files state none."""
+    runs = [side for side in sides if side.context]
+    notes = []
+    for name in dict.fromkeys(name for run in runs for name in run.context):
+        values = [run.context.get(name, "unset") for run in runs]
+        if len(set(values)) > 1:
+            by_run = ", ".join(f"{r.name} {v}" for r, v in zip(runs, values, strict=True))
+            notes.append(f"{name} differs: {by_run}")
+    return notes
+
+
+def _basis_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield what a ratio is of where the numbers of ranks differ."""
+    for left, right in pairs:
+        ranks = left.fields.get("num_ranks"), right.fields.get("num_ranks")
+        if None in ranks or ranks[0] == ranks[1]:
+            continue
+        if left.unit == "busbw":
+            yield (
+                "ratios are of the bus bandwidth as printed, not of time: its factor depends "
+                "on num_ranks, which differs"
+            )
+        elif left.busbw_factor and right.busbw_factor:
+            yield (
+                "ratios are of time at equal size; each side's bus bandwidth has its own "
+                f"factor: {base} {left.busbw_factor:g}, {other} {right.busbw_factor:g}"
+            )
+
+
+def _order_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield how to measure without drift, where one side was measured before the other."""
+    for pair in pairs:
+        first, second = (
+            Sample(logs=dict.fromkeys(series.launches, 0.0), starts=series.starts)
+            for series in pair
+        )
+        if Row(kind="", base=first, other=second).order is Order.BLOCKS:
+            yield (
+                f"{base} and {other} were measured one after the other, so intervals include "
+                "drift; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
+            )
+
+
+def _soak_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield where one side was loaded for less time than the other before its samples."""
+    soaks = [
+        (first.soak_s, second.soak_s)
+        for first, second in pairs
+        if first.soak_s is not None and second.soak_s is not None
+    ]
+    uneven = [own for own in soaks if min(own) < _SHORT_SOAK_S and max(own) > 1.5 * min(own)]
+    if uneven:
+        first_s, second_s = uneven[0]
+        yield (
+            f"{len(uneven)} of {len(soaks)} operators had different soaks, such as "
+            f"{first_s:.2g} s in {base} and {second_s:.2g} s in {other}: after a short one "
+            "clocks are higher; give both sides the same, longer --budget"
+        )
+
+
+def _busy_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield in how many launches the host was busy, which slows what the host does."""
+    for name, series in ((base, [a for a, _ in pairs]), (other, [b for _, b in pairs])):
+        busy = {launch for each in series for launch in each.busy}
+        launches = {launch for each in series for launch in each.launches}
+        if busy:
+            yield f"{name}: busy host in {len(busy)} of {len(launches)} launches"

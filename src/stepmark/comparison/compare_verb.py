@@ -21,8 +21,14 @@ from stepmark.comparison.compare_options import CompareOptions
 from stepmark.comparison.comparison import Comparison, Series, Side
 from stepmark.comparison.comparison_page import page
 from stepmark.comparison.comparison_text import printed
-from stepmark.comparison.series import STRICT, context, series_of_records
-from stepmark.comparison.table_series import InputDefaults, series_of_tables, table_list
+from stepmark.comparison.series import (
+    STRICT,
+    InputDefaults,
+    context,
+    series_of_records,
+    series_of_tables,
+    table_list,
+)
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.ground.files import write_text
 from stepmark.ground.units import parse_bytes
