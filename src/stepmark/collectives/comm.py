@@ -126,7 +126,7 @@ def _show(run: View, options: CommOptions) -> None:
     if options.wide:
         show_rows(run)
         return
-    matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.known) > 1]
+    matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.links) > 1]
     drawn = {matrix.family for matrix in matrices}
     for matrix in matrices:
         print_text([*comm_remarks.matrix_lines(matrix), ""])
