@@ -237,22 +237,21 @@ def refuse(options: CommOptions, names: Iterable[str], rule: str) -> None:
 def _sweep(options: CommOptions, device: str) -> list[int]:
     """Return the sizes from -b to -e by -f or -i."""
     values = plain(options)
-    lowest, highest = (KIB, GIB) if device == "cuda" else (KIB, 4 * MIB)
-    first, last = options.begin, options.end
-    low = first if first is not None else min(lowest, last or lowest)
-    high = last if last is not None else max(highest, low)
+    low, high = options.begin, options.end
+    if low is None:
+        low = min(KIB, high or KIB)
+    if high is None:
+        high = max(GIB if device == "cuda" else 4 * MIB, low)
     if low > high:
         raise ConfigError("begin", values["begin"], f"at most the end, {format_bytes(high)}")
     if low == 0:
         raise ConfigError("begin", values["begin"], "at least 1 byte")
-    factor = options.factor
-    if factor is not None and not math.isfinite(factor):
+    factor = options.factor or (0.0 if options.step else 4.0)
+    if not math.isfinite(factor):
         raise ConfigError("factor", factor, "a number above 1, such as 2")
-    if options.step == 0 and not factor:
+    if options.step == 0 and not options.factor:
         raise ConfigError("step", values["step"], "at least 1 byte")
-    if not options.step and not factor:
-        factor = 4.0
-    return sizes(low, high, factor=factor or 0.0, step=options.step or 0)
+    return sizes(low, high, factor=factor, step=options.step or 0)
 
 
 def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
