@@ -242,10 +242,11 @@ def _sweep(options: CommOptions, device: str) -> list[int]:
         low = min(KIB, high or KIB)
     if high is None:
         high = max(GIB if device == "cuda" else 4 * MIB, low)
+    if low == 0 or high == 0:
+        name = "begin" if low == 0 else "end"
+        raise ConfigError(name, values[name], "at least 1 byte")
     if low > high:
         raise ConfigError("begin", values["begin"], f"at most the end, {format_bytes(high)}")
-    if low == 0:
-        raise ConfigError("begin", values["begin"], "at least 1 byte")
     factor = options.factor or (0.0 if options.step else 4.0)
     if not math.isfinite(factor):
         raise ConfigError("factor", factor, "a number above 1, such as 2")
