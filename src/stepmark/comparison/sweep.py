@@ -224,7 +224,7 @@ def settings(
         if flag_of(name) in _RESERVED:
             raise ConfigError("set", name, "a flag that the sweep does not set itself")
     names = [name for name, _ in (*variables, *swept)]
-    combinations = list(itertools.product(*(values for _, values in (*variables, *swept))))
+    combinations = itertools.product(*(values for _, values in (*variables, *swept)))
     each = list(itertools.product(interpreters, combinations))
     if default:
         each.insert(0, (interpreters[0], ("",) * len(names)))
@@ -317,10 +317,8 @@ def parse_interpreters(text: str) -> list[tuple[str, str]]:
     A virtual environment stands for its bin/python. Links are kept: an environment is found
     by them. Raises ConfigError.
     """
-    words = split_values(text)
-    interpreters = [(word, _executable(word) if word else "") for word in words]
-    paths = [path for _, path in interpreters]
-    if len(set(paths)) < len(paths):
+    interpreters = [(word, _executable(word) if word else "") for word in split_values(text)]
+    if len({path for _, path in interpreters}) < len(interpreters):
         raise ConfigError("python", text, "different interpreters")
     return interpreters
 
