@@ -122,6 +122,19 @@ def test_sizes_that_trim_to_nothing_are_refused_with_the_least_that_works() -> N
     assert cases("all_reduce", begin="4", end="4")
 
 
+@pytest.mark.parametrize(
+    ("values", "field"),
+    [
+        ({"begin": None, "end": "0"}, "end"),
+        ({"begin": "4", "end": "0"}, "end"),
+        ({"begin": "0", "end": None}, "begin"),
+    ],
+)
+def test_sizes_of_nothing_are_refused(values: dict[str, str | None], field: str) -> None:
+    sentence = f"{field} 0 is invalid: it must be at least 1 byte."
+    assert str(refused("all_reduce", **values)) == sentence
+
+
 def test_all_types_and_reductions_leave_out_what_gloo_lacks_and_say_so() -> None:
     found, notes = planned("all_reduce", dtype="all", redop="all")
     pairs = {(case.dtype, case.redop) for case in found}

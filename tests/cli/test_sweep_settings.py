@@ -16,8 +16,7 @@ from stepmark.cases.sweep import (
 )
 from stepmark.comparison import sweep as app
 from stepmark.comparison import sweep_race, sweep_results, sweep_run
-from stepmark.comparison.interpreters import check_interpreters, parse_interpreters
-from stepmark.comparison.sweep import settings
+from stepmark.comparison.sweep import check_interpreters, parse_interpreters, settings
 from stepmark.comparison.sweep_run import make, order_of
 from stepmark.ground.errors import ConfigError
 from stepmark.store import sweeps

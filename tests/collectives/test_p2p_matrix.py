@@ -27,7 +27,7 @@ def found() -> list[PairMatrix]:
 
 def test_a_third_of_the_rate_is_named() -> None:
     bandwidth, latency = found()
-    ((source, destination, value),) = bandwidth.slow
+    ((source, destination, value, _),) = bandwidth.slow
     assert (source, destination) == SLOW_PAIR
     assert value == pytest.approx(bandwidth.median / 3, rel=0.03)
     assert latency.slow == []
@@ -55,7 +55,7 @@ def pings(mode: Mode, issue_s: float, times_s: list[float]) -> PairMatrix:
 def test_a_latency_is_slow_if_its_best_sample_is() -> None:
     """The first link never gets under 20 us; the second once reaches the others' 7 us."""
     found = pings(Mode.GRAPH, 0.0, [20e-6, 20e-6, 7e-6, 7e-6, 7e-6, 7e-6])
-    assert [(source, target) for source, target, _ in found.slow] == [(0, 1)]
+    assert [link[:2] for link in found.slow] == [(0, 1)]
 
 
 def test_a_latency_of_the_host_is_not_judged() -> None:
@@ -69,8 +69,8 @@ def test_a_latency_of_the_host_is_not_judged() -> None:
 
 def test_every_pair_has_its_place_and_the_diagonal_none() -> None:
     for matrix in found():
-        assert len(matrix.known) == NUM_RANKS * (NUM_RANKS - 1)
-        assert all(matrix.values[i][i] is None for i in range(NUM_RANKS))
+        assert len({link[:2] for link in matrix.links}) == NUM_RANKS * (NUM_RANKS - 1)
+        assert all(link.source != link.destination for link in matrix.links)
         lines = matrix_lines(matrix)[2 : 2 + NUM_RANKS]
         assert [len(line.split()) for line in lines] == [NUM_RANKS + 1] * NUM_RANKS
 
@@ -85,11 +85,11 @@ def test_direction_and_size() -> None:
         )
     ]
     (matrix,) = matrices(rows(records, comm_run(4)))
-    assert (matrix.size_bytes, matrix.ranks) == (2**28, (0, 2))
-    forth, back = matrix.values[0][1], matrix.values[1][0]
-    assert forth is not None
-    assert forth == pytest.approx(2**28 / 1e-3 / 1e9)
-    assert back == pytest.approx(forth / 2)
+    assert (matrix.size_bytes, matrix.ranks) == (2**28, [0, 2])
+    forth, back = matrix.links
+    assert (forth[:2], back[:2]) == ((0, 2), (2, 0))
+    assert forth.value == pytest.approx(2**28 / 1e-3 / 1e9)
+    assert back.value == pytest.approx(forth.value / 2)
 
 
 def test_without_pairs_there_is_no_matrix() -> None:

@@ -154,7 +154,7 @@ def test_a_value_printed_as_zero_is_a_bound_and_no_ratio() -> None:
     one = Series(fields=zero.fields, size_bytes=1024, unit="busbw", launches={"1": (1e9,)})
     (line,) = compare([side("a", one), side("b", zero)], Options()).lines
     assert line.cells["b"].ratio is None
-    assert line.cells["b"].below == 5e6
+    assert line.cells["b"].series.below == 5e6
 
 
 def single(name: str, factor: float = 1.0) -> Side:

@@ -23,7 +23,6 @@ from stepmark.tables.table import Table
 from stepmark.workloads.models import file_notes
 
 _DEFAULT_STEP = (4, True)
-_STYLES = {"param": peer_formats.param_comms}
 
 
 def _forms(collective: Collective, api: Api) -> str:
@@ -42,7 +41,13 @@ _LIST_COLUMNS: tuple[Column[Collective], ...] = (
 def run(options: CommOptions) -> int:
     """Plan, then measure on ranks of this host, or as one rank of an outer launcher."""
     if options.list_all:
-        print_text(_list())
+        print_text(
+            [
+                *Table(rows_of(_LIST_COLUMNS, Collective), _LIST_COLUMNS).text(),
+                "p2p-matrix: every ordered pair, bandwidth and latency, one pair at a time",
+                "out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.",
+            ]
+        )
         return 0
     if options.print_as:
         _check_names(options)
@@ -96,15 +101,6 @@ def _how(options: CommOptions) -> CommHow:
     return CommHow(**{name: value for name, value in values.items() if value is not None})
 
 
-def _list() -> list[str]:
-    """Return the table of `comm --list`: every collective and what it supports."""
-    return [
-        *Table(rows_of(_LIST_COLUMNS, Collective), _LIST_COLUMNS).text(),
-        "p2p-matrix: every ordered pair, bandwidth and latency, one pair at a time",
-        "out, in: of place. Reductions: sum, prod, min, max, avg, mulsum.",
-    ]
-
-
 def _check_output_file(options: CommOptions) -> None:
     if target := options.output_file:
         if Path(target).suffix != ".json":
@@ -125,13 +121,12 @@ def show(path: Path, values: Mapping[str, object], code: int) -> int:
 
 def _show(run: View, options: CommOptions) -> None:
     if options.style:
-        texts: dict[str, str] = _STYLES[options.style](run.records, run.run)
-        sys.stdout.write("\n".join(texts.values()))
+        sys.stdout.write("\n".join(peer_formats.param_comms(run.records, run.run).values()))
         return
     if options.wide:
         show_rows(run)
         return
-    matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.known) > 1]
+    matrices = [m for m in comm_remarks.matrices(run.comm_rows) if len(m.links) > 1]
     drawn = {matrix.family for matrix in matrices}
     for matrix in matrices:
         print_text([*comm_remarks.matrix_lines(matrix), ""])

@@ -9,7 +9,7 @@ from statistics import median
 from stepmark.cases.case import Label
 from stepmark.cases.comm_case import CommCase
 from stepmark.cases.fields import declared, in_words
-from stepmark.cases.record import Record, RunInfo, Telemetry
+from stepmark.cases.record import Record, RunInfo, Samples, Telemetry
 from stepmark.ground.stats import Summary, quantile, summarize
 from stepmark.ground.units import GB, format_bytes
 from stepmark.model.collectives import Collective
@@ -66,10 +66,6 @@ class CommOutcome:
     def case(self) -> CommCase:
         return self.launches.case
 
-    @property
-    def time_s(self) -> float:
-        return self.launches.time_s
-
     @cached_property
     def samples(self) -> list[float]:
         return sorted(value for values in self.launches.slowest_s for value in values)
@@ -103,7 +99,7 @@ class CommOutcome:
     def bytes_per_s(self) -> float | None:
         """Return algbw = S / time, as nccl-tests."""
         is_barrier = self.case.collective is Collective.BARRIER
-        return None if is_barrier else self.case.message_bytes / self.time_s
+        return None if is_barrier else self.case.message_bytes / self.launches.time_s
 
     @property
     def bus_bytes_per_s(self) -> float | None:
@@ -156,10 +152,6 @@ class CommOutcome:
         return validity(self._states, *spreads, above_limit=self.over_limit)
 
     @property
-    def num_sets(self) -> int:
-        return min(record.samples.num_sets for record in self.launches.measured)
-
-    @property
     def slowest_rank(self) -> int | None:
         members = self.case.members
         return members[self.slowest] if len(members) > 1 else None
@@ -170,13 +162,8 @@ class CommOutcome:
         return None if self.case.device == "cpu" else self.launches.issue_s()
 
     @property
-    def method(self) -> str:
-        methods = (record.samples.method for record in self.launches.measured)
-        return ", ".join(dict.fromkeys(methods))
-
-    @property
-    def calls_per_sample(self) -> int:
-        return min(record.samples.calls_per_sample for record in self.launches.measured)
+    def by_launch(self) -> list[Samples]:
+        return [record.samples for record in self.launches.measured]
 
     @property
     def warmup_calls(self) -> int | None:
@@ -216,7 +203,7 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("case_id", lambda o: o.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
     Column("command", lambda o: command_of(o.case)),
-    Column("time_s", figure(lambda o: o.time_s), SECONDS, "time", SHOWN),
+    Column("time_s", figure(lambda o: o.launches.time_s), SECONDS, "time", SHOWN),
     Column(
         "time_min_s", figure(lambda o: o.launches.time_min_s), SECONDS, "fastest rank", PAGE
     ),
@@ -261,8 +248,12 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     ),
     # Over the same case without compute in the same run: rows() fills it.
     Column("slowdown", lambda o: None, RATIO, "x alone", SHOWN),
-    Column("method", figure(lambda o: o.method), views=PAGE),
-    Column("calls_per_sample", figure(lambda o: o.calls_per_sample), COUNT),
+    Column("method", figure(lambda o: _joined(s.method for s in o.by_launch)), views=PAGE),
+    Column(
+        "calls_per_sample",
+        figure(lambda o: min(s.calls_per_sample for s in o.by_launch)),
+        COUNT,
+    ),
     Column("warmup_calls", figure(lambda o: o.warmup_calls), COUNT),
     Column("power_w", figure(lambda o: o.state("power_w")), NUMBER, "W", PAGE),
     Column(
@@ -272,7 +263,13 @@ COMM_COLUMNS: tuple[Column[CommOutcome], ...] = (
     Column("status", lambda o: o.launches.status, views=SHOWN, words=status_words),
     Column("message", lambda o: o.launches.message),
     Column("validity", figure(lambda o: o.validity), views=SHOWN),
-    Column("sets", figure(lambda o: o.num_sets), COUNT, views=SHOWN, leaves=8),
+    Column(
+        "sets",
+        figure(lambda o: min(s.num_sets for s in o.by_launch)),
+        COUNT,
+        views=SHOWN,
+        leaves=8,
+    ),
 )
 
 

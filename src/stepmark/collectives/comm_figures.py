@@ -125,18 +125,21 @@ def heat_map(matrix: PairMatrix) -> Figure:
     """Return source by line, destination by column; a frame around each slow link."""
     names = [str(rank) for rank in matrix.ranks]
     place = {rank: index for index, rank in enumerate(matrix.ranks)}
-    values = [value for *_, value in matrix.known]
+    values = [link.value for link in matrix.links]
     # Half the median wide at least: a few percent of noise must not look like a pattern.
     low, high = (0.5, 1.05) if matrix.more_is_better else (0.95, 1.5)
     cells = Cells(
-        x=[place[destination] for _, destination, _ in matrix.known],
-        y=[place[source] for source, *_ in matrix.known],
+        x=[place[link.destination] for link in matrix.links],
+        y=[place[link.source] for link in matrix.links],
         values=values,
         limits=(min([matrix.median * low, *values]), max([matrix.median * high, *values])),
         unit=matrix.unit,
         more_is_better=matrix.more_is_better,
         labels=[] if len(names) > 24 else [digits(value, 3) for value in values],
-        hover=[f"{a} to {b}: {digits(v, 3)} {matrix.unit}" for a, b, v in matrix.known],
+        hover=[
+            f"{link.source} to {link.destination}: {digits(link.value, 3)} {matrix.unit}"
+            for link in matrix.links
+        ],
     )
     around = {rank: (index - 0.5, index + 0.5) for rank, index in place.items()}
     ticks = dict(enumerate(names))
@@ -147,7 +150,7 @@ def heat_map(matrix: PairMatrix) -> Figure:
         x=Axis(title="to rank", ticks=ticks, limits=(-0.5, end)),
         y=Axis(title="from rank", ticks=ticks, limits=(end, -0.5)),
         cells=cells,
-        marks=[Mark(x=around[to], y=around[source]) for source, to, _ in matrix.slow],
+        marks=[Mark(x=around[link.destination], y=around[link.source]) for link in matrix.slow],
         height=min(900, 150 + 44 * len(names)),
         width=min(1100, 260 + 76 * len(names)),
     )

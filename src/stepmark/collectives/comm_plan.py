@@ -55,24 +55,20 @@ def plan(
         allowed += " (to try it out: --device cpu)" if device == "cuda" else ""
         raise ConfigError("nproc", options.nproc or world_size, allowed)
     names = list(dict.fromkeys(options.names))
-    _check_meant_for(names, options)
+    for flag, collectives in _ONLY_OF.items():
+        if not set(names) & set(collectives):
+            refuse(options, [flag], f"only with {', '.join(collectives)}")
     # As in nccl-tests, every collective accepts a root; only some use it.
     _roots(options, world_size)
     cases: list[CommCase] = []
     notes: list[str] = []
     for n in _ranks(options, world_size):
         for name in names:
-            cases += _named_cases(name, options, device, n, world_size, notes)
+            for base in settings(shared(options, device, n, world_size), options):
+                cases += _cases_of(name, options, base, notes)
     if not cases:
         raise NothingToMeasureError(notes)
     return list(dict.fromkeys(cases)), list(dict.fromkeys(notes))
-
-
-def _named_cases(
-    name: str, options: CommOptions, device: str, n: int, world_size: int, notes: list[str]
-) -> Iterator[CommCase]:
-    for base in settings(shared(options, device, n, world_size), options):
-        yield from _cases_of(name, options, base, notes)
 
 
 def _cases_of(
@@ -241,22 +237,22 @@ def refuse(options: CommOptions, names: Iterable[str], rule: str) -> None:
 def _sweep(options: CommOptions, device: str) -> list[int]:
     """Return the sizes from -b to -e by -f or -i."""
     values = plain(options)
-    lowest, highest = (KIB, GIB) if device == "cuda" else (KIB, 4 * MIB)
-    first, last = options.begin, options.end
-    low = first if first is not None else min(lowest, last or lowest)
-    high = last if last is not None else max(highest, low)
+    low, high = options.begin, options.end
+    if low is None:
+        low = min(KIB, high or KIB)
+    if high is None:
+        high = max(GIB if device == "cuda" else 4 * MIB, low)
+    if low == 0 or high == 0:
+        name = "begin" if low == 0 else "end"
+        raise ConfigError(name, values[name], "at least 1 byte")
     if low > high:
         raise ConfigError("begin", values["begin"], f"at most the end, {format_bytes(high)}")
-    if low == 0:
-        raise ConfigError("begin", values["begin"], "at least 1 byte")
-    factor = options.factor
-    if factor is not None and not math.isfinite(factor):
+    factor = options.factor or (0.0 if options.step else 4.0)
+    if not math.isfinite(factor):
         raise ConfigError("factor", factor, "a number above 1, such as 2")
-    if options.step == 0 and not factor:
+    if options.step == 0 and not options.factor:
         raise ConfigError("step", values["step"], "at least 1 byte")
-    if not options.step and not factor:
-        factor = 4.0
-    return sizes(low, high, factor=factor or 0.0, step=options.step or 0)
+    return sizes(low, high, factor=factor, step=options.step or 0)
 
 
 def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, int]]:
@@ -284,13 +280,6 @@ def _messages(case: CommCase, options: CommOptions) -> list[tuple[Label | None, 
         allowed = f"a message that {case.collective} carries in this model"
         raise ConfigError("message", plain(options).get("message"), allowed)
     return list(labelled)
-
-
-def _check_meant_for(names: list[str], options: CommOptions) -> None:
-    """Refuse a flag that has no effect on any of these collectives. Raises ConfigError."""
-    for name, collectives in _ONLY_OF.items():
-        if not set(names) & set(collectives):
-            refuse(options, [name], f"only with {', '.join(collectives)}")
 
 
 def _ranks(options: CommOptions, world_size: int) -> tuple[int, ...]:

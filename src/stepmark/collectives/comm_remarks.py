@@ -3,8 +3,8 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from statistics import median
+from typing import NamedTuple
 
 from stepmark.cases.comm_case import CommCase
 from stepmark.cases.fields import in_words
@@ -163,9 +163,18 @@ _KINDS = {
 _SETTING = ("dtype", "mode", "api")
 
 
+class Link(NamedTuple):
+    """One measured direction between two ranks."""
+
+    source: int
+    destination: int
+    value: float
+    best: float  # of its best sample: a slow link is slow even then
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMatrix:
-    """values[i][j] is from ranks[i] to ranks[j]; None where nothing was measured."""
+    """Measured links between ranks."""
 
     family: str
     title: str
@@ -173,41 +182,32 @@ class PairMatrix:
     more_is_better: bool
     size_bytes: int
     setting: str  # values of _SETTING
-    ranks: tuple[int, ...]
-    # The best sample of each link: a slow link is slow even then.
-    best: tuple[tuple[float | None, ...], ...]
     host_bound: bool  # issuing a call takes about as long as the call
-    values: tuple[tuple[float | None, ...], ...]
+    links: tuple[Link, ...]  # by source, then by destination
 
     @property
-    def known(self) -> list[tuple[int, int, float]]:
-        """Return (source, destination, value) of all measured links."""
-        return [
-            (self.ranks[i], self.ranks[j], value)
-            for i, line in enumerate(self.values)
-            for j, value in enumerate(line)
-            if value is not None
-        ]
+    def ranks(self) -> list[int]:
+        return sorted({rank for link in self.links for rank in link[:2]})
 
     @property
     def median(self) -> float:
-        return median(value for *_, value in self.known)
+        return median(link.value for link in self.links)
 
     @property
-    def slow(self) -> list[tuple[int, int, float]]:
+    def slow(self) -> list[Link]:
         """Return links whose best sample is worse than SLOW of the median link, worst first.
 
         There is none where the host bounds the latency.
         """
         if self.host_bound:
             return []
-        bests = (value for line in self.best for value in line if value is not None)
+        middle, is_rate = self.median, self.more_is_better
         slow = [
             link
-            for link, best in zip(self.known, bests, strict=True)
-            if (best < SLOW * self.median if self.more_is_better else best * SLOW > self.median)
+            for link in self.links
+            if (link.best < SLOW * middle if is_rate else link.best * SLOW > middle)
         ]
-        return sorted(slow, key=itemgetter(2), reverse=not self.more_is_better)
+        return sorted(slow, key=lambda link: link.value, reverse=not is_rate)
 
 
 def matrices(rows: Sequence[Row]) -> list[PairMatrix]:
@@ -225,8 +225,7 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
     title, unit, more_is_better = _KINDS[family]
     sizes = [int(number(row, "size_bytes") or 0) for row in rows]
     size = max(sizes) if more_is_better else min(sizes)
-    cells: dict[tuple[int, int], float] = {}
-    bests: dict[tuple[int, int], float] = {}
+    links: dict[tuple[int, int], Link] = {}
     issues = []
     for row in rows:
         value = (
@@ -236,13 +235,12 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
         )
         if row["size_bytes"] == size and value is not None:
             source, destination = map(int, text(row, "pair").split("-"))
-            cells[source, destination] = value
             time_s, min_s = number(row, "time_s") or 0.0, number(row, "min_s") or 0.0
             share = min_s / time_s if time_s else 1.0
-            bests[source, destination] = value / share if more_is_better else value * share
+            best = value / share if more_is_better else value * share
+            links[source, destination] = Link(source, destination, value, best)
             # One call goes there and back, the time is one way.
             issues.append((number(row, "issue_s") or 0.0) / 2 / time_s if time_s else 0.0)
-    ranks = tuple(sorted({rank for pair in cells for rank in pair}))
     return PairMatrix(
         family=family,
         title=title,
@@ -250,12 +248,10 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
         more_is_better=more_is_better,
         size_bytes=size,
         setting=" ".join(text(rows[0], key) for key in _SETTING),
-        ranks=ranks,
-        best=tuple(tuple(bests.get((i, j)) for j in ranks) for i in ranks),
         host_bound=not more_is_better
         and rows[0]["mode"] not in ("graph", "queued-ahead")
         and median(issues) > HOST_SHARE,
-        values=tuple(tuple(cells.get((i, j)) for j in ranks) for i in ranks),
+        links=tuple(link for _, link in sorted(links.items())),
     )
 
 
@@ -265,9 +261,10 @@ def matrix_lines(matrix: PairMatrix) -> list[str]:
         given("from", COUNT, "from \\ to"),
         *(given(str(rank), NUMBER) for rank in matrix.ranks),
     ]
+    values = {link[:2]: digits(link.value, 3) for link in matrix.links}
     rows = [
-        dict(zip([column.name for column in columns], (rank, *map(_cell, values)), strict=True))
-        for rank, values in zip(matrix.ranks, matrix.values, strict=True)
+        {"from": rank, **{str(to): values.get((rank, to), "-") for to in matrix.ranks}}
+        for rank in matrix.ranks
     ]
     unit = f"{matrix.title} ({matrix.unit})"
     return [
@@ -277,15 +274,12 @@ def matrix_lines(matrix: PairMatrix) -> list[str]:
     ]
 
 
-def _cell(value: float | None) -> str:
-    return "-" if value is None else digits(value, 3)
-
-
 def slow_lines(matrix: PairMatrix) -> list[str]:
     middle = f"median {digits(matrix.median, 3)}"
     if matrix.host_bound:
         return [f"{middle} {matrix.unit}, which is the host's: --mode graph times the link"]
     return [
-        f"slow: {source} -> {destination} {digits(value, 3)} {matrix.unit}, {middle}"
-        for source, destination, value in matrix.slow
+        f"slow: {link.source} -> {link.destination} {digits(link.value, 3)} {matrix.unit}, "
+        f"{middle}"
+        for link in matrix.slow
     ] or [f"no slow link, {middle} {matrix.unit}"]

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from stepmark.cases.comm_case import default_mode
+from stepmark.cases.comm_case import CommCase, default_mode
+from stepmark.cases.fields import in_words
 from stepmark.collectives.comm_remarks import NO_STRAGGLER, matrices, slow_lines, straggler
 from stepmark.ground.units import format_bytes, format_time
 from stepmark.model.collectives import Collective
@@ -45,9 +46,7 @@ def _setting(row: Row) -> str:
     )
     words += [text(row, "mode")] if row["mode"] != default else []
     words += [text(row, "api")] if row["api"] != "torch" else []
-    words += [f"split {row['split']}"] if row["split"] else []
-    words += [f"beside {row['beside']}"] if row["beside"] else []
-    return " ".join(words)
+    return " ".join([*words, *in_words(CommCase, {name: row[name] for name in _SETTING[1:]})])
 
 
 def _best(group: Sequence[Row]) -> str:

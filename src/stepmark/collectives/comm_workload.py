@@ -72,7 +72,7 @@ def placed(originals: Iterable[CommCase], base: CommCase) -> tuple[list[CommCase
     notes: list[str] = []
     cases: dict[CommCase, CommCase] = {}
     for original in originals:
-        case = _placed(original, base, base.world_size, notes)
+        case = _placed(original, base, notes)
         if case is None:
             continue
         if reason := comm_plan.impossible(case):
@@ -110,18 +110,18 @@ def labelled(workload: Workload, names: Iterable[str] = ()) -> list[CommCase]:
     return cases
 
 
-def _placed(
-    original: CommCase, base: CommCase, world_size: int, notes: list[str]
-) -> CommCase | None:
+def _placed(original: CommCase, base: CommCase, notes: list[str]) -> CommCase | None:
     """Return the case on this machine, in the mode of the flags; None where it cannot run."""
-    fitted = workload_show.fitted(original, world_size)
+    fitted = workload_show.fitted(original, base.world_size)
     text = _described(original)
     if fitted is None:
-        notes.append(f"left out: {text}: too small for {world_size} ranks")
+        notes.append(f"left out: {text}: too small for {base.world_size} ranks")
         return None
     if fitted is not original:
         smaller = "" if fitted.message_bytes == original.message_bytes else " trimmed"
-        notes.append(f"{text} is of {original.num_ranks} ranks: run{smaller} on {world_size}")
+        notes.append(
+            f"{text} is of {original.num_ranks} ranks: run{smaller} on {base.world_size}"
+        )
     is_barrier = fitted.collective is Collective.BARRIER
     if base.mode is Mode.GRAPH and is_barrier:
         notes.append("left out: a barrier has no graph")

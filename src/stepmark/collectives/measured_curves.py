@@ -33,7 +33,11 @@ def read_curves(source: str, runs: Path) -> list[Curve]:
     elif table.isdecimal() and Path(head).is_file():
         points = _file_points([Path(head)], int(table))
     else:
-        points = _run_points(_find(source, runs))
+        try:
+            points = _run_points(find_run(runs, source))
+        except ConfigError as error:
+            allowed = f"a file that exists, or {error.allowed}"
+            raise ConfigError("curve", source, allowed) from None
     curves = _curves(points, source)
     if not curves:
         allowed = "a run or file with times of collectives and their number of ranks"
@@ -104,13 +108,6 @@ def _refuse_settings(tables: Sequence[Table]) -> None:
 
 def _is_graph(table: Table) -> bool:
     return "graph" in table.method
-
-
-def _find(name: str, runs: Path) -> Path:
-    try:
-        return find_run(runs, name)
-    except ConfigError as error:
-        raise ConfigError("curve", name, f"a file that exists, or {error.allowed}") from None
 
 
 def _run_points(path: Path) -> Iterator[Point]:

@@ -50,6 +50,10 @@ _HEAD = (
     + 2 * _HALF.format("(us)", "(GB/s)", "(GB/s)", "")
     + " ",
 )
+_RANK = (
+    "#  Rank {rank:2} Group {group:2} Pid {pid:6} on {hostname:>10} device {device:2} "
+    "[{device_hex}] {device_info}"
+)
 # The cells of a line, for a terminal that is narrower.
 _HALVES = {"out-of-place": range(5, 9), "in-place": range(9, 13)}
 _HEAD_CELLS = (
@@ -177,7 +181,7 @@ def _header(rows: Sequence[Row], run: RunInfo, parameters: Parameters, name: str
         setting_line(rows),
         "#",
         "# Using devices",
-        *(_rank_line(device) for device in devices_of(rows, run)),
+        *(_RANK.format(**device) for device in devices_of(rows, run)),
         "#",
     ]
 
@@ -209,13 +213,6 @@ def devices_of(rows: Sequence[Row], run: RunInfo) -> list[Mapping[str, object]]:
     ]
 
 
-def _rank_line(device: Mapping[str, object]) -> str:
-    return (
-        "#  Rank {rank:2} Group {group:2} Pid {pid:6} on {hostname:>10} device {device:2} "
-        "[{device_hex}] {device_info}"
-    ).format(**device)
-
-
 def _table_line(row: Row) -> str:
     words = [type_name(text(row, "dtype"))]
     words += [] if row["redop"] == "none" else [text(row, "redop")]
@@ -241,8 +238,11 @@ def _table_lines(sizes: Sequence[Mapping[str, Row]]) -> list[str]:
 
 
 def _size_line(halves: Mapping[str, Row]) -> str:
-    cells = (_half(halves.get(placement)) for placement in PLACEMENTS)
-    return _lead(next(iter(halves.values()))) + "".join(cells)
+    row = next(iter(halves.values()))
+    return (
+        f"{row['size_bytes']:12}  {row['count']:12}  {type_name(text(row, 'dtype')):>8}  "
+        f"{text(row, 'redop'):>6}  {row['root']:6}"
+    ) + "".join(_half(halves.get(placement)) for placement in PLACEMENTS)
 
 
 def _reasons(halves: Mapping[str, Row]) -> list[str]:
@@ -252,13 +252,6 @@ def _reasons(halves: Mapping[str, Row]) -> list[str]:
         for placement in PLACEMENTS
         if (row := halves.get(placement)) and row["message"]
     ]
-
-
-def _lead(row: Row) -> str:
-    return (
-        f"{row['size_bytes']:12}  {row['count']:12}  {type_name(text(row, 'dtype')):>8}  "
-        f"{text(row, 'redop'):>6}  {row['root']:6}"
-    )
 
 
 def _half(row: Row | None) -> str:

@@ -177,17 +177,15 @@ def param_comms(records: Iterable[Record], run: RunInfo) -> dict[str, str]:
 
 
 def _name(case: CommCase) -> str:
-    dtype = _DTYPES.get(case.dtype, case.dtype.value)
-    return f"{_NAMES.get(case.collective, case.collective.value)}-{dtype}{_tag(case)}"
-
-
-def _tag(case: CommCase) -> str:
-    """Return PARAM's --tag, which distinguishes tables of one name."""
-    words = ["in-place"] if case.in_place else []
+    """Return the name of a table, with PARAM's --tag, which distinguishes those of one name."""
+    words = [_NAMES.get(case.collective, case.collective.value)]
+    words += [_DTYPES.get(case.dtype, case.dtype.value)]
+    words += ["in-place"] if case.in_place else []
     words += [case.mode.value] if case.mode in (Mode.GRAPH, Mode.BLOCKING) else []
-    words += [f"{case.num_ranks}of{case.world_size}"] * (case.num_ranks != case.world_size)
+    is_smaller = case.num_ranks != case.world_size
+    words += [f"{case.num_ranks}of{case.world_size}"] if is_smaller else []
     words += [f"beside-{case.beside}"] if case.beside else []
-    return "".join(f"-{word}" for word in words)
+    return "-".join(words)
 
 
 def _block(name: str, cases: list[CommLaunches], run: RunInfo) -> str:

@@ -217,8 +217,8 @@ def _needs(
             both: launches_needed(
                 ratio,
                 options.floor,
-                base=cells[base].num_launches,
-                now=cells[now].num_launches,
+                base=len(cells[base].series.launches),
+                now=len(cells[now].series.launches),
                 num_cases=len(comparison.lines),
                 both=both,
             )

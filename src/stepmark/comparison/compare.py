@@ -1,13 +1,15 @@
-"""Comparison of sides with a baseline, line by line, with a verdict on each ratio."""
+"""Comparison of sides with a baseline, line by line, with a verdict on each ratio.
+
+Notes say in sentences what limits it.
+"""
 
 import math
 from bisect import bisect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from statistics import fmean, median
 
-from stepmark.comparison.compare_notes import context_notes, notes_on
 from stepmark.comparison.comparison import (
     UNKNOWN,
     Cell,
@@ -17,9 +19,9 @@ from stepmark.comparison.comparison import (
     Series,
     Side,
 )
-from stepmark.comparison.series import NAMING, STRICT, Joined, join, named_apart
+from stepmark.comparison.series import NAMING, STRICT, Pair, join, named_apart
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.launches import Row, Sample
+from stepmark.ground.launches import Order, Row, Sample
 from stepmark.ground.ratio import (
     BUSY,
     CONFIDENCE,
@@ -33,7 +35,9 @@ from stepmark.ground.verdicts import judge, judge_mean
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
 _BANDS = (64 * KIB, 4 * MIB)
+_SHORT_SOAK_S = 1.0  # shorter ones leave clocks above those of sustained load
 STATISTICS: dict[str, Callable[[Sequence[float]], float]] = {"median": median, "mean": fmean}
+Pairs = Sequence[tuple[Series, Series]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,23 +68,25 @@ def compare(sides: Sequence[Side], options: Options) -> Comparison:
     cells: dict[int, dict[str, Cell]] = {}
     means: list[Overall] = []
     notes = [f"{side.name}: {note}" for side in sides for note in side.notes]
-    notes += context_notes(sides)
+    notes += _context_notes(sides)
     if options.statistic != "median":
         notes.append(f"of the samples of a launch the {options.statistic} counts")
     for other in others:
-        joined = join(base, other, options.allowed)
-        notes += joined.notes
+        joined, own_notes = join(base, other, options.allowed)
+        notes += own_notes
         both = _pairs(base, other, joined)
         ratios = _judge(base, other, both, options)
-        for (place, base_series, other_series), judged in zip(
-            joined.pairs, ratios, strict=True
-        ):
+        for (place, base_series, other_series), judged in zip(joined, ratios, strict=True):
             row = cells.setdefault(place, {base.name: _cell(base_series, None, options)})
             row[other.name] = _cell(_completed(other_series, base_series), judged, options)
         if mean := _overall(base, other, both, options):
             means.append(mean)
-        notes += notes_on(base.name, other.name, both)
-    lines = tuple(_line(base.series[place], cells[place]) for place in sorted(cells))
+        for differences in (_basis_notes, _order_notes, _soak_notes, _busy_notes):
+            notes += differences(base.name, other.name, both)
+    lines = tuple(
+        Line(fields=first.fields, size_bytes=first.size_bytes, unit=first.unit, cells=row)
+        for first, row in ((base.series[place], cells[place]) for place in sorted(cells))
+    )
     notes += _unused(lines, options)
     return Comparison(
         names=tuple(side.name for side in sides),
@@ -103,35 +109,23 @@ def _named_apart(sides: Sequence[Side], options: Options) -> tuple[Sequence[Side
 def rows_by_line(base: Side, other: Side) -> dict[int, Row]:
     """Return what is judged, by the line's place in the baseline, whatever else differs."""
     ((base, other),) = named_apart([(base, other)])
-    joined, options = join(base, other, STRICT), Options()
-    places = [place for place, *_ in joined.pairs]
+    joined, _ = join(base, other, STRICT)
     return {
-        place: _row(base, other, *pair, options)
-        for place, pair in zip(places, _pairs(base, other, joined), strict=True)
+        place: _row(base, other, *pair, Options())
+        for (place, *_), pair in zip(joined, _pairs(base, other, joined), strict=True)
         if all(series.launches for series in pair)
     }
 
 
-def _pairs(base: Side, other: Side, joined: Joined) -> list[tuple[Series, Series]]:
+def _pairs(base: Side, other: Side, joined: Sequence[Pair]) -> list[tuple[Series, Series]]:
     """Return the pairs of two sides; of sides by round, only with rounds that both have."""
     by_round = base.by_round and other.by_round
-    return [
-        (_of_rounds(a, b), _of_rounds(b, a)) if by_round else (a, b) for _, a, b in joined.pairs
-    ]
+    return [(_of_rounds(a, b), _of_rounds(b, a)) if by_round else (a, b) for _, a, b in joined]
 
 
 def _of_rounds(series: Series, other: Series) -> Series:
     common = {name: v for name, v in series.launches.items() if name in other.launches}
     return replace(series, launches=common)
-
-
-def _line(series: Series, cells: Mapping[str, Cell]) -> Line:
-    return Line(
-        fields=series.fields,
-        size_bytes=series.size_bytes,
-        unit=series.unit,
-        cells=cells,
-    )
 
 
 def _completed(series: Series, base: Series) -> Series:
@@ -145,30 +139,13 @@ def _centres(series: Series, statistic: str) -> dict[str, float]:
     return {launch: STATISTICS[statistic](values) for launch, values in series.launches.items()}
 
 
-def _times(series: Series, statistic: str) -> dict[str, float]:
-    """Return centres as times; for a rate, the time of one unit."""
-    centres = _centres(series, statistic)
-    return centres if series.is_time else {k: 1 / value for k, value in centres.items()}
-
-
 def _cell(series: Series, judged: Ratio | None, options: Options) -> Cell:
-    centres = _centres(series, options.statistic)
-    logs = [math.log(value) for value in centres.values()]
-    return Cell(
-        fields=series.fields,
-        size_bytes=series.size_bytes,
-        busbw_factor=series.busbw_factor,
-        value=math.exp(fmean(logs)) if logs else None,
-        below=series.below,
-        num_launches=len(centres),
-        num_values=sum(map(len, series.launches.values())),
-        ratio=judged,
-    )
+    logs = [math.log(value) for value in _centres(series, options.statistic).values()]
+    value = math.exp(fmean(logs)) if logs else None
+    return Cell(series=series, value=value, ratio=judged)
 
 
-def _judge(
-    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
-) -> list[Ratio | None]:
+def _judge(base: Side, other: Side, pairs: Pairs, options: Options) -> list[Ratio | None]:
     """Return the ratio of each pair with its verdict; None where a value is only bounded."""
     rows = {
         place: _row(base, other, *pair, options)
@@ -184,12 +161,14 @@ def _checked(pair: tuple[Series, Series], judged: Ratio | None) -> Ratio | None:
     if judged is None:
         return None
     if pair[0].unit == UNKNOWN:
-        return _ratio_only(judged, "--unit rate or time")
+        return _ratio_only(judged.speed, "--unit rate or time")
     if any(s.busy and s.fields.get("device_type") == "cpu" for s in pair):
         # Other work may slow one side more than the other, in every round.
         return replace(judged, verdict=Verdict.CANNOT_TELL, reason=BUSY)
     values = max(sum(map(len, series.launches.values())) for series in pair)
-    return _ratio_only(judged, "one value") if judged.low is None and values == 1 else judged
+    return (
+        _ratio_only(judged.speed, "one value") if judged.low is None and values == 1 else judged
+    )
 
 
 def _row(base: Side, other: Side, first: Series, second: Series, options: Options) -> Row:
@@ -208,7 +187,7 @@ def _row(base: Side, other: Side, first: Series, second: Series, options: Option
 def _sample(side: Side, series: Series, options: Options) -> Sample:
     past = [p for s in options.history.get(side.name, ()) for p in _past(s, series, options)]
     if not past and (recorded := _recorded(series, options)):
-        past = _by_run(_logs(recorded[1], options.statistic))
+        past = _by_run(_logs(recorded, options.statistic))
     return Sample(
         logs=_logs(series, options.statistic),
         starts=series.starts,
@@ -236,13 +215,13 @@ def _by_run(logs: Mapping[str, float]) -> list[dict[str, float]]:
 
 
 def _logs(series: Series, statistic: str) -> dict[str, float]:
-    return {launch: math.log(time) for launch, time in _times(series, statistic).items()}
+    """Return the logarithms of centres as times; of a rate, of the time of one unit."""
+    centres = _centres(series, statistic)
+    return {k: math.log(v if series.is_time else 1 / v) for k, v in centres.items()}
 
 
-def _ratio_only(measured: Ratio, reason: str) -> Ratio:
-    return Ratio(
-        speed=measured.speed, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
-    )
+def _ratio_only(speed: float, reason: str) -> Ratio:
+    return Ratio(speed=speed, low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason)
 
 
 def _is_same_kind(recorded: Series, series: Series) -> bool:
@@ -256,18 +235,13 @@ def _is_same_kind(recorded: Series, series: Series) -> bool:
     )
 
 
-def _recorded(series: Series, options: Options) -> tuple[str, Series] | None:
-    """Return the recorded side with several launches of the same kind, and those launches."""
-    for side in options.recorded:
-        for recorded in side.series:
-            if len(recorded.launches) > 1 and _is_same_kind(recorded, series):
-                return side.name, recorded
-    return None
+def _recorded(series: Series, options: Options) -> Series | None:
+    """Return the first recorded series of the same kind with several launches."""
+    several = (s for side in options.recorded for s in side.series if len(s.launches) > 1)
+    return next((recorded for recorded in several if _is_same_kind(recorded, series)), None)
 
 
-def _overall(
-    base: Side, other: Side, pairs: Sequence[tuple[Series, Series]], options: Options
-) -> Overall | None:
+def _overall(base: Side, other: Side, pairs: Pairs, options: Options) -> Overall | None:
     """Return the geometric mean: each launch gives the mean of its logarithms over all lines.
 
     None over lines of several units, such as a trainer's seconds and samples/s.
@@ -282,16 +256,14 @@ def _overall(
     rows = [_row(base, other, *pair, options) for pair in pairs]
     mean = judge_mean(rows, floor=options.floor)
     if mean is None:
-        speeds = [math.exp(fmean(row.base.mean - row.other.mean for row in rows))]
+        speed = math.exp(fmean(row.base.mean - row.other.mean for row in rows))
         values = max(len(v) for pair in pairs for s in pair for v in s.launches.values())
         reason = "lines without an interval"
         if all(len(series.launches) == 1 for pair in pairs for series in pair):
             reason = "one value" if values == 1 else "one launch"
-        mean = Ratio(
-            speed=speeds[0], low=None, high=None, verdict=Verdict.CANNOT_TELL, reason=reason
-        )
+        mean = _ratio_only(speed, reason)
     if pairs[0][0].unit == UNKNOWN:
-        mean = _ratio_only(mean, "--unit rate or time")
+        mean = _ratio_only(mean.speed, "--unit rate or time")
     sizes = [first.size_bytes for first, _ in pairs if first.size_bytes is not None]
     return Overall(
         name=other.name,
@@ -305,19 +277,15 @@ def _overall(
 def _unused(lines: Sequence[Line], options: Options) -> list[str]:
     """Return notes on options that had no effect."""
     repeated = any(
-        sum(cell.num_launches > 1 for cell in line.cells.values()) > 1 for line in lines
+        sum(len(cell.series.launches) > 1 for cell in line.cells.values()) > 1 for line in lines
     )
     notes = []
     if options.noise is not None and repeated:
         notes.append("--noise is not used where both sides have several launches")
-    if options.recorded and not any(_recorded_in(line, options) for line in lines):
+    firsts = (next(iter(line.cells.values())).series for line in lines)  # the baseline's
+    if options.recorded and not any(_recorded(first, options) for first in firsts):
         notes.append("--noise-from has several launches of nothing that is compared")
     return notes
-
-
-def _recorded_in(line: Line, options: Options) -> bool:
-    like = Series(fields=line.fields, size_bytes=line.size_bytes, unit=line.unit, launches={})
-    return _recorded(like, options) is not None
 
 
 def _in_range(size: int | None, options: Options) -> bool:
@@ -341,3 +309,73 @@ def _too_slow(lines: Sequence[Line], options: Options) -> tuple[tuple[int, str],
     # One-sided: the interval leaves half of what it leaves out on this side.
     is_slower = holm([p for *_, p in tested], (1 - CONFIDENCE) / 2)
     return tuple((place, name) for place, name, _ in compress(tested, is_slower))
+
+
+def _context_notes(sides: Sequence[Side]) -> list[str]:
+    """Return variables and versions that differ; sides that are files state none."""
+    runs = [side for side in sides if side.context]
+    notes = []
+    for name in dict.fromkeys(name for run in runs for name in run.context):
+        values = [run.context.get(name, "unset") for run in runs]
+        if len(set(values)) > 1:
+            by_run = ", ".join(f"{r.name} {v}" for r, v in zip(runs, values, strict=True))
+            notes.append(f"{name} differs: {by_run}")
+    return notes
+
+
+def _basis_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield what a ratio is of where the numbers of ranks differ."""
+    for left, right in pairs:
+        ranks = left.fields.get("num_ranks"), right.fields.get("num_ranks")
+        if None in ranks or ranks[0] == ranks[1]:
+            continue
+        if left.unit == "busbw":
+            yield (
+                "ratios are of the bus bandwidth as printed, not of time: its factor depends "
+                "on num_ranks, which differs"
+            )
+        elif left.busbw_factor and right.busbw_factor:
+            yield (
+                "ratios are of time at equal size; each side's bus bandwidth has its own "
+                f"factor: {base} {left.busbw_factor:g}, {other} {right.busbw_factor:g}"
+            )
+
+
+def _order_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield how to measure without drift, where one side was measured before the other."""
+    for pair in pairs:
+        first, second = (
+            Sample(logs=dict.fromkeys(series.launches, 0.0), starts=series.starts)
+            for series in pair
+        )
+        if Row(kind="", base=first, other=second).order is Order.BLOCKS:
+            yield (
+                f"{base} and {other} were measured one after the other, so intervals include "
+                "drift; in rounds they would not: stepmark sweep --env NAME=A,B -- COMMAND"
+            )
+
+
+def _soak_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield where one side was loaded for less time than the other before its samples."""
+    soaks = [
+        (first.soak_s, second.soak_s)
+        for first, second in pairs
+        if first.soak_s is not None and second.soak_s is not None
+    ]
+    uneven = [own for own in soaks if min(own) < _SHORT_SOAK_S and max(own) > 1.5 * min(own)]
+    if uneven:
+        first_s, second_s = uneven[0]
+        yield (
+            f"{len(uneven)} of {len(soaks)} operators had different soaks, such as "
+            f"{first_s:.2g} s in {base} and {second_s:.2g} s in {other}: after a short one "
+            "clocks are higher; give both sides the same, longer --budget"
+        )
+
+
+def _busy_notes(base: str, other: str, pairs: Pairs) -> Iterator[str]:
+    """Yield in how many launches the host was busy, which slows what the host does."""
+    for name, series in ((base, [a for a, _ in pairs]), (other, [b for _, b in pairs])):
+        busy = {launch for each in series for launch in each.busy}
+        launches = {launch for each in series for launch in each.launches}
+        if busy:
+            yield f"{name}: busy host in {len(busy)} of {len(launches)} launches"

@@ -21,8 +21,14 @@ from stepmark.comparison.compare_options import CompareOptions
 from stepmark.comparison.comparison import Comparison, Series, Side
 from stepmark.comparison.comparison_page import page
 from stepmark.comparison.comparison_text import printed
-from stepmark.comparison.series import STRICT, context, series_of_records
-from stepmark.comparison.table_series import InputDefaults, series_of_tables, table_list
+from stepmark.comparison.series import (
+    STRICT,
+    InputDefaults,
+    context,
+    series_of_records,
+    series_of_tables,
+    table_list,
+)
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
 from stepmark.ground.files import write_text
 from stepmark.ground.units import parse_bytes
@@ -50,7 +56,7 @@ def sides(words: Sequence[str], runs: Path, defaults: InputDefaults) -> list[Sid
 
 def side_of_runs(name: str, paths: Sequence[Path]) -> Side:
     """Return the launches of all these runs taken together."""
-    return _pooled(name, [_run_source(path) for path in paths])
+    return _pooled(name, [_run_source(path) for path in paths], InputDefaults())
 
 
 def history(compared: Sequence[Side], runs: Path) -> dict[str, tuple[Side, ...]]:
@@ -190,15 +196,13 @@ def _sides_of(
     return sides
 
 
-def _pooled(
-    name: str, sources: Sequence[_Source], defaults: InputDefaults | None = None
-) -> Side:
+def _pooled(name: str, sources: Sequence[_Source], defaults: InputDefaults) -> Side:
     """Merge series that differ in nothing into one, with the launches of all."""
     merged: dict[tuple[object, ...], Series] = {}
     for source in sources:
-        for series in source.columns[""](defaults or InputDefaults()):
+        for series in source.columns[""](defaults):
             placement = series.fields.get("placement") or None
-            if defaults and defaults.placement and placement not in (None, defaults.placement):
+            if defaults.placement and placement not in (None, defaults.placement):
                 continue
             key = (tuple(series.fields.items()), series.size_bytes, series.unit)
             merged[key] = _merged(name, merged[key], series) if key in merged else series

@@ -59,16 +59,11 @@ class Side:
 class Cell:
     """The value of one side in a line: the centre over launches, in seconds or as a rate.
 
-    Fields, size and factor are the side's own: they may differ from the baseline's.
+    series: the side's own, whose fields, size and factor may differ from the baseline's.
     """
 
-    fields: Fields
-    size_bytes: int | None
-    busbw_factor: float | None
+    series: Series
     value: float | None
-    below: float | None = None
-    num_launches: int = 1
-    num_values: int = 1
     ratio: Ratio | None = None  # to the baseline; None of the baseline itself
 
 

@@ -97,7 +97,7 @@ def shown_busbw_gb_s(line: Line, cell: Cell) -> float | None:
 def _own_fields(line: Line, cell: Cell) -> Row:
     """Return a side's own fields where they differ, beside the baseline's."""
     own: Row = {}
-    for name, value in cell.fields.items():
+    for name, value in cell.series.fields.items():
         base = line.fields.get(name)
         if value != base and value not in (None, "") and base not in (None, ""):
             own |= {name: value, f"baseline_{name}": base}
@@ -110,9 +110,9 @@ def _values(line: Line, cell: Cell, prefix: str) -> Row:
         f"{prefix}time_s": cell.value if is_time else None,
         f"{prefix}busbw_gb_s": _busbw_gb_s(line, cell),
         f"{prefix}rate": None if is_time else cell.value,
-        f"{prefix}below": cell.below,
-        f"{prefix}launches": cell.num_launches,
-        f"{prefix}values": cell.num_values,
+        f"{prefix}below": cell.series.below,
+        f"{prefix}launches": len(cell.series.launches),
+        f"{prefix}values": sum(map(len, cell.series.launches.values())),
     }
 
 
@@ -121,11 +121,12 @@ def _busbw_gb_s(line: Line, cell: Cell) -> float | None:
         return None if cell.value is None else cell.value / GB
     if not (line.unit == "s" and _has_busbw(cell) and cell.value):
         return None
-    return (cell.size_bytes or 0) * (cell.busbw_factor or 0.0) / cell.value / GB
+    series = cell.series
+    return (series.size_bytes or 0) * (series.busbw_factor or 0.0) / cell.value / GB
 
 
 def _has_busbw(cell: Cell) -> bool:
-    return bool(cell.busbw_factor and cell.size_bytes)
+    return bool(cell.series.busbw_factor and cell.series.size_bytes)
 
 
 def _shows_busbw(line: Line) -> bool:
@@ -207,7 +208,7 @@ def value_text(line: Line, cell: Cell | None) -> str:
         return ""
     scale = GB if line.unit == "busbw" else 1.0
     if cell.value is None:
-        return "" if cell.below is None else f"< {cell.below / scale:g}"
+        return "" if cell.series.below is None else f"< {cell.series.below / scale:g}"
     busbw = shown_busbw_gb_s(line, cell)
     if busbw is not None:
         return f"{busbw:.2f}"

@@ -265,20 +265,18 @@ def _merged(label: str, picks: Sequence[Pick]) -> list[Range]:
         (pick for pick in picks if pick.line.size_bytes is not None),
         key=lambda pick: pick.line.size_bytes or 0,
     )
-    ranges = [
+    runs = [tuple(run) for _, run in groupby(sized, key=lambda pick: pick.winner)]
+    cuts = [cut(_size(a[-1]), _size(b[0])) for a, b in pairwise(runs)]
+    firsts = [*map(_size, sized[:1]), *(each + 1 for each in cuts)]
+    lasts = [*cuts, *map(_size, sized[-1:])]
+    return [
         Range(label=label, first_bytes=None, last_bytes=None, picks=(pick,))
         for pick in picks
         if pick.line.size_bytes is None
+    ] + [
+        Range(label=label, first_bytes=first, last_bytes=last, picks=run)
+        for run, first, last in zip(runs, firsts, lasts, strict=True)
     ]
-    if not sized:
-        return ranges
-    runs = [tuple(run) for _, run in groupby(sized, key=lambda pick: pick.winner)]
-    bounds = [cut(_size(a[-1]), _size(b[0])) for a, b in pairwise(runs)] + [_size(sized[-1])]
-    first = _size(sized[0])
-    for run, last in zip(runs, bounds, strict=True):
-        ranges.append(Range(label=label, first_bytes=first, last_bytes=last, picks=run))
-        first = last + 1
-    return ranges
 
 
 def _size(pick: Pick) -> int:

@@ -1,4 +1,4 @@
-"""Records to series, and the pairs of series of two sides.
+"""Records and tables to series, and the pairs of series of two sides.
 
 A field with one value, the same on both sides, distinguishes nothing; one that varies within a
 side is part of a line's name; one that is constant in each side and differs between them is
@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from stepmark.cases.case import OpCase, Rate
 from stepmark.cases.comm_case import CommCase
@@ -18,15 +19,20 @@ from stepmark.cases.record import AnyCase, Measured, Record, RunInfo, is_busy
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel
-from stepmark.comparison.comparison import Fields, Series, Side
+from stepmark.comparison.comparison import UNKNOWN, Fields, Series, Side
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.reading import Reading, Table
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.ground.units import format_bytes
+from stepmark.model.collectives import Collective, busbw_factor
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
+from stepmark.text_tables.printed_figures import parse_number, rounding_error
+from stepmark.text_tables.slide_tables import rate_units
 
 Value = str | int | float | bool | None
 Key = tuple[tuple[str, Value], ...]
+Pair = tuple[int, Series, Series]  # place in the baseline's series, these, the other side's
 
 
 def context(info: RunInfo) -> dict[str, str]:
@@ -159,6 +165,88 @@ def _fields(case: AnyCase, method: str) -> Fields:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputDefaults:
+    """Facts from the command line, for files that do not state them."""
+
+    collective: str | None = None
+    num_ranks: int | None = None
+    placement: str | None = None  # the only one that is compared
+    unit: str | None = None  # "rate" or "time": of figures that say neither
+
+
+def table_list(path: Path, tables: Sequence[Table]) -> str:
+    """Return how to name each table of a file."""
+    words = [f"{path}:{table.index} ({table.title or table.tool})" for table in tables]
+    return ", ".join(words[:6]) + (f" and {len(words) - 6} more" if len(words) > 6 else "")
+
+
+def series_of_tables(
+    path: Path, tables: Sequence[Table], column: str, defaults: InputDefaults
+) -> list[Series]:
+    """Return the series of a file. Repeats in a table are values of one launch."""
+    groups: dict[tuple[object, ...], tuple[Table, list[Reading]]] = {}
+    for table in tables:
+        for reading in table.readings:
+            # nccl-tests prints rows of size 0 where a message is too small to share out.
+            if reading.size_bytes == 0 or (column and reading.column != column):
+                continue
+            if reading.num_wrong:
+                continue
+            of_table = (table.collective, table.method, table.unit, table.num_ranks)
+            key = (*of_table, *reading.measurement)
+            first, readings = groups.setdefault(key, (table, []))
+            if first is not table:
+                raise ConfigError(
+                    "compare", path, f"one of its tables: {table_list(path, tables)}"
+                )
+            readings.append(reading)
+    all_series = (_series_of_readings(path, *group, defaults) for group in groups.values())
+    return [series for series in all_series if series.launches or series.below is not None]
+
+
+def _series_of_readings(
+    path: Path, table: Table, readings: Sequence[Reading], defaults: InputDefaults
+) -> Series:
+    first = readings[0]
+    collective = table.collective or defaults.collective or ""
+    num_ranks = table.num_ranks or defaults.num_ranks
+    times = tuple(r.time_s for r in readings if r.time_s is not None and r.time_s > 0)
+    rates = tuple(r.rate for r in readings if r.rate is not None and r.rate > 0)
+    values = times or rates
+    (named,) = rate_units([first.column])
+    rate_unit = table.unit or (named if named != "none" else defaults.unit) or UNKNOWN
+    unit = "s" if times else rate_unit
+    factor = None
+    if num_ranks is not None and collective in list(Collective):
+        factor = busbw_factor(Collective(collective), num_ranks) or None
+    return Series(
+        fields={
+            "family": collective,
+            "label": first.label,
+            "dtype": first.dtype,
+            "redop": first.redop,
+            "root": first.root,
+            "placement": first.placement,
+            "num_ranks": num_ranks,
+            "method": table.method,
+        },
+        size_bytes=first.size_bytes,
+        unit=unit,
+        launches={f"{path}:{table.index}": values} if values else {},
+        busbw_factor=factor if times else None,
+        below=None if values else first.rate_below,
+        rounding=max(map(_rounding, readings)) if times else 0.0,
+    )
+
+
+def _rounding(reading: Reading) -> float:
+    """Return the unit of a time's last digit over the time; 0 where it is unknown."""
+    text = reading.printed[0] if reading.printed else ""
+    value = parse_number(text) if text else None
+    return 2 * rounding_error(text) / value if value else 0.0
+
+
 # Fields whose difference makes figures incomparable, unless --allow or --force is given.
 STRICT = tuple(
     dict.fromkeys(
@@ -198,16 +286,11 @@ def _named(side: Side, names: Mapping[ModelConfig, str]) -> Side:
     return dataclasses.replace(side, series=series)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Joined:
-    """Pairs of series, and notes on those without a partner."""
+def join(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[Pair], list[str]]:
+    """Return pairs of series, and notes on those without a partner.
 
-    pairs: list[tuple[int, Series, Series]]  # first the index in base.series
-    notes: list[str]
-
-
-def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
-    """Pair the series of two sides. Raises ConfigError where none may be compared."""
+    Raises ConfigError where none may be compared.
+    """
     notes, key_names = _key_names(base, other, allowed)
     pairs = _pairs(base, other, key_names)
     matched = {id(other_series) for _, _, other_series in pairs}
@@ -224,7 +307,7 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> Joined:
             notes.append(
                 f"{left} of {len(side.series)} of {side.name} are not in {against.name}"
             )
-    return Joined(pairs=pairs, notes=notes)
+    return pairs, notes
 
 
 def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -271,11 +354,11 @@ def _key(series: Series, names: Iterable[str]) -> Key:
     return (("unit", series.unit), *((name, series.fields.get(name)) for name in names))
 
 
-def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[tuple[int, Series, Series]]:
+def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[Pair]:
     """Pair by key and size; then sizes without a partner with the nearest that is left."""
     base_table, other_table = _by_key(base, names), _by_key(other, names)
     place = {id(series): number for number, series in enumerate(base.series)}
-    pairs: list[tuple[int, Series, Series]] = []
+    pairs: list[Pair] = []
     for key in (key for key in base_table if key in other_table):
         base_sizes, other_sizes = base_table[key], other_table[key]
         same: list[tuple[int | None, int | None]] = [

@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -23,7 +24,6 @@ from stepmark.cases.sweep import (
     split_values,
 )
 from stepmark.comparison import sweep_results, tuner_verb
-from stepmark.comparison.interpreters import check_interpreters, output_of, parse_interpreters
 from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.comparison.sweep_run import ORDERS, PROGRAM, order_of
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
@@ -47,6 +47,8 @@ _RESERVED = (
     "-J",
     "--output-file",
 )
+_IMPORT_LIMIT_S = 120.0  # of stepmark, on a slow file system
+_VERSION = "import stepmark; print(stepmark.__version__)"
 
 
 class CommandError(StepmarkError):
@@ -222,7 +224,7 @@ def settings(
         if flag_of(name) in _RESERVED:
             raise ConfigError("set", name, "a flag that the sweep does not set itself")
     names = [name for name, _ in (*variables, *swept)]
-    combinations = list(itertools.product(*(values for _, values in (*variables, *swept))))
+    combinations = itertools.product(*(values for _, values in (*variables, *swept)))
     each = list(itertools.product(interpreters, combinations))
     if default:
         each.insert(0, (interpreters[0], ("",) * len(names)))
@@ -307,3 +309,70 @@ def notes(settings: Sequence[Setting], base: Mapping[str, str]) -> tuple[str, ..
         files.append(Path("/etc/nccl.conf"))
         remarks += [f"NCCL also reads {file}" for file in files if os.path.isfile(file)]
     return tuple(remarks)
+
+
+def parse_interpreters(text: str) -> list[tuple[str, str]]:
+    """Return each interpreter as it was typed, with its absolute path; none: this one.
+
+    A virtual environment stands for its bin/python. Links are kept: an environment is found
+    by them. Raises ConfigError.
+    """
+    interpreters = [(word, _executable(word) if word else "") for word in split_values(text)]
+    if len({path for _, path in interpreters}) < len(interpreters):
+        raise ConfigError("python", text, "different interpreters")
+    return interpreters
+
+
+def _executable(word: str) -> str:
+    path = Path(word).expanduser()
+    try:
+        path = path / "bin" / "python" if path.is_dir() else path
+        if not word.isprintable() or not path.is_file():
+            raise OSError
+    except (OSError, ValueError):
+        allowed = (
+            "the path of a Python interpreter, or of a virtual environment with bin/python"
+        )
+        raise ConfigError("python", word, allowed) from None
+    return str(path.absolute())
+
+
+def check_interpreters(settings: Sequence[Setting], base: Mapping[str, str]) -> None:
+    """Refuse interpreters that do not import this version of stepmark. Raises ConfigError."""
+    words = {setting.executable: setting.python for setting in settings if setting.executable}
+    for executable, word in words.items():
+        version = _version(executable, word, base)
+        if version != __version__:
+            allowed = f"an interpreter with stepmark {__version__}, not {version}"
+            raise ConfigError("python", word, allowed)
+
+
+def output_of(
+    command: Sequence[str], base: Mapping[str, str], limit_s: float | None = None
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command without input in an environment, and return what it printed."""
+    return subprocess.run(
+        command,
+        env=dict(base),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=False,
+        timeout=limit_s,
+    )
+
+
+def _version(executable: str, word: str, base: Mapping[str, str]) -> str:
+    try:
+        done = output_of([executable, "-c", _VERSION], base, _IMPORT_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        reason = f"it took more than {_IMPORT_LIMIT_S:.0f} s"
+    except OSError as error:
+        reason = error.strerror or str(error)
+    else:
+        if done.returncode == 0:
+            return (done.stdout.split() or ["none"])[-1]
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    allowed = f"an interpreter that imports stepmark {__version__} ({reason})"
+    raise ConfigError("python", word, allowed)

@@ -33,8 +33,7 @@ def run(
 ) -> int:
     """Measure what is missing, compare and recommend. Returns the exit code."""
     means = Means(base=base, budget_s=options.budget, say=_say)
-    for note in sweep.notes:
-        _say(f"# {note}")
+    _say(*(f"# {note}" for note in sweep.notes))
     opened = Journal.go_on(path) if path else Journal.create(options.out, sweep)
     with opened as journal, catching() as signals:
         if journal.sweep != sweep:
@@ -73,9 +72,7 @@ def _show(
         for name, last in sweep.failed.items()
     ]
     if result is None:
-        for line in failed:
-            _say(line)
-        _say("nothing to compare: the baseline and another setting must be measured")
+        _say(*failed, "nothing to compare: the baseline and another setting must be measured")
         return 3
     lines = [*failed, *_advice_lines(result.advice, sweep)]
     _files(result, sweep, options, lines)
@@ -87,8 +84,7 @@ def _show(
         print_text(lines)
         sys.stdout.flush()
     else:
-        for line in lines:
-            _say(line)
+        _say(*lines)
     if request is None:
         return code
     try:
@@ -97,8 +93,7 @@ def _show(
         if not signals:
             raise
         return code  # a signal ended the probe
-    for line in remarks:
-        _say(line)
+    _say(*remarks)
     return worst(code, tuned)
 
 
@@ -150,6 +145,6 @@ def _files(result: Result, sweep: Sweep, options: SweepOptions, lines: Sequence[
         write_text(target, page(comparison, lines).html(), "html")
 
 
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
+def _say(*lines: str) -> None:
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()

@@ -163,13 +163,11 @@ def text_of(rules: Sequence[Rule], facts: Sequence[str]) -> str:
         "0 = NCCL's own number of channels.",
         _FIELDS,
     ]
-    comments = [line for fact in head for line in textwrap.wrap(_plain(fact), _WIDTH - 2)]
+    comments = [
+        line for fact in head for line in textwrap.wrap(" ".join(fact.split()), _WIDTH - 2)
+    ]
     lines = [f"# {line}" for line in comments] + [rule.text() for rule in rules]
     return "\n".join(lines) + "\n"
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split())
 
 
 def first_match(

@@ -9,13 +9,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
-from stepmark.cases.record import RunInfo
+from stepmark.cases.record import Environment
 from stepmark.cases.sweep import DEFAULT, Selection, Setting, Sweep, TunerChoice, cut
 from stepmark.collectives.comm_options import CommOptions
 from stepmark.collectives.comm_plan import refuse
-from stepmark.comparison import tuner_text
+from stepmark.comparison import sweep_run, tuner_text
 from stepmark.comparison.recommendation import Advice
-from stepmark.comparison.sweep_run import Means, environment
+from stepmark.comparison.sweep_run import Means
 from stepmark.findings.log_facts import Choice
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.files import write_text
@@ -105,15 +105,6 @@ def check_device(request: Request) -> None:
         raise ConfigError("emit-tuner", "cpu", "only on accelerators: gloo has no tuner")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Environment:
-    """The machine and ranks that a file is measured on."""
-
-    info: RunInfo
-    num_nodes: int
-    num_ranks: int
-
-
 def emit(
     journal: Journal, advice: Advice, request: Request, means: Means, signals: Sequence[int]
 ) -> tuple[list[str], int]:
@@ -125,12 +116,12 @@ def emit(
     winners = {pick.winner for pick in advice.picks if pick.winner}
     if not winners:
         return ["no tuner file: the default stays everywhere"], 0
-    measured_on = _environment(journal, advice)
+    environment, size = _measured_on(journal, advice)
     every = tuple(tuner_text.COLLECTIVES)
     probe = Probe(
         journal=journal,
         options=request.options,
-        num_ranks=measured_on.num_ranks,
+        num_ranks=size["num_ranks"],
         means=means,
         signals=signals,
     )
@@ -139,12 +130,11 @@ def emit(
     for number, name in enumerate(sorted(winners), 1):
         logged[name] = probe.logged(name, f"winner{number}", request.options.names)
     choices = choose(logged, advice)
-    size = {"num_nodes": measured_on.num_nodes, "num_ranks": measured_on.num_ranks}
     try:
         rules = tuner_text.rules(choices, **size)
     except ConfigError as error:
         raise ProbeError(str(error)) from None
-    text = tuner_text.text_of(rules, _facts(journal.sweep, measured_on))
+    text = tuner_text.text_of(rules, _facts(journal.sweep, environment, **size))
     write_text(request.target, text, "emit-tuner")
     remarks = [f"tuner file: {request.target} ({len(rules)} lines)"]
     if not request.plugin:
@@ -192,19 +182,19 @@ def _winner(won: Mapping[int, set[str | None]], size: int) -> str | None:
     return next(iter(won[nearest])) if len(won[nearest]) == 1 else None
 
 
-def _environment(journal: Journal, advice: Advice) -> _Environment:
+def _measured_on(journal: Journal, advice: Advice) -> tuple[Environment, dict[str, int]]:
+    """Return the environment of a run of the sweep, and its numbers of nodes and ranks."""
     sweep = journal.sweep
     run = next(each.run for each in sweep.tries if (each.round, each.setting) in sweep.done)
-    info = read_info(journal.path / "runs" / run)
+    environment = read_info(journal.path / "runs" / run).environment
     ranks = {pick.line.fields.get("num_ranks") for pick in advice.picks}
     if len(ranks) != 1 or not isinstance(num_ranks := ranks.pop(), int):
         raise ConfigError("emit-tuner", "several", "communicators of one number of ranks")
-    hosts = {device.host for device in info.environment.devices}
-    return _Environment(info=info, num_nodes=max(1, len(hosts)), num_ranks=num_ranks)
+    hosts = {device.host for device in environment.devices}
+    return environment, {"num_nodes": max(1, len(hosts)), "num_ranks": num_ranks}
 
 
-def _facts(sweep: Sweep, measured_on: _Environment) -> list[str]:
-    environment = measured_on.info.environment
+def _facts(sweep: Sweep, environment: Environment, num_nodes: int, num_ranks: int) -> list[str]:
     names = Counter(device.name for device in environment.devices)
     devices = ", ".join(f"{count} x {name}" for name, count in names.items())
     settings = "; ".join(setting.name for setting in sweep.settings)
@@ -214,8 +204,8 @@ def _facts(sweep: Sweep, measured_on: _Environment) -> list[str]:
     return [
         f"Written by stepmark {sweep.stepmark}, {datetime.now(UTC):%Y-%m-%d}, "
         f"sweep {sweep.sweep_id}.",
-        f"Measured with NCCL {nccl} on {devices}: {measured_on.num_ranks} ranks, "
-        f"{measured_on.num_nodes} node{'s' if measured_on.num_nodes > 1 else ''}.",
+        f"Measured with NCCL {nccl} on {devices}: {num_ranks} ranks, "
+        f"{num_nodes} node{'s' if num_nodes > 1 else ''}.",
         f"Command: stepmark {' '.join(sweep.command)}",
         f"Settings: {settings}. Rounds: {rounds.rounds}, and {rounds.fresh} fresh ones.",
     ]
@@ -289,7 +279,7 @@ class Probe:
         self.means.say(f"probe {folder.relative_to(self.journal.path)}: {setting.name}")
         ended = child.run(
             [*self.means.program, "comm", *argv(replace(options, out=str(folder)))],
-            {**environment(setting, self.means.base), **log, **more},
+            {**sweep_run.environment(setting, self.means.base), **log, **more},
             out=folder / "out",
             err=folder / "err",
             limit_s=self.journal.sweep.timeout_s,

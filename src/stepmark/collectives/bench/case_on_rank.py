@@ -88,10 +88,6 @@ class CaseOnRank:
         self._sets: list[Pair] = []
         self._calls: list[Callable[[], object]] = []
 
-    @property
-    def num_sets(self) -> int:
-        return len(self._sets)
-
     def allocate(self, num_sets: int) -> None:
         """Allocate operand sets, filled with the data of a check."""
         if self._local is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from stepmark.cases.comm_case import CommCase
-from stepmark.collectives.bench.data import Move, moves
+from stepmark.collectives.bench.data import moves
 from stepmark.collectives.bench.values import PREMUL_FACTOR, narrow
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
@@ -171,13 +171,13 @@ class Communicator:
         assert (case.num_ranks, index) == (self._num_ranks, self._index)
         if case.calls_per_group > 1 and case.collective is Collective.PING_PONG:
             raise ConfigError("m", case.calls_per_group, "1 for ping_pong")
-        calls = _Calls(self._library, self._comm, case, index, send, recv, stream)
-        if case.redop is not RedOp.NONE:
-            calls.redop = c_int(self._redop(case.redop, case.dtype))
-        steps = list(calls.steps())
+        token = None
+        if case.collective is Collective.BARRIER:
+            token = torch.zeros(1, device=send.device)
+        steps = self._steps(case, send, recv, token, stream)
         if case.calls_per_group > 1:
-            steps = calls.group(steps * case.calls_per_group)
-        return self._issue(steps, (send, recv, calls.token))
+            steps = self._group(steps * case.calls_per_group)
+        return self._issue(steps, (send, recv, token))
 
     def abort(self) -> None:
         """End blocked collectives; to be called from another thread."""
@@ -193,6 +193,47 @@ class Communicator:
         comm, self._comm = self._comm, c_void_p()
         if comm:
             self._succeed("ncclCommDestroy", self._library.ncclCommDestroy(comm))
+
+    def _steps(
+        self,
+        case: CommCase,
+        send: torch.Tensor,
+        recv: torch.Tensor,
+        token: torch.Tensor | None,
+        stream: int,
+    ) -> list[Call]:
+        """Return the calls in their order, with all arguments. token: of a barrier."""
+        place = (c_void_p(self._comm.value), c_void_p(stream))
+
+        def call(name: str, *arguments: object) -> Call:
+            return functools.partial(getattr(self._library, name), *arguments, *place)
+
+        if token is not None:
+            one = c_void_p(token.data_ptr())
+            how = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
+            return [call("ncclAllReduce", one, one, *how)]
+        facts, kind = FACTS[case.collective], c_int(_DTYPE[case.dtype])
+        name = _WHOLE.get(case.collective, "")
+        newer = _WHOLE_SINCE_2_28.get(case.collective, "")
+        if name or (newer and hasattr(self._library, newer)):
+            buffers = (c_void_p(send.data_ptr()), c_void_p(recv.data_ptr()))
+            redop = [c_int(self._redop(case.redop, case.dtype))] if facts.reduces else []
+            root = [c_int(case.root)] if facts.rooted else []
+            count = c_size_t(case.count)
+            return [call(name or newer, *buffers, count, kind, *redop, *root)]
+        calls = []
+        for move in moves(case, self._index):
+            buffer = send if move.from_send else recv
+            address = c_void_p(buffer.data_ptr() + move.at * case.dtype.itemsize)
+            way = "ncclSend" if move.sends else "ncclRecv"
+            calls.append(call(way, address, c_size_t(move.count), kind, c_int(move.peer)))
+        in_turn = len(calls) == 1 or case.collective is Collective.PING_PONG
+        return calls if in_turn else self._group(calls)
+
+    def _group(self, calls: list[Call]) -> list[Call]:
+        """Return these calls as one group. Groups may nest."""
+        start, end = self._library.ncclGroupStart, self._library.ncclGroupEnd
+        return [functools.partial(start), *calls, functools.partial(end)]
 
     def _issue(self, steps: list[Call], keep: object) -> Callable[[], None]:
         if len(steps) == 1:
@@ -259,58 +300,3 @@ class Communicator:
             text = f"{name}: {meaning.decode(errors='replace')} ({result})"
             detail = last.decode(errors="replace").strip()
             raise NcclError(f"{text}: {detail}" if detail else text)
-
-
-class _Calls:
-    """The library's calls for one case on one rank, their arguments ready."""
-
-    def __init__(
-        self,
-        library: Any,
-        comm: c_void_p,
-        case: CommCase,
-        index: int,
-        send: torch.Tensor,
-        recv: torch.Tensor,
-        stream: int,
-    ) -> None:
-        self._library, self._case, self._index = library, case, index
-        self._send, self._recv = send.data_ptr(), recv.data_ptr()
-        self._kind = c_int(_DTYPE[case.dtype])
-        self._end = (c_void_p(comm.value), c_void_p(stream))
-        self.redop = c_int()
-        is_barrier = case.collective is Collective.BARRIER
-        self.token = torch.zeros(1, device=send.device) if is_barrier else None
-
-    def group(self, calls: list[Call]) -> list[Call]:
-        """Return these calls as one group. Groups may nest."""
-        start, end = self._library.ncclGroupStart, self._library.ncclGroupEnd
-        return [functools.partial(start), *calls, functools.partial(end)]
-
-    def steps(self) -> list[Call]:
-        """Return the calls in the order in which they are made."""
-        case, facts = self._case, FACTS[self._case.collective]
-        if self.token is not None:
-            self._send = self._recv = self.token.data_ptr()
-            token = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
-            return [self._whole("ncclAllReduce", *token)]
-        name = _WHOLE.get(case.collective, "")
-        newer = _WHOLE_SINCE_2_28.get(case.collective, "")
-        if name or (newer and hasattr(self._library, newer)):
-            redop = [self.redop] if facts.reduces else []
-            root = [c_int(case.root)] if facts.rooted else []
-            return [self._whole(name or newer, c_size_t(case.count), self._kind, *redop, *root)]
-        calls = [self._move(move) for move in moves(case, self._index)]
-        in_turn = len(calls) == 1 or case.collective is Collective.PING_PONG
-        return calls if in_turn else self.group(calls)
-
-    def _whole(self, name: str, *middle: object) -> Call:
-        buffers = (c_void_p(self._send), c_void_p(self._recv))
-        return functools.partial(getattr(self._library, name), *buffers, *middle, *self._end)
-
-    def _move(self, move: Move) -> Call:
-        buffer = self._send if move.from_send else self._recv
-        address = c_void_p(buffer + move.at * self._case.dtype.itemsize)
-        arguments = (address, c_size_t(move.count), self._kind, c_int(move.peer))
-        name = "ncclSend" if move.sends else "ncclRecv"
-        return functools.partial(getattr(self._library, name), *arguments, *self._end)

@@ -71,13 +71,11 @@ class _Scheme:
 @lru_cache(maxsize=64)
 def expected(dtype: DType, redop: RedOp, num_ranks: int) -> Expected:
     """Return the right result by row. RedOp.NONE: data without reduction."""
-    if redop is RedOp.NONE:
-        bits = _random_bits(dtype)
-        return Expected(bits=bits, wide=widen(bits, dtype), tolerance=0.0, name=_name(0))
-    _, scheme = _plan(dtype, redop, num_ranks)
-    bits = narrow(scheme.result, dtype)
-    if not scheme.roundings:
-        return Expected(bits=bits, wide=widen(bits, dtype), tolerance=0.0, name=_name(0))
+    scheme = None if redop is RedOp.NONE else _plan(dtype, redop, num_ranks)[1]
+    bits = narrow(scheme.result, dtype) if scheme else _random_bits(dtype)
+    if scheme is None or not scheme.roundings:
+        name = "by rank and position, exact"
+        return Expected(bits=bits, wide=widen(bits, dtype), tolerance=0.0, name=name)
     # gamma_k = k u / (1 - k u). Contributions of a row have one sign: errors are relative to
     # the result. Below 1, record.Check counts errors as absolute.
     share = scheme.roundings * UNIT_ROUNDOFF[dtype]
@@ -86,13 +84,8 @@ def expected(dtype: DType, redop: RedOp, num_ranks: int) -> Expected:
         bits=bits,
         wide=scheme.result,
         tolerance=relative * min(1.0, float(scheme.result.abs().max())),
-        name=_name(scheme.roundings),
+        name=f"by rank and position, within {scheme.roundings} roundings",
     )
-
-
-def _name(roundings: int) -> str:
-    how = f"within {roundings} roundings" if roundings else "exact"
-    return f"by rank and position, {how}"
 
 
 @lru_cache(maxsize=64)
@@ -191,9 +184,12 @@ def _factors(num_ranks: int, most: int) -> list[int]:
     return [max(m - rank, 1) if rank < num_nonzero else 0 for rank in range(num_ranks)]
 
 
-def _spread(num_ranks: int, limit: int) -> tuple[Tensor, int, int]:
-    """Return factors, their sum, and the largest w for which sum |w c| is within `limit`."""
-    factors = _factors(num_ranks, limit // (4 if limit >= 64 else 2))
+def _spread(num_ranks: int, limit: int, most: int | None = None) -> tuple[Tensor, int, int]:
+    """Return factors, their sum, and the largest w for which sum |w c| is within `limit`.
+
+    most: of the sum of factors; None: factors and w share the limit.
+    """
+    factors = _factors(num_ranks, most or limit // (4 if limit >= 64 else 2))
     return torch.tensor(factors), sum(factors), limit // sum(factors)
 
 
@@ -212,12 +208,8 @@ def _float_sum(
     """
     limit = int(1 / UNIT_ROUNDOFF[dtype])
     rounds = divisor & (divisor - 1) != 0
-    if rounds:
-        factors = _factors(num_ranks, math.isqrt(int(limit / 1.5)))
-        total, largest = sum(factors), limit // sum(factors)
-        by_rank = torch.tensor(factors)
-    else:
-        by_rank, total, largest = _spread(num_ranks, limit)
+    most = math.isqrt(int(limit / 1.5)) if rounds else None
+    by_rank, total, largest = _spread(num_ranks, limit, most)
     # Times a power of two, so that results are at least 1 where the type's range allows it.
     room = math.frexp(torch.finfo(TORCH_DTYPE[dtype]).max / (largest * total))[1] - 1
     scale = 2.0 ** min(room, (divisor - 1).bit_length())
