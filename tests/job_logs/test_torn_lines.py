@@ -65,6 +65,20 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     assert [line.line for line in finding.evidence] == [calls[4] + 1]
 
 
+def test_both_messages_of_one_line_are_read(tmp_path: Path) -> None:
+    """A line without its end runs on into the next, also where its call is known."""
+    call = (
+        "h:7:7 [0] NCCL INFO AllReduce: opCount {} sendbuff 0x1 recvbuff 0x2 count 8 "
+        "datatype 7 op 0 root 0 comm 0xa [nranks=2] stream 0x5"
+    )
+    calls = [call.format(number) for number in range(4)]
+    choice = "h:7:7 [0] NCCL INFO AllReduce: 32 Bytes -> Algo 1 proto 2 time 33.5"
+    for lines in ([*calls, choice], [*calls[:3], f"{calls[3]} {choice}"]):
+        facts = read(tmp_path, lines)
+        assert [tally.calls for tally in facts.messages.values()] == [4]
+        assert [one.calls for one in facts.choices] == [1]
+
+
 def test_a_log_cut_at_its_start_keeps_its_processes(tmp_path: Path) -> None:
     lines = [line for line in healthy() if " opCount " in line]
     facts = read(tmp_path, lines)

@@ -85,7 +85,8 @@ def _operator(name: str, arguments: Arguments, *, backward: bool) -> Computation
         return _attention(arguments, backward="backward" in name), None
     if name in _NORMS:
         kind, phase = _NORMS[name]
-        x, num_dims = arguments["input"], len(arguments["normalized_shape"])
+        x = arguments["input"]
+        num_dims = len(arguments["normalized_shape"])
         hidden = math.prod(x.shape[x.dim() - num_dims :])
         tokens = x.numel() // hidden
         return Norm(tokens=tokens, hidden=hidden, kind=kind, dtype=_dtype(x), phase=phase), None
@@ -128,13 +129,15 @@ def _scaled_mm(arguments: Arguments, backward: bool) -> Computation:
 
 
 def _grouped_mm(arguments: Arguments, backward: bool) -> Computation | None:
-    a, b = arguments["self"], arguments["mat2"]
+    a = arguments["self"]
+    b = arguments["mat2"]
     if a.dim() == 2 and b.dim() == 3:
         (num_groups, inner, outer), phase = b.shape, Phase.DGRAD if backward else Phase.FWD
         n, k = (inner, outer) if backward else (outer, inner)
         tokens = a.shape[0]
     elif a.dim() == 2 and b.dim() == 2:
-        num_groups, phase = arguments["offs"].shape[0], Phase.WGRAD
+        num_groups = arguments["offs"].shape[0]
+        phase = Phase.WGRAD
         (n, tokens), k = a.shape, b.shape[1]
     else:
         return None
@@ -155,7 +158,9 @@ _PRODUCTS: dict[str, Callable[[Arguments, bool], Computation | None]] = {
 
 
 def _attention(arguments: Arguments, *, backward: bool) -> Attention:
-    q, k, v = arguments["query"], arguments["key"], arguments["value"]
+    q = arguments["query"]
+    k = arguments["key"]
+    v = arguments["value"]
     return Attention(
         batch=q.shape[0],
         heads=q.shape[1],
@@ -197,7 +202,8 @@ def _bytes_moved(
     """Return the bytes moved if each operand is read and each result written once."""
     if name == "all_gather_copy_in":  # it returns the whole buffer and writes a part of it
         return 2 * sum(map(_num_bytes, tensors(args[0])))
-    total, written = 0, set()
+    total = 0
+    written = set()
     arguments = func._schema.arguments
     for at, argument in enumerate(arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)

@@ -65,7 +65,8 @@ class ModuleTracker:
         """Name the modules in a model, by the outermost module that is passed first."""
         inner = root
         if isinstance(root, nn.parallel.DistributedDataParallel):
-            self.has_ddp, inner = True, root.module
+            self.has_ddp = True
+            inner = root.module
         for path, module in inner.named_modules(remove_duplicate=True):
             self._names.setdefault(module, _name_and_layer(path, module))
         self._names.setdefault(root, self._names[inner])
@@ -81,7 +82,8 @@ class ModuleTracker:
         called = nn.Module.__call__
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            before, again = self._now, in_backward()
+            before = self._now
+            again = in_backward()
             self._enter(self._called(module))
             self._above.append(module)
             self._num_again += again

@@ -27,7 +27,10 @@ from stepmark.step.workload import (
     Operation,
 )
 
-GATHER, COPY_OUT, GRADS, REDUCED = "gather", "copy_out", "grads", "reduced"
+GATHER = "gather"
+COPY_OUT = "copy_out"
+GRADS = "grads"
+REDUCED = "reduced"
 BEFORE = "before"  # computation before a forward pass, whose gathers wait for it
 
 
@@ -67,7 +70,8 @@ class Overlap:
     def gathering(self, group: int, *, forward: bool) -> Iterator[None]:
         """FSDPParamGroup.unshard: copy-in and gather, concurrent with the computation."""
         if not forward and self._copied_forward is not None:
-            self._gather_after, self._copied_forward = self._copied_forward, None
+            self._gather_after = self._copied_forward
+            self._copied_forward = None
         before = self._issued[GATHER]
         with self._in("gather", FSDP):
             yield
@@ -110,14 +114,16 @@ class Overlap:
         """Let the computation after the backward pass wait for all reductions."""
         if self._reducing:
             self._wait_for.add(REDUCED)
-        self._reducing, self._scattered = False, 0
+        self._reducing = False
+        self._scattered = 0
 
     def computing(self, op: ComputeOp, *, in_node: bool) -> ComputeOp:
         """Return the operation on its stream. in_node: whether a node of autograd runs it."""
         if self._ddp_reduces and not in_node:  # DDP's last callback, or a later operation
             self._ddp_reduces = False
             self._wait_for.add(REDUCED)
-        name, after = "", list[str]()
+        name = ""
+        after = list[str]()
         if self._within == "copy out":
             name = COPY_OUT
             self._issued[COPY_OUT] += 1

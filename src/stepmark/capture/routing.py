@@ -107,13 +107,17 @@ def _chosen(
 ) -> tuple[Tensor, int, int] | None:
     """Return the indices that an operator chooses, the size of their range, and the dim."""
     if name == "topk":
-        indices, dim = result[1], args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        indices = result[1]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
     elif name in ("max", "min") and isinstance(result, tuple | list) and len(result) == 2:
-        indices, dim = result[1], args[1]
+        indices = result[1]
+        dim = args[1]
     elif name in ("argmax", "argmin"):
-        indices, dim = result, args[1] if len(args) > 1 else None
+        indices = result
+        dim = args[1] if len(args) > 1 else None
     elif name == "multinomial":
-        indices, dim = result, -1
+        indices = result
+        dim = -1
     else:
         return None
     scores = args[0]
@@ -154,7 +158,8 @@ def from_peers(
     group: Any,
 ) -> list[Tensor] | None:
     """Return what a rank receives if all send what this rank sends; None if that is unknown."""
-    num_ranks, rank = group.size(), group.rank()
+    num_ranks = group.size()
+    rank = group.rank()
     gathered = None
     if "all_gather" in name or name.startswith(("allgather", "_allgather")):
         gathered = torch.cat([tensor.reshape(-1) for tensor in own] * num_ranks)

@@ -97,7 +97,8 @@ def capture(
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     name = spec or getattr(build, "__name__", "capture")
     where = file or getattr(getattr(build, "__code__", None), "co_filename", "")
-    router, watch = Router(tokens_per_expert), watch or Watch()
+    router = Router(tokens_per_expert)
+    watch = watch or Watch()
 
     def record(rank: int) -> _RankCapture:
         policy = ReadPolicy(where)

@@ -368,7 +368,9 @@ def value_of(tensor: Any) -> Any:
     if contents is None or not has_value(tensor):
         return None
     real = torch.empty(0, dtype=tensor.dtype)
-    offset, size, stride = tensor.storage_offset(), tensor.size(), tensor.stride()
+    offset = tensor.storage_offset()
+    size = tensor.size()
+    stride = tensor.stride()
     return real.set_(contents.storage, offset, size, stride)
 
 

@@ -11,7 +11,9 @@ from types import FrameType
 
 from stepmark.workloads.user_function import CaptureTimeoutError
 
-INTERVAL_S, LIMIT_S, GRACE_S = 10.0, 600.0, 60.0
+INTERVAL_S = 10.0
+LIMIT_S = 600.0
+GRACE_S = 60.0
 OWN = ("torch", "stepmark")  # packages whose lines are not the user's
 
 
@@ -46,7 +48,8 @@ class Watch:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        start, self._expired = time.monotonic(), False
+        start = time.monotonic()
+        self._expired = False
 
         def ring(_: int, frame: FrameType | None) -> None:
             seconds = time.monotonic() - start

@@ -18,7 +18,8 @@ def run(options: CaptureOptions) -> None:
     file, colon, function = options.file.rpartition(":")
     if not colon or not file or not function.isidentifier():
         raise ConfigError("capture", options.file, "FILE.py:FUNCTION")
-    world_size, rank = options.world_size, options.rank
+    world_size = options.world_size
+    rank = options.rank
     if not 0 <= rank < world_size:
         raise ConfigError("rank", rank, f"from 0 to {world_size - 1}")
     watch = Watch(

@@ -18,7 +18,8 @@ from stepmark.tables.columns import BYTES, COUNT, MEAN, NUMBER, SECONDS, Column,
 from stepmark.tables.table import Table
 
 BY = ("collective", "dtype", "group", "phase")
-MESSAGE, PER_RANK = "message", "per rank"
+MESSAGE = "message"
+PER_RANK = "per rank"
 PAIR_SIDES = ("send", "recv")
 # CrayPat's bins of message sizes.
 CRAYPAT = (16, 256, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
@@ -181,7 +182,8 @@ def _counts(messages: Histogram, num_ranks: int) -> Row:
 
 def _busbw(messages: Histogram) -> float | None:
     """Return bytes x factor over time, of timed calls whose number of ranks is known."""
-    wire, seconds = 0.0, 0.0
+    wire = 0.0
+    seconds = 0.0
     for kind, tally in messages.items():
         if not tally.timed_calls or kind.message_bytes is None or not tally.seconds:
             continue

@@ -73,7 +73,8 @@ def _note(rows: Sequence[Row]) -> str:
 
 def _bin(row: Row) -> str:
     """Name a bin; an exact size has its bytes too, because two sizes may round to one."""
-    low, high = number(row, "from_bytes"), number(row, "below_bytes")
+    low = number(row, "from_bytes")
+    high = number(row, "below_bytes")
     if low is None or high != low + 1:
         return text(row, "bin")
     return f"{format_bytes(low)}\n{low:.0f} B" if low >= 1024 else format_bytes(low)

@@ -14,8 +14,11 @@ from stepmark.ground.units import format_time, ranks_text
 
 _MAX_SHOWN = 3  # calls in a text
 _MAX_EVIDENCE = 8  # ranks
-MISMATCH, MISSING, DEADLOCK = "call-mismatch", "failure-missing-rank", "failure-deadlock"
-ARRIVED, UNKNOWN = "failure-not-completed", "failure-wait"
+MISMATCH = "call-mismatch"
+MISSING = "failure-missing-rank"
+DEADLOCK = "failure-deadlock"
+ARRIVED = "failure-not-completed"
+UNKNOWN = "failure-wait"
 _ACTIONS = {
     MISMATCH: "Make the ranks issue the same collectives in one order, with equal counts, "
     "types and roots; TORCH_DISTRIBUTED_DEBUG=DETAIL names the call in the code.",
@@ -103,10 +106,12 @@ def _mismatch(parts: Sequence[Disagreement]) -> Cause:
     if len(suspects) == 1:
         verb = "takes part in each of these" if len(shown) > 1 else "differs from all others"
         text += f". {ranks_text(suspects).capitalize()} {verb}"
-        named, rest = suspects, frozenset[int]()
+        named = suspects
+        rest = frozenset[int]()
     else:
         text += f". The {parts[0].source} cannot show which side is wrong"
-        named, rest = frozenset[int](), suspects
+        named = frozenset[int]()
+        rest = suspects
     return Cause(
         rule=MISMATCH,
         ranks=named,
@@ -136,7 +141,8 @@ def _with_consequences(cause: Cause, related: Sequence[Cause], graph: WaitGraph)
 
 def _waits(graph: WaitGraph) -> Iterator[Cause]:
     """Yield a cycle or ranks that wait for nobody, else what else calls wait for."""
-    cycle, idle = graph.cycle(collectives_only=True), graph.idle
+    cycle = graph.cycle(collectives_only=True)
+    idle = graph.idle
     calls = graph.calls
     ends = [call for call in calls if not call.blockers]
     unknown = [call for call in ends if call.unknown or (call.is_open and not call.is_split)]
@@ -265,7 +271,8 @@ def _arrived(graph: WaitGraph, calls: Sequence[Call]) -> Iterator[Cause]:
 
 def _split(graph: WaitGraph, call: Call) -> Cause:
     """Report a call that ended on some ranks, while others waited for it to their time-out."""
-    done, waiting = ranks_text(call.done), ranks_text(call.waiting)
+    done = ranks_text(call.done)
+    waiting = ranks_text(call.waiting)
     fewer = min(call.waiting, call.done, key=len)
     if fewer == call.waiting:
         text = f"{waiting} {_is(fewer)} behind: {_it(fewer)} {_s(fewer, 'wait')}"

@@ -100,11 +100,13 @@ def answer_of(
     elif is_finished:
         how = "--ended states it, and no line states a failure"
     elif after := [one for one in findings if one.rule == "after-end"]:
-        text, evidence = after[0].text, after[0].evidence
+        text = after[0].text
+        evidence = after[0].evidence
         quote = evidence[0].text.strip()[:_MAX_QUOTED]
         how = f'{text[:1].lower()}{text[1:].rstrip(".")}: "{quote}"'
     elif incomplete:
-        text, evidence = incomplete[0].text, incomplete[0].evidence
+        text = incomplete[0].text
+        evidence = incomplete[0].evidence
         how = f"{text[:1].lower()}{text[1:].rstrip('.')}{hint}"
     else:
         how = f"no line shows an end, a failure or a hang{hint}"

@@ -23,10 +23,16 @@ def _rule(rule: str, role: Role, pattern: str, text: str, action: str) -> Failur
     return FailureRule(f"failure-{rule}", role, re.compile(pattern), text, action)
 
 
-_HARDWARE, _CAUSE, _VAGUE = Role.HARDWARE, Role.CAUSE, Role.VAGUE
-_WAIT, _CONSEQUENCE, _REMARK = Role.WAIT, Role.CONSEQUENCE, Role.REMARK
-FOREIGN, PEER_CLOSED = "failure-foreign", "failure-peer-closed"
-LAUNCHER, SERVICE_THREAD = "failure-launcher", "failure-service-thread"
+_HARDWARE = Role.HARDWARE
+_CAUSE = Role.CAUSE
+_VAGUE = Role.VAGUE
+_WAIT = Role.WAIT
+_CONSEQUENCE = Role.CONSEQUENCE
+_REMARK = Role.REMARK
+FOREIGN = "failure-foreign"
+PEER_CLOSED = "failure-peer-closed"
+LAUNCHER = "failure-launcher"
+SERVICE_THREAD = "failure-service-thread"
 TIMEOUT_ELSEWHERE = "failure-timeout-elsewhere"
 
 # A connection of an HTTP client is none between ranks.

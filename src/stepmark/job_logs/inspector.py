@@ -142,7 +142,8 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _communicator(record: Mapping[str, Any], file: str) -> _Communicator:
-    header, metadata = record["header"], record.get("metadata")
+    header = record["header"]
+    metadata = record.get("metadata")
     process: Mapping[str, Any] = metadata if isinstance(metadata, dict) else {}
     num_ranks = _integer(header.get("n_ranks"))
     return _Communicator(

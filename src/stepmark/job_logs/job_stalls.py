@@ -27,12 +27,14 @@ def stalls_of(
     facts: LogFacts | None, dumps: Sequence[Dump] = (), traced: Sequence[TracedCall] = ()
 ) -> JobStalls:
     """Return what time-outs, logged calls, dumps and their analysis show together."""
-    graph, found = WaitGraph(fronts={}), list[Disagreement]()
+    graph = WaitGraph(fronts={})
+    found = list[Disagreement]()
     sources = [log_waits.shown_by(facts)] if facts else []
     sources += [shown_by_analyzer(traced)] if traced else []
     sources += [dump_waits.shown_by(groups_of(dumps))] if dumps else []
     for shown, differing in sources:
-        graph, found = merged(shown, graph), [*differing, *found]
+        graph = merged(shown, graph)
+        found = [*differing, *found]
     certain = [one for one in facts.mismatches if one.certain] if facts else []
     late = [one for one in certain if facts and _is_late(facts, one)]
     if late and not any(cause.rule == MISSING for cause in causes(graph, found)):

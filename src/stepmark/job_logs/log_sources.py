@@ -46,13 +46,19 @@ from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table
 
 MAX_FILES = 100_000
 # In the folder of a watched job: its output, and folders with logs and dumps.
-WATCHED_OUTPUT, NCCL_FOLDER, FLIGHT_FOLDER = "output.log", "nccl", "flight"
+WATCHED_OUTPUT = "output.log"
+NCCL_FOLDER = "nccl"
+FLIGHT_FOLDER = "flight"
 # Files of a folder that may be output of a job; a named file may have any name.
 _OUTPUT_NAME = re.compile(
     r"(?i)^[^.]+$|\.(?:out|err|log|txt|stdout|stderr)(?:\.\d{1,6})?(?:\.gz)?$|\.[oe]\d{1,12}$|\.gz$"
 )
-LOG, FLIGHT, INSPECTOR, TABLES = "NCCL log", "flight recorder", "inspector", "tables"
-RAS, ANALYSIS = "RAS report", "analysis of dumps"
+LOG = "NCCL log"
+FLIGHT = "flight recorder"
+INSPECTOR = "inspector"
+TABLES = "tables"
+RAS = "RAS report"
+ANALYSIS = "analysis of dumps"
 OUTPUT = "job output"  # a log without lines of NCCL
 
 

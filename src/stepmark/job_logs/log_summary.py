@@ -36,7 +36,8 @@ def _facts(facts: LogFacts) -> Iterator[tuple[str, str]]:
     if not facts.has_messages:
         yield "output", f"{size}, none of NCCL or RCCL"
         return
-    processes, hosts = plural(len(facts.processes), "process"), len(facts.hosts)
+    processes = plural(len(facts.processes), "process")
+    hosts = len(facts.hosts)
     yield "log", f"{size}, {processes} on {plural(hosts, 'host')}"
     if facts.versions:
         names = (f"{what} {value}" for what, value in facts.versions)
@@ -339,7 +340,8 @@ def _table_facts(row: Mapping[str, object]) -> list[str]:
 
 
 def _range(row: Mapping[str, object]) -> str:
-    low, high = row["min_bytes"], row["max_bytes"]
+    low = row["min_bytes"]
+    high = row["max_bytes"]
     if not isinstance(low, int) or not isinstance(high, int):
         return ""
     return f", {format_bytes(low)} to {format_bytes(high)}"

@@ -438,7 +438,8 @@ def _view(source: Source, options: LogsOptions) -> SourceView:
     bins = parse_bins(options.bins) if options.bins else None
     by = histogram.BY if options.by is None else histogram.parse_by(options.by)
     num_ranks = source.num_ranks_seen
-    durations, totals = None, None
+    durations = None
+    totals = None
     if options.curve:
         curves = read_curves(options.curve, options.runs)
         durations = expected.expected(source.histogram, curves, force=options.force)

@@ -223,7 +223,8 @@ class _TextReader:
 
     def read(self, line: str, number: int, start: re.Match[str] | None) -> bool:
         """Read a line, and return whether it is one of a report."""
-        previous, self.previous = self.previous, line
+        previous = self.previous
+        self.previous = line
         evidence = Evidence(file=self.report.evidence.file, line=number, text=line[:300])
         if start:
             self.begun.add(start.lastgroup or "communicators")

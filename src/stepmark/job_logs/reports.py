@@ -155,7 +155,8 @@ def _ranks_of(sides: Sequence[RasSide]) -> list[int]:
 
 def _lost(one: RasStatement) -> Finding:
     """Return ranks or processes of which RAS has no data."""
-    ranks, where = _ranks_of(one.sides), _places(one.sides)
+    ranks = _ranks_of(one.sides)
+    where = _places(one.sides)
     count = one.count or sum(side.count for side in one.sides) or "some"
     lines = [one.evidence, *(side.evidence for side in one.sides)]
     if one.kind == "DEAD":
@@ -192,7 +193,8 @@ def _stated(one: RasStatement) -> Finding:
 def _counts(one: RasStatement) -> WaitGraph:
     """Return who waits in the last operation that any rank has launched."""
     most = max(int(side.value) for side in one.sides)
-    parts, absent = {}, {}
+    parts = {}
+    absent = {}
     for side in one.sides:
         for rank in side.ranks:
             if side.value == most:

@@ -15,7 +15,9 @@ from stepmark.measuring.job import KEY, NPROC, PORT
 from stepmark.model.fabrics import Setting
 
 _PORT = 29500
-_SHELL, _LOGIN_SHELL = "#!/bin/bash", "#!/bin/bash -l"  # the latter knows `module`
+# the latter knows `module`
+_SHELL = "#!/bin/bash"
+_LOGIN_SHELL = "#!/bin/bash -l"
 _HEX = "od -An -N16 -tx1 /dev/urandom | tr -d ' '"  # one line of 32 digits
 _KEY = f'"$({_HEX})"'
 _NO_PRESET = "# No fabric preset: NCCL chooses the network (stepmark launch --fabric list)."

@@ -67,7 +67,8 @@ class AmdGpu(Card):
     """One card behind an amdsmi handle."""
 
     def device_info(self, rank: int) -> DeviceInfo:
-        info, health = torch_device_info(self._index, rank), self.health()
+        info = torch_device_info(self._index, rank)
+        health = self.health()
         asic = self._ask("amdsmi_get_gpu_asic_info") or {}
         clocks = self._library.AmdSmiClkType
         gfx = self._ask("amdsmi_get_clock_info", clocks.GFX)
@@ -120,7 +121,8 @@ class AmdGpu(Card):
 
     def links(self) -> Links:
         pcie = self._ask("amdsmi_get_pcie_info") or {}
-        now, most = pcie.get("pcie_metric"), pcie.get("pcie_static")
+        now = pcie.get("pcie_metric")
+        most = pcie.get("pcie_static")
         fabric = self._ask("amdsmi_get_link_metrics")
         return Links(
             pcie_generation=pcie_generation(number(now, "pcie_speed")),

@@ -255,7 +255,8 @@ MAX_SAMPLES = 20_000
 # one batch are alike: the confidence interval is that of batches, over at least a second.
 MIN_BATCHES = 10
 # A device whose first batches are alike is not at its limit. FLAT_SHARE: of the precision.
-FLAT_BATCHES, FLAT_SHARE = 5, 0.2
+FLAT_BATCHES = 5
+FLAT_SHARE = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

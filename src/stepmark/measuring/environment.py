@@ -215,7 +215,8 @@ def device_warnings(devices: Sequence[DeviceInfo]) -> tuple[str, ...]:
     texts = [f"mixed device models: {', '.join(names)}"] if len(names) > 1 else []
     for device in devices:
         where = f"{device.host or 'host'} device {device.index}"
-        limit, default = device.power_limit_w, device.default_power_limit_w
+        limit = device.power_limit_w
+        default = device.default_power_limit_w
         if limit is not None and default is not None and limit < default:
             texts.append(f"{where}: power limited to {limit:.0f} W, default {default:.0f} W")
         if device.persistence is False:

@@ -21,9 +21,13 @@ FOLDER = "STEPMARK_HEARTBEATS"  # environment variable: the folder
 FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks begin
 
 # Written by the parent: ranks must give up; they should stop after the present case.
-ABORT, STOP = "abort", "stop"
+ABORT = "abort"
+STOP = "stop"
 # Written by each rank, with its number: stacks, flight recorder, "has given up", its state.
-STACK, FLIGHT, GAVE_UP, BEAT = "stack", "flight", "gave_up", "beat"
+STACK = "stack"
+FLIGHT = "flight"
+GAVE_UP = "gave_up"
+BEAT = "beat"
 MEMORY = Path("/dev/shm")
 
 
@@ -157,7 +161,8 @@ class Heartbeat:
 
         dump: return the flight recorder as JSON. abort: end blocked communicators.
         """
-        self._dump, self._abort = dump, abort
+        self._dump = dump
+        self._abort = abort
 
     def close(self, exit_code: int) -> None:
         """Report that all work is done. Nothing is watched any more."""

@@ -12,8 +12,11 @@ from stepmark.ground.outer_launcher import BIND, HOSTS, is_agent
 
 # Set by the script that `stepmark launch` prints. One process per host, its agent, starts and
 # watches the ranks of its host; the agent of the first host leads.
-HOST_RANK, NPROC = "STEPMARK_HOST_RANK", "STEPMARK_NPROC"
-PORT, KEY, JOIN_S = "STEPMARK_PORT", "STEPMARK_KEY", "STEPMARK_JOIN_S"
+HOST_RANK = "STEPMARK_HOST_RANK"
+NPROC = "STEPMARK_NPROC"
+PORT = "STEPMARK_PORT"
+KEY = "STEPMARK_KEY"
+JOIN_S = "STEPMARK_JOIN_S"
 # Slurm last: in its jobs mpirun's processes have its variables, too.
 _RANKS = (HOST_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 _DEFAULT_JOIN_S = 300.0  # hosts of a large job import at different speeds
@@ -81,7 +84,8 @@ def current() -> Job | None:
         port = 0
         key = b""
     else:
-        rank, port = _host_rank(hosts), _number(PORT, 1, 65_535)
+        rank = _host_rank(hosts)
+        port = _number(PORT, 1, 65_535)
         if len(key := os.environ.get(KEY, "").encode()) < 16:
             raise ConfigError(KEY, None, "16 random characters or more, the same on all hosts")
     if (bind := os.environ.get(BIND)) not in (None, "closest"):

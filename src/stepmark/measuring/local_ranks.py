@@ -20,8 +20,10 @@ from stepmark.measuring import heartbeat
 from stepmark.measuring.heartbeat import Beat, HeartbeatStore
 
 # Rendezvous of ranks: a FileStore, or rank 0's TCPStore on a socket that the parent has bound.
-STORE_FILE, STORE_HOST = "STEPMARK_STORE_FILE", "STEPMARK_STORE_HOST"
-STORE_PORT, STORE_SOCKET = "STEPMARK_STORE_PORT", "STEPMARK_STORE_SOCKET"
+STORE_FILE = "STEPMARK_STORE_FILE"
+STORE_HOST = "STEPMARK_STORE_HOST"
+STORE_PORT = "STEPMARK_STORE_PORT"
+STORE_SOCKET = "STEPMARK_STORE_SOCKET"
 
 _RANK_BYTES = 128 * MIB  # of a process that has imported torch, beyond what it shares
 _STACKS_S = 1.0

@@ -59,7 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     # The parent sends SIGINT to interrupt; SIGTERM goes to whole jobs, and to the parent too.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     heartbeat.idle(_SETUP_S)
-    plan_file, run = Path(arguments[0]), Path(arguments[1])
+    plan_file = Path(arguments[0])
+    run = Path(arguments[1])
     try:
         plan = plans.read_file(plan_file)
         if plan.device == "cpu":  # without CUPTI, Kineto only logs its stages

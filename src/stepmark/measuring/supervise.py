@@ -70,7 +70,10 @@ def _hang_report(workers: Workers, overdue: list[int]) -> RankFailure:
     )
 
 
-_HERE, _AHEAD, _ENDED, _NOT_UP = "in this case", "ahead of this case", "ended", "not up"
+_HERE = "in this case"
+_AHEAD = "ahead of this case"
+_ENDED = "ended"
+_NOT_UP = "not up"
 _STUCK = {  # such ranks cannot answer, and most likely block the others
     psutil.STATUS_STOPPED: "stopped (SIGSTOP)",
     psutil.STATUS_TRACING_STOP: "stopped (by a debugger)",

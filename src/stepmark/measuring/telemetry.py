@@ -170,7 +170,9 @@ class Sampler:
             self._thread = None
 
     def _run(self) -> None:
-        stop, readings, energies = self._stop, self._readings, self._energies
+        stop = self._stop
+        readings = self._readings
+        energies = self._energies
         host = self._host
         try:
             while True:
@@ -191,10 +193,12 @@ class Sampler:
 
     def telemetry(self) -> Telemetry:
         """Return the state during the last `with` block, with all throttle reasons seen."""
-        readings, energies = tuple(self._readings), self._energies
+        readings = tuple(self._readings)
+        energies = self._energies
         clocks = [r.sm_clock_hz for r in readings if r.sm_clock_hz is not None]
         powers = [r.power_w for r in readings if r.power_w is not None]
-        span_s, energy_j = None, None
+        span_s = None
+        energy_j = None
         if len(energies) > 2:
             span_s, energy_j = (b - a for a, b in zip(energies[1], energies[2], strict=True))
         return Telemetry(

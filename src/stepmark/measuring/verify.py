@@ -54,7 +54,8 @@ def tolerance(dtype: DType, *, length: int = 1, roundings: int = 1) -> float:
     accumulator = UNIT_ROUNDOFF[DType.FP64 if dtype is DType.FP64 else DType.FP32]
     stored = UNIT_ROUNDOFF[dtype]
     if dtype.is_fp8 and length > 1:
-        accumulator, stored = 2.0**-14, UNIT_ROUNDOFF[DType.BF16]
+        accumulator = 2.0**-14
+        stored = UNIT_ROUNDOFF[DType.BF16]
     return 4 * roundings * stored + 8 * math.sqrt(length) * accumulator
 
 
@@ -90,7 +91,8 @@ def _tensors(values: object) -> Iterable[Tensor]:
 def compare(out: Tensor, ref: Tensor, tolerance: float, reference_name: str) -> Check:
     """Check all elements of `out`. One that is not finite is wrong, with an infinite error."""
     assert out.shape == ref.shape, (out.shape, ref.shape)
-    out64, ref64 = out.detach().double(), ref.detach().double()
+    out64 = out.detach().double()
+    ref64 = ref.detach().double()
     scale = ref64.abs().clamp_min(ref64.square().mean().sqrt())
     error = (out64 - ref64).abs()
     relative = torch.where(error == 0, 0.0, error / scale)
@@ -151,8 +153,10 @@ def product_check(
     scale_1N: Tensor | float = 1.0,
 ) -> Check:
     """Check y = scale_M1 * (a @ b) * scale_1N in fp64: sampled rows and columns, all finite."""
-    rows, columns = sample(y_MN.shape[0], y_MN.device), sample(y_MN.shape[1], y_MN.device)
-    y_RN, y_MC = take(y_MN, 0, rows), take(y_MN, 1, columns)
+    rows = sample(y_MN.shape[0], y_MN.device)
+    columns = sample(y_MN.shape[1], y_MN.device)
+    y_RN = take(y_MN, 0, rows)
+    y_MC = take(y_MN, 1, columns)
     ref_RN = _product(take(a_MK, 0, rows), b_KN) * scale_1N
     ref_MC = _product(take(b_KN, 1, columns).t(), a_MK.t()).t() * scale_M1
     ref_RN *= scale_M1[rows] if isinstance(scale_M1, Tensor) else scale_M1

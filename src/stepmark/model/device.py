@@ -78,7 +78,8 @@ class DeviceSpec:
         itself is not a limit: an H100 is rated at 1.83 GHz but runs short work at up to
         1.98 GHz, and then exceeds its bf16 peak.
         """
-        peak, rated_hz = self.peak(dtype), self.rated_clock(dtype)
+        peak = self.peak(dtype)
+        rated_hz = self.rated_clock(dtype)
         if peak is None or rated_hz is None or max_clock_hz is None:
             return None
         if max_clock_hz <= 0:
@@ -139,7 +140,8 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
     peaks = _by_dtype(f"{key}.{_PEAK}", table[_PEAK])
     clocks = _by_dtype(f"{key}.{_CLOCK_OF}", table.get(_CLOCK_OF, {}))
     stray = clocks.keys() - peaks.keys()
-    names, aliases = table["names"], table.get("aliases", [])
+    names = table["names"]
+    aliases = table.get("aliases", [])
     capability = table.get("capability", [0, 0])
     rules = {
         ": names must be one or more non-empty strings": names

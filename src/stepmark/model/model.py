@@ -201,7 +201,8 @@ class ModelConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true or false")
         for name, kind in (("activation", Activation), ("norm", Norm)):
-            value, allowed = getattr(self, name), get_args(kind)
+            value = getattr(self, name)
+            allowed = get_args(kind)
             if value not in allowed:
                 raise not_one_of(name, value, allowed)
 
@@ -236,7 +237,8 @@ class ModelConfig:
         return (*self._attention_linears(), *self._ffn_linears(moe))
 
     def _attention_linears(self) -> Iterator[Linear]:
-        hidden, heads = self.hidden_size, self.num_heads
+        hidden = self.hidden_size
+        heads = self.num_heads
         out = Linear("attention.out", hidden, heads * self.d_v, "in", self.linear_bias)
         if self.mla is None:
             rows = self.head_dim * (heads + 2 * self.num_kv_heads)
@@ -267,7 +269,8 @@ class ModelConfig:
             yield from self._mlp("ffn.shared.", experts.shared_ffn_hidden_size)
 
     def _mlp(self, prefix: str, width: int) -> Iterator[Linear]:
-        hidden, bias = self.hidden_size, self.linear_bias
+        hidden = self.hidden_size
+        bias = self.linear_bias
         for name in ("gate", "up") if self.activation == "swiglu" else ("up",):
             yield Linear(prefix + name, width, hidden, "out", bias)
         yield Linear(f"{prefix}down", hidden, width, "in", bias)
@@ -405,7 +408,9 @@ class ModelConfig:
 
     def tiny(self) -> "ModelConfig":
         """Return the same architecture, small enough for a test on CPU: `--scale tiny`."""
-        hidden, heads, layers = 64, 4, 2
+        hidden = 64
+        heads = 4
+        layers = 2
 
         def width(value: int) -> int:
             return max(1, round(Fraction(value * hidden, self.hidden_size * _GRAIN))) * _GRAIN
@@ -493,7 +498,8 @@ def _model_files() -> tuple[Path, ...]:
 @cache
 def _load(path: Path) -> ModelConfig:
     table: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-    moe, mla = table.pop("moe", None), table.pop("mla", None)
+    moe = table.pop("moe", None)
+    mla = table.pop("mla", None)
     if mla:
         mla.setdefault("q_lora_rank", None)  # TOML has no null
     return ModelConfig(

@@ -30,7 +30,8 @@ def architecture(model: ModelConfig) -> dict[str, object]:
 
 def _flat(config: Any, prefix: str) -> Iterator[tuple[str, object]]:
     for field in fields(config):
-        value, name = getattr(config, field.name), prefix + field.name
+        value = getattr(config, field.name)
+        name = prefix + field.name
         if name in _NOT_SHOWN:
             continue
         if is_dataclass(value):

@@ -237,12 +237,14 @@ def host_warnings(
 
 def warnings_of(device: Device) -> list[str]:
     """Return the present problems of one device."""
-    health, links = device.health, device.links
+    health = device.health
+    links = device.links
     is_remapped = health.remapped_rows or health.remap_pending or health.remap_failed
     state = " failed" if health.remap_failed else " pending" if health.remap_pending else ""
     words = [word for word in device.now.throttle if word != IDLE]
     width = links.pcie_max_width
-    gen, max_gen = links.pcie_generation, links.pcie_max_generation
+    gen = links.pcie_generation
+    max_gen = links.pcie_max_generation
     others_bytes = device.others_bytes or 0
     limit_bytes = OTHERS_SHARE * (device.info.memory_bytes or math.inf)
     problems = {

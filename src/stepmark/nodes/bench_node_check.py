@@ -61,7 +61,8 @@ def _kernel_lines() -> tuple[list[str], str]:
 
 def failures(before: State, after: State) -> list[str]:
     """Return what went wrong between two states, and faults that need a reset or a repair."""
-    old, new = before.device.health, after.device.health
+    old = before.device.health
+    new = after.device.health
     num_errors = (new.ecc_uncorrected or 0) - (old.ecc_uncorrected or 0)
     num_rows = (new.remapped_rows or 0) - (old.remapped_rows or 0)
     problems = {
@@ -127,7 +128,8 @@ def check_memory(
     """
     device = torch.device(kind, 0)
     begin = time.monotonic()
-    count, num_wrong = 0, 0
+    count = 0
+    num_wrong = 0
     if num_bytes is None:
         is_cpu = kind == "cpu"
         num_bytes = CPU_BYTES if is_cpu else int(torch.cuda.mem_get_info(device)[0] * SHARE)

@@ -140,7 +140,8 @@ def _case_result(
 ) -> NodeCheck:
     name = figure_name(case)
     measured = [record for record in records if isinstance(record, Measured)]
-    failures, unclear = [], []
+    failures = []
+    unclear = []
     if num_wrong := sum(record.num_wrong for record in measured):
         failures.append(f"{name}: {num_wrong} wrong values")
     for record in records:

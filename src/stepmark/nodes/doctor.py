@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from stepmark.measuring.nvidia import Health, Links
     from stepmark.nodes.bench_doctor import Device, Findings
 
-OK, WARNING, MISSING = "ok", "warning", "missing"
+OK = "ok"
+WARNING = "warning"
+MISSING = "missing"
 STYLE = {OK: "green", WARNING: "yellow", MISSING: "dim"}
 PACKAGES = ("triton", "flash_attn", "transformer_engine", "torchao")
 

@@ -189,7 +189,8 @@ def _judged(figure: Figure, ratio: Ratio | None, floor: float) -> FigureVerdict:
     if ratio is None:
         reason = f"fewer than {MIN_OTHERS} others to compare with"
         return FigureVerdict(figure=figure, outcome=Outcome.CANNOT_TELL, reason=reason)
-    low, high = ratio.low, ratio.high
+    low = ratio.low
+    high = ratio.high
     if len(set(figure.values)) == 1:  # equal values prove nothing, whatever those of others
         low = high = None
     if low is None or high is None:

@@ -160,7 +160,8 @@ def find_max(options: FamilyOptions) -> int:
 
 
 def _largest(dtype: DType, device: str) -> list[tuple[Label, Gemm]]:
-    sides, depths = _MAX_SIDES[device], _MAX_DEPTHS[device]
+    sides = _MAX_SIDES[device]
+    depths = _MAX_DEPTHS[device]
     return [
         (Label(role="find-max"), Gemm(m=m, n=n, k=k, dtype=dtype))
         for m in sides

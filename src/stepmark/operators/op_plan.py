@@ -333,7 +333,9 @@ def _passes(item: dict[str, Any], options: FamilyOptions) -> Iterator[tuple[Phas
         raise ConfigError("layout", item["layout"], allowed)
     if not phases:
         yield Phase.FWD, item
-    m, n, k = item["m"], item["n"], item["k"]
+    m = item["m"]
+    n = item["n"]
+    k = item["k"]
     dims = {"fwd": (m, n, k), "dgrad": (m, k, n), "wgrad": (n, k, m)}
     for phase in phases:
         if phase in dims:

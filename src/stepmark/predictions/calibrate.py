@@ -49,10 +49,17 @@ from stepmark.workloads.models import factor, file_notes, read_models
 from stepmark.workloads.rules.pytorch.case import of_case
 
 # Roles of the training cases and of the operators.
-KERNELS, HOST, POWER = "kernels", "host", "power"
-_FEWEST_LAYERS, _SMALL_WIDTH, _FEW_TOKENS = 2, 256, 64
-_STEPS, STEADY_S = 20, 2.0
-_MODEL_S, COMM_S = 90.0, 50.0  # operators end by themselves after some 35 s
+KERNELS = "kernels"
+HOST = "host"
+POWER = "power"
+_FEWEST_LAYERS = 2
+_SMALL_WIDTH = 256
+_FEW_TOKENS = 64
+_STEPS = 20
+STEADY_S = 2.0
+# operators end by themselves after some 35 s
+_MODEL_S = 90.0
+COMM_S = 50.0
 _IDLE_BYTES = 4096  # so few that the device is as good as idle, at full clock
 _LOADS: tuple[tuple[Op, tuple[Rate, ...]], ...] = (
     (Gemm(m=8192, n=8192, k=8192, dtype=DType.BF16), (Rate.SUSTAINED, Rate.HALF)),
@@ -85,7 +92,8 @@ def plan(options: CalibrateOptions, machine: Machine) -> Plan:
     world_size = machine.num_ranks(training.nproc, nproc)
     case = train_plan.only_case(training, machine.device, world_size)
     parts, notes = calibration_cases(case, machine)
-    budget_s, timeout_s = options.budget, options.timeout or 600.0
+    budget_s = options.budget
+    timeout_s = options.timeout or 600.0
     is_compiled = case.compile is not CompileScope.NONE
     model_s = budget_s / 2 if budget_s else None if is_compiled else _MODEL_S
     return Plan(
@@ -115,7 +123,8 @@ def calibration_cases(
     case: TrainCase, machine: Machine
 ) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
     """Return the parts of a training step in the order of their measurement, and notes."""
-    kernels, host = _with_few_layers(case), _with_small_widths(case)
+    kernels = _with_few_layers(case)
+    host = _with_small_widths(case)
     if kernels.case_id == host.case_id:
         training = [replace(kernels, labels=(*kernels.labels, *host.labels))]
     else:
@@ -149,7 +158,8 @@ def _with_small_widths(case: TrainCase) -> TrainCase:
         (model,) = read_models(options.model_names[0], scale, case.parallel.tp)
         if model.hidden_size >= width:
             break
-        options, width = replace(options, scale=scale), model.hidden_size
+        options = replace(options, scale=scale)
+        width = model.hidden_size
     seq_len = min(_FEW_TOKENS, case.model.seq_len)
     while True:
         try:

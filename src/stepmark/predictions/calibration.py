@@ -77,7 +77,8 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
     Raises ConfigError for a run that has nothing for the case, or that was measured by another
     version of a timing method unless `force`.
     """
-    run, case = read_aloud(path), inputs.case
+    run = read_aloud(path)
+    case = inputs.case
     records = [record for record in run.latest if isinstance(record, Measured)]
     if not run.info.environment.devices:
         raise ConfigError("calibration", path.name, "a run whose run.json names its device")
@@ -96,7 +97,8 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
     )
     times = {each.case.op: each.time_s for each in pooled(sustained, OpLaunches)}
     measured: tuple[CostOf, ...] = (OperatorCosts(times),)
-    first, shallow = run.info.environment.devices[0], None
+    first = run.info.environment.devices[0]
+    shallow = None
     inputs = replace(inputs, calibration=path.name, curves=tuple(run_curves(path)))
     if case is not None:
         steps = [record for record in records if isinstance(record.case, TrainCase)]
@@ -263,7 +265,10 @@ def _unprofiled(table: OpTable, record: Measured) -> tuple[OpTable, float]:
     # In a pipeline a pass also waits for other stages: how much of it is between operations is
     # not known, and all of it counts as slower compute.
     is_pipeline = record.train.parallel.pp > 1
-    num_steps, rest_s, kernels, factors = len(table.steps), 0.0, 0, dict[str, float]()
+    num_steps = len(table.steps)
+    rest_s = 0.0
+    kernels = 0
+    factors = dict[str, float]()
     for name, pass_s in _passes_s(record).items():
         own = [op for op in table.ops if pass_of(op.key.phase) == name]
         total_s = sum(op.time_ns for op in own) * 1e-9 / num_steps
@@ -306,7 +311,8 @@ def _host_times(
     """Return the host's time for an operation, by pass, from a step of tiny widths."""
 
     def is_like_it(record: Measured) -> bool:
-        own, facts = record.train, record.training
+        own = record.train
+        facts = record.training
         wide = replace(own, model=case.model, mbs=case.mbs, parallel=case.parallel)
         is_same = _unscaled(own.model) == _unscaled(case.model)
         return bool(own.scale and is_same and facts and facts.fwd_s) and is_like(wide, case)
@@ -396,7 +402,8 @@ def _reading(half: _PowerRecord, sustained: _PowerRecord) -> power.Reading:
 def _clock_and_power(record: Measured) -> tuple[float, float] | None:
     """Return the means of the first device; None where it has no clock or energy counter."""
     state = record.telemetry[0] if record.telemetry else Telemetry()
-    clock_hz, watts = state.clock_hz, state.mean_power_w
+    clock_hz = state.clock_hz
+    watts = state.mean_power_w
     return (clock_hz, watts) if clock_hz and watts and state.energy_j else None
 
 

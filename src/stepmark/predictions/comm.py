@@ -96,7 +96,8 @@ def _scaled(curves: list[Curve], op: CommOp, group: Group, num_bytes: int) -> fl
     nearest = min(curves, key=lambda curve: abs(log(curve.num_ranks / group.size)))
     other = Group(digits=((nearest.num_ranks, 1),))
     time_s, _ = nearest.time_s(num_bytes)
-    own, measured = op.bus_bytes(group) / op.message_bytes(group), 1.0
+    own = op.bus_bytes(group) / op.message_bytes(group)
+    measured = 1.0
     if op.message_bytes(other):
         measured = op.bus_bytes(other) / op.message_bytes(other)
     return time_s * own / measured

@@ -18,7 +18,9 @@ from stepmark.traces.kineto.arrivals import RankParts, matched
 from stepmark.traces.kineto.intervals import clip
 
 _SPREAD = 0.25  # of the shares of equal work, from which its contention is known
-_LEAST, _MOST = -0.2, 0.9  # q; below 0 it is noise, and the mean over all work is about 0
+# q; below 0 it is noise, and the mean over all work is about 0
+_LEAST = -0.2
+_MOST = 0.9
 _KNOWN = 0.1  # of overlapped time: if less of it is known, the mean is not
 
 
@@ -39,7 +41,8 @@ def fit(samples: Iterable[Sample]) -> dict[Hashable, float]:
     found = {}
     for key, points in by_key.items():
         shares = [share for share, _ in points]
-        least, spread = min(shares), max(shares) - min(shares)
+        least = min(shares)
+        spread = max(shares) - min(shares)
         if spread < _SPREAD:
             continue
         ends = (
@@ -110,12 +113,14 @@ def comm_slowdown(
     by_name: dict[tuple[str, int | None], Curve] = {
         (each.collective, each.num_ranks): each for each in curves
     }
-    samples, scaled = list[Sample](), list[Sample]()
+    samples = list[Sample]()
+    scaled = list[Sample]()
     alone = set[Sample]()
     for rank, own in matched(by_rank, lambda _number: True).ranks.items():
         exposed = by_rank[rank][1].exposed
         for kind, start, end in own.transfers:
-            name, size = (kind.collective, kind.num_ranks), kind.message_bytes or 0
+            name = (kind.collective, kind.num_ranks)
+            size = kind.message_bytes or 0
             times = end - start, end - start - clip(exposed, start, end).total
             if curve := by_name.get(name):
                 alone_ns = 1e9 * curve.time_s(size)[0]

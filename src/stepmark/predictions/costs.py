@@ -55,7 +55,8 @@ def _section(role: str, layer: int | None) -> str:
 
 def _amount(op: ComputeOp, work: Work) -> float:
     """Return the measure by which time of this kind is divided among operations."""
-    flops, num_bytes = op.op.flops, op.op.bytes_moved
+    flops = op.op.flops
+    num_bytes = op.op.bytes_moved
     if work in (Work.MATMUL, Work.ATTENTION) and flops:
         return float(flops)
     return float(num_bytes or 1)
@@ -118,7 +119,8 @@ class ProfiledCosts:
 
     def _targets(self, row: "_Row") -> list[_Key]:
         """Return the keys of the operations that the measured work is a part of."""
-        section, roles = _section(row.role, row.layer), row.role.split(" | ")
+        section = _section(row.role, row.layer)
+        roles = row.role.split(" | ")
         tests: tuple[Callable[[_Key], bool], ...] = (
             lambda key: key.module in roles and key.phase == row.phase,
             lambda key: key.module in roles,

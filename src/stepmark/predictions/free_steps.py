@@ -64,7 +64,8 @@ class FreeSteps:
     def record(self, number: int) -> None:
         """Record the computation of a step."""
         for lane in self.lanes:
-            step, works = lane.steps[number], lane.program.works
+            step = lane.steps[number]
+            works = lane.program.works
             lane.busy = [
                 Busy(number, item, work, *times, 0.0, total_s, slow=False)
                 for item in lane.program.queues[0]
@@ -75,10 +76,13 @@ class FreeSteps:
 
     def _pass(self, lane: Lane) -> Iterator[int]:
         """Compute a step in issue order. Yield how many items were, before one that waits."""
-        program, number = lane.program, len(lane.steps)
+        program = lane.program
+        number = len(lane.steps)
         before = lane.steps[-1] if number else None
-        begin, size = lane.ends[-1] if number else 0.0, len(program.works)
-        starts, ends = [math.nan] * size, [math.nan] * size
+        begin = lane.ends[-1] if number else 0.0
+        size = len(program.works)
+        starts = [math.nan] * size
+        ends = [math.nan] * size
         lane.steps.append(step := Step(number, 0.0, [], starts, ends, size))
         earlier: dict[int, float] = {}
         if before:
@@ -97,7 +101,8 @@ class FreeSteps:
             while math.isnan(start := _latest(earliest, awaited, ends)):
                 yield count
                 count = 0
-            starts[item], last[stream] = start, item
+            starts[item] = start
+            last[stream] = item
             if isinstance(work, Segment):
                 ends[item] = start + work.total_s
             else:
@@ -117,7 +122,8 @@ def _transfer(sides: Sequence[_Side]) -> None:
     start = max(parts.step.starts[parts.item] for parts, _ in sides)
     end = start + max(time_s for _, time_s in sides)
     for parts, _ in sides:
-        moved, where = parts.lane.moved, (parts.step.number, parts.item)
+        moved = parts.lane.moved
+        where = (parts.step.number, parts.item)
         parts.lane.sent.append((start, end))
         moved[where] = min(start, moved.get(where, start))
         parts.num_left -= 1

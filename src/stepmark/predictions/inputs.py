@@ -83,7 +83,9 @@ def changed(inputs: Inputs, changes: Mapping[str, float]) -> Inputs:
     """Return the inputs with another device, as --what-if has it. Raises ConfigError."""
     if not changes:
         return inputs
-    cost_of, device, faster = first_of(inputs.compute), inputs.device, None
+    cost_of = first_of(inputs.compute)
+    device = inputs.device
+    faster = None
     if device:
         flops = changes.get("flops", 1.0)
         bandwidth = device.hbm_bytes_per_s and changes.get("hbm", 1.0) * device.hbm_bytes_per_s
@@ -128,7 +130,8 @@ def _factor(
         return changes.get("hbm", 1.0)
     if device is None or faster is None or device.hbm_bytes_per_s is None:
         return flops
-    before_s, after_s = roofline_time(op.op, device), roofline_time(op.op, faster)
+    before_s = roofline_time(op.op, device)
+    after_s = roofline_time(op.op, faster)
     return before_s / after_s if before_s and after_s else flops
 
 

@@ -33,7 +33,8 @@ class Interval:
     def __str__(self) -> str:
         if self.low_s is None or self.high_s is None:
             return f"no interval: {self.num_rows} past predictions like it, {_FEWEST} needed"
-        low, high = self.low_s * 1e3, self.high_s * 1e3
+        low = self.low_s * 1e3
+        high = self.high_s * 1e3
         return f"{COVERAGE:.0%} interval {low:.1f} to {high:.1f} ms"
 
 

@@ -139,7 +139,8 @@ def slowdown_of(
 
     if excess_w(0.0) <= 0:
         return 0.0
-    low, high = 0.0, _MAX_SLOWDOWN
+    low = 0.0
+    high = _MAX_SLOWDOWN
     for _ in range(_STEPS):
         middle = (low + high) / 2
         low, high = (middle, high) if excess_w(middle) > 0 else (low, middle)

@@ -63,11 +63,14 @@ def predicted(options: PredictOptions, workload: Workload | None = None) -> Pred
 
 def predict(inputs: Inputs) -> Prediction:
     """Return the prediction of a step. Raises ConfigError."""
-    workload, file, power = inputs.workload, inputs.file, inputs.power
+    workload = inputs.workload
+    file = inputs.file
+    power = inputs.power
     costs, comm = _costs(inputs)
     issued = file.issued if file else workload.issued()
     computed = total(issued, costs)
-    step, clock = simulate(workload, costs), None
+    step = simulate(workload, costs)
+    clock = None
     if power:
         rate = computed.product_flops_per_s
         step, clock = at_clock(workload, costs, power, rate, step)
@@ -127,7 +130,8 @@ def _reaches_over_hosts(inputs: Inputs, issued: Iterable[Operation]) -> bool:
     """Return whether ranks of several hosts communicate by costs of one host."""
     if inputs.case is not None and inputs.case.device == "cpu":
         return False
-    most, workload = inputs.link_domain, inputs.workload
+    most = inputs.link_domain
+    workload = inputs.workload
     if any(
         curve.num_ranks > most if curve.num_hosts is None else curve.num_hosts > 1
         for curve in inputs.curves

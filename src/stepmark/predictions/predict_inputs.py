@@ -94,7 +94,8 @@ def _run_notes(
     of_run = _machine(replace(options, device=None), base)
     if (of_run.device, of_run.name) == (here.device, here.name or of_run.name):
         return []
-    given, kept = given_options(options), dict[str, Any]()
+    given = given_options(options)
+    kept = dict[str, Any]()
     for name, value in given_options(train).items():
         if name in given or name in ("models", "model"):
             continue
@@ -340,7 +341,8 @@ def _check_device(info: RunInfo, here: Machine, *, force: bool = False) -> None:
     names = {device.name for device in info.environment.devices}
     own = here.name
     if here.device == "cpu" and here.is_here:
-        names, own = {info.environment.host}, socket.gethostname()
+        names = {info.environment.host}
+        own = socket.gethostname()
     if own and names != {own} and not force:
         allowed = f"a run on {own}, not {', '.join(sorted(names)) or 'an unknown device'}"
         raise ConfigError("calibration", info.run_id, f"{allowed}; or --force")
@@ -349,7 +351,8 @@ def _check_device(info: RunInfo, here: Machine, *, force: bool = False) -> None:
 def _origin_notes(path: Path, here: Machine) -> list[str]:
     """Return where and when parts were measured, and how this differs from here and now."""
     info = read_info(path)
-    own, created_at = info.environment, datetime.fromisoformat(info.created_at)
+    own = info.environment
+    created_at = datetime.fromisoformat(info.created_at)
     devices = ", ".join(sorted({device.name for device in own.devices}))
     text = f"measured parts: run {path.name} of {created_at:%Y-%m-%d %H:%M} UTC on {devices}"
     text += f" of host {own.host}"

@@ -12,7 +12,8 @@ from stepmark.training.train_options import CaseOptions
 
 # What --what-if changes: bandwidth of the links between GPUs, of memory, the rate of products
 # and attention, each by a factor; and the power limit in watts.
-FACTORS, WATTS = ("link", "hbm", "flops"), "power"
+FACTORS = ("link", "hbm", "flops")
+WATTS = "power"
 
 
 def _read_what_if(text: str, field: str) -> tuple[tuple[str, float], ...]:

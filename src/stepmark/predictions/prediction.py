@@ -75,13 +75,15 @@ class Prediction:
     @cached_property
     def memory(self) -> StepMemory | None:
         """The memory of a rank; None for a workload, and on a CPU, where torch counts none."""
-        inputs, case = self.inputs, self.inputs.case
+        inputs = self.inputs
+        case = self.inputs.case
         if case is None or case.device != "cuda":
             return None
         of_sheet = inputs.device.hbm_bytes if inputs.device else None
         device_bytes = inputs.memory_bytes or of_sheet
         allocated, reserved = memory.calibrated(case, inputs.memory)
-        verdict, fitting = "unknown", ""
+        verdict = "unknown"
+        fitting = ""
         if device_bytes is not None:
             verdict = memory.verdict(case, allocated, reserved, device_bytes)
             if verdict == "runs out of memory":
@@ -121,8 +123,11 @@ class Prediction:
 
     def document(self) -> dict[str, Any]:
         """Return everything as plain data. Times are of one optimizer step."""
-        inputs, step, step_s = self.inputs, self.step, self.step_s
-        case, peak = inputs.case, inputs.peak_flops_per_s
+        inputs = self.inputs
+        step = self.step
+        step_s = self.step_s
+        case = inputs.case
+        peak = inputs.peak_flops_per_s
         num_ranks = case.num_ranks if case else inputs.workload.world_size
         tokens = case.tokens_per_step * case.grad_accum if case else None
         flops = per_token(case) if case else None

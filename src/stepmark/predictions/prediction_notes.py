@@ -13,7 +13,8 @@ from stepmark.workloads.workload_files import read_notes
 def notes_of(prediction: Prediction) -> Iterator[str]:
     """Yield what a step lacks, where its costs are from, and what is not modelled."""
     inputs = prediction.inputs
-    workload, file = inputs.workload, inputs.file
+    workload = inputs.workload
+    file = inputs.file
     yield from file.gaps if file else ()
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
     yield from (f"of the file: {note}" for note in of_file)

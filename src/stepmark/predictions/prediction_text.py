@@ -52,7 +52,8 @@ def ledger_lines(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield the ledger of each stage as a table; of many stages those that differ most."""
     table: list[dict[str, Any]] = [*document["ledger"]]
     waiting_ns = dict.fromkeys((row["stage"] for row in table), 0)
-    shown, num_stages = set(waiting_ns), len(waiting_ns)
+    shown = set(waiting_ns)
+    num_stages = len(waiting_ns)
     if num_stages > _MOST_STAGES:
         waits = [row for row in document["ledger_parts"] if row["part"] == WAITING]
         waiting_ns |= {row["stage"]: row["time_ns"] for row in waits}
@@ -87,7 +88,8 @@ def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "HFU", f"{most}{document['hfu_pct']:.1f} % HFU"
     yield "limit", _limit(document)
     if document["comm_s"]:
-        exposed, comm = document["exposed_comm_s"], document["comm_s"]
+        exposed = document["exposed_comm_s"]
+        comm = document["comm_s"]
         text = f"{comm * 1e3:.1f} ms of communication, {exposed * 1e3:.1f} ms exposed"
         if document["contention_s"]:
             text += f", {document['contention_s'] * 1e3:.1f} ms of contention"
@@ -105,9 +107,11 @@ def headline(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _limit(document: Mapping[str, Any]) -> str:
     """Return what the step waits for, with shares; the host comes first where it is late."""
     shares: dict[str, float] = {**document["shares_pct"]}
-    first, idle = next(iter(shares), "computation"), ""
+    first = next(iter(shares), "computation")
+    idle = ""
     if document["bound"] == "host":
-        first, idle = HOST, "device idle "
+        first = HOST
+        idle = "device idle "
     words = [f"{first} ({idle}{shares.pop(first, 0.0):.1f} % of the step)"]
     words += (f"{n} ({pct:.1f} %)" for n, pct in shares.items() if pct >= _LEAST_SHARE_PCT)
     condition = "" if document["host_is_known"] else " if the host keeps up"

@@ -94,7 +94,9 @@ class Compiler:
     """
 
     def __init__(self, workload: Workload, costs: Costs, clock: Clock, *, merges: bool) -> None:
-        self._workload, self._costs, self._clock = workload, costs, clock
+        self._workload = workload
+        self._costs = costs
+        self._clock = clock
         self._merges = merges
         self._op_costs: dict[int, OpCost] = {}
         self._blocks: dict[tuple[str, int], list[Placed]] = {}
@@ -194,7 +196,8 @@ class Compiler:
 
     def _call(self, ops: list[CommOp], stage: int) -> Call:
         """Return a call; sends and receipts inside a stage run at the same time."""
-        workload, parts = self._workload, list[Part]()
+        workload = self._workload
+        parts = list[Part]()
         sent = received = inside = 0.0
         is_inside = False
         for op in ops:

@@ -41,7 +41,8 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
     clock: factor on the time of computation by kind of work; missing: 1. Raises ConfigError for
     a workload whose stages wait for each other.
     """
-    total, kept = num_steady(workload), _REPEATS
+    total = num_steady(workload)
+    kept = _REPEATS
     while True:
         few = shortened(workload, kept) if kept < total else workload
         less = max(0, total - kept)
@@ -164,7 +165,8 @@ def _period(lanes: Sequence[Lane], number: int) -> float | None:
     """Return the time between the last repetitions of the steady state; None: not steady."""
     periods = [_main_end(lane, number, -1) - _main_end(lane, number, -2) for lane in lanes]
     for lane in lanes:
-        bounds, step = lane.program.bounds, lane.steps[number]
+        bounds = lane.program.bounds
+        step = lane.steps[number]
         size = bounds[1] - bounds[0]
         items = range(bounds[-4], bounds[-2])
         if not _is_later(step, step, items, size, periods[0]):
@@ -174,7 +176,8 @@ def _period(lanes: Sequence[Lane], number: int) -> float | None:
 
 def _main_end(lane: Lane, number: int, bound: int) -> float:
     """Return when the computation before a bound of the steady state has ended."""
-    queue, step = lane.program.queues[0], lane.steps[number]
+    queue = lane.program.queues[0]
+    step = lane.steps[number]
     place = bisect_right(queue, lane.program.bounds[bound] - 1)
     return step.ends[queue[place - 1]] if place else lane.ends[number - 1]
 

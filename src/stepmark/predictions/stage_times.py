@@ -51,9 +51,11 @@ def seconds_of(
     total = _under([_Cover(start, end, "", start)], busy)
     calls = _covers(_calls(lane, start), start, end)
     moves = _covers([(*times, TRANSFER) for times in lane.transferred], start, end)
-    hidden, moving = _under(calls, busy), _under(moves, busy)
+    hidden = _under(calls, busy)
+    moving = _under(moves, busy)
     contention_s = sum(each.extra_s for each in busy)
-    lines, recomputed_s = defaultdict[Line, float](float), 0.0
+    lines = defaultdict[Line, float](float)
+    recomputed_s = 0.0
     for (_, work, is_recomputed), time_s in total.items():
         lines[_line(work)] += time_s
         recomputed_s += time_s * is_recomputed * isinstance(work, Work)
@@ -111,7 +113,8 @@ def _covers(
     calls: Iterable[tuple[float, float, str]], start: float, end: float
 ) -> list[_Cover]:
     """Return the pieces of a window in which calls run; the one that began first has each."""
-    covers, now = list[_Cover](), start
+    covers = list[_Cover]()
+    now = start
     clipped = sorted(
         (max(first, start), name, end if math.isnan(last) else min(last, end))
         for first, last, name in calls
@@ -181,7 +184,8 @@ def _own_first(call: _Cover, busy: Sequence[Busy]) -> Iterator[tuple[str, float]
     """
     index = bisect_right(busy, call.start, key=lambda each: each.start) - 1
     if index >= 0 and busy[index].end > call.start:
-        segment, begin = busy[index].segment, busy[index].start
+        segment = busy[index].segment
+        begin = busy[index].start
         piece = bisect_right(segment.ends, call.start - begin, hi=len(segment.kinds)) - 1
         work, _ = segment.kinds[piece]
         began = round((begin + segment.ends[piece]) * 1e9)
@@ -206,7 +210,8 @@ def spans(lane: Lane, step: int, less: int, hole_s: float, length_s: float) -> I
 
     less: repetitions that are left out; they begin hole_s after the step, and take length_s.
     """
-    start, end = lane.ends[step - 1] if step else 0.0, lane.ends[step]
+    start = lane.ends[step - 1] if step else 0.0
+    end = lane.ends[step]
     cut = lane.program.bounds[-1] if less else len(lane.program.works)
     for ran in (*_ran_computations(lane), *_ran_calls(lane)):
         if ran.start >= end or ran.end <= start:
@@ -250,7 +255,8 @@ def _ran_computations(lane: Lane) -> Iterator[_Ran]:
     for busy in lane.busy:
         now = busy.start
         for piece, time_s in busy.pieces:
-            start, now = now, now + time_s
+            start = now
+            now = now + time_s
             owner = busy.segment.owners[piece]
             op = busy.segment.ops[owner]
             if isinstance(kind := busy.segment.kinds[piece][0], Idle):

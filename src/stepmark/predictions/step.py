@@ -15,7 +15,9 @@ from stepmark.timeline.step_cost import Costs, OpCost, PowerModel, Source
 _MOST_ROUNDS = 8
 _CLOSE = 1e-4  # of slowdown
 _BISECTIONS = 12
-_MAX_POWER, _MAX_TIME = 4.0, 3.0  # factors of the power and of the time of compute
+# factors of the power and of the time of compute
+_MAX_POWER = 4.0
+_MAX_TIME = 3.0
 _FULL_CLOCK = 0.98  # share of the highest clock: a device at it is below its power limit
 
 
@@ -38,7 +40,8 @@ def at_clock(
 
     product_flops_per_s: rate of its products at full clock. Raises ConfigError.
     """
-    slowdown, full_s = 0.0, step.busy_s
+    slowdown = 0.0
+    full_s = step.busy_s
     power = for_products(power, product_flops_per_s)
     for _ in range(_MOST_ROUNDS):
         new = slowdown_of(power, full_s, step.step_s, slowdown)
@@ -90,7 +93,8 @@ def fitted_power(
     if not power.is_limited:
         return power
     costs = replace(costs, compute=cache(costs.compute))
-    rate, full = total(workload.issued(), costs).product_flops_per_s, simulate(workload, costs)
+    rate = total(workload.issued(), costs).product_flops_per_s
+    full = simulate(workload, costs)
     if clock_hz >= _FULL_CLOCK * power.full_clock_hz:
         own_w = mean_power_w(for_products(power, rate), 0.0, full.busy_s, full.step_s)
         measured_j = (power_w - power.static_w) * step_s
@@ -132,7 +136,8 @@ def host_factor(workload: Workload, costs: Costs, step_s: float) -> float:
 
 def _least_factor(is_too_low: Callable[[float], bool], limit: float) -> float:
     """Return the least factor, from 1 / limit to limit, that is not too low."""
-    low, high = 1 / limit, limit
+    low = 1 / limit
+    high = limit
     for _ in range(_BISECTIONS):
         middle = math.sqrt(low * high)
         low, high = (middle, high) if is_too_low(middle) else (low, middle)

@@ -164,7 +164,8 @@ class Simulator:
         heapq.heappush(self._heap, (time, self._count, lane, active))
 
     def _begin_step(self, lane: Lane) -> None:
-        program, number = lane.program, len(lane.steps)
+        program = lane.program
+        number = len(lane.steps)
         if number == MOST_STEPS:
             return
         host = 0.0
@@ -184,7 +185,8 @@ class Simulator:
         lane.steps.append(step)
         for stream in lane.streams:
             if stream.step is None:
-                stream.step, stream.place = step, 0
+                stream.step = step
+                stream.place = 0
         for stream in lane.streams:
             self._start(lane, stream)
 
@@ -197,7 +199,8 @@ class Simulator:
         item = stream.items[stream.place]
         if step.waiting[item]:
             return
-        work, issue = lane.program.works[item], -math.inf
+        work = lane.program.works[item]
+        issue = -math.inf
         if lane.has_host:
             issue = step.host_start + lane.program.issues[item]
             if stream.singles and isinstance(work, Segment):
@@ -215,7 +218,8 @@ class Simulator:
             lane.parts_left[step.number, item] = len(work.parts)
             ordinals = lane.program.ordinals[item]
             for part, ordinal in zip(work.parts, ordinals, strict=True):
-                key, side = (part.key, step.number, ordinal), _Side(lane, step, item, part)
+                key = (part.key, step.number, ordinal)
+                side = _Side(lane, step, item, part)
                 if sides := self._meetings.join(part, key, side):
                     self._transfer(sides)
 
@@ -225,7 +229,8 @@ class Simulator:
         if step is None or stream.place < len(stream.items):
             return step is not None
         if step is not lane.steps[-1]:
-            stream.step, stream.place = lane.steps[step.number + 1], 0
+            stream.step = lane.steps[step.number + 1]
+            stream.place = 0
             return bool(stream.items)
         stream.step = None
         if stream is lane.streams[_MAIN]:
@@ -251,7 +256,8 @@ class Simulator:
                     stream.compute = _Compute(where, segment, start, end=end, is_fixed=True)
                     self._push(end, lane, stream)
                     return
-                stream.singles, stream.single = segment.singles, 0
+                stream.singles = segment.singles
+                stream.single = 0
                 segment = stream.singles[0]
         stream.compute = compute = _Compute(where, segment, self.now, slow=lane.is_sending)
         self._plan_compute(lane, stream, compute)
@@ -274,7 +280,8 @@ class Simulator:
         return True
 
     def _plan_compute(self, lane: Lane, stream: _Stream, compute: _Compute) -> None:
-        segment, slow = compute.segment, compute.slow
+        segment = compute.segment
+        slow = compute.slow
         left_s = segment.time_of(segment.total_s, slow=slow) - segment.time_of(
             compute.progress, slow=slow
         )
@@ -283,7 +290,8 @@ class Simulator:
 
     def _record(self, lane: Lane, compute: _Compute) -> None:
         """Record the computation since its last change, and move it on to now."""
-        segment, slow = compute.segment, compute.slow
+        segment = compute.segment
+        slow = compute.slow
         if compute.end == self.now:
             progress = segment.total_s
         else:
@@ -292,21 +300,25 @@ class Simulator:
         if self.now > compute.since:
             times = compute.since, self.now, compute.progress, progress
             lane.busy.append(Busy(*compute.where, segment, *times, slow))
-        compute.progress, compute.since = progress, self.now
+        compute.progress = progress
+        compute.since = self.now
 
     def _end_compute(self, lane: Lane, stream: _Stream) -> None:
-        compute, step = stream.compute, stream.step
+        compute = stream.compute
+        step = stream.step
         assert compute is not None
         assert step is not None
         self._record(lane, compute)
         lane.num_computing -= 1
-        stream.compute, stream.is_busy = None, False
+        stream.compute = None
+        stream.is_busy = False
         if stream.singles:
             stream.single += 1
             if stream.single < len(stream.singles):
                 self._start(lane, stream)
                 return
-            stream.singles, stream.single = (), 0
+            stream.singles = ()
+            stream.single = 0
         self._end_item(lane, stream, step)
 
     def _end_item(self, lane: Lane, stream: _Stream, step: Step) -> None:
@@ -370,7 +382,8 @@ class Simulator:
                     factor = self._comm_slowdown if transfer.slow else 1.0
                     transfer.left_s -= (self.now - transfer.since) / factor
                     transfer.left_s = max(0.0, transfer.left_s)
-                    transfer.since, transfer.slow = self.now, slow
+                    transfer.since = self.now
+                    transfer.slow = slow
                     self._plan_transfer(transfer)
         if lane.has_changed:
             lane.has_changed = False

@@ -32,10 +32,15 @@ class Segment:
         self, ops: Sequence[ComputeOp], costs: Sequence[OpCost], machine: Costs, clock: Clock
     ) -> None:
         self.ops: Sequence[Operation] = ops
-        self._computes, self._costs, self._machine, self._clock = ops, costs, machine, clock
+        self._computes = ops
+        self._costs = costs
+        self._machine = machine
+        self._clock = clock
         self.kinds: list[Kind] = []
         self.owners: list[int] = []
-        times, slowdowns, starts = list[float](), list[float](), list[int]()
+        times = list[float]()
+        slowdowns = list[float]()
+        starts = list[int]()
         for owner, (op, cost) in enumerate(zip(ops, costs, strict=True)):
             starts.append(len(times))
             gap = machine.gap, cost.num_kernels * machine.gap_s
@@ -94,7 +99,8 @@ class Segment:
         """Yield the pieces from one progress to another, and how long each takes."""
         ends = self.slowed if slow else self.ends
         for index in range(max(0, bisect_right(self.ends, first) - 1), len(self.kinds)):
-            begin, end = self.ends[index], self.ends[index + 1]
+            begin = self.ends[index]
+            end = self.ends[index + 1]
             if begin >= last:
                 break
             share = (min(end, last) - max(begin, first)) / (end - begin) if end > begin else 1
@@ -138,7 +144,8 @@ def _mapped(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     index = bisect_right(xs, x)
     if index == len(xs):
         return ys[-1]
-    begin, end = xs[index - 1], xs[index]
+    begin = xs[index - 1]
+    end = xs[index]
     return ys[index - 1] + (ys[index] - ys[index - 1]) * (x - begin) / (end - begin)
 
 
@@ -183,11 +190,15 @@ class Merged(Segment):
     """
 
     def __init__(self, works: Sequence[Placed], awaited: Collection[str]) -> None:
-        ops, places = list[Operation](), list[tuple[int, int]]()
-        self.kinds, self.owners, self.ends = [], [], [0.0]
+        ops = list[Operation]()
+        places = list[tuple[int, int]]()
+        self.kinds = []
+        self.owners = []
+        self.ends = [0.0]
         named = list[Operation]()
         for work, layer, microbatch in works:
-            first, begin = len(ops), self.ends[-1]
+            first = len(ops)
+            begin = self.ends[-1]
             named += work.named
             if isinstance(work, Call):
                 ops.append(work.ops[0])
@@ -201,11 +212,14 @@ class Merged(Segment):
                 self.kinds += work.kinds
                 self.owners += [first + owner for owner in work.owners]
                 self.ends += [begin + end for end in work.ends[1:]]
-        self.ops, self.places = ops, places
-        self.slowed, self.total_s = self.ends, self.ends[-1]
+        self.ops = ops
+        self.places = places
+        self.slowed = self.ends
+        self.total_s = self.ends[-1]
         self.host_s = sum(work.host_s for work, _, _ in works)
         self.issues = [self.host_s]
         self.num_kernels = sum(work.num_kernels for work, _, _ in works)
         self.named = tuple(op for op in named if op.after or op.name in awaited)
-        self.follows, self.leads = works[0][0].follows, works[-1][0].leads
+        self.follows = works[0][0].follows
+        self.leads = works[-1][0].leads
         self._whole = {}

@@ -40,10 +40,12 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
 
     Raises ConfigError where its file of times cannot be read.
     """
-    case, replayed = record.case, record.replay
+    case = record.case
+    replayed = record.replay
     assert isinstance(case, ReplayCase)
     assert replayed is not None
-    plan, file = plans.read(path), path / TRACES / replayed.spans
+    plan = plans.read(path)
+    file = path / TRACES / replayed.spans
     try:
         spans: np.ndarray = np.load(file, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

@@ -41,7 +41,8 @@ def iterations(seconds: Sequence[Sequence[float]], blocked_s: Sequence[Sequence[
     jitter_pct: standard deviation of the iterations, of their mean.
     """
     slowest = [max(each) for each in zip(*seconds, strict=True)]
-    typical, average = median(slowest), mean(slowest)
+    typical = median(slowest)
+    average = mean(slowest)
     return {
         "seconds": slowest,
         "median_s": typical,
@@ -58,11 +59,13 @@ def operation_rows(workload: Workload, times: "Times") -> list[Row]:
     """Return a row per message of each stage, in the order of its program."""
     rows = []
     for message in _messages(workload):
-        op, samples = message.op, list(_samples(message.parts, times))
+        op = message.op
+        samples = list(_samples(message.parts, times))
         longest, shortest = (
             (median(each) for each in zip(*samples, strict=True)) if samples else (None, None)
         )
-        group, wire_s = workload.groups[op.group], _wire_s(op, longest, shortest)
+        group = workload.groups[op.group]
+        wire_s = _wire_s(op, longest, shortest)
         rows.append(
             {
                 "stage": message.stage,
@@ -165,7 +168,8 @@ def _messages(workload: Workload) -> Iterator[_Message]:
             op = step.op
             if not isinstance(op, CommOp):
                 continue
-            ranks, call = range(stage * per_stage, (stage + 1) * per_stage), calls[op.group]
+            ranks = range(stage * per_stage, (stage + 1) * per_stage)
+            call = calls[op.group]
             parts: dict[tuple[int, ...], list[int]] = {(rank,): [number] for rank in ranks}
             if op.collective not in (SEND, RECV):
                 calls[op.group] += 1
@@ -268,7 +272,8 @@ def _phase(
     compute: list[Interval] = []
     sides: tuple[list[Interval], list[Interval]] = ([], [])
     for step, (start, time_s) in zip(steps, own, strict=True):
-        communicates, interval = len(step.members) > 1, (start, start + time_s)
+        communicates = len(step.members) > 1
+        interval = (start, start + time_s)
         if not communicates and math.isnan(time_s):
             continue
         if not communicates:
@@ -282,7 +287,8 @@ def _phase(
 
 def _covered(intervals: Sequence[Interval]) -> float:
     """Return the time in which any of them runs; not a number if one is none."""
-    total, end = 0.0, -math.inf
+    total = 0.0
+    end = -math.inf
     for first, last in sorted(intervals):
         total += max(0.0, last - max(first, end))
         end = max(end, last)

@@ -160,7 +160,8 @@ def _operator_line(row: Row) -> str:
     names = ("family", "model", "role", "pass", "shape", "dtype", "backend")
     words = " ".join(row[name] for name in names if row[name])
     words += "" if row["rate"] == Rate.SUSTAINED else f" {row['rate']}"
-    traffic, memory = format_bytes(row["bytes_moved"]), format_bytes(row["memory_bytes"])
+    traffic = format_bytes(row["bytes_moved"])
+    memory = format_bytes(row["memory_bytes"])
     text = f"{words}  # {_flops(row)} TFLOP, {traffic} moved, {memory} of operands"
     if not row["predicted_s"]:
         return text

@@ -60,7 +60,9 @@ _REPLAY = {
     "cuda": ReplayHow(iterations=10, passes=3),
     "cpu": ReplayHow(iterations=3, passes=1),
 }
-_CPU_STEPS, _STEPS, _CPU_RANKS = 8, 30, "2"
+_CPU_STEPS = 8
+_STEPS = 30
+_CPU_RANKS = "2"
 
 
 def run(options: RunOptions) -> int:

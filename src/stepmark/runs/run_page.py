@@ -138,7 +138,8 @@ def _environment(run: RunInfo) -> list[Html]:
 
 
 def _device(device: DeviceInfo) -> str:
-    memory, clock_hz = device.memory_bytes, device.max_sm_clock_hz
+    memory = device.memory_bytes
+    clock_hz = device.max_sm_clock_hz
     words = (
         device.name,
         device.host,

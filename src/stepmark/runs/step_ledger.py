@@ -34,7 +34,8 @@ from stepmark.training.training_rates import means_of
 from stepmark.training.training_words import title
 
 # A profiled step takes so many times as long as the others; more on a host that is slow.
-_FASTEST, _SLOWEST = 0.9, 3.0
+_FASTEST = 0.9
+_SLOWEST = 3.0
 
 
 def ledger(options: LedgerOptions) -> int:

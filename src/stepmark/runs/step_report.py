@@ -134,7 +134,8 @@ def step_report(path: Path, run: View) -> StepReport | None:
     is_before = True
     kept = ledgers.read(path)
     for entry in document["predictions"]:
-        case_id, predicted = entry["case_id"], entry["prediction"]
+        case_id = entry["case_id"]
+        predicted = entry["prediction"]
         if entry["problem"]:
             notes.append(f"no prediction: {entry['problem']}")
         elif not _has_interval(predicted):

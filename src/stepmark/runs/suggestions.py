@@ -105,7 +105,8 @@ def _difference(step: Measurement) -> Iterator[Suggestion]:
 
 def _communication(step: Measurement) -> Iterator[Suggestion]:
     own = step.measured
-    exposed_ns, waiting_ns = own.total(Group.COMM), own.within.get(WAITING, 0)
+    exposed_ns = own.total(Group.COMM)
+    waiting_ns = own.within.get(WAITING, 0)
     if 2 * waiting_ns > exposed_ns:
         if step.has_trace:
             yield Suggestion(
@@ -202,7 +203,8 @@ def _changed(
 
 def _batch(step: Measurement) -> Iterator[Suggestion]:
     """Yield a search of the batch where a larger one may fit."""
-    reserved, total = number(step.row, "reserved_gib"), number(step.row, "memory_gib")
+    reserved = number(step.row, "reserved_gib")
+    total = number(step.row, "memory_gib")
     if step.case.device != "cuda" or not reserved or not total or reserved > _FREE * total:
         return
     options = replace(options_of(step.case), mbs=None, find_batch=True)

@@ -123,7 +123,8 @@ def _rates(row: Row) -> str:
         share = number(row, "mfu_pct")
         mfu = "peak n/a" if share is None else f"MFU {share:.1f} %"
         words.append(f"{digits(rate)} TFLOP/s causal ({mfu})")
-    first, last = number(row, "loss_first"), number(row, "loss_last")
+    first = number(row, "loss_first")
+    last = number(row, "loss_last")
     if first is not None and last is not None:
         words.append(f"loss {first:.3f} -> {last:.3f}")
     return ", ".join(words)

@@ -113,7 +113,8 @@ class _Folder:
             kind = "layer"
         phase = f".{next(iter(phases))}" if len(phases) == 1 else ""
         stem = name = f"{self._name}.{kind}{phase}"
-        names, number = set(self._names.values()), 1
+        names = set(self._names.values())
+        number = 1
         while name in names:
             number += 1
             name = f"{stem}-{number}"
@@ -197,7 +198,8 @@ def _aligned(nodes: list[_Node], keys: list[int], repeat: _Repeat) -> _Repeat:
     """
     if not repeat.layer_step or repeat.times == 2:
         return repeat
-    best, fewest = repeat, _num_layers(nodes, repeat)
+    best = repeat
+    fewest = _num_layers(nodes, repeat)
     for start in range(repeat.start + 1, repeat.start + repeat.period):
         shifted = replace(repeat, start=start)
         last = start + (repeat.times - 2) * repeat.period
@@ -206,7 +208,8 @@ def _aligned(nodes: list[_Node], keys: list[int], repeat: _Repeat) -> _Repeat:
         ) != (repeat.layer_step, repeat.microbatch_step):
             shifted = replace(shifted, times=repeat.times - 1)
         if (number := _num_layers(nodes, shifted)) < fewest:
-            best, fewest = shifted, number
+            best = shifted
+            fewest = number
     return best
 
 

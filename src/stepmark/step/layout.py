@@ -49,7 +49,8 @@ class ShardLayout:
         self.axes.check(model)
         if (moe := model.moe) is None:
             return
-        tp, etp = self.axes.tp, self.expert_tp
+        tp = self.axes.tp
+        etp = self.expert_tp
         if moe.ffn_hidden_size % etp:
             raise ConfigError(
                 "etp", etp, f"a divisor of the experts' width {moe.ffn_hidden_size}"

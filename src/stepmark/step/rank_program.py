@@ -124,7 +124,9 @@ class _Stage:
     """What of a stage's program has ended, while `check_ends` executes it."""
 
     def __init__(self, workload: Workload, index: int, steps: list[Step]) -> None:
-        self._workload, self._index, self._steps = workload, index, steps
+        self._workload = workload
+        self._index = index
+        self._steps = steps
         self._ended = [False] * len(self._steps)
         self._queues: dict[str, deque[int]] = defaultdict(deque)
         self._keys: dict[int, object] = {}  # of what several stages do
@@ -166,7 +168,8 @@ class _Stage:
         sent: dict[object, list[CommOp]],
         begun: dict[object, set[int]],
     ) -> bool:
-        step, key = self._steps[number], self._keys.get(number)
+        step = self._steps[number]
+        key = self._keys.get(number)
         if not all(self._ended[dep] for dep in step.deps):
             return False
         if key is None or not isinstance(step.op, CommOp):

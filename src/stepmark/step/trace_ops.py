@@ -6,7 +6,10 @@ from typing import NamedTuple
 MARK = "stepmark::"  # prefix of our own annotations: a module's path, or a phase
 WHOLE = "model"  # path of a model that is compiled as a whole
 COARSE = ("", "block", "output", WHOLE)  # roles of compiled modules, and none
-COMPUTE, COMM, MEMORY = "compute", "comm", "memory"  # kinds
+# kinds
+COMPUTE = "compute"
+COMM = "comm"
+MEMORY = "memory"
 # torch's products of matrices; each is one Gemm or GroupedGemm of a workload.
 PRODUCTS = frozenset(
     f"aten::{name}mm"

@@ -96,7 +96,8 @@ class TreeBuilder:
 
     def embedding(self) -> Module:
         """Return the tables of tokens and, if learned, of positions."""
-        model, width = self.model, self.model.hidden_size
+        model = self.model
+        width = self.model.hidden_size
         lookup = table_lookup(self.tokens * width * self.inputs.plain_dtype.itemsize)
         tables = [("tokens", model.vocab_size // self._tp)]
         tables += [("positions", model.max_positions)] if model.max_positions else []
@@ -114,7 +115,8 @@ class TreeBuilder:
 
     def output(self) -> Module:
         """Return the last norm, the head and the loss."""
-        model, width = self.model, self.model.hidden_size
+        model = self.model
+        width = self.model.hidden_size
         vocab = model.vocab_size // (1 if self.layout.whole_loss else self._tp)
         loss = CrossEntropy(tokens=self.tokens, vocab=vocab, dtype=self.inputs.plain_dtype)
         head = self.linear(Linear("head", model.vocab_size, width, "out"), "head")
@@ -155,7 +157,8 @@ class TreeBuilder:
 
     def _fused(self, linears: Iterable[Linear]) -> Iterator[Linear]:
         """Yield the products as the framework fuses them."""
-        fused, gate = self.layout.fused, None
+        fused = self.layout.fused
+        gate = None
         for linear in linears:
             role = linear.name.rpartition(".")[2]
             together = "experts" if "held" in linear.name else "gate_up"
@@ -194,7 +197,8 @@ class TreeBuilder:
         model = self.model
         heads = {"q_norm": model.num_heads, "k_norm": model.num_kv_heads}
         for name in heads if model.qk_norm else ():
-            rows, path = self.tokens * heads[name] // self._tp, f"attention.{name}"
+            rows = self.tokens * heads[name] // self._tp
+            path = f"attention.{name}"
             yield replace(self._norm(path, path, model.head_dim, rows), keeps=Kept())
 
     def _scores(self) -> Iterator[Module]:
@@ -204,8 +208,11 @@ class TreeBuilder:
         sequence. Together they have as many pairs of queries and keys as seq_len / cp queries
         with seq_len / 2 keys each: the count is exact, the shape stands for the two chunks.
         """
-        model, inputs, cp = self.model, self.inputs, self.layout.axes.cp
-        heads, kv_heads = model.num_heads // self._tp, model.num_kv_heads // self._tp
+        model = self.model
+        inputs = self.inputs
+        cp = self.layout.axes.cp
+        heads = model.num_heads // self._tp
+        kv_heads = model.num_kv_heads // self._tp
         local_seq = inputs.seq_len // cp
         if not model.max_positions:
             mla = model.mla
@@ -250,7 +257,8 @@ class TreeBuilder:
 
     def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
         """kept_width: per token over all tp ranks. Eager SwiGLU keeps silu(gate), too."""
-        kind, dtype = self.model.activation, self.inputs.plain_dtype
+        kind = self.model.activation
+        dtype = self.inputs.plain_dtype
         is_gated = kind == "swiglu"
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
         gated = Kept(divided=2 * kept_width, eager=kept_width)
@@ -259,14 +267,17 @@ class TreeBuilder:
 
     def _experts(self, linears: list[Linear]) -> Module:
         """Return router, routed experts and shared ones."""
-        model, moe = self.model, self.model.moe
+        model = self.model
+        moe = self.model.moe
         assert moe is not None
         router, *rest = linears
         routed = [linear for linear in rest if linear.copies > 1 or "held" in linear.name]
         keeps = Kept(whole=model.hidden_size, divided=4 * moe.num_experts)
         *ups, down = (self._grouped(linear) for linear in routed)
-        rows, width = self.expert_rows, moe.ffn_hidden_size // self.layout.expert_tp
-        copies, inner = moe.top_k * model.hidden_size, moe.top_k * moe.ffn_hidden_size
+        rows = self.expert_rows
+        width = moe.ffn_hidden_size // self.layout.expert_tp
+        copies = moe.top_k * model.hidden_size
+        inner = moe.top_k * moe.ffn_hidden_size
         ups[0] = replace(ups[0], keeps=Kept(divided=copies))
         expert_modules = (
             *self._with_grad_sum(ups, rows),
@@ -289,17 +300,22 @@ class TreeBuilder:
     @property
     def expert_rows(self) -> int:
         """Rows of one rank's experts."""
-        moe, etp = self.model.moe, self.layout.expert_tp
+        moe = self.model.moe
+        etp = self.layout.expert_tp
         assert moe is not None
         rows = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
         return self.inputs.expert_rows or rows
 
     def _grouped(self, linear: Linear) -> Module:
-        etp, ep, inputs = self.layout.expert_tp, self.layout.axes.ep, self.inputs
+        etp = self.layout.expert_tp
+        ep = self.layout.axes.ep
+        inputs = self.inputs
         out = linear.out // etp if linear.split == "out" else linear.out
         width = linear.width // etp if linear.split == "in" else linear.width
-        count, role = linear.copies // ep, role_of(linear.name)
-        rows, dtype = self.expert_rows, inputs.plain_dtype
+        count = linear.copies // ep
+        role = role_of(linear.name)
+        rows = self.expert_rows
+        dtype = inputs.plain_dtype
         ops: list[Op | Kernel]
         phases = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
         if dtype is DType.FP64:  # no operator: experts one by one

@@ -28,7 +28,10 @@ COMPUTE = "compute"  # the stream of computation
 # group, whose communicator runs one collective at a time on any CUDA stream (torch 2.13,
 # _fully_shard.py: set_separate_reduce_scatter_group separates them). HSDP's sum over replicas
 # uses another group.
-FSDP, FSDP_REDUCE, FSDP_REPLICATE, DDP = "fsdp", "fsdp_reduce", "fsdp_replicate", "dp"
+FSDP = "fsdp"
+FSDP_REDUCE = "fsdp_reduce"
+FSDP_REPLICATE = "fsdp_replicate"
+DDP = "dp"
 COMMUNICATIONS = (*map(str, Collective), SEND, RECV)
 
 

@@ -26,7 +26,8 @@ class _Inside:
 
 def check(workload: Workload) -> None:
     """Raise ConfigError if parts contradict each other."""
-    stages, world = workload.stages, workload.world_size
+    stages = workload.stages
+    world = workload.world_size
     if not stages:
         raise ConfigError("stages", 0, "one or more")
     if world % len(stages):
@@ -82,7 +83,9 @@ class _Blocks:
 
     def _read(self, name: str) -> _Inside:
         length = 0
-        names, awaited, groups = set[str](), set[str](), set[str]()
+        names = set[str]()
+        awaited = set[str]()
+        groups = set[str]()
         for item in self.workload.blocks[name]:
             if isinstance(item, Run):
                 inside = self.find(item.block)
@@ -129,7 +132,8 @@ def _fits(group: Group, world: int, users: list[range]) -> bool:
         span = size * stride
         if next_stride % span:
             return False
-        size, stride = next_size, next_stride
+        size = next_size
+        stride = next_stride
     if world % (size * stride) == 0:
         return True
     if not users:

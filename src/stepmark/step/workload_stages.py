@@ -24,7 +24,8 @@ def transfer_of(workload: Workload, stage: int, op: CommOp) -> Transfer | None:
     if op.collective not in (SEND, RECV) or len(workload.stages) == 1:
         return None
     assert op.peer is not None
-    group, per_stage = workload.groups[op.group], workload.world_size // len(workload.stages)
+    group = workload.groups[op.group]
+    per_stage = workload.world_size // len(workload.stages)
     members = group.members(stage * per_stage)
     own = members.index(stage * per_stage)
     other = members[(own + op.peer) % len(members)] // per_stage
@@ -96,7 +97,8 @@ def steady_runs(workload: Workload) -> tuple[Run, ...]:
     micro-batches as in every other stage, so that all stages can leave out equal messages: with
     interleaved stages a round of as many micro-batches as there are stages, and no part of it.
     """
-    blocks, cache = workload.blocks, dict[str, frozenset[str]]()
+    blocks = workload.blocks
+    cache = dict[str, frozenset[str]]()
     by_stage = [
         [
             item

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from stepmark.ground.units import MIB
 
 _ALIGNMENT = 512
-_SMALL, _SMALL_SEGMENT = MIB, 2 * MIB
-_LARGE, _LARGE_SEGMENT = 10 * MIB, 20 * MIB
+_SMALL = MIB
+_SMALL_SEGMENT = 2 * MIB
+_LARGE = 10 * MIB
+_LARGE_SEGMENT = 20 * MIB
 _SEGMENT_ALIGNMENT = 2 * MIB
 
 
@@ -67,7 +69,8 @@ class Allocator:
 
     def reset_peaks(self) -> None:
         """Forget the most that there was, as torch's reset_peak_memory_stats() does."""
-        self.peak_allocated, self.peak_reserved = self.allocated, self.reserved
+        self.peak_allocated = self.allocated
+        self.peak_reserved = self.reserved
         self._at_peak = None
 
     def allocate(self, num_bytes: int, purpose: str, stream: int = 0) -> Block:
@@ -84,12 +87,15 @@ class Allocator:
             remainder = Block(pool, block.address + size, rest, 0, "", block, block.after)
             if block.after:
                 block.after.before = remainder
-            block.after, block.num_bytes = remainder, size
+            block.after = remainder
+            block.num_bytes = size
             insort(free, (rest, remainder.address, remainder))
-        block.requested, block.purpose = num_bytes, purpose
+        block.requested = num_bytes
+        block.purpose = purpose
         allocated = self.allocated + block.num_bytes
         if allocated > self.peak_allocated:
-            self.peak_allocated, self._at_peak = allocated, None
+            self.peak_allocated = allocated
+            self._at_peak = None
         self._requested[purpose] += num_bytes
         self.allocated = allocated
         return block
@@ -101,7 +107,8 @@ class Allocator:
             self.allocated -= block.num_bytes
             self._requested[block.purpose] -= block.requested
             block.purpose = ""
-            free, whole = block.pool.free, block
+            free = block.pool.free
+            whole = block
             if (after := block.after) and not after.purpose:
                 del free[bisect_left(free, (after.num_bytes, after.address))]
                 block.append(after)

@@ -18,7 +18,9 @@ from stepmark.workloads.rules.pytorch.fsdp_order import (
     group_params,
 )
 
-_GATHER, _REDUCE = 1, 2  # streams
+# streams
+_GATHER = 1
+_REDUCE = 2
 _RESHARD = {"yes": 0, "no": None}  # ranks to reshard over, as ParamGroup has it
 
 
@@ -81,7 +83,8 @@ class FsdpMemory(FsdpEvents[Weight]):
             tensors.inner_shard = [self._heap.allocate(size // group.reshard, "gathered")]
 
     def collect_grads(self, group: ParamGroup[Weight], *, reduces: bool) -> None:
-        size, stored_size = self._reduced_itemsize, self._formats.stored_itemsize
+        size = self._reduced_itemsize
+        stored_size = self._formats.stored_itemsize
         for weight in () if reduces else group.params:  # it waits in the reduction's dtype
             assert weight.grad is not None
             waiting = self._heap.allocate(weight.numel * size, "gathered")
@@ -125,10 +128,12 @@ class FsdpMemory(FsdpEvents[Weight]):
 
 def _group_weights(case: TrainCase, units: list[Unit]) -> FsdpGroups[Weight]:
     """Return the groups of a stage, and let units have those that begin and end with them."""
-    has_experts, size = case.parallel.ep > 1, case.blocks_per_group
+    has_experts = case.parallel.ep > 1
+    size = case.blocks_per_group
     blocks = [unit for unit in units if unit.name == "block"]
     ends = {unit.name: unit.all_weights for unit in units if unit.name != "block"}
-    table, output = ends.get("embedding"), ends.get("output")
+    table = ends.get("embedding")
+    output = ends.get("output")
     groups = group_params(
         [
             (

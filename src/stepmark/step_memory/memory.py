@@ -27,7 +27,9 @@ _ERRORS = 0.01, 0.09
 _ERRORS_OF_EXPERTS = 0.11, 0.55
 _ERRORS_NOT_MEASURED = 0.05, 0.2  # an assumption
 # Context, kernels and NCCL's buffers, which torch does not allocate: an assumption.
-_LEAST_OUTSIDE, _MOST_OUTSIDE, _MOST_OUTSIDE_OF_RANKS = GIB // 4, GIB, 3 * GIB
+_LEAST_OUTSIDE = GIB // 4
+_MOST_OUTSIDE = GIB
+_MOST_OUTSIDE_OF_RANKS = 3 * GIB
 
 Verdict = Literal["fits", "runs out of memory", "uncertain"]
 
@@ -130,9 +132,11 @@ def largest_mbs(
         other = replace(case, mbs=-(-mbs // parts) * parts)
         return verdict(other, *calibrated(other, measured), device_bytes) == "fits"
 
-    low, high = 0, 1
+    low = 0
+    high = 1
     while high < _TOO_MANY and fits(high):
-        low, high = high, 2 * high
+        low = high
+        high = 2 * high
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

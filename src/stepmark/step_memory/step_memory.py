@@ -19,7 +19,8 @@ from stepmark.workloads.rules.pytorch.schedules import Order, Schedule, act_of, 
 # cuBLAS's on Hopper, for the thread of the forward pass and that of the backward pass.
 _WORKSPACES = (32 * MIB, 32 * MIB)
 # torch's gradient of a lookup adds sorted segments of tokens where there are more than a few.
-_FEW_LOOKUPS, _LOOKUPS_PER_SEGMENT = 3072, 10
+_FEW_LOOKUPS = 3072
+_LOOKUPS_PER_SEGMENT = 10
 
 _Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
 
@@ -47,7 +48,8 @@ class StepMemory:
 
     def __init__(self, case: TrainCase, stage: int, root: Module) -> None:
         self.heap = Allocator()
-        self._case, axes = case, case.parallel
+        self._case = case
+        axes = case.parallel
         self._formats = Formats(case)
         self._keeps_grads = case.cuda_graph or case.compiles_graphs
         # By DDP's hook: gradients in bf16 beside those in fp32.
@@ -82,7 +84,8 @@ class StepMemory:
         return [self._units[:middle], self._units[middle:]]
 
     def _start(self) -> None:
-        case, model = self._case, self._case.model
+        case = self._case
+        model = self._case.model
         for weight in self._weights:
             self.heap.allocate(weight.stored * self._formats.stored_itemsize, "weights")
         if not model.max_positions:
@@ -209,7 +212,8 @@ class StepMemory:
         if self._case.recompute is not Recompute.OPS:
             return [self._row_bytes // self._case.parallel.tp]
         # Attention with its statistics, and the outputs of the first, third, ... product.
-        model, axes = self._case.model, self._case.parallel
+        model = self._case.model
+        axes = self._case.parallel
         gathered = (axes.cp - 1) * model.num_kv_heads * (model.d_qk + model.d_v)
         sizes = [
             self._row_bytes,
@@ -221,7 +225,8 @@ class StepMemory:
 
     def _loss(self, unit: Unit) -> list[Block]:
         """Compute logits and loss, with chunks also gradients; return what is kept."""
-        case, tokens = self._case, -(-self._tokens // self._case.loss_chunks)
+        case = self._case
+        tokens = -(-self._tokens // self._case.loss_chunks)
         logits = tokens * case.model.vocab_size
         if case.loss_chunks == 1:
             block = self.heap.allocate(self._formats.itemsize * logits, "head")
@@ -282,7 +287,8 @@ class StepMemory:
             order.finalize(reduces=reduces)
 
     def _output_backward(self, unit: Unit, kept: _Kept, grad: Block) -> Block:
-        case, logits = self._case, self._tokens * self._case.model.vocab_size
+        case = self._case
+        logits = self._tokens * self._case.model.vocab_size
         self.heap.free(grad)
         *kept, last = kept
         if case.loss_chunks > 1:
@@ -340,7 +346,8 @@ class StepMemory:
 
     def _lookup_backward(self, unit: Unit, grad: Block) -> Block:
         """Return a gradient of no size: tokens have none."""
-        tokens, hidden = self._tokens, self._case.model.hidden_size
+        tokens = self._tokens
+        hidden = self._case.model.hidden_size
         if self._formats.casts:
             cast = self._allocate_rows(hidden * FP32)
             self.heap.free(grad)
@@ -363,7 +370,8 @@ class StepMemory:
     def _add_grad(self, weight: Weight, new: Block) -> None:
         self._free_copies([weight])
         if self._formats.casts:
-            product, new = new, self.heap.allocate(weight.numel * FP32, "gradients")
+            product = new
+            new = self.heap.allocate(weight.numel * FP32, "gradients")
             self.heap.free(product)
         self._keep_grad(weight, new)
 

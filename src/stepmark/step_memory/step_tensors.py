@@ -86,8 +86,10 @@ class UnitBuilder:
         self._case, self._formats = case, Formats(case)
 
     def units(self, root: Module, stage: int) -> list[Unit]:
-        case, units = self._case, list[Unit]()
-        num_layers, stages = case.model.num_layers, case.parallel.pp
+        case = self._case
+        units = list[Unit]()
+        num_layers = case.model.num_layers
+        stages = case.parallel.pp
         index = 0 if stage == 0 else num_layers - num_layers // stages
         for module in root.inside:
             is_block = module.name.startswith("blocks")
@@ -102,18 +104,25 @@ class UnitBuilder:
                 )
                 units.append(unit)
                 index += is_block
-        first, last = units[0], units[-1]
+        first = units[0]
+        last = units[-1]
         if case.model.tied_embeddings and (first.name, last.name) == ("embedding", "output"):
-            table, head = first.weights[0][0], last.weights[1][0]
-            table.is_fp8, table.copy_itemsize = head.is_fp8, head.copy_itemsize
+            table = first.weights[0][0]
+            head = last.weights[1][0]
+            table.is_fp8 = head.is_fp8
+            table.copy_itemsize = head.copy_itemsize
             last.weights[1] = [table]
         return units
 
     def _leaves(self, modules: list[Module]) -> Iterator[Leaf]:
-        model, tp, size = self._case.model, self._case.parallel.tp, self._formats.itemsize
-        outputs, follows_product = model.hidden_size, False
+        model = self._case.model
+        tp = self._case.parallel.tp
+        size = self._formats.itemsize
+        outputs = model.hidden_size
+        follows_product = False
         for module in modules:
-            keeps, param = module.keeps, next(iter(module.params), None)
+            keeps = module.keeps
+            param = next(iter(module.params), None)
             is_eager = not self._formats.is_compiled
             if self._case.parallel.ep > 1 and ".experts" in module.role:
                 is_eager = True  # Dynamo leaves out what the exchange of rows calls
@@ -135,14 +144,17 @@ class UnitBuilder:
                 fp8 = keeps.whole + keeps.divided // tp
                 is_attention = module.name.endswith("attention.out")
                 tensors = [fp8, *(tensors if is_attention else ())]
-            width, output = model.hidden_size, 0
+            width = model.hidden_size
+            output = 0
             if param is not None and len(param.shape) > 1:
                 copies = model.moe.top_k if model.moe and param.is_expert else 1
-                width, output = copies * param.shape[-1], copies * param.shape[-2]
+                width = copies * param.shape[-1]
+                output = copies * param.shape[-2]
                 outputs = output // tp + (outputs if follows_product else 0)
                 follows_product = True
             elif param is None:
-                width, follows_product = outputs, False
+                width = outputs
+                follows_product = False
             yield Leaf(
                 keeps=tuple(filter(None, tensors)),
                 input_grad=size * width,
@@ -161,7 +173,8 @@ class UnitBuilder:
         return case.fp8_head or param.part != "head"
 
     def _weight(self, param: Param) -> Weight:
-        case, axes = self._case, self._case.parallel
+        case = self._case
+        axes = self._case.parallel
         numel = param.numel // (1 if param.is_partial else axes.tp)
         numel //= axes.ep if param.is_expert else 1
         ranks = axes.dp_shard * axes.cp // (axes.ep if param.is_expert else 1)

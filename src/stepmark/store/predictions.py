@@ -12,7 +12,8 @@ from typing import Any
 
 from stepmark.ground.errors import ConfigError
 
-FILE, HASH_FILE = "prediction.json", "prediction.sha256"
+FILE = "prediction.json"
+HASH_FILE = "prediction.sha256"
 
 
 def commit(run: Path, document: dict[str, Any]) -> str:

@@ -19,7 +19,9 @@ from stepmark.store import codec
 from stepmark.store.commands import command_of
 from stepmark.store.sweeps import is_sweep
 
-RUN, RECORDS, PLAN = "run.json", "records.jsonl", "plan.jsonl"
+RUN = "run.json"
+RECORDS = "records.jsonl"
+PLAN = "plan.jsonl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +189,9 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
     except ConfigError as error:
         return [], [], [str(error)]
     *complete, rest = text.split(b"\n")
-    records, lines, damaged = [], [], []
+    records = []
+    lines = []
+    damaged = []
     for number, line in enumerate(complete, 1):
         try:
             record = codec.decode(line)

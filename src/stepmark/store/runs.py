@@ -24,7 +24,8 @@ MAX_SAMPLES_IN_LINE = 4096
 
 # A network file system that is lost for a while reports these, if it does not block.
 _MAY_RETURN = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EHOSTDOWN)
-_LOST_S, _RETRY_S = 90.0, 1.0
+_LOST_S = 90.0
+_RETRY_S = 1.0
 TRACES = "traces"  # folder of a run
 
 # case_id and launch
@@ -68,7 +69,8 @@ class RunWriter(files.Lock):
     ) -> tuple["RunWriter", set[Done]]:
         """Return the writer, and the cases and launches whose last record is Measured."""
         info = reader.read_info(path)
-        old, new = _fingerprint(info.environment), _fingerprint(environment)
+        old = _fingerprint(info.environment)
+        new = _fingerprint(environment)
         changes = [(name, old[name], new[name]) for name in old if old[name] != new[name]]
         if changes and not force:
             field, before, now = changes[0]

@@ -67,7 +67,8 @@ def _of_rank(timeline: Timeline, rows: Ints, most: int) -> Bars:
     )
     order = np.lexsort((start, stream))
     rows, stream, start, end, kind = (each[order] for each in (rows, stream, start, end, kind))
-    took, texts = end - start, list(timeline.texts)
+    took = end - start
+    texts = list(timeline.texts)
     (first_ns, last_ns), joined, begins = timeline.window, 0, np.arange(rows.size)
     while begins.size > most:
         joined = 2 * joined or (last_ns - first_ns) // _FIRST_PARTS + 1

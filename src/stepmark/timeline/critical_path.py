@@ -4,8 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-COMPUTE, COMMUNICATION, COPIES = "compute", "communication", "copies"
-HOST, LAUNCH, GAP, PEER, UNKNOWN = "host", "launch latency", "gaps", "peer", "unknown"
+COMPUTE = "compute"
+COMMUNICATION = "communication"
+COPIES = "copies"
+HOST = "host"
+LAUNCH = "launch latency"
+GAP = "gaps"
+PEER = "peer"
+UNKNOWN = "unknown"
 CATEGORIES = (COMPUTE, COMMUNICATION, PEER, COPIES, HOST, LAUNCH, GAP, UNKNOWN)
 
 

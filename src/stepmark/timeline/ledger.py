@@ -100,7 +100,9 @@ Line = tuple[Group, str]
 # Names of `Ledger.within`.
 RECOMPUTED = "recomputed"  # of compute
 CONTENTION = "contention"  # of compute under communication
-TRANSFER, WAITING = "transfer", "waiting for other ranks"  # of exposed communication
+# of exposed communication
+TRANSFER = "transfer"
+WAITING = "waiting for other ranks"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +137,8 @@ def without_profiler(profiled: Ledger, step_ns: int) -> Ledger:
     What the profiled step takes longer is idle time of the host, then launch gaps, then data.
     What this does not explain, either way, is idle time that is unexplained.
     """
-    lines, rest_ns = dict(profiled.lines), profiled.window_ns - step_ns
+    lines = dict(profiled.lines)
+    rest_ns = profiled.window_ns - step_ns
     for cause in _PROFILED:
         line = Group.IDLE, str(cause)
         cost_ns = max(0, min(rest_ns, lines.get(line, 0)))

@@ -53,7 +53,8 @@ def ledger_table(ledgers: Sequence[Ledger]) -> LedgerTable:
     large = sorted(large, key=lambda line: -longest[line])[:_MOST_ROWS]
     rest = [line for line in lines if line not in large]
     if len(rest) == 1:
-        large, rest = [*large, *rest], []
+        large = [*large, *rest]
+        rest = []
     kept = [line for line in lines if line in large]
     columns = []
     for own in ledgers:

@@ -18,11 +18,17 @@ _COLOURS: Mapping[Group | None, str] = {
     Group.IDLE: "#8a94a0",
     None: "#b9a3cc",
 }
-_WIDE, _NARROW = 920, 350  # of a screen, and of a phone
+# of a screen, and of a phone
+_WIDE = 920
+_NARROW = 350
 _CELL = 78  # of a wide picture: a column of numbers
 _LETTER = 7.2  # at most, on average: browsers have different fonts
-_ROW, _BAR, _TEXT = 30, 9, 13
-_HEAD, _AXIS, _LEGEND = 30, 34, 20
+_ROW = 30
+_BAR = 9
+_TEXT = 13
+_HEAD = 30
+_AXIS = 34
+_LEGEND = 20
 _ARROW = " \N{RIGHTWARDS ARROW} "
 
 
@@ -71,8 +77,10 @@ def svg(
         is_narrow=is_narrow,
         top=34 if is_file else 0,
     )
-    width, height = drawing.width, drawing.height
-    heading, namespace = "", ""
+    width = drawing.width
+    height = drawing.height
+    heading = ""
+    namespace = ""
     if is_file:
         heading = drawing.text(8, 22, title, size=15, weight=600)
         namespace = 'xmlns="http://www.w3.org/2000/svg" '

@@ -56,7 +56,8 @@ class Timeline:
         self, spans: Iterable[Span], window: tuple[int, int], step: int | None = None
     ) -> None:
         """Keep these spans, one after the other."""
-        self.window, self.step = window, step
+        self.window = window
+        self.step = step
         self.texts: dict[str, int] = {}
         self.columns = {name: array("q") for name in Span._fields}
         columns = tuple(self.columns.values())

@@ -58,7 +58,8 @@ def _overlap_pct(item: _RankStep) -> float | None:
 
 
 def _mean_depth(item: _RankStep) -> float | None:
-    queue, window_ns = item.times.queue, item.times.window_ns
+    queue = item.times.queue
+    window_ns = item.times.window_ns
     return queue.depth_ns / window_ns if queue and window_ns else None
 
 
@@ -205,7 +206,8 @@ def _report(tabled: dict[str, list[Row]], clock: str, details: bool) -> Iterator
 
 def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
     """Return where the time went, and which rank is waited for, else is the slowest."""
-    took, waiting = _sum(steps, "window_ns"), _waiting(steps, arrivals)
+    took = _sum(steps, "window_ns")
+    waiting = _waiting(steps, arrivals)
     parts = []
     for title, name in PARTS.items():
         if name in _SUMMANDS and _share(time := _sum(steps, name), took) != "0.0 %":
@@ -303,7 +305,8 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
     if len(rows) < 2:
         return
     order = sorted(rows, key=lambda row: -_ns(row, "caused_ns"))
-    worst, num_others = order[0], len(rows) - 1
+    worst = order[0]
+    num_others = len(rows) - 1
     yield ""
     if caused := _ns(worst, "caused_ns"):
         each = MS.show(caused / _ns(worst, "steps") / num_others)
@@ -391,7 +394,8 @@ def _launch_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield calls by name; medians and maxima are those of the rank with the largest."""
     table: list[Row] = []
     for name, own in _by_label(rows, lambda row: str(row["call"]), "total_ns").items():
-        calls, short = _sum(own, "num_calls"), _sum(own, "num_short")
+        calls = _sum(own, "num_calls")
+        short = _sum(own, "num_short")
         largest = {key: max(_ns(row, key) for row in own) for key in _LARGEST}
         table.append(
             {
@@ -424,7 +428,8 @@ def _copy_lines(rows: Sequence[Row]) -> Iterator[str]:
     """Yield bandwidth of copies by kind: all bytes over the sum of durations."""
     table: list[Row] = []
     for name, own in _by_label(rows, lambda row: str(row["name"]), "time_ns").items():
-        time_ns, num_bytes = _sum(own, "time_ns"), _sum(own, "num_bytes")
+        time_ns = _sum(own, "time_ns")
+        num_bytes = _sum(own, "num_bytes")
         is_known = all(row["num_bytes"] is not None for row in own)
         table.append(
             {

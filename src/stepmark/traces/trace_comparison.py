@@ -43,7 +43,9 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
     time_ratio is B's time over A's. Two kernels, of one side each, are joined where their
     names differ in tiles and other sizes alone, and no other kernel has such a name.
     """
-    first, second, counts = _sums(a), _sums(b), (_counts(a), _counts(b))
+    first = _sums(a)
+    second = _sums(b)
+    counts = (_counts(a), _counts(b))
     if by == "name":
         first, second = _joined(first, second)
     labels = list(dict.fromkeys((*first, *second)))
@@ -187,7 +189,8 @@ def lines(table: Sequence[Row], sums: Mapping[str, object], by: str) -> list[str
 
 
 def _ratio_words(row: Row) -> str:
-    a, b = number(row, "a_ns"), number(row, "b_ns")
+    a = number(row, "a_ns")
+    b = number(row, "b_ns")
     return f"{b / a:.3f}" if a and b else ""
 
 

@@ -280,7 +280,8 @@ def _cut_text(infos: Sequence[RankInfo]) -> str:
     cut = [info for info in infos if info.cut]
     if not cut:
         return ""
-    which, parts = "The trace is cut", [_extent(cut[0])]
+    which = "The trace is cut"
+    parts = [_extent(cut[0])]
     if len(infos) > 1:
         ranks = ranks_text(info.rank or 0 for info in cut)
         which = f"{len(cut)} of {len(infos)} traces are cut ({ranks})"

@@ -109,7 +109,8 @@ def rows(ranks: Ranks, by: str) -> list[Row]:
 
     total_ns is over all ranks and steps: the sum of a column is that of all work.
     """
-    count, total_ns = num_steps(ranks) or 1, sum(sums.total_ns for _, sums in ranks)
+    count = num_steps(ranks) or 1
+    total_ns = sum(sums.total_ns for _, sums in ranks)
     table: list[Row] = []
     for label in dict.fromkeys(label for _, sums in ranks for label in sums.sums):
         own = [(rank, sums.sums.get(label, Sum()), len(sums.steps)) for rank, sums in ranks]

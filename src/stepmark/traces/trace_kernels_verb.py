@@ -57,7 +57,8 @@ def kernels(options: KernelsOptions) -> int:
     found = _read(options)
     if found is None:
         return 0
-    ranks, notes = found.ranks, found.notes
+    ranks = found.ranks
+    notes = found.notes
     rows = trace_kernels_text.rows(ranks, options.by)
     notes += trace_kernels_text.hints(rows, options.by)
     if options.json:
@@ -83,12 +84,17 @@ def compare(options: CompareTracesOptions) -> int:
     options.check_stdout()
     if len(options.files) != 2:
         raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
-    sides, times, notes, heads, cuts = [], [], [], [], []
+    sides = []
+    times = []
+    notes = []
+    heads = []
+    cuts = []
     for name, word in zip("AB", options.files, strict=True):
         found = _read(replace(options, files=(word,)), with_times=True)
         if found is None:
             return 0
-        ranks, own_notes = found.ranks, found.notes
+        ranks = found.ranks
+        own_notes = found.notes
         if not trace_kernels_text.num_steps(ranks):
             reason = f" ({own_notes[-1]})" if own_notes else ""
             raise ConfigError("trace", word, f"a trace with times of a step{reason}")
@@ -268,7 +274,8 @@ def _notes(traces: TraceSet[_Rank], workload: Workload | None) -> Iterator[str]:
     )
     counted = {rank for rank, _ in _ranks(traces)}
     for result in traces.results:
-        rank, sums = result.info.rank or 0, result.value.sums
+        rank = result.info.rank or 0
+        sums = result.value.sums
         texts = list(sums.notes)
         if rank not in counted:
             text = "no GPU events, as other ranks have: times of its host are left out"

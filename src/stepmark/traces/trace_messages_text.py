@@ -65,10 +65,12 @@ def rows(
         for tallies, times in ((complete, expected), (in_kernels, None))
     ]
     for row, whole in zip(*tables, strict=True):
-        transfer, kernel = _mean(row), _mean(whole)
+        transfer = _mean(row)
+        kernel = _mean(whole)
         row["latency_s"] = transfer
         row["waiting_s"] = None if transfer is None or kernel is None else kernel - transfer
-        covered, should = number(row, "covered_calls"), number(row, "expected_s")
+        covered = number(row, "covered_calls")
+        should = number(row, "expected_s")
         row["expected_per_call_s"] = should / covered if covered and should else None
         for key in ("calls", "bytes"):
             row[f"{key}_per_rank_step"] = (number(row, key) or 0) / num_rank_steps
@@ -77,7 +79,8 @@ def rows(
 
 def _mean(row: Row) -> float | None:
     """Return the mean time of the timed calls."""
-    timed, seconds = number(row, "timed_calls"), number(row, "time_s")
+    timed = number(row, "timed_calls")
+    seconds = number(row, "time_s")
     return seconds / timed if timed and seconds is not None else None
 
 
@@ -97,7 +100,8 @@ def copy_rows(copies: Iterable[tuple[str, int, int, int]], num_rank_steps: int) 
             cell[place] += value
     table: list[Row] = []
     for (kind, low), (count, num_bytes, nanoseconds) in sorted(cells.items()):
-        is_known, seconds = low >= 0, nanoseconds / 1e9
+        is_known = low >= 0
+        seconds = nanoseconds / 1e9
         table.append(
             {
                 "kind": kind,
@@ -180,7 +184,8 @@ def gain(ranks: Sequence[Row], share: float, unknown_share: float) -> Gain | Non
 
 def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
     """Yield whether the job waits for its network, and why. reason: for unknown times."""
-    best, known = gain(ranks, 1.0, 1.0), gain(ranks, 1.0, 0.0)
+    best = gain(ranks, 1.0, 1.0)
+    known = gain(ranks, 1.0, 0.0)
     if best is None or known is None:
         yield f"communication-bound: not known, because {reason}"
         return
@@ -263,7 +268,8 @@ def compared(
     each message the other source has: the same number for all. Types are left out, as NCCL
     sends some as others; and groups, which each source names in its own way.
     """
-    trace_sizes, other_sizes = _sizes(messages), _sizes(others)
+    trace_sizes = _sizes(messages)
+    other_sizes = _sizes(others)
     table: list[Row] = []
     for key in sorted(trace_sizes.keys() | other_sizes.keys(), key=str):
         per_step = trace_sizes[key] / num_rank_steps if key in trace_sizes else None

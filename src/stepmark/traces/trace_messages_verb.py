@@ -73,7 +73,9 @@ class _View:
     def __init__(
         self, options: MessagesOptions, traces: TraceSet[RankMessages], sources: list[Source]
     ) -> None:
-        self.options, self.traces, self.sources = options, traces, sources
+        self.options = options
+        self.traces = traces
+        self.sources = sources
         by_rank = {r.info.rank or 0: (r.info, r.value) for r in traces.results}
         options.check_steps(
             {number for result in traces.results for number in result.value.numbers},
@@ -119,7 +121,8 @@ class _View:
     def _curve(self, name: str | None) -> _Curve | None:
         if name is None:
             return None
-        matched, steps = self.matched, self.matched.num_steps
+        matched = self.matched
+        steps = self.matched.num_steps
         known: Histogram = {
             kind: tally
             for kind, tally in matched.histogram.items()
@@ -145,10 +148,13 @@ class _View:
 
     def _rank_rows(self) -> Iterator[Row]:
         for result in self.traces.results:
-            rank, value = result.info.rank or 0, result.value
-            waits, selected = self.matched.ranks[rank], self.selected[rank]
+            rank = result.info.rank or 0
+            value = result.value
+            waits = self.matched.ranks[rank]
+            selected = self.selected[rank]
             steps = max(len(selected), 1) * 1e9
-            times, is_timed = value.times, waits.timed > 0
+            times = value.times
+            is_timed = waits.timed > 0
             sums = {
                 name: int(getattr(times, name)[selected].sum()) / steps if times else None
                 for name in ("window", "communication", "exposed")
@@ -202,8 +208,10 @@ class _View:
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
-        ranks, counts = len(self.traces.results), sorted(map(len, self.selected.values()))
-        low, high = counts[0], counts[-1]
+        ranks = len(self.traces.results)
+        counts = sorted(map(len, self.selected.values()))
+        low = counts[0]
+        high = counts[-1]
         each = f"{f'{low} to ' * (low < high)}{high} step{'s' * (high != 1)} each"
         if not any(result.value.is_marked for result in self.traces.results):
             each = "without marks of steps: the whole trace is one"

@@ -16,7 +16,10 @@ from stepmark.timeline.timeline import LEFT_OUT
 _MANY = 200  # bars of a stream, which may be narrower than a pixel
 _MOST_STEPS = 64  # bars of steps
 # Compute is blue and green, what a faster network changes is red, pauses are pale.
-_RED, _BLUE, _GREEN, _GREY = COLOURS[1], COLOURS[0], COLOURS[2], "#9aa5b1"
+_RED = COLOURS[1]
+_BLUE = COLOURS[0]
+_GREEN = COLOURS[2]
+_GREY = "#9aa5b1"
 _PALE = "#f2b8a0"
 # Of groups of kernels, and of kinds of work in a predicted step.
 COLOURS_OF = {

@@ -16,7 +16,8 @@ _SOURCES = (LOG, FLIGHT, INSPECTOR)
 
 def split_sources(words: Sequence[str]) -> tuple[list[str], Inputs]:
     """Return the words that name traces, and the other files of the job among them all."""
-    traces, inputs = [], Inputs()
+    traces = []
+    inputs = Inputs()
     for word in words:
         path = Path(word)
         files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []

@@ -96,7 +96,8 @@ def _workload(
     *,
     starts: bool,
 ) -> Workload:
-    world, groups = traces.world_size, dict[str, Group]()
+    world = traces.world_size
+    groups = dict[str, Group]()
     by_rank = {rank: _named(each, world, groups) for rank, each in programs.items()}
     # Without their waits, which times decide.
     bare = {rank: [replace(op, after=()) for op in own] for rank, own in by_rank.items()}
@@ -104,8 +105,7 @@ def _workload(
     notes = [*filter(None, [traces.cut]), *_notes(programs)]
     first = min(programs)
     if len(programs) < world:
-        unlike = [rank for rank in messages if messages[rank] != messages[first]]
-        if unlike:
+        if unlike := [rank for rank in messages if messages[rank] != messages[first]]:
             allowed = (
                 f"traces of all {world} ranks: messages of ranks {first} and {unlike[0]} "
                 "differ, so that those of the others are not known"

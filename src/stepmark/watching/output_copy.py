@@ -13,7 +13,8 @@ from pathlib import Path
 
 from stepmark.ground.units import MIB
 
-HEAD_BYTES, TAIL_BYTES = 24 * MIB, 8 * MIB
+HEAD_BYTES = 24 * MIB
+TAIL_BYTES = 8 * MIB
 _READ_BYTES = 64 * 1024
 _POLL_S = 0.1
 # A process that the command left behind may write on; what it writes later is not kept.

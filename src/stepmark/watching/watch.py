@@ -39,7 +39,9 @@ from stepmark.watching.watch_options import WatchOptions
 
 SITE = Path(stepmark.__file__).parent / "watching" / "watch_site"
 _UNPROFILED = 5  # steps that are timed before the profile, and after it
-_RANKS, _NCCL, _FLIGHT = "ranks", log_sources.NCCL_FOLDER, log_sources.FLIGHT_FOLDER
+_RANKS = "ranks"
+_NCCL = log_sources.NCCL_FOLDER
+_FLIGHT = log_sources.FLIGHT_FOLDER
 _NCCL_FILE = "NCCL_DEBUG_FILE"
 # New and old names of the flight recorder's settings; torch knows both and warns of the old.
 _BUFFER = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
@@ -202,7 +204,8 @@ def read_ranks(folder: Path) -> tuple[list[WatchedRank], list[str]]:
 
     A process without steps is left out where others of its rank made some.
     """
-    ranks, damaged = [], []
+    ranks = []
+    damaged = []
     for path in sorted((folder / _RANKS).glob("rank*.json")):
         try:
             ranks.append(msgspec.json.decode(path.read_bytes(), type=WatchedRank))

@@ -61,7 +61,8 @@ class WatchedRank:
                 f"{name}_max_s": max(times, default=None),
                 f"{name}_steps": len(times),
             }
-        plain, slow = number(row, "unprofiled_s"), number(row, "profiled_s")
+        plain = number(row, "unprofiled_s")
+        slow = number(row, "profiled_s")
         return row | {
             "ratio": slow / plain if plain and slow else None,
             "ranges_overlap": bool(profiled and unprofiled)

@@ -23,7 +23,9 @@ from stepmark.workloads.rules import RULES
 from stepmark.workloads.workload_options import Experts, GenerateOptions, Model
 
 Kind = Literal["gpt", "llama"]
-GPT_VOCAB_SIZE, LLAMA_VOCAB_SIZE = 50257, 32000  # from the scripts; from get_params
+# from the scripts; from get_params
+GPT_VOCAB_SIZE = 50257
+LLAMA_VOCAB_SIZE = 32000
 MAX_POSITIONS = 4096
 
 

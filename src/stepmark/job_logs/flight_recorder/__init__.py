@@ -247,7 +247,8 @@ def _group_name(entry: Mapping[str, Any]) -> tuple[str, str]:
 
 def _shapes(entry: Mapping[str, Any], side: str) -> Shapes | None:
     """Return (elements, type) per tensor; None where sizes or types are missing or odd."""
-    sizes, types = entry.get(f"{side}_sizes"), entry.get(f"{side}_dtypes")
+    sizes = entry.get(f"{side}_sizes")
+    types = entry.get(f"{side}_dtypes")
     if not isinstance(sizes, list | tuple) or len(sizes) > MAX_TENSORS:
         return None
     names = [types] if isinstance(types, str) else types
@@ -300,7 +301,8 @@ def _peers(title: str) -> tuple[int, int] | None:
     match = _PEERS.search(title)
     if match is None:
         return None
-    left, right = int(match[1]), int(match[3])
+    left = int(match[1])
+    right = int(match[3])
     return (left, right) if match[2] == "->" else (right, left)
 
 

@@ -58,7 +58,8 @@ def progress(dumps: Sequence[Dump]) -> list[Progress]:
     for dump in dumps:
         for name in dict.fromkeys(op.group for op in dump.operations):
             operations = [op for op in dump.operations if op.group == name]
-            steps, status = steps_of(dump, name), dump.status.get(name)
+            steps = steps_of(dump, name)
+            status = dump.status.get(name)
             done = [number for number, step in steps.items() if is_done(step)]
             lines.append(
                 Progress(

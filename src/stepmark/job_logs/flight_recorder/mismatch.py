@@ -37,7 +37,8 @@ def disagreements(shared: GroupDumps) -> tuple[list[Disagreement], int | None]:
 
 def _collectives(shared: GroupDumps, differing: list[int]) -> Disagreement:
     """Return the first number at which ranks issue different collectives."""
-    first, last = differing[0], differing[-1]
+    first = differing[0]
+    last = differing[-1]
     by_rank = shared.at(first)
     sides, reason = _differs(by_rank, shared) or ([], "")
     calls = sides_text((ranks, describe(by_rank[ranks[0]])) for ranks in sides)
@@ -99,7 +100,8 @@ def _exchange(parts: dict[int, Operation], shared: GroupDumps) -> tuple[Sides, s
     if all(len(sent[rank]) == len(received[rank]) == len(ranks) > 1 for rank in ranks):
         for i, source in enumerate(ranks):
             for j, target in enumerate(ranks):
-                left, right = sent[source][j][0], received[target][i][0]
+                left = sent[source][j][0]
+                right = received[target][i][0]
                 if left != right:
                     sizes = f"sends {left} elements to rank {target}, which expects {right}"
                     return [(source,), (target,)], f"; rank {source} {sizes}"
@@ -113,7 +115,8 @@ def _exchange(parts: dict[int, Operation], shared: GroupDumps) -> tuple[Sides, s
 
 def _agreed(op: Operation) -> tuple[object, ...]:
     name = torch_collective(op.kind) or op.kind
-    inputs, outputs = op.inputs or None, op.outputs or None
+    inputs = op.inputs or None
+    outputs = op.outputs or None
     if name in _EXCHANGES:
         return Collective.ALL_TO_ALL, tuple(sorted({w for _, w in (inputs or outputs or ())}))
     if name in (Collective.GATHER, Collective.REDUCE):
@@ -141,7 +144,8 @@ def _transfers(shared: GroupDumps) -> Iterator[Disagreement]:
         for index, (sent, received) in enumerate(
             zip(sends or (), receives or (), strict=False), start=1
         ):
-            left, right = _total(sent.inputs), _total(received.outputs)
+            left = _total(sent.inputs)
+            right = _total(received.outputs)
             if None in (left, right) or left == right:
                 continue
             ends = f"transfer {index} from rank {source} to rank {target} of {shared.label}"

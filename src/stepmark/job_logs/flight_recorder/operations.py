@@ -169,7 +169,8 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     name = torch_collective(operation.kind)
     if not name:
         return f"operations of kind {operation.kind or 'unknown'}"
-    sent, received = num_bytes(operation.inputs), num_bytes(operation.outputs)
+    sent = num_bytes(operation.inputs)
+    received = num_bytes(operation.outputs)
     ranks = len(group.ranks) if group.ranks else None
     if name == Collective.BARRIER:
         sent = received = 0
@@ -178,7 +179,8 @@ def message_kind(operation: Operation, group: Group) -> MessageKind | str:
     shapes = operation.inputs or operation.outputs or ()
     types = {pair[0] for _, word in shapes if (pair := message_dtype(word))}
     dtype = types.pop() if len(types) == 1 else ""
-    sent, received = sent or 0, received or 0
+    sent = sent or 0
+    received = received or 0
     is_uneven = ranks is not None and (sent != received or sent % ranks != 0)
     if name == Collective.ALL_TO_ALL and is_uneven:
         name = Collective.ALL_TO_ALL_V.value

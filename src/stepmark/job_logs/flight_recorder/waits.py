@@ -92,7 +92,8 @@ class _Builder:
         entered: Mapping[GroupDumps, int],
         stale: frozenset[int],
     ) -> None:
-        self._entered, self._stale = entered, stale
+        self._entered = entered
+        self._stale = stale
         self._calls: dict[tuple[object, ...], Call] = {}
         self._by_rank: dict[tuple[int, str], GroupDumps] = {
             (rank, shared.group.name): shared for shared in groups for rank in shared.dumps
@@ -130,7 +131,8 @@ class _Builder:
         key = (shared, number)
         if key not in self._calls:
             steps = shared.at(number)
-            absent, unknown = set[int](), set[int]()
+            absent = set[int]()
+            unknown = set[int]()
             for rank in shared.members - steps.keys():
                 last = shared.enqueued.get(rank)
                 if number <= self._entered[shared] or (last is not None and last >= number):
@@ -153,7 +155,8 @@ class _Builder:
         key = (*place,)
         if key not in self._calls:
             steps: dict[int, Step] = {}
-            absent, unknown = set[int](), set[int]()
+            absent = set[int]()
+            unknown = set[int]()
             for end, ops in zip(pair, self._transfers[shared][pair], strict=True):
                 if ops is None or (end in self._stale and index >= len(ops)):
                     unknown.add(end)

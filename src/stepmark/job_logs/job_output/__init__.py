@@ -48,7 +48,8 @@ GENERAL = frozenset(
 # A scheduler that ends a job sends its processes these signals.
 _ENDS = frozenset({"failure-time-limit", "failure-terminated"})
 _KILLS = frozenset({"failure-killed", "failure-signal", "failure-stopped"})
-RESTARTED, UNKNOWN_ORDER = "restarted", "unknown-order"
+RESTARTED = "restarted"
+UNKNOWN_ORDER = "unknown-order"
 # Findings on what looks like a failure and is none; "": the failure's own text.
 REMARKS: dict[str, tuple[str, Severity, str]] = {
     FOREIGN: ("foreign-connection", Severity.NOTE, ""),
@@ -122,7 +123,8 @@ _WORDS = (
 _CLOCK = re.compile(
     r"(?:\b(?:\d{4}-|[EFWI])(\d\d)-?(\d\d))?[ T_](\d\d):(\d\d):(\d\d(?:\.\d{1,9})?)"
 )
-_DAY_S, _MONTH_DAYS = 86_400, 31
+_DAY_S = 86_400
+_MONTH_DAYS = 31
 _FIRST_DATE_S = (_MONTH_DAYS + 1) * _DAY_S
 
 _FRAME = re.compile(r'^[\s|]*File "([^"]{1,400})", line (\d{1,7})(?:, in (.{1,120}))?')
@@ -248,11 +250,14 @@ class OutputReader:
         return sum(steps.is_training for steps in self._steps.values())
 
     def enter_file(self, file: str, index: int) -> None:
-        self._file, self._file_index, self._clock = file, index, None
+        self._file = file
+        self._file_index = index
+        self._clock = None
         self._has_end = False
         self._benchmarks = OutputsReader()
         self._steps[index] = TrainingSteps()
-        self._exits.block, self._exits.file_index = "", index
+        self._exits.block = ""
+        self._exits.file_index = index
 
     def leave_file(self) -> None:
         """Read the end of a file: a traceback or a benchmark that is open there is cut."""
@@ -475,7 +480,8 @@ class OutputReader:
             text = "Processes of the job were told to stop, or cleaned up, after a failure."
             self._add(TEARDOWN, role, text, "", None, "", evidence)
         elif _RAISED.match(body):
-            text, action = "A Python exception was raised.", "Look for its traceback."
+            text = "A Python exception was raised."
+            action = "Look for its traceback."
             self._add(
                 "failure-python", Role.CAUSE, text, action, rank, process, evidence, detail=body
             )

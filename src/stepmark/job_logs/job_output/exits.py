@@ -154,7 +154,9 @@ class ProcessExits:
         self.num_lines += 1
         exit_.rank = rank if exit_.rank is None else exit_.rank
         if signal_of(code) is not None and signal_of(exit_.code) is None:
-            exit_.code, exit_.evidence = code, evidence  # Hydra's EXIT CODE: 9 is a signal
+            # Hydra's EXIT CODE: 9 is a signal
+            exit_.code = code
+            exit_.evidence = evidence
         return exit_
 
 
@@ -164,10 +166,14 @@ def _of_exit(exit_: _Exit, rank_of: Callable[[str], int | None]) -> Failure:
     if number in SIGNALS:
         rule, role, text, action = SIGNALS[number]
     elif number is not None:
-        rule, role, text = "failure-signal", Role.SIGNAL, f"ended on signal {number}"
+        rule = "failure-signal"
+        role = Role.SIGNAL
+        text = f"ended on signal {number}"
         action = "Look at the lines before it."
     else:
-        rule, role, text = "failure-exit", Role.VAGUE, f"ended with exit code {exit_.code}"
+        rule = "failure-exit"
+        role = Role.VAGUE
+        text = f"ended with exit code {exit_.code}"
         action = "Look for its traceback or last line; set TORCHELASTIC_ERROR_FILE to keep it."
     if role is Role.CONSEQUENCE and exit_.is_first:
         role = Role.ENDED

@@ -28,14 +28,16 @@ def has_nccl_line(text: bytes) -> bool:
 
 def split_tag(text: str) -> tuple[int | None, str, str]:
     """Return (rank, stream, line without the launcher's and the logger's prefixes)."""
-    rank, tag = None, ""
+    rank = None
+    tag = ""
     if match := _RANK_TAG.search(text, 0, 90):
         return int(match[1]), f"rank{match[1]}", text[match.end() :]
     text = _LOGGER.sub("", text, count=1)
     if match := _LAUNCHER_TAG.match(text):
         number = match["srun"] or match["mpi"] or match["hydra"]
         # What follows a tag may be indented, so a space after it is not its own.
-        tag, text = match[0].rstrip(": "), text[match.end() :]
+        tag = match[0].rstrip(": ")
+        text = text[match.end() :]
         rank = int(number) if number else None
     return rank, tag, _LOGGER.sub("", text, count=1)
 

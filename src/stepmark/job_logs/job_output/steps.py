@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 
 from stepmark.job_logs.job_output.lines import split_tag
 
-CAUGHT, UNCERTAIN = "caught-failure", "uncertain-failure"
+CAUGHT = "caught-failure"
+UNCERTAIN = "uncertain-failure"
 # A line, without its digits, that may state a step of a trainer.
 STEP_WORDS = re.compile(
     rb"(?i)^(?=.*(?:\bloss|_loss|grad_norm|elapsed time per|skipped=|samplespersec)).*"
@@ -53,7 +54,8 @@ class TrainingSteps:
         is_first_again = step == run.number and match[1] in ("0", "1")
         if is_first_again or 0 < run.number >= 2 * step:
             run.restarts.append((run.line, number))
-            run.number, run.last_lines = -1.0, []
+            run.number = -1.0
+            run.last_lines = []
         run.line = number
         if step > run.number:
             run.number = step

@@ -1,8 +1,8 @@
 """Read debug logs of NCCL and RCCL (NCCL_DEBUG=INFO or TRACE), of any size, as facts.
 
-Files are read once, in blocks. A line of a call is looked up by what does not change from call
-to call (writer, collective, count to communicator), so it is parsed once; other lines are
-dispatched by their first word.
+Files are read once, in blocks. One expression finds the calls of a block; each is looked up by
+what does not change from call to call (writer, collective, count to communicator), so it is
+parsed once. Other lines are dispatched by their first word.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,19 +16,21 @@ from stepmark.ground.garbage import no_collection
 from stepmark.ground.read_text import printable
 from stepmark.job_logs.job_output.lines import has_nccl_line
 from stepmark.job_logs.nccl_log import handlers, topology
-from stepmark.job_logs.nccl_log.call_cache import MAX_BUFFERS, MAX_CACHED, CallCache
+from stepmark.job_logs.nccl_log.call_cache import MAX_BUFFERS, MAX_CACHED, NO_HEAD, CallCache
 from stepmark.job_logs.nccl_log.collector import Collector
 from stepmark.job_logs.nccl_log.lines import (
+    CALL_LINES,
     FIRST,
     MAX_LINE_BYTES,
     OTHER,
     UNKNOWN,
     UNKNOWN_WRITER,
+    Block,
     CallCounter,
     LogMessage,
     ParsedCall,
     Writer,
-    batches,
+    blocks,
     parse_call,
     parse_coll,
     segments,
@@ -75,27 +77,29 @@ class _Reader:
         self._cache = CallCache()
         self._choices: dict[bytes, list[int]] = {}
         self._writers: dict[bytes, Writer] = {}
-        self._file, self._index, self._has_messages = "", 0, False
+        self._file = ""
+        self._index = 0
+        self._has_messages = False
         self.collector.forget_counters = self._cache.forget
 
     def read(self, path: Path, index: int) -> None:
         """Read one file. Raises ConfigError."""
-        self._file, self._index, self._has_messages = str(path), index, False
+        self._file = str(path)
+        self._index = index
+        self._has_messages = False
         self.collector.output.enter_file(self._file, index)
         num_before = self.collector.output.num_notable
         self._cache.clear()
         self._choices.clear()
         is_empty = True
-        for first, lines in batches(path):
-            if first + len(lines) > _MAX_LINES:
+        for block in blocks(path):
+            if block.end >= _MAX_LINES:
                 raise ConfigError("file", path, f"a log of fewer than {_MAX_LINES} lines")
-            if is_empty and not any(lines):
-                lines[:] = [b""]
-            elif is_empty:
+            if is_empty and (block.text.strip(b"\n") or block.ahead):
                 is_empty = False
-                self._refuse_binary(path, lines)
-            self._scan(lines, first)
-            self.num_lines += len(lines) - 1
+                self._refuse_binary(path, block.text)
+            self._scan(block)
+            self.num_lines += block.end - block.first
         if is_empty:
             raise ConfigError("file", path, "a log with content; this one is empty")
         self.collector.output.leave_file()
@@ -105,40 +109,51 @@ class _Reader:
             raise ConfigError("file", path, "a log of NCCL or RCCL; no line of either is in it")
 
     @staticmethod
-    def _refuse_binary(path: Path, lines: Sequence[bytes]) -> None:
-        head = b"\n".join(lines[:64])[:65536]
+    def _refuse_binary(path: Path, text: bytes) -> None:
+        head = b"\n".join(text.split(b"\n", 64)[:64])[:65536]
         if head.count(b"\0") > len(head) // 10 and not looks_like_log(head):
             allowed = "a text file, or a compressed one; this one is binary"
             raise ConfigError("file", path, allowed)
 
-    def _scan(self, lines: list[bytes], first: int) -> None:
-        """Read all lines but the last, which is only for looking ahead."""
-        choice_of, parse = self._choices.get, self._parse
+    def _scan(self, block: Block) -> None:
+        """Read the lines of a block; they are separated only where one is new."""
+        heads = self._cache.heads
+        number = block.first
+        rest = block.text
+        if b" opCount " in rest:
+            *calls_found, rest = CALL_LINES.split(rest)
+            fields = iter(calls_found)
+            for start, call, comm in zip(fields, fields, fields, strict=True):
+                head = heads.get(start)
+                if head is None:
+                    others, end, own = start.rpartition(b"\n")
+                    if end:
+                        number = self._read_others(block, others, number)
+                    head = heads.get(own) or heads.get(unstamped(own), NO_HEAD)
+                try:
+                    calls, comms = head
+                    comms[comm](calls[call] | number)
+                except KeyError:
+                    self._parse(block.line(number), number, block.line(number + 1))
+                number += 1
+        if rest:
+            self._read_others(block, rest[:-1], number)
+
+    def _read_others(self, block: Block, text: bytes, first: int) -> int:
+        """Read lines without a whole call; return the number of the line after them."""
+        choice_of = self._choices.get
         counter_of = self._cache.counters.get
-        read_plain, heads = self._plain, self._cache.heads
-        ahead, has_ignored = lines.pop(), False
+        has_ignored = False
+        lines = text.split(b"\n")
         for number, line in enumerate(lines, first):
-            at = line.find(b" opCount ")
-            if at >= 0:
-                low = line.find(b" count ", at)
-                comm = line.find(b" comm ", low)
-                # A missing part gives a key that no table has.
-                if low - at < MAX_BUFFERS:
-                    try:
-                        calls, comms, thread = heads[line[:at]]
-                        append = comms[line[comm : line.rfind(b" stream ")]]
-                        append(calls[line[low:comm]] | thread | number)
-                        continue
-                    except KeyError:
-                        pass
-            else:
-                choice = choice_of(line)
-                if choice is not None:
-                    choice[0] += 1
-                    continue
+            choice = choice_of(line)
+            if choice is not None:
+                choice[0] += 1
+                continue
+            if b" opCount " not in line:
                 at = line.find(b"NCCL ")
                 if at < 0:
-                    read_plain(line, number)
+                    self._plain(line, number)
                     continue
                 if line[at + 5 : at + 10] == b"INFO ":
                     end = line.find(b" ", at + 10)
@@ -151,10 +166,9 @@ class _Reader:
                         counter.calls += 1
                         counter.append(counter.base | number)
                         continue
-            offset = number - first + 1
-            parse(line, number, lines[offset] if offset < len(lines) else ahead)
-        lines.append(ahead)
+            self._parse(line, number, block.line(number + 1))
         self._has_messages = self._has_messages or has_ignored
+        return first + len(lines)
 
     def _plain(self, line: bytes, number: int) -> None:
         """Read a line that no NCCL wrote, or one of its version."""
@@ -175,7 +189,8 @@ class _Reader:
 
     def _coll(self, line: bytes, number: int, following: bytes, *, is_cacheable: bool) -> None:
         at = line.find(b" opCount ")
-        low, high = line.find(b" count ", at), line.rfind(b" stream ")
+        low = line.find(b" count ", at)
+        high = line.rfind(b" stream ")
         comm = line.find(b" comm ", low)
         is_whole = at < low < comm < high and low - at < MAX_BUFFERS
         parts = (line[:at], line[low:comm], line[comm:high])

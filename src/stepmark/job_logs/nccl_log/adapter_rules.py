@@ -118,7 +118,8 @@ def one_adapter(facts: LogFacts) -> Iterator[Finding]:
     for use in facts.nics:
         by_host.setdefault(use.host, []).append(use)
     for host, uses in by_host.items():
-        devices, ranks = {use.device for use in uses}, {use.rank for use in uses}
+        devices = {use.device for use in uses}
+        ranks = {use.rank for use in uses}
         if len(devices) == len(ranks) == 1 and listed[host] > 1:
             text = (
                 f"On {host} all connections of rank {ranks.pop()} use network device "

@@ -77,7 +77,8 @@ class Aligner:
 
     def align(self, longest: CommHandle, handle: CommHandle) -> Alignment:
         """Follow the calls of two ranks over lost lines, to a difference or the end of one."""
-        left, right = _numbers(longest), _numbers(handle)
+        left = _numbers(longest)
+        right = _numbers(handle)
         alignment = Alignment()
         while True:
             count = _num_common(left, alignment.left, right, alignment.right)
@@ -131,7 +132,8 @@ class Aligner:
             return None  # one call is another one
         for count in range(1, _MAX_GAP + 1):
             for skipped in ((count, 0), (0, count)):
-                i, j = at.left + skipped[0], at.right + skipped[1]
+                i = at.left + skipped[0]
+                j = at.right + skipped[1]
                 # One call that agrees at the end of one rank's log alone proves nothing.
                 if not _agree(left[1], i, right[1], j, 2):
                     continue
@@ -160,7 +162,8 @@ class Aligner:
 
         0 as well if it was as much before and Send and Recv count, on some ranks only.
         """
-        low, high = self._lines.op_count(left, i), self._lines.op_count(right, j)
+        low = self._lines.op_count(left, i)
+        high = self._lines.op_count(right, j)
         is_first = not at.left or not at.right
         low_before = 0 if is_first else self._lines.op_count(left, at.left - 1)
         high_before = 0 if is_first else self._lines.op_count(right, at.right - 1)
@@ -197,11 +200,13 @@ def _agree(left: bytes, i: int, right: bytes, j: int, least: int) -> bool:
 def _num_common(left: bytes, i: int, right: bytes, j: int) -> int:
     """Return how many calls from these positions on are equal, in blocks of growing size."""
     most = min(len(left) // 4 - i, len(right) // 4 - j)
-    equal, block = 0, 64
+    equal = 0
+    block = 64
     while equal < most:
         high = min(most, equal + block)
         if left[4 * (i + equal) : 4 * (i + high)] == right[4 * (j + equal) : 4 * (j + high)]:
-            equal, block = high, block * 2
+            equal = high
+            block = block * 2
         elif high - equal == 1:
             break
         else:

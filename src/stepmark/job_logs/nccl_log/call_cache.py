@@ -2,20 +2,21 @@
 
 from collections.abc import Callable
 
-from stepmark.job_logs.nccl_log.lines import NUMBER, CallCounter
+from stepmark.job_logs.nccl_log.lines import THREAD_BITS, CallCounter
 
 MAX_CACHED = 100_000
 MAX_BUFFERS = 96  # bytes of opCount and two addresses; more is another line inside
 _Parts = tuple[bytes, bytes, bytes]
-_Head = tuple[dict[bytes, int], dict[bytes, Callable[[int], None]], int]
+_Head = tuple[dict[bytes, int], dict[bytes, Callable[[int], None]]]
+NO_HEAD: _Head = ({}, {})
 
 
 class CallCache:
     """Lines of calls: writer and collective, then the call, then its communicator.
 
-    heads: what stands before opCount -> (keys of calls, appenders of communicators, thread),
-    the first by collective, the second by writer. counters: by whole line, but for its buffers,
-    for calls that have no order.
+    heads: what stands before opCount -> (keys of calls, appenders of communicators), the first
+    by collective and thread, the second by writer. counters: by whole line, but for its
+    buffers, for calls that have no order.
     """
 
     def __init__(self) -> None:
@@ -23,14 +24,14 @@ class CallCache:
         self.counters: dict[bytes, CallCounter] = {}
         self._heads_of: dict[str, list[bytes]] = {}  # by process
         self._comms: dict[bytes, dict[bytes, Callable[[int], None]]] = {}
-        self._calls: dict[bytes, dict[bytes, int]] = {}
+        self._calls: dict[tuple[bytes, int], dict[bytes, int]] = {}
 
     def count(self, parts: _Parts, number: int) -> bool:
         """Count a line by its parts; return False if one is new."""
         start, call, comm = parts
         try:
-            calls, comms, thread = self.heads[start]
-            comms[comm](calls[call] | thread | number)
+            calls, comms = self.heads[start]
+            comms[comm](calls[call] | number)
         except KeyError:
             return False
         return True
@@ -43,12 +44,12 @@ class CallCache:
         if head is None:
             if len(self.heads) >= MAX_CACHED:
                 self.clear()
-            thread = counter.base >> 56 << 56
+            thread = counter.base >> 32 + THREAD_BITS
             comms = self._comms.setdefault(start[: start.rfind(b"NCCL ")], {})
-            head = self.heads[start] = (self._calls.setdefault(name, {}), comms, thread)
+            head = self.heads[start] = (self._calls.setdefault((name, thread), {}), comms)
             self._heads_of.setdefault(process, []).append(start)
         if len(head[0]) < MAX_CACHED:
-            head[0][call] = counter.base & NUMBER << 32
+            head[0][call] = counter.base
         head[1][comm] = counter.append
 
     def add(self, key: bytes, counter: CallCounter) -> None:

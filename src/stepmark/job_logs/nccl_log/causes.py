@@ -104,7 +104,8 @@ def _is_warned_cause(finding: Finding, failure: Finding) -> bool:
         return False
     if failure.rule != "failure-nccl" and not LOOKS_FATAL.search(finding.text):
         return False
-    warned, failed = finding.evidence[0], failure.evidence[0]
+    warned = finding.evidence[0]
+    failed = failure.evidence[0]
     is_before = warned.file != failed.file or warned.line < failed.line
     return is_before and not FALLS_BACK.search(finding.text)
 

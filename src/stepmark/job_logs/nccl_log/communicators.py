@@ -203,7 +203,8 @@ class PredictionTable:
     def add_row(self, message: LogMessage, communicator: str) -> None:
         """Add a line with columns; other lines are no part of the table."""
         name, _, rest = message.text.partition("|")
-        name, columns = name.strip(), [part.strip() for part in rest.split("|")]
+        name = name.strip()
+        columns = [part.strip() for part in rest.split("|")]
         place = (message.process, message.device)
         if name == "Algorithm":
             algorithms = [_spelled(column) for column in columns if column]

@@ -204,7 +204,8 @@ def nvls_off(facts: LogFacts) -> Iterator[Finding]:
 def few_channels(facts: LogFacts) -> Iterator[Finding]:
     """Report an NVLink system with so few channels that they cannot fill the links."""
     for comm in facts.communicators:
-        counts, nvlink = comm.channels, any(g.path_intra == "NVL" for g in comm.graphs)
+        counts = comm.channels
+        nvlink = any(g.path_intra == "NVL" for g in comm.graphs)
         if counts is None or counts.coll >= MIN_CHANNELS or (comm.num_ranks or 0) < 2:
             continue
         limits = {

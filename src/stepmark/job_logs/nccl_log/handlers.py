@@ -87,7 +87,8 @@ def plugin(collector: Collector, message: LogMessage) -> None:
     if match is None:
         return
     kind, words = match.groups()
-    symbol, loaded = _SYMBOL.search(words), _LOADED.match(words)
+    symbol = _SYMBOL.search(words)
+    loaded = _LOADED.match(words)
     add = collector.add_plugin
     if symbol:
         kind = _PLUGIN_KINDS.get(symbol[1], symbol[1].upper())
@@ -236,7 +237,8 @@ def init_time(collector: Collector, message: LogMessage) -> None:
 
 def channel_counts(collector: Collector, message: LogMessage) -> None:
     """Record 24 coll channels, 24 collnet channels, 0 nvls channels, ..."""
-    match, handle = _CHANNELS.match(message.text), collector.communicators.latest(message)
+    match = _CHANNELS.match(message.text)
+    handle = collector.communicators.latest(message)
     if match and handle and handle.channels is None:
         coll, collnet, nvls, p2p, per_peer = (
             None if digits is None else int(digits[:9]) for digits in match.groups()
@@ -354,7 +356,8 @@ def _kind(way: str, net: re.Match[str] | None) -> str:
 
 def collnet(collector: Collector, message: LogMessage) -> None:
     """Record CollNet 00/0 : 0 [send] via COLLNET/SHARP/0."""
-    match, handle = _COLLNET.match(message.text), collector.communicators.latest(message)
+    match = _COLLNET.match(message.text)
+    handle = collector.communicators.latest(message)
     if match and handle:
         name, rank, word, way, device, ending = match.groups()
         side = _SIDES[word]

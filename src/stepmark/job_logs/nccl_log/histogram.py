@@ -1,5 +1,6 @@
 """Count the messages of a debug log by kind."""
 
+from array import array
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,14 +27,15 @@ class _GroupCalls:
     totals: Counter[int] = field(default_factory=Counter)
     ranks: Counter[int] = field(default_factory=Counter)
 
-    def add(self, handle: CommHandle) -> None:
-        keys = handle.sequence.keys()
-        self.members.append(handle)
-        self.totals.update(keys)
-        self.ranks.update(set(keys))
-        for key, counter in handle.sequence.unordered.items():
-            self.totals[key] += counter.calls
-            self.ranks[key] += 1
+    def count(self) -> None:
+        """Count the calls of all members; those of most are equal, and are counted once."""
+        copies = Counter(map(_calls_of, self.members))
+        for (keys, unordered), num_copies in copies.items():
+            own = Counter(array("I", keys))
+            own.update(dict(unordered))
+            for key, num_calls in own.items():
+                self.totals[key] += num_calls * num_copies
+                self.ranks[key] += num_copies
 
     def kinds(self, plain: Sequence[int], has_both: bool) -> dict[int, list[int]]:
         """Return the keys of each kind; plain: calls without operation and root, by number."""
@@ -48,6 +50,13 @@ class _GroupCalls:
                 own = set(handle.sequence.keys()) | handle.sequence.unordered.keys()
                 self.ranks.update({first[key] for key in own})
         return kinds
+
+
+def _calls_of(handle: CommHandle) -> tuple[bytes, tuple[tuple[int, int], ...]]:
+    """Return the keys of the calls in order, and the numbers of those that have no order."""
+    unordered = handle.sequence.unordered.items()
+    calls = tuple((key, counter.calls) for key, counter in unordered)
+    return handle.sequence.keys().tobytes(), calls
 
 
 def histogram_of(
@@ -67,7 +76,7 @@ def histogram_of(
     for handle in handles:
         has_both = bool(handle.process) and threads[handle.process] >= {FIRST, OTHER}
         name = (handle.key, handle.num_ranks or num_ranks, has_both)
-        groups.setdefault(name, _GroupCalls()).add(handle)
+        groups.setdefault(name, _GroupCalls()).members.append(handle)
     tallies: Histogram = {}
     num_rounded = 0
     numbers: dict[Call, int] = {}
@@ -75,15 +84,17 @@ def histogram_of(
         numbers.setdefault(call._replace(op=None, root=None), number)
         for number, call in enumerate(calls.kinds)
     ]
+    bytes_of = [call.num_bytes() for call in calls.kinds]  # by number
     sizes: dict[tuple[int, int | None], int | None] = {}
     for (group, size, has_both), own in groups.items():
+        own.count()
         for merged, keys in own.kinds(plain, has_both).items():
             number = merged & NUMBER
             call = calls.kinds[number]
             total = own.totals[keys[0]]
             if len(keys) > 1:
                 total = sum(own.totals[key] for key in keys)
-            call_bytes = call.num_bytes()
+            call_bytes = bytes_of[number]
             if call_bytes is None:
                 calls.unread += total
                 continue

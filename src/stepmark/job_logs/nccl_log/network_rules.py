@@ -162,7 +162,8 @@ def _lines(facts: LogFacts, plugins: Sequence[Plugin]) -> list[Occurrences]:
 
 
 def _missing(facts: LogFacts, missing: Sequence[Plugin]) -> Finding:
-    names, lines = _names(missing) or "none found", _lines(facts, missing)
+    names = _names(missing) or "none found"
+    lines = _lines(facts, missing)
     if _socket_between_nodes(facts):
         text = (
             f"No network plugin ({names}), and data between nodes goes through TCP sockets: a "
@@ -265,7 +266,8 @@ def wrong_interface(facts: LogFacts) -> Iterator[Finding]:
         return
     bootstrap: dict[Interface, Occurrences] = {}
     for interface, lines in facts.interfaces.items():
-        name, role = interface.name, interface.role
+        name = interface.name
+        role = interface.role
         if role == "bootstrap":
             bootstrap[interface] = lines
         elif role != "oob" and not (role == "socket" and "Socket" in facts.networks):

@@ -20,7 +20,8 @@ _GRAPH = re.compile(
     r"(?:bw|speed) ([\d.]{1,20})/([\d.]{1,20}), type (\w+)/(\w+)"
 )
 _RING = "4"  # pattern
-_GBIT_PER_MBIT, _GBIT_PER_GB = 1e-3, 8.0
+_GBIT_PER_MBIT = 1e-3
+_GBIT_PER_GB = 8.0
 
 
 def port(collector: Collector, message: LogMessage) -> None:
@@ -50,7 +51,8 @@ def paths(collector: Collector, message: LogMessage) -> None:
 
 def graph(collector: Collector, message: LogMessage) -> None:
     """Record Pattern 4, crossNic 0, nChannels 12, bw 30.0/30.0, type NVL/PIX, ..."""
-    match, handle = _GRAPH.match(message.text), collector.communicators.latest(message)
+    match = _GRAPH.match(message.text)
+    handle = collector.communicators.latest(message)
     if match and match[1] == _RING and match[2] != "0" and match[6] in PATHS:
         path = NicPath(message.host, "", match[6])
         collector.count(collector.nic_paths, path, message)

@@ -84,7 +84,8 @@ class Attention(Operator):
 
         With equal head widths bwd is 2.5 x fwd, as in the flash-attention papers.
         """
-        d_qk, d_v = self.head_dim_qk, self.head_dim_v
+        d_qk = self.head_dim_qk
+        d_v = self.head_dim_v
         widths = d_qk + d_v if self.phase is Phase.FWD else 3 * d_qk + 2 * d_v
         return 2 * self.pairs * self.heads * widths
 

@@ -117,8 +117,10 @@ def _packed(op: Attention, device: torch.device, kernel: Callable[..., Any]) -> 
     """Adapt a kernel of (q, k, v [T, H, D], offsets of q, of k, longest q, longest k)."""
     lengths_q = op.varlen or (op.seq_q,) * op.batch
     lengths_k = op.varlen or (op.seq_kv,) * op.batch
-    offsets_q, offsets_k = _offsets(lengths_q, device), _offsets(lengths_k, device)
-    longest_q, longest_k = max(lengths_q), max(lengths_k)
+    offsets_q = _offsets(lengths_q, device)
+    offsets_k = _offsets(lengths_k, device)
+    longest_q = max(lengths_q)
+    longest_k = max(lengths_k)
 
     def forward(q_BSHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor) -> Tensor:
         q, k, v = (tensor.flatten(0, 1) for tensor in (q_BSHD, k_BSHD, v_BSHD))
@@ -267,8 +269,12 @@ def reference_bwd(
     op: Attention, q_SGD: Tensor, k_S1D: Tensor, v_S1D: Tensor, do_SGD: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq [S, G, D], dk and dv [S, 1, D]."""
-    k_SD, v_SD, scale = k_S1D[:, 0], v_S1D[:, 0], op.head_dim_qk**-0.5
-    dq, dk, dv = torch.empty_like(q_SGD), torch.zeros_like(k_SD), torch.zeros_like(v_SD)
+    k_SD = k_S1D[:, 0]
+    v_SD = v_S1D[:, 0]
+    scale = op.head_dim_qk**-0.5
+    dq = torch.empty_like(q_SGD)
+    dk = torch.zeros_like(k_SD)
+    dv = torch.zeros_like(v_SD)
     for part, p_GQS in _probabilities(op, q_SGD, k_SD):
         do_GQD = do_SGD[part].transpose(0, 1)
         dp_GQS = do_GQD @ v_SD.t()

@@ -305,7 +305,8 @@ def _check_grad(op: CrossEntropy, logits: Tensor, targets: Tensor, grad: Tensor)
     for start in range(0, op.tokens, step):
         part = slice(start, start + step)
         ref = logits[part].double().softmax(-1) * LOSS_SCALE
-        out, at = grad[part].double(), targets[part].unsqueeze(1)
+        out = grad[part].double()
+        at = targets[part].unsqueeze(1)
         hit = ref.gather(1, at) - LOSS_SCALE
         checks.append(compare(out.gather(1, at), hit, allowed, "fp64, all elements"))
         checks.append(compare(out.scatter(1, at, 0.0), ref.scatter(1, at, 0.0), allowed, ""))
@@ -313,7 +314,10 @@ def _check_grad(op: CrossEntropy, logits: Tensor, targets: Tensor, grad: Tensor)
 
 
 LR = 0.1  # large enough for one step to change bf16 values
-BETA1, BETA2, ADAM_EPS, WEIGHT_DECAY = 0.9, 0.999, 1e-8, 0.01
+BETA1 = 0.9
+BETA2 = 0.999
+ADAM_EPS = 1e-8
+WEIGHT_DECAY = 0.01
 NUM_PARAMS = 4096
 
 

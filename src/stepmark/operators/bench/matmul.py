@@ -226,7 +226,8 @@ class _Operands:
 
     @property
     def result_shape(self) -> tuple[int, ...]:
-        rows, columns = self.a.shape[0], self.b.shape[-1]
+        rows = self.a.shape[0]
+        columns = self.b.shape[-1]
         return (len(self.bounds), rows, columns) if self.is_wgrad else (rows, columns)
 
 

@@ -291,7 +291,8 @@ def _check_rows(bags: _Bags) -> Check:
     """Check a sparse gradient, which lists rows with values, a row perhaps more than once."""
     op = bags.op
     grad = bags.bwd()
-    grad_rows, values = grad._indices()[0], grad._values()
+    grad_rows = grad._indices()[0]
+    values = grad._values()
     indices = bags.ring[bags.turn]
     rows = indices[sample(indices.numel(), indices.device)]
     out = [values[grad_rows == row].double().sum(0) for row in rows]

@@ -39,10 +39,12 @@ class ReplayBench(Bench):
     _messenger: Messenger | None = field(default=None, init=False)
 
     def why_not(self, entry: Entry) -> tuple[str, int | None] | None:
-        case, started = cast("ReplayCase", entry.case), self.context.ranks.num_ranks
+        case = cast("ReplayCase", entry.case)
+        started = self.context.ranks.num_ranks
         if case.num_ranks != started:
             return f"needs {case.num_ranks} ranks, {started} were started", None
-        steps, free = [*itertools.chain(*self._programs())], self.context.free_bytes()
+        steps = [*itertools.chain(*self._programs())]
+        free = self.context.free_bytes()
         messages = sum(sizes(steps).values())
         operands = needed_bytes(steps, case.compute, self.context.capabilities)
         if messages + operands > 0.9 * free:
@@ -56,7 +58,9 @@ class ReplayBench(Bench):
 
     def measure(self, entry: Entry, share_s: float | None) -> Measured:
         case = cast("ReplayCase", entry.case)
-        context, ranks, started_at = self.context, self.context.ranks, time.time()
+        context = self.context
+        ranks = self.context.ranks
+        started_at = time.time()
         begin = time.monotonic()
         step = agreed(ranks, lambda: self._prepare(case))
         checks: tuple[Check, ...] = ()
@@ -124,11 +128,13 @@ class ReplayBench(Bench):
 
     def _prepare(self, case: ReplayCase) -> Program:
         """Return the program of a step, after that of the setup has run."""
-        ranks, workload = self.context.ranks, self._workload
+        ranks = self.context.ranks
+        workload = self._workload
         messenger = Messenger(communicators(workload), ranks.rank, self._backend)
         self._messenger = messenger
         setup, step = self._programs()
-        everything, capabilities = [*setup, *step], self.context.capabilities
+        everything = [*setup, *step]
+        capabilities = self.context.capabilities
         first = Program(
             steps=setup,
             messenger=messenger,
@@ -147,11 +153,13 @@ class ReplayBench(Bench):
 
     def _programs(self) -> tuple[list[Step], list[Step]]:
         """Return what this rank does in the setup, and in a step."""
-        rank, workload = self.context.ranks.rank, self._workload
+        rank = self.context.ranks.rank
+        workload = self._workload
         return program(workload, rank, setup=True), program(workload, rank)
 
     def _iterations(self, engine: Engine, count: int) -> tuple[list[float], list[float]]:
-        seconds, blocked_s = [], []
+        seconds = []
+        blocked_s = []
         for _ in range(count):
             begin = time.perf_counter()
             engine.run()

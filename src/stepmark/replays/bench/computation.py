@@ -32,7 +32,8 @@ class Computation:
         device: torch.device,
         capabilities: Capabilities,
     ) -> None:
-        self._compute, self._capabilities = compute, capabilities
+        self._compute = compute
+        self._capabilities = capabilities
         self._operators: dict[Op, Action] = {
             op: _impl(op, capabilities).make(op, device).run
             for op in operators_of(steps, compute, capabilities)

@@ -50,7 +50,8 @@ class DeviceEngine:
     """Runs a program on a GPU."""
 
     def __init__(self, program: Program, device: torch.device) -> None:
-        self._program, self._device = program, device
+        self._program = program
+        self._device = device
         names = dict.fromkeys((COMPUTE, *(step.op.stream for step in program.steps)))
         self._streams = {name: torch.cuda.Stream(device) for name in names}
         self._awaited = {

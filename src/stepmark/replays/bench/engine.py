@@ -96,7 +96,9 @@ class _Call:
         spans: list[Span] | None,
         origin: float,
     ) -> None:
-        self._members, self._spans, self._origin = members, spans, origin
+        self._members = members
+        self._spans = spans
+        self._origin = origin
         self._begin = time.perf_counter()
         self._works = issue()
         self._is_over = False
@@ -130,7 +132,8 @@ class HostEngine:
     """Runs a program on a CPU."""
 
     def __init__(self, program: Program) -> None:
-        self._program, self._steps = program, program.steps
+        self._program = program
+        self._steps = program.steps
         self._calls = calls_of(program.steps)
         self._actions = [program.computation.action(step) for step in program.steps]
         self.blocked_s = 0.0
@@ -169,7 +172,8 @@ class HostEngine:
             if not members or math.isnan(spans[members[0]][1]):
                 continue
             start, time_s = spans[members[0]]
-            stream, end = self._steps[members[0]].op.stream, start + time_s
+            stream = self._steps[members[0]].op.stream
+            end = start + time_s
             before = ends.get(stream, 0.0)
             if start < before < end:
                 for index in members:

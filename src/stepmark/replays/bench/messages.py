@@ -51,7 +51,8 @@ class SharedBuffers:
 
     def pair(self, step: Step) -> tuple[Tensor, Tensor]:
         op = message(step)
-        dtype, size = TORCH_DTYPE[op.dtype], op.dtype.itemsize
+        dtype = TORCH_DTYPE[op.dtype]
+        size = op.dtype.itemsize
         counts = elements(op, len(step.members))
         send, recv = (
             self._buffers[op.stream, place][: count * size].view(dtype)
@@ -79,7 +80,8 @@ def redop_of(op: CommOp, backend: str) -> RedOp:
 
 def peer_of(step: Step, rank: int) -> int:
     """Return the world rank that a rank sends to or receives from."""
-    op, members = message(step), step.members
+    op = message(step)
+    members = step.members
     assert op.peer is not None
     return members[(members.index(rank) + op.peer) % len(members)]
 
@@ -90,7 +92,8 @@ def sizes(steps: Iterable[Step]) -> Mapping[tuple[str, int], int]:
     for step in steps:
         if isinstance(step.op, CommOp):
             for place, count in enumerate(elements(step.op, len(step.members))):
-                key, num_bytes = (step.op.stream, place), count * step.op.dtype.itemsize
+                key = (step.op.stream, place)
+                num_bytes = count * step.op.dtype.itemsize
                 result[key] = max(result[key], num_bytes, 8)
     return result
 
@@ -105,7 +108,8 @@ class Messenger:
         backend: str,
     ) -> None:
         """Make the groups; every rank calls it with the same communicators."""
-        self._rank, self._backend = rank, backend
+        self._rank = rank
+        self._backend = backend
         self._groups: dict[str, Any] = {}
         for name, parts in communicators.items():
             for members in parts:
@@ -119,7 +123,8 @@ class Messenger:
             return [self._collective(step, buffers) for step in steps]
         operations = []
         for step in steps:
-            op, peer = message(step), peer_of(step, self._rank)
+            op = message(step)
+            peer = peer_of(step, self._rank)
             send, recv = buffers.pair(step)
             kind, tensor = (dist.isend, send) if op.collective == SEND else (dist.irecv, recv)
             operations.append(dist.P2POp(kind, tensor, peer, self._groups[op.group]))

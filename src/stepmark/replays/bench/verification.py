@@ -59,14 +59,17 @@ class _CheckedBuffers:
     """Tensors of its own for each message, filled; `take` returns the checks of the newest."""
 
     def __init__(self, rank: int, backend: str, device: torch.device) -> None:
-        self._rank, self._backend, self._device = rank, backend, device
+        self._rank = rank
+        self._backend = backend
+        self._device = device
         self._rounds = Counter[object]()
         self._checks: list[Callable[[], Check]] = []
 
     def pair(self, step: Step) -> tuple[Tensor, Tensor]:
         op = message(step)
         members = sorted(step.members)  # the order of a process group
-        case, index = self._case(step, members), members.index(self._rank)
+        case = self._case(step, members)
+        index = members.index(self._rank)
         key: object = op.group
         if op.collective in (SEND, RECV):
             index = int(op.collective == RECV)
@@ -90,14 +93,18 @@ class _CheckedBuffers:
         return send, recv
 
     def take(self) -> list[Callable[[], Check]]:
-        checks, self._checks = self._checks, []
+        checks = self._checks
+        self._checks = []
         return checks
 
     def _case(self, step: Step, members: list[int]) -> CommCase:
-        op, size = message(step), len(members)
+        op = message(step)
+        size = len(members)
         pair = None
         if op.collective in (SEND, RECV):
-            collective, size, pair = Collective.P2P, 2, (0, 1)
+            collective = Collective.P2P
+            size = 2
+            pair = (0, 1)
         elif op.collective == Collective.ALL_TO_ALL_V:
             collective = Collective.ALL_TO_ALL
         else:

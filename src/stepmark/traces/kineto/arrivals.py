@@ -78,7 +78,9 @@ def with_arrivals(
             caused[other] += int(in_windows(waits, windows).sum())
     result = {rank: part.times for rank, (_, part) in parts.items()}
     for rank, ((start, end, _), windows) in known.items():
-        times, sums, waits = result[rank], messages.ranks[rank], union(start, end)
+        times = result[rank]
+        sums = messages.ranks[rank]
+        waits = union(start, end)
         waits_ns = in_windows(waits, windows).tolist()
         exposed_ns = in_windows(common(waits, parts[rank][1].exposed), windows).tolist()
         result[rank] = replace(

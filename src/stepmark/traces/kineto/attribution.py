@@ -56,9 +56,12 @@ def operation_of(trace: RankTrace) -> Ints:
 
     Where the launch is not in the trace it is the operation of the same external id.
     """
-    gpu, calls, ops = trace.gpu, trace.calls, trace.ops
+    gpu = trace.gpu
+    calls = trace.calls
+    ops = trace.ops
     call = launches(trace)
-    start, thread = np.append(calls.start, NONE)[call], np.append(calls.thread, NONE)[call]
+    start = np.append(calls.start, NONE)[call]
+    thread = np.append(calls.thread, NONE)[call]
     row = innermost(ops.start, ops.end, ops.thread, start, thread)
     missing = np.flatnonzero(row == NONE)
     row[missing] = lookup(ops.external, gpu.external[missing])
@@ -68,7 +71,8 @@ def operation_of(trace: RankTrace) -> Ints:
 def attribute(host: HostOps, rows: Ints) -> Attribution:
     """Return where each of these operations belongs; NONE is an unknown one."""
     used, index = np.unique(rows, return_inverse=True)
-    marker, node = host.span_of(host.markers, used), host.node[used]
+    marker = host.span_of(host.markers, used)
+    node = host.node[used]
     # The innermost of annotation and node decides.
     in_node = (node != NONE) & (host.ops.start[node] > host.spans.start[marker])
     cause = np.where(in_node, host.cause[node], NONE)
@@ -100,7 +104,8 @@ def _places(
     host: HostOps, rows: Ints, source: Ints, marker: Ints, in_sum: Ints
 ) -> tuple[Ints, tuple[Place, ...]]:
     """Return the place of each operation. source: the one of the forward pass, or itself."""
-    ops, spans = host.ops, host.spans
+    ops = host.ops
+    spans = host.spans
     top = host.outermost(source, spans.start[marker])
     before = host.call_before(marker, ops.start[source])
     is_collective = host.where(_COLLECTIVE.search)[ops.name]
@@ -144,7 +149,8 @@ def _is_activated(host: HostOps, source: Ints, marker: Ints) -> Ints:
 
 def _phases(host: HostOps, rows: Ints, node: Ints) -> Ints:
     """Return the phase of each operation; 0 where the trace does not tell."""
-    ops, spans = host.ops, host.spans
+    ops = host.ops
+    spans = host.spans
     phases = np.array([*(_NUMBER[_phase_of_span(name)] for name in host.names), 0], np.int64)
     phase = phases[spans.name[host.span_of(np.flatnonzero(phases[spans.name]), rows)]]
     node_threads = np.unique(ops.thread[host.is_node[ops.name]])
@@ -173,13 +179,15 @@ def _gradients(host: HostOps, rows: Ints, cause: Ints, product: Ints, products: 
     is_own = (product != NONE) & (cause != NONE) & (host.inner_product[rows] == rows)
     chosen = np.flatnonzero(is_own)
     forward, shapes = host.products(host.inner_product[cause[chosen]])
-    chosen, forward = chosen[forward != NONE], forward[forward != NONE]
+    chosen = chosen[forward != NONE]
+    forward = forward[forward != NONE]
     contracted = products[product[chosen], 2]
     is_wgrad, is_dgrad = (contracted == shapes[forward, part] for part in (0, 1))
     _, first, index, count = np.unique(
         host.node[rows[chosen]], return_index=True, return_inverse=True, return_counts=True
     )
-    is_first, is_pair = first[index] == np.arange(chosen.size), count[index] == 2
+    is_first = first[index] == np.arange(chosen.size)
+    is_pair = count[index] == 2
     is_both = is_wgrad & is_dgrad
     result[chosen[is_wgrad & (~is_both | (is_pair & is_first))]] = _NUMBER[Phase.WGRAD]
     result[chosen[is_dgrad & (~is_both | (is_pair & ~is_first))]] = _NUMBER[Phase.DGRAD]

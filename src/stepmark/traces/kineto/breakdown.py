@@ -65,7 +65,8 @@ class Gpu:
 def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
     """Return the times of a trace. selects: which steps, by number."""
     if not trace.gpu.start.size:
-        steps, missing = links.steps(trace), tuple(missing_work(trace))
+        steps = links.steps(trace)
+        missing = tuple(missing_work(trace))
         times = _no_times(steps) if missing else host_times(trace, steps, selects)
         return replace(times, damage=missing)
     steps, own = gpus(trace, selects)
@@ -88,10 +89,12 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
 
 def gpus(trace: RankTrace, selects: Selects) -> tuple[links.Steps, list[Gpu]]:
     """Return the steps of a trace with GPU events, and its GPUs by their number."""
-    steps, call = links.steps(trace), links.launches(trace)
+    steps = links.steps(trace)
+    call = links.launches(trace)
     if steps.is_marked and (steps.of_gpu == NONE).all():
         steps = links.whole(trace)
-    is_comm, device = is_communication(trace), device_of(trace)
+    is_comm = is_communication(trace)
+    device = device_of(trace)
     is_memory = ~is_comm & (trace.gpu.kind != GpuKind.KERNEL)
     result = []
     for number in np.unique(device).tolist():
@@ -128,7 +131,8 @@ def _no_times(steps: links.Steps) -> RankTimes:
 
 def _outside(gpu: Gpu) -> tuple[int, int]:
     """Return the number of events that no window contains, and the time out of windows."""
-    start, end = gpu.trace.gpu.start[gpu.rows], gpu.trace.gpu.end[gpu.rows]
+    start = gpu.trace.gpu.start[gpu.rows]
+    end = gpu.trace.gpu.end[gpu.rows]
     inside = union(gpu.all_windows.start, gpu.all_windows.end)
     is_inside = time_before(inside, end) > time_before(inside, start)
     return int((~is_inside & (end > start)).sum()), without(union(start, end), inside).total
@@ -156,7 +160,8 @@ def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
     idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     depths = launches.queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     for number, step in enumerate(gpu.numbers):
-        first, last = int(gpu.windows.start[number]), int(gpu.windows.end[number])
+        first = int(gpu.windows.start[number])
+        last = int(gpu.windows.end[number])
         own = gpu.place == number
         own_ns = clip(gpu.times(own), first, last).total
         compute_ns, comm_ns, exposed_comm_ns, memory_ns, exposed_memory_ns = (
@@ -185,7 +190,8 @@ def _comm_times(gpu: Gpu) -> Iterator[CommTimes]:
     """Yield times of communication by step, collective and group."""
     trace = gpu.trace
     compute = gpu.times(~gpu.is_comm & ~gpu.is_memory)
-    rows, place = gpu.rows[gpu.is_comm], gpu.place[gpu.is_comm]
+    rows = gpu.rows[gpu.is_comm]
+    place = gpu.place[gpu.is_comm]
     comm = links.gpu_comms(trace)[0][rows]
     ids, of_row = np.unique(
         np.where(comm == NONE, -2 - trace.gpu.name[rows], comm), return_inverse=True

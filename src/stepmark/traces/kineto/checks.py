@@ -125,9 +125,11 @@ def _out_of_order(trace: RankTrace, call: Ints) -> Iterator[Damage]:
 
 def _overlaps(trace: RankTrace) -> Iterator[Damage]:
     """Find events that overlap on a stream, which runs one after the other."""
-    count, most = 0, 0
+    count = 0
+    most = 0
     for rows in _streams(trace):
-        start, end = trace.gpu.start[rows], trace.gpu.end[rows]
+        start = trace.gpu.start[rows]
+        end = trace.gpu.end[rows]
         overlap = np.minimum(np.maximum.accumulate(end)[:-1], end[1:]) - start[1:]
         is_whole = (overlap > _ROUNDING_NS) & (overlap == (end - start)[1:])
         is_wrong = is_whole | (overlap > _MAX_OVERLAP_NS)

@@ -153,7 +153,8 @@ class _Walk:
     def from_last_end(self) -> int:
         """Walk back from where the last rank ends, of those whose clocks are set. Return it."""
         last = max(self.offsets, key=lambda each: (self.ranks[each].work.window[1], -each))
-        rank, work = last, self.ranks[last].work
+        rank = last
+        work = self.ranks[last].work
         self.floor, self.time = work.window
         row = int(np.flatnonzero(work.end == self.time)[0])
         while self.time > self.floor and row != NONE:
@@ -174,7 +175,8 @@ class _Walk:
     def _event(self, rank: int, row: int) -> tuple[int, int]:
         """Add an event. Return the one whose start is next: that of the last rank to arrive."""
         own = self.ranks[rank]
-        start, name = own.start[row], own.work.name[row]
+        start = own.start[row]
+        name = own.work.name[row]
         if own.category[row] != COMMUNICATION:
             self._to(start, rank, own.category[row], name)
             return rank, row
@@ -225,8 +227,10 @@ class _Walk:
 
     def _cause(self, rank: int, row: int) -> int:
         """Add what lies before the start of an event. Return the event that it waited for."""
-        own, start = self.ranks[rank], self.time
-        before, thread = own.before[row], own.thread[row]
+        own = self.ranks[rank]
+        start = self.time
+        before = own.before[row]
+        thread = own.thread[row]
         free = min(own.end[before], start) if before != NONE else NONE
         launched = min(own.launch[row], start) if thread != NONE else NONE
         known = max(free, launched)
@@ -277,7 +281,8 @@ class _Walk:
         until = max(until, self.floor)
         place = int(np.searchsorted(host.start, self.time)) - 1
         while place >= 0 and self.time > until:
-            start, end = int(host.start[place]), int(host.end[place])
+            start = int(host.start[place])
+            end = int(host.end[place])
             self._to(max(end, until), rank, HOST, _PYTHON)
             self._to(max(start, until), rank, HOST, host.name[place])
             place -= 1

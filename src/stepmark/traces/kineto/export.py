@@ -88,7 +88,8 @@ def select(trace: RankTrace, inputs: TraceInputs) -> Selection | None:
     if rows[-1] - rows[0] + 1 != len(rows):
         allowed = "consecutive steps: the time between others would belong to none"
         raise ConfigError("steps", ",".join(str(marked.numbers[row]) for row in rows), allowed)
-    gpu, is_own = trace.gpu, np.isin(marked.of_gpu, rows)
+    gpu = trace.gpu
+    is_own = np.isin(marked.of_gpu, rows)
     windows = gpu_windows(trace, marked)
     window = int(windows.start[rows[0]]), int(windows.end[rows[-1]])
     is_kept = is_own | ((gpu.start <= window[1]) & (gpu.end >= window[0]))
@@ -165,7 +166,8 @@ def tables(trace: RankTrace, rank: int, inputs: TraceInputs) -> Iterator[Exporte
 
     step: that launched a GPU event, or in which a call, op or message starts.
     """
-    marked, chosen = steps(trace), chosen_steps(trace, inputs)
+    marked = steps(trace)
+    chosen = chosen_steps(trace, inputs)
     for name, more in _columns(trace).items():
         table = getattr(trace, name)
         step = marked.of_gpu if name == "gpu" else _step_at(marked, table.start)
@@ -189,7 +191,10 @@ def tables(trace: RankTrace, rank: int, inputs: TraceInputs) -> Iterator[Exporte
 
 def _columns(trace: RankTrace) -> dict[str, dict[str, Column]]:
     """Return the columns of each table that other tables lack."""
-    gpu, calls, ops, comms = trace.gpu, trace.calls, trace.ops, trace.comms
+    gpu = trace.gpu
+    calls = trace.calls
+    ops = trace.ops
+    comms = trace.comms
 
     def of_thread(thread: Ints) -> dict[str, Column]:
         processes, threads = ([each[part] for each in trace.threads] for part in (0, 1))

@@ -23,7 +23,8 @@ from stepmark.traces.kineto.events import Args
 if TYPE_CHECKING:
     from stepmark.timeline.trace_columns import Ints
 
-OPERATOR, WORK = "c10d::", "gloo:"
+OPERATOR = "c10d::"
+WORK = "gloo:"
 _SILENT = ("c10d::check_for_nan", "c10d::wait")
 # Operators whose first argument is both input and output.
 _IN_PLACE = frozenset({"all_reduce", "broadcast", "reduce", "send", "recv", "barrier"})
@@ -64,7 +65,8 @@ def gloo_calls(
     operators = _innermost(start, end, thread, np.flatnonzero(~is_work & ~is_silent))
     works = np.flatnonzero(is_work)
     for label in labels.values():
-        rows, work = operators[family[operators] == label], works[family[works] == label]
+        rows = operators[family[operators] == label]
+        work = works[family[works] == label]
         if not rows.size:  # old versions of torch have no operator
             yield work, work
         elif rows.size == work.size and (start[work] >= start[rows]).all():
@@ -76,7 +78,8 @@ def gloo_calls(
 def _innermost(start: Ints, end: Ints, thread: Ints, rows: Ints) -> Ints:
     """Return the rows that contain no other: modes of the dispatcher call one inside itself."""
     rows = rows[np.argsort(thread[rows], kind="stable")]
-    before, after = rows[:-1], rows[1:]
+    before = rows[:-1]
+    after = rows[1:]
     is_apart = (thread[before] != thread[after]) | (start[after] >= end[before])
     return np.sort(rows[np.append(is_apart, True)[: rows.size]])
 
@@ -144,7 +147,8 @@ def _values(event: Signature, field: str) -> list[Any]:
 
 def _elements_of(event: Signature, place: int) -> tuple[int, ...]:
     """Return the elements of each tensor of an argument; () if it is none, or not recorded."""
-    dims, types = _values(event, "input_dims"), _values(event, "input_types")
+    dims = _values(event, "input_dims")
+    types = _values(event, "input_types")
     if place >= min(len(dims), len(types)) or types[place] in _NO_TYPES - {"TensorList"}:
         return ()
     shapes: Sequence[Any] = dims[place] if types[place] == "TensorList" else [dims[place]]

@@ -42,7 +42,8 @@ class HostOps:
     """Operations and annotations. markers: rows of annotations that tell a place."""
 
     def __init__(self, trace: RankTrace) -> None:
-        self.names, self._shapes = trace.names, trace.shapes
+        self.names = trace.names
+        self._shapes = trace.shapes
         self.ops, self.spans = _with_none(trace.ops), _with_none(trace.spans)
         is_marker = self.where(_MARKER.match)
         self.markers = np.flatnonzero(is_marker[self.spans.name])
@@ -80,7 +81,8 @@ class HostOps:
         rows = np.flatnonzero(above == inner)
         outer = above[self.parent[rows]]
         while (found := outer != NONE).any():
-            rows, outer = rows[found], outer[found]
+            rows = rows[found]
+            outer = outer[found]
             inner[outer] = rows
             outer = above[self.parent[outer]]
         return inner
@@ -91,7 +93,8 @@ class HostOps:
 
         Sums into a parameter's gradient have the cause of the node before them.
         """
-        ops, cause = self.ops, np.full(self.parent.size, NONE, np.int64)
+        ops = self.ops
+        cause = np.full(self.parent.size, NONE, np.int64)
         forward = np.flatnonzero((ops.sequence >= 0) & (ops.forward_thread <= 0))
         for number in np.unique(ops.forward_thread[ops.forward_thread > 0]):
             nodes = np.flatnonzero((ops.forward_thread == number) & (ops.sequence >= 0))
@@ -125,13 +128,15 @@ class HostOps:
 
     def span_of(self, own: Ints, rows: Ints) -> Ints:
         """Return the innermost of some annotations around each operation, or NONE."""
-        spans, ops = self.spans, self.ops
+        spans = self.spans
+        ops = self.ops
         columns = spans.start[own], spans.end[own], spans.thread[own]
         return np.append(own, NONE)[innermost(*columns, ops.start[rows], ops.thread[rows])]
 
     def outermost(self, rows: Ints, since: Ints) -> Ints:
         """Return the outermost operation around each that starts at or after a moment."""
-        top, pending = rows.copy(), np.arange(rows.size)
+        top = rows.copy()
+        pending = np.arange(rows.size)
         while pending.size:
             up = self.parent[top[pending]]
             inside = (up != NONE) & (self.ops.start[up] >= since[pending])
@@ -141,8 +146,10 @@ class HostOps:
 
     def call_before(self, marker: Ints, places: Ints) -> Ints:
         """Return the annotation inside a marker that ended last before each place, or NONE."""
-        spans, rows = self.spans, self.markers
-        start, size = spans.start[rows], rows.size + 1
+        spans = self.spans
+        rows = self.markers
+        start = spans.start[rows]
+        size = rows.size + 1
         parent = parents_by_thread(start, spans.end[rows], spans.thread[rows])
         inside = np.sort(parent * size + np.arange(rows.size))  # by parent, then by start
         target = np.searchsorted(rows, marker)
@@ -154,7 +161,8 @@ class HostOps:
     @cached_property
     def stack_paths(self) -> tuple[Ints, list[str]]:
         """Path of each annotation of a module stack, the classes around it, and all paths."""
-        spans, is_stack = self.spans, self.where(lambda name: name.startswith(STACK))
+        spans = self.spans
+        is_stack = self.where(lambda name: name.startswith(STACK))
         rows = np.flatnonzero(is_stack[spans.name])
         parent = parents_by_thread(spans.start[rows], spans.end[rows], spans.thread[rows])
         paths: dict[str, int] = {}
@@ -172,7 +180,8 @@ class HostOps:
 
     def products(self, rows: Ints) -> tuple[Ints, Ints]:
         """Return the number of each product's shape, or NONE; and the shapes (m, n, k)."""
-        name, shape = self.ops.name[rows], self.ops.shapes[rows]
+        name = self.ops.name[rows]
+        shape = self.ops.shapes[rows]
         chosen = np.flatnonzero(self.is_product[name] & (shape != NONE))
         first, place = distinct((name[chosen], shape[chosen]))
         shapes: dict[tuple[int, int, int], int] = {}

@@ -91,7 +91,9 @@ def work_on_threads(trace: RankTrace) -> tuple[Pieces, Pieces]:
     Where several run, on one thread or on many, it is the one that began first; a wait for a
     collective only has the time in which none runs.
     """
-    is_comm, ops, spans = _is_comm(trace), trace.ops, trace.spans
+    is_comm = _is_comm(trace)
+    ops = trace.ops
+    spans = trace.spans
     is_compute = (
         np.array([bool(_COMPUTE.search(name)) for name in trace.names], bool) & ~is_comm
     )

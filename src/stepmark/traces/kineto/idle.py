@@ -107,7 +107,8 @@ def _launched_first(
     It is the one that was done first, of these the one that began first; _NEVER without one.
     """
     shape = first.size
-    begun, ready = np.full(shape, _NEVER, np.int64), np.full(shape, _NEVER, np.int64)
+    begun = np.full(shape, _NEVER, np.int64)
+    ready = np.full(shape, _NEVER, np.int64)
     has_row = np.flatnonzero(last > first)
     place = first[has_row]
     while has_row.size:  # a turn for each row that starts at the same time
@@ -119,7 +120,8 @@ def _launched_first(
         begun[chosen], ready[chosen] = own_begun[is_better], own_ready[is_better]
         place = place + 1
         has_more = place < last[has_row]
-        has_row, place = has_row[has_more], place[has_more]
+        has_row = has_row[has_more]
+        place = place[has_more]
     return begun, ready
 
 

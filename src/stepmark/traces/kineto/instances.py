@@ -63,7 +63,9 @@ class CommCalls:
 
 def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     """Return the calls, and kernels of unlinked ones that say themselves what they are."""
-    comms, gpu, calls = trace.comms, trace.gpu, trace.calls
+    comms = trace.comms
+    gpu = trace.gpu
+    calls = trace.calls
     known = np.flatnonzero(comms.comm != NONE)
     spans = comms.start[known], comms.end[known], comms.thread[known]
     unknown = np.flatnonzero(comms.comm == NONE)
@@ -73,7 +75,8 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     place[rows] = np.arange(rows.size)
     kernels = np.flatnonzero(is_communication(trace))
     call = launches(trace)[kernels]
-    launched, call = call != NONE, call[call != NONE]
+    launched = call != NONE
+    call = call[call != NONE]
     host = np.full(kernels.size, NONE, np.int64)
     around = innermost(*spans, calls.start[call], calls.thread[call])
     host[launched] = place[np.append(known, NONE)[around]]
@@ -86,7 +89,8 @@ def comm_calls(trace: RankTrace, steps: Steps) -> CommCalls:
     end = np.where(end == NONE, comms.work_end[rows], end)
     alone = kernels[~linked]
     says = gpu.comm[alone] != NONE
-    own, unlinked = alone[says], alone[~says]
+    own = alone[says]
+    unlinked = alone[~says]
     issued = np.concatenate((comms.start[rows], gpu.start[own]))
     order = np.argsort(issued, kind="stable")
     columns = {
@@ -123,7 +127,8 @@ def _phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:
     Autograd's own threads run nothing but backward passes. Recomputed layers run there, or
     inside an operation of autograd, so that backward goes before forward.
     """
-    ops, spans = trace.ops, trace.spans
+    ops = trace.ops
+    spans = trace.spans
     autograd = re.compile("autograd::engine::evaluate_function")
 
     def rows_of(table: OpColumns | SpanColumns, pattern: re.Pattern[str]) -> Ints:

@@ -28,12 +28,14 @@ def union(start: Ints, end: Ints) -> Intervals:
     """Return the union of intervals in any order; empty ones and negative ones add nothing."""
     keep = end > start
     if not keep.all():
-        start, end = start[keep], end[keep]
+        start = start[keep]
+        end = end[keep]
     if not start.size:
         return Intervals(start, end)
     if (start[1:] < start[:-1]).any():
         order = np.argsort(start, kind="stable")
-        start, end = start[order], end[order]
+        start = start[order]
+        end = end[order]
         del order
     reach = np.maximum.accumulate(end)
     begins = np.ones(start.size, bool)
@@ -76,7 +78,9 @@ def first_begun(start: Ints, end: Ints, row: Ints) -> Pieces:
     Rows that begin at once count in their order.
     """
     order = np.argsort(start, kind="stable")
-    start, end, row = start[order], end[order], row[order]
+    start = start[order]
+    end = end[order]
+    row = row[order]
     reach = np.maximum.accumulate(end)
     start = np.concatenate((start[:1], np.maximum(start[1:], reach[:-1])))
     keep = end > start
@@ -113,7 +117,8 @@ def without(a: Intervals, b: Intervals) -> Intervals:
     """Return the times in a that are not in b."""
     if not a.start.size or not b.start.size:
         return a
-    low, high = a.start[0], a.end[-1]
+    low = a.start[0]
+    high = a.end[-1]
     gaps = Intervals(
         np.concatenate(([min(low, b.start[0])], b.end)),
         np.concatenate((b.start, [max(high, b.end[-1])])),

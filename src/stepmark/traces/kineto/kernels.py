@@ -138,7 +138,8 @@ def _on_host(host: HostOps, marked: Steps) -> _Work:
 
 def _with_gloo(trace: RankTrace) -> RankTrace:
     """Return the trace with gloo's messages, which are annotations, as operations."""
-    spans, ops = trace.spans, trace.ops
+    spans = trace.spans
+    ops = trace.ops
     names = [number for number, name in enumerate(trace.names) if name.startswith(_GLOO)]
     own = np.flatnonzero(np.isin(spans.name, names))
     columns = {each.name: np.full(own.size, NONE, np.int64) for each in fields(OpColumns)}
@@ -155,7 +156,8 @@ def _callers(host: HostOps) -> Ints:
 
     gloo starts messages in the order of their calls; without as many calls none is known.
     """
-    ops, rows = host.ops, np.arange(host.ops.start.size - 1)
+    ops = host.ops
+    rows = np.arange(host.ops.start.size - 1)
     is_message = host.where(lambda name: name.startswith(_GLOO))[ops.name]
     messages = np.flatnonzero(is_message)
     calls = np.flatnonzero(host.where(_CALL.match)[ops.name])

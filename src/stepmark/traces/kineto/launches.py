@@ -19,9 +19,11 @@ if TYPE_CHECKING:
 
 def launch_times(trace: RankTrace, call: Ints, chosen: Ints) -> Iterator[LaunchTimes]:
     """Yield the calls that launched the events `chosen`, by name, the most time first."""
-    calls, gpu = trace.calls, trace.gpu
+    calls = trace.calls
+    gpu = trace.gpu
     size = calls.start.size
-    num_events, runs = np.zeros(size, np.int32), np.zeros(size, np.int64)
+    num_events = np.zeros(size, np.int32)
+    runs = np.zeros(size, np.int64)
     first = np.full(size, np.iinfo(np.int64).max)  # start of the first event of each call
     for block in blocks(chosen.size):
         events = chosen[block]
@@ -96,7 +98,8 @@ def queue_depths(
 
 def _inside(times: Ints, first: int, last: int) -> slice:
     """Return which of sorted times are after first and before last."""
-    low, high = np.searchsorted(times, first, "right"), np.searchsorted(times, last, "left")
+    low = np.searchsorted(times, first, "right")
+    high = np.searchsorted(times, last, "left")
     return slice(int(low), max(int(low), int(high)))
 
 

@@ -70,7 +70,8 @@ def _works(trace: RankTrace, op_row: Ints, name: Ints) -> Ints:
 
 def _gpu_labels(trace: RankTrace) -> tuple[Ints, list[str]]:
     """Return the name of each GPU event's line, as its place among names."""
-    gpu, args = trace.gpu, gpu_comms(trace)[0]
+    gpu = trace.gpu
+    args = gpu_comms(trace)[0]
     kernels = [name.partition("(")[0] for name in trace.names]
     calls = [torch_collective(a.collective) or a.collective for a in trace.comm_args]
     comm = len(_NAMES) + np.where(args == NONE, gpu.name, len(kernels) + args)

@@ -136,10 +136,12 @@ def steps(trace: RankTrace) -> Steps:
 
     Marks that overlap, as of several processes in one file, mark no steps.
     """
-    spans, rows = trace.spans, step_rows(trace)
+    spans = trace.spans
+    rows = step_rows(trace)
     if not rows.size or marks_overlap(spans.start[rows], spans.end[rows]):
         return whole(trace)
-    start, end = spans.start[rows], spans.end[rows]
+    start = spans.start[rows]
+    end = spans.end[rows]
     call = launches(trace)
     launched = np.append(trace.calls.start, NONE)[call]
     return Steps(
@@ -207,16 +209,21 @@ def gpu_comms(trace: RankTrace) -> tuple[Ints, Ints]:
     They are the event's own arguments, else those of the host call that launched it: the
     innermost record_param_comms around the launch. Copies that a collective launches count.
     """
-    gpu, comms, calls = trace.gpu, trace.comms, trace.calls
-    args, seq = gpu.comm.copy(), gpu.seq.copy()
+    gpu = trace.gpu
+    comms = trace.comms
+    calls = trace.calls
+    args = gpu.comm.copy()
+    seq = gpu.seq.copy()
     for block in blocks(args.size):
         missing = block.start + np.flatnonzero(args[block] == NONE)
         launch = launches(trace)[missing]
-        missing, launch = missing[launch != NONE], launch[launch != NONE]
+        missing = missing[launch != NONE]
+        launch = launch[launch != NONE]
         row = innermost(
             comms.start, comms.end, comms.thread, calls.start[launch], calls.thread[launch]
         )
-        missing, row = missing[row != NONE], row[row != NONE]
+        missing = missing[row != NONE]
+        row = row[row != NONE]
         args[missing], seq[missing] = comms.comm[row], comms.seq[row]
     return args, seq
 

@@ -268,7 +268,8 @@ def _time(calls: Sequence[_Call], spreads: list[tuple[int, int, int]]) -> None:
         call.transfer = shortest
     if not calls[0].kind.is_synchronizing or len(calls) < 2:
         return
-    starts, ends = [call.start for call in calls], [call.end for call in calls]
+    starts = [call.start for call in calls]
+    ends = [call.end for call in calls]
     is_one = known.count(shortest) == 1
     for call in calls:
         call.latest = max(starts)
@@ -286,7 +287,8 @@ def _sum_up(calls: Sequence[_Call], waits: RankWaits) -> None:
     """Add the calls of a rank to its sums, and to those of their kinds."""
     timed = []
     for call in calls:
-        kind, transfer = call.kind, call.transfer
+        kind = call.kind
+        transfer = call.transfer
         kind.calls += 1
         kind.ranks.add(call.rank)
         if transfer is not None:

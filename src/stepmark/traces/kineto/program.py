@@ -112,7 +112,8 @@ class _Item:
 class _Maker:
     def __init__(self, trace: RankTrace, rows: Ints) -> None:
         """rows: GPU events of the step."""
-        self.trace, self.rows = trace, rows
+        self.trace = trace
+        self.rows = rows
         self.call = launches(trace)[rows]
         self.waits_on_stream = made_to_wait(trace, launches(trace))[rows]
         self.launcher = operation_of(trace)[rows]
@@ -183,22 +184,27 @@ class _Maker:
         return item
 
     def add_computations(self) -> None:
-        gpu, rows = self.trace.gpu, self.rows
+        gpu = self.trace.gpu
+        rows = self.rows
         issued = np.append(self.trace.calls.start, NONE)[self.call]
-        last, of_last = None, (NONE, NONE)
+        last = None
+        of_last = (NONE, NONE)
         for at in np.lexsort((gpu.start[rows], issued)).tolist():
             if self.is_comm[at]:
                 continue
-            start, end = int(gpu.start[rows[at]]), int(gpu.end[rows[at]])
+            start = int(gpu.start[rows[at]])
+            end = int(gpu.end[rows[at]])
             own = int(self.launcher[at]), int(gpu.stream[rows[at]])
             if last and own[0] != NONE and own == of_last:
-                last.end, last.time = max(last.end, end), (last.time or 0) + end - start
+                last.end = max(last.end, end)
+                last.time = (last.time or 0) + end - start
             else:
                 last = self._add(self._computation(at), int(issued[at]), (start, end), at)
             of_last = own
 
     def _computation(self, at: int) -> ComputeOp:
-        trace, launcher = self.trace, int(self.launcher[at])
+        trace = self.trace
+        launcher = int(self.launcher[at])
         kernel = trace.names[trace.gpu.name[self.rows[at]]]
         if launcher == NONE:
             return ComputeOp(op=Kernel(name=kernel), **self._place(at, ""))
@@ -222,7 +228,8 @@ class _Maker:
         for item in self.items:
             own = queues.setdefault(item.stream, [])
             if own:
-                item.seen, item.reach = dict(own[-1].seen), own[-1].reach
+                item.seen = dict(own[-1].seen)
+                item.reach = own[-1].reach
             after = []
             for other, queue in (
                 queues.items() if item.start != NONE and item.was_made_to_wait else ()

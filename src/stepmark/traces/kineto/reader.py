@@ -31,7 +31,9 @@ from stepmark.traces.kineto.stream import EventStream
 if TYPE_CHECKING:
     from stepmark.timeline.trace_columns import Ints
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+# malloc.h of glibc
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 _MAX_BASE = 2**61
 
 

@@ -101,7 +101,8 @@ def role_of_call(
         return "loss"
     if match is None:
         return "embedding" if path.startswith("embedding") else _ENDS.get(path, "")
-    name, last = match[2] or "", before.rpartition(".")[2]
+    name = match[2] or ""
+    last = before.rpartition(".")[2]
     inside = {
         "": _RESIDUALS.get(last, "block"),
         "attention": "attention.core",

@@ -55,14 +55,14 @@ def by_shape(
         row = first[number]
         if attribution.cause[row] in opened:
             continue
-        phase, layer = (
-            PHASES[attribution.phase[row]],
-            attribution.places[attribution.place[row]].layer,
-        )
+        phase = PHASES[attribution.phase[row]]
+        layer = attribution.places[attribution.place[row]].layer
         when = _pass(phase, bool(attribution.is_recomputed[row])) if phase else ""
         groups[int(step[row]), keys[attribution.product[row]], layer, when].append(number)
     places = {place: number for number, place in enumerate(attribution.places)}
-    place, phases, unmatched = attribution.place[first], attribution.phase[first], 0
+    place = attribution.place[first]
+    phases = attribution.phase[first]
+    unmatched = 0
     for (_, shape, layer, when), numbers in groups.items():
         candidates = _candidates(known, shape, layer, when)
         unmatched += len(numbers) * (not candidates)
@@ -96,7 +96,9 @@ def _products_of(workload: Workload, rank: int, is_own: bool) -> Known:
         if isinstance(op.op, Gemm):
             shape = (op.op.m, op.op.n, op.op.k)
         elif isinstance(op.op, GroupedGemm):
-            m, n, k = op.op.tokens, op.op.n, op.op.k
+            m = op.op.tokens
+            n = op.op.n
+            k = op.op.k
             shape = {Phase.DGRAD: (m, k, n), Phase.WGRAD: (n, k, m)}.get(op.phase, (m, n, k))
         else:
             continue

@@ -113,7 +113,8 @@ class _Work:
     """What the steps of one process share."""
 
     def __init__(self, trace: RankTrace, marked: Steps) -> None:
-        self.trace, self.marked = trace, marked
+        self.trace = trace
+        self.marked = marked
         self.call = launches(trace)
         self.waits_on_stream = made_to_wait(trace, self.call)
         self.args = gpu_comms(trace)[0]
@@ -121,7 +122,9 @@ class _Work:
         self.is_sync = is_named(trace, trace.calls.name, WAITS)
 
     def of_step(self, step: int, window: tuple[int, int]) -> StepWork:
-        trace, gpu, calls = self.trace, self.trace.gpu, self.trace.calls
+        trace = self.trace
+        gpu = self.trace.gpu
+        calls = self.trace.calls
         early = window[0] - (window[1] - window[0]) // _MARGIN
         rows = np.flatnonzero((gpu.end >= early) & (gpu.start <= window[1]))
         call = self.call[rows]
@@ -214,7 +217,9 @@ class _Work:
         Of synchronizations that is the last event to end inside the call; copies wait for
         themselves where they end inside their own call.
         """
-        calls, gpu, call = self.trace.calls, self.trace.gpu, self.call[rows]
+        calls = self.trace.calls
+        gpu = self.trace.gpu
+        call = self.call[rows]
         at = np.flatnonzero((calls.thread == thread) & self.is_sync)
         order = np.argsort(gpu.end[rows], kind="stable")
         ends = gpu.end[rows][order]

@@ -74,7 +74,9 @@ class EventStream:
         """Yield lists of events in the order of the file. Raises ConfigError for no trace."""
         self._start()
         while True:
-            cuts, events, self._is_open = self._cuts(), None, True
+            cuts = self._cuts()
+            events = None
+            self._is_open = True
             for place in cuts:
                 events = self._decode(self._text[:place])
                 if events is not None:
@@ -133,7 +135,9 @@ class EventStream:
         self._more(_CHUNK)
         self._text = self._text.removeprefix(b"\xef\xbb\xbf").lstrip()
         if self._text[:1] == b"[":
-            self.head, self._text, self._is_bare = b"[", self._text[1:], True
+            self.head = b"["
+            self._text = self._text[1:]
+            self._is_bare = True
             return
         if self._text[:1] != b"{":
             raise ConfigError("trace", self.path, "a profiler's JSON trace")
@@ -222,7 +226,9 @@ class EventStream:
         Text after the last event that can be decoded stays for the next turn, as far as it is
         not too long to be one event.
         """
-        text, events, start = self._text, list[Any](), 0
+        text = self._text
+        events = list[Any]()
+        start = 0
         borders = [match.start() + 1 for match in _BORDER.finditer(text)]
         bad: list[int] = []  # starts of pieces that are no event, or the start of a longer one
         number = 0
@@ -238,7 +244,9 @@ class EventStream:
                 continue
             events.append(event)
             self.undecodable += len(bad)
-            bad, start, number = [], end, number + more + 1
+            bad = []
+            start = end
+            number = number + more + 1
         if is_last:
             self._end_of_file(text, [*bad, start], events)
             return events
@@ -287,7 +295,8 @@ class EventStream:
         for number, start in enumerate(starts):
             if event := self._event(text[start:]):  # cut after a whole event
                 events.append(event)
-                bad, starts = number, [len(text)]
+                bad = number
+                starts = [len(text)]
                 break
         for start, end in itertools.pairwise((*starts, len(text))):
             self._event(text[start:end])
@@ -315,7 +324,8 @@ def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
 
     The library's own reader loses what stands before the damage.
     """
-    unpacker, reason = zlib.decompressobj(31), ""
+    unpacker = zlib.decompressobj(31)
+    reason = ""
     try:
         with path.open("rb") as file:
             while (

@@ -29,7 +29,8 @@ def made_to_wait(trace: RankTrace, call: Ints) -> Flags:
     it may have been any. Flagged are also events of graphs, whose waits no call makes, and all
     events of a trace without such calls.
     """
-    gpu, calls = trace.gpu, trace.calls
+    gpu = trace.gpu
+    calls = trace.calls
     waits = np.ones(gpu.start.size, bool)
     syncs = np.flatnonzero(is_named(trace, trace.syncs.name, _RECORDED))
     times = calls.start[is_named(trace, calls.name, _CALL)]
@@ -54,7 +55,9 @@ def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
     stream had got when the event was recorded. CUPTI does not tell this of events recorded by
     cudaEventRecordWithFlags, as torch 2.11 does.
     """
-    gpu, syncs, calls = trace.gpu, trace.syncs, trace.calls
+    gpu = trace.gpu
+    syncs = trace.syncs
+    calls = trace.calls
     after = np.full(rows.size, NONE, np.int64)
     waits = np.flatnonzero(is_named(trace, syncs.name, _RECORDED))
     called = lookup(calls.correlation, syncs.correlation[waits])

@@ -28,11 +28,13 @@ def timeline(trace: RankTrace, inputs: TraceInputs) -> Timeline | None:
 
 def _spans(trace: RankTrace, start: int, end: int) -> Iterator[Span]:
     """Yield the GPU events of a window."""
-    gpu, communicates = trace.gpu, is_communication(trace)
+    gpu = trace.gpu
+    communicates = is_communication(trace)
     groups = [group_of(name) for name in trace.names]
     streams = [f"GPU {device} stream {stream}" for device, stream in trace.streams]
     for place in np.flatnonzero((gpu.end > start) & (gpu.start < end)).tolist():
-        name, kind = int(gpu.name[place]), groups[gpu.name[place]]
+        name = int(gpu.name[place])
+        kind = groups[gpu.name[place]]
         if communicates[place]:
             kind = COMMUNICATION
         elif gpu.kind[place] != GpuKind.KERNEL:

@@ -41,7 +41,8 @@ def gpu_windows(trace: RankTrace, steps: Steps, rows: Ints | None = None) -> Win
     first event if that is earlier; without marks, with the first event.
     """
     own_rows = slice(None) if rows is None else rows
-    start, end = trace.gpu.start[own_rows], trace.gpu.end[own_rows]
+    start = trace.gpu.start[own_rows]
+    end = trace.gpu.end[own_rows]
     of_gpu = steps.of_gpu[own_rows]
     windows = np.zeros((len(steps.numbers), 2), np.int64)
     if not start.size:
@@ -66,7 +67,8 @@ def gpu_windows(trace: RankTrace, steps: Steps, rows: Ints | None = None) -> Win
             elif last != number - 1:
                 begin = max(begin, before, host)
             windows[index] = begin, max(begin, int(end[own].max()))
-            begin, last = int(windows[index, 1]), number
+            begin = int(windows[index, 1])
+            last = number
         else:
             windows[index] = begin if last is not None else steps.start[index]
     return Windows(windows[:, 0], windows[:, 1])

@@ -47,7 +47,8 @@ _CHUNK = 1 << 20
 _KERNEL = b'"cat": "kernel"'  # as Kineto writes it
 # Marks of our steps while they are recorded, and in the file. Those of a profiler of the job,
 # which marks its steps even while it waits, get another name.
-_MARK, _MARK_IN_FILE = b'"StepmarkStep#', b'"ProfilerStep#'
+_MARK = b'"StepmarkStep#'
+_MARK_IN_FILE = b'"ProfilerStep#'
 _OTHER_MARK = b"\"step of the job's profiler #"
 
 
@@ -88,7 +89,8 @@ class StepProfile:
             self._mark.__enter__()
 
     def _leave_mark(self) -> None:
-        mark, self._mark = self._mark, None
+        mark = self._mark
+        self._mark = None
         if mark is not None:
             mark.__exit__(None, None, None)
 
@@ -167,7 +169,8 @@ class Window:
     @contextlib.contextmanager
     def guarded(self) -> Iterator[None]:
         """Keep an error from the job: it ends the watching. Profilers that start are ours."""
-        was_acting, self.is_acting = self.is_acting, True
+        was_acting = self.is_acting
+        self.is_acting = True
         try:
             yield
         except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
@@ -206,7 +209,8 @@ class Window:
         _record_function.__exit__ = leave_and_begin
 
     def _unhook_exits(self) -> None:
-        leave, self.leave = self.leave, None
+        leave = self.leave
+        self.leave = None
         if leave is not None:
             _record_function.__exit__ = leave
 
@@ -223,7 +227,8 @@ class Window:
         self.thread = self.thread or thread
         if thread != self.thread:
             return False
-        sequence, before = _get_sequence_nr(), self.sequence
+        sequence = _get_sequence_nr()
+        before = self.sequence
         if id(optimizer) not in self.optimizers:
             self.optimizers.add(id(optimizer))
             self.sequence = sequence
@@ -253,7 +258,8 @@ class Window:
 
     def _kind(self) -> str:
         """Return the kind of the step that has just ended; "" for one that does not count."""
-        warmup, unprofiled = self.plan["warmup"], self.plan["unprofiled"]
+        warmup = self.plan["warmup"]
+        unprofiled = self.plan["unprofiled"]
         if self.dropped < self.count <= self.last:
             return "profiled"
         if self.is_other_active:
@@ -290,7 +296,8 @@ class Window:
             raise RuntimeError("the job's own profiler began in the profile, every time")
 
     def _discard(self, *, waits: bool = True) -> None:
-        profile, self.profile = self.profile, None
+        profile = self.profile
+        self.profile = None
         if profile is not None:
             profile.stop(waits=waits)
 

@@ -313,7 +313,8 @@ class Reader:
                 raise ConfigError(f"{where}: pg_name", pg_name, f"a group of {GROUPS_FILE}")
             group = group_of(ranks, f"{GROUPS_FILE}: {pg_name}")
             name = name_of(group, self._world)
-            self._group_names[pg_name], self._used_groups[name] = name, group
+            self._group_names[pg_name] = name
+            self._used_groups[name] = group
         return self._group_names[pg_name]
 
 

@@ -370,7 +370,8 @@ class Reader:
                 raise ConfigError(f"{where}: global_ranks", ranks, allowed)
             group = group_of(ranks, f"{where}: global_ranks")
             name = name_of(group, self._world)
-            self._group_names[pg_id], self.groups[name] = name, group
+            self._group_names[pg_id] = name
+            self.groups[name] = group
         return self._group_names[pg_id]
 
     def _peer(self, entry: Entry, where: str) -> int:
@@ -630,7 +631,8 @@ def _communication(
         source, target = transfer(op, ranks, rank)
         entry["pg_id"] = instances.of_pair(source, target)
         entry["world_size"] = 2
-        entry["src_rank"], entry["dst_rank"] = source, target
+        entry["src_rank"] = source
+        entry["dst_rank"] = target
         entry["use_batch"] = False
     return entry
 

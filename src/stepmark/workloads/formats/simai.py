@@ -260,7 +260,8 @@ class Reader:
             fwd, bwd = blocks_of(
                 row, self.groups, f"line {place}", layers=layers, microbatches=microbatches
             )
-            self.blocks[f"row {index}.fwd"], self.blocks[f"row {index}.bwd"] = fwd, bwd
+            self.blocks[f"row {index}.fwd"] = fwd
+            self.blocks[f"row {index}.bwd"] = bwd
             ours = row_of(row.name, fwd, bwd, self.groups).line()
             if ours != text + "\n" or not (fwd or bwd):
                 self.raw[str(index)] = [ours, text + "\n"]

@@ -191,7 +191,9 @@ class Bucket:
 
 
 _DP = "dp"  # the group, and the stream of its communicator
-_GATHER, _REDUCE = "gather", "reduce"  # names on this stream
+# names on this stream
+_GATHER = "gather"
+_REDUCE = "reduce"
 # Names on the computation's stream: computation, and reductions for which it waits.
 _COMPUTED = "computed"
 _REDUCED = "reduced"

@@ -25,7 +25,9 @@ from stepmark.workloads.pipeline import wait
 from stepmark.workloads.rules.megatron.settings import Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 
-EMBEDDING, HEAD = -1, -2  # places of parameters that belong to no layer
+# places of parameters that belong to no layer
+EMBEDDING = -1
+HEAD = -2
 # One communicator sums over the optimizer instances, for dense parameters and for experts.
 INSTANCES = "instances"
 

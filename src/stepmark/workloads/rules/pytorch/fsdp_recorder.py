@@ -21,7 +21,10 @@ from stepmark.workloads.job import Comms
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer, wait
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpEvents, ParamGroup
 
-GATHER, REDUCE, REPLICATE = "fsdp", "fsdp_reduce", "fsdp_replicate"  # names for `after`
+# names for `after`
+GATHER = "fsdp"
+REDUCE = "fsdp_reduce"
+REPLICATE = "fsdp_replicate"
 _COPY_IN = "reduce_copy_in"
 _COPY_OUT = "copy_out"
 # A gather waits for a copy out of the buffer that it reuses: in the forward pass that of the
