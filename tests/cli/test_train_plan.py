@@ -25,10 +25,10 @@ from stepmark.ground.options import build, plain
 from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.runs import dry_run, run
+from stepmark.step_memory.memory import estimate
 from stepmark.store.commands import command_of
 from stepmark.training import train, train_plan, train_refusals
 from stepmark.training.train_options import STRATEGIES, TrainOptions
-from stepmark.training.train_plan import estimated_memory as estimate
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 GPT = ["gpt2-125m", "--device", "cpu"]

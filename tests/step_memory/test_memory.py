@@ -23,9 +23,7 @@ from stepmark.model.ops import Attention, Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, ComputeOp
 from stepmark.step_memory.allocator import Allocator, Block
-from stepmark.step_memory.memory import verdict
-from stepmark.training.train_plan import estimated_memory as estimate
-from stepmark.training.train_plan import largest_mbs
+from stepmark.step_memory.memory import estimate, largest_mbs, verdict
 from stepmark.workloads.rules.pytorch.case import of_case
 
 GPT = find_model("gpt2-1.5b")

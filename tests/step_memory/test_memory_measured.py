@@ -14,10 +14,9 @@ from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.tree import stage_of_case
 from stepmark.step_memory.allocator import Allocator, Block
-from stepmark.step_memory.memory import calibrated, verdict
+from stepmark.step_memory.memory import calibrated, estimate, verdict
 from stepmark.step_memory.step_memory import StepMemory
 from stepmark.store.reader import read_records
-from stepmark.training.train_plan import estimated_memory as estimate
 
 TOTAL = 150_109_880_320  # an H200's bytes
 RESULTS = Path(__file__).parents[2] / "results"
@@ -187,7 +186,7 @@ def test_measured_shallow_steps_correct_the_full_depth(case: TrainCase, depths: 
     ]
     layers, allocated, reserved = depths[-1]
     for known, bound in ((measured[:1], 1.6), (measured, 0.4)):
-        sizes = calibrated(at_depth(case, layers), stage_of_case, known)
+        sizes = calibrated(at_depth(case, layers), known)
         assert off(sizes[0], allocated) <= 0.1
         assert off(sizes[1], reserved) <= bound
 
@@ -197,11 +196,11 @@ def test_a_correction_is_what_the_estimate_missed() -> None:
     small = at_depth(case, 2)
     memory, known = estimate(case), estimate(small)
     measured = (small, known.allocated_bytes + 1000, known.reserved_bytes - 500)
-    sizes = calibrated(case, stage_of_case, [measured])
+    sizes = calibrated(case, [measured])
     assert sizes == (memory.allocated_bytes + 1000, memory.reserved_bytes - 500)
     # No allocator reserves less than it allocates.
     measured = (small, known.allocated_bytes, 0)
-    assert len(set(calibrated(case, stage_of_case, [measured]))) == 1
+    assert len(set(calibrated(case, [measured]))) == 1
 
 
 ONE = TrainCase(model=find_model("gpt2-1.5b"), compile=CompileScope.BLOCK)

@@ -16,8 +16,7 @@ from stepmark.model.ops import Phase
 from stepmark.step.trace_ops import MARK
 from stepmark.step.workload import ComputeOp
 from stepmark.traces.kineto.roles import role_of_call
-from stepmark.training.annotations import Annotations, marked_modules
-from stepmark.training.profiling import Profile
+from stepmark.training.profiling import Annotations, Profile, marked_modules
 from stepmark.training.transformer import Transformer
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import plain

@@ -11,6 +11,8 @@ from tests.tables.records import check_page_of, full_run
 from stepmark.cases.case import Label
 from stepmark.cases.record import Measured
 from stepmark.cases.training import Training
+from stepmark.findings.histogram import rows as histogram_rows
+from stepmark.findings.histogram import summed
 from stepmark.operators.op_columns import rows as operator_rows
 from stepmark.runs import run_page
 from stepmark.runs.summary import train_lines
@@ -20,9 +22,7 @@ from stepmark.training.train_columns import per_rank_rows, rows
 from stepmark.training.training_figures import MAX_CASES, figures, losses, phase_bars, samples
 from stepmark.training.training_printing import (
     block,
-    histogram,
     message_lines,
-    message_rows,
     print_training,
 )
 
@@ -227,14 +227,14 @@ def test_page_of_both_has_two_tables_and_loads_nothing() -> None:
 
 def test_no_message_is_lost_on_the_way_to_the_histogram() -> None:
     training = told_by(with_messages())
-    found = histogram(training)
+    found = summed(training.messages)
     assert sum(tally.calls for tally in found.values()) == sum(t.calls for _, t in MESSAGES)
-    assert sum(number(row, "bytes") or 0 for row in message_rows(training, 8)) == sum(
-        (kind.message_bytes or 0) * tally.calls for kind, tally in MESSAGES
-    )
+    assert sum(
+        number(row, "bytes") or 0 for row in histogram_rows(found, num_ranks_seen=8)
+    ) == sum((kind.message_bytes or 0) * tally.calls for kind, tally in MESSAGES)
     kind, tally = MESSAGES[0]
     twice = told(fsdp(), [[0.5] * 2] * 8, messages=((kind, tally), (kind, tally)))
-    assert histogram(twice)[kind].calls == 2 * tally.calls
+    assert summed(twice.messages)[kind].calls == 2 * tally.calls
 
 
 def test_messages_as_text() -> None:

@@ -18,9 +18,9 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import build, dashed, options
 from stepmark.measuring.machine import Machine
 from stepmark.step.workload import Workload
+from stepmark.step_memory.memory import estimate
 from stepmark.training import train
 from stepmark.training.train_options import TrainOptions
-from stepmark.training.train_plan import estimated_memory
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.workload import generate, without_effect
@@ -168,7 +168,7 @@ def memory_of(plan: Plan) -> object:
     """Return the memory of a step, which takes longer than all else of it."""
     (entry,) = plan.entries
     assert isinstance(entry.case, TrainCase)
-    return estimated_memory(entry.case)
+    return estimate(entry.case)
 
 
 def test_every_option_of_train_is_tried_or_about_output() -> None:

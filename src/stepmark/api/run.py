@@ -97,7 +97,7 @@ class Run(Table):
         for kind in KINDS:
             rows = run.rows if kind == "op" else getattr(run, f"{kind}_rows")
             table = ran(rows, view.columns(kind))
-            parts += [table._repr_html_()] * bool(len(table))
+            parts += [table._repr_html_()] if len(table) else []
         parts += [f"<p>{escape(line)}</p>" for line in self._unmeasured()]
         return "".join(parts)
 

@@ -90,7 +90,7 @@ class Workload(Table):
 
     def _summary(self) -> str:
         stages = f", {self.num_stages} pipeline stages" if self.num_stages > 1 else ""
-        ranks = f"{self.world_size:,} rank{'s' * (self.world_size > 1)}{stages}"
+        ranks = f"{self.world_size:,} rank{'s' if self.world_size > 1 else ''}{stages}"
         count = f"{self.program.num_operations():,} operations per rank and step"
         return f"{self.name}: {ranks}, {count}"
 

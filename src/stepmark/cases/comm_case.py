@@ -37,18 +37,6 @@ def _skew(text: str, field: str) -> float:
 Skew = Annotated[float, Reader(read=_skew, show=lambda s: f"{s!r}s", metavar="DURATION")]
 
 
-def _placement(in_place: bool) -> str:
-    return "in-place" if in_place else "out-of-place"
-
-
-def _ends(pair: tuple[int, int] | None) -> str | None:
-    return f"{pair[0]}-{pair[1]}" if pair else None
-
-
-def _matrix_hash(matrix: Matrix | None) -> str | None:
-    return None if matrix is None else str(hash(matrix))
-
-
 def default_mode(device: str, backend: str, collective: Collective) -> Mode:
     """Return the mode without --mode: without the host where calls can be enqueued ahead.
 
@@ -75,14 +63,24 @@ class CommCase:
     redop: RedOp = field_of(Role.SETTING, RedOp.NONE, shown=Shown.TABLES, leaves=7)
     root: int = field_of(Role.SETTING, -1, shown=Shown.PAGE)
     in_place: bool = field_of(
-        Role.STRICT, False, name="placement", cell=_placement, shown=Shown.TABLES, leaves=2
+        Role.STRICT,
+        False,
+        name="placement",
+        cell=lambda in_place: "in-place" if in_place else "out-of-place",
+        shown=Shown.TABLES,
+        leaves=2,
     )
     num_ranks: int = field_of(Role.STRICT, heading="ranks", shown=Shown.TABLES, leaves=4)
     world_size: int = field_of(Role.STRICT)
     # Several concurrent communicators, e.g. "mod 4".
     split: str = field_of(Role.SETTING, "", shown=Shown.PAGE, words="split {}")
     # Source and destination.
-    pair: tuple[int, int] | None = field_of(Role.NAME, None, cell=_ends, shown=Shown.TABLES)
+    pair: tuple[int, int] | None = field_of(
+        Role.NAME,
+        None,
+        cell=lambda pair: f"{pair[0]}-{pair[1]}" if pair else None,
+        shown=Shown.TABLES,
+    )
     mode: Mode = field_of(Role.ELSEWHERE, Mode.QUEUED, shown=Shown.TABLES, leaves=4)
     # Blocking: ranks start each call together.
     aligned: bool = field_of(Role.ELSEWHERE, True, words=lambda aligned: "ranks not aligned")
@@ -101,7 +99,12 @@ class CommCase:
     # Of all_to_all_v.
     spread: float | None = field_of(Role.SETTING, None, shown=Shown.PAGE, words="spread {}")
     # Of all_to_all_v, elements; the file is for its command only.
-    matrix: Matrix | None = field_of(Role.SETTING, None, cell=_matrix_hash, shown=None)
+    matrix: Matrix | None = field_of(
+        Role.SETTING,
+        None,
+        cell=lambda matrix: None if matrix is None else str(hash(matrix)),
+        shown=None,
+    )
     matrix_file: str = field_of(None, "", shown=None)
     skew_s: float = field_of(
         Role.STRICT,

@@ -123,15 +123,16 @@ _DECLARED: dict[type, tuple[CaseField, ...]] = {}  # functools.cache rejects cla
 def declared(case: type) -> tuple[CaseField, ...]:
     """Return the declarations of a class of cases, in their order."""
     if case not in _DECLARED:
+        fields = ((field, field.metadata[_KEY]) for field in dataclasses.fields(case))
         _DECLARED[case] = tuple(
             dataclasses.replace(
-                declaration := field.metadata[_KEY],
+                declaration,
                 attribute=field.name,
                 kind=field.type,
                 default=field.default,
                 name=declaration.name or field.name,
             )
-            for field in dataclasses.fields(case)
+            for field, declaration in fields
         )
     return _DECLARED[case]
 

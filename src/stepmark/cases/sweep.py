@@ -1,6 +1,7 @@
 """Settings of a sweep, and the outcome of each try."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -53,20 +54,17 @@ class Setting:
         return [self.executable or program[0], *program[1:]]
 
 
+_PIECE = re.compile(r"\\[,\\]|.", re.DOTALL)  # an escaped letter is one piece
+
+
 def split_values(text: str) -> list[str]:
     r"""Split at commas; `\,` is a comma and `\\` a backslash within a value."""
-    values, escaped = [""], False
-    for letter in text:
-        if escaped:
-            values[-1] += letter if letter in ",\\" else "\\" + letter
-            escaped = False
-        elif letter == "\\":
-            escaped = True
-        elif letter == ",":
+    values = [""]
+    for piece in _PIECE.findall(text):
+        if piece == ",":
             values.append("")
         else:
-            values[-1] += letter
-    values[-1] += "\\" if escaped else ""
+            values[-1] += piece[-1]
     return values
 
 

@@ -260,9 +260,11 @@ class Group:
 Builder = Callable[[list[str]], Command | Group]  # makes a command from its words
 
 
-def builder(cls: type[Any], handler: str, doc: str, *examples: str) -> Builder:
+def builder(
+    cls: type[Any], handler: str, doc: str, *examples: str, kind: type[Command] = Command
+) -> Builder:
     """Return a function that makes a command, see Command."""
-    return lambda words: Command(cls, handler, doc, *examples)
+    return lambda words: kind(cls, handler, doc, *examples)
 
 
 def _both(option: Option) -> tuple[list[str], list[str]]:

@@ -28,7 +28,8 @@ def usage(cls: type) -> list[str]:
     pieces = ["[OPTIONS]"]
     for option in options.options(cls):
         if option.argument and option.help:
-            word = option.metavar + "..." * (option.is_list and "..." not in option.metavar)
+            is_repeated = option.is_list and "..." not in option.metavar
+            word = f"{option.metavar}..." if is_repeated else option.metavar
             pieces.append(word if option.default is options.REQUIRED else f"[{word}]")
     return pieces
 

@@ -8,7 +8,7 @@ from stepmark.cli import main
 from stepmark.cli.commands import Command, UnknownOptionError, Values
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import build, load
-from stepmark.launching.launch_options import RESUME, LaunchOptions
+from stepmark.launching.launch_options import RESUME
 
 MEASURING = ("run", "comm", "op", "train", "calibrate", "replay")
 _RANKS = "it must be left out: --gpus-per-node or --nproc-per-node sets the ranks"
@@ -37,32 +37,16 @@ class Wrapper(Command):
             raise ConfigError("command", verb, rule) from None
 
 
-class _Command(Wrapper):
+class Launch(Wrapper):
+    """`stepmark launch`, which refuses what its verb would refuse on the hosts."""
+
     def check(self, values: Values) -> None:
-        if values["words"]:
-            check(values["words"])
-
-
-def command(words: Sequence[str]) -> Command:
-    """Return the verb."""
-    doc = "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster."
-    examples = (
-        "launch --slurm --nodes 4 --gpus-per-node 8 -- comm all_reduce -b 1K -e 1G",
-        "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
-        "launch --follow 123456",
-    )
-    return _Command(LaunchOptions, "stepmark.launching.launch:run", doc, *examples)
-
-
-def check(words: Sequence[str]) -> None:
-    """Refuse a verb that measures nothing, and arguments that it does not take.
-
-    Raises ConfigError or UnknownOptionError.
-    """
-    name = words[0]
-    if name not in (*MEASURING, RESUME):
-        raise not_one_of("command", name, (*MEASURING, RESUME), ", a verb that measures")
-    check_arguments(words, {} if name == RESUME else _REFUSED)
+        if not values["words"]:
+            return
+        name = values["words"][0]
+        if name not in (*MEASURING, RESUME):
+            raise not_one_of("command", name, (*MEASURING, RESUME), ", a verb that measures")
+        check_arguments(values["words"], {} if name == RESUME else _REFUSED)
 
 
 def check_arguments(words: Sequence[str], refused: Mapping[str, str]) -> None:

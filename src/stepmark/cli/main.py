@@ -42,10 +42,13 @@ Read more:
 def command(name: str, words: list[str]) -> Command | Group:
     """Return the command of a verb, or its group of commands."""
     entry = VERBS[name]
+    made: Command | Group
     if entry.options:
-        return Command(load(entry.options), entry.handler, entry.doc, *entry.examples)
-    handler = load(entry.handler)
-    made: Command | Group = handler if isinstance(handler, Group) else handler(words)
+        options = load(entry.options)
+        made = load(entry.command)(options, entry.handler, entry.doc, *entry.examples)
+    else:
+        handler = load(entry.handler)
+        made = handler if isinstance(handler, Group) else handler(words)
     return made
 
 

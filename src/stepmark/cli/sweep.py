@@ -6,10 +6,11 @@ from itertools import islice, product
 from stepmark.cases.sweep import MEASURING, MOST, Setting, split_values
 from stepmark.cli.commands import Values
 from stepmark.cli.launch import Wrapper, check_arguments
-from stepmark.comparison.sweep_options import SweepOptions
 
 
-class _Command(Wrapper):
+class Sweep(Wrapper):
+    """`stepmark sweep`, which refuses what its commands would refuse."""
+
     def check(self, values: Values) -> None:
         words = values["words"]
         if words and words[0] in MEASURING:
@@ -23,14 +24,3 @@ def _commands(words: Sequence[str], swept: Sequence[str]) -> Iterator[list[str]]
     values = [[(name, value) for value in split_values(text)] for name, _, text in flags]
     for combination in islice(product(*values), MOST):
         yield Setting(flags=combination).command(tuple(words))
-
-
-def command(words: Sequence[str]) -> Wrapper:
-    """Return the verb."""
-    doc = "Measure the same command under several settings, in interleaved rounds, and compare."
-    examples = (
-        "sweep --env NCCL_ALGO=Ring,Tree -- comm all_reduce -b 1M -e 1G",
-        "sweep --set ac=none,full -- train llama-3.1-8b",
-        "sweep --python .venv-a,.venv-b -- op gemm --model llama-3.1-8b",
-    )
-    return _Command(SweepOptions, "stepmark.comparison.sweep:run", doc, *examples)

@@ -8,7 +8,8 @@ class Verb:
     """A verb. help: its line in `stepmark --help`; doc: the first line of its own --help.
 
     options and handler: "module:name". Without options, the handler is a group of commands, or
-    makes the command from the arguments. examples: command lines after `stepmark`.
+    makes the command from the arguments. examples: command lines after `stepmark`. command:
+    the class of a command with options.
     """
 
     help: str
@@ -16,6 +17,7 @@ class Verb:
     options: str = ""
     doc: str = ""
     examples: tuple[str, ...] = ()
+    command: str = "stepmark.cli.commands:Command"
 
 
 VERBS = {
@@ -145,7 +147,16 @@ VERBS = {
     "trace": Verb("Profiler traces: where did the step go?", "stepmark.cli.trace:app"),
     "runs": Verb("List, show, export and query earlier runs.", "stepmark.cli.runs:app"),
     "sweep": Verb(
-        "The same command under several settings, compared.", "stepmark.cli.sweep:command"
+        "The same command under several settings, compared.",
+        "stepmark.comparison.sweep:run",
+        "stepmark.comparison.sweep_options:SweepOptions",
+        "Measure the same command under several settings, in interleaved rounds, and compare.",
+        (
+            "sweep --env NCCL_ALGO=Ring,Tree -- comm all_reduce -b 1M -e 1G",
+            "sweep --set ac=none,full -- train llama-3.1-8b",
+            "sweep --python .venv-a,.venv-b -- op gemm --model llama-3.1-8b",
+        ),
+        "stepmark.cli.sweep:Sweep",
     ),
     "watch": Verb(
         "Your own job, unmodified: its steps, messages, slow rank.",
@@ -159,7 +170,15 @@ VERBS = {
     ),
     "launch": Verb(
         "Print or submit a job of several hosts: Slurm, torchrun, mpirun, pssh.",
-        "stepmark.cli.launch:command",
+        "stepmark.launching.launch:run",
+        "stepmark.launching.launch_options:LaunchOptions",
+        "Print, or submit and follow, what starts a measuring verb on the hosts of a cluster.",
+        (
+            "launch --slurm --nodes 4 --gpus-per-node 8 -- comm all_reduce -b 1K -e 1G",
+            "launch --torchrun --hosts a,b --gpus-per-node 8 -- train llama-3.1-8b",
+            "launch --follow 123456",
+        ),
+        "stepmark.cli.launch:Launch",
     ),
     "logs": Verb(
         "Read NCCL logs, flight-recorder dumps, tables of results.",

@@ -1,9 +1,10 @@
 """stepmark workload: generate, show, convert, fill and capture what a training step does."""
 
 from collections.abc import Container, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from stepmark.cli.commands import Builder, Command, Group, UnknownOptionError, Values
+from stepmark.cli.commands import Command, Group, UnknownOptionError, Values, builder
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import options
 from stepmark.workloads.workload_options import (
@@ -117,10 +118,7 @@ def refuse_two_formats(args: Sequence[str]) -> None:
         raise ConfigError("format", " and ".join(formats), "one format")
 
 
-def _builder(cls: type[Any], handler: str, doc: str, *examples: str) -> Builder:
-    return lambda words: _Command(cls, handler, doc, *examples)
-
-
+_builder = partial(builder, kind=_Command)
 app = Group(
     "What one training step computes and communicates: generate, show, convert, fill, capture.",
     {

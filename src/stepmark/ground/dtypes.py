@@ -93,17 +93,26 @@ def parse_dtype(
 
 
 # Element size of types that NCCL does not name; torch sends them as bytes or pairs.
-_OTHER_TYPES = {"bool": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "short": 2, "uint16": 2}
-_OTHER_TYPES |= {"complexhalf": 4, "complexfloat": 8, "complexdouble": 16}
+_OTHER_TYPES = {
+    "bool": 1,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "short": 2,
+    "uint16": 2,
+    "complexhalf": 4,
+    "complexfloat": 8,
+    "complexdouble": 16,
+}
 # Types of C++, as torch's profiler writes them.
 _CXX = {
     "unsigned char": "uint8",
     "signed char": "int8",
     "long int": "int64",
     "short int": "short",
+    "complex<half>": "complexhalf",
+    "complex<float>": "complexfloat",
+    "complex<double>": "complexdouble",
 }
-_CXX |= {"complex<half>": "complexhalf", "complex<float>": "complexfloat"}
-_CXX |= {"complex<double>": "complexdouble"}
 
 
 def message_dtype(name: str) -> tuple[str, int] | None:

@@ -1,49 +1,24 @@
-"""The only writer of output files, and reading a run's files.
+"""The only writer of output files.
 
 A regular file appears whole or not at all, with the mode it had. A device, a pipe or an open
 descriptor is written in place and never replaced.
 """
 
-import codecs
 import contextlib
 import errno
 import fcntl
-import gzip
 import os
 import re
 import stat
 import sys
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Self
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.units import GIB, MIB
 
-MAX_BYTES = GIB
 _DESCRIPTOR = re.compile(r"(?:/proc/(\d+)|/dev)/fd/(\d+)$")
 _MAX_LINKS = 40
-
-
-def open_bytes(path: Path) -> bytes:
-    """Return the content of a run's file, plain or gzip, without a byte-order mark.
-
-    Raises ConfigError, also for more than MAX_BYTES.
-    """
-    try:
-        with path.open("rb") as raw:
-            is_gzip = raw.peek(2)[:2] == b"\x1f\x8b"
-            source = gzip.GzipFile(fileobj=raw) if is_gzip else raw
-            data = source.read(MAX_BYTES + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise ConfigError("run", path, "a complete gzip file") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError("run", path, f"a file that can be read ({reason})") from None
-    if len(data) > MAX_BYTES:
-        raise ConfigError("run", path, f"a file of at most {MAX_BYTES // MIB} MiB, unpacked")
-    return data.removeprefix(codecs.BOM_UTF8)
 
 
 class Lock:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.options import Duration, between, comma_list, flag, group
+from stepmark.ground.options import Duration, between, comma_list, dashed, flag, group
 
 Degree = Annotated[int, between(1, 2**20)]
 Ranks = Annotated[tuple[int, ...], comma_list(between(0, 2**20))]  # limits: --nproc
@@ -21,15 +21,19 @@ class Files:
     json: str | None = flag("rows as JSON; - = stdout, DIR/ = a file in it", metavar="PATH")
     csv: str | None = flag("rows as CSV; - = stdout, DIR/ = a file in it", metavar="PATH")
 
+    written: ClassVar[tuple[str, ...]] = ("json", "csv")  # options that may be "-"
+
     @property
     def to_stdout(self) -> bool:
         """Whether stdout is one of the files, so that nothing else may be printed there."""
-        return "-" in (self.json, self.csv)
+        return any(getattr(self, name) == "-" for name in self.written)
 
     def check_stdout(self) -> None:
         """Raise ConfigError for two outputs on stdout."""
-        if self.json == self.csv == "-":
-            raise ConfigError("csv", "-", "a path: stdout is already taken by --json")
+        on_stdout = [dashed(name) for name in self.written if getattr(self, name) == "-"]
+        if len(on_stdout) > 1:
+            allowed = f"a path: stdout is already taken by --{on_stdout[0]}"
+            raise ConfigError(on_stdout[1], "-", allowed)
 
 
 @group

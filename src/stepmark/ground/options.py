@@ -83,21 +83,18 @@ def flag(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One field of an options class, as the command line and its help need it."""
+class Option(Flag):
+    """One field of an options class, as the command line and its help need it.
+
+    spellings: of a switch --on/--no-on or --on.
+    """
 
     name: str
     group: str
-    help: str
-    spellings: tuple[str, ...]  # of a switch: --on/--no-on or --on
-    argument: bool
     default: Any
     reader: Reader
     is_switch: bool
     is_list: bool  # given several times, or several words
-    metavar: str
-    rare: bool
-    names: Names
 
     @property
     def words(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Read files, plain or gzip, up to a size: a small file can unpack to terabytes."""
 
+import codecs
 import gzip
 import re
 import zlib
@@ -20,7 +21,7 @@ _COLORS = re.compile(rb"\x1b\[[\d;]{0,40}[mK]")
 
 
 @contextmanager
-def open_binary(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
+def open_binary(path: Path, field: str = "file") -> Iterator[IO[bytes] | gzip.GzipFile]:
     """Open a file, decompressed if it is gzip. Raise ConfigError where it cannot be read."""
     try:
         with path.open("rb") as raw:
@@ -30,30 +31,39 @@ def open_binary(path: Path) -> Iterator[IO[bytes] | gzip.GzipFile]:
             with gzip.GzipFile(fileobj=raw) as unpacked:
                 yield unpacked
     except FileNotFoundError:
-        raise ConfigError("file", path, "a file that exists") from None
+        raise ConfigError(field, path, "a file that exists") from None
     except IsADirectoryError:
-        raise ConfigError("file", path, "a file, not a folder") from None
+        raise ConfigError(field, path, "a file, not a folder") from None
     except (EOFError, zlib.error, gzip.BadGzipFile):
-        raise ConfigError("file", path, "a complete gzip file") from None
+        raise ConfigError(field, path, "a complete gzip file") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no such name"
-        raise ConfigError("file", path, f"a file that can be read ({reason})") from None
+        raise ConfigError(field, path, f"a file that can be read ({reason})") from None
+
+
+def read_whole(path: Path, field: str, limit: int = MAX_BYTES) -> bytes:
+    """Return the content, decompressed, without a byte-order mark.
+
+    Raise ConfigError if it exceeds `limit` bytes.
+    """
+    data = read_head(path, limit + 1, field)
+    if len(data) > limit:
+        allowed = f"a file of at most {limit // MIB} MiB after decompression"
+        raise ConfigError(field, path, allowed)
+    return data.removeprefix(codecs.BOM_UTF8)
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """Return the whole content, decompressed. Raise ConfigError if it exceeds `limit` bytes."""
-    data = read_head(path, limit + 1)
-    if len(data) > limit:
-        allowed = f"a file of at most {limit // MIB} MiB after decompression"
-        raise ConfigError("file", path, allowed)
+    """As read_whole, of a file that is not empty."""
+    data = read_whole(path, "file", limit)
     if not data.strip():
         raise ConfigError("file", path, "a file with content; this one is empty")
     return data
 
 
-def read_head(path: Path, limit: int = 65536) -> bytes:
+def read_head(path: Path, limit: int = 65536, field: str = "file") -> bytes:
     """Return the first bytes, decompressed. Raise ConfigError if the file cannot be read."""
-    with open_binary(path) as stream:
+    with open_binary(path, field) as stream:
         return stream.read(limit)
 
 

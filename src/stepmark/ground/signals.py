@@ -3,7 +3,7 @@
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
 _interrupts: list[int] = []
@@ -29,25 +29,33 @@ def _record(number: int, _frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def catching() -> Iterator[list[int]]:
-    """Yield a list to which SIGINT and SIGTERM are appended.
-
-    Only the main thread gets signals: in other threads the list stays empty.
-    """
-    signals: list[int] = []
+def _handled(
+    handler: Callable[[int, FrameType | None], None], numbers: Sequence[int]
+) -> Iterator[None]:
+    """Handle signals so inside; only the main thread gets any, so in others do nothing."""
     if threading.current_thread() is not threading.main_thread():
-        yield signals
+        yield
         return
+    previous = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, before in previous.items():
+            signal.signal(number, before)
+
+
+@contextlib.contextmanager
+def catching(
+    numbers: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
+) -> Iterator[list[int]]:
+    """Yield a list of the SIGINT and SIGTERM that arrive; in other threads none do."""
+    signals: list[int] = []
 
     def note(number: int, _frame: FrameType | None) -> None:
         signals.append(number)
 
-    previous = {s: signal.signal(s, note) for s in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with _handled(note, numbers):
         yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
 
 
 class Terminated(BaseException):
@@ -61,11 +69,5 @@ def terminable() -> Iterator[None]:
     def stop(_number: int, _frame: FrameType | None) -> None:
         raise Terminated
 
-    if threading.current_thread() is not threading.main_thread():
+    with _handled(stop, [signal.SIGTERM]):
         yield
-        return
-    previous = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)

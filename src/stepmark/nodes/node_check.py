@@ -13,7 +13,8 @@ from statistics import fmean
 import msgspec
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.files import open_bytes, written
+from stepmark.ground.files import written
+from stepmark.ground.read_text import read_whole
 from stepmark.store.codec import json_object, to_plain
 
 NODE_CHECK_SCHEMA = 1
@@ -100,7 +101,7 @@ def write(check: NodeCheck, file: Path) -> None:
 def read(file: Path, field: str = "from") -> NodeCheck:
     """Read a check. Raises ConfigError."""
     name = f"{field} {file}"
-    plain = json_object(open_bytes(file), name)
+    plain = json_object(read_whole(file, "run"), name)
     if plain.get("schema") != NODE_CHECK_SCHEMA:
         schema = plain.get("schema", "no schema")
         raise ConfigError(name, schema, f"a node check of schema {NODE_CHECK_SCHEMA}")

@@ -79,15 +79,7 @@ class PredictionFiles(Files):
 
     timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH")
     html: str | None = flag("ledger and timeline as one page; needs no network", metavar="PATH")
-
-    @property
-    def to_stdout(self) -> bool:
-        return "-" in (self.json, self.csv, self.timeline, self.html)
-
-    def check_stdout(self) -> None:
-        names = [n for n in ("json", "csv", "timeline", "html") if getattr(self, n) == "-"]
-        if len(names) > 1:
-            raise ConfigError(names[1], "-", f"a path: stdout is already taken by --{names[0]}")
+    written = (*Files.written, "timeline", "html")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,6 @@ from stepmark.ground.units import TFLOP
 from stepmark.predictions.inputs import Inputs
 from stepmark.predictions.simulation import SteadyStep
 from stepmark.predictions.step import Clock
-from stepmark.step.tree import stage_of_case
 from stepmark.step.workload_stages import missing_pipeline
 from stepmark.step_memory import memory
 from stepmark.tables.columns import Row
@@ -82,7 +81,7 @@ class Prediction:
             return None
         of_sheet = inputs.device.hbm_bytes if inputs.device else None
         device_bytes = inputs.memory_bytes or of_sheet
-        allocated, reserved = memory.calibrated(case, stage_of_case, inputs.memory)
+        allocated, reserved = memory.calibrated(case, inputs.memory)
         verdict = "unknown"
         fitting = ""
         if device_bytes is not None:

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from stepmark.cases.replay_case import Compute, Pace, ReplayCase
-from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_groups import MeasureOptions
-from stepmark.ground.options import REQUIRED, between, dashed, flag, group
+from stepmark.ground.options import REQUIRED, between, flag, group
 
 Count = Annotated[int, between(1, 100_000)]
 
@@ -70,16 +69,7 @@ class ReplayFiles:
 class ReplayOptions(ReplayFiles, MeasureOptions, Execution, WorkloadFile):
     """stepmark replay."""
 
-    @property
-    def to_stdout(self) -> bool:
-        return "-" in (self.json, self.csv, self.timeline, self.html, self.aicb_log)
-
-    def check_stdout(self) -> None:
-        names = ("json", "csv", "timeline", "html", "aicb_log")
-        on_stdout = [name for name in names if getattr(self, name) == "-"]
-        if len(on_stdout) > 1:
-            first, second = map(dashed, on_stdout[:2])
-            raise ConfigError(second, "-", f"a path: stdout is already taken by --{first}")
+    written = (*MeasureOptions.written, "timeline", "html", "aicb_log")
 
 
 def options_of(case: ReplayCase) -> ReplayOptions:

@@ -23,10 +23,10 @@ from stepmark.predictions.costs import RooflineCosts
 from stepmark.predictions.prediction_notes import by_sheet
 from stepmark.step.roofline import limit_of
 from stepmark.step.workload import CommOp, ComputeOp
+from stepmark.step_memory.memory import estimate
 from stepmark.store.commands import command_of
 from stepmark.tables.export import write_csv, write_json
 from stepmark.timeline.ledger import Work, work_of_op
-from stepmark.training.train_plan import estimated_memory
 from stepmark.workloads.rules.pytorch.case import of_case
 
 Row = dict[str, Any]
@@ -121,7 +121,7 @@ def _step_row(case: TrainCase) -> Row:
     FLOPs are of all ranks, with recomputation; messages are of the pipeline stage with most.
     """
     calls, message_bytes, reason = _messages(case)
-    memory = estimated_memory(case)
+    memory = estimate(case)
     return {
         "model": case.model.name,
         "strategy": case.strategy,

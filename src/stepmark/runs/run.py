@@ -41,6 +41,7 @@ from stepmark.runs import first_screen
 from stepmark.runs.run_options import RunOptions
 from stepmark.runs.runs import write_run_page
 from stepmark.runs.step_report import reported
+from stepmark.step_memory.memory import largest_mbs
 from stepmark.store.view import print_text, view
 from stepmark.training import train_plan
 from stepmark.training.train_options import TrainOptions, given_options
@@ -228,7 +229,7 @@ def _batch(
     unit = cases[0].mbs
     if not machine.memory_bytes:
         return (unit,)
-    most = min(train_plan.largest_mbs(case, machine.memory_bytes) for case in cases)
+    most = min(largest_mbs(case, machine.memory_bytes) for case in cases)
     if not most:
         notes.append("by estimate not even one sequence fits in memory")
     return (max(unit, min(most, _MAX_MBS) // unit * unit),)
@@ -242,7 +243,7 @@ def that_fits(model: str, num_ranks: int, memory_bytes: int) -> TrainOptions | N
             model=name, strategy=(strategy,), nproc=str(num_ranks), compile=True
         )
         cases = train_plan.cases(options, "cuda", num_ranks)
-        most = min(train_plan.largest_mbs(case, memory_bytes) for case in cases)
+        most = min(largest_mbs(case, memory_bytes) for case in cases)
         if most:
             return replace(options, mbs=(min(most, _MAX_MBS),))
     return None

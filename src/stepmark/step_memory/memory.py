@@ -6,7 +6,7 @@ kernels and NCCL's buffers, for which a verdict allows. Experts over ranks are e
 balanced routing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Literal
@@ -14,7 +14,7 @@ from typing import Literal
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Fp8, Recompute
 from stepmark.ground.units import GIB
-from stepmark.step.module import Module
+from stepmark.step.tree import stage_of_case
 from stepmark.step_memory.step_memory import StepMemory
 
 _TOO_MANY = 2**24  # sequences
@@ -31,8 +31,6 @@ _LEAST_OUTSIDE = GIB // 4
 _MOST_OUTSIDE = GIB
 _MOST_OUTSIDE_OF_RANKS = 3 * GIB
 
-# (case, pipeline stage) -> its modules, before tensor and expert parallelism divide them
-Tree = Callable[[TrainCase, int], Module]
 Verdict = Literal["fits", "runs out of memory", "uncertain"]
 
 
@@ -58,11 +56,11 @@ class TrainMemory:
 
 
 @lru_cache(maxsize=64)  # options that fit are looked for among few cases
-def estimate(case: TrainCase, tree: Tree) -> TrainMemory:
+def estimate(case: TrainCase) -> TrainMemory:
     """Return the memory of the fullest rank: one of the first or the last pipeline stage."""
     estimates = []
     for stage in sorted({0, case.parallel.pp - 1}):
-        step = StepMemory(case, stage, tree(case, stage))
+        step = StepMemory(case, stage, stage_of_case(case, stage))
         step.steps(1)
         heap = step.heap
         heap.reset_peaks()  # as training/loop.py does after the first sample
@@ -77,7 +75,7 @@ def estimate(case: TrainCase, tree: Tree) -> TrainMemory:
 
 
 def calibrated(
-    case: TrainCase, tree: Tree, measured: Sequence[tuple[TrainCase, int, int]] = ()
+    case: TrainCase, measured: Sequence[tuple[TrainCase, int, int]] = ()
 ) -> tuple[int, int]:
     """Return allocated and reserved bytes, corrected by those of measured cases.
 
@@ -85,11 +83,11 @@ def calibrated(
     the estimate misses of the deepest one is added; a slope through two depths would multiply
     noise by the number of layers. Where nothing was measured, it is the estimate.
     """
-    memory = estimate(case, tree)
+    memory = estimate(case)
     if not measured:
         return memory.allocated_bytes, memory.reserved_bytes
     known, allocated, reserved = max(measured, key=lambda item: item[0].model.num_layers)
-    base = estimate(known, tree)
+    base = estimate(known)
     allocated += memory.allocated_bytes - base.allocated_bytes
     reserved += memory.reserved_bytes - base.reserved_bytes
     return allocated, max(allocated, reserved)
@@ -123,10 +121,7 @@ def _errors(case: TrainCase) -> tuple[float, float]:
 
 
 def largest_mbs(
-    case: TrainCase,
-    device_bytes: int,
-    tree: Tree,
-    measured: Sequence[tuple[TrainCase, int, int]] = (),
+    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
 ) -> int:
     """Return the largest micro-batch that fits by verdict; 0 if not even one sequence does."""
 
@@ -135,7 +130,7 @@ def largest_mbs(
     def fits(mbs: int) -> bool:
         # A pipeline's microbatches are rounded up, so that several mbs are one case.
         other = replace(case, mbs=-(-mbs // parts) * parts)
-        return verdict(other, *calibrated(other, tree, measured), device_bytes) == "fits"
+        return verdict(other, *calibrated(other, measured), device_bytes) == "fits"
 
     low = 0
     high = 1

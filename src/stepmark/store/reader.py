@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.cases.record import Environment, Measured, Record, RunInfo
-from stepmark.ground import files
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 from stepmark.store import codec
 from stepmark.store.commands import command_of
 from stepmark.store.sweeps import is_sweep
@@ -78,7 +78,7 @@ def read(path: Path) -> Run:
 
 def read_info(path: Path) -> RunInfo:
     """Read run.json. Raises ConfigError where it cannot be read."""
-    return codec.decode_run(files.open_bytes(path / RUN))
+    return codec.decode_run(read_whole(path / RUN, "run"))
 
 
 def read_records(path: Path) -> list[Record]:
@@ -185,7 +185,7 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
     if not file.exists():
         return [], [], []
     try:
-        text = files.open_bytes(file)
+        text = read_whole(file, "run")
     except ConfigError as error:
         return [], [], [str(error)]
     *complete, rest = text.split(b"\n")

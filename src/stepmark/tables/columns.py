@@ -97,10 +97,6 @@ def _flops(value: float) -> str:
     return f"{digits(value / scale)} {prefix}".rstrip()
 
 
-def _mean(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) else f"{value:.2f}"
-
-
 # Counts and numbers that are not here have four digits.
 _FORMS: dict[Unit, Callable[[float], str]] = {
     SECONDS: format_time,
@@ -109,7 +105,7 @@ _FORMS: dict[Unit, Callable[[float], str]] = {
     RATIO: "{:.3f}".format,
     ERROR: "{:.1e}".format,
     FLOPS: _flops,
-    MEAN: _mean,
+    MEAN: lambda value: f"{value:.0f}" if value == int(value) else f"{value:.2f}",
     NS: lambda value: format_time(value * 1e-9),
     MS: lambda value: f"{value / 1e6:.3f}",
     US: lambda value: f"{value / 1e3:.2f}",

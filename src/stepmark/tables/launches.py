@@ -1,7 +1,7 @@
 """Launches of a case, pooled."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -27,9 +27,16 @@ def message_of(record: Record) -> str:
             return f"samples in {record.samples.file or 'no file'}"
 
 
-def is_beyond_chance(count: int, n: int, p: float) -> bool:
-    """Return whether `count` of n is three standard deviations above a binomial's mean."""
-    return count > n * p + 3 * math.sqrt(n * p * (1 - p))
+def is_often(
+    extreme: Callable[[Iterable[float]], float], place: int, columns: Sequence[Sequence[float]]
+) -> bool:
+    """Return whether this place has the extreme value of a column more often than by chance.
+
+    That is three standard deviations above the mean of a binomial.
+    """
+    count = sum(column[place] == extreme(column) for column in columns)
+    p = 1 / len(columns[0])
+    return count > len(columns) * p + 3 * math.sqrt(len(columns) * p * (1 - p))
 
 
 def launch_spread_pct(medians: Sequence[float]) -> float | None:
@@ -148,14 +155,12 @@ class CommLaunches(Launches):
     def _is_often_fastest(self, rank: int, among: tuple[int, ...]) -> bool:
         """Return whether this rank has the shortest time more often than by chance."""
         places = [self.case.members.index(member) for member in among]
-        place = self.case.members.index(rank)
         columns = [
-            column
+            [column[place] for place in places]
             for record in self.measured
             for column in zip(*record.samples.seconds, strict=True)
         ]
-        fastest = sum(min(column[i] for i in places) == column[place] for column in columns)
-        return is_beyond_chance(fastest, len(columns), 1 / len(places))
+        return is_often(min, among.index(rank), columns)
 
     def late_s(self) -> float | None:
         """Return how long after the first rank the last one began a batch: a median.

@@ -180,7 +180,8 @@ def fitted(lines: Iterable[str], width: int) -> Iterator[str]:
         parts = _parts([line.cells for line in table], table[0].is_right, width)
         for number, places in enumerate(parts):
             cells = [[line.cells[place] for place in places] for line in table]
-            yield from [""] * (number > 0)
+            if number > 0:
+                yield ""
             lines_of_part = aligned(cells, [table[0].is_right[place] for place in places])
             yield from filter(None, lines_of_part)  # a line of the head may have no cell here
 

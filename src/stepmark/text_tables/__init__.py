@@ -2,11 +2,11 @@
 
 - nccl_text.py, nccl_lines.py, nccl_notes.py, nccl_json.py: nccl-tests and rccl-tests.
 - stopped_outputs.py: outputs that end before their last row.
-- benchmark_text.py, deepspeed_comms.py: mscclpp-test, PARAM, OSU, all_reduce_bench, DeepSpeed.
+- benchmark_text.py: mscclpp-test, PARAM, OSU, all_reduce_bench, DeepSpeed.
 - result_csv.py, slide_tables.py, printed_figures.py: CSVs, slides, printed numbers.
 - validate.py: figures of a table against each other.
 - profiler_table.py, profiler_text.py, perftools.py, profiler_checks.py: tables of profilers.
-- profiler_tables_verb.py, profiler_tables_text.py: `stepmark trace breakdown FILE`.
+- profiler_tables_verb.py: `stepmark trace breakdown FILE`.
 """
 
 import re
@@ -21,7 +21,6 @@ from stepmark.ground.reading import MEASUREMENT, Table
 from stepmark.ground.units import format_bytes
 from stepmark.text_tables import (
     benchmark_text,
-    deepspeed_comms,
     nccl_json,
     nccl_text,
     result_csv,
@@ -147,12 +146,10 @@ def _read(text: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
     lines = lines_of(text)
     outputs = nccl_text.outputs_of(lines)
     others, other_stops = benchmark_text.read(text, lines, file)
-    summaries, empty_summaries = deepspeed_comms.read(text, lines, file)
     tables = [
         *nccl_text.tables_of(outputs, lines, file),
         *slide_tables.read(lines, file),
         *slide_tables.read_trainer(lines, file),
         *others,
-        *summaries,
     ]
-    return tables, [*stops_of(outputs), *other_stops, *empty_summaries]
+    return tables, [*stops_of(outputs), *other_stops]

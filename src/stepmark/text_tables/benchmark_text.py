@@ -8,6 +8,13 @@
   tests count the part of one rank as size: these sizes are labels here.
 - all_reduce_bench.py and torch-dist-bench.py of stas00/ml-engineering: bandwidths, GB of 10^9.
   Its first releases with a row per payload print sizes as KB and divide rates by 2^30.
+- DeepSpeed's communication logger (deepspeed.comm.log_summary, utils/comms_logging.py of
+  deepspeedai/DeepSpeed): a line with the operation stands above a row per message size. Sizes
+  are in binary units and rounded, so they are labels here. Times are milliseconds: the average
+  is trimmed by a tenth at both ends, so that it times the calls is not the total. With
+  show_straggler=True a second table divides them into communication, the shortest time of any
+  rank, and waiting for stragglers. Bus bandwidth (Gbit/s) is kept where the size is counted as
+  nccl-tests does: versions differ in the size of gathers and scatters.
 
 Headings without rows are a StoppedOutput; rows that do not fit the headings are left out, and
 a note says so.
@@ -23,12 +30,19 @@ from stepmark.ground.units import GB, GIB, parse_bytes
 from stepmark.model.collectives import Collective, collective_named
 from stepmark.text_tables import nccl_lines, nccl_notes, printed_figures
 from stepmark.text_tables.nccl_lines import dtype_named
-from stepmark.text_tables.printed_figures import parse_integer, parse_number, rounding_error
+from stepmark.text_tables.printed_figures import (
+    NUMBER,
+    parse_integer,
+    parse_number,
+    rounding_error,
+)
 from stepmark.text_tables.stopped_outputs import NO_ROW_FITS, StoppedOutput
 
 # Each format has one of these; a text without any of them needs no search.
-_MARKS = ("COMMS-RES", "# OSU ", "The average bandwidth")
+_DEEPSPEED_MARK = "Comm. Op"
+_MARKS = ("COMMS-RES", "# OSU ", "The average bandwidth", _DEEPSPEED_MARK)
 _MSCCLPP_MARK = re.compile(r"#\s+size\s+count\s+time\s+algbw\s+busbw")
+_MSCCLPP_ROW = re.compile(r"\s*\d+\s+\S+\s+\S")
 _MAX_SHIFT = 3  # columns between the ends of a heading and of its figure
 _MAX_GAP = 60  # lines of a log between two rows
 _MAX_NOTES = 5
@@ -65,7 +79,7 @@ def read(text: str, lines: Sequence[str], file: str) -> tuple[list[Table], list[
             sections += [each for reader in _READERS for each in reader(stream)]
     stops = [
         StoppedOutput(
-            tool=section.table.tool,
+            tool=_STOPPED_NAMES.get(section.table.tool, section.table.tool),
             collective=section.table.collective,
             first_line=section.table.first_line,
             header_line=section.header_line,
@@ -99,12 +113,13 @@ def _table(section: Section, file: str) -> Table:
     """Return the table of a section, with what follows from its figures."""
     facts, readings, notes = section.table, section.readings, section.notes
     collective, reason = facts.collective, facts.collective_from
+    has_sizes = facts.unit != "s"  # DeepSpeed's are labels
     is_any_rate = facts.unit == "GB/s"  # of no single collective
-    if not collective and not is_any_rate:
+    if not collective and has_sizes and not is_any_rate:
         collective, reason = nccl_lines.inferred_collective(file, readings)
         notes += [] if collective else [nccl_lines.UNKNOWN_COLLECTIVE]
     num_ranks, num_ranks_from = facts.num_ranks, facts.num_ranks_from
-    if num_ranks is None:
+    if num_ranks is None and has_sizes:
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
         notes += [] if num_ranks else [nccl_lines.UNKNOWN_RANKS]
     return replace(
@@ -144,8 +159,8 @@ def _mscclpp(stream: Sequence[Line]) -> Iterator[Section]:
             placements, ranks = [], []
         elif section and number - max(section.last_line, section.header_line) > _MAX_GAP:
             section = None
-        elif section and len(cells := text.split()) > 2 and cells[0].isdecimal():
-            for reading in _mscclpp_readings(section, cells, line, number):
+        elif section and _MSCCLPP_ROW.match(text):
+            for reading in _mscclpp_readings(section, text.split(), line, number):
                 section.add(reading, number)
 
 
@@ -471,9 +486,90 @@ def _bench_reading(number: int, size: int, rates: dict[str, str], unit: float = 
     )
 
 
+_DEEPSPEED_HEADINGS = re.compile(
+    r"\bComm\. Op\s+Message Size\s+Count\s+(?:Total (?P<kind>Latency|comm lat)\(ms\)\s+"
+    r"(?:Avg Latency\(ms\)\s+tput_avg \(Gbps\)\s+busbw_avg \(Gbps\)"
+    r"|Total straggler\(ms\)\s+Avg comm lat\(ms\)\s+Avg straggler\(ms\)))\s*$"
+)
+_DEEPSPEED_OPERATION = re.compile(
+    r"\s*(?P<name>[a-z]\w{2,60}(?: \| \[Caller Func: \w{1,80}\])?)\s*$"
+)
+_DEEPSPEED_ROW = re.compile(
+    r"\s*(?P<size>0B|\d{1,20}(?:\.\d{1,3})? [KMGTP]?B)\s+(?P<count>\d{1,12})"
+    rf"\s+(?P<first>{NUMBER})\s+(?P<second>{NUMBER})\s+(?P<third>{NUMBER})"
+    rf"\s+(?P<fourth>{NUMBER})\s*$"
+)
+# Operations whose size is that of nccl-tests in all versions.
+_DEEPSPEED_WHOLE = re.compile(
+    r"(?:all_reduce|inference_all_reduce|broadcast|reduce|i?send|i?recv)\b"
+)
+_DEEPSPEED_COLUMNS = ("average", "total")
+_STRAGGLER_COLUMNS = (*_DEEPSPEED_COLUMNS, "average straggler", "total straggler")
+
+
+def _deepspeed(stream: Sequence[Line]) -> Iterator[Section]:
+    """Yield the tables of DeepSpeed's communication logger."""
+    section: Section | None = None
+    has_stragglers = False
+    name = ""
+    for number, text, _ in stream:
+        if _DEEPSPEED_MARK in text and (head := _DEEPSPEED_HEADINGS.search(text)):
+            has_stragglers = head["kind"] != "Latency"
+            facts = _facts(
+                "DeepSpeed",
+                number,
+                title="communication and stragglers" if has_stragglers else "communication",
+                unit="s",
+                columns=_STRAGGLER_COLUMNS if has_stragglers else _DEEPSPEED_COLUMNS,
+            )
+            notes = ["sizes are as printed, in binary units and rounded"]
+            section = Section(facts, number, notes=notes)
+            name = ""
+            yield section
+        elif section is None:
+            continue
+        elif (
+            _DEEPSPEED_MARK in text
+            or number - max(section.last_line, section.header_line) > _MAX_GAP
+        ):
+            section = None
+        elif operation := _DEEPSPEED_OPERATION.match(text):
+            name = operation["name"]
+        elif name and (row := _DEEPSPEED_ROW.match(text)):
+            for reading in _deepspeed_readings(
+                row, name, number, has_stragglers=has_stragglers
+            ):
+                section.add(reading, number)
+
+
+def _deepspeed_readings(
+    row: re.Match[str], name: str, number: int, *, has_stragglers: bool
+) -> Iterator[Reading]:
+    figures = [parse_number(row[key]) for key in ("first", "second", "third", "fourth")]
+    total, second, third, busbw = figures
+    times = {"average": third if has_stragglers else second, "total": total}
+    if has_stragglers:
+        times |= {"average straggler": busbw, "total straggler": second}
+    is_comparable = not has_stragglers and busbw and _DEEPSPEED_WHOLE.match(name)
+    for column, milliseconds in times.items():
+        if milliseconds is None or milliseconds < 0:
+            continue
+        is_rate = is_comparable and column == "average"
+        yield Reading(
+            line=number,
+            label=f"{name} {row['size']}",
+            column=column,
+            num_calls=int(row["count"]),
+            time_s=milliseconds * 1e-3,
+            busbw_bytes_per_s=busbw * 1e9 / 8 if busbw and is_rate else None,
+        )
+
+
+_STOPPED_NAMES = {"DeepSpeed": "DeepSpeed's communication logger"}
 _READERS: tuple[Callable[[Sequence[Line]], Iterator[Section]], ...] = (
     _mscclpp,
     _param,
     _osu,
     _all_reduce_bench,
+    _deepspeed,
 )

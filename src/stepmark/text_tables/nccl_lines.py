@@ -447,7 +447,7 @@ def layout_of(rows: Sequence[Row], columns: Sequence[str]) -> Layout | None:
     """Return the header's layout, for want of one that by the most frequent width of rows."""
     if stated := header_layout(columns):
         return stated
-    widths = Counter(width for row in rows if _layout_by_width(width := len(row.cells)))
+    widths = Counter(filter(_layout_by_width, (len(row.cells) for row in rows)))
     best = max(widths, key=lambda width: (widths[width], width), default=0)
     layout = _layout_by_width(best)
     return Layout(best, layout[0], _FIGURE_NAMES[layout[1]]) if layout else None

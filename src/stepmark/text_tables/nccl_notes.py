@@ -65,10 +65,10 @@ def rows_of_sweep(rows: Sequence[Row], cycles: Sequence[int], facts: OutputFacts
             is_extra = cycle > 0 and num_rows < num_sizes and sizes == sorted(sizes)
             lost += 0 if is_extra else max(num_sizes - num_rows, 0)
             added += num_rows if is_extra else max(num_rows - num_sizes, 0)
-    return [
-        *[f"{ROWS_MISSING}: {lost} of those that the parameters ask for"] * (lost > 0),
-        *[f"{added} rows more than the parameters ask for: some stand twice"] * (added > 0),
-    ]
+    notes = [f"{ROWS_MISSING}: {lost} of those that the parameters ask for"] if lost else []
+    if added:
+        notes.append(f"{added} rows more than the parameters ask for: some stand twice")
+    return notes
 
 
 def footer(facts: OutputFacts, readings: Sequence[Reading]) -> list[str]:

@@ -145,6 +145,12 @@ def common_interval(
     return best if intervals and deepest >= agreement * len(intervals) else None
 
 
+def overlap(left: tuple[float, float], right: tuple[float, float], slack: float) -> bool:
+    """Return whether two ranges overlap. slack: of rounding, relative."""
+    error = slack * max(abs(left[0]), abs(right[0]))
+    return left[0] <= right[1] + error and right[0] <= left[1] + error
+
+
 def _ranks_by_factor(factor: tuple[float, float], twice: int, formula: str) -> RanksAndReason:
     low, high = factor
     ratio = f"busbw/algbw is {_middle(factor):.4g}"

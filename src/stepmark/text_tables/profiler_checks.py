@@ -6,7 +6,7 @@ of all, so communication is an interval; docs/traces.md says what each end rests
 
 from collections.abc import Iterator, Mapping
 
-from stepmark.text_tables.printed_figures import common_interval
+from stepmark.text_tables.printed_figures import common_interval, overlap
 from stepmark.text_tables.profiler_table import (
     DEVICE_WORK,
     Communication,
@@ -73,7 +73,7 @@ def _time_faults(row: TableRow) -> Iterator[_Fault]:
         calls = row.value("calls")
         if total and average and calls is not None:
             product = (average.low * calls, average.high * calls)
-            if not _overlap((total.low, total.high), product):
+            if not overlap((total.low, total.high), product, _SLACK):
                 reason = f"{average.printed} x {calls:.0f} calls is {time_text(*product)}"
                 yield side, "average", reason
 
@@ -82,7 +82,7 @@ def _share_faults(row: TableRow, sums: Mapping[str, Span]) -> Iterator[_Fault]:
     """Yield shares of another sum than that of the other rows."""
     for key, span in _shares(row):
         everything = sums.get(key) or sums.get(f"self_{key}")
-        if everything and not _overlap(everything, span):
+        if everything and not overlap(everything, span, _SLACK):
             reason = f"it is {row.figures[f'{key}_pct'].printed} of {time_text(*span)}"
             yield key, "percent", f"{reason}, but the sum is {time_text(*everything)}"
 
@@ -114,11 +114,6 @@ def _device_faults(
             times = f"{figure.value / steps:.0f} kernels at once"
             reason = f"it takes {times} through all of the {time_text(steps)} of the steps"
             yield key, "concurrent", reason
-
-
-def _overlap(left: Span, right: Span) -> bool:
-    slack = _SLACK * max(abs(left[0]), abs(right[0]))
-    return left[0] <= right[1] + slack and right[0] <= left[1] + slack
 
 
 def communication(table: ProfilerTable) -> Communication:

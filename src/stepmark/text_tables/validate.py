@@ -31,10 +31,11 @@ from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective, Parts, busbw_factor
 from stepmark.text_tables import printed_figures
 from stepmark.text_tables.nccl_notes import NOT_VALID, OUT_OF_BOUNDS, ROWS_MISSING
-from stepmark.text_tables.printed_figures import parse_number, rounding_error
+from stepmark.text_tables.printed_figures import overlap, parse_number, rounding_error
 
 MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
 _MAX_EVIDENCE = 5
+_SLACK = 1e-9
 _DECIMALS_ERROR = 2e-6  # relative, of a value that was written with six decimals
 _OTHER_PLACEMENT = {OUT_OF_PLACE: IN_PLACE, IN_PLACE: OUT_OF_PLACE}
 # What the readings of one series have in common.
@@ -53,7 +54,7 @@ def validate(table: Table) -> list[Finding]:
     findings = [
         _wrong_values(table),
         _finding(table, "size-count", _size_doubts(table), "{}: count x element is not size"),
-        _finding(table, "algbw-time", _algbw_doubts(table), "{}: algbw is not size / time"),
+        _algbw(table),
         _busbw(table),
         _finding(table, "slow-outlier", _outliers(table), outlier_text),
         _finding(table, "placement-ratio", doubts, placement_text, Severity.NOTE),
@@ -135,29 +136,37 @@ def _size_doubts(table: Table) -> Iterator[Doubt]:
             yield reading, f"{_name_of(reading)}: count {reading.count} x {itemsize} B"
 
 
-def _algbw_doubts(table: Table) -> Iterator[Doubt]:
+def _algbw(table: Table) -> Finding | None:
     if table.collective == "hypercube":
-        return
-    for reading in _inexact(table, 1, 1.0):
-        expected, printed = _expected(reading, 1.0), _rate_span(reading, 1)
-        if expected and printed and not _overlap(expected, printed):
-            yield reading, f"{_name_of(reading)}: {_against(printed, expected)}"
+        return None
+    doubts, _ = _rate_doubts(table, 1, 1.0)
+    return _finding(table, "algbw-time", doubts, "{}: algbw is not size / time")
+
+
+def _rate_doubts(table: Table, which: int, factor: float) -> tuple[list[Doubt], int]:
+    """Return where algbw (1) or busbw (2) is not factor x size / time, and how many say.
+
+    Without a time, busbw is compared with algbw.
+    """
+    inexact = _inexact(table, which, factor)
+    doubts, checked = [], len(table.readings) - len(inexact)
+    for reading in inexact:
+        expected, printed = _expected(reading, factor), _rate_span(reading, which)
+        algbw = _rate_span(reading, 1)
+        if expected is None and which == 2 and algbw:
+            expected = algbw[0] * factor, algbw[1] * factor
+        if expected and printed:
+            checked += 1
+            if not overlap(expected, printed, _SLACK):
+                doubts.append((reading, f"{_name_of(reading)}: {_against(printed, expected)}"))
+    return doubts, checked
 
 
 def _busbw(table: Table) -> Finding | None:
     if not _known(table) or not table.num_ranks:
         return None
     factor = busbw_factor(Collective(table.collective), table.num_ranks)
-    inexact = _inexact(table, 2, factor)
-    doubts, checked = [], len(table.readings) - len(inexact)
-    for reading in inexact:
-        expected = _expected(reading, factor)
-        if expected is None and (algbw := _rate_span(reading, 1)):
-            expected = algbw[0] * factor, algbw[1] * factor
-        printed = _rate_span(reading, 2)
-        checked += bool(expected and printed)
-        if expected and printed and not _overlap(expected, printed):
-            doubts.append((reading, f"{_name_of(reading)}: {_against(printed, expected)}"))
+    doubts, checked = _rate_doubts(table, 2, factor)
     if 2 * len(doubts) > checked:
         without_counts = [replace(reading, count=None) for reading in table.readings]
         fits, reason = printed_figures.num_ranks_of(without_counts, table.collective)
@@ -270,11 +279,6 @@ def _rate_span(reading: Reading, which: int) -> Span | None:
         return rate * (1 - _DECIMALS_ERROR) - 1e3, rate * (1 + _DECIMALS_ERROR) + 1e3
     value, half = parse_number(reading.printed[which]), rounding_error(reading.printed[which])
     return None if value is None else ((value - half) * GB, (value + half) * GB)
-
-
-def _overlap(left: Span, right: Span) -> bool:
-    slack = 1e-9 * max(abs(left[0]), abs(right[0]))
-    return left[0] <= right[1] + slack and right[0] <= left[1] + slack
 
 
 def _against(printed: Span, expected: Span) -> str:

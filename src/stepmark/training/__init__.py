@@ -5,7 +5,7 @@
 - transformer.py, attention.py, layers.py, fp8_bias.py, triton_kernels.py: the decoder.
 - parallelize.py, model_parallel.py, precision.py: a model on ranks, and its number formats.
 - trainer.py, optimizer.py, data.py: one step.
-- bench.py, loop.py, profiling.py, annotations.py, messages.py, results.py: measure steps.
+- bench.py, loop.py, profiling.py, messages.py, results.py: measure steps.
 - train_columns.py, training_rates.py, training_words.py: rows and what they mean.
 - training_printing.py, training_figures.py: on a terminal and on a page.
 """

@@ -249,6 +249,7 @@ def _measure(
     by_rank = ranks.gather((work.samples.without_losses(), sampler.telemetry(), counts))
     samples_by_rank, telemetry, states = zip(*by_rank, strict=True)
     loss = _mean_losses(work.samples, ranks, place)
+    kernel = profiling.attention_kernel(case, ranks.device)
     samples, training = steady_results(case, samples_by_rank, states, loss)
     return Measured(
         run_id=context.run_id,
@@ -256,7 +257,7 @@ def _measure(
         samples=replace(samples, wall_s=time.monotonic() - begin),
         checks=(check_losses(loss, case),),
         telemetry=telemetry,
-        backend_run=(kernel := profiling.attention_kernel(case, ranks.device)),
+        backend_run=kernel,
         peak_memory_bytes=max(filter(None, training.allocated_bytes), default=None),
         started_at=started_at,
         training=replace(

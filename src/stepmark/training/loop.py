@@ -9,19 +9,18 @@ device. At the end the samples of all ranks become the record.
 import contextlib
 import math
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from statistics import median_high
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from stepmark.cases.train_case import TrainCase
+from stepmark.ground import signals
 from stepmark.ground.stats import slowest_per_sample, steady_from
 from stepmark.measuring.ranks import Ranks
 from stepmark.training.trainer import Trainer
@@ -163,7 +162,8 @@ class Loop:
         self._steady_s = steady_s
         self._num_before = len(self.samples.seconds)
         most = _PATIENCE * num_steady + _MORE_CYCLES * self._case.cycle
-        with _deferred_interrupt() as interrupts, self._elapsed():
+        # A rank that Ctrl-C stops alone would block others in a collective.
+        with signals.catching([signal.SIGINT]) as interrupts, self._elapsed():
             while True:
                 chunk = self._ranks.decide(lambda: self._chunk(num_steady))
                 for _ in range(chunk):
@@ -313,21 +313,3 @@ class Loop:
         count = min(map(len, self._times_by_rank))
         times = [times[self._num_before : count] for times in self._times_by_rank]
         return slowest_per_sample(times)
-
-
-@contextlib.contextmanager
-def _deferred_interrupt() -> Iterator[list[int]]:
-    """Collect Ctrl-C in a list: a rank that stops alone would block others in a collective."""
-    interrupts: list[int] = []
-
-    def note(number: int, _frame: FrameType | None) -> None:
-        interrupts.append(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield interrupts
-        return
-    before = signal.signal(signal.SIGINT, note)
-    try:
-        yield interrupts
-    finally:
-        signal.signal(signal.SIGINT, before)

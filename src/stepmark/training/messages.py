@@ -22,8 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, Tally, sized
-from stepmark.ground.dtypes import MESSAGE_DTYPES, parse_dtype
-from stepmark.ground.errors import ConfigError
+from stepmark.ground.dtypes import message_dtype
 from stepmark.model.collectives import Collective
 
 NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem")
@@ -232,10 +231,9 @@ def _bytes(tensors: Tensors) -> int:
 
 def _dtype(dtype: torch.dtype) -> str:
     """Return our name of a type, else torch's."""
-    try:
-        return parse_dtype(str(dtype), allowed=MESSAGE_DTYPES).value
-    except ConfigError:
-        return str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
+    named = message_dtype(name)
+    return named[0] if named else name
 
 
 def group_of(value: Any) -> Any:

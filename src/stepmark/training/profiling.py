@@ -1,24 +1,26 @@
-"""Untimed samples after the timed ones: messages, and a Kineto trace."""
+"""Untimed samples after the timed ones: messages, and a Kineto trace with marks of modules."""
 
 import hashlib
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
 from torch import profiler as torch_profiler
-from torch.profiler import ProfilerAction, ProfilerActivity
+from torch._dynamo import OptimizedModule
+from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
 from stepmark.cases.message import MessageKind, Tally
 from stepmark.cases.train_case import TrainCase
 from stepmark.measuring.ranks import Ranks
-from stepmark.training.annotations import Annotations
+from stepmark.step.trace_ops import MARK, WHOLE
 from stepmark.training.attention import prefix_kernel
 from stepmark.training.loop import Loop
 from stepmark.training.messages import MessageRecorder, merge
+from stepmark.training.transformer import canonical_name
 
 TraceFile = tuple[str, str]  # name and SHA-256
 
@@ -48,16 +50,15 @@ class Profile:
         # Only with a schedule are steps marked in the trace.
         profiler: Any = torch_profiler.profile(
             activities=activities,
-            schedule=self._action,
+            schedule=lambda step: (
+                ProfilerAction.RECORD if step >= self._num_warmups else ProfilerAction.WARMUP
+            ),
             record_shapes=True,
             acc_events=True,  # else torch 2.11 warns
         )
         profiler.start()
         profiler.profiler.acc_events = False  # else the end takes seconds
         self._profiler = profiler
-
-    def _action(self, step: int) -> ProfilerAction:
-        return ProfilerAction.RECORD if step >= self._num_warmups else ProfilerAction.WARMUP
 
     def next_step(self) -> None:
         """Mark the end of a step and the begin of another."""
@@ -72,6 +73,72 @@ class Profile:
         self._profiler.export_chrome_trace(str(unfinished))
         unfinished.replace(self.path)
         return (self.path.name,)
+
+
+class Annotations:
+    """Marks calls of modules inside `with`, and the phase that last began, in a trace.
+
+    Names are `stepmark::` and a module's path in the bare model, or a phase. Hooks inside a
+    graph of torch.compile would not run, and could compile it again: such a module has marks
+    around it.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._roots = tuple(roots)
+        self._handles: list[Any] = []
+        self._open: list[Any] = []  # calls of modules are nested
+        self._phase: Any = None
+
+    def __enter__(self) -> Self:
+        for path, module in (pair for root in self._roots for pair in marked_modules(root)):
+            name = MARK + path
+
+            def enter(*_call: object, name: str = name) -> None:
+                self._open.append(record_function(name))
+                self._open[-1].__enter__()
+
+            self._handles += [
+                module.register_forward_pre_hook(enter, prepend=True),
+                # always: recomputation in a backward pass ends with an exception.
+                module.register_forward_hook(self._leave, always_call=True),
+            ]
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end_phase()
+        for handle in self._handles:
+            handle.remove()
+
+    def begin_phase(self, phase: str) -> None:
+        self.end_phase()
+        self._phase = record_function(MARK + phase)
+        self._phase.__enter__()
+
+    def end_phase(self) -> None:
+        if self._phase is not None:
+            self._phase.__exit__(None, None, None)
+            self._phase = None
+
+    def _leave(self, *_call: object) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+
+def marked_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield modules whose hooks run outside of compiled graphs, by their path."""
+    if root._compiled_call_impl is not None:
+        return
+    is_compiled = isinstance(root, OptimizedModule)
+    name = canonical_name(path) or is_compiled * WHOLE
+    inside = [
+        (f"{path}.{child}" if path else child, module)
+        for child, module in root.named_children()
+        if not is_compiled
+    ]
+    # Of a wrapper the module inside, which recomputation calls, too.
+    if name and all(canonical_name(place) != name for place, _ in inside):
+        yield name, root
+    for place, module in inside:
+        yield from marked_modules(module, place)
 
 
 _PROFILED = 3  # samples
@@ -136,7 +203,7 @@ def record_profile(
     if not is_profiled:
         work.untimed_cycles(count, on_phase=pause, on_end=count_cycle)
         return _gathered(ranks, ())
-    name = f"train-{case.case_id[:16]}" + "-paused" * pauses
+    name = f"train-{case.case_id[:16]}{'-paused' if pauses else ''}"
     name += f"-launch{launch}" if launch > 1 else ""
     recorder = Profile(folder, name, ranks.rank, num_warmups)
     with Annotations(roots) as marks:

@@ -47,7 +47,7 @@ from stepmark.tables.columns import (
     number,
     rows_of,
 )
-from stepmark.tables.launches import is_beyond_chance, message_of
+from stepmark.tables.launches import is_often, message_of
 from stepmark.tables.outcomes import (
     Ceilings,
     Figures,
@@ -385,7 +385,4 @@ def _outcomes(
 
 
 def _is_often_slowest(seconds: Sequence[Sequence[float]], rank: int) -> bool:
-    """Return whether this rank takes longest more often than by chance."""
-    columns = list(zip(*seconds, strict=True))
-    count = sum(column[rank] == max(column) for column in columns)
-    return is_beyond_chance(count, len(columns), 1 / len(seconds))
+    return is_often(max, rank, list(zip(*seconds, strict=True)))

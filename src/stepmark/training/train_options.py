@@ -41,10 +41,6 @@ def _read_frequency(text: str, field: str) -> Blocks:
     return _read_blocks(text, field)
 
 
-def _show_frequency(value: Blocks) -> str:
-    return "1/1" if value[0] is Recompute.NONE else show_blocks(value)
-
-
 def _fraction(text: str, field: str, others: str) -> tuple[int, int]:
     some, slash, every = text.partition("/")
     numbers = [part for part in (some, every) if part.isdecimal() and len(part) < 10]
@@ -64,7 +60,14 @@ def show_blocks(value: Blocks) -> str:
 Checkpointing = Annotated[
     Blocks, Reader(read=_read_blocks, show=show_blocks, metavar="none|full|selective|Q/P")
 ]
-Frequency = Annotated[Blocks, Reader(read=_read_frequency, show=_show_frequency, metavar="Q/P")]
+Frequency = Annotated[
+    Blocks,
+    Reader(
+        read=_read_frequency,
+        show=lambda value: "1/1" if value[0] is Recompute.NONE else show_blocks(value),
+        metavar="Q/P",
+    ),
+]
 Strategies = Annotated[tuple[str, ...], comma_list(words_of(*STRATEGIES))]
 Schedules = Annotated[tuple[Schedule, ...], comma_list(one_of(Schedule))]
 Times = Annotated[int, between(1, 10**6)]

@@ -24,7 +24,6 @@ from stepmark.ground.units import format_bytes
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
 from stepmark.model.parallel import ParallelConfig
-from stepmark.step.tree import stage_of_case
 from stepmark.step_memory import memory
 from stepmark.training import train_refusals
 from stepmark.training.train_options import TrainOptions, options_of
@@ -275,24 +274,12 @@ def _data_axes(
     return {"dp_replicate": copies, "dp_shard": shards, "ep": ep}
 
 
-def estimated_memory(case: TrainCase) -> memory.TrainMemory:
-    """Estimate the memory of a rank from the modules of the step."""
-    return memory.estimate(case, stage_of_case)
-
-
-def largest_mbs(
-    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
-) -> int:
-    """Return the largest micro-batch that fits by estimate; 0 if not even one sequence does."""
-    return memory.largest_mbs(case, device_bytes, stage_of_case, measured)
-
-
 def check_memory(case: TrainCase, device_bytes: int) -> None:
     """Raise ConfigError for a step that surely runs out of memory, by estimate.
 
     device_bytes: of a GPU, or on a CPU the share of the host's memory that a rank has.
     """
-    sizes = memory.calibrated(case, stage_of_case)
+    sizes = memory.calibrated(case)
     if memory.verdict(case, *sizes, device_bytes) == "runs out of memory":
         needed, there = format_bytes(sizes[0]), format_bytes(device_bytes)
         fitting = what_fits(case, device_bytes) if case.device == "cuda" else "--scale tiny"
@@ -305,12 +292,12 @@ def what_fits(
 ) -> str:
     """Return options with which the step fits, by estimate; "" where none of these helps.
 
-    measured: as in predict.memory.calibrated.
+    measured: as in memory.calibrated.
     """
-    if most := largest_mbs(case, device_bytes, measured):
+    if most := memory.largest_mbs(case, device_bytes, measured):
         return f"--mbs {most}"
     full = replace(case, recompute=Recompute.FULL)
-    if case.recompute is Recompute.NONE and (most := largest_mbs(full, device_bytes)):
+    if case.recompute is Recompute.NONE and (most := memory.largest_mbs(full, device_bytes)):
         return f"--ac full --mbs {most}"
     # Copies of the shards need memory that more shards do not.
     is_copied = case.parallel.dp_replicate > 1
@@ -325,7 +312,7 @@ def what_fits(
         shards = count // case.num_ranks * case.parallel.data_ranks
         axes = replace(case.parallel, dp_replicate=1, dp_shard=shards)
         wider = replace(sharded, parallel=axes)
-        sizes = memory.calibrated(wider, stage_of_case)
+        sizes = memory.calibrated(wider)
         if memory.verdict(wider, *sizes, device_bytes) == "fits" and _is_possible(wider):
             return f"--strategy fsdp --nproc {count}{words} --mbs {mbs}"
         count *= 2

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stepmark.cases.message import Histogram
 from stepmark.cases.training import Training
 from stepmark.findings.histogram import calls_and_bytes, summed
 from stepmark.findings.histogram import lines as histogram_lines
@@ -188,19 +187,9 @@ def _ranks(row: Row) -> str:
     return f"slowest is rank {row['slowest_rank']}, {ratio:.3f} x the median rank"
 
 
-def histogram(training: Training) -> Histogram:
-    """Return the messages of one cycle; kinds that occur twice are added up."""
-    return summed(training.messages)
-
-
-def message_rows(training: Training, num_ranks: int) -> list[Row]:
-    """Return one row per kind of message and bin of sizes; means over num_ranks."""
-    return histogram_rows(histogram(training), num_ranks_seen=num_ranks)
-
-
 def message_lines(training: Training, num_ranks: int) -> list[str]:
     """Return a total and the rows as text, as `stepmark logs` prints those of a log."""
-    messages = histogram(training)
+    messages = summed(training.messages)
     cycle = training.cycle
     what = "one sample" if cycle == 1 else f"{cycle} samples, one with the optimizer"
     if not messages:
@@ -209,5 +198,5 @@ def message_lines(training: Training, num_ranks: int) -> list[str]:
     total = f"{calls / num_ranks:.6g} calls, {format_bytes(num_bytes / num_ranks)}"
     return [
         f"messages of {what}, not timed: {total} per rank",
-        *histogram_lines(message_rows(training, num_ranks)),
+        *histogram_lines(histogram_rows(messages, num_ranks_seen=num_ranks)),
     ]
