@@ -93,7 +93,8 @@ class Run(Table):
         return f"<Run {self._summary()}>"
 
     def _repr_html_(self) -> str:
-        run, parts = self._view, [f"<p>{escape(self._summary())}</p>"]
+        run = self._view
+        parts = [f"<p>{escape(self._summary())}</p>"]
         for kind in KINDS:
             rows = run.rows if kind == "op" else getattr(run, f"{kind}_rows")
             table = ran(rows, view.columns(kind))

@@ -182,7 +182,9 @@ class CommCase:
         return self._buffers(index)[1]
 
     def _buffers(self, index: int) -> tuple[int, int]:  # noqa: PLR0911, a row per collective
-        n, c, is_root = self.num_ranks, self.count, index == self.root
+        n = self.num_ranks
+        c = self.count
+        is_root = index == self.root
         match self.collective:
             case Collective.ALL_GATHER:
                 return c, n * c

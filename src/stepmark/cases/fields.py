@@ -76,9 +76,10 @@ class CaseField:
     @property
     def option_name(self) -> str:
         """Return the field of the options: its first long spelling, or the case's field."""
-        spellings = self.option.spellings if self.option else ()
-        long = (word for word in spellings if word.startswith("--"))
-        return next(long, self.attribute).removeprefix("--").replace("-", "_")
+        for word in self.option.spellings if self.option else ():
+            if word.startswith("--"):
+                return word.removeprefix("--").replace("-", "_")
+        return self.attribute
 
     @property
     def is_swept(self) -> bool:

@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 from stepmark.model.collectives import FACTS, Collective, Parts
 
-SEND, RECV = "send", "recv"  # the two sides of a point-to-point message
+# the two sides of a point-to-point message
+SEND = "send"
+RECV = "recv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 DEFAULT = "default"
-_ON, _OFF = "on", "off"  # values of a flag that takes none
+# values of a flag that takes none
+_ON = "on"
+_OFF = "off"
 # Verbs whose runs can be compared, and that have --out and --dry-run.
 MEASURING = ("comm", "op", "train", "run")
 MOST = 64  # settings that are tried without --force

@@ -106,7 +106,8 @@ def _completions(words: list[str], last: str) -> Iterator[str]:
     at: Command | Group = program()
     while isinstance(at, Group) and words:
         words = at.with_default(words)
-        at, words = at.command(words), words[1:]
+        at = at.command(words)
+        words = words[1:]
     if isinstance(at, Group):
         names: Iterable[str] = at.words if last.startswith("-") else at.commands
         yield from (name for name in names if name.startswith(last))
@@ -160,5 +161,6 @@ def _of_value(option: Option | None, values: Values, text: str) -> Iterator[str]
     folder = Path(values.get("runs") or values.get("out") or "runs")
     names = option.reader.choices or names_of(option.names, folder)
     start = max(map(text.rfind, ",=")) + 1
-    before, word = text[:start], text[start:]
+    before = text[:start]
+    word = text[start:]
     yield from (f"{before}{name}" for name in names if name.startswith(word))

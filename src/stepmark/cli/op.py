@@ -72,7 +72,8 @@ def _switches() -> set[str]:
 
 def _family(words: Sequence[str]) -> str | None:
     """Return the first word that is neither an option nor its value. Raises ConfigError."""
-    switches, is_value = _switches(), False
+    switches = _switches()
+    is_value = False
     for word in words:
         if is_value:
             is_value = False

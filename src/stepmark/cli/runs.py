@@ -4,7 +4,8 @@ from stepmark.cli.commands import Group, builder
 from stepmark.runs.runs_options import ExportOptions, ListOptions, ShowOptions, SqlOptions
 
 _HANDLERS = "stepmark.runs.runs"
-_LIST, _SHOW = "One row per run, oldest first.", "The rows of one run."
+_LIST = "One row per run, oldest first."
+_SHOW = "The rows of one run."
 _EXPORT = "Write a run's rows for another tool."
 _SQL = "Query all runs."
 app = Group(

@@ -17,7 +17,8 @@ from stepmark.workloads.workload_options import (
 
 _HANDLERS = "stepmark.workloads.workload"
 _SPELLINGS = {option.name: option.spellings for option in options(GenerateOptions)}
-_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "none")
+_YES = ("true", "1", "yes", "on")
+_NO = ("false", "0", "no", "off", "none")
 
 
 def _flags() -> Any:
@@ -45,7 +46,8 @@ def _generate(args: list[str]) -> Command:
         "workload generate --model llama-3.1-70b --world-size 512 --tp 8 --pp 4 -o w.json",
         "workload generate --model deepseek-v3 --world-size 2048 --ep 64 --pp 16 --distinct",
     )
-    cls, handler = flags.options_class(framework), f"{_HANDLERS}:run_generate"
+    cls = flags.options_class(framework)
+    handler = f"{_HANDLERS}:run_generate"
     return _Command(cls, handler, doc, *examples)
 
 

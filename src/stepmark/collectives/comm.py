@@ -132,7 +132,8 @@ def _show(run: View, options: CommOptions) -> None:
         print_text([*comm_remarks.matrix_lines(matrix), ""])
     rest = [row for row in run.comm_rows if row["family"] not in drawn]
     if rest:
-        step, is_terminal = step_asked(options), sys.stdout.isatty()
+        step = step_asked(options)
+        is_terminal = sys.stdout.isatty()
         print_text(
             nccl_tests.output_lines(rest, run.run, step=step, head_per_table=is_terminal)
         )

@@ -113,7 +113,8 @@ class CommOutcome:
 
     @property
     def over_limit(self) -> bool | None:
-        busbw, link = self.bus_bytes_per_s, self._link_bytes_per_s
+        busbw = self.bus_bytes_per_s
+        link = self._link_bytes_per_s
         reduced = self.run.environment.variables.get("NCCL_NVLS_ENABLE") != "0"
         if link is None or busbw is None or (self.case.collective in _IN_NETWORK and reduced):
             return None
@@ -122,7 +123,8 @@ class CommOutcome:
     @property
     def _link_bytes_per_s(self) -> float | None:
         """Return the bandwidth of a device's links per direction; None between hosts."""
-        case, device = self.case, self.device
+        case = self.case
+        device = self.device
         if device is None or case.device == "cpu" or case.num_ranks < 2:
             return None
         devices = self.run.environment.devices

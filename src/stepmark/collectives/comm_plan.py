@@ -174,7 +174,8 @@ def _sized(case: CommCase, options: CommOptions, notes: list[str]) -> Iterator[C
             return
         imbalance = 1.0 if options.imbalance is None else options.imbalance
         case = replace(case, spread=imbalance)
-    by_count, trimmed = dict[int, CommCase](), 0
+    by_count = dict[int, CommCase]()
+    trimmed = 0
     for label, size in _sizes_of(case, options):
         count = trimmed_count(case.collective, size, case.dtype.itemsize, case.num_ranks)
         sized = replace(case, count=count)
@@ -237,7 +238,8 @@ def refuse(options: CommOptions, names: Iterable[str], rule: str) -> None:
 def _sweep(options: CommOptions, device: str) -> list[int]:
     """Return the sizes from -b to -e by -f or -i."""
     values = plain(options)
-    low, high = options.begin, options.end
+    low = options.begin
+    high = options.end
     if low is None:
         low = min(KIB, high or KIB)
     if high is None:
@@ -307,7 +309,8 @@ def _split(options: CommOptions, n: int, world_size: int) -> tuple[str, int]:
 
 def _mode(options: CommOptions, device: str, backend: str) -> tuple[Mode, bool]:
     """Return the mode of --mode, -z or -G, and whether ranks start calls together."""
-    blocking, graph = options.blocking, options.cudagraph
+    blocking = options.blocking
+    graph = options.cudagraph
     flags = [f"-z {blocking}"] if blocking else []
     flags += [f"-G {graph}"] if graph else []
     flags += [f"--mode {options.mode}"] if options.mode else []
@@ -337,7 +340,8 @@ def _backend(options: CommOptions, device: str) -> str:
 
 def _with_matrix(case: CommCase, file: str) -> CommCase:
     """Add nccl-tests' matrix file, cut to the ranks: bytes from row to column, by 16 bytes."""
-    n, itemsize = case.num_ranks, case.dtype.itemsize
+    n = case.num_ranks
+    itemsize = case.dtype.itemsize
     try:
         lines = Path(file).read_text(encoding="utf-8").split("\n")
         table = [[float(word) for word in line.split()] for line in lines if line.split()]
@@ -366,7 +370,8 @@ def _roots(options: CommOptions, n: int) -> tuple[int, ...]:
 
 
 def _placement(collective: Collective, options: CommOptions, api: Api) -> list[bool]:
-    placement, possible = options.placement, placements(collective, api)
+    placement = options.placement
+    possible = placements(collective, api)
     if placement == "both":
         return list(possible)
     in_place = placement == "in"

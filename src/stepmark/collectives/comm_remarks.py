@@ -17,7 +17,9 @@ from stepmark.tables.table import Table
 
 # A rank is named if it delays the others by this share of the time and by this long, in at
 # least this share of the sizes.
-WAIT_SHARE, WAIT_S, OF_SIZES = 0.05, 1e-6, 1 / 3
+WAIT_SHARE = 0.05
+WAIT_S = 1e-6
+OF_SIZES = 1 / 3
 NO_STRAGGLER = "slowest rank: none that delays the others"
 # A fit that misses a point by more than this is not shown.
 WORST_FIT = 0.3
@@ -73,7 +75,8 @@ def straggler(rows: Sequence[Row]) -> list[str]:
         return [NO_STRAGGLER]
     delayed = [row for row in costly if row["waited_for_rank"] == rank]
     worst = max(delayed, key=lambda row: number(row, "waited_for_s") or 0.0)
-    wait, time_s = number(worst, "waited_for_s") or 0.0, number(worst, "time_s") or 1.0
+    wait = number(worst, "waited_for_s") or 0.0
+    time_s = number(worst, "time_s") or 1.0
     return [
         f"slowest rank: {rank}, which delays the others in {num_sizes} of {len(sizes)} sizes "
         f"by up to {format_time(wait)} ({100 * wait / time_s:.0f} % of the time at "
@@ -143,7 +146,8 @@ def _host(rows: Sequence[Row]) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    low, high = format_time(min(values)), format_time(max(values))
+    low = format_time(min(values))
+    high = format_time(max(values))
     return low if low == high else f"{low} to {high}"
 
 
@@ -201,7 +205,8 @@ class PairMatrix:
         """
         if self.host_bound:
             return []
-        middle, is_rate = self.median, self.more_is_better
+        middle = self.median
+        is_rate = self.more_is_better
         slow = [
             link
             for link in self.links
@@ -235,7 +240,8 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
         )
         if row["size_bytes"] == size and value is not None:
             source, destination = map(int, text(row, "pair").split("-"))
-            time_s, min_s = number(row, "time_s") or 0.0, number(row, "min_s") or 0.0
+            time_s = number(row, "time_s") or 0.0
+            min_s = number(row, "min_s") or 0.0
             share = min_s / time_s if time_s else 1.0
             best = value / share if more_is_better else value * share
             links[source, destination] = Link(source, destination, value, best)

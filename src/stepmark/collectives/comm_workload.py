@@ -55,7 +55,8 @@ def plan(
         raise ConfigError("nproc", world_size, allowed)
     originals = list(_cases(options))
     base = comm_plan.shared(options, device, world_size, world_size)
-    cases, notes = list[CommCase](), list[str]()
+    cases = list[CommCase]()
+    notes = list[str]()
     for setting in comm_plan.settings(base, options):
         own_cases, own_notes = placed(originals, setting)
         for operator in comm_plan.concurrent_compute(options, device):
@@ -104,7 +105,8 @@ def labelled(workload: Workload, names: Iterable[str] = ()) -> list[CommCase]:
     """Return the collectives of these names, or all, with their modules and calls per step."""
     cases = []
     for message in workload_show.messages(workload, names):
-        role, count = ", ".join(message.modules), max(message.calls.values())
+        role = ", ".join(message.modules)
+        count = max(message.calls.values())
         label = Label(model=workload.name, role=role, count=count)
         cases.append(replace(message.case, labels=(label,)))
     return cases

@@ -33,7 +33,8 @@ from stepmark.ground.reading import Table
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.text_tables.nccl_notes import OUT_OF_BOUNDS, ROWS_MISSING
 
-_TOLERANCE, _LATENCY_TOLERANCE = 0.85, 2.0
+_TOLERANCE = 0.85
+_LATENCY_TOLERANCE = 2.0
 _FAR = 0.5  # of what other GPUs reach
 _RING = (0.7, 0.9)  # of a link's rate: what a ring reaches, and cannot reach
 _WIRE = 0.97  # of a NIC's rate that a plateau reaches (400G: 46 to 49 GB/s)
@@ -119,7 +120,8 @@ def judge(
 
 
 def _judgement(table: Table, fit: _Fit, nics: Nics | None) -> Judgement:
-    doubt, curve = _doubt(table, fit), fit.curve
+    doubt = _doubt(table, fit)
+    curve = fit.curve
     faults = [
         *([] if doubt else _outside(fit, nics)),
         *curve_faults(curve, table.num_ranks or 0),
@@ -189,7 +191,10 @@ def _fit(
 
 def _doubt(table: Table, fit: _Fit) -> str:
     """Return why the figures cannot be judged; "" where they can."""
-    hardware, each, peak, span = fit.hardware, fit.range, fit.curve.peak, fit.peak_span
+    hardware = fit.hardware
+    each = fit.range
+    peak = fit.curve.peak
+    span = fit.peak_span
     reach = f"which reach {_span(span, _rate)}"
     missing = "" if hardware.is_stated else " without the NICs of a host (--nics 8x400G)"
     device = table.device or "a GPU that is not stated"
@@ -232,7 +237,9 @@ def _doubt(table: Table, fit: _Fit) -> str:
 
 def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
     """Yield the figures outside their range, with the usual causes."""
-    peak, smallest, each = fit.curve.peak, fit.curve.smallest, fit.range
+    peak = fit.curve.peak
+    smallest = fit.curve.smallest
+    each = fit.range
     if fit.is_slow and fit.peak_span:
         part = peak.busbw / fit.peak_span[0]
         count = ""
@@ -261,7 +268,8 @@ def _outside(fit: _Fit, nics: Nics | None) -> Iterator[CurveFault]:
 
 def _remarks(table: Table, fit: _Fit) -> list[str]:
     """Return what a verdict does not cover, and what explains a figure within its range."""
-    peak, hardware = fit.curve.peak.busbw, fit.hardware
+    peak = fit.curve.peak.busbw
+    hardware = fit.hardware
     high = fit.peak_span[1] if fit.peak_span and fit.range.share and fit.has_peak else 0.0
     threads = f"one thread launches on {table.gpus_per_thread} GPUs in turn"
     reason = threads if table.gpus_per_thread > 1 else "there is no reference"
@@ -293,7 +301,9 @@ def _remarks(table: Table, fit: _Fit) -> list[str]:
 
 def _rows(fit: _Fit, faults: Sequence[CurveFault]) -> tuple[dict[str, str], ...]:
     """Return the figures beside their references; a figure that is missing has no row."""
-    peak, small, each = fit.curve.peak, fit.curve.smallest, fit.range
+    peak = fit.curve.peak
+    small = fit.curve.smallest
+    each = fit.range
     half = fit.curve.half_bytes
     assumed = "" if fit.hardware.is_stated else ", assumed"
     gbit = fit.hardware.nic_gbit or each.nic_gbit

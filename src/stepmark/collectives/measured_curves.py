@@ -128,7 +128,8 @@ def _run_points(path: Path) -> Iterator[Point]:
             number(row, key) for key in ("size_bytes", "time_s", "num_ranks")
         )
         if size and seconds and ranks:
-            collective, placement = text(row, "collective"), text(row, "placement")
+            collective = text(row, "collective")
+            placement = text(row, "placement")
             num_hosts = _num_hosts(row, int(ranks), host_of)
             yield collective, int(ranks), num_hosts, placement, int(size), seconds
 

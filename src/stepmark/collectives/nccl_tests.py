@@ -112,7 +112,8 @@ def lines_of(rows: Sequence[Row]) -> list[dict[str, Row]]:
     """Return the rows of one table by size, both placements side by side."""
     joined: dict[tuple[float, float], dict[str, Row]] = {}
     for row in rows:
-        size, count = number(row, "size_bytes") or 0, number(row, "count") or 0
+        size = number(row, "size_bytes") or 0
+        count = number(row, "count") or 0
         joined.setdefault((size, count), {})[text(row, "placement")] = row
     return [joined[size] for size in sorted(joined)]
 
@@ -278,7 +279,8 @@ def average_busbw(rows: Sequence[Row]) -> float | None:
 
 
 def _footer(rows: Sequence[Row], name: str) -> list[str]:
-    wrong, average = out_of_bounds(rows), average_busbw(rows)
+    wrong = out_of_bounds(rows)
+    average = average_busbw(rows)
     return [
         f"# {'Out of bounds values':<20} : {wrong} {'FAILED' if wrong else 'OK'}",
         f"# {'Avg bus bandwidth':<20} : {'N/A' if average is None else f'{average:g}'} ",

@@ -92,7 +92,8 @@ def load_healthy() -> tuple[HealthyCurve, ...]:
 def hardware_of(table: Table, nics: Nics | None) -> Hardware:
     """Return the hardware that a table states. nics: those that its ranks use."""
     device = find_device(table.device)
-    ranks, hosts = table.num_ranks or 0, table.num_hosts or 0
+    ranks = table.num_ranks or 0
+    hosts = table.num_hosts or 0
     if device and 0 < ranks <= (device.link_domain or 0):
         hosts = 1
     if hosts and (not ranks or ranks % hosts):
@@ -115,7 +116,8 @@ def rate(hardware: Hardware, family: str, nic_gbit: float) -> float:
     all-to-all the share of traffic that leaves the host counts: W m/(m-1) (n-1)/n with W a
     rank's NICs (https://github.com/NVIDIA/nccl-tests/issues/130).
     """
-    ranks, hosts = hardware.num_ranks, hardware.num_hosts
+    ranks = hardware.num_ranks
+    hosts = hardware.num_hosts
     if hosts == 1 and hardware.device:
         return hardware.device.link_bytes_per_s or 0.0
     if hosts < 2:
@@ -152,7 +154,8 @@ def tuner_latency_s(family: str, hardware: Hardware) -> float:
     Constants of NVIDIA/nccl 2.30.7, src/graph/tuning.cc. All-to-all and send-receive have none
     there: a ring's base and one hop.
     """
-    ranks, hosts = hardware.num_ranks, hardware.num_hosts
+    ranks = hardware.num_ranks
+    hosts = hardware.num_hosts
     hops = (ranks - hosts) * (0.6 if hosts == 1 else 1.0) + (hosts - 1) * 2.7
     if family == "gather":
         return (6.6 + hops) * 1e-6

@@ -20,7 +20,9 @@ _MIN_FLAT_BYTES = GIB
 _MAX_FLAT_GAIN = 1.05  # of the last row over the one before
 _SMALL_BYTES = 65536  # up to here a time is latency
 _MIN_RATE = 0.1 * GB  # below, two decimals of GB/s give no time
-_SLOW_ROW, _FALL, _FLOOR_S = 3.0, 1.5, 1e-3
+_SLOW_ROW = 3.0
+_FALL = 1.5
+_FLOOR_S = 1e-3
 _MIN_RATIO = 2.9  # to a neighbour, of a row whose ratio to an interpolation is looked at
 
 

@@ -16,7 +16,8 @@ from stepmark.ground.verdicts import equal_ratio
 
 MARGIN = 0.03
 # Less than 1 and 5 %: a check may ask for more launches, and decide again.
-_REJECTED_WRONGLY, _ACCEPTED_WRONGLY = 0.007, 0.03
+_REJECTED_WRONGLY = 0.007
+_ACCEPTED_WRONGLY = 0.03
 _MOST_LAUNCHES = 100
 # Launches of one machine vary by 0.2 to 1.5 % (ground/verdicts.py); a baseline of one launch
 # does not say by how much. Of checks of an equal machine this share may remain undecided.

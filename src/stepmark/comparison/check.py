@@ -165,7 +165,8 @@ def _check_baseline(first: Path, reference: Reference, options: CheckOptions) ->
     )
     # A noisy baseline is not refused: what decides is how the launches of today vary.
     launch_sd = min(LAUNCH_SD, math.sqrt(squares / df)) if df else LAUNCH_SD
-    num_cases, now = len(reference), options.launches
+    num_cases = len(reference)
+    now = options.launches
     needed = baseline_needed(options.floor, now=now, num_cases=num_cases, launch_sd=launch_sd)
     if needed is None:
         allowed = (

@@ -98,7 +98,8 @@ def _split(word: str) -> tuple[str, list[str]]:
         return "", [word]
     name, equals, rest = word.partition("=")
     if not equals or "/" in name:
-        name, rest = "", word
+        name = ""
+        rest = word
     if not rest:
         raise ConfigError("compare", word, "NAME=SOURCE")
     parts = [rest] if os.path.exists(rest) else [part for part in rest.split(",") if part]
@@ -243,7 +244,8 @@ def _distinct(sides: Sequence[Side]) -> list[Side]:
     names = {side.name for side in sides}
     distinct: dict[str, Side] = {}
     for side in sides:
-        name, count = side.name, 1
+        name = side.name
+        count = 1
         while name in distinct or (count > 1 and name in names):
             count += 1
             name = f"{side.name} ({count})"
@@ -333,7 +335,8 @@ def _sizes(text: str | None) -> tuple[int | None, int | None]:
     first, dash, last = text.partition("-")
     if not dash:
         raise ConfigError("range", text, "sizes such as 1M-1G")
-    smallest, largest = parse_bytes(first, "range"), parse_bytes(last, "range")
+    smallest = parse_bytes(first, "range")
+    largest = parse_bytes(last, "range")
     if smallest > largest:
         raise ConfigError("range", text, "sizes with the smaller one first")
     return smallest, largest

@@ -7,7 +7,8 @@ from stepmark.ground.ratio import Ratio
 from stepmark.model.model import ModelConfig
 
 # Units of figures that a source prints without a unit: a time as the user states, and unknown.
-TIME, UNKNOWN = "time", ""
+TIME = "time"
+UNKNOWN = ""
 # What was measured, apart from its size; None where the source does not say.
 # docs/definitions.md lists which fields may differ between sides.
 Fields = Mapping[str, str | int | float | bool | None]

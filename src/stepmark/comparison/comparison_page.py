@@ -106,10 +106,12 @@ def _window(lines: Sequence[Line]) -> tuple[float, float] | None:
     intervals = [cell.ratio for line in lines for cell in line.cells.values() if cell.ratio]
     if not intervals:
         return None
-    slowest, fastest = min(r.speed for r in intervals), max(r.speed for r in intervals)
+    slowest = min(r.speed for r in intervals)
+    fastest = max(r.speed for r in intervals)
     low = max(slowest / 2, min(r.low or r.speed for r in intervals))
     high = min(fastest * 2, max(r.high or r.speed for r in intervals))
-    low, high = min(low, 1 / (1 + EFFECT_FLOOR)), max(high, 1 + EFFECT_FLOOR)
+    low = min(low, 1 / (1 + EFFECT_FLOOR))
+    high = max(high, 1 + EFFECT_FLOOR)
     return low - 0.05 * (high - low), high + 0.05 * (high - low)
 
 

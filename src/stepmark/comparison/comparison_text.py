@@ -242,7 +242,8 @@ def _bound(value: float) -> str:
 
 def mean_text(overall: Overall) -> str:
     over = f"{overall.num_lines} line{'s' if overall.num_lines != 1 else ''}"
-    low, high = overall.smallest_bytes, overall.largest_bytes
+    low = overall.smallest_bytes
+    high = overall.largest_bytes
     if low is not None and high is not None:
         over = f"{format_bytes(low)} to {format_bytes(high)}, {over}"
     mean = f"geometric mean {ratio_text(overall.ratio)} over {over}"

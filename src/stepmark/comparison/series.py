@@ -312,9 +312,11 @@ def join(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[Pair], l
 
 def _key_names(base: Side, other: Side, allowed: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return notes on what differs, and the fields that name a line."""
-    notes, names = [], []
+    notes = []
+    names = []
     for name in dict.fromkeys(key for s in (*base.series, *other.series) for key in s.fields):
-        base_values, other_values = _values(base, name), _values(other, name)
+        base_values = _values(base, name)
+        other_values = _values(other, name)
         if base_values == other_values:
             names.append(name)
         elif not _stated(base_values) or not _stated(other_values):
@@ -356,11 +358,13 @@ def _key(series: Series, names: Iterable[str]) -> Key:
 
 def _pairs(base: Side, other: Side, names: Sequence[str]) -> list[Pair]:
     """Pair by key and size; then sizes without a partner with the nearest that is left."""
-    base_table, other_table = _by_key(base, names), _by_key(other, names)
+    base_table = _by_key(base, names)
+    other_table = _by_key(other, names)
     place = {id(series): number for number, series in enumerate(base.series)}
     pairs: list[Pair] = []
     for key in (key for key in base_table if key in other_table):
-        base_sizes, other_sizes = base_table[key], other_table[key]
+        base_sizes = base_table[key]
+        other_sizes = other_table[key]
         same: list[tuple[int | None, int | None]] = [
             (size, size) for size in base_sizes if size in other_sizes
         ]
@@ -389,7 +393,8 @@ def _by_key(side: Side, names: Sequence[str]) -> dict[Key, dict[int | None, list
 def _only(side: Side, group: Sequence[Series]) -> Series:
     """Return the only series. Raises ConfigError where several fit one of the other side."""
     if len(group) > 1:
-        fields, others = group[0].fields, group[1].fields
+        fields = group[0].fields
+        others = group[1].fields
         name = next((n for n in fields if fields.get(n) != others.get(n)), "compare")
         values = f"{fields.get(name)} and {others.get(name)}"
         allowed = "one of them: the other side does not say which"

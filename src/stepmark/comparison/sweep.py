@@ -135,7 +135,8 @@ def _resumed(path: Path, options: SweepOptions) -> Sweep:
             allowed = "left out, or the settings that the sweep began with"
             raise ConfigError("env", ", ".join(sorted(changes)), allowed)
     for name in ("order", "seed"):
-        value, first = getattr(options, name), getattr(sweep, name)
+        value = getattr(options, name)
+        first = getattr(sweep, name)
         if value not in (None, first):
             raise ConfigError(name, value, f"{first}, with which the sweep began")
     resumed = dataclasses.replace(

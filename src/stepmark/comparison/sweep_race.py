@@ -98,7 +98,8 @@ def compare_settings(path: Path, sweep: Sweep) -> Result | None:
     if result is None:
         return None
     first = selection.rounds + 1
-    fresh, count = None, 0
+    fresh = None
+    count = 0
     if selection.settings and sweep.is_complete:
         confirmed = _compared(path, sweep, range(first, first + selection.fresh))
         fresh, count = (confirmed.comparison, selection.fresh) if confirmed else (None, 0)
@@ -116,7 +117,8 @@ def _compared(path: Path, sweep: Sweep, rounds: range) -> Result | None:
 
 def _sides(path: Path, sweep: Sweep, rounds: range) -> tuple[dict[str, Side], list[str]]:
     """Return the settings that did not fail, by name, and remarks on those without a result."""
-    sides, empty = {}, []
+    sides = {}
+    empty = []
     for setting in sweep.settings:
         runs = {
             attempt.run: attempt.round

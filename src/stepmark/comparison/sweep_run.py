@@ -167,7 +167,8 @@ def _differs(journal: Journal, setting: Setting, run: str) -> tuple[str, ...]:
 
     Swept variables do not count.
     """
-    runs, sweep = journal.path / "runs", journal.sweep
+    runs = journal.path / "runs"
+    sweep = journal.sweep
     same = {each.name for each in sweep.settings if each.executable == setting.executable}
     tries = (each for each in sweep.tries if each.setting in same)
     first = next((each.run for each in tries if each.outcome is Outcome.DONE), run)
@@ -176,7 +177,8 @@ def _differs(journal: Journal, setting: Setting, run: str) -> tuple[str, ...]:
     except ConfigError as error:
         return (str(error),)
     swept = {name for setting in sweep.settings for name, _ in setting.variables}
-    old, new = _facts(before, swept), _facts(now, swept)
+    old = _facts(before, swept)
+    new = _facts(now, swept)
     names = dict.fromkeys((*old, *new))
     return tuple(
         f"{name}: {old.get(name, 'unset')} -> {new.get(name, 'unset')}"

@@ -35,7 +35,8 @@ _EXPRESSIBLE = (
     *("NCCL_MIN_NCHANNELS", "NCCL_MAX_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"),
 )
 Logged = dict[tuple[str, int], TunerChoice]  # by collective and size
-PLUGIN, CONFIG = "NCCL_TUNER_PLUGIN", "NCCL_TUNER_CONFIG_FILE"
+PLUGIN = "NCCL_TUNER_PLUGIN"
+CONFIG = "NCCL_TUNER_CONFIG_FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,8 @@ def choose(logged: Mapping[str, Logged], advice: Advice) -> list[TunerChoice]:
     """
     won: dict[str, dict[int, set[str | None]]] = {}
     for pick in advice.picks:
-        name, size = str(pick.line.fields.get("family")), pick.line.size_bytes
+        name = str(pick.line.fields.get("family"))
+        size = pick.line.size_bytes
         if size is not None:
             won.setdefault(name, {}).setdefault(size, set()).add(pick.winner)
     choices = []
@@ -315,7 +317,8 @@ def _with_text(folder: Path) -> list[Path]:
 
 
 def _choice(line: Choice) -> TunerChoice | None:
-    algorithm, protocol = tuner_text.spelled(line.algorithm), tuner_text.spelled(line.protocol)
+    algorithm = tuner_text.spelled(line.algorithm)
+    protocol = tuner_text.spelled(line.protocol)
     if not (line.message_bytes is not None and line.channels and algorithm and protocol):
         return None
     if line.collective not in tuner_text.COLLECTIVES:

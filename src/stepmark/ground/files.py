@@ -86,7 +86,8 @@ def config_errors(target: object, field: str = "output") -> Iterator[None]:
 
 def new_file(path: Path) -> Path:
     """Create and return path, or path.0, path.1, ...: the first that does not exist yet."""
-    candidate, tried = path, 0
+    candidate = path
+    tried = 0
     with config_errors(path):
         while True:
             try:

@@ -61,7 +61,8 @@ class _Moments:
         weight = 1 / time**2
         self.n += 1
         self.weight += weight
-        from_size, from_time = size - self.size, time - self.time
+        from_size = size - self.size
+        from_time = time - self.time
         self.size += from_size * weight / self.weight
         self.time += from_time * weight / self.weight
         self.size_size += weight * from_size * (size - self.size)
@@ -124,7 +125,8 @@ def piecewise(points: Iterable[Point], max_segments: int = 3) -> list[Segment]:
         if error <= enough:
             break
         if more_error * FACTOR ** (len(more_cuts) - len(cuts)) < error:
-            error, cuts = more_error, more_cuts
+            error = more_error
+            cuts = more_cuts
     edges = (0, *cuts, len(stacks))
     parts = [list(chain(*stacks[low:high])) for low, high in pairwise(edges)]
     return [

@@ -1,6 +1,7 @@
 """Groups of options that several verbs share."""
 
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, ClassVar
 
@@ -26,14 +27,17 @@ class Files:
     @property
     def to_stdout(self) -> bool:
         """Whether stdout is one of the files, so that nothing else may be printed there."""
-        return any(getattr(self, name) == "-" for name in self.written)
+        return "-" in attrgetter(*self.written)(self)
 
     def check_stdout(self) -> None:
         """Raise ConfigError for two outputs on stdout."""
-        on_stdout = [dashed(name) for name in self.written if getattr(self, name) == "-"]
-        if len(on_stdout) > 1:
-            allowed = f"a path: stdout is already taken by --{on_stdout[0]}"
-            raise ConfigError(on_stdout[1], "-", allowed)
+        taken = ""
+        for name in self.written:
+            if getattr(self, name) == "-":
+                if taken:
+                    allowed = f"a path: stdout is already taken by --{dashed(taken)}"
+                    raise ConfigError(dashed(name), "-", allowed)
+                taken = name
 
 
 @group

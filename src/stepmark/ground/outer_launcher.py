@@ -13,7 +13,8 @@ _MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "LOCAL_RANK", "SIZE"
 # Hosts of a job with one process per host, its agent, which starts ranks: see job.py.
 HOSTS = "STEPMARK_HOSTS"
 BIND = "STEPMARK_BIND"  # "closest": ranks run on the cores closest to their GPU
-_FIRST_PORT, _NUM_PORTS = 20_000, 10_000
+_FIRST_PORT = 20_000
+_NUM_PORTS = 10_000
 
 
 def is_rank() -> bool:

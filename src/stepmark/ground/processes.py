@@ -81,7 +81,8 @@ def tie_to_parent(number: signal.Signals) -> Callable[[], None]:
 
 def tie_child(number: signal.Signals) -> Callable[[], None]:
     """Return a preexec_fn for Popen. A child whose parent is gone already ends at once."""
-    tie, parent = tie_to_parent(number), os.getpid()
+    tie = tie_to_parent(number)
+    parent = os.getpid()
 
     def begin() -> None:
         tie()

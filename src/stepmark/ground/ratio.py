@@ -95,7 +95,8 @@ def t_cdf(t: float, df: int | None) -> float:
     if df is None or df >= _NORMAL:
         return NormalDist().cdf(t)
     angle = math.atan(abs(t) / math.sqrt(df))
-    sine, cosine = math.sin(angle), math.cos(angle)
+    sine = math.sin(angle)
+    cosine = math.cos(angle)
     odd = df % 2
     term, total = (cosine, 0.0) if odd else (1.0, 0.0)
     for power in range(2 + odd, df + 1, 2):
@@ -110,7 +111,8 @@ def t_quantile(p: float, df: int | None) -> float:
     """Return the t below which a share p of the distribution lies, for p from 0.5."""
     if df is None or df >= _NORMAL:
         return NormalDist().inv_cdf(p)
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while t_cdf(high, df) < p:
         high *= 2
     for _ in range(60):

@@ -7,7 +7,8 @@ upper bound in its place.
 from dataclasses import dataclass
 from operator import attrgetter
 
-OUT_OF_PLACE, IN_PLACE = "out-of-place", "in-place"
+OUT_OF_PLACE = "out-of-place"
+IN_PLACE = "in-place"
 MEASUREMENT = attrgetter("label", "size_bytes", "dtype", "redop", "root", "placement", "column")
 
 

@@ -83,7 +83,8 @@ def steady_from(seconds: Sequence[float], cycle: int = 1) -> int | None:
         return None
     sums = [math.fsum(seconds[i * cycle : (i + 1) * cycle]) for i in range(num_cycles)]
     # From the end, so that each truncation costs one addition (Welford's recurrence).
-    mean, squares = 0.0, 0.0
+    mean = 0.0
+    squares = 0.0
     error = [math.inf] * num_cycles
     for count, total in enumerate(reversed(sums), 1):
         delta = total - mean

@@ -4,7 +4,9 @@ from collections.abc import Iterable
 
 from stepmark.ground.errors import ConfigError
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
 GB = 1e9
 TFLOP = 1e12
 

@@ -24,7 +24,8 @@ _MAX_DF = 300.0  # of a prior: from here on rows share one variance
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # A few launches have not seen a state that one in five takes. As if this had been seen, too:
 # 2 % on four degrees of freedom. validation/verdicts.py shows what it prevents.
-_RARE_VARIANCE, _RARE_DF = 0.02**2, 4
+_RARE_VARIANCE = 0.02**2
+_RARE_DF = 4
 
 Residuals = Sequence[float]  # of one row, by launch
 
@@ -122,14 +123,18 @@ def _likeliest(variances: Sequence[tuple[float, int]], start: float) -> tuple[fl
     def score(log_df: float) -> tuple[float, float, float]:
         return _scored(variances, start, math.exp(log_df))
 
-    low, high = 0.0, math.log(_MAX_DF)
-    left, right = (score(high - _GOLDEN * (high - low)), score(low + _GOLDEN * (high - low)))
+    low = 0.0
+    high = math.log(_MAX_DF)
+    left = score(high - _GOLDEN * (high - low))
+    right = score(low + _GOLDEN * (high - low))
     for _ in range(10):
         if left < right:
-            low, left = high - _GOLDEN * (high - low), right
+            low = high - _GOLDEN * (high - low)
+            left = right
             right = score(low + _GOLDEN * (high - low))
         else:
-            high, right = low + _GOLDEN * (high - low), left
+            high = low + _GOLDEN * (high - low)
+            right = left
             left = score(high - _GOLDEN * (high - low))
     best = max(left, right, _scored(variances, start, _MAX_DF))
     return best[1], best[2]
@@ -143,7 +148,8 @@ def _scored(
     num_df = sum(df for _, df in variances)
     for _ in range(50):  # expectation-maximization; each step raises the likelihood
         shares = ((df + prior_df) * df * v / (prior_df * scale + df * v) for v, df in variances)
-        previous, scale = scale, scale * math.fsum(shares) / num_df
+        previous = scale
+        scale = scale * math.fsum(shares) / num_df
         if abs(scale - previous) < 1e-6 * scale:
             break
     likelihood = math.fsum(

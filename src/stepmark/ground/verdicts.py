@@ -45,7 +45,8 @@ _MIN_SPREAD = 8  # rows of one launch a side, whose ratios show how much launche
 # Variance of a single launch over that of history: it may be an outlier.
 _SINGLE = 3.0
 _MOST_LAUNCHES = 1000
-_P_INTERVAL, _P_ROW = 0.5 + CONFIDENCE / 2, 1 - FALSE_SHARE / 4
+_P_INTERVAL = 0.5 + CONFIDENCE / 2
+_P_ROW = 1 - FALSE_SHARE / 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,8 @@ def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
 
 
 def _unpaired(rows: Sequence[Row]) -> Iterable[_Difference]:
-    base, other = [row.base for row in rows], [row.other for row in rows]
+    base = [row.base for row in rows]
+    other = [row.other for row in rows]
     groups = [group for side in (base, other) for group in launch_groups(s.logs for s in side)]
     # Sides with the same past have it once.
     for side in (base, [b for a, b in zip(base, other, strict=True) if a.past != b.past]):
@@ -150,7 +152,8 @@ def _unpaired_row(row: Row, pool: Pool) -> _Difference | None:
         # A rounded value is uniform within its last digit.
         launch = pool.moderated(squares, df).plus(sample.rounding**2 / 12)
         parts.append(launch.scaled(1 / len(sample.logs)))
-    error, counts = total(parts), 1 / len(row.base.logs) + 1 / len(row.other.logs)
+    error = total(parts)
+    counts = 1 / len(row.base.logs) + 1 / len(row.other.logs)
     own, own_df = squares_within([row.base.logs, row.other.logs])
     is_rounded = row.base.rounding or row.other.rounding
     if error.value == 0 or (own_df and own == 0 and not is_rounded):
@@ -199,7 +202,8 @@ def _widened_by_spread(differences: Sequence[_Difference]) -> Sequence[_Differen
 
 def _drift_of(rows: Sequence[Row], pool: Pool) -> Variance:
     """Return the variance of the difference of two blocks: of history, else the default."""
-    excess, num_runs = [], []
+    excess = []
+    num_runs = []
     for past in (sample.past for row in rows for sample in (row.base, row.other)):
         if len(past) >= _MIN_RUNS:
             per_run = fmean(1 / len(run) for run in past)
@@ -365,7 +369,8 @@ def _launches_that_tell(difference: _Difference, floor: float) -> int | None:
 
     None if drift alone is too large, or if _MOST_LAUNCHES would not do.
     """
-    change, limit = abs(difference.log_speed), math.log1p(floor)
+    change = abs(difference.log_speed)
+    limit = math.log1p(floor)
     own = min(len(difference.row.base.logs), len(difference.row.other.logs))
 
     def tells(count: int) -> bool:

@@ -48,9 +48,12 @@ def measured_ceilings(records: Iterable[Record]) -> Ceilings:
     for launches in pooled(records, OpLaunches):
         if not launches.measured or launches.num_wrong:
             continue
-        case, op, time_s = launches.case, launches.case.op, launches.time_s
+        case = launches.case
+        op = launches.case.op
+        time_s = launches.time_s
         if case.family in MATMULS:
-            key, rate = (case.device, op.dtype), op.flops / time_s
+            key = (case.device, op.dtype)
+            rate = op.flops / time_s
             if rate > flops_per_s.get(key, 0.0):
                 flops_per_s[key], cases[key] = rate, case.case_id
         elif case.family == "copy":

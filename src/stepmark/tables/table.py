@@ -149,7 +149,8 @@ class TableLine(str):
     def of(cls, text: str, cells: Sequence[str], is_right: Sequence[bool]) -> "TableLine":
         """Return a line of its cells; lines of one table share one is_right."""
         line = cls(text)
-        line.cells, line.is_right = cells, is_right
+        line.cells = cells
+        line.is_right = is_right
         return line
 
 

@@ -111,14 +111,18 @@ def _facts(tool: str, number: int, **facts: Any) -> Table:
 
 def _table(section: Section, file: str) -> Table:
     """Return the table of a section, with what follows from its figures."""
-    facts, readings, notes = section.table, section.readings, section.notes
-    collective, reason = facts.collective, facts.collective_from
+    facts = section.table
+    readings = section.readings
+    notes = section.notes
+    collective = facts.collective
+    reason = facts.collective_from
     has_sizes = facts.unit != "s"  # DeepSpeed's are labels
     is_any_rate = facts.unit == "GB/s"  # of no single collective
     if not collective and has_sizes and not is_any_rate:
         collective, reason = nccl_lines.inferred_collective(file, readings)
         notes += [] if collective else [nccl_lines.UNKNOWN_COLLECTIVE]
-    num_ranks, num_ranks_from = facts.num_ranks, facts.num_ranks_from
+    num_ranks = facts.num_ranks
+    num_ranks_from = facts.num_ranks_from
     if num_ranks is None and has_sizes:
         num_ranks, num_ranks_from = printed_figures.num_ranks_of(readings, collective)
         notes += [] if num_ranks else [nccl_lines.UNKNOWN_RANKS]
@@ -156,7 +160,8 @@ def _mscclpp(stream: Sequence[Line]) -> Iterator[Section]:
             )
             section = Section(facts, number, line, placements)
             yield section
-            placements, ranks = [], []
+            placements = []
+            ranks = []
         elif section and number - max(section.last_line, section.header_line) > _MAX_GAP:
             section = None
         elif section and _MSCCLPP_ROW.match(text):
@@ -168,7 +173,9 @@ def _mscclpp_readings(
     section: Section, cells: Sequence[str], line: str, number: int
 ) -> Iterator[Reading | None]:
     """Yield the reading of each placement in a row, None for a row of another layout."""
-    size, count, figures = parse_integer(cells[0]), parse_integer(cells[1]), cells[2:]
+    size = parse_integer(cells[0])
+    count = parse_integer(cells[1])
+    figures = cells[2:]
     width = len(figures) // 2 if len(figures) in (6, 8) else len(figures)
     if size is None or count is None or width not in (3, 4):
         yield None
@@ -245,7 +252,8 @@ def _param(stream: Sequence[Line]) -> Iterator[Section]:
             if header_line and not sections:
                 yield Section(_facts("PARAM", header_line), header_line)
             names = re.findall(r"(?:total-)?size \(B\)|\S+", head["names"])
-            header_line, sections = number, {}
+            header_line = number
+            sections = {}
         elif header_line and (row := _PARAM_ROW.search(text)):
             title = f"{row['collective']}-{row['dtype']}{row['tag'] or ''}"
             section = sections.get(title)
@@ -320,7 +328,8 @@ def _param_reading(
     }
     if figures.keys() != _PARAM_COLUMNS.keys():
         return None
-    size, count = parse_integer(figures["size"]), parse_integer(figures["count"])
+    size = parse_integer(figures["size"])
+    count = parse_integer(figures["count"])
     printed = figures["time"], figures["algbw"], figures["busbw"]
     time, algbw, busbw = map(parse_number, printed)
     if size is None or not time or time < 0 or algbw is None or busbw is None:

@@ -53,7 +53,8 @@ def _stop(
     """Return the stop of a document that was never closed, or has no result."""
     config = _object(document.get("config"))
     sizes = [_int(config.get(key)) for key in ("minimum_bytes", "maximum_bytes")]
-    factor, step = _int(config.get("step_factor")), _int(config.get("step_bytes"))
+    factor = _int(config.get("step_factor"))
+    step = _int(config.get("step_bytes"))
     first, last = sizes
     sweep = None
     if first is not None and last is not None and (factor or step):

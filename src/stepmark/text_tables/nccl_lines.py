@@ -115,7 +115,9 @@ class Sweep:
     @property
     def num_sizes(self) -> int | None:
         """The number of sizes; None for a step that leads nowhere."""
-        first, last, step = self.min_bytes, self.max_bytes, self.step
+        first = self.min_bytes
+        last = self.max_bytes
+        step = self.step
         if not self.is_factor:
             return (last - first) // step + 1 if step and first <= last else None
         if not first or step < 2:
@@ -191,7 +193,8 @@ def hosts_and_device(gpus: Sequence[tuple[str, str, str]]) -> tuple[int | None, 
 
     A GPU that occurs twice is one of two hosts with the same name, as containers have.
     """
-    hosts, names = {host for host, _, _ in gpus}, {name for _, _, name in gpus}
+    hosts = {host for host, _, _ in gpus}
+    names = {name for _, _, name in gpus}
     is_known = gpus and len({(host, bus) for host, bus, _ in gpus}) == len(gpus)
     return (len(hosts) if is_known else None), (names.pop() if len(names) == 1 else "")
 
@@ -212,9 +215,11 @@ def placements_of(line: str) -> list[str]:
 def add_facts(facts: OutputFacts, line: str) -> None:
     """Add the facts of this line."""
     if match := _VERSION.search(line):
-        facts.tool, facts.version = match["tool"].lower(), match["version"]
+        facts.tool = match["tool"].lower()
+        facts.version = match["version"]
     elif match := _STEPMARK.search(line):
-        facts.tool, facts.version = "stepmark", match["version"]
+        facts.tool = "stepmark"
+        facts.version = match["version"]
     elif match := _STARTING.search(line):
         facts.collective = collective_named(match["name"])
     elif match := _PARAMETERS.search(line):
@@ -224,9 +229,11 @@ def add_facts(facts: OutputFacts, line: str) -> None:
     elif match := _BLOCKING.search(line):
         facts.blocking = match["how"].strip() or "enabled"
     elif match := _WRONG.search(line):
-        facts.num_wrong, facts.is_complete = int(match["count"]), True
+        facts.num_wrong = int(match["count"])
+        facts.is_complete = True
     elif match := _AVERAGE.search(line):
-        facts.average, facts.is_complete = match["rate"], True
+        facts.average = match["rate"]
+        facts.is_complete = True
     elif "Collective test concluded:" in line:
         facts.is_complete = True
     elif match := _STEPMARK_MODE.match(line):
@@ -462,7 +469,8 @@ def _layout_by_width(width: int) -> tuple[int, int] | None:
 
 def split_prefix(line: str) -> tuple[str, str]:
     """Return (tag, rest); the tag is "" for a line without a launcher's mark."""
-    tags, rest = [], line
+    tags = []
+    rest = line
     for _ in range(_MAX_PREFIXES):
         if stamp := _STAMP.match(rest):
             rest = rest[stamp.end() :]

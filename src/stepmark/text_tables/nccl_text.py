@@ -70,7 +70,8 @@ def outputs_of(lines: Sequence[str]) -> list[Output]:
 
 def _join(first: Output, second: Output) -> None:
     """Add to an output the facts of one that stands mixed with it."""
-    second.first_line, second.first_text = first.first_line, first.first_text
+    second.first_line = first.first_line
+    second.first_text = first.first_text
     second.num_parameter_lines += first.num_parameter_lines
     second.facts.ranks = first.facts.ranks + second.facts.ranks
     second.facts.version = second.facts.version or first.facts.version
@@ -171,7 +172,8 @@ class OutputsReader:
             self.close(tag)
             output = self.output(tag, row.line)
         if self.collective and not output.rows and not output.collective:
-            output.collective, output.command_line = self.collective, self.command_line
+            output.collective = self.collective
+            output.command_line = self.command_line
             self.collective = self.collective if output.facts.parameters else ""
         output.rows.append(row)
         if len(row.cells) < (output.stated_width or output.width):
@@ -191,7 +193,8 @@ class OutputsReader:
         if not cells or len(row.cells) + len(cells) > output.width:
             return False
         row.cells += cells
-        row.last_line, row.values = number, []
+        row.last_line = number
+        row.values = []
         if len(row.cells) == output.width:
             self.incomplete.pop(tag)
         return True
@@ -214,10 +217,12 @@ class OutputsReader:
         elif columns := nccl_lines.columns_of(line):
             output = self.output_without_header(tag, number)
             layout = nccl_lines.header_layout(columns)
-            output.facts.columns, output.stated_width = columns, layout.width if layout else 0
+            output.facts.columns = columns
+            output.stated_width = layout.width if layout else 0
             output.header_line = output.header_line or number
         elif collective := nccl_lines.collective_in_command(line):
-            self.collective, self.command_line = collective, number
+            self.collective = collective
+            self.command_line = number
         elif tag in self.open:
             nccl_lines.add_facts(self.open[tag].facts, line)
 
@@ -229,7 +234,8 @@ def tables_of(outputs: Sequence[Output], lines: Sequence[str], file: str) -> lis
 
 
 def _table(output: Output, lines: Sequence[str], file: str) -> Table:
-    facts, rows = output.facts, output.rows
+    facts = output.facts
+    rows = output.rows
     first_line = min(output.first_line, rows[0].line)
     heading = heading_above(lines, output.command_line or first_line)
     command_line = lines[output.command_line - 1] if output.command_line else ""
@@ -302,7 +308,9 @@ def _readings(
         values: Sequence[float | None] = row.values or [parse_number(cell) for cell in cells]
         root = values[0] if layout.has_root else None
         for time_place, algbw_place, busbw_place, wrong_place, placement in places:
-            time, algbw, busbw = values[time_place], values[algbw_place], values[busbw_place]
+            time = values[time_place]
+            algbw = values[algbw_place]
+            busbw = values[busbw_place]
             if time is algbw is busbw is None:
                 continue
             wrong = None if wrong_at is None else _num_wrong(cells[wrong_place])

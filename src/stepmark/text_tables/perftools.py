@@ -57,7 +57,8 @@ def _table(lines: Sequence[str], title: int, file: str) -> ProfilerTable:
     end = min(len(lines), title + 1 + _MAX_HEAD)
     first = next((n for n in range(title + 1, end) if _TOTAL_ROW.match(lines[n])), end)
     head = lines[title + 1 : first]
-    columns, total = _columns(head), _split("".join(lines[first : first + 1]))[0]
+    columns = _columns(head)
+    total = _split("".join(lines[first : first + 1]))[0]
     entries: list[tuple[int, Sequence[str], list[str]]] = []  # line, figures, words
     flags: list[Flag] = []
     is_known = (
@@ -113,7 +114,8 @@ def _columns(head: Sequence[str]) -> dict[str, str]:
     side = ""
     for match in _HEADING.finditer(text):
         if match["edge"] or match["first"]:
-            side, edge = match["side"] or match["first"] or side, match["edge"] or "0"
+            side = match["side"] or match["first"] or side
+            edge = match["edge"] or "0"
             columns[f"{side}_{edge}"] = f"{side} from {edge}"
         else:
             words = next(cut[match[0]], "") if match[0] in cut else match[0]

@@ -98,7 +98,8 @@ def parts_of(readings: Sequence[Reading]) -> int | None:
 
 def collective_of(readings: Sequence[Reading]) -> tuple[str, str]:
     """Return (collective, reason) if the figures leave only one; ("", "") otherwise."""
-    factor, parts = factor_interval(readings), parts_of(readings)
+    factor = factor_interval(readings)
+    parts = parts_of(readings)
     if factor and factor[0] > 1.01:
         return "all_reduce", f"busbw/algbw is {_middle(factor):.4g}: above 1"
     if {reading.redop for reading in readings} & {"", "none"}:
@@ -137,11 +138,14 @@ def common_interval(
 ) -> tuple[float, float] | None:
     """Return the range that most intervals share, or None if fewer than this share do."""
     edges = sorted([(low, -1) for low, _ in intervals] + [(high, 1) for _, high in intervals])
-    depth, deepest, best = 0, 0, (0.0, 0.0)
+    depth = 0
+    deepest = 0
+    best = (0.0, 0.0)
     for index, (value, step) in enumerate(edges):
         depth -= step
         if depth > deepest:
-            deepest, best = depth, (value, edges[index + 1][0])
+            deepest = depth
+            best = (value, edges[index + 1][0])
     return best if intervals and deepest >= agreement * len(intervals) else None
 
 
@@ -168,7 +172,8 @@ def _ranks_by_factor(factor: tuple[float, float], twice: int, formula: str) -> R
 def _interval(reading: Reading) -> tuple[float, float] | None:
     """Return the interval of one row's busbw / algbw. A time is finer than algbw."""
     if reading.printed is None:
-        exact_algbw, exact_busbw = reading.algbw_bytes_per_s, reading.busbw_bytes_per_s
+        exact_algbw = reading.algbw_bytes_per_s
+        exact_busbw = reading.busbw_bytes_per_s
         if not exact_algbw or exact_busbw is None:
             return None
         ratio = exact_busbw / exact_algbw
@@ -179,10 +184,13 @@ def _interval(reading: Reading) -> tuple[float, float] | None:
     time_error, algbw_error, busbw_error = map(rounding_error, reading.printed)
     if algbw <= algbw_error or busbw < 0:
         return None
-    lowest, highest = max(busbw - busbw_error, 0), busbw + busbw_error
-    low, high = lowest / (algbw + algbw_error), highest / (algbw - algbw_error)
+    lowest = max(busbw - busbw_error, 0)
+    highest = busbw + busbw_error
+    low = lowest / (algbw + algbw_error)
+    high = highest / (algbw - algbw_error)
     if time and reading.time_s and reading.algbw_bytes_per_s:
-        second, rate = reading.time_s / time, reading.algbw_bytes_per_s / algbw
+        second = reading.time_s / time
+        rate = reading.algbw_bytes_per_s / algbw
         scale = second * rate / reading.size_bytes
         low = max(low, lowest * max(time - time_error, 0) * scale)
         high = min(high, highest * (time + time_error) * scale)

@@ -32,7 +32,8 @@ _Fault = tuple[str, str, str]  # column key, rule, reason
 
 def flags(table: ProfilerTable) -> Iterator[Flag]:
     """Yield the figures that cannot be, by row."""
-    sums, steps = _sums_of(table), _steps_ns(table)
+    sums = _sums_of(table)
+    steps = _steps_ns(table)
     for row in table.rows:
         faults = (
             *_time_faults(row),
@@ -107,7 +108,8 @@ def _device_faults(
     if row.kind in _NO_WORK or (own and row.kind is RowKind.ANNOTATION):
         return  # torch copies annotations to the device, and leaves them out of its sum
     for key in ("self_device", "device", "time", "acc_time"):
-        figure, everything = row.figures.get(key), sums.get(key) or sums.get(f"self_{key}")
+        figure = row.figures.get(key)
+        everything = sums.get(key) or sums.get(f"self_{key}")
         if figure and everything and figure.low > everything[1] * (1 + _SLACK):
             yield key, "over-all", f"above the sum, {time_text(*everything)}"
         if figure and steps and figure.low > _MAX_CONCURRENT * steps:
@@ -118,7 +120,8 @@ def _device_faults(
 
 def communication(table: ProfilerTable) -> Communication:
     """Return what the table says of communication, with the reasons."""
-    sums, steps = _sums_of(table), _steps_ns(table)
+    sums = _sums_of(table)
+    steps = _steps_ns(table)
     everything = sums.get("self_device", (0.0, 0.0))
     # Kernels are told from operators by their lack of CPU time.
     if not table.columns.keys() >= {"self_device", "device", "self_cpu", "cpu"}:
@@ -144,7 +147,8 @@ def communication(table: ProfilerTable) -> Communication:
     if steps and high < steps:
         gain = f"a network without cost would save at most {high / steps:.1%} of the steps"
         reasons.append(f"{gain}, which take {time_text(steps)} on the host")
-    is_bound, is_free = 2 * low > device[1], 2 * high < device[0]
+    is_bound = 2 * low > device[1]
+    is_free = 2 * high < device[0]
     return Communication(
         bound=is_bound if is_bound or is_free else None,
         low_ns=low,
@@ -174,7 +178,8 @@ def _device_time(table: ProfilerTable, everything: Span) -> tuple[Span, str]:
     work = _self_times(table, *DEVICE_WORK)
     annotations = _self_times(table, RowKind.ANNOTATION, RowKind.DEVICE_ROW)
     operators = _self_times(table, RowKind.OPERATOR, RowKind.COLLECTIVE)
-    low, high = everything[0] - markers[1], everything[1] - markers[0]
+    low = everything[0] - markers[1]
+    high = everything[1] - markers[0]
     if work[0] + annotations[0] <= high:
         low -= annotations[1]
     low = min(high, max(low, work[0], 0.0 if markers[1] else operators[0], 0.0))

@@ -21,7 +21,8 @@ from stepmark.text_tables.profiler_table import (
     time_text,
 )
 
-_MAX_ROWS, _MAX_NAME = 40, 52
+_MAX_ROWS = 40
+_MAX_NAME = 52
 _NS = 1e9
 _BINS = ("HtoA", "AtoH", "AtoA")  # begin the keys of copies by size
 _NOT_SHOWN = ("_pct", "_avg")

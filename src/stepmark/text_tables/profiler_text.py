@@ -28,7 +28,9 @@ _SEPARATOR = re.compile(r"\s{2,}|\t")
 _RULE = re.compile(r"-{4,}(?:  -{4,})+\s*$")
 _SUM = re.compile(r"Self (\w+) time total: (\S+)\s*$")
 _TOP_LEVEL = "only display top-level ops"
-_MAX_LINE, _MAX_GAP, _LINES_BELOW = 16384, 3, 12
+_MAX_LINE = 16384
+_MAX_GAP = 3
+_LINES_BELOW = 12
 
 _ANNOTATION = re.compile(
     r"ProfilerStep|Optimizer\.|DistributedDataParallel\.|FSDP::|FullyShardedDataParallel\."
@@ -113,7 +115,8 @@ def figure(cell: str, units: Mapping[str, float]) -> Figure | None:
     if match is None or number is None or match[2] not in units:
         return None
     scale = units[match[2]]
-    value, half = round(number * scale, 3), rounding_error(match[1]) * scale
+    value = round(number * scale, 3)
+    half = rounding_error(match[1]) * scale
     return Figure(value, value - half, value + half, cell)
 
 
@@ -123,7 +126,8 @@ def _table(lines: Sequence[str], head: int, layout: _Layout, file: str) -> Profi
     flags: list[Flag] = []
     torn: list[Flag] = []  # on lines since the last row
     seen: dict[str, int] = {}  # line number of each row's text
-    is_closed, has_source = False, layout.spans and "Source Location" in layout.headings
+    is_closed = False
+    has_source = layout.spans and "Source Location" in layout.headings
     for index in range(head + 1, len(lines) if layout.is_known else 0):
         line = lines[index][layout.offset :]
         is_rule = _RULE.fullmatch(line) is not None
@@ -195,7 +199,8 @@ def _is_cut(layout: _Layout, line: str) -> bool:
         return False
     columns = zip(layout.spans, layout.headings.items(), strict=True)
     width = max(span.stop for span, (key, heading) in columns if key != heading)
-    text, end = line.rstrip(), layout.spans[0].stop
+    text = line.rstrip()
+    end = layout.spans[0].stop
     return len(text) < width or not text[end - 1 : end].strip() or text[end : end + 1] > " "
 
 
@@ -221,5 +226,6 @@ def _classified(rows: Sequence[TableRow]) -> Iterator[TableRow]:
 
 
 def _is_device_row(row: TableRow) -> bool:
-    cpu, own = (row.value("self_cpu"), row.value("cpu")), row.value("self_device")
+    cpu = (row.value("self_cpu"), row.value("cpu"))
+    own = row.value("self_device")
     return bool(own) and own == row.value("device") and cpu == (0, 0)

@@ -238,7 +238,8 @@ def _rccl_tables(
             groups.setdefault((name, *_rccl_num_ranks(row)), []).append(reading)
     tables: list[Table] = []
     for (collective, stated, source), readings in groups.items():
-        num_ranks, reason = stated, source
+        num_ranks = stated
+        reason = source
         if num_ranks is None:
             num_ranks, reason = printed_figures.num_ranks_of(readings, collective)
         tables.append(
@@ -260,7 +261,8 @@ def _rccl_tables(
 
 
 def _rccl_num_ranks(row: Row) -> tuple[int | None, str]:
-    ranks, each = parse_integer(row.get("ranks", "")), parse_integer(row.get("gpusperrank", ""))
+    ranks = parse_integer(row.get("ranks", ""))
+    each = parse_integer(row.get("gpusperrank", ""))
     if ranks and each:
         return ranks * each, f"{ranks} ranks x {each} GPUs, its columns"
     gpus = parse_integer(row.get("gpus", ""))
@@ -268,7 +270,8 @@ def _rccl_num_ranks(row: Row) -> tuple[int | None, str]:
 
 
 def _rccl_reading(number: int, row: Row) -> Reading | None:
-    size, time = parse_integer(row["size"]), parse_number(row["time"])
+    size = parse_integer(row["size"])
+    time = parse_number(row["time"])
     busbw = _gigabytes(row["busbw"])
     if size is None or (time is None and busbw is None):
         return None

@@ -42,7 +42,8 @@ _NCCL_TESTS_LINE = re.compile(
     r"Avg bus|Collective test|\w+-tests version|Blocking Enabled|Errors with|mode \w+ \()"
 )
 
-_MAX_LINE, _MAX_COLUMNS = 4096, 24
+_MAX_LINE = 4096
+_MAX_COLUMNS = 24
 _LINES_BELOW = 4  # a table, in which its unit may be stated
 _SIZE = re.compile(r"\d{1,19}|\d{1,6}(?:\.\d{1,3})?\s?[KMGT]i?B?", re.IGNORECASE | re.ASCII)
 _SIZE_HEADING = re.compile(r"\b(?:bytes?|message|msg)\b|size", re.IGNORECASE)
@@ -150,7 +151,8 @@ def _grids(lines: Sequence[str]) -> Iterator[_Grid]:
     """Yield headings with at least two rows of as many cells below them."""
     index = 0
     while index < len(lines):
-        cells, first = _row_cells(lines[index]), index
+        cells = _row_cells(lines[index])
+        first = index
         rows: list[tuple[int, list[str]]] = []
         while cells and (not rows or len(cells) == len(rows[0][1])):
             rows.append((index + 1, cells))
@@ -304,7 +306,8 @@ def _label_above(lines: Sequence[str], first_line: int) -> str:
 
 def _heading(lines: Sequence[str], index: int) -> str:
     """Return this line without its markup if it is a heading: alone, short, no sentence."""
-    line, text = lines[index], lines[index].strip()
+    line = lines[index]
+    text = lines[index].strip()
     if len(line) > 2 * _MAX_TITLE or _NCCL_TESTS_LINE.match(text):
         return ""
     above = lines[index - 1].strip() if index else ""

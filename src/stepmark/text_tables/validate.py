@@ -33,7 +33,8 @@ from stepmark.text_tables import printed_figures
 from stepmark.text_tables.nccl_notes import NOT_VALID, OUT_OF_BOUNDS, ROWS_MISSING
 from stepmark.text_tables.printed_figures import overlap, parse_number, rounding_error
 
-MAX_SLOW_RATIO, MAX_PLACEMENT_RATIO = 1.3, 1.1
+MAX_SLOW_RATIO = 1.3
+MAX_PLACEMENT_RATIO = 1.1
 _MAX_EVIDENCE = 5
 _SLACK = 1e-9
 _DECIMALS_ERROR = 2e-6  # relative, of a value that was written with six decimals
@@ -149,9 +150,11 @@ def _rate_doubts(table: Table, which: int, factor: float) -> tuple[list[Doubt], 
     Without a time, busbw is compared with algbw.
     """
     inexact = _inexact(table, which, factor)
-    doubts, checked = [], len(table.readings) - len(inexact)
+    doubts = []
+    checked = len(table.readings) - len(inexact)
     for reading in inexact:
-        expected, printed = _expected(reading, factor), _rate_span(reading, which)
+        expected = _expected(reading, factor)
+        printed = _rate_span(reading, which)
         algbw = _rate_span(reading, 1)
         if expected is None and which == 2 and algbw:
             expected = algbw[0] * factor, algbw[1] * factor
@@ -181,7 +184,9 @@ def _outliers(table: Table) -> Iterator[Doubt]:
     readings: dict[tuple[int, str], Reading] = {}
     for points in _series(table):
         for index in range(1, len(points) - 1):
-            before, this, after = points[index - 1], points[index], points[index + 1]
+            before = points[index - 1]
+            this = points[index]
+            after = points[index + 1]
             size, time, reading = this
             if time <= MAX_SLOW_RATIO * min(before[1], after[1]):
                 continue  # an interpolation is not below both
@@ -216,7 +221,8 @@ def _series(table: Table) -> list[list[Point]]:
     """Return rows that differ in size alone, by size."""
     series: dict[tuple[object, ...], dict[int, Point]] = {}
     for reading in table.readings:
-        size, time = reading.size_bytes, reading.time_s
+        size = reading.size_bytes
+        time = reading.time_s
         if time is None and reading.rate and size:
             time = size / reading.rate  # proportional to the time
         if time and size:
@@ -247,7 +253,8 @@ def _inexact(table: Table, which: int, factor: float) -> list[Reading]:
     """
     inexact = []
     for reading in table.readings:
-        time_s, size = reading.time_s, reading.size_bytes
+        time_s = reading.time_s
+        size = reading.size_bytes
         if time_s and size and reading.printed:
             text = reading.printed[which]
             printed = parse_number(text)
@@ -277,12 +284,14 @@ def _rate_span(reading: Reading, which: int) -> Span | None:
         if rate is None:
             return None
         return rate * (1 - _DECIMALS_ERROR) - 1e3, rate * (1 + _DECIMALS_ERROR) + 1e3
-    value, half = parse_number(reading.printed[which]), rounding_error(reading.printed[which])
+    value = parse_number(reading.printed[which])
+    half = rounding_error(reading.printed[which])
     return None if value is None else ((value - half) * GB, (value + half) * GB)
 
 
 def _against(printed: Span, expected: Span) -> str:
-    low, high = expected[0] / GB, expected[1] / GB
+    low = expected[0] / GB
+    high = expected[1] / GB
     middle = (printed[0] + printed[1]) / 2 / GB
     return f"{middle:.6g} GB/s printed, {low:.6g} to {high:.6g} by its time"
 

@@ -45,9 +45,11 @@ def rope_tables(num_positions: int, width: int, device: torch.device) -> tuple[T
 
 def rotate(x_BTxD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Rotate x by its position in dimension 1, in fp32; any dimensions between T and D."""
-    num_tokens, width = x_BTxD.shape[1], x_BTxD.shape[-1]
+    num_tokens = x_BTxD.shape[1]
+    width = x_BTxD.shape[-1]
     shape = (num_tokens, *(1,) * (x_BTxD.dim() - 3), width)
-    cos, sin = cos_TD[:num_tokens].view(shape), sin_TD[:num_tokens].view(shape)
+    cos = cos_TD[:num_tokens].view(shape)
+    sin = sin_TD[:num_tokens].view(shape)
     x = x_BTxD.float()
     first, second = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BTxD.dtype)
@@ -58,7 +60,9 @@ def causal_attention(q_BTHD: Tensor, k_BSKD: Tensor, v_BSKE: Tensor, kernel: str
 
     The last query is aligned with the last key: fewer queries than keys are the last ones.
     """
-    q, k, v = q_BTHD.transpose(1, 2), k_BSKD.transpose(1, 2), v_BSKE.transpose(1, 2)
+    q = q_BTHD.transpose(1, 2)
+    k = k_BSKD.transpose(1, 2)
+    v = v_BSKE.transpose(1, 2)
     width = v.shape[-1]
     prefix = prefix_kernel(q, v, kernel) if q.shape[2] < k.shape[2] else ""
     is_grouped = q.shape[1] != k.shape[1]
@@ -119,7 +123,8 @@ def _attend_prefix(q_BHTD: Tensor, k_BKSD: Tensor, v_BKSE: Tensor, kernel: str) 
 
 def _aligned_last(q_BHTD: Tensor, k_BKSD: Tensor) -> Tensor:
     """Return mask_TS, in which the last query is aligned with the last key."""
-    num_queries, num_keys = q_BHTD.shape[2], k_BKSD.shape[2]
+    num_queries = q_BHTD.shape[2]
+    num_keys = k_BKSD.shape[2]
     mask_TS = torch.ones((num_queries, num_keys), dtype=torch.bool, device=q_BHTD.device)
     return mask_TS.tril(num_keys - num_queries)
 
@@ -191,7 +196,8 @@ class Attention(nn.Module):
         parts = split_joined(qkv, sizes, -2) if self.joins_gradients else qkv.split(sizes, -2)
         q_BTKGD, k_BTKD, v_BTKD = parts
         if self.q_norm is not None and self.k_norm is not None:
-            q_BTKGD, k_BTKD = self.q_norm(q_BTKGD), self.k_norm(k_BTKD)
+            q_BTKGD = self.q_norm(q_BTKGD)
+            k_BTKD = self.k_norm(k_BTKD)
         if cos_TD is not None and sin_TD is not None:
             q_BTKGD = rotate(q_BTKGD, cos_TD, sin_TD)
             k_BTKD = rotate(k_BTKD, cos_TD, sin_TD)
@@ -210,7 +216,8 @@ class LatentAttention(nn.Module):
         self.mla = mla
         self.kernel = kernel
         self.attend: Attend = causal_attention  # replaced under context parallelism
-        hidden, heads = model.hidden_size, model.num_heads
+        hidden = model.hidden_size
+        heads = model.num_heads
         q_width = heads * model.d_qk
         self.q: nn.Module = (
             _compressed_query(hidden, mla.q_lora_rank, q_width)
@@ -225,7 +232,8 @@ class LatentAttention(nn.Module):
         self.out = nn.Linear(heads * mla.v_head_dim, hidden, bias=False)
 
     def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
-        nope, rope = self.mla.qk_nope_head_dim, self.mla.qk_rope_head_dim
+        nope = self.mla.qk_nope_head_dim
+        rope = self.mla.qk_rope_head_dim
         value = self.mla.v_head_dim
         q_BTHD = self.q(x_BTC).unflatten(-1, (-1, nope + rope))
         q_BTHN, q_BTHR = q_BTHD.split((nope, rope), dim=-1)

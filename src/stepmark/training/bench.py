@@ -34,7 +34,8 @@ from stepmark.training.model_parallel import (
 )
 from stepmark.training.results import Counter, check_losses, steady_results
 
-_STEPS, _CYCLES = 30, 10
+_STEPS = 30
+_CYCLES = 10
 
 _POLL_S = 0.25
 # A rank that is not blocked learns of the failure in `agreed` within this time.
@@ -64,7 +65,9 @@ class FailureBroadcast:
     def __init__(
         self, ranks: Ranks, position: int, on_blocked: Callable[[Problem], None]
     ) -> None:
-        self._ranks, self._position, self._on_blocked = ranks, position, on_blocked
+        self._ranks = ranks
+        self._position = position
+        self._on_blocked = on_blocked
         self._left = threading.Event()
         self._thread: threading.Thread | None = None
         self._store: Any = None
@@ -177,7 +180,8 @@ class TrainingBench(Bench):
         return self.how.timeout_s + (share_s or 0.0)
 
     def _with_broadcast(self, case: TrainCase, entry: Entry, end_s: float | None) -> Measured:
-        context, how = self.context, self.how
+        context = self.context
+        how = self.how
         try:
             with FailureBroadcast(
                 context.ranks, entry.position, lambda problem: self._blocked(problem, entry)
@@ -220,7 +224,9 @@ def _measure(
     broadcast: FailureBroadcast,
     entry: Entry,
 ) -> Measured:
-    ranks, started_at, begin = context.ranks, time.time(), time.monotonic()
+    ranks = context.ranks
+    started_at = time.time()
+    begin = time.monotonic()
 
     def all_ranks(step: Callable[[], Any]) -> Any:
         return agreed(ranks, broadcast.announcing(step))
@@ -283,7 +289,8 @@ def _untimed(
     """Return messages and files of traces, where requested and not interrupted."""
     messages: tuple[tuple[MessageKind, Tally], ...] = ()
     traces: tuple[profiling.TraceFile, ...] = ()
-    ranks, folder = context.ranks, context.folder
+    ranks = context.ranks
+    folder = context.folder
     if how.messages and not work.samples.interrupted:
         messages = profiling.record_messages(work, ranks, case)
     if (how.profile or entry.profile) and folder and not work.samples.interrupted:

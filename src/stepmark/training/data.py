@@ -39,9 +39,12 @@ class Sequences(IterableDataset[Batch]):
     def __init__(
         self, case: TrainCase, data_rank: int, num_data_ranks: int, share: SequenceShard
     ) -> None:
-        self._case, self._share = case, share
-        self._vocab_size, self._length = case.model.vocab_size, case.model.seq_len + 1
-        self._data_rank, self._num_data_ranks = data_rank, num_data_ranks
+        self._case = case
+        self._share = share
+        self._vocab_size = case.model.vocab_size
+        self._length = case.model.seq_len + 1
+        self._data_rank = data_rank
+        self._num_data_ranks = num_data_ranks
         self._text: torch.Tensor | None = None
         if case.data == RANDOM:
             return
@@ -68,7 +71,8 @@ class Sequences(IterableDataset[Batch]):
         for row, sequence_T in enumerate(sequences_BT):
             generator.manual_seed(_seed_of(self._case.seed, number + row))
             self._draw(sequence_T, generator)
-        tokens_BT, labels_BT = sequences_BT[:, :-1], sequences_BT[:, 1:]
+        tokens_BT = sequences_BT[:, :-1]
+        labels_BT = sequences_BT[:, 1:]
         return (
             self._share.of(tokens_BT, dim=1).contiguous(),
             self._share.of(labels_BT, dim=1).contiguous(),

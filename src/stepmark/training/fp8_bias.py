@@ -24,7 +24,8 @@ class _BiasedProduct(Function):
         ctx: Any, x: Tensor, weight_t: Tensor, bias: Tensor, mm_config: Any, config: Any
     ) -> Tensor:
         ctx.save_for_backward(x, weight_t)
-        ctx.linear_mm_config, ctx.config = mm_config, config
+        ctx.linear_mm_config = mm_config
+        ctx.config = config
         operands = [
             tensor
             if float8_linear.tensor_already_casted_to_fp8(tensor)

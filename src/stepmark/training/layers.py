@@ -183,8 +183,10 @@ class Experts(nn.Module):
 
     def __init__(self, model: ModelConfig, moe: MoeConfig) -> None:
         super().__init__()
-        hidden, count = model.hidden_size, moe.num_experts
-        self.num_experts, self.top_k = count, moe.top_k
+        hidden = model.hidden_size
+        count = moe.num_experts
+        self.num_experts = count
+        self.top_k = moe.top_k
         self.dispatch: Dispatch | None = None  # None: all experts are held here
         self.router = nn.Linear(hidden, count, bias=False)
         self.router_bias = (

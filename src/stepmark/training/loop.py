@@ -29,7 +29,8 @@ _AHEAD = 2
 # Approximate interval between agreements of the ranks.
 _AGREE_S = 0.5
 # Maximum samples until they are steady: this multiple of the requested ones, and some cycles.
-_PATIENCE, _MORE_CYCLES = 2, 4
+_PATIENCE = 2
+_MORE_CYCLES = 4
 # The phase that begins at a mark; a pipeline has no "fwd" mark, and its phases are mixed.
 _FOLLOWS = {"data": "forward", "fwd": "backward", "work": "optimizer"}
 
@@ -78,7 +79,8 @@ class _Sample:
     def __init__(
         self, begin: Any, on_gpu: bool, on_phase: Callable[[str], None] | None
     ) -> None:
-        self._on_gpu, self._on_phase = on_gpu, on_phase
+        self._on_gpu = on_gpu
+        self._on_phase = on_phase
         self.marks: list[tuple[str, Any]] = [("begin", begin)]
 
     @property
@@ -119,7 +121,10 @@ class Loop:
         batches: Iterator[tuple[Tensor, Tensor]],
         ranks: Ranks,
     ) -> None:
-        self._case, self._trainer, self._batches, self._ranks = case, trainer, batches, ranks
+        self._case = case
+        self._trainer = trainer
+        self._batches = batches
+        self._ranks = ranks
         self._on_gpu = ranks.device.type == "cuda"
         self.samples = StepSamples()
         self._steady_s = 0.0
@@ -210,7 +215,8 @@ class Loop:
         on_phase is called as each phase begins; on_end as a cycle ends, with its number.
         """
         before = self.samples
-        self.samples, self._last_end = StepSamples(), None
+        self.samples = StepSamples()
+        self._last_end = None
         for number in range(count):
             for _ in range(self._case.cycle):
                 self.sample(on_phase)
@@ -225,7 +231,8 @@ class Loop:
         case = self._case
         begin = _moment(self._on_gpu) if self._last_end is None else self._last_end
         sample = _Sample(begin, self._on_gpu, on_phase)
-        data_s, losses = 0.0, []
+        data_s = 0.0
+        losses = []
         for _ in range(case.micro_steps):
             if on_phase:
                 on_phase("data")
@@ -272,12 +279,14 @@ class Loop:
         """Exchange new times; return whether any rank wants to stop, and any is late."""
         new = self.samples.seconds[self._num_shared :]
         self._num_shared = len(self.samples.seconds)
-        stops, lates = False, False
+        stops = False
+        lates = False
         for rank, (times, stops_too, late_too) in enumerate(
             self._ranks.gather((new, stop, late))
         ):
             self._times_by_rank[rank] += times
-            stops, lates = stops or stops_too, lates or late_too
+            stops = stops or stops_too
+            lates = lates or late_too
         return stops, lates
 
     def _is_over(self, num_steady: int, most: int, *, interrupted: bool, late: bool) -> bool:
@@ -295,7 +304,8 @@ class Loop:
 
     def _steady(self, num_steady: int) -> int:
         """Return the first steady sample; a case that is never steady keeps its last ones."""
-        slowest, cycle = self._slowest(), self._case.cycle
+        slowest = self._slowest()
+        cycle = self._case.cycle
         if len(slowest) < cycle:
             return self._num_before - cycle
         first = self._steady_from(slowest)

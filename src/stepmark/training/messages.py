@@ -195,7 +195,9 @@ def _kind(
     ranks = group.size() if group else None
     types = {tensor.dtype for tensor in (*sent, *received)}
     if collective == Collective.BARRIER:  # its tensor only selects the device
-        sent, received, types = [], [], set()
+        sent = []
+        received = []
+        types = set()
     call_bytes, message_bytes = sized(collective, _bytes(sent), _bytes(received), ranks)
     return MessageKind(
         collective=str(collective),

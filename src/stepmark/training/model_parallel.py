@@ -269,7 +269,9 @@ class GatheredAttention:
     """Causal attention of this rank's queries to the keys and values of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup, share: SequenceShard) -> None:
-        self._group, self._num_ranks, self._chunks = group, share.num_ranks, share.chunks
+        self._group = group
+        self._num_ranks = share.num_ranks
+        self._chunks = share.chunks
 
     def __call__(self, q_BTHD: Tensor, k_BTKD: Tensor, v_BTKE: Tensor, kernel: str) -> Tensor:
         k_BSKD, v_BSKE = self._gather(k_BTKD, v_BTKE)

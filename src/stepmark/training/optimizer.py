@@ -25,7 +25,9 @@ class Update:
         keeps_gradients: bool = False,
         over_stages: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._case, self._models, self._keeps = case, models, keeps_gradients
+        self._case = case
+        self._models = models
+        self._keeps = keeps_gradients
         self._over_stages = over_stages
         self._parameters = [
             parameter

@@ -150,7 +150,8 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
             model, case, meshes, mp_policy=policy, reshard_after_forward=reshard
         )
     groups: list[Any] = []
-    embedding, output = model.embedding, model.output
+    embedding = model.embedding
+    output = model.output
     if embedding is not None and output is not None and case.model.tied_embeddings:
         fully_shard([embedding, output], reshard_after_forward=False, **options)
     elif embedding is not None:

@@ -143,7 +143,8 @@ def marked_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Mo
 
 _PROFILED = 3  # samples
 # A GPU that was idle runs faster until its power limit acts: steps are recorded after it does.
-_SOAK_S, _MOST_WARMUPS = 1.0, 200
+_SOAK_S = 1.0
+_MOST_WARMUPS = 200
 # After it an H200 keeps full clock for about 40 ms of products, until its power limit acts.
 PAUSE_S = 0.3
 _PASSES = ("forward", "backward", "optimizer")
@@ -258,9 +259,12 @@ def attention_kernel(case: TrainCase, device: torch.device) -> str:
     """
     if case.attention != "auto":
         return case.attention
-    model, tp, cp = case.model, case.parallel.tp, case.parallel.cp
+    model = case.model
+    tp = case.parallel.tp
+    cp = case.parallel.cp
     low = torch.float32 if case.precision == "fp32" else torch.bfloat16
-    heads, kv_heads = model.num_heads // tp, max(1, model.num_kv_heads // tp)
+    heads = model.num_heads // tp
+    kv_heads = max(1, model.num_kv_heads // tp)
     length = model.seq_len if cp == 1 else model.seq_len // (2 * cp)
     shape = (case.mbs, heads, length, model.d_qk)
     try:

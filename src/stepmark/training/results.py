@@ -41,7 +41,8 @@ class Counter:
             torch.cuda.reset_peak_memory_stats(device)
 
     def since(self, build_s: float, first_s: float) -> Counts:
-        on_gpu, device = self._device.type == "cuda", self._device
+        on_gpu = self._device.type == "cuda"
+        device = self._device
         return Counts(
             build_s=build_s,
             first_s=first_s,

@@ -202,7 +202,8 @@ def _measured(of: Callable[[Measured], object]) -> Callable[[TrainOutcome], obje
     return lambda o: of(o.record) if isinstance(o.record, Measured) else None
 
 
-_CONSOLE, _RANKS = frozenset({View.CONSOLE}), frozenset({View.RANKS})
+_CONSOLE = frozenset({View.CONSOLE})
+_RANKS = frozenset({View.RANKS})
 TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("family", lambda o: o.case.family),
     Column("model", lambda o: o.model_name, views=SHOWN),

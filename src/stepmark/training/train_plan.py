@@ -257,7 +257,8 @@ def _check_ranks(
 def _data_axes(
     options: TrainOptions, strategy: str, data_ranks: int, cp: int
 ) -> dict[str, int]:
-    copies, ep = options.dp_replicate, options.ep or 1
+    copies = options.dp_replicate
+    ep = options.ep or 1
     if strategy != "fsdp":
         if copies not in (None, data_ranks):
             raise ConfigError("dp-replicate", copies, f"{data_ranks} with {strategy}")
@@ -281,7 +282,8 @@ def check_memory(case: TrainCase, device_bytes: int) -> None:
     """
     sizes = memory.calibrated(case)
     if memory.verdict(case, *sizes, device_bytes) == "runs out of memory":
-        needed, there = format_bytes(sizes[0]), format_bytes(device_bytes)
+        needed = format_bytes(sizes[0])
+        there = format_bytes(device_bytes)
         fitting = what_fits(case, device_bytes) if case.device == "cuda" else "--scale tiny"
         allowed = f"one that fits into {there} (it needs {needed}){fitting and ', such as '}"
         raise ConfigError("mbs", case.mbs, allowed + fitting)
@@ -303,10 +305,12 @@ def what_fits(
     is_copied = case.parallel.dp_replicate > 1
     is_sharded = case.data_parallel is DataParallel.FSDP
     unshared = " --dp-replicate 1" if is_copied and is_sharded else ""
-    mbs, words = case.num_microbatches, f"{unshared} --ac full"
+    mbs = case.num_microbatches
+    words = f"{unshared} --ac full"
     sharded = replace(full, mbs=mbs, data_parallel=DataParallel.FSDP)
     if case.precision is Precision.MASTER:  # the shards of amp are in fp32, too
-        sharded, words = replace(sharded, precision=Precision.AMP), f"{words} --precision amp"
+        sharded = replace(sharded, precision=Precision.AMP)
+        words = f"{words} --precision amp"
     count = case.num_ranks if is_copied else 2 * case.num_ranks
     while count <= _MOST_RANKS:
         shards = count // case.num_ranks * case.parallel.data_ranks

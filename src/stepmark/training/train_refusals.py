@@ -81,7 +81,8 @@ Refused = Iterator[tuple[str, object, str]]  # field, value, rule
 
 
 def _axes(case: TrainCase) -> Refused:
-    axes, model = case.parallel, case.model
+    axes = case.parallel
+    model = case.model
     if axes.tp > 1 and (model.moe or model.mla):
         what = "experts" if model.moe else "latent attention"
         yield "tp", axes.tp, f"1, since {model.name} has {what}"
@@ -106,10 +107,12 @@ def _axes(case: TrainCase) -> Refused:
 
 
 def _pipeline(case: TrainCase) -> Refused:
-    pp, model = case.parallel.pp, case.model
+    pp = case.parallel.pp
+    model = case.model
     if pp == 1:
         return
-    stages, parts = case.num_stages, case.num_microbatches
+    stages = case.num_stages
+    parts = case.num_microbatches
     if model.num_layers < stages:
         most = model.num_layers * pp // stages
         has = f"{model.name} has {model.num_layers} layers for {stages} stages"
@@ -181,7 +184,8 @@ def _fp8(case: TrainCase) -> Refused:
 
 def _widths(case: TrainCase) -> Iterator[tuple[str, int]]:
     """Yield the widths of every product in FP8, on one rank."""
-    model, tp = case.model, case.parallel.tp
+    model = case.model
+    tp = case.parallel.tp
     tokens = case.mbs * model.seq_len // case.parallel.cp
     yield "hidden_size", model.hidden_size
     if model.mla is None:

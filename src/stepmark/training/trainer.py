@@ -39,7 +39,8 @@ class Plain:
     def __init__(self, case: TrainCase, built: Parallelized) -> None:
         self.models: list[nn.Module] = [built.model]
         self.roots: tuple[nn.Module, ...] = (built.call,)
-        self._case, self._built = case, built
+        self._case = case
+        self._built = built
         self._autocast = precision.autocast(case)
         self._fp8 = precision.fp8_region(case)
         # Graphs write gradients to the addresses of their capture.
@@ -136,10 +137,12 @@ class Pipelined:
         mesh = meshes.axis("pp")
         assert mesh is not None
         group = mesh.get_group()
-        rank, num_ranks = dist.get_rank(group), case.parallel.pp
+        rank = dist.get_rank(group)
+        num_ranks = case.parallel.pp
         num_stages = case.num_stages
         layers = stage_layers(case.model.num_layers, num_stages)
-        self._case, self._group = case, group
+        self._case = case
+        self._group = group
         self._is_first = rank == 0
         self._is_last = rank == num_ranks - 1
         own_stages = range(rank, num_stages, num_ranks)

@@ -120,7 +120,8 @@ def _flops(row: Row) -> str:
         return ""
     words = []
     for name, key, share in _CONVENTIONS:
-        value, pct = number(row, key), number(row, share)
+        value = number(row, key)
+        pct = number(row, share)
         if key == "tflops_hfu" and value == number(row, "tflops"):
             continue  # nothing is computed twice
         rate = "n/a" if value is None else digits(value)
@@ -150,7 +151,8 @@ def _phases(row: Row) -> str:
 
 
 def _memory(row: Row) -> str:
-    allocated, reserved = number(row, "allocated_gib"), number(row, "reserved_gib")
+    allocated = number(row, "allocated_gib")
+    reserved = number(row, "reserved_gib")
     if allocated is None:
         return ""
     total = number(row, "memory_gib")
@@ -160,7 +162,8 @@ def _memory(row: Row) -> str:
 
 
 def _device(row: Row) -> str:
-    clock, power = number(row, "clock_mhz"), number(row, "power_w")
+    clock = number(row, "clock_mhz")
+    power = number(row, "power_w")
     words = [f"{clock:.0f} MHz"] if clock is not None else []
     words += [f"{power:.0f} W"] if power is not None else []
     words += [f"attention {row['attention_run']}"] if row["attention_run"] else []
@@ -168,7 +171,8 @@ def _device(row: Row) -> str:
 
 
 def _loss(row: Row) -> str:
-    first, last = number(row, "loss_first"), number(row, "loss_last")
+    first = number(row, "loss_first")
+    last = number(row, "loss_last")
     if first is None or last is None:
         return ""
     data = text(row, "data_run") or text(row, "data")

@@ -29,7 +29,8 @@ class Yardstick:
 
 def rates(record: Measured, facts: Training, against: Yardstick) -> Row:
     """Return tokens and FLOPs per second over whole cycles, which include the optimizer."""
-    case, seconds = record.train, record.samples.seconds
+    case = record.train
+    seconds = record.samples.seconds
     slowest = slowest_per_sample(seconds)
     cycles = len(slowest) // facts.cycle
     typical_s = median(slowest)
@@ -53,7 +54,9 @@ def _flops_rates(case: TrainCase, each: TokenFlops, per_gpu: float, against: Yar
     peak_fp8 = device.peak(case.dtype) if device and case.fp8 is not Fp8.NONE else None
     ceiling = against.ceilings.flops_per_s.get((case.device, case.dtype))
     palm_all = None if each.palm_all is None else each.palm_all * per_gpu
-    causal, titan, hfu = (each.causal * per_gpu, each.torchtitan * per_gpu, each.hfu * per_gpu)
+    causal = each.causal * per_gpu
+    titan = each.torchtitan * per_gpu
+    hfu = each.hfu * per_gpu
     return {
         "tflops": causal / TFLOP,
         "tflops_torchtitan": titan / TFLOP,
@@ -131,9 +134,11 @@ def _of_rank(by_rank: Sequence[Sequence[float]], rank: int) -> Sequence[float]:
 
 
 # Fewer values cannot show a trend; more are averaged to limit the number of pairs.
-LEAST, MOST = 8, 64
+LEAST = 8
+MOST = 64
 # Standard deviations of the trend statistic, and the smallest change that is reported.
-SURE, WORTH = 3.0, 0.01
+SURE = 3.0
+WORTH = 0.01
 
 
 def drift(seconds: Sequence[float], cycle: int = 1) -> float | None:

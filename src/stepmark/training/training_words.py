@@ -43,7 +43,8 @@ def _doubts(row: Row) -> Iterator[str]:
         yield "impossible: more FLOPs than the device can do"
     if row.get("validity"):
         yield f"doubtful: {row['validity']}"
-    elapsed_s, uncounted_s = number(row, "elapsed_s"), number(row, "uncounted_s") or 0.0
+    elapsed_s = number(row, "elapsed_s")
+    uncounted_s = number(row, "uncounted_s") or 0.0
     if elapsed_s and abs(uncounted_s) > UNCOUNTED_SHARE * elapsed_s:
         less = "less" if uncounted_s > 0 else "more"
         share = 100 * abs(uncounted_s) / elapsed_s
@@ -64,7 +65,8 @@ def _slow_parts(row: Row) -> Iterator[str]:
         yield (
             f"memory ran out and its cache was flushed {retries:.0f} times: steps are slower"
         )
-    reserved, total = number(row, "reserved_gib"), number(row, "memory_gib")
+    reserved = number(row, "reserved_gib")
+    total = number(row, "memory_gib")
     if reserved and total and reserved >= NEAR_LIMIT * total:
         yield f"reserved memory is {100 * reserved / total:.0f} % of the device's"
     ratio = number(row, "vs_median_rank") or 0.0
@@ -79,7 +81,8 @@ def _slow_parts(row: Row) -> Iterator[str]:
         yield f"straggler: rank {rank}'s forward takes {ratio:.3f} x the median's"
     if row["throttle"]:
         yield f"throttled: {row['throttle']}"
-    wait_s, time_s = number(row, "data_s") or 0.0, number(row, "time_s") or 0.0
+    wait_s = number(row, "data_s") or 0.0
+    time_s = number(row, "time_s") or 0.0
     if wait_s > DATA_SHARE * time_s:
         share = 100 * wait_s / time_s
         yield f"the host waits {format_time(wait_s)} for a batch, {share:.0f} % of a sample"

@@ -186,7 +186,8 @@ class Transformer(nn.Module):
 
     def tie(self) -> None:
         """Tie the head's weight to the token table again, after it was moved or emptied."""
-        embedding, output = self.embedding, self.output
+        embedding = self.embedding
+        output = self.output
         if self.model.tied_embeddings and embedding is not None and output is not None:
             output.head.weight = embedding.tokens.weight
 
@@ -282,7 +283,8 @@ STD = 0.02
 
 # Wrappers insert these into a parameter's name.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "module")
-_HEAD, _TABLE = "output.head.weight", "embedding.tokens.weight"
+_HEAD = "output.head.weight"
+_TABLE = "embedding.tokens.weight"
 
 
 @torch.no_grad()
@@ -340,7 +342,8 @@ def _fill_normal(parameter: Tensor, seed: int) -> None:
     full = torch.empty(parameter.shape, device=local.device)  # fp32 for any dtype of weights
     full.normal_(std=STD, generator=generator)
     if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
+        mesh = parameter.device_mesh
+        placements = parameter.placements
         # src_data_rank=None: every rank has the same tensor already.
         full = distribute_tensor(full, mesh, placements, src_data_rank=None).to_local()
     local.copy_(full)

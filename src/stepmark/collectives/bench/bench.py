@@ -68,8 +68,10 @@ class CollectiveBench(Bench):
         return None
 
     def measure(self, entry: Entry, share_s: float | None) -> Measured:
-        case, ranks = cast("CommCase", entry.case), self.context.ranks
-        begin, timed_s = time.monotonic(), 0.0
+        case = cast("CommCase", entry.case)
+        ranks = self.context.ranks
+        begin = time.monotonic()
+        timed_s = 0.0
         if share_s is not None:
             share_s = max(ranks.gather(self._set_up.rest_of(share_s)))
         try:
@@ -102,14 +104,11 @@ class CollectiveBench(Bench):
 
 
 def _measure(
-    part: CaseOnRank,
-    case: CommCase,
-    context: MeasureContext,
-    effort: Effort,
-    how: CommHow,
+    part: CaseOnRank, case: CommCase, context: MeasureContext, effort: Effort, how: CommHow
 ) -> Measured:
     """Measure the case; every rank calls it. Raises CaseFailedError on all together."""
-    ranks, started_at = context.ranks, time.time()
+    ranks = context.ranks
+    started_at = time.time()
     if on_gpu := ranks.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(ranks.device)
     num_sets = min(ranks.gather(part.sets_that_fit()))
@@ -123,7 +122,8 @@ def _measure(
     compute = agreed(ranks, part.concurrent_compute)
     alone_s = agreed(ranks, lambda: compute.alone() if compute else [])
     threads = torch.get_num_threads() if compute else 0
-    sampler, begin = Sampler(context.device_index, more_threads=threads), time.monotonic()
+    sampler = Sampler(context.device_index, more_threads=threads)
+    begin = time.monotonic()
     with no_collection(), sampler:
         samples = collect(ranks, timer, compute, estimate_s * k, effort, *part.samples(k))
     seconds_per_operation = [value / part.operations_per_call for value in samples.seconds]
@@ -208,13 +208,16 @@ def collect(
     sample_s: seconds of one sample, roughly, the same on every rank. num_samples: exactly so
     many samples. most: samples of a batch.
     """
-    samples, batches = CallSamples(), list[list[float]]()
+    samples = CallSamples()
+    batches = list[list[float]]()
     longest_s = min(ranks.gather(compute.longest_s if compute else math.inf))
     length_s = min(_BATCH_S, effort.sample_s / effort.min_batches, longest_s / 4)
     most = max(1, min(most, int(length_s / max(sample_s, 1e-9))))
-    stretch, tries, begin = 1.5, 0, time.monotonic()
-    issue_s, margin = _ISSUE_S, 1.5
-    is_ahead = timer.method.startswith(Mode.AHEAD)
+    stretch = 1.5
+    tries = 0
+    begin = time.monotonic()
+    issue_s = _ISSUE_S
+    margin = 1.5
 
     def enough() -> bool:
         if num_samples is not None:
@@ -223,25 +226,25 @@ def collect(
 
     while True:  # rank 0 ends it, for all
         count = most if num_samples is None else min(most, num_samples - sum(map(len, batches)))
-        lead_s = margin * issue_s * (count * timer.calls_per_sample + 2)
-        timer.lead_s = min(lead_s, _LONGEST_LEAD_S) if is_ahead else 0.0
+        if timer.method.startswith(Mode.AHEAD):
+            lead_s = margin * issue_s * (count * timer.calls_per_sample + 2)
+            timer.lead_s = min(lead_s, _LONGEST_LEAD_S)
         cover_s = stretch * count * sample_s + _START_S + timer.lead_s
         batch, together = agreed(ranks, lambda: _batch(timer, compute, count, cover_s))  # noqa: B023
         by_rank = ranks.gather(
             (batch.seconds, batch.began_s, together is not None, batch.is_late, batch.issue_s)
         )
         issue_s = max(own_s for *_, own_s in by_rank) or issue_s
-        is_covered, is_late = all(row[2] for row in by_rank), any(row[3] for row in by_rank)
-        if is_late or not is_covered:
+        is_late = any(row[3] for row in by_rank)
+        if is_late or not all(row[2] for row in by_rank):
             # The host, or on some rank the compute, ended too late or early: not counted.
             tries += 1
             agreed(ranks, lambda: _give_up_after(tries, is_late=is_late))  # noqa: B023  called at once
             if is_late:
                 margin *= 2
-                continue
-            # More compute per sample; fewer samples where the compute cannot last that long.
-            stretch *= 2
-            most = count if stretch * count <= longest_s / sample_s else max(1, count // 2)
+            else:  # more compute per sample; fewer samples where it cannot last that long
+                stretch *= 2
+                most = count if stretch * count <= longest_s / sample_s else max(1, count // 2)
             continue
         tries = 0
         first_s = min(began_s for seconds, began_s, *_ in by_rank if seconds)

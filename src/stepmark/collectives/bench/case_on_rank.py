@@ -25,14 +25,16 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def needed_bytes(case: CommCase, index: int) -> int:
     """Return the bytes of one operand set on the rank with this index in its communicator."""
-    sent, received = case.send_count(index), case.recv_count(index)
+    sent = case.send_count(index)
+    received = case.recv_count(index)
     elements = max(sent, received) if case.in_place else sent + received
     return elements * case.dtype.itemsize
 
 
 def allocate_buffers(case: CommCase, index: int, device: torch.device) -> Pair:
     """Return flat send and recv buffers; in place they share storage as in nccl-tests."""
-    sent, received = case.send_count(index), case.recv_count(index)
+    sent = case.send_count(index)
+    received = case.recv_count(index)
     dtype = TORCH_DTYPE[case.dtype]
     if not case.in_place:
         return (
@@ -82,7 +84,9 @@ class CaseOnRank:
         communicator: Communicator | None,
         how: CommHow,
     ) -> None:
-        self._context, self._communicator, self._how = context, communicator, how
+        self._context = context
+        self._communicator = communicator
+        self._how = how
         self._world_case = case
         self._local = local_case(case, context.ranks.rank)
         self._sets: list[Pair] = []
@@ -113,9 +117,11 @@ class CaseOnRank:
         if self._local is None or not self._sets:
             return NOT_CHECKED
         # Grouped calls on one set would reduce it several times.
-        case, index = dataclasses.replace(self._local[0], calls_per_group=1), self._local[1]
+        case = dataclasses.replace(self._local[0], calls_per_group=1)
+        index = self._local[1]
         send, recv = self._sets[0]
-        call, checks = self._bound(case, index, (send, recv)), list[Check]()
+        call = self._bound(case, index, (send, recv))
+        checks = list[Check]()
         if self._world_case.mode is Mode.GRAPH:
             call()  # makes connections, which cannot be captured
             self._wait()
@@ -147,10 +153,13 @@ class CaseOnRank:
         if not self._calls:
             return 0.0
         call: Callable[[], object] = timing.Rotation(self._calls)
-        count, turns = 1, 3
+        count = 1
+        turns = 3
         if self._world_case.mode is Mode.GRAPH:
             # Issued one by one, short calls would be bound by the host.
-            call, count, turns = timing.capture(call, 20).replay, 20, 2
+            call = timing.capture(call, 20).replay
+            count = 20
+            turns = 2
             call()
             self._wait()
         begin = time.perf_counter()
@@ -161,11 +170,13 @@ class CaseOnRank:
 
     def timer(self, estimate_s: float) -> timing.Timer:
         """Return the timer of the case. Equal estimates give all ranks the same k."""
-        case, ranks = self._world_case, self._context.ranks
+        case = self._world_case
+        ranks = self._context.ranks
         name = "blocking-free" if case.mode is Mode.BLOCKING and not case.aligned else case.mode
         if self._local is None:
             return timing.IdleTimer(ranks, f"{name}/{timing.VERSION}", name == "blocking")
-        calls, wait_s = self._calls, self.arrival_s()
+        calls = self._calls
+        wait_s = self.arrival_s()
         k = self._calls_per_sample(estimate_s)
         if case.device == "cpu":
             return timing.HostTimer(calls, ranks, k, name=name, wait_s=wait_s)

@@ -44,7 +44,8 @@ class TorchCommunicator:
                 list(members), backend=case.backend, pg_options=_options(case)
             )
             if ranks.rank in members:
-                self._group, self._members = group, members
+                self._group = group
+                self._members = members
 
     def bind(self, case: CommCase, index: int, send: Tensor, recv: Tensor) -> Issue:
         """Return the call, ready to be made on the current stream."""
@@ -75,7 +76,9 @@ class TorchCommunicator:
         self, case: CommCase, index: int, send: Tensor, recv: Tensor
     ) -> Issue:
         """Return the function of torch.distributed for the collective, with its arguments."""
-        bound, group, root = functools.partial, self._group, self._members[case.root]
+        bound = functools.partial
+        group = self._group
+        root = self._members[case.root]
         at_root = index == case.root
         match case.collective:
             case Collective.ALL_REDUCE:
@@ -113,7 +116,8 @@ class TorchCommunicator:
         operations = []
         for move in moves(case, index):
             part = (send if move.from_send else recv)[move.at : move.at + move.count]
-            kind, peer = dist.isend if move.sends else dist.irecv, self._members[move.peer]
+            kind = dist.isend if move.sends else dist.irecv
+            peer = self._members[move.peer]
             operations.append(dist.P2POp(kind, part, peer=peer, group=self._group))
         in_turn = case.collective is Collective.PING_PONG
         batches = [[operation] for operation in operations] if in_turn else [operations]

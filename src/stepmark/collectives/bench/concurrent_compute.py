@@ -31,7 +31,8 @@ class ThreadCompute:
     longest_s = math.inf  # maximum duration of the compute
 
     def __init__(self, call: Call) -> None:
-        self._call, self.backend_run = call.run, call.backend_run
+        self._call = call.run
+        self.backend_run = call.backend_run
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._times: list[tuple[float, float]] = []
@@ -84,7 +85,8 @@ class StreamCompute:
     """
 
     def __init__(self, call: Call) -> None:
-        self._call, self.backend_run = call.run, call.backend_run
+        self._call = call.run
+        self.backend_run = call.backend_run
         self._stream = torch.cuda.Stream()
         self._marks: list[torch.cuda.Event] = []
         self._calls_per_mark = 1

@@ -53,7 +53,8 @@ def check(case: CommCase, index: int, recv: Tensor, round: int) -> Check:
     """
     right = expected(case.dtype, case.redop, case.num_ranks)
     parts = _received_parts(case, index)
-    num_wrong, max_rel_err = 0, 0.0
+    num_wrong = 0
+    max_rel_err = 0.0
     if not right.tolerance:
         num_wrong = _count_unequal(right.bits, parts, recv, round)
     if right.tolerance or num_wrong:
@@ -81,7 +82,8 @@ def _errors(
 ) -> tuple[int, float]:
     """Return the number of elements over tolerance or not finite, and the largest error."""
     table = right.wide.to(recv.device)
-    over, worst = 0, 0.0
+    over = 0
+    worst = 0.0
     for piece, rows in _walk(parts, recv, round):
         ref = table.index_select(0, rows)
         distance = (widen(piece, dtype) - ref).double().abs()
@@ -94,7 +96,8 @@ def _errors(
 
 def _sent_parts(case: CommCase, index: int) -> list[Part]:  # noqa: PLR0911, as below
     """Return the parts of the send buffer, in order."""
-    n, c = range(case.num_ranks), case.count
+    n = range(case.num_ranks)
+    c = case.count
     match case.collective:
         case Collective.REDUCE_SCATTER:
             return [(_ALL, to, c) for to in n]
@@ -116,7 +119,9 @@ def _received_parts(  # noqa: PLR0911, PLR0912, a row per collective
     case: CommCase, index: int
 ) -> list[Part]:
     """Return the defined parts of the receive buffer, in order."""
-    n, c, root = case.num_ranks, case.count, case.root
+    n = case.num_ranks
+    c = case.count
+    root = case.root
     match case.collective:
         case Collective.ALL_REDUCE:
             return [(_ALL, 0, c)]
@@ -170,9 +175,12 @@ def moves(  # noqa: PLR0911, PLR0912, a row per collective
 
     Only collectives made of sends and receives have moves; a ping-pong's are in order of time.
     """
-    n, c, root = case.num_ranks, case.count, case.root
+    n = case.num_ranks
+    c = case.count
+    root = case.root
     others = [rank for rank in range(n) if rank != root]
-    to, of = functools.partial(Move, True, from_send=True), functools.partial(Move, False)
+    to = functools.partial(Move, True, from_send=True)
+    of = functools.partial(Move, False)
     match case.collective:
         case Collective.ALL_TO_ALL:
             return _exchanged([c] * n, [c] * n)
@@ -204,11 +212,14 @@ def moves(  # noqa: PLR0911, PLR0912, a row per collective
 
 def _exchanged(sent: Sequence[int], received: Sequence[int]) -> list[Move]:
     """Return moves to and from every rank; empty parts are left out on both sides."""
-    moves, out_at, in_at = list[Move](), 0, 0
+    moves = list[Move]()
+    out_at = 0
+    in_at = 0
     for peer, (out, into) in enumerate(zip(sent, received, strict=True)):
         moves += [Move(True, peer, out, out_at, from_send=True)] if out else []
         moves += [Move(False, peer, into, in_at)] if into else []
-        out_at, in_at = out_at + out, in_at + into
+        out_at = out_at + out
+        in_at = in_at + into
     return moves
 
 
@@ -218,7 +229,8 @@ def _walk(parts: list[Part], buffer: Tensor, round: int) -> Iterator[tuple[Tenso
     The hash of a position is that of its block of 4096 plus that of its place therein, so that
     each element costs one addition. Rows are the upper 12 of its 31 bits.
     """
-    bits, begin = buffer.view(BITS_OF[buffer.element_size()]), 0
+    bits = buffer.view(BITS_OF[buffer.element_size()])
+    begin = 0
     step = _CHUNK.get(buffer.device.type, _DEVICE_CHUNK)
     columns = _hash31(torch.arange(ROWS, device=buffer.device))
     for (_, _, count), stream in zip(parts, _streams(parts, round), strict=True):

@@ -138,7 +138,8 @@ class Communicator:
         path: str | None = None,
     ) -> None:
         self._library: Any = load(path or find_library())
-        self._num_ranks, self._index = num_ranks, index
+        self._num_ranks = num_ranks
+        self._index = index
         self._comm = c_void_p()
         self._premul: dict[DType, int] = {}
         unique = _UniqueId()
@@ -181,7 +182,8 @@ class Communicator:
 
     def abort(self) -> None:
         """End blocked collectives; to be called from another thread."""
-        comm, self._comm = self._comm, c_void_p()
+        comm = self._comm
+        self._comm = c_void_p()
         if comm:
             self._library.ncclCommAbort(comm)
 
@@ -190,7 +192,8 @@ class Communicator:
         for op in self._premul.values():
             self._library.ncclRedOpDestroy(op, self._comm)
         self._premul = {}
-        comm, self._comm = self._comm, c_void_p()
+        comm = self._comm
+        self._comm = c_void_p()
         if comm:
             self._succeed("ncclCommDestroy", self._library.ncclCommDestroy(comm))
 
@@ -212,7 +215,8 @@ class Communicator:
             one = c_void_p(token.data_ptr())
             how = (c_size_t(1), c_int(_DTYPE[DType.FP32]), c_int(_REDOP[RedOp.SUM]))
             return [call("ncclAllReduce", one, one, *how)]
-        facts, kind = FACTS[case.collective], c_int(_DTYPE[case.dtype])
+        facts = FACTS[case.collective]
+        kind = c_int(_DTYPE[case.dtype])
         name = _WHOLE.get(case.collective, "")
         newer = _WHOLE_SINCE_2_28.get(case.collective, "")
         if name or (newer and hasattr(self._library, newer)):
@@ -232,7 +236,8 @@ class Communicator:
 
     def _group(self, calls: list[Call]) -> list[Call]:
         """Return these calls as one group. Groups may nest."""
-        start, end = self._library.ncclGroupStart, self._library.ncclGroupEnd
+        start = self._library.ncclGroupStart
+        end = self._library.ncclGroupEnd
         return [functools.partial(start), *calls, functools.partial(end)]
 
     def _issue(self, steps: list[Call], keep: object) -> Callable[[], None]:

@@ -65,7 +65,8 @@ class Rotation:
     """Makes the next of several calls, one per operand set, so that caches do not help."""
 
     def __init__(self, calls: Calls) -> None:
-        self._calls, self._next = calls, 0
+        self._calls = calls
+        self._next = 0
 
     def __call__(self) -> None:
         self._calls[self._next]()
@@ -75,10 +76,13 @@ class Rotation:
 class IdleTimer:
     """The timer of ranks outside the communicator, which only align with the others."""
 
-    calls_per_sample, lead_s = 1, 0.0
+    calls_per_sample = 1
+    lead_s = 0.0
 
     def __init__(self, ranks: Ranks, method: str, starts_per_sample: bool) -> None:
-        self.method, self._ranks, self._each = method, ranks, starts_per_sample
+        self.method = method
+        self._ranks = ranks
+        self._each = starts_per_sample
 
     def sample(self, count: int) -> Batch:
         for _ in range(count if self._each else 1):
@@ -96,12 +100,17 @@ class HostTimer:
     ) -> None:
         self.method = f"{name}/{VERSION}"
         self.calls_per_sample = calls_per_sample
-        self._call, self._ranks, self._wait_s = Rotation(calls), ranks, wait_s
-        self._each, self._queued = name == "blocking", name == "queued"
+        self._call = Rotation(calls)
+        self._ranks = ranks
+        self._wait_s = wait_s
+        self._each = name == "blocking"
+        self._queued = name == "queued"
 
     def sample(self, count: int) -> Batch:
         seconds: list[float] = []
-        began_s, first, last = 0.0, 0.0, 0.0
+        began_s = 0.0
+        first = 0.0
+        last = 0.0
         for i in range(count):
             if self._each or i == 0:
                 self._ranks.align()
@@ -145,7 +154,8 @@ class StreamTimer:
     ) -> None:
         self.method = f"{'queued-ahead' if is_ahead else 'queued'}/{VERSION}"
         self.calls_per_sample = 1 if wait_s else calls_per_sample
-        self._call, self._ranks = Rotation(calls), ranks
+        self._call = Rotation(calls)
+        self._ranks = ranks
         self._is_ahead = is_ahead
         self._cycles = round(wait_s * spin_hz()) if wait_s else 0
         self._hz = spin_hz() if is_ahead else 0.0
@@ -153,7 +163,9 @@ class StreamTimer:
     def sample(self, count: int) -> Batch:
         stream = torch.cuda.current_stream()
         stream.synchronize()
-        starts, ends, spun = _events(count), _events(count), _events(2)
+        starts = _events(count)
+        ends = _events(count)
+        spun = _events(2)
         self._ranks.align()
         began_s = self._ranks.now()
         cycles = round(self.lead_s * self._hz)
@@ -200,7 +212,8 @@ class GraphTimer:
     ) -> None:
         self.method = f"graph/{VERSION}"
         self.calls_per_sample = calls_per_sample
-        self._ranks, self._wait_s = ranks, wait_s
+        self._ranks = ranks
+        self._wait_s = wait_s
         cycles = round(wait_s * spin_hz()) if wait_s else 0
         self._graph = capture(Rotation(calls), calls_per_sample, cycles)
 
@@ -233,11 +246,14 @@ class GraphTimer:
 class BlockingTimer:
     """Times calls with a synchronization after each, as in code that needs the result."""
 
-    calls_per_sample, lead_s = 1, 0.0
+    calls_per_sample = 1
+    lead_s = 0.0
 
     def __init__(self, calls: Calls, ranks: Ranks, *, aligned: bool, wait_s: float) -> None:
         self.method = f"blocking/{VERSION}" if aligned else f"blocking-free/{VERSION}"
-        self._call, self._ranks, self._aligned = Rotation(calls), ranks, aligned
+        self._call = Rotation(calls)
+        self._ranks = ranks
+        self._aligned = aligned
         self._wait_s = wait_s
 
     def sample(self, count: int) -> Batch:
@@ -245,7 +261,8 @@ class BlockingTimer:
         stream.synchronize()
         marks = _events(2)
         marks[0].record()
-        seconds, issued = [], []
+        seconds = []
+        issued = []
         began_s = 0.0
         for i in range(count):
             if self._aligned or i == 0:

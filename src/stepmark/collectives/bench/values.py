@@ -224,7 +224,8 @@ def _float_sum(
 def _wrapping_sum(num_ranks: int, factor: int, keys: Tensor) -> _Scheme:
     factors = [max(7 - rank, 1) for rank in range(num_ranks)]
     factors[0] += 1 - sum(factors) % 2  # an odd total keeps all of w's bits
-    w, by_rank = hash64(keys) | 1, torch.tensor(factors)
+    w = hash64(keys) | 1
+    by_rank = torch.tensor(factors)
     return _Scheme(sent=lambda turned: w * by_rank[turned], result=w * (factor * sum(factors)))
 
 
@@ -272,7 +273,8 @@ def _power(base: Tensor, exponent: int) -> Tensor:
     result = torch.ones_like(base)
     while exponent:
         result = result * base if exponent % 2 else result
-        base, exponent = base * base, exponent // 2
+        base = base * base
+        exponent = exponent // 2
     return result
 
 
