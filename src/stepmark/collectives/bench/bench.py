@@ -205,19 +205,17 @@ def collect(
 ) -> CallSamples:
     """Sample until rank 0 decides from all ranks' maxima that the samples suffice.
 
-    sample_s: seconds of one sample, roughly, the same on every rank. num_samples: exactly so
-    many samples. most: samples of a batch.
+    sample_s: roughly, the same on every rank. num_samples: exactly so many. most: of a batch.
     """
     samples = CallSamples()
     batches = list[list[float]]()
     longest_s = min(ranks.gather(compute.longest_s if compute else math.inf))
     length_s = min(_BATCH_S, effort.sample_s / effort.min_batches, longest_s / 4)
     most = max(1, min(most, int(length_s / max(sample_s, 1e-9))))
-    stretch = 1.5
     tries = 0
     begin = time.monotonic()
     issue_s = _ISSUE_S
-    margin = 1.5
+    stretch = margin = 1.5
 
     def enough() -> bool:
         if num_samples is not None:
