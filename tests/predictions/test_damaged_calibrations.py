@@ -139,7 +139,7 @@ def test_a_trace_of_another_step_is_refused_or_noted(run: Predict, copies: Path)
 def test_a_run_without_its_environment_is_refused(run: Predict, copies: Path) -> None:
     (copies / GPT2 / "run.json").unlink()
     code, _, error = run(f"{WORDS[GPT2]} --calibration {GPT2} --device h200 --runs {copies}")
-    assert (code, "a file that can be read" in error) == (2, True)
+    assert (code, "a file that exists" in error) == (2, True)
 
 
 def test_an_old_calibration_says_how_old_it_is(run: Predict, copies: Path) -> None:
