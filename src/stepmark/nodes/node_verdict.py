@@ -219,6 +219,7 @@ def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
     for index, figure in enumerate(figures):
         for place in figure.where:
             at.setdefault(place, []).append(index)
+    sharing = [{index for place in figure.where for index in at[place]} for figure in figures]
     medians: list[list[float]] = [[] for _ in figures]
     for launch in range(max(len(figure.values) for figure in figures)):
         ordered = sorted(
@@ -227,9 +228,8 @@ def _medians_of_others(figures: Sequence[Figure]) -> list[list[float]]:
             if figure.value is not None and len(figure.values) > launch
         )
         positions = {index: position for position, (_, index) in enumerate(ordered)}
-        for figure, own in zip(figures, medians, strict=True):
-            near = {index for place in figure.where for index in at[place]}
-            left_out = sorted(positions[index] for index in near if index in positions)
+        for figure, same_place, own in zip(figures, sharing, medians, strict=True):
+            left_out = sorted(positions[index] for index in same_place if index in positions)
             count = len(ordered) - len(left_out)
             if count >= MIN_OTHERS and len(figure.values) > launch:
                 middle = ((count - 1) // 2, count // 2)
