@@ -114,7 +114,7 @@ def rank_main(
         torch.cuda.set_device(rank)
     else:
         megatron_stand_ins.on_cpu()
-    megatron_stand_ins.stand_in()
+    megatron_stand_ins.replay_compute()
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), world, rank == 0)
     for name in names:
         case_store = dist.PrefixStore(name, store)

@@ -151,7 +151,7 @@ def route_evenly() -> None:
     router.gating = even
 
 
-def stand_in() -> None:
+def replay_compute() -> None:
     """Install the substitutes for TransformerEngine, and even routing."""
     modules: Any = multi_latent_attention
     modules.TELinear = UnshardedLinear

@@ -14,7 +14,7 @@ from stepmark.cases.sweep import (
     Try,
 )
 from stepmark.comparison.sweep import settings
-from stepmark.comparison.sweep_run import Means
+from stepmark.comparison.sweep_run import RunSettings
 from stepmark.store import codec
 
 from .process import ROOT, environment
@@ -64,14 +64,14 @@ def made_up_run() -> str:
     return json.dumps([json.loads(info), *records])
 
 
-def means(folder: Path, said: list[str] | None = None, **more: object) -> Means:
+def means(folder: Path, said: list[str] | None = None, **more: object) -> RunSettings:
     (folder / "made-up-run.json").write_text(made_up_run())
     base = environment() | {
         "SWEEP_PROGRAM": str(folder),
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }
     say = (said if said is not None else []).append
-    return Means(base=base, program=PROGRAM, say=say, **more)  # type: ignore[arg-type]
+    return RunSettings(base=base, program=PROGRAM, say=say, **more)  # type: ignore[arg-type]
 
 
 def started(folder: Path) -> list[str]:

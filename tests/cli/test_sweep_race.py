@@ -146,7 +146,7 @@ def test_resume_goes_on_in_the_fresh_rounds(tmp_path: Path) -> None:
         tries = tuple(t for t in whole.tries if t.round <= rounds)
         before = {name: number for name, number in whole.dropped.items() if number < rounds}
         journal.change(tries=tries, selection=None, dropped=before)
-    with Journal.go_on(journal.path) as journal:
+    with Journal.reopen(journal.path) as journal:
         assert not journal.sweep.is_complete
         make(journal, means(tmp_path), [])
         again = journal.sweep
@@ -155,7 +155,7 @@ def test_resume_goes_on_in_the_fresh_rounds(tmp_path: Path) -> None:
         (t.round, t.setting) for t in whole.tries
     ]
     # As after a kill in the fresh rounds.
-    with Journal.go_on(journal.path) as journal:
+    with Journal.reopen(journal.path) as journal:
         journal.change(tries=again.tries[:-3])
         assert not journal.sweep.is_complete
         result = sweep_race.compare_settings(journal.path, journal.sweep)
@@ -209,7 +209,7 @@ def test_resume_makes_only_what_is_missing(tmp_path: Path) -> None:
         cut = dataclasses.replace(tries[4], outcome=Outcome.INTERRUPTED)
         journal.change(tries=(*tries[:4], cut))
     (tmp_path / "started").unlink()
-    with Journal.go_on(journal.path) as journal:
+    with Journal.reopen(journal.path) as journal:
         make(journal, means(tmp_path), [])
         again = journal.sweep
     order = [one.setting for one in tries[4:]]
@@ -219,7 +219,7 @@ def test_resume_makes_only_what_is_missing(tmp_path: Path) -> None:
     assert [one.setting for one in again.tries if one.outcome is Outcome.DONE] == [
         one.setting for one in tries
     ]
-    with Journal.go_on(journal.path) as journal:
+    with Journal.reopen(journal.path) as journal:
         make(journal, means(tmp_path), [])
         assert journal.sweep == again
         journal.change(repeats=3)
@@ -230,7 +230,7 @@ def test_resume_makes_only_what_is_missing(tmp_path: Path) -> None:
 def test_a_sweep_has_one_writer(tmp_path: Path) -> None:
     with Journal.create(tmp_path, sweep_of("fast")) as journal:
         with pytest.raises(ConfigError, match="no other process"):
-            Journal.go_on(journal.path)
+            Journal.reopen(journal.path)
         with pytest.raises(ConfigError, match="can be made"):
             Journal.create(tmp_path, sweep_of("fast"))
 

@@ -10,7 +10,7 @@ from stepmark.comparison.racing import (
     FIRST_LOOK,
     LEAST_FRESH,
     WRONGLY_DROPPED,
-    Standing,
+    RaceState,
     fresh_rounds,
     level,
     standing,
@@ -48,7 +48,7 @@ def rows_of(logs: Logs, rounds: int) -> dict[str, dict[int, Row]]:
     }
 
 
-def after(logs: Logs, rounds: int, *, gain: float = 0.01) -> Standing:
+def after(logs: Logs, rounds: int, *, gain: float = 0.01) -> RaceState:
     rows = rows_of(logs, rounds)
     return standing(rows, rounds=rounds, num_settings=len(rows), gain=gain)
 
@@ -63,7 +63,7 @@ def test_a_loser_is_dropped_and_the_fastest_is_not() -> None:
 
 def test_the_first_round_drops_nothing() -> None:
     logs = logs_of(Random(1), {"slow": [-0.5] * SIZES, "fast": [0.5] * SIZES}, 1)
-    assert after(logs, 1) == Standing(dropped=frozenset(), is_decided=False)
+    assert after(logs, 1) == RaceState(dropped=frozenset(), is_decided=False)
 
 
 def test_what_is_the_fastest_at_one_size_stays() -> None:
@@ -99,7 +99,7 @@ def test_equal_settings_are_dropped_once_none_can_gain() -> None:
 def test_a_race_that_is_open_is_not_decided() -> None:
     """Two settings that are equally fast: which is faster is not known."""
     logs = logs_of(Random(1), {name: [0.05] * SIZES for name in "ab"}, 3)
-    assert after(logs, 3) == Standing(dropped=frozenset(), is_decided=False)
+    assert after(logs, 3) == RaceState(dropped=frozenset(), is_decided=False)
 
 
 def test_looks_spend_no_more_than_the_error_of_the_race() -> None:

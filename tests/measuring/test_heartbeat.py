@@ -17,7 +17,7 @@ from stepmark.measuring.heartbeat import (
     FOLDER,
     GAVE_UP,
     STACK,
-    Beat,
+    Heartbeat,
     HeartbeatStore,
 )
 
@@ -101,7 +101,7 @@ def test_nobody_reads_half_a_file(tmp_path: Path) -> None:
     folder = HeartbeatStore(tmp_path)
     folder.write("long", "x" * 10_000_000)
     assert folder.read("long") == "x" * 10_000_000
-    beat = Beat(rank=0, pid=1, position=None, since_s=1.5, deadline_s=None)
+    beat = Heartbeat(rank=0, pid=1, position=None, since_s=1.5, deadline_s=None)
     folder.write_beat(beat)
     assert folder.beats(range(3)) == {0: beat}
     assert {path.name for path in tmp_path.iterdir()} == {"long", "beat-0"}

@@ -84,9 +84,9 @@ class Command:
         for word in rest:
             if word.startswith("-") and word != "-":
                 raise UnknownOptionError(word.partition("=")[0], self.words, name)
-        asked = {word: values.pop(key) for word, key in _HELP.items()}
-        if any(asked.values()):
-            sys.stdout.write(self.page(name, everything=asked["--help-all"]))
+        requested = {word: values.pop(key) for word, key in _HELP.items()}
+        if any(requested.values()):
+            sys.stdout.write(self.page(name, everything=requested["--help-all"]))
             raise Answered
         rest += words[end + 1 :]
         for option in self.options:

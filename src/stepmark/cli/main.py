@@ -42,14 +42,14 @@ Read more:
 def command(name: str, words: list[str]) -> Command | Group:
     """Return the command of a verb, or its group of commands."""
     entry = VERBS[name]
-    made: Command | Group
+    command: Command | Group
     if entry.options:
         options = load(entry.options)
-        made = load(entry.command)(options, entry.handler, entry.doc, *entry.examples)
+        command = load(entry.command)(options, entry.handler, entry.doc, *entry.examples)
     else:
         handler = load(entry.handler)
-        made = handler if isinstance(handler, Group) else handler(words)
-    return made
+        command = handler if isinstance(handler, Group) else handler(words)
+    return command
 
 
 def program() -> Group:

@@ -91,6 +91,6 @@ def command(words: Sequence[str]) -> Command:
     family = _family(words)
     doc = _DOC if family is None else _about(family)
     examples = _EXAMPLES.get(family or LAYER, ())
-    made = _Command(options_class(family), "stepmark.operators.op:run", doc, *examples)
-    made.family = family
-    return made
+    command = _Command(options_class(family), "stepmark.operators.op:run", doc, *examples)
+    command.family = family
+    return command

@@ -56,9 +56,13 @@ def rows(comparison: Comparison) -> list[Row]:
         for name in others:
             if (cell := line.cells.get(name)) is None:
                 continue
-            row = _named(line) | _own_fields(line, cell) | {"baseline": base, "side": name}
+            row = (
+                _describe_line(line)
+                | _own_fields(line, cell)
+                | {"baseline": base, "side": name}
+            )
             row |= _values(line, line.cells[base], "baseline_")
-            row |= _values(line, cell, "") | _judged(cell.ratio)
+            row |= _values(line, cell, "") | _describe_ratio(cell.ratio)
             if (limit := comparison.fail_if_slower) is not None:
                 is_within = bool(cell.ratio and cell.ratio.is_within(limit))
                 row["too_slow"] = (
@@ -74,7 +78,7 @@ def overall_rows(comparison: Comparison) -> list[Row]:
         {
             "baseline": comparison.names[0],
             "side": mean.name,
-            **_judged(mean.ratio),
+            **_describe_ratio(mean.ratio),
             "num_lines": mean.num_lines,
             "smallest_bytes": mean.smallest_bytes,
             "largest_bytes": mean.largest_bytes,
@@ -83,7 +87,7 @@ def overall_rows(comparison: Comparison) -> list[Row]:
     ]
 
 
-def _named(line: Line) -> Row:
+def _describe_line(line: Line) -> Row:
     names = (*(n for n in _ORDER if n in line.fields), *line.fields)
     row: Row = {name: line.fields[name] for name in names}
     return row | {"size_bytes": line.size_bytes}
@@ -136,7 +140,7 @@ def _shows_busbw(line: Line) -> bool:
     )
 
 
-def _judged(ratio: Ratio | None) -> Row:
+def _describe_ratio(ratio: Ratio | None) -> Row:
     if ratio is None:
         return dict.fromkeys(("speed", "low", "high")) | {
             "verdict": Verdict.CANNOT_TELL.value,

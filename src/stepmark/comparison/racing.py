@@ -29,7 +29,7 @@ Lines = Mapping[int, Row]  # a setting against the baseline, by line; a launch i
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RaceState:
     """The settings that are out of the race, and whether more rounds can change the result."""
 
     dropped: frozenset[str]
@@ -38,20 +38,20 @@ class Standing:
 
 def level(rounds: int, num_settings: int) -> float:
     """Return the level of the test of one setting after these rounds, FIRST_LOOK or more."""
-    look = rounds - FIRST_LOOK + 1
-    return WRONGLY_DROPPED / (look * (look + 1)) / num_settings
+    num_looks = rounds - FIRST_LOOK + 1
+    return WRONGLY_DROPPED / (num_looks * (num_looks + 1)) / num_settings
 
 
 def standing(
     settings: Mapping[str, Lines], *, rounds: int, num_settings: int, gain: float
-) -> Standing:
+) -> RaceState:
     """Return the standing after some rounds, which all these settings have.
 
     settings: those that are still in the race, apart from the baseline. num_settings: how many
     began, apart from the baseline. gain: a share of the time; smaller differences do not count.
     """
     if rounds < FIRST_LOOK or not settings:
-        return Standing(dropped=frozenset(), is_decided=not settings)
+        return RaceState(dropped=frozenset(), is_decided=not settings)
     fastest = _fastest(settings)
     p_limit = level(rounds, num_settings)
     beaten = {name: _beaten(name, settings, fastest, p_limit, gain) for name in settings}
@@ -63,7 +63,7 @@ def standing(
     ):
         out.remove(compromise)
     dropped = frozenset(out)
-    return Standing(
+    return RaceState(
         dropped=dropped,
         is_decided=_is_decided(settings, fastest, beaten, dropped),
     )

@@ -275,10 +275,10 @@ def named_apart(groups: Sequence[Sequence[Side]]) -> list[tuple[Side, ...]]:
     sides = [side for group in groups for side in group]
     models = [s.model for side in sides for s in side.series if s.model is not None]
     names = distinct_names(models)
-    return [tuple(_named(side, names) for side in group) for group in groups]
+    return [tuple(_name_models(side, names) for side in group) for group in groups]
 
 
-def _named(side: Side, names: Mapping[ModelConfig, str]) -> Side:
+def _name_models(side: Side, names: Mapping[ModelConfig, str]) -> Side:
     series = tuple(
         dataclasses.replace(s, fields={**s.fields, "model": names[s.model]}) if s.model else s
         for s in side.series

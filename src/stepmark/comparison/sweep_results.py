@@ -13,7 +13,7 @@ from stepmark.comparison.comparison_text import printed
 from stepmark.comparison.recommendation import Advice
 from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.comparison.sweep_race import Result, compare_settings
-from stepmark.comparison.sweep_run import Means
+from stepmark.comparison.sweep_run import RunSettings
 from stepmark.comparison.tuner_verb import ProbeError
 from stepmark.ground.errors import worst
 from stepmark.ground.files import write_text
@@ -32,9 +32,9 @@ def run(
     base: Mapping[str, str],
 ) -> int:
     """Measure what is missing, compare and recommend. Returns the exit code."""
-    means = Means(base=base, budget_s=options.budget, say=_say)
-    _say(*(f"# {note}" for note in sweep.notes))
-    opened = Journal.go_on(path) if path else Journal.create(options.out, sweep)
+    settings = RunSettings(base=base, budget_s=options.budget, report=_report)
+    _report(*(f"# {note}" for note in sweep.notes))
+    opened = Journal.reopen(path) if path else Journal.create(options.out, sweep)
     with opened as journal, catching() as signals:
         if journal.sweep != sweep:
             journal.change(
@@ -44,15 +44,15 @@ def run(
                 min_gain=sweep.min_gain,
                 selection=sweep.selection,
             )
-        number = sweep_run.make(journal, means, signals)
+        number = sweep_run.make(journal, settings, signals)
         if number is None:
-            code = _show(journal, request, options, means, signals)
+            code = _show(journal, request, options, settings, signals)
             number = signals[0] if signals else None
         if number is not None:
             word = "interrupted" if number == 2 else "terminated"
-            _say(f"{word}; go on with: stepmark sweep --resume {journal.path}")
+            _report(f"{word}; go on with: stepmark sweep --resume {journal.path}")
             return 128 + number
-    _say(f"sweep {journal.path}")
+    _report(f"sweep {journal.path}")
     return code
 
 
@@ -60,7 +60,7 @@ def _show(
     journal: Journal,
     request: tuner_verb.Request | None,
     options: SweepOptions,
-    means: Means,
+    settings: RunSettings,
     signals: list[int],
 ) -> int:
     sweep = journal.sweep
@@ -72,7 +72,9 @@ def _show(
         for name, last in sweep.failed.items()
     ]
     if result is None:
-        _say(*failed, "nothing to compare: the baseline and another setting must be measured")
+        _report(
+            *failed, "nothing to compare: the baseline and another setting must be measured"
+        )
         return 3
     lines = [*failed, *_advice_lines(result.advice, sweep)]
     _files(result, sweep, options, lines)
@@ -84,16 +86,16 @@ def _show(
         print_text(lines)
         sys.stdout.flush()
     else:
-        _say(*lines)
+        _report(*lines)
     if request is None:
         return code
     try:
-        remarks, tuned = tuner_verb.emit(journal, result.advice, request, means, signals)
+        remarks, tuned = tuner_verb.emit(journal, result.advice, request, settings, signals)
     except ProbeError:
         if not signals:
             raise
         return code  # a signal ended the probe
-    _say(*remarks)
+    _report(*remarks)
     return worst(code, tuned)
 
 
@@ -145,6 +147,6 @@ def _files(result: Result, sweep: Sweep, options: SweepOptions, lines: Sequence[
         write_text(target, page(comparison, lines).html(), "html")
 
 
-def _say(*lines: str) -> None:
+def _report(*lines: str) -> None:
     sys.stderr.write("".join(f"{line}\n" for line in lines))
     sys.stderr.flush()

@@ -25,13 +25,13 @@ _LAST_LINES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """The environment, program and budget of tries. `say` gets a line per try."""
+class RunSettings:
+    """The environment, program and budget of tries. `report` gets a line per try."""
 
     base: Mapping[str, str]  # environment
     program: Sequence[str] = PROGRAM
     budget_s: float | None = None
-    say: Callable[[str], None] = lambda text: None
+    report: Callable[[str], None] = lambda text: None
 
 
 def environment(setting: Setting, base: Mapping[str, str]) -> dict[str, str]:
@@ -52,7 +52,7 @@ def order_of(num_settings: int, number: int, *, order: str, seed: int) -> list[i
     return places
 
 
-def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
+def make(journal: Journal, settings: RunSettings, signals: Sequence[int]) -> int | None:
     """Run what is missing of a sweep. Returns the signal that ended it early, if one did.
 
     A new round begins only when the budget has room for it and for the fresh rounds that would
@@ -60,25 +60,25 @@ def make(journal: Journal, means: Means, signals: Sequence[int]) -> int | None:
     """
     started_s = time.monotonic()
     for number in itertools.count(1):
-        launches = _launches_left(journal.sweep, means.budget_s, started_s)
+        launches = _launches_left(journal.sweep, settings.budget_s, started_s)
         if number > 1 and all(attempt.round < number for attempt in journal.sweep.tries):
             for remark in sweep_race.decide(journal, number - 1, launches=launches):
-                means.say(remark)
+                settings.report(remark)
         sweep = journal.sweep
         if number > sweep.last_round:
             return None
         missing = _missing(journal, number)
         if missing and number > 1 and launches < sweep_race.launches_of_round(sweep, number):
-            means.say(f"budget: {number - 1} of {sweep.last_round} rounds")
+            settings.report(f"budget: {number - 1} of {sweep.last_round} rounds")
             return None
         for setting in missing:
             if signals:
                 return signals[0]
-            attempt = _try(journal, setting, number, means, signals)
+            attempt = _try(journal, setting, number, settings, signals)
             if attempt is None:
                 return signals[0]
             journal.add(attempt)
-            means.say(_line(journal, attempt))
+            settings.report(_line(journal, attempt))
             if attempt.outcome is Outcome.INTERRUPTED:
                 return signals[0]
     return None
@@ -105,7 +105,11 @@ def _missing(journal: Journal, number: int) -> list[Setting]:
 
 
 def _try(
-    journal: Journal, setting: Setting, number: int, means: Means, signals: Sequence[int]
+    journal: Journal,
+    setting: Setting,
+    number: int,
+    settings: RunSettings,
+    signals: Sequence[int],
 ) -> Try | None:
     """Run a setting. Returns None when a signal came before the command was started."""
     sweep = journal.sweep
@@ -118,8 +122,13 @@ def _try(
     runs = journal.path / "runs" / stem.name
     started_at = time.time()
     ended = child.run(
-        [*setting.program(means.program), *setting.command(sweep.command), "--out", str(runs)],
-        {**environment(setting, means.base), ROUND: str(number)},
+        [
+            *setting.program(settings.program),
+            *setting.command(sweep.command),
+            "--out",
+            str(runs),
+        ],
+        {**environment(setting, settings.base), ROUND: str(number)},
         out=stem.with_suffix(".out"),
         err=stem.with_suffix(".err"),
         limit_s=sweep.timeout_s,

@@ -15,7 +15,7 @@ from stepmark.collectives.comm_options import CommOptions
 from stepmark.collectives.comm_plan import refuse
 from stepmark.comparison import sweep_run, tuner_text
 from stepmark.comparison.recommendation import Advice
-from stepmark.comparison.sweep_run import Means
+from stepmark.comparison.sweep_run import RunSettings
 from stepmark.findings.log_facts import Choice
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.files import write_text
@@ -107,7 +107,11 @@ def check_device(request: Request) -> None:
 
 
 def emit(
-    journal: Journal, advice: Advice, request: Request, means: Means, signals: Sequence[int]
+    journal: Journal,
+    advice: Advice,
+    request: Request,
+    settings: RunSettings,
+    signals: Sequence[int],
 ) -> tuple[list[str], int]:
     """Probe, write, and with a plugin verify. Returns remarks and the exit code.
 
@@ -123,7 +127,7 @@ def emit(
         journal=journal,
         options=request.options,
         num_ranks=size["num_ranks"],
-        means=means,
+        settings=settings,
         signals=signals,
     )
     # NCCL refuses a collective without the algorithm that a winner forces, so only these.
@@ -226,7 +230,7 @@ class Probe:
     journal: Journal
     options: CommOptions  # of the command
     num_ranks: int
-    means: Means
+    settings: RunSettings
     signals: Sequence[int]
 
     def logged(
@@ -278,10 +282,10 @@ class Probe:
             "NCCL_DEBUG_SUBSYS": "INIT,TUNING,ENV",
             "NCCL_DEBUG_FILE": f"{folder.resolve()}/nccl.%h.%p",
         }
-        self.means.say(f"probe {folder.relative_to(self.journal.path)}: {setting.name}")
+        self.settings.report(f"probe {folder.relative_to(self.journal.path)}: {setting.name}")
         ended = child.run(
-            [*self.means.program, "comm", *argv(replace(options, out=str(folder)))],
-            {**sweep_run.environment(setting, self.means.base), **log, **more},
+            [*self.settings.program, "comm", *argv(replace(options, out=str(folder)))],
+            {**sweep_run.environment(setting, self.settings.base), **log, **more},
             out=folder / "out",
             err=folder / "err",
             limit_s=self.journal.sweep.timeout_s,

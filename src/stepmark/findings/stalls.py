@@ -174,9 +174,9 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     is_unclear = len(idle) > 1 and bool(is_gloo or alone)
     is_unknown = (is_gloo and (graph.has_transfers or bool(alone))) or is_unclear
     # So do few ranks in a call that most have not issued.
-    few = direct if len(direct) < len(idle) else alone
+    suspects = direct if len(direct) < len(idle) else alone
     remarks = dict.fromkeys(call.remark for call in calls if call.is_open and call.remark)
-    doubt = "maybe " if is_unknown else "likely " if is_gloo or few or remarks else ""
+    doubt = "maybe " if is_unknown else "likely " if is_gloo or suspects or remarks else ""
     text = (
         f"{ranks_text(idle)} did not join a call: {'; '.join(texts)}{more}. "
         f"{_it(idle).capitalize()} {_s(idle, 'wait')} for no other rank and "
@@ -185,15 +185,15 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     if is_gloo:
         which = "it waits" if len(idle) == 1 else "one of them waits"
         text += f", unless {which} in a send or receive, which gloo does not record"
-    if few:
-        verb = "makes" if len(few) == 1 else "make"
-        text += f", unless {ranks_text(few)}, alone in it, {verb} a call too many"
+    if suspects:
+        verb = "makes" if len(suspects) == 1 else "make"
+        text += f", unless {ranks_text(suspects)}, alone in it, {verb} a call too many"
     text += "".join(f". {remark[:1].upper()}{remark[1:]}" for remark in remarks)
     if is_unknown:
         return _cause(graph, UNKNOWN, frozenset(), text, calls, suspects=idle | alone)
     if is_gloo:
         return _cause(graph, MISSING, frozenset(), text, calls, suspects=idle)
-    cause = _cause(graph, MISSING, idle, text, calls, suspects=few)
+    cause = _cause(graph, MISSING, idle, text, calls, suspects=suspects)
     return replace(cause, is_likely=bool(doubt))
 
 

@@ -77,7 +77,9 @@ def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
     """
     differences = {id(difference.row): difference for difference in _differences(rows)}
     certain = _certain(list(differences.values()))
-    return [_judged(row, differences.get(id(row)), id(row) in certain, floor) for row in rows]
+    return [
+        _judge_row(row, differences.get(id(row)), id(row) in certain, floor) for row in rows
+    ]
 
 
 def _differences(rows: Sequence[Row]) -> list[_Difference]:
@@ -286,7 +288,7 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
     if mean.row.order is Order.BLOCKS:
         drift = _drift_of(rows, pool) if pool else _DRIFT
         mean = replace(mean, error=total([mean.error, drift]), drift=drift.value)
-    return _judged(mean.row, mean, bool(_certain([mean])), floor)
+    return _judge_row(mean.row, mean, bool(_certain([mean])), floor)
 
 
 def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
@@ -304,10 +306,12 @@ def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
         error=error,
         drift=fmean(d.drift for d in differences),
     )
-    return _judged(rows[0], mean, bool(_certain([mean])), floor)
+    return _judge_row(rows[0], mean, bool(_certain([mean])), floor)
 
 
-def _judged(row: Row, difference: _Difference | None, is_certain: bool, floor: float) -> Ratio:
+def _judge_row(
+    row: Row, difference: _Difference | None, is_certain: bool, floor: float
+) -> Ratio:
     if difference is None:
         counts = len(row.base.logs), len(row.other.logs)
         return Ratio(

@@ -96,7 +96,7 @@ def submit(script: str) -> str:
     return done.stdout.strip().partition(";")[0]  # ID;CLUSTER
 
 
-def look(job_id: str) -> Job | None:
+def query_job(job_id: str) -> Job | None:
     """Return a job; None for one that Slurm does not know, or no longer.
 
     squeue is used where scontrol is refused, sacct where the job has been forgotten. Raises
@@ -178,7 +178,7 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
     with signals.catching() as received:
         while True:
             try:
-                job = look(job_id)
+                job = query_job(job_id)
             except SlurmError as error:
                 if not is_known:
                     raise

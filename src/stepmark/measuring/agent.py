@@ -56,12 +56,12 @@ def serve(job: Job) -> int:
                 time.sleep(_POLL_S)
             agent.step()  # the last message of a leader that has closed the connection
         except OSError as error:  # no space for the plan, no more processes
-            _say(job, f"ranks cannot be started: {error.strerror or error}")
+            _warn(job, f"ranks cannot be started: {error.strerror or error}")
             return 3
         finally:
             agent.kill()
         if agent.code is None and not signals:
-            _say(job, f"its leader {job.hosts[0]} is lost: {channel.lost}")
+            _warn(job, f"its leader {job.hosts[0]} is lost: {channel.lost}")
         if agent.code is None:
             return 128 + signals[0] if signals else 3
         return agent.code
@@ -86,11 +86,11 @@ def _join(job: Job, signals: list[int]) -> Channel | None:
         return channel
     if not signals:
         where = f"{job.hosts[0]}, port {job.port}"
-        _say(job, f"no leader at {where} within {job.join_s:.0f} s ({problem})")
+        _warn(job, f"no leader at {where} within {job.join_s:.0f} s ({problem})")
     return None
 
 
-def _say(job: Job, text: str) -> None:
+def _warn(job: Job, text: str) -> None:
     sys.stderr.write(f"stepmark: host {job.hosts[job.rank]}: {text}\n")
     sys.stderr.flush()
 
@@ -112,7 +112,7 @@ class _Agent:
         """Do what the leader asks for, and report the ranks' state."""
         while self._channel.inbox:
             self._handle(self._channel.inbox.popleft())
-        self._channel.look()
+        self._channel.poll()
         if self._ranks is not None:
             self._report(self._ranks)
 
@@ -153,7 +153,7 @@ class _Agent:
                 self._channel.send(Diagnosis(self._generation, stacks, flight))
 
     def _report(self, ranks: LocalRanks) -> None:
-        ranks.look()
+        ranks.poll()
         codes = {rank: ranks.return_code(rank) for rank in ranks.numbers}
         state = State(
             generation=self._generation,

@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 import msgspec
 
-from stepmark.measuring.heartbeat import Beat
+from stepmark.measuring.heartbeat import Heartbeat
 
 # A link that is cut for 5 s recovers; for longer than this, the host counts as lost.
 SILENCE_S = 20.0
@@ -76,7 +76,7 @@ class State(_Message, frozen=True):
 
     generation: int
     now_s: float
-    beats: tuple[Beat, ...]
+    beats: tuple[Heartbeat, ...]
     codes: dict[int, int]  # exit codes of those that have ended
     pids: dict[int, int]
     states: dict[int, str]  # psutil's
@@ -164,7 +164,7 @@ class Channel:
         except OSError as error:
             self.lost = self.lost or _reason(error)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Set `lost` after a long silence.
 
         Time in which this process was stopped does not count, so a job whose processes are

@@ -32,7 +32,7 @@ MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beat:
+class Heartbeat:
     """State of a rank and its deadline by CLOCK_MONOTONIC, which all processes share."""
 
     rank: int
@@ -79,13 +79,13 @@ class HeartbeatStore:
     def has(self, name: str) -> bool:
         return os.path.exists(f"{self.folder}/{name}")
 
-    def write_beat(self, beat: Beat) -> None:
+    def write_beat(self, beat: Heartbeat) -> None:
         self.write(f"{BEAT}-{beat.rank}", json.dumps(asdict(beat)))
 
-    def beats(self, ranks: Iterable[int]) -> dict[int, Beat]:
+    def beats(self, ranks: Iterable[int]) -> dict[int, Heartbeat]:
         """Return the last beat of each of these ranks that has started."""
         texts = (self.read(f"{BEAT}-{rank}") for rank in ranks)
-        beats = [Beat(**json.loads(text)) for text in texts if text]
+        beats = [Heartbeat(**json.loads(text)) for text in texts if text]
         return {beat.rank: beat for beat in beats}
 
     def remove(self) -> None:
@@ -98,7 +98,7 @@ SET_UP_S = 300.0  # from creation to the first `begin` or `idle`
 _POLL_S = 0.2
 
 
-class Heartbeat:
+class HeartbeatWriter:
     """Reports what this rank works on and until when. Create it early.
 
     Limits are in seconds. A position is an index into the plan.
@@ -114,14 +114,14 @@ class Heartbeat:
         # Before the first beat: the parent sends SIGUSR1 to ranks that have one.
         self._stack = (folder / f"{STACK}-{rank}").open("w")
         faulthandler.register(signal.SIGUSR1, file=self._stack, all_threads=True)
-        self._beat = Beat(
+        self._beat = Heartbeat(
             rank=rank, pid=os.getpid(), position=None, since_s=0.0, deadline_s=None
         )
         self.idle(SET_UP_S)
         threading.Thread(target=self._attend, name="heartbeat", daemon=True).start()
 
     @classmethod
-    def from_environment(cls) -> "Heartbeat | None":
+    def from_environment(cls) -> "HeartbeatWriter | None":
         """Return the heartbeat; None in a process without a watching parent."""
         if not (folder := os.environ.get(FOLDER)):
             return None

@@ -28,7 +28,7 @@ from stepmark.measuring.channel import (
     Start,
     State,
 )
-from stepmark.measuring.heartbeat import Beat
+from stepmark.measuring.heartbeat import Heartbeat
 from stepmark.measuring.job import Job
 
 _POLL_S = 0.05
@@ -63,7 +63,7 @@ class RemoteRanks:
     def __init__(self, channel: Channel, name: str, start: Start) -> None:
         self.name = name
         self.numbers = range(start.first_rank, start.first_rank + start.count)
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self._channel = channel
         self._generation = start.generation
         self._state: State | None = None
@@ -76,7 +76,7 @@ class RemoteRanks:
     def lost(self) -> str:
         return self._channel.lost
 
-    def look(self) -> None:
+    def poll(self) -> None:
         while self._channel.inbox:
             message = self._channel.inbox.popleft()
             if getattr(message, "generation", None) != self._generation:
@@ -91,7 +91,7 @@ class RemoteRanks:
                     self._diagnosis = message
                 case Killed():
                     self._killed = message
-        self._channel.look()
+        self._channel.poll()
 
     def pid(self, rank: int) -> int:
         return self._state.pids[rank] if self._state else 0
@@ -124,13 +124,13 @@ class RemoteRanks:
 
     def _wait(self, is_done: Callable[[], bool]) -> None:
         """Wait for an answer. The time limit runs for all hosts at once, from the request."""
-        self.look()
+        self.poll()
         while not is_done() and not self.lost and time.monotonic() < self._wait_until_s:
             time.sleep(_POLL_S)
-            self.look()
+            self.poll()
 
 
-def _shifted(beat: Beat, shift_s: float) -> Beat:
+def _shifted(beat: Heartbeat, shift_s: float) -> Heartbeat:
     return replace(
         beat,
         since_s=beat.since_s + shift_s,

@@ -17,7 +17,7 @@ from stepmark.ground.processes import kill_all, tie_child
 from stepmark.ground.units import MIB
 from stepmark.ground.waiting import wait_until
 from stepmark.measuring import heartbeat
-from stepmark.measuring.heartbeat import Beat, HeartbeatStore
+from stepmark.measuring.heartbeat import Heartbeat, HeartbeatStore
 
 # Rendezvous of ranks: a FileStore, or rank 0's TCPStore on a socket that the parent has bound.
 STORE_FILE = "STEPMARK_STORE_FILE"
@@ -74,7 +74,7 @@ class LocalRanks:
             text = f"at most {most} ranks on this host, whose free memory holds no more"
             raise ConfigError("nproc", ranks.world_size, text)
         self.numbers = ranks.numbers
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self._store = HeartbeatStore.new()
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         shared = {
@@ -102,7 +102,7 @@ class LocalRanks:
             if listener is not None:
                 listener.close()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Update exit codes and beats."""
         # Exit codes first: the last beat of a process that has ended is then included.
         for process in self._processes.values():
@@ -113,7 +113,7 @@ class LocalRanks:
         return self._processes[rank].pid
 
     def return_code(self, rank: int) -> int | None:
-        """Return None while the process lives; negative for a signal, as of the last `look`."""
+        """Return None while the process lives; negative for a signal, as of the last `poll`."""
         return self._processes[rank].returncode
 
     def state(self, rank: int) -> str:

@@ -38,7 +38,7 @@ def measure(
     force: bool = False,
 ) -> int:
     """Measure a plan and show the run as its verb does. Returns the exit code."""
-    return _shown(*measured(make_plan, device, out, resume=resume, force=force))
+    return _show_run(*measured(make_plan, device, out, resume=resume, force=force))
 
 
 def measured(
@@ -134,10 +134,10 @@ def resume(options: ResumeOptions) -> int:
             raise ConfigError("run", name, allowed)
         return plan, run
 
-    return _shown(*_carry_out(prepare, None, force=options.force, has_own_plan=True))
+    return _show_run(*_carry_out(prepare, None, force=options.force, has_own_plan=True))
 
 
-def _shown(code: int, run: Path | None) -> int:
+def _show_run(code: int, run: Path | None) -> int:
     return code if run is None else show_run(run, code)
 
 
@@ -282,7 +282,7 @@ def record_failure(failure: RankFailure, run: Path, plan: Plan, num_before: int)
     )
     sys.stderr.write(f"[{entry.position + 1}/{len(plan.entries)}] {line(record)}\n")
     if key not in recorded:
-        writer, _ = RunWriter.go_on(run)
+        writer, _ = RunWriter.reopen(run)
         with writer:
             writer.append(record)
     if failure.flight:

@@ -54,7 +54,7 @@ class Progress:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], advance=1, description=line(record))
         else:
-            self.say(f"[{self._count}/{self._total}] {line(record)}")
+            self.print_line(f"[{self._count}/{self._total}] {line(record)}")
 
     def _stop_waiting(self) -> None:
         if self._waiting is not None:
@@ -67,7 +67,7 @@ class Progress:
             self._bar.stop()
             self._bar = None
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         self.close()
         sys.stderr.write(text + "\n")
         sys.stderr.flush()

@@ -27,7 +27,7 @@ from stepmark.ground.processes import LocalPeers
 from stepmark.ground.units import ranks_text
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import resume_hint
-from stepmark.measuring.heartbeat import Heartbeat, Watchdog
+from stepmark.measuring.heartbeat import HeartbeatWriter, Watchdog
 from stepmark.measuring.measure import show_run
 from stepmark.measuring.progress import Progress
 from stepmark.store import plans
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
     """Measure as a rank that our own parent supervises. Returns the exit code."""
     if hook := os.environ.get(TEST_HOOK):
         importlib.import_module(hook)
-    heartbeat = Heartbeat.from_environment()
+    heartbeat = HeartbeatWriter.from_environment()
     if heartbeat is None:
         sys.stderr.write("stepmark: ranks are started by `stepmark`, not by hand\n")
         return 2
@@ -137,13 +137,13 @@ class Rank:
     """
 
     def __init__(
-        self, plan: Plan, run: Path | None, heartbeat: Heartbeat | None, *, force: bool
+        self, plan: Plan, run: Path | None, heartbeat: HeartbeatWriter | None, *, force: bool
     ) -> None:
         self._plan = plan
         self._run = run
         self._heartbeat = heartbeat
         self._force = force
-        self._guard: Heartbeat | Watchdog = heartbeat or Watchdog(self._on_timeout)
+        self._guard: HeartbeatWriter | Watchdog = heartbeat or Watchdog(self._on_timeout)
         self._progress: Progress | None = None  # of rank 0
         self._peers: LocalPeers | None = None
         self._position: int | None = None
@@ -252,7 +252,7 @@ class Rank:
         for case in {entry.case.kind: entry.case for entry in self._plan.entries}.values():
             command_of(case)
         if self._guard.first:  # earlier ranks of the same parent began the run
-            return RunWriter.go_on(run)
+            return RunWriter.reopen(run)
         if (run / "run.json").is_file():
             writer, done = RunWriter.resume(run, capture(), force=self._force)
             plans.replace(run, self._plan)  # only now has the run accepted the plan
@@ -334,7 +334,7 @@ class Rank:
         message += f"; stopped (SIGSTOP): {ranks_text(stopped)}" if stopped else ""
         self._record(position, "timeout", message, stopped)
         if self._progress and self._run:
-            self._progress.say(resume_hint(self._run))
+            self._progress.print_line(resume_hint(self._run))
 
     @property
     def has_begun(self) -> bool:
@@ -349,7 +349,7 @@ class Rank:
         if self._position is not None:
             self._record(self._position, "lost rank", message, lost)
         elif self._progress:
-            self._progress.say(f"stepmark: {message}")
+            self._progress.print_line(f"stepmark: {message}")
         self._guard.close(3)
         return 3
 

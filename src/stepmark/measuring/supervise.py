@@ -239,12 +239,12 @@ def _watch(
     workers: Workers, signals: list[int], start_s: float
 ) -> _Ended | _Interrupted | RankFailure:
     while True:
-        workers.look()
+        workers.poll()
         if workers.interrupted and not signals:
             signals.append(workers.interrupted)
         if signals:
             return _interrupted(workers, signals)
-        end = _normal_end(workers) or _death(workers) or _hang(workers, start_s)
+        end = _normal_end(workers) or _cause_of_death(workers) or _hang(workers, start_s)
         if end is not None:
             return end
         time.sleep(_POLL_S)
@@ -271,12 +271,12 @@ def _normal_end(workers: Workers) -> _Ended | None:
         return None
     _wait_for_end(workers, _LINGER_S)
     if late := workers.working():
-        _say(f"{ranks_text(late)} still there {_LINGER_S:.0f} s after the end; killed")
+        _warn(f"{ranks_text(late)} still there {_LINGER_S:.0f} s after the end; killed")
     code = code if code in EXIT_CODES else 3
     return _Ended(code=code, restart_at=workers.restart_at if code in (0, 1, 3) else None)
 
 
-def _death(workers: Workers) -> _Ended | RankFailure | None:
+def _cause_of_death(workers: Workers) -> _Ended | RankFailure | None:
     """Return the failure of processes that died. Rank 0 gets 3 s to write its record."""
     died = {
         rank: how
@@ -348,7 +348,7 @@ def _wait_for_end(workers: Workers, limit_s: float, signals: Sequence[int] = ())
     """Wait for the end of the ranks, or a second signal."""
 
     def has_ended() -> bool:
-        workers.look()
+        workers.poll()
         return not workers.working() or len(signals) > 1
 
     wait_until(has_ended, limit_s)
@@ -356,9 +356,9 @@ def _wait_for_end(workers: Workers, limit_s: float, signals: Sequence[int] = ())
 
 def _say_rest(count: int, reason: str = "") -> None:
     if count:
-        _say(f"{reason}{count} case{'s' if count > 1 else ''} left out")
+        _warn(f"{reason}{count} case{'s' if count > 1 else ''} left out")
 
 
-def _say(text: str) -> None:
+def _warn(text: str) -> None:
     sys.stderr.write(f"stepmark: {text}\n")
     sys.stderr.flush()

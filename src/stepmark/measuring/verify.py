@@ -135,7 +135,7 @@ def sample(length: int, device: torch.device, count: int = SAMPLES) -> Tensor:
     return positions.round().long()
 
 
-def take(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
+def select_index(tensor: Tensor, dim: int, index: Tensor) -> Tensor:
     """Return index_select in fp64; through bytes for fp8, which has no index_select."""
     if tensor.is_floating_point() and tensor.element_size() == 1:
         picked = tensor.view(torch.uint8).index_select(dim, index).view(tensor.dtype)
@@ -155,10 +155,10 @@ def product_check(
     """Check y = scale_M1 * (a @ b) * scale_1N in fp64: sampled rows and columns, all finite."""
     rows = sample(y_MN.shape[0], y_MN.device)
     columns = sample(y_MN.shape[1], y_MN.device)
-    y_RN = take(y_MN, 0, rows)
-    y_MC = take(y_MN, 1, columns)
-    ref_RN = _product(take(a_MK, 0, rows), b_KN) * scale_1N
-    ref_MC = _product(take(b_KN, 1, columns).t(), a_MK.t()).t() * scale_M1
+    y_RN = select_index(y_MN, 0, rows)
+    y_MC = select_index(y_MN, 1, columns)
+    ref_RN = _product(select_index(a_MK, 0, rows), b_KN) * scale_1N
+    ref_MC = _product(select_index(b_KN, 1, columns).t(), a_MK.t()).t() * scale_M1
     ref_RN *= scale_M1[rows] if isinstance(scale_M1, Tensor) else scale_M1
     ref_MC *= scale_1N[:, columns] if isinstance(scale_1N, Tensor) else scale_1N
     name = f"fp64, {len(rows)} rows and {len(columns)} columns"

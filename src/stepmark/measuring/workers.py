@@ -7,21 +7,21 @@ from typing import Protocol
 
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring import job as jobs
-from stepmark.measuring.heartbeat import Beat
+from stepmark.measuring.heartbeat import Heartbeat
 from stepmark.measuring.leader import leader
 from stepmark.measuring.local_ranks import LocalRanks, Ranks, Store, command_of
 
 
 class _HostRanks(Protocol):
-    """Ranks of one host, as of the last `look`. Methods take ranks of the whole job."""
+    """Ranks of one host, as of the last `poll`. Methods take ranks of the whole job."""
 
     name: str
     numbers: range
-    beats: dict[int, Beat]
+    beats: dict[int, Heartbeat]
 
     @property
     def lost(self) -> str: ...
-    def look(self) -> None: ...
+    def poll(self) -> None: ...
     def pid(self, rank: int) -> int: ...
     def return_code(self, rank: int) -> int | None: ...
     def state(self, rank: int) -> str: ...
@@ -51,7 +51,7 @@ class Workers:
         evenly, LostHostError, and JoinInterrupted.
         """
         self.num_ranks = num_ranks
-        self.beats: dict[int, Beat] = {}
+        self.beats: dict[int, Heartbeat] = {}
         self._leader = leader()
         command = command_of(module, plan, arguments)
         if self._leader is None or num_ranks == 1:
@@ -85,10 +85,10 @@ class Workers:
         """Signal that the agent of another host got."""
         return self._leader.interrupted if self._leader else None
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Update exit codes and beats."""
         for host in self._hosts:
-            host.look()
+            host.poll()
         self.beats = {rank: beat for host in self._hosts for rank, beat in host.beats.items()}
 
     def lost_hosts(self) -> dict[str, str]:
@@ -104,7 +104,7 @@ class Workers:
         return f"pid {host.pid(rank)}{f' on {host.name}' if host.name else ''}"
 
     def return_code(self, rank: int) -> int | None:
-        """Return None while the process lives; negative for a signal, as of the last `look`."""
+        """Return None while the process lives; negative for a signal, as of the last `poll`."""
         return self._host(rank).return_code(rank)
 
     def working(self) -> list[int]:

@@ -177,12 +177,12 @@ def transports() -> Iterator[Transport]:
     """Yield the ways to run a collective: torch's back ends, and libnccl itself."""
     count = torch.cuda.device_count()
     hip = torch.version.hip is not None
-    few = None if count > 1 else f"{count} accelerators, and it takes two"
+    too_few = None if count > 1 else f"{count} accelerators, and it takes two"
     rocm = "RCCL: written, not run" if hip else ""
     is_available = dist.is_available()
     gloo = None if is_available and dist.is_gloo_available() else "not in this torch"
     yield Transport(api="torch", backend="gloo", reason=gloo, note="on the CPU")
-    nccl = few if is_available and dist.is_nccl_available() else "not in this torch"
+    nccl = too_few if is_available and dist.is_nccl_available() else "not in this torch"
     yield Transport(api="torch", backend="nccl", reason=nccl, note=rocm)
     try:
         path = find_library()
@@ -190,7 +190,7 @@ def transports() -> Iterator[Transport]:
         reason = "no libnccl or librccl in this torch"
         yield Transport(api="nccl", backend="nccl", reason=reason)
         return
-    yield Transport(api="nccl", backend="nccl", reason=few, note=rocm or path)
+    yield Transport(api="nccl", backend="nccl", reason=too_few, note=rocm or path)
 
 
 def peer_access() -> tuple[tuple[bool, ...], ...]:

@@ -166,7 +166,7 @@ def judge_figures(figures: Sequence[Figure], floor: float) -> Iterator[FigureVer
         }
         ratios = dict(zip(rows, verdicts.judge(list(rows.values())), strict=True))
         for index, figure in enumerate(members):
-            yield _judged(figure, ratios.get(index), floor)
+            yield _judge_figure(figure, ratios.get(index), floor)
 
 
 def _sample(figure: Figure, rates: Sequence[float]) -> Sample:
@@ -175,7 +175,7 @@ def _sample(figure: Figure, rates: Sequence[float]) -> Sample:
     return Sample(logs={f"{host} {n}": -math.log(rate) for n, rate in enumerate(rates)})
 
 
-def _judged(figure: Figure, ratio: Ratio | None, floor: float) -> FigureVerdict:
+def _judge_figure(figure: Figure, ratio: Ratio | None, floor: float) -> FigureVerdict:
     """Return the verdict on a figure. ratio: of its speed to the others', if there are any."""
     value = figure.value
     if value is None:

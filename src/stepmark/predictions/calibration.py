@@ -31,7 +31,7 @@ from stepmark.predictions.costs import (
 from stepmark.predictions.inputs import Inputs, no_host
 from stepmark.step.trace_ops import COMPUTE, OpTable
 from stepmark.step.workload import CommOp, ComputeOp, Workload
-from stepmark.store.view import median_s, read_aloud
+from stepmark.store.view import median_s, read_with_warnings
 from stepmark.tables.launches import OpLaunches, pooled
 from stepmark.timeline.ledger import Idle, Work
 from stepmark.timeline.step_cost import Costs, OpCost, PowerModel
@@ -77,7 +77,7 @@ def calibrated(inputs: Inputs, path: Path, *, force: bool = False) -> Inputs:
     Raises ConfigError for a run that has nothing for the case, or that was measured by another
     version of a timing method unless `force`.
     """
-    run = read_aloud(path)
+    run = read_with_warnings(path)
     case = inputs.case
     records = [record for record in run.latest if isinstance(record, Measured)]
     if not run.info.environment.devices:

@@ -44,10 +44,10 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
     total = num_steady(workload)
     kept = _REPEATS
     while True:
-        few = shortened(workload, kept) if kept < total else workload
-        less = max(0, total - kept)
-        programs = partial(_programs, few, costs, clock or {}, repeats=less > 0)
-        free = _steady(few, _ahead(costs, programs), less)
+        shorter = shortened(workload, kept) if kept < total else workload
+        num_omitted = max(0, total - kept)
+        programs = partial(_programs, shorter, costs, clock or {}, repeats=num_omitted > 0)
+        free = _steady(shortened, _ahead(costs, programs), num_omitted)
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
@@ -55,7 +55,7 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
             slow = Simulator(programs(merges=False), costs.comm_slowdown, slowest)
-            bound = _steady(few, slow, less)
+            bound = _steady(shortened, slow, num_omitted)
             if bound and bound.follows_host():
                 return replace(bound, is_host_bound=True)
         kept *= 2
@@ -88,7 +88,7 @@ def _ahead(costs: Costs, programs: Callable[..., list[Program]]) -> Simulator | 
 
 
 def _steady(
-    workload: Workload, simulator: Simulator | FreeSteps, less: int
+    workload: Workload, simulator: Simulator | FreeSteps, num_omitted: int
 ) -> "SteadyStep | None":
     """Simulate until a step repeats; None: its micro-batches do not yet."""
     lanes = simulator.lanes
@@ -97,9 +97,13 @@ def _steady(
             raise ConfigError("workload", workload.name, _deadlock(lanes))
         is_alone = len(lanes) == 1 and not lanes[0].has_host and not lanes[0].steps[0].num_left
         if (number == 0 and is_alone) or (number and _is_repeated(lanes, number)):
-            period_s = _period(lanes, number) if less else 0.0
-            return None if period_s is None else _found(simulator, number, less, period_s)
-    if less:
+            period_s = _period(lanes, number) if num_omitted else 0.0
+            return (
+                None
+                if period_s is None
+                else _make_steady_step(simulator, number, num_omitted, period_s)
+            )
+    if num_omitted:
         return None
     ends = lanes[0].ends
     later = range(MOST_STEPS // 2, MOST_STEPS)
@@ -108,15 +112,15 @@ def _steady(
         allowed = "one whose stages communicate in each step"
         raise ConfigError("workload", workload.name, allowed)
     middle = sorted(later, key=lambda number: ends[number] - ends[number - 1])[len(later) // 2]
-    return _found(simulator, middle, 0, 0.0)
+    return _make_steady_step(simulator, middle, 0, 0.0)
 
 
-def _found(
-    simulator: Simulator | FreeSteps, number: int, less: int, period_s: float
+def _make_steady_step(
+    simulator: Simulator | FreeSteps, number: int, num_omitted: int, period_s: float
 ) -> "SteadyStep":
     if isinstance(simulator, FreeSteps):
         simulator.record(number)
-    return SteadyStep(simulator.lanes, number, less, period_s)
+    return SteadyStep(simulator.lanes, number, num_omitted, period_s)
 
 
 def _deadlock(lanes: Sequence[Lane]) -> str:
@@ -191,7 +195,7 @@ class SteadyStep:
 
     lanes: Sequence[Lane]
     number: int
-    less: int
+    num_omitted: int
     period_s: float
     is_host_bound: bool = False
 
@@ -203,15 +207,15 @@ class SteadyStep:
     def step_s(self) -> float:
         """Seconds of the step."""
         lane = self.lanes[0]
-        return lane.ends[self.number] - self.start(lane) + self.less * self.period_s
+        return lane.ends[self.number] - self.start(lane) + self.num_omitted * self.period_s
 
     def host_s(self, lane: Lane) -> float:
         """Return the host's time of a whole step."""
-        return lane.program.host_s + self.less * _host_period(lane)
+        return lane.program.host_s + self.num_omitted * _host_period(lane)
 
     def follows_host(self) -> bool:
         """Return whether a repetition that is left out takes as long on the host."""
-        return not self.less or all(
+        return not self.num_omitted or all(
             abs(_host_period(lane) - self.period_s) <= _SAME * self.step_s
             for lane in self.lanes
             if lane.has_host
@@ -257,8 +261,8 @@ class SteadyStep:
         """Return the kernels of the slowest stage."""
         program = self.lanes[self.slowest].program
         counts = [work.num_kernels for work in program.works]
-        more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if self.less else 0.0
-        return sum(counts) + self.less * more
+        more = sum(counts[program.bounds[-2] : program.bounds[-1]]) if self.num_omitted else 0.0
+        return sum(counts) + self.num_omitted * more
 
     def _ledger(self, lane: Lane) -> tuple[Ledger, int]:
         """Return the ledger of a step, and in how many ns messages move.
@@ -266,16 +270,16 @@ class SteadyStep:
         It is that of what was simulated, and that of the repetitions left out. The largest line
         has what rounding leaves.
         """
-        whole_s = self.step_s - self.less * self.period_s
+        whole_s = self.step_s - self.num_omitted * self.period_s
         lines, within, moved_s = seconds_of(lane, lane.ends[self.number], whole_s)
-        if self.less:
+        if self.num_omitted:
             end = _main_end(lane, self.number, -1)
             more, more_within, more_moved_s = seconds_of(lane, end, self.period_s)
             for line, time_s in more.items():
-                lines[line] = lines.get(line, 0.0) + self.less * time_s
+                lines[line] = lines.get(line, 0.0) + self.num_omitted * time_s
             for name, time_s in more_within.items():
-                within[name] += self.less * time_s
-            moved_s += self.less * more_moved_s
+                within[name] += self.num_omitted * time_s
+            moved_s += self.num_omitted * more_moved_s
         # A stage whose host is simulated waits for the issue of something, others for a stage.
         idle = Group.IDLE, Idle.HOST if lane.has_host else Idle.RANK
         rest_s = self.step_s - sum(lines.values())
@@ -300,8 +304,12 @@ class SteadyStep:
 
     def _spans(self) -> Iterator[Span]:
         for lane in self.lanes:
-            hole_s = _main_end(lane, self.number, -1) - self.start(lane) if self.less else 0.0
-            yield from spans(lane, self.number, self.less, hole_s, self.less * self.period_s)
+            omitted_s = (
+                _main_end(lane, self.number, -1) - self.start(lane) if self.num_omitted else 0.0
+            )
+            yield from spans(
+                lane, self.number, self.num_omitted, omitted_s, self.num_omitted * self.period_s
+            )
 
 
 def _host_period(lane: Lane) -> float:

@@ -205,7 +205,9 @@ class _Ran(NamedTuple):
     end: float
 
 
-def spans(lane: Lane, step: int, less: int, hole_s: float, length_s: float) -> Iterator[Span]:
+def spans(
+    lane: Lane, step: int, less: int, omitted_s: float, length_s: float
+) -> Iterator[Span]:
     """Yield what runs on a stage while its computation is in a step.
 
     less: repetitions that are left out; they begin hole_s after the step, and take length_s.
@@ -243,8 +245,8 @@ def spans(lane: Lane, step: int, less: int, hole_s: float, length_s: float) -> I
             stream=COMPUTE,
             kind=LEFT_OUT,
             name=f"{less} more repetitions of the steady state",
-            start_ns=round(hole_s * _NS),
-            end_ns=round((hole_s + length_s) * _NS),
+            start_ns=round(omitted_s * _NS),
+            end_ns=round((omitted_s + length_s) * _NS),
             repeats=less,
         )
 

@@ -18,7 +18,7 @@ from stepmark.model.ops.backends import BACKENDS
 from stepmark.operators import op_plan
 from stepmark.operators.op_options import ConfigOptions
 from stepmark.operators.op_plan import Placed
-from stepmark.replays.stand_in import backend_of
+from stepmark.replays.replay_compute import backend_of
 from stepmark.step import native
 from stepmark.step.workload import Kernel, Workload
 from stepmark.store import plans

@@ -31,11 +31,11 @@ from stepmark.store.run_export import export
 from stepmark.store.view import (
     View,
     print_text,
-    read_aloud,
-    say,
+    read_with_warnings,
     show_rows,
     sql_types,
     view,
+    warn,
 )
 from stepmark.tables.columns import Row, given
 from stepmark.tables.export import names_of
@@ -101,7 +101,7 @@ def export_run(options: ExportOptions) -> None:
 
 def run_query(options: SqlOptions) -> None:
     """Query all runs."""
-    runs = [read_aloud(path) for path in list_runs(options.runs)]
+    runs = [read_with_warnings(path) for path in list_runs(options.runs)]
     columns, values = query.sql(runs, options.query)
     rows: list[Row] = [dict(zip(columns, row, strict=True)) for row in values]
     _deliver(rows, options, "query")
@@ -176,7 +176,7 @@ def write_page(path: Path, target: Path | None = None) -> Path:
 
     report = reported(path, run)
     if isinstance(report, ConfigError):
-        say([str(report)])
+        warn([str(report)])
     return write_run_page(path, run, report, target)
 
 

@@ -97,14 +97,14 @@ class _Folder:
         )
         block = _placed(self._shortened(turn), layer or 0, microbatch or 0)
         run = Run(
-            block=self._named(block, repeat),
+            block=self._name_block(block, repeat),
             times=repeat.times,
             layer_step=repeat.layer_step,
             microbatch_step=repeat.microbatch_step,
         )
         return self._node(run, layer, microbatch)
 
-    def _named(self, block: Block, repeat: _Repeat) -> str:
+    def _name_block(self, block: Block, repeat: _Repeat) -> str:
         if block in self._names:
             return self._names[block]
         phases = self._phases(block)

@@ -46,7 +46,7 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class SavedTensors:
     """Elements per token that a module keeps for its backward pass.
 
     whole: on every tp rank; the others are divided by tp. eager: not where it is compiled.
@@ -58,8 +58,8 @@ class Kept:
     eager: int = 0
     statistics: int = 0
 
-    def __add__(self, other: "Kept") -> "Kept":
-        return Kept(
+    def __add__(self, other: "SavedTensors") -> "SavedTensors":
+        return SavedTensors(
             whole=self.whole + other.whole,
             divided=self.divided + other.divided,
             eager=self.eager + other.eager,
@@ -85,8 +85,8 @@ class Module:
     params: tuple[Param, ...] = ()
     inside: "tuple[Module, ...]" = ()
     times: int = 1  # number of copies in a row, each with its own parameters
-    twins: int = 1
-    keeps: Kept = Kept()
+    num_replicas: int = 1
+    keeps: SavedTensors = SavedTensors()
     registered: tuple[str, ...] = ()
     uses: tuple[str, ...] = ()
     is_module: bool = True  # False: computation that hooks do not see

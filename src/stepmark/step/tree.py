@@ -34,7 +34,7 @@ from stepmark.step.layout import (
     table_lookup,
     tensor_sum,
 )
-from stepmark.step.module import Kept, Module, Param, between, both, role_of, work_of
+from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
 from stepmark.step.workload import Kernel
 
 
@@ -91,7 +91,7 @@ class TreeBuilder:
         return self.tokens // self.layout.row_parts or 1
 
     @property
-    def own_twins(self) -> int:
+    def own_replicas(self) -> int:
         return self._tp // self.layout.row_parts
 
     def embedding(self) -> Module:
@@ -122,8 +122,8 @@ class TreeBuilder:
         head = self.linear(Linear("head", model.vocab_size, width, "out"), "head")
         norm = self._residual_norm("norm", "head.norm")
         inside = (
-            replace(norm, keeps=Kept(whole=width)),
-            replace(head, keeps=Kept(whole=width)),
+            replace(norm, keeps=SavedTensors(whole=width)),
+            replace(head, keeps=SavedTensors(whole=width)),
             between("loss", *both(loss)),
         )
         outside = tuple(
@@ -185,13 +185,15 @@ class TreeBuilder:
                 continue
             leaf = self.linear(linear, role_of(linear.name))
             if linear is linears[0]:
-                leaf = replace(leaf, keeps=Kept(whole=model.hidden_size))
+                leaf = replace(leaf, keeps=SavedTensors(whole=model.hidden_size))
             elif linear.name.endswith("up"):  # the latent vector is kept before its norm, too
                 norm = linear.name.replace("up", "norm")
                 yield self._norm(norm, role_of(norm), linear.width)
-                leaf = replace(leaf, keeps=Kept(divided=linear.width))
+                leaf = replace(leaf, keeps=SavedTensors(divided=linear.width))
             yield leaf
-        yield replace(self.linear(out, role_of(out.name)), keeps=Kept(divided=out.width))
+        yield replace(
+            self.linear(out, role_of(out.name)), keeps=SavedTensors(divided=out.width)
+        )
 
     def _qk_norms(self) -> Iterator[Module]:
         model = self.model
@@ -199,7 +201,7 @@ class TreeBuilder:
         for name in heads if model.qk_norm else ():
             rows = self.tokens * heads[name] // self._tp
             path = f"attention.{name}"
-            yield replace(self._norm(path, path, model.head_dim, rows), keeps=Kept())
+            yield replace(self._norm(path, path, model.head_dim, rows), keeps=SavedTensors())
 
     def _scores(self) -> Iterator[Module]:
         """Yield rotary positions, and softmax(q k.T) v.
@@ -227,7 +229,7 @@ class TreeBuilder:
             rope_width = (model.num_heads + model.num_kv_heads) * model.d_qk
             rope_width = model.num_heads * mla.qk_nope_head_dim if mla else rope_width
             yield replace(
-                between("attention.rope", *both(rope)), keeps=Kept(divided=rope_width)
+                between("attention.rope", *both(rope)), keeps=SavedTensors(divided=rope_width)
             )
         core = Attention(
             batch=inputs.mbs,
@@ -242,17 +244,19 @@ class TreeBuilder:
         )
         # Keys and values of all ranks of cp.
         keys = cp * model.num_kv_heads * (model.d_qk + model.d_v)
-        keeps = Kept(divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads)
+        keeps = SavedTensors(
+            divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
+        )
         yield replace(between("attention.core", *both(core)), keeps=keeps)
 
     def _mlp(self, linears: list[Linear], *, is_shared: bool = False) -> tuple[Module, ...]:
         *ups, down = (self.linear(linear, role_of(linear.name)) for linear in linears)
         width = linears[-1].width
         if not is_shared:  # shared experts have the router's input
-            ups[0] = replace(ups[0], keeps=Kept(whole=self.model.hidden_size))
+            ups[0] = replace(ups[0], keeps=SavedTensors(whole=self.model.hidden_size))
         name = down.role.replace("down", "activation")
         activation = self._activation(name, self.tokens, width // self._tp, width)
-        keeps = Kept(divided=width)
+        keeps = SavedTensors(divided=width)
         return (*self._with_grad_sum(ups, self.tokens), activation, replace(down, keeps=keeps))
 
     def _activation(self, role: str, rows: int, width: int, kept_width: int) -> Module:
@@ -261,8 +265,8 @@ class TreeBuilder:
         dtype = self.inputs.plain_dtype
         is_gated = kind == "swiglu"
         op = Activation(tokens=rows, width=width, kind=kind, dtype=dtype)
-        gated = Kept(divided=2 * kept_width, eager=kept_width)
-        keeps = gated if is_gated else Kept(divided=kept_width)
+        gated = SavedTensors(divided=2 * kept_width, eager=kept_width)
+        keeps = gated if is_gated else SavedTensors(divided=kept_width)
         return replace(between(role, *both(op)), keeps=keeps)
 
     def _experts(self, linears: list[Linear]) -> Module:
@@ -272,17 +276,17 @@ class TreeBuilder:
         assert moe is not None
         router, *rest = linears
         routed = [linear for linear in rest if linear.copies > 1 or "held" in linear.name]
-        keeps = Kept(whole=model.hidden_size, divided=4 * moe.num_experts)
+        keeps = SavedTensors(whole=model.hidden_size, divided=4 * moe.num_experts)
         *ups, down = (self._grouped(linear) for linear in routed)
         rows = self.expert_rows
         width = moe.ffn_hidden_size // self.layout.expert_tp
         copies = moe.top_k * model.hidden_size
         inner = moe.top_k * moe.ffn_hidden_size
-        ups[0] = replace(ups[0], keeps=Kept(divided=copies))
+        ups[0] = replace(ups[0], keeps=SavedTensors(divided=copies))
         expert_modules = (
             *self._with_grad_sum(ups, rows),
             self._activation("mlp.experts_activation", rows, width, inner),
-            replace(down, keeps=Kept(divided=inner + copies)),
+            replace(down, keeps=SavedTensors(divided=inner + copies)),
         )
         inside = [
             replace(self.linear(router, "mlp.router"), keeps=keeps),
@@ -303,7 +307,7 @@ class TreeBuilder:
         moe = self.model.moe
         etp = self.layout.expert_tp
         assert moe is not None
-        rows = max(1, self.tokens * moe.top_k * max(etp, self.own_twins) // self._tp)
+        rows = max(1, self.tokens * moe.top_k * max(etp, self.own_replicas) // self._tp)
         return self.inputs.expert_rows or rows
 
     def _grouped(self, linear: Linear) -> Module:
@@ -327,16 +331,20 @@ class TreeBuilder:
             ops = [replace(product, phase=phase) for phase in phases]
         # Without sequence parallelism every tp rank has all rows; ranks of another part of the
         # width do other work.
-        twins = max(1, self.own_twins // etp)
+        num_replicas = max(1, self.own_replicas // etp)
         param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
         work = work_of(role, *zip(phases, ops, strict=True))
-        return Module(name=linear.name, role=role, work=work, params=(param,), twins=twins)
+        return Module(
+            name=linear.name, role=role, work=work, params=(param,), num_replicas=num_replicas
+        )
 
     def linear(self, linear: Linear, role: str) -> Module:
         """Return y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
         out = linear.out // self._tp if linear.split == "out" else linear.out
         width = linear.width // self._tp if linear.split == "in" else linear.width
-        rows, twins = (self.tokens, 1) if linear.split else (self.own_tokens, self.own_twins)
+        rows, num_replicas = (
+            (self.tokens, 1) if linear.split else (self.own_tokens, self.own_replicas)
+        )
         weight = Param(name=f"{linear.name}.weight", shape=(out, width), part=role)
         weight = replace(weight, is_partial=not linear.split)
         bias = replace(weight, name=f"{linear.name}.bias", shape=(out,))
@@ -346,7 +354,7 @@ class TreeBuilder:
             role=role,
             work=work_of(role, *linear_products(self.inputs, rows, out, width)),
             params=(weight, bias) if linear.has_bias else (weight,),
-            twins=twins,
+            num_replicas=num_replicas,
             is_linear=True,
         )
 
@@ -361,14 +369,14 @@ class TreeBuilder:
             dtype=self.inputs.plain_dtype,
         )
         param = Param(name=f"{name}.weight", shape=(width,), part=role, is_partial=True)
-        twins = 1 if rows else self.own_twins
+        num_replicas = 1 if rows else self.own_replicas
         return Module(
             name=name,
             role=role,
             work=work_of(role, *both(op)),
             params=(param,),
-            twins=twins,
-            keeps=Kept(divided=width),
+            num_replicas=num_replicas,
+            keeps=SavedTensors(divided=width),
         )
 
     def _residual_norm(self, name: str, role: str) -> Module:
@@ -381,12 +389,12 @@ class TreeBuilder:
         return replace(
             norm,
             params=(weight, bias) if is_layernorm else (weight,),
-            keeps=Kept(divided=model.hidden_size, statistics=1 + is_layernorm),
+            keeps=SavedTensors(divided=model.hidden_size, statistics=1 + is_layernorm),
         )
 
     def _residual(self, role: str) -> Module:
         """Return x + f(x)."""
-        return replace(self._sum(role, self.own_tokens), twins=self.own_twins)
+        return replace(self._sum(role, self.own_tokens), num_replicas=self.own_replicas)
 
     def _sum(self, role: str, rows: int) -> Module:
         return tensor_sum(

@@ -70,15 +70,15 @@ def shortened(workload: Workload, num_repeats: int) -> Workload:
     Every other stage loses as many repeats.
     """
     runs = steady_runs(workload)
-    less = num_steady(workload) - num_repeats
-    if less <= 0:
+    num_omitted = num_steady(workload) - num_repeats
+    if num_omitted <= 0:
         return workload
     blocks = dict(workload.blocks)
     stages = []
     for index, (stage, run) in enumerate(zip(workload.stages, runs, strict=True)):
         name = f"{stage.step}, shortened {index}"
         blocks[name] = tuple(
-            replace(run, times=run.times - less) if item is run else item
+            replace(run, times=run.times - num_omitted) if item is run else item
             for item in blocks[stage.step]
         )
         stages.append(replace(stage, step=name))

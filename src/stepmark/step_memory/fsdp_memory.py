@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from stepmark.cases.train_case import TrainCase
 from stepmark.model.ops import Phase
 from stepmark.step_memory.allocator import Allocator, Block
-from stepmark.step_memory.step_tensors import FP32, Formats, Unit, Weight
+from stepmark.step_memory.step_tensors import FP32, Formats, FsdpUnit, Weight
 from stepmark.workloads.rules.pytorch.fsdp_order import (
     FsdpEvents,
     FsdpGroups,
@@ -37,7 +37,7 @@ class _GroupTensors:
 class FsdpMemory(FsdpEvents[Weight]):
     """Receiver of FSDP's events that allocates and frees all but the shards of weights."""
 
-    def __init__(self, case: TrainCase, heap: Allocator, units: list[Unit]) -> None:
+    def __init__(self, case: TrainCase, heap: Allocator, units: list[FsdpUnit]) -> None:
         self._heap, self._formats = heap, Formats(case)
         self._reduced_itemsize = case.reduce_dtype.itemsize
         groups = _group_weights(case, units) if self._formats.is_fsdp else FsdpGroups()
@@ -126,7 +126,7 @@ class FsdpMemory(FsdpEvents[Weight]):
             blocks.clear()
 
 
-def _group_weights(case: TrainCase, units: list[Unit]) -> FsdpGroups[Weight]:
+def _group_weights(case: TrainCase, units: list[FsdpUnit]) -> FsdpGroups[Weight]:
     """Return the groups of a stage, and let units have those that begin and end with them."""
     has_experts = case.parallel.ep > 1
     size = case.blocks_per_group

@@ -11,7 +11,7 @@ from stepmark.model.ops import Phase
 from stepmark.step.module import Module
 from stepmark.step_memory.allocator import Allocator, Block
 from stepmark.step_memory.fsdp_memory import FsdpMemory
-from stepmark.step_memory.step_tensors import FP32, Formats, Unit, UnitBuilder, Weight
+from stepmark.step_memory.step_tensors import FP32, Formats, FsdpUnit, UnitBuilder, Weight
 from stepmark.workloads.pipeline import Act, Action
 from stepmark.workloads.rules.pytorch.fsdp_order import FsdpOrder
 from stepmark.workloads.rules.pytorch.schedules import Order, Schedule, act_of, spans
@@ -22,7 +22,9 @@ _WORKSPACES = (32 * MIB, 32 * MIB)
 _FEW_LOOKUPS = 3072
 _LOOKUPS_PER_SEGMENT = 10
 
-_Kept = list[list[Block]]  # by leaf; then the head's logits, or gradients of a chunked loss
+_SavedTensors = list[
+    list[Block]
+]  # by leaf; then the head's logits, or gradients of a chunked loss
 
 
 def _actions(case: TrainCase, rank: int) -> list[Action]:
@@ -75,7 +77,7 @@ class StepMemory:
 
     # Start
 
-    def _divide(self) -> list[list[Unit]]:
+    def _divide(self) -> list[list[FsdpUnit]]:
         """Return the units of each stage of this rank; interleaved ones are two."""
         if self._case.num_stages == self._case.parallel.pp:
             return [self._units]
@@ -136,7 +138,9 @@ class StepMemory:
     def _micro_step(self, *, is_last: bool) -> None:
         is_reduced = is_last or self._case.grad_sync is GradSync.EVERY
         keeps = self._case.parallel.pp > 1  # gathered weights and gradients until REDUCE
-        kept = [deque[list[_Kept]]() for _ in self._stages]  # of passes without a backward yet
+        kept = [
+            deque[list[_SavedTensors]]() for _ in self._stages
+        ]  # of passes without a backward yet
         for action in self._actions:
             units, fsdp = self._stages[action.chunk]
             order = fsdp.order
@@ -158,9 +162,9 @@ class StepMemory:
         if self._case.precision is Precision.MASTER:
             self._drop_grads()
 
-    def _forward(self, units: list[Unit], order: FsdpOrder[Weight]) -> list[_Kept]:
+    def _forward(self, units: list[FsdpUnit], order: FsdpOrder[Weight]) -> list[_SavedTensors]:
         order.wait_for_unshard(Phase.FWD)
-        kept: list[_Kept] = []
+        kept: list[_SavedTensors] = []
         for unit in units:
             for group in unit.begins:
                 order.pre_forward(group)
@@ -199,15 +203,15 @@ class StepMemory:
                 self.heap.free(weight.copy)
                 weight.copy = None
 
-    def _keep(self, unit: Unit) -> _Kept:
-        kept: _Kept = []
+    def _keep(self, unit: FsdpUnit) -> _SavedTensors:
+        kept: _SavedTensors = []
         for leaf, weights in zip(unit.leaves, unit.weights, strict=True):
             self._cast(weights)
             sizes = (size * self._tokens for size in leaf.keeps)
             kept.append([self.heap.allocate(size, "activations") for size in sizes])
         return kept
 
-    def _checkpoint_sizes(self, unit: Unit) -> list[int]:
+    def _checkpoint_sizes(self, unit: FsdpUnit) -> list[int]:
         """Return bytes per token of what a checkpointed block keeps."""
         if self._case.recompute is not Recompute.OPS:
             return [self._row_bytes // self._case.parallel.tp]
@@ -223,7 +227,7 @@ class StepMemory:
         ]
         return [size // axes.tp for size in sizes if size]
 
-    def _loss(self, unit: Unit) -> list[Block]:
+    def _loss(self, unit: FsdpUnit) -> list[Block]:
         """Compute logits and loss, with chunks also gradients; return what is kept."""
         case = self._case
         tokens = -(-self._tokens // self._case.loss_chunks)
@@ -239,24 +243,24 @@ class StepMemory:
         grad_input = self.heap.allocate(self._tokens * self._row_bytes, "head")
         total: Block | None = None
         for _ in range(2):
-            made = [self.heap.allocate(self._formats.itemsize * logits, "head")]
+            allocated = [self.heap.allocate(self._formats.itemsize * logits, "head")]
             if not self._formats.is_compiled:
-                made += [self.heap.allocate(FP32 * logits, "head") for _ in range(3)]
-            made.append(self.heap.allocate(tokens * self._row_bytes, "head"))
-            made.append(self.heap.allocate(self._formats.itemsize * head.numel, "head"))
+                allocated += [self.heap.allocate(FP32 * logits, "head") for _ in range(3)]
+            allocated.append(self.heap.allocate(tokens * self._row_bytes, "head"))
+            allocated.append(self.heap.allocate(self._formats.itemsize * head.numel, "head"))
             if self._formats.casts:
-                made.append(self.heap.allocate(FP32 * head.numel, "head"))
+                allocated.append(self.heap.allocate(FP32 * head.numel, "head"))
             total = total or self.heap.allocate(
                 self._formats.grad_itemsize * head.numel, "head"
             )
-            self.heap.free(*made)
+            self.heap.free(*allocated)
         assert total is not None
         return [grad_input, total]
 
     def _backward(
         self,
-        units: list[Unit],
-        kept: list[_Kept],
+        units: list[FsdpUnit],
+        kept: list[_SavedTensors],
         order: FsdpOrder[Weight],
         *,
         reduces: bool,
@@ -286,7 +290,7 @@ class StepMemory:
         if not keeps:
             order.finalize(reduces=reduces)
 
-    def _output_backward(self, unit: Unit, kept: _Kept, grad: Block) -> Block:
+    def _output_backward(self, unit: FsdpUnit, kept: _SavedTensors, grad: Block) -> Block:
         case = self._case
         logits = self._tokens * self._case.model.vocab_size
         self.heap.free(grad)
@@ -319,7 +323,7 @@ class StepMemory:
     def _allocate_rows(self, bytes_per_token: int) -> Block:
         return self.heap.allocate(self._tokens * bytes_per_token, "working")
 
-    def _block_backward(self, unit: Unit, kept: _Kept, grad: Block) -> Block:
+    def _block_backward(self, unit: FsdpUnit, kept: _SavedTensors, grad: Block) -> Block:
         """Walk modules backwards. Residual sums pass the gradient on without a copy."""
         saved: list[Block] = []
         if unit.is_checkpointed:
@@ -344,7 +348,7 @@ class StepMemory:
         self.heap.free(*saved)
         return grad
 
-    def _lookup_backward(self, unit: Unit, grad: Block) -> Block:
+    def _lookup_backward(self, unit: FsdpUnit, grad: Block) -> Block:
         """Return a gradient of no size: tokens have none."""
         tokens = self._tokens
         hidden = self._case.model.hidden_size

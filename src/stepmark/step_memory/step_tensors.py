@@ -61,7 +61,7 @@ class Leaf:
 
 
 @dataclass(slots=True)
-class Unit:
+class FsdpUnit:
     """A block, or one end of the model. Leaves are in forward order.
 
     begins, ends: FSDP's groups whose modules begin and end with it, in forward order.
@@ -85,9 +85,9 @@ class UnitBuilder:
     def __init__(self, case: TrainCase) -> None:
         self._case, self._formats = case, Formats(case)
 
-    def units(self, root: Module, stage: int) -> list[Unit]:
+    def units(self, root: Module, stage: int) -> list[FsdpUnit]:
         case = self._case
-        units = list[Unit]()
+        units = list[FsdpUnit]()
         num_layers = case.model.num_layers
         stages = case.parallel.pp
         index = 0 if stage == 0 else num_layers - num_layers // stages
@@ -96,7 +96,7 @@ class UnitBuilder:
             leaves = [leaf for leaf in module.walk() if not leaf.inside]
             shapes = tuple(self._leaves(leaves))
             for _ in range(module.times):
-                unit = Unit(
+                unit = FsdpUnit(
                     "block" if is_block else module.name,
                     shapes,
                     [[self._weight(param) for param in leaf.params] for leaf in leaves],

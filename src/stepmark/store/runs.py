@@ -48,7 +48,7 @@ class RunWriter(files.Lock):
     """Writer of a run by one process, which locks records.jsonl until it is closed."""
 
     def __init__(self, path: Path) -> None:
-        """Use `begin`, `resume` or `go_on`."""
+        """Use `begin`, `resume` or `reopen`."""
         self.path = path
         self._torn_at: int | None = None  # where a line begins that could not be removed
         fd = os.open(path / reader.RECORDS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -76,7 +76,7 @@ class RunWriter(files.Lock):
             field, before, now = changes[0]
             allowed = f"it was {before!r} in run {info.run_id}; use --force to resume anyway"
             raise ConfigError(field, now, allowed)
-        writer, done = cls.go_on(path)
+        writer, done = cls.reopen(path)
         if changes:
             with _config_errors("resume", path), contextlib.ExitStack() as on_error:
                 on_error.enter_context(writer)
@@ -90,7 +90,7 @@ class RunWriter(files.Lock):
         return writer, done
 
     @classmethod
-    def go_on(cls, path: Path) -> tuple["RunWriter", set[Done]]:
+    def reopen(cls, path: Path) -> tuple["RunWriter", set[Done]]:
         """As `resume`, where nothing can have changed: for the next ranks of the same run."""
         with _config_errors("resume", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))

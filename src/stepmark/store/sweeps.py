@@ -21,7 +21,7 @@ class Journal(files.Lock):
     """Writer of a sweep by one process, which holds a lock until it is closed."""
 
     def __init__(self, path: Path, sweep: Sweep) -> None:
-        """Use `create` or `go_on`."""
+        """Use `create` or `reopen`."""
         self.path = path
         self.sweep = sweep
         fd = os.open(path, os.O_RDONLY)
@@ -42,7 +42,7 @@ class Journal(files.Lock):
         return journal
 
     @classmethod
-    def go_on(cls, path: Path) -> "Journal":
+    def reopen(cls, path: Path) -> "Journal":
         return cls(path, read(path))
 
     def add(self, attempt: Try) -> None:

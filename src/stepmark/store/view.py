@@ -61,19 +61,19 @@ def view(path: Path, kinds: Collection[str] = tuple(KINDS)) -> View:
 
     kinds: of the cases that count; rows of operators take long, since others are read for them.
     """
-    run = read_aloud(path)
+    run = read_with_warnings(path)
     records = [record for record in run.latest if record.case.kind in kinds]
     return of_records(run.info, list(with_all_samples(path, records)))
 
 
-def read_aloud(path: Path) -> Run:
+def read_with_warnings(path: Path) -> Run:
     """Read a run; print on stderr what could not be read."""
     run = read(path)
-    say(run.notes)
+    warn(run.notes)
     return run
 
 
-def say(notes: Iterable[str]) -> None:
+def warn(notes: Iterable[str]) -> None:
     """Write notes on stderr, each once."""
     for note in dict.fromkeys(notes):
         sys.stderr.write(f"stepmark: {note}\n")
@@ -133,7 +133,7 @@ def operator_samples(runs: Path, name: str) -> tuple[Run, dict[Op, list[float]]]
 
     Of several backends it is the fastest, by its median; wrong results are left out.
     """
-    run = read_aloud(find_run(runs, name))
+    run = read_with_warnings(find_run(runs, name))
     samples: dict[Op, list[float]] = {}
     operators = (record for record in run.latest if isinstance(record.case, OpCase))
     for launches in pooled(operators, OpLaunches):

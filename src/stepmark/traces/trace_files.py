@@ -98,12 +98,12 @@ def map_traces(
     ranks = join("cpu")
     try:
         try:
-            mine: object = _in_processes(
+            own_part: object = _in_processes(
                 work, paths[ranks.rank :: ranks.num_ranks], inputs.jobs
             )
         except StepmarkError as error:
-            mine = error
-        parts = ranks.gather(mine)
+            own_part = error
+        parts = ranks.gather(own_part)
     finally:
         ranks.close()
     for part in parts:

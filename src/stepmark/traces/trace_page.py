@@ -78,7 +78,7 @@ def page(
     )
 
 
-def _shown(bars_of: Mapping[int, Bars]) -> dict[int, Bars]:
+def _select_bars(bars_of: Mapping[int, Bars]) -> dict[int, Bars]:
     """Return at most MOST_LANES: extremes by their time in communication, and some between."""
     ranks = sorted(
         bars_of,
@@ -92,7 +92,7 @@ def _shown(bars_of: Mapping[int, Bars]) -> dict[int, Bars]:
 
 def streams(bars_of: Mapping[int, Bars], note: str, lane: str = "rank") -> Iterator[Figure]:
     """Yield the figure of streams over time. lane: what they are numbered by."""
-    shown = _shown(bars_of)
+    shown = _select_bars(bars_of)
     if not shown:
         return
     first = min(each.start for each in shown.values())

@@ -123,7 +123,7 @@ _COLUMNS = (
 )
 
 
-def _shown(path: Path) -> Iterator[Row]:
+def _show_path(path: Path) -> Iterator[Row]:
     """Yield each category, the longest first, with its longest names."""
     names = list(_names(path))
     for row in sorted(_categories(path), key=lambda each: -_ns(each)):
@@ -142,7 +142,7 @@ def lines(paths: Sequence[Path]) -> Iterator[str]:
     for path in paths:
         step = "whole trace" if path.step is None else f"step {path.step}"
         yield f"{step}, rank {path.rank}: {MS.show(_time(path.segments))} ms, of which"
-        yield from Table(list(_shown(path)), _COLUMNS).text()
+        yield from Table(list(_show_path(path)), _COLUMNS).text()
         yield from _remarks(path)
         yield ""
     for definition in DEFINITIONS:

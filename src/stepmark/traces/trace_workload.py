@@ -98,7 +98,7 @@ def _workload(
 ) -> Workload:
     world = traces.world_size
     groups = dict[str, Group]()
-    by_rank = {rank: _named(each, world, groups) for rank, each in programs.items()}
+    by_rank = {rank: _name_groups(each, world, groups) for rank, each in programs.items()}
     # Without their waits, which times decide.
     bare = {rank: [replace(op, after=()) for op in own] for rank, own in by_rank.items()}
     messages = {rank: [op for op in bare[rank] if isinstance(op, CommOp)] for rank in bare}
@@ -160,7 +160,9 @@ def _durations(programs: Mapping[int, RankProgram], slowest: Sequence[int]) -> d
     return {file_times.STEP: step_ns / 1e9, **file_times.host_settings(host_s)}
 
 
-def _named(each: RankProgram, world: int, groups: dict[str, Group]) -> tuple[Operation, ...]:
+def _name_groups(
+    each: RankProgram, world: int, groups: dict[str, Group]
+) -> tuple[Operation, ...]:
     """Return the operations with groups whose names are alike on all ranks."""
     names = {}
     for name, members in each.members.items():

@@ -61,14 +61,14 @@ from stepmark.tables.outcomes import (
     status_words,
     validity,
 )
-from stepmark.training.training_rates import Yardstick, drift, means_of, phases, rates
+from stepmark.training.training_rates import PeakReference, drift, means_of, phases, rates
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainFigures(Figures):
     """Figures of a measured training case."""
 
-    against: Yardstick
+    against: PeakReference
 
     @property
     def training(self) -> Training | None:
@@ -351,7 +351,7 @@ def rows(
 ) -> list[Row]:
     """Return one row per record of training; operators of the run give the measured ceiling."""
     ceilings = measured_ceilings(each for each in records if isinstance(each.case, OpCase))
-    against = Yardstick(run=run, device=device, ceilings=ceilings)
+    against = PeakReference(run=run, device=device, ceilings=ceilings)
     steps = [record for record in records if isinstance(record.case, TrainCase)]
     table = rows_of(TRAIN_COLUMNS, _outcomes([(record, None) for record in steps], against))
     for row, record in zip(table, steps, strict=True):
@@ -362,7 +362,7 @@ def rows(
 
 def per_rank_rows(records: Iterable[Record], run: RunInfo) -> list[Row]:
     """Return one row per measured record and rank."""
-    against = Yardstick(run=run, device=None, ceilings=Ceilings())
+    against = PeakReference(run=run, device=None, ceilings=Ceilings())
     ranks = [
         (record, rank)
         for record in records
@@ -373,7 +373,7 @@ def per_rank_rows(records: Iterable[Record], run: RunInfo) -> list[Row]:
 
 
 def _outcomes(
-    ranks: Sequence[tuple[Record, int | None]], against: Yardstick
+    ranks: Sequence[tuple[Record, int | None]], against: PeakReference
 ) -> Iterator[TrainOutcome]:
     """Yield a row of each record and rank; None: all ranks together."""
     names = distinct_names(record.train.model for record, _ in ranks)

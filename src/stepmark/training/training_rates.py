@@ -19,7 +19,7 @@ from stepmark.tables.outcomes import LIMIT_SLACK, Ceilings, percent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Yardstick:
+class PeakReference:
     """Limits that a measurement is compared with."""
 
     run: RunInfo
@@ -27,7 +27,7 @@ class Yardstick:
     ceilings: Ceilings
 
 
-def rates(record: Measured, facts: Training, against: Yardstick) -> Row:
+def rates(record: Measured, facts: Training, against: PeakReference) -> Row:
     """Return tokens and FLOPs per second over whole cycles, which include the optimizer."""
     case = record.train
     seconds = record.samples.seconds
@@ -47,7 +47,9 @@ def rates(record: Measured, facts: Training, against: Yardstick) -> Row:
     return row | _flops_rates(case, per_token(case), per_gpu, against)
 
 
-def _flops_rates(case: TrainCase, each: TokenFlops, per_gpu: float, against: Yardstick) -> Row:
+def _flops_rates(
+    case: TrainCase, each: TokenFlops, per_gpu: float, against: PeakReference
+) -> Row:
     device = against.device if case.device != "cpu" else None
     base = DType.FP32 if case.precision is Precision.FP32 else DType.BF16
     peak = device.peak(base) if device else None

@@ -46,10 +46,10 @@ def _doubts(row: Row) -> Iterator[str]:
     elapsed_s = number(row, "elapsed_s")
     uncounted_s = number(row, "uncounted_s") or 0.0
     if elapsed_s and abs(uncounted_s) > UNCOUNTED_SHARE * elapsed_s:
-        less = "less" if uncounted_s > 0 else "more"
+        direction = "less" if uncounted_s > 0 else "more"
         share = 100 * abs(uncounted_s) / elapsed_s
         passed = f"the {format_time(elapsed_s)} that passed by the host's clock"
-        yield f"the samples add up to {share:.2g} % {less} than {passed}"
+        yield f"the samples add up to {share:.2g} % {direction} than {passed}"
     soak_s = number(row, "soak_s")
     if row["device"] != "cpu" and soak_s is not None and soak_s < SOAK_S:
         yield f"short soak {soak_s:.1f} s: the device may be cooler than in a long job"

@@ -282,16 +282,16 @@ def chart_of(workload: Workload, most: int) -> Chart | str:
     drawn = spans(cut)
     if not drawn:
         return "not drawn: by their order of transfers, stages wait for each other"
-    less = num_steady(workload) - num_steady(cut)
+    num_omitted = num_steady(workload) - num_steady(cut)
     busy, end = _sums(drawn)
-    if less:  # each repeat adds as much as one more does
+    if num_omitted:  # each repeat adds as much as one more does
         longer, later = _sums(spans(shortened(workload, _KEPT + 1)))
-        busy = busy + less * (longer - busy)
-        end = end + less * (later - end)
+        busy = busy + num_omitted * (longer - busy)
+        end = end + num_omitted * (later - end)
     return Chart(
         timeline=Timeline(drawn, (0, max(span.end_ns for span in drawn))),
         idle_percent=100 * (1 - busy / (end * num_stages)) if end else 0.0,
-        left_out=less,
+        left_out=num_omitted,
     )
 
 

@@ -123,7 +123,7 @@ AlikeLayers = tuple[list[int | None], Sums]
 _MOST_CHARACTERS = 48
 
 
-def _shown(
+def _show_column(
     name: str, of: Callable[[T], object], unit: Unit = TEXT, heading: str = ""
 ) -> Column[T]:
     """Return a column in which a zero with a unit is empty, and long texts are cut."""
@@ -138,55 +138,59 @@ def _shown(
 
 
 STAGE_COLUMNS: tuple[Column[_StageSums], ...] = (
-    _shown("stage", lambda o: o.index),
-    _shown("layers", lambda o: o.num_layers, COUNT),
-    _shown("which", lambda o: ranges(o.stage.layers)),
-    _shown("has", lambda o: o.has, TEXT, "and"),
-    _shown("operations", lambda o: sum(o.operations.values()), COUNT),
-    _shown("collectives", lambda o: o.num_collectives, COUNT),
-    _shown("forward_flops", lambda o: o.sums["forward", "flops"], FLOPS, "fwd FLOP"),
-    _shown("backward_flops", lambda o: o.sums["backward", "flops"], FLOPS, "bwd FLOP"),
-    _shown("comm_bytes", lambda o: o.over_passes("comm_bytes"), BYTES, "messages"),
-    _shown("bus_bytes", lambda o: o.over_passes("bus_bytes"), BYTES, "on the bus"),
-    _shown("time_s", lambda o: o.time_s, SECONDS, "compute"),
+    _show_column("stage", lambda o: o.index),
+    _show_column("layers", lambda o: o.num_layers, COUNT),
+    _show_column("which", lambda o: ranges(o.stage.layers)),
+    _show_column("has", lambda o: o.has, TEXT, "and"),
+    _show_column("operations", lambda o: sum(o.operations.values()), COUNT),
+    _show_column("collectives", lambda o: o.num_collectives, COUNT),
+    _show_column("forward_flops", lambda o: o.sums["forward", "flops"], FLOPS, "fwd FLOP"),
+    _show_column("backward_flops", lambda o: o.sums["backward", "flops"], FLOPS, "bwd FLOP"),
+    _show_column("comm_bytes", lambda o: o.over_passes("comm_bytes"), BYTES, "messages"),
+    _show_column("bus_bytes", lambda o: o.over_passes("bus_bytes"), BYTES, "on the bus"),
+    _show_column("time_s", lambda o: o.time_s, SECONDS, "compute"),
 )
 COLLECTIVE_COLUMNS: tuple[Column[_Messages], ...] = (
-    _shown("pass", lambda o: o.when),
-    _shown("collective", lambda o: o.operation.collective),
-    _shown("dtype", lambda o: o.operation.dtype.value),
-    _shown("group", lambda o: o.operation.group),
-    _shown("num_ranks", lambda o: o.group.size, COUNT, "ranks"),
-    _shown("count", lambda o: o.operation.count, COUNT),
-    _shown("size_bytes", lambda o: o.size_bytes, BYTES, "size"),
-    _shown("calls", lambda o: o.calls, COUNT),
-    _shown("bytes", lambda o: o.calls * o.size_bytes, BYTES),
-    _shown("bus_bytes", lambda o: o.bus_bytes, BYTES, "on the bus"),
-    _shown("stream", lambda o: o.operation.stream),
-    _shown("modules", lambda o: ", ".join(o.modules), TEXT, "of"),
+    _show_column("pass", lambda o: o.when),
+    _show_column("collective", lambda o: o.operation.collective),
+    _show_column("dtype", lambda o: o.operation.dtype.value),
+    _show_column("group", lambda o: o.operation.group),
+    _show_column("num_ranks", lambda o: o.group.size, COUNT, "ranks"),
+    _show_column("count", lambda o: o.operation.count, COUNT),
+    _show_column("size_bytes", lambda o: o.size_bytes, BYTES, "size"),
+    _show_column("calls", lambda o: o.calls, COUNT),
+    _show_column("bytes", lambda o: o.calls * o.size_bytes, BYTES),
+    _show_column("bus_bytes", lambda o: o.bus_bytes, BYTES, "on the bus"),
+    _show_column("stream", lambda o: o.operation.stream),
+    _show_column("modules", lambda o: ", ".join(o.modules), TEXT, "of"),
 )
 COMPUTE_COLUMNS: tuple[Column[_Computed], ...] = (
-    _shown("family", lambda o: family(o.op), TEXT, "operator"),
-    _shown("pass", lambda o: o.phase),
-    _shown("shape", lambda o: o.op.name if isinstance(o.op, Kernel) else o.op.shape_text),
-    _shown("dtype", lambda o: "" if isinstance(o.op, Kernel) else o.op.dtype.value),
-    _shown("calls", lambda o: o.calls, COUNT),
+    _show_column("family", lambda o: family(o.op), TEXT, "operator"),
+    _show_column("pass", lambda o: o.phase),
+    _show_column("shape", lambda o: o.op.name if isinstance(o.op, Kernel) else o.op.shape_text),
+    _show_column("dtype", lambda o: "" if isinstance(o.op, Kernel) else o.op.dtype.value),
+    _show_column("calls", lambda o: o.calls, COUNT),
     Column("flops_each", lambda o: o.op.flops, FLOPS),
-    _shown("flops", lambda o: o.flops, FLOPS, "FLOP"),
-    _shown("pct_flops", lambda o: percent(o.flops or None, o.all_flops), PERCENT, "%"),
-    _shown("bytes_moved", lambda o: o.bytes_moved, BYTES, "memory"),
-    _shown("time_s", lambda o: o.time_s, SECONDS, "time each"),
-    _shown("modules", lambda o: ", ".join(o.modules), TEXT, "of"),
+    _show_column("flops", lambda o: o.flops, FLOPS, "FLOP"),
+    _show_column("pct_flops", lambda o: percent(o.flops or None, o.all_flops), PERCENT, "%"),
+    _show_column("bytes_moved", lambda o: o.bytes_moved, BYTES, "memory"),
+    _show_column("time_s", lambda o: o.time_s, SECONDS, "time each"),
+    _show_column("modules", lambda o: ", ".join(o.modules), TEXT, "of"),
 )
 LAYER_COLUMNS: tuple[Column[AlikeLayers], ...] = (
-    _shown("layers", lambda o: ranges(_known(o)) or "none"),
-    _shown("number", lambda o: len(_known(o)) or None, COUNT),
-    _shown("forward_flops", lambda o: o[1]["forward", "flops"], FLOPS, "fwd FLOP"),
-    _shown("backward_flops", lambda o: o[1]["backward", "flops"], FLOPS, "bwd FLOP"),
-    _shown("forward_comm_bytes", lambda o: o[1]["forward", "comm_bytes"], BYTES, "fwd bytes"),
-    _shown("backward_comm_bytes", lambda o: o[1]["backward", "comm_bytes"], BYTES, "bwd bytes"),
+    _show_column("layers", lambda o: ranges(_known(o)) or "none"),
+    _show_column("number", lambda o: len(_known(o)) or None, COUNT),
+    _show_column("forward_flops", lambda o: o[1]["forward", "flops"], FLOPS, "fwd FLOP"),
+    _show_column("backward_flops", lambda o: o[1]["backward", "flops"], FLOPS, "bwd FLOP"),
+    _show_column(
+        "forward_comm_bytes", lambda o: o[1]["forward", "comm_bytes"], BYTES, "fwd bytes"
+    ),
+    _show_column(
+        "backward_comm_bytes", lambda o: o[1]["backward", "comm_bytes"], BYTES, "bwd bytes"
+    ),
     Column("forward_bytes_moved", lambda o: o[1]["forward", "bytes_moved"], BYTES),
     Column("backward_bytes_moved", lambda o: o[1]["backward", "bytes_moved"], BYTES),
-    _shown(
+    _show_column(
         "optimizer_comm_bytes",
         lambda o: o[1]["optimizer", "comm_bytes"] + o[1]["step", "comm_bytes"],
         BYTES,

@@ -84,7 +84,10 @@ class ProcessExits:
     clock: float | None = None
     file_index: int = 0
     _block_rank: int | None = None
-    _named: tuple[int | None, str] = (None, "")  # rank and process that a launcher names
+    _launcher_names: tuple[int | None, str] = (
+        None,
+        "",
+    )  # rank and process that a launcher names
 
     def failures(self, rank_of: Callable[[str], int | None]) -> list[Failure]:
         return [_of_exit(exit_, rank_of) for exit_ in self.exits.values()]
@@ -127,7 +130,7 @@ class ProcessExits:
         elif named := _NAMED_PROCESS.search(body):
             mpi_rank = named["rank"] or named["mpi"]
             process = f"pid {named['pid']}" if named["pid"] else f"rank {mpi_rank}"
-            self._named = (int(mpi_rank) if mpi_rank else None, process)
+            self._launcher_names = (int(mpi_rank) if mpi_rank else None, process)
         elif signal := _ON_SIGNAL.search(body):
             mpi_rank, pid, on, by, *names = signal.groups()
             name = next((name for name in names if name), "")
@@ -147,8 +150,8 @@ class ProcessExits:
         return True
 
     def _add_exit(self, code: int, rank: int | None, process: str, evidence: Evidence) -> _Exit:
-        if process.startswith("?") and self._named[1]:
-            rank, process = self._named
+        if process.startswith("?") and self._launcher_names[1]:
+            rank, process = self._launcher_names
         new = _Exit(code, rank, process, False, evidence, self.clock, self.file_index)
         exit_ = self.exits.setdefault((self.file_index, process), new)
         self.num_lines += 1

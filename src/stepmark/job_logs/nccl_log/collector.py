@@ -32,9 +32,9 @@ from stepmark.job_logs.nccl_log.communicators import (
     TuningChoices,
     communicators_of,
 )
-from stepmark.job_logs.nccl_log.ghosts import MIN_RATIO, ghosts
 from stepmark.job_logs.nccl_log.histogram import histogram_of
 from stepmark.job_logs.nccl_log.lines import Calls, LogMessage
+from stepmark.job_logs.nccl_log.torn_names import MIN_RATIO, torn_names
 
 _MAX_EVIDENCE = 3
 _MAX_SIMILAR = 500
@@ -228,7 +228,7 @@ class Collector:
         lines_of = self.num_messages.copy()
         for handle in known:
             lines_of[handle.process] += handle.sequence.num_calls
-        torn = ghosts(lines_of)
+        torn = torn_names(lines_of)
         whole = [handle for handle in known if handle.comm_id]
         handles = [
             handle

@@ -26,7 +26,7 @@ from stepmark.measuring.verify import (
     poisoned_result,
     product_check,
     sample,
-    take,
+    select_index,
     tolerance,
 )
 from stepmark.model.ops import Bmm, Cast, Gemm, GroupedGemm, Layout, Phase, Scaling, backends
@@ -103,9 +103,9 @@ class _Cast:
     def check(self) -> Check:
         assert self.source_RK is not None
         rows = sample(self.cast_RK.shape[0], self.cast_RK.device)
-        out = take(self.cast_RK, 0, rows) * self.rows_scale()[rows]
+        out = select_index(self.cast_RK, 0, rows) * self.rows_scale()[rows]
         allowed = tolerance(_DTYPE_OF[self.cast_RK.dtype])
-        return compare(out, take(self.source_RK, 0, rows), allowed, "the bf16 source")
+        return compare(out, select_index(self.source_RK, 0, rows), allowed, "the bf16 source")
 
     def poison(self) -> None:
         poison(self.cast_RK)

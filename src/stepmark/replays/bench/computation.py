@@ -12,7 +12,7 @@ from stepmark.cases.replay_case import Compute
 from stepmark.model.ops import FAMILY_OF, Op
 from stepmark.model.ops.backends import Capabilities
 from stepmark.operators.bench import IMPLS
-from stepmark.replays.stand_in import StandIn, backend_of, parts_of, stand_in
+from stepmark.replays.replay_compute import ReplayCompute, backend_of, parts_of, replay_compute
 from stepmark.step.rank_program import Step
 from stepmark.step.workload import ComputeOp
 
@@ -45,12 +45,12 @@ class Computation:
 
     def busy_s(self, step: Step) -> float | None:
         """Return for how long a step is busy where no operator runs; None: it is not."""
-        replacement = self._stand_in(step)
+        replacement = self._replacement(step)
         return replacement if isinstance(replacement, float) and replacement > 0 else None
 
     def action(self, step: Step) -> Action | None:
         """Return what runs for a step; None for nothing."""
-        replacement = self._stand_in(step)
+        replacement = self._replacement(step)
         if replacement is None:
             return None
         if isinstance(replacement, float):
@@ -66,10 +66,10 @@ class Computation:
         fixed_s, per_cycle_s = self._cycles
         return partial(torch.cuda._sleep, max(1, round((seconds - fixed_s) / per_cycle_s)))
 
-    def _stand_in(self, step: Step) -> StandIn:
+    def _replacement(self, step: Step) -> ReplayCompute:
         if not isinstance(step.op, ComputeOp):
             return None
-        return stand_in(step.op, self._compute, self._capabilities)
+        return replay_compute(step.op, self._compute, self._capabilities)
 
 
 def operators_of(
@@ -77,7 +77,7 @@ def operators_of(
 ) -> dict[Op, None]:
     """Return the distinct operators that run, of large ones a part."""
     ops = dict.fromkeys(step.op for step in steps if isinstance(step.op, ComputeOp))
-    replacements = (stand_in(op, compute, capabilities) for op in ops)
+    replacements = (replay_compute(op, compute, capabilities) for op in ops)
     whole = (op for op in replacements if op is not None and not isinstance(op, float))
     return dict.fromkeys(parts_of(op)[0] for op in whole)
 

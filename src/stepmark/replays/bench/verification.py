@@ -35,7 +35,7 @@ def verify(program: Program, rank: int, backend: str, device: torch.device) -> C
         if not steps:
             continue
         works = program.messenger.issue(steps, buffers)
-        pending.append((works, buffers.take()))
+        pending.append((works, buffers.drain()))
         if not only_sends(steps):
             checks += _ended(*pending.pop())
     for works, left in pending:
@@ -56,7 +56,7 @@ def _check(case: CommCase, index: int, recv: Tensor, number: int, _send: Tensor)
 
 
 class _CheckedBuffers:
-    """Tensors of its own for each message, filled; `take` returns the checks of the newest."""
+    """Tensors of its own for each message, filled; `drain` returns the checks of the newest."""
 
     def __init__(self, rank: int, backend: str, device: torch.device) -> None:
         self._rank = rank
@@ -92,7 +92,7 @@ class _CheckedBuffers:
         self._checks.append(partial(_check, case, index, recv, number, send))
         return send, recv
 
-    def take(self) -> list[Callable[[], Check]]:
+    def drain(self) -> list[Callable[[], Check]]:
         checks = self._checks
         self._checks = []
         return checks

@@ -144,13 +144,16 @@ class EventTables:
             self.damage["rounded"] += any(event.ts % 1 for event in rows if event.ts)
         return [start, start + _nanoseconds([event.dur for event in rows])]
 
-    def _named(self, rows: Sequence[Event]) -> list[Ints]:
+    def _intern_names(self, rows: Sequence[Event]) -> list[Ints]:
         names = self.names
         return [*self._times(rows), _ints([names[event.name] for event in rows])]
 
     def _on_thread(self, rows: Sequence[Event]) -> list[Ints]:
         threads = self.threads
-        return [*self._named(rows), _ints([threads[event.pid, event.tid] for event in rows])]
+        return [
+            *self._intern_names(rows),
+            _ints([threads[event.pid, event.tid] for event in rows]),
+        ]
 
     _spans = _on_thread
 
@@ -190,7 +193,7 @@ class EventTables:
             for each in args
         ]
         return [
-            *self._named(rows),
+            *self._intern_names(rows),
             _ints(kinds),
             self._stream_ids(rows, args),
             _ids([each.correlation for each in args]),
@@ -208,7 +211,7 @@ class EventTables:
         ]
         awaited = [each.awaited for each in args]
         return [
-            *self._named(rows),
+            *self._intern_names(rows),
             self._stream_ids(rows, args),
             _ids([each.correlation for each in args]),
             _ints([self.streams[key] for key in zip(devices, awaited, strict=True)]),

@@ -96,10 +96,10 @@ def common(a: Intervals, b: Intervals) -> Intervals:
     """Return the times in a and in b."""
     if not a.start.size or not b.start.size:
         return Intervals(a.start[:0], a.start[:0])
-    few, many = (a, b) if a.start.size < b.start.size else (b, a)
-    if few.start.size <= _FEW:
-        bounds = zip(few.start.tolist(), few.end.tolist(), strict=True)
-        starts, ends = zip(*(clip(many, start, end) for start, end in bounds), strict=True)
+    smaller, larger = (a, b) if a.start.size < b.start.size else (b, a)
+    if smaller.start.size <= _FEW:
+        bounds = zip(smaller.start.tolist(), smaller.end.tolist(), strict=True)
+        starts, ends = zip(*(clip(larger, start, end) for start, end in bounds), strict=True)
         return Intervals(np.concatenate(starts), np.concatenate(ends))
     # Each interval of a meets those of b from `first` to before `last`.
     first = np.searchsorted(b.end, a.start, side="right")

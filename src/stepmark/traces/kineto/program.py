@@ -77,7 +77,7 @@ def program(trace: RankTrace, step: int) -> RankProgram | None:
     if step not in marked.numbers:
         return None
     row = marked.numbers.index(step)
-    maker = _Maker(trace, np.flatnonzero(marked.of_gpu == row))
+    maker = _UnitBuilder(trace, np.flatnonzero(marked.of_gpu == row))
     calls = comm_calls(trace, marked)
     for place in np.flatnonzero(calls.step == row).tolist():
         maker.add_message(
@@ -109,7 +109,7 @@ class _Item:
     reach: int = NONE  # the last end of its stream up to it
 
 
-class _Maker:
+class _UnitBuilder:
     def __init__(self, trace: RankTrace, rows: Ints) -> None:
         """rows: GPU events of the step."""
         self.trace = trace

@@ -39,7 +39,7 @@ class _TorchFinder:
             try:
                 spec.loader.exec_module = load_and_begin  # type: ignore[method-assign]
             except (AttributeError, TypeError):  # a loader that takes no attributes
-                _say("no profile, because torch has an unknown loader")
+                _warn("no profile, because torch has an unknown loader")
         return spec
 
     def _begin(self) -> None:
@@ -52,10 +52,10 @@ class _TorchFinder:
                 sys.path.remove(_HERE)
             window.begin(os.environ[PLAN])
         except Exception as error:  # noqa: BLE001, the job goes on whatever happens here
-            _say(f"no profile: {error!r}")
+            _warn(f"no profile: {error!r}")
 
 
-def _say(text: str) -> None:
+def _warn(text: str) -> None:
     sys.stderr.write(f"stepmark watch: pid {os.getpid()}: {text}\n")
 
 

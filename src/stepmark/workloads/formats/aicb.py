@@ -58,7 +58,13 @@ from stepmark.workloads.formats.aicb_line import (
     parse,
     text_of,
 )
-from stepmark.workloads.formats.loss import Kept, communication, present, rounding, tallied
+from stepmark.workloads.formats.loss import (
+    Representable,
+    communication,
+    present,
+    rounding,
+    tallied,
+)
 from stepmark.workloads.formats.walk import RepeatedText, remarks, with_end
 
 FORMAT = "aicb"
@@ -224,8 +230,8 @@ class Reader:
         """Return notes on sizes that their ranks do not divide."""
         epochs = [epoch for section in self._sections for epoch in section.epochs]
         times = Counter(itertools.chain.from_iterable(epochs))
-        in_file = Kept()
-        read = Kept()
+        in_file = Representable()
+        read = Representable()
         for number, op in enumerate(ops):
             if isinstance(op, CommOp):
                 size = math.ceil(float(self._parsed[number].size))
@@ -378,10 +384,10 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     return ["times: a workload of AICB has none, only its log of a run"] if timed else []
 
 
-def kept(workload: Workload, stage: int) -> Kept:
+def kept(workload: Workload, stage: int) -> Representable:
     """Return the messages of a stage's file: its distinct lines, read back."""
     names = group_names(workload)
-    result = Kept(label=lambda op: names.get(op.group, op.group), has_setup=True)
+    result = Representable(label=lambda op: names.get(op.group, op.group), has_setup=True)
     lines = {setup: Lines(workload, computation=False, setup=setup) for setup in (False, True)}
     for op, times, setup in communication(workload, stage):
         if text := lines[setup](op):

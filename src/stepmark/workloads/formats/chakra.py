@@ -54,7 +54,7 @@ from stepmark.workloads.formats.chakra_schema import (
     read_nodes,
     task_deps,
 )
-from stepmark.workloads.formats.loss import Kept, communication, present, tallied
+from stepmark.workloads.formats.loss import Representable, communication, present, tallied
 from stepmark.workloads.formats.ranks import (
     WORLD,
     Instances,
@@ -519,7 +519,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     ]
 
 
-def kept(workload: Workload, stage: int) -> Kept:
+def kept(workload: Workload, stage: int) -> Representable:
     """Return the messages of the file of a stage's first rank: its nodes, read back."""
     rank = first_rank(workload, stage)
     check_rank(workload, rank, (*TYPES, *PAIR))
@@ -529,7 +529,7 @@ def kept(workload: Workload, stage: int) -> Kept:
     ranks = {str(number): members for number, _, members in instances.members()}
     groups: dict[str, Group] = {}
     reader = Reader(f"{workload.name}.{rank}.et", workload.world_size, rank, ranks, groups)
-    result = Kept()
+    result = Representable()
     for op, times, setup in communication(workload, stage):
         if not setup and (data := serialize(op)[1]):
             node = node_of(schema.node.FromString(data), op.module)

@@ -20,7 +20,7 @@ def same_group(op: CommOp) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kept:
+class Representable:
     """Messages of a file. label: name of a message's group there, or ours if it has none."""
 
     label: Callable[[CommOp], str] = same_group
@@ -66,11 +66,11 @@ def tallied(workload: Workload, stages: Iterable[int] | None) -> Counter[Operati
 
 
 def losses(
-    workload: Workload, kept: Callable[[Workload, int], Kept], stages: Iterable[int]
+    workload: Workload, kept: Callable[[Workload, int], Representable], stages: Iterable[int]
 ) -> list[str]:
     """Return a line per kind of message that files of these stages do not hold as it is."""
-    sent = Kept()
-    written = Kept()
+    sent = Representable()
+    written = Representable()
     lines = list[str]()
     names: dict[tuple[str, str, bool], dict[str, None]] = defaultdict(dict)
     early = 0
@@ -95,7 +95,7 @@ def losses(
     ]
 
 
-def rounding(in_file: Kept, read: Kept) -> tuple[str, ...]:
+def rounding(in_file: Representable, read: Representable) -> tuple[str, ...]:
     """Return a note per kind of message that is read as one of another size."""
 
     def amount(sizes: Sizes) -> str:

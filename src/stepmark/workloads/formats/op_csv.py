@@ -9,7 +9,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation, Workload
 from stepmark.tables.columns import Row
 from stepmark.workloads.durations import family, shape
-from stepmark.workloads.formats.loss import Kept, communication, present
+from stepmark.workloads.formats.loss import Representable, communication, present
 from stepmark.workloads.formats.walk import walk
 
 _PLACE = ("index", "stage", "phase", "layer", "microbatch", "module", "kind", "operation")
@@ -39,9 +39,9 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     ]
 
 
-def kept(workload: Workload, stage: int) -> Kept:
+def kept(workload: Workload, stage: int) -> Representable:
     """Return the messages of a stage's lines: all of the step."""
-    result = Kept()
+    result = Representable()
     for op, times, setup in communication(workload, stage):
         if not setup:
             result.add(op, workload.groups[op.group], times)

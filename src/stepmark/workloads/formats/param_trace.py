@@ -27,7 +27,7 @@ from stepmark.model.collectives import FACTS, Collective, RedOp
 from stepmark.model.ops import EmbeddingBag, Gemm, Layout, Phase
 from stepmark.step.source_file import decoded
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Group, Operation, Workload
-from stepmark.workloads.formats.loss import Kept, communication, present, tallied
+from stepmark.workloads.formats.loss import Representable, communication, present, tallied
 from stepmark.workloads.formats.ranks import (
     Instances,
     Issued,
@@ -518,7 +518,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
         for op, entry in entries.items()
         if entry
     )
-    stand_ins = ", ".join(sorted({op.dtype for op in comms} & set(_STAND_INS)))
+    replay_computes = ", ".join(sorted({op.dtype for op in comms} & set(_STAND_INS)))
     redops = ", ".join(sorted({op.redop for op in comms} - {"none", "sum"}))
     places = ("layers", "micro-batches", "what is recomputed", "times")
     facts = ("model", "settings", "notes", "which messages are one call")
@@ -529,7 +529,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
             any(op.stream != COMPUTE for op in ops),
             "streams: only where each message is waited for",
         ),
-        (stand_ins, f"{stand_ins}: written as another type of the same size"),
+        (replay_computes, f"{replay_computes}: written as another type of the same size"),
         (redops, f"reductions other than sum: {redops}"),
         (
             Collective.ALL_TO_ALL_V in collectives,
@@ -551,7 +551,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     ]
 
 
-def kept(workload: Workload, stage: int) -> Kept:
+def kept(workload: Workload, stage: int) -> Representable:
     """Return the messages of the file of a stage's first rank: its entries, read back."""
     rank = first_rank(workload, stage)
     check_rank(workload, rank, NAMES)
@@ -567,7 +567,7 @@ def kept(workload: Workload, stage: int) -> Kept:
             entries.append(msgspec.json.decode(text + "}", type=Entry))
             written.append((op, times))
     reader = Reader(entries, f"{rank}.json", workload.world_size, rank)
-    result = Kept()
+    result = Representable()
     for (op, times), read_back in zip(written, reader.operations(), strict=True):
         assert isinstance(read_back, CommOp)
         result.add(read_back, reader.groups[read_back.group], times, label=op.group)

@@ -24,7 +24,7 @@ from stepmark.step.workload import Block, CommOp, Group, Run, Stage, Workload
 from stepmark.step.workload_stages import missing_pipeline, transfer_of
 from stepmark.workloads.fold import Repeat, fold
 from stepmark.workloads.formats import simai_rows
-from stepmark.workloads.formats.loss import Kept, communication, rounding
+from stepmark.workloads.formats.loss import Representable, communication, rounding
 from stepmark.workloads.formats.simai_rows import NONE, Row, blocks_of, parse, row_of
 from stepmark.workloads.formats.walk import RepeatedText, remarks, with_end
 
@@ -119,9 +119,9 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
     return [] if FORMAT in workload.origin else simai_rows.omissions(workload)
 
 
-def kept(workload: Workload, stage: int) -> Kept:
+def kept(workload: Workload, stage: int) -> Representable:
     """Return the messages of the file, read back; those of the pipeline are in line 1."""
-    result = Kept(label=simai_rows.Messages(workload).label)
+    result = Representable(label=simai_rows.Messages(workload).label)
     header = _header(simai_rows.header(workload), None)
     groups = _groups_of(header)
     times = (1, workload.num_microbatches, 1)
@@ -302,8 +302,8 @@ class Reader:
 
     def notes(self, times: Mapping[int, int]) -> tuple[str, ...]:
         """Return notes. times: how often each distinct row occurs."""
-        in_file = Kept()
-        read = Kept()
+        in_file = Representable()
+        read = Representable()
         for number, row in enumerate(self.rows):
             blocks = self.blocks[f"row {number}.fwd"] + self.blocks[f"row {number}.bwd"]
             sent = [cell.num_bytes for cell in row.cells if cell.comm != NONE]

@@ -114,7 +114,7 @@ def settings_of(case: TrainCase, kind: type[T]) -> T:
         "reshard_after_forward": case.reshard,
         "prefetch": case.prefetch,
         "blocks_per_group": case.blocks_per_group,
-        "ends": fsdp.Ends.APART,
+        "ends": fsdp.StageEnds.APART,
         "embedding_in_backward": False,
         "tp_plan": TpPlan.WHOLE,
         "autocast": is_amp,

@@ -128,7 +128,7 @@ class Chunk:
         order = self._order
         groups = self._groups
         order.wait_for_unshard(Phase.FWD)
-        segments = [(self._recorder.take(), 0)]
+        segments = [(self._recorder.drain(), 0)]
         self._recorder.begin()
         order.pre_forward(groups.root)
         segments += self._forward(self.embedding, groups.embedding)
@@ -147,7 +147,7 @@ class Chunk:
         """Yield the forward pass of one end of the model."""
         if unit:
             self._order.pre_forward(group)
-            yield (*self._recorder.take(), _run(unit, "fwd")), 0
+            yield (*self._recorder.drain(), _run(unit, "fwd")), 0
             self.count_compute_done()
             self._order.post_forward(group)
 
@@ -157,37 +157,37 @@ class Chunk:
         order = self._order
         groups = self._groups
         order.wait_for_unshard(Phase.BWD)
-        segments = [(recorder.take(), 0)]
+        segments = [(recorder.drain(), 0)]
         leave = partial(order.post_backward, reduces=reduces, keeps=keeps)
         order.pre_backward(groups.root)
         order.pre_backward(groups.output)
         if self.output:
-            segments.append(((*recorder.take(), _run(self.output, "bwd")), 0))
+            segments.append(((*recorder.drain(), _run(self.output, "bwd")), 0))
             self.count_compute_done()
             leave(groups.output)
-        segments.append((recorder.take(), 0))
+        segments.append((recorder.drain(), 0))
         for group, members in reversed(self._parts):
             base = members[0].index
             order.pre_backward(group)
             passes = tuple(self._passes(members, "bwd", leave))
             leave(group)
-            segments.append(((*passes, *recorder.take(base)), base))
+            segments.append(((*passes, *recorder.drain(base)), base))
         order.pre_backward(groups.embedding)
         if self.embedding:
-            segments.append(((*recorder.take(), _run(self.embedding, "bwd")), 0))
+            segments.append(((*recorder.drain(), _run(self.embedding, "bwd")), 0))
         leave(groups.embedding)
         leave(groups.root)
-        segments.append((recorder.take(), 0))
+        segments.append((recorder.drain(), 0))
         if not keeps:
             order.finalize(reduces=reduces)
-            segments.append((recorder.take(), 0))
+            segments.append((recorder.drain(), 0))
         return folded(segments, self.blocks, f"bwd{self._suffix}")
 
     def gather(self) -> Block:
         """Return the gather of all weights before a pass: a pipeline's UNSHARD."""
         with self._recorder.of_all():
             self._order.unshard()
-        return self._recorder.take()
+        return self._recorder.drain()
 
     def release(self) -> None:
         """Release weights between passes: a pipeline's RESHARD."""
@@ -199,9 +199,9 @@ class Chunk:
         for group in self._order.groups:
             with self._recorder.of_all():
                 self._order.post_backward(group)
-            segments.append((self._recorder.take(group.layer or 0), group.layer or 0))
+            segments.append((self._recorder.drain(group.layer or 0), group.layer or 0))
         self._order.finalize()
-        segments.append((self._recorder.take(), 0))
+        segments.append((self._recorder.drain(), 0))
         return folded(segments, self.blocks, f"reduce{self._suffix}")
 
     def _register(self, unit: Unit, *, is_layer: bool = False) -> None:
@@ -228,7 +228,7 @@ class Chunk:
     ) -> Iterator[Item]:
         """Yield the passes of blocks, the last one first if backward."""
         base = members[0].index
-        yield from self._recorder.take(base)
+        yield from self._recorder.drain(base)
         for layer in members if way == "fwd" else reversed(members):
             ways = ["again", "rest"] if way == "bwd" and layer.is_checkpointed else [way]
             for each in ways:
@@ -250,13 +250,13 @@ class Chunk:
         for index in range(len(pieces)):
             experts = layer.experts if index == unit.experts_at else None
             (order.pre_backward if is_backward else order.pre_forward)(experts)
-            yield from recorder.take(base)
+            yield from recorder.drain(base)
             yield _run(unit, way, index, len(pieces), layer.index - base)
             if way == "fwd":
                 order.post_forward(experts)
             elif is_backward:
                 leave(experts)
-            yield from recorder.take(base)
+            yield from recorder.drain(base)
         if way == "again":
             order.end_forward()
         else:

@@ -20,7 +20,7 @@ from stepmark.workloads.rules.pytorch.technique import check_settings, technique
 from stepmark.workloads.rules.pytorch.units import TpPlan, groups_of
 
 
-class Ends(StrEnum):
+class StageEnds(StrEnum):
     """The module that wraps the embedding, the final norm and the head."""
 
     ROOT = "root"  # the model itself: gathered once a pass
@@ -37,7 +37,7 @@ class Fsdp:
     reshard_after_forward: str = setting("yes", "yes, no, or a number of ranks to reshard over")
     prefetch: int = setting(1, "groups gathered ahead; 1: as torch does by itself")
     blocks_per_group: int = setting(1, "transformer blocks per FSDP group")
-    ends: Ends = setting(Ends.ROOT, "who wraps embedding and output: root or apart")
+    ends: StageEnds = setting(StageEnds.ROOT, "who wraps embedding and output: root or apart")
     embedding_in_backward: bool = setting(
         True, "with --ends apart: set_unshard_in_backward of the embedding"
     )
@@ -94,7 +94,7 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
         model_weights=settings.shard_dtype,
         sharding=sharding,
         regathers_table=settings.embedding_in_backward,
-        root_has_ends=settings.ends is Ends.ROOT,
+        root_has_ends=settings.ends is StageEnds.ROOT,
         blocks_per_group=settings.blocks_per_group,
         syncs_last=syncs_last,
     )

@@ -75,7 +75,7 @@ class FsdpRecorder(FsdpEvents[Param]):
         finally:
             self._microbatch = 0
 
-    def take(self, layer: int = 0) -> tuple[Item, ...]:
+    def drain(self, layer: int = 0) -> tuple[Item, ...]:
         """Return the operations since the last call, layers relative to this one."""
         items = tuple(in_layer(item, -layer) for item in self.items)
         self.items.clear()
@@ -102,13 +102,13 @@ class FsdpRecorder(FsdpEvents[Param]):
         return self._begins, num_done, self._gathered_on, *distances
 
     def gather(self, group: ParamGroup[Param], phase: Phase | None) -> None:
-        after = [self._named(*_GATHER_AFTER[phase])]
+        after = [self._name_event(*_GATHER_AFTER[phase])]
         ranks = self._sharding.comms.groups[group.shards].size
         stream = f"{group.shards}_inner" if group.is_inner else group.shards
         if self._begins and phase is not None:
-            after.append(self._named(COMPUTE_DONE, self._num_compute_done))
+            after.append(self._name_event(COMPUTE_DONE, self._num_compute_done))
         if self._gathered_on not in ("", stream):
-            after.append(self._named(GATHER))
+            after.append(self._name_event(GATHER))
         ops = self._sharding.comms(
             Collective.ALL_GATHER,
             sum(param.padded(ranks) for param in group.params),
@@ -119,7 +119,7 @@ class FsdpRecorder(FsdpEvents[Param]):
             layer=group.layer,
             microbatch=self._microbatch,
             stream=stream,
-            name=self._named(GATHER),
+            name=self._name_event(GATHER),
             after=tuple(after),
         )
         if ops:
@@ -137,7 +137,7 @@ class FsdpRecorder(FsdpEvents[Param]):
             sum(param.padded(ranks) for param in group.params)
             * self._sharding.gathered.itemsize
         )
-        after = self._named(GATHER, self._distance(group))
+        after = self._name_event(GATHER, self._distance(group))
         self._copy("fsdp_copy_out", 2 * size, group, phase, after=(after,), name=_COPY_OUT)
 
     def collect_grads(self, group: ParamGroup[Param], *, reduces: bool) -> None:
@@ -164,7 +164,7 @@ class FsdpRecorder(FsdpEvents[Param]):
             read = sum(param.numel for param in trained) * sharding.gathered.itemsize
             written = padded * sharding.reduced.itemsize
             # Torch waits for the scattered gradients, not for their sum over the replicas.
-            after = (self._named(REDUCE),) if comms.groups["fsdp"].size > 1 else ()
+            after = (self._name_event(REDUCE),) if comms.groups["fsdp"].size > 1 else ()
             kernel = "fsdp_reduce_copy_in"
             self._copy(kernel, read + written, group, Phase.BWD, after=after, name=_COPY_IN)
         self._reduce(Collective.REDUCE_SCATTER, padded, group)
@@ -174,7 +174,9 @@ class FsdpRecorder(FsdpEvents[Param]):
         """Let the computation continue when all gradients are reduced."""
         streams = {"fsdp": REDUCE, "replicate": REPLICATE}
         ranks = self._sharding.comms.groups
-        names = [self._named(name) for kind, name in streams.items() if ranks[kind].size > 1]
+        names = [
+            self._name_event(name) for kind, name in streams.items() if ranks[kind].size > 1
+        ]
         if names and reduces:
             self.items.append(wait(tuple(names), Phase.BWD))
 
@@ -193,8 +195,8 @@ class FsdpRecorder(FsdpEvents[Param]):
             layer=group.layer,
             microbatch=self._microbatch,
             stream=group.shards if scatters else FSDP_REPLICATE,
-            name=self._named(REDUCE if scatters else REPLICATE),
-            after=(self._named(REDUCE if is_second else _COPY_IN),),
+            name=self._name_event(REDUCE if scatters else REPLICATE),
+            after=(self._name_event(REDUCE if is_second else _COPY_IN),),
         )
 
     def _copy(
@@ -213,7 +215,7 @@ class FsdpRecorder(FsdpEvents[Param]):
             module=group.module,
             layer=group.layer,
             microbatch=self._microbatch,
-            name=self._named(name),
+            name=self._name_event(name),
             after=after,
         )
         self.items.append(op)
@@ -222,7 +224,7 @@ class FsdpRecorder(FsdpEvents[Param]):
         """Count the gathers since this group's newest one."""
         return self._gathers - self._issued.get(group, 0)
 
-    def _named(self, name: str, distance: int = 0) -> str:
+    def _name_event(self, name: str, distance: int = 0) -> str:
         """Refer to the operation of this name that is so many before the newest one."""
         suffix = "" if name == COMPUTE_DONE else self._suffix
         return f"{name}{suffix}~{distance}" if distance else f"{name}{suffix}"

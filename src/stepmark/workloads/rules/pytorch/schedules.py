@@ -212,12 +212,12 @@ def _interleaved_spans(order: Order) -> list[tuple[Span, ...]]:
     if order.rounds <= _FEW + 1:
         ticks_by_rank = _interleaved(order, order.num_microbatches)
         return [tuple(Span(ticks=(tick,)) for tick in ticks) for ticks in ticks_by_rank]
-    few = _interleaved(order, per_round * _FEW)
-    more = _interleaved(order, per_round * (_FEW + 1))
+    shorter = _interleaved(order, per_round * _FEW)
+    longer = _interleaved(order, per_round * (_FEW + 1))
     times = order.rounds - _FEW
     return [
         _lengthened(short, long, per_round, times)
-        for short, long in zip(few, more, strict=True)
+        for short, long in zip(shorter, longer, strict=True)
     ]
 
 

@@ -9,7 +9,12 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.units import GIB
 from stepmark.model.ops import Attention, Copy, CrossEntropy, Gemm, Op, Optimizer, Phase
 from stepmark.model.ops.backends import Capabilities
-from stepmark.replays.stand_in import backend_of, parts_of, stand_in, stand_ins
+from stepmark.replays.replay_compute import (
+    backend_of,
+    parts_of,
+    replay_compute,
+    replay_computes,
+)
 from stepmark.step.workload import ComputeOp, Kernel, Stage, Workload
 
 CPU = Capabilities(
@@ -44,7 +49,7 @@ def work(op: Op | Kernel, time_s: float | None = None) -> ComputeOp:
     ],
 )
 def test_what_runs(op: ComputeOp, compute: Compute, expected: object) -> None:
-    assert stand_in(op, compute, CPU) == expected
+    assert replay_compute(op, compute, CPU) == expected
 
 
 def test_every_distinct_computation_is_counted_once() -> None:
@@ -55,7 +60,7 @@ def test_every_distinct_computation_is_counted_once() -> None:
         name="w", rules="r", blocks={"a": items, "b": (copied,)}, stages=(Stage(step="a"),)
     )
     counts = {"operator": 1, "busy": 1, "nothing": 1, "copy": 1}
-    assert stand_ins(workload, Compute.REAL, CPU) == counts
+    assert replay_computes(workload, Compute.REAL, CPU) == counts
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 MIN_RATIO = 8
 
 
-def ghosts(num_lines: Mapping[str, int]) -> set[str]:
+def torn_names(num_lines: Mapping[str, int]) -> set[str]:
     """Return the processes (host:pid) that only torn lines name, given the lines of each.
 
     A line cut in front names a host that ends like the right one; one that begins inside

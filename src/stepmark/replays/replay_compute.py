@@ -10,7 +10,9 @@ from stepmark.model.ops.backends import BACKENDS, Capabilities, unsupported
 from stepmark.step.workload import ComputeOp, Kernel, Workload
 from stepmark.workloads.durations import computations
 
-StandIn = Op | float | None  # an operator, seconds in which the device is busy, or nothing
+ReplayCompute = (
+    Op | float | None
+)  # an operator, seconds in which the device is busy, or nothing
 _WORD = 4  # bytes that a copy moves at a time
 _LAST = ("math", "loop")  # backends that are for comparison only
 # Operators whose time is proportional to this field: they run in equal parts, one after the
@@ -24,7 +26,9 @@ _PROPORTIONAL: dict[type[Op], str] = {
 }
 
 
-def stand_in(op: ComputeOp, compute: Compute, capabilities: Capabilities) -> StandIn:
+def replay_compute(
+    op: ComputeOp, compute: Compute, capabilities: Capabilities
+) -> ReplayCompute:
     """Return what runs for a computation.
 
     Of Compute.REAL this is its operator. A kernel that is none, or that nothing here runs, is
@@ -66,14 +70,16 @@ def backend_of(op: Op, capabilities: Capabilities) -> str:
     return next((n for n in names if unsupported(family, n, op, capabilities) is None), "")
 
 
-def stand_ins(workload: Workload, compute: Compute, capabilities: Capabilities) -> Counter[str]:
+def replay_computes(
+    workload: Workload, compute: Compute, capabilities: Capabilities
+) -> Counter[str]:
     """Count the distinct computations of a step by what runs for them.
 
     The names are operator, busy, copy and nothing.
     """
     counts = Counter[str]()
     for op in dict.fromkeys(computations(workload)):
-        replacement = stand_in(op, compute, capabilities)
+        replacement = replay_compute(op, compute, capabilities)
         if replacement is None:
             counts["nothing"] += 1
         elif isinstance(replacement, float):
