@@ -1,4 +1,4 @@
-"""Words and openings of sentences that documents, help and messages do not use.
+"""Words that documents, help and messages do not use, and names that code does not have.
 
 A word of this list is not always wrong, but a reader of English meets a plainer one more often.
 """
@@ -36,6 +36,60 @@ PLAINER = {
     r"an? own": "its own",
     r"so do(es)?|so is it|so are they": "also",
 }
+# Whole identifiers, with or without underscores before them, of the package. What it is called
+# in the field stands beside it.
+NAMES = {
+    "crew": "worker_group",
+    "Beat": "Heartbeat",
+    "death": "pdeathsig",
+    "siblings": "local_peers",
+    "stillborn": "failed_to_start",
+    "Lost": "RankFailure",
+    "company": "concurrent compute",
+    "guest": "overlap_op",
+    "offered": "torch_support",
+    "extras": "profiling",
+    "alarm": "failure_broadcast",
+    "bell": "failure_broadcast",
+    "Rig": "MeasureContext",
+    "Taken": "StepSamples",
+    "Told": "InputDefaults",
+    "Said": "LogMessage",
+    "Handles": "CommunicatorTable",
+    "Scene": "RankContext",
+    "Places": "Plan",
+    "Piece": "Segment",
+    "Ends": "StageEnds",
+    "Maker": "UnitBuilder",
+    "tape": "recorder",
+    "anchors": "async_deps",
+    "PASSED": "COMPUTE_DONE",
+    "eyes": "op_csv",
+    "numerals": "parse_numbers",
+    "known_as": "equivalent_ids",
+    "going_on": "run_dir",
+    "asked": "options, requested",
+    "likeness": "matching_profile",
+    "ghosts": "torn_names",
+    "stand_in": "replay_compute",
+    "Means": "RunSettings",
+    "Standing": "RaceState",
+    "Yardstick": "PeakReference",
+    "twins": "num_replicas",
+    "hole_s": "omitted_s",
+    "less": "num_omitted",
+    "few": "shortened",
+    "Kept": "SavedTensors, Representable",
+    "go_on": "reopen",
+    "read_aloud": "read_with_warnings",
+    "say": "warn, report",
+    "look": "poll",
+    "take": "drain",
+    "said": "the noun of what it holds",
+    "mine": "the noun of what it holds",
+    "theirs": "the noun of what it holds",
+}
+PARTICIPLES = {"_found", "_judged", "_shown", "_named"}  # of functions
 FIRST_WORDS = r"So many|So long|So much|Of (?:an?|one|several)|Nor|Were"
 OPENINGS = rf"(?:^|(?<=[.:;] )|(?<=\| ))({FIRST_WORDS}) "
 
@@ -86,3 +140,44 @@ def test_texts_of_the_program(texts: "type[Iterator[str]]") -> None:
 )
 def test_what_is_suspicious(text: str) -> None:
     assert len(suspicious(text)) == 1
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Yield every name that code gives or uses, also after a dot."""
+    for node in ast.walk(tree):
+        for name in ("id", "arg", "attr", "name", "asname"):
+            value = getattr(node, name, None)
+            yield from value.split(".") if isinstance(value, str) else ()
+
+
+def private_words(tree: ast.AST) -> list[str]:
+    words = {name.strip("_") for name in identifiers(tree)} & NAMES.keys()
+    functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return [f"{word} -> {NAMES[word]}" for word in sorted(words)] + [
+        f"{name} -> a verb and its object" for name in sorted(functions & PARTICIPLES)
+    ]
+
+
+def test_names_are_those_of_the_field() -> None:
+    for file in SOURCE.rglob("*.py"):
+        assert file.stem not in NAMES, file
+        assert private_words(ast.parse(file.read_text())) == [], file
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "crew = 1",
+        "def f(_tape): ...",
+        "class _Beat: ...",
+        "a._look()",
+        "f(twins=1)",
+        "from a import b as say",
+        "import a.ghosts",
+        "for few in a: ...",
+        "def _judged(row): ...",
+    ],
+)
+def test_a_private_word_is_found(code: str) -> None:
+    assert len(private_words(ast.parse(code))) == 1
+    assert private_words(ast.parse("look_up(said_so, 'crew')")) == []

@@ -71,7 +71,7 @@ def means(folder: Path, said: list[str] | None = None, **more: object) -> RunSet
         "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
     }
     say = (said if said is not None else []).append
-    return RunSettings(base=base, program=PROGRAM, say=say, **more)  # type: ignore[arg-type]
+    return RunSettings(base=base, program=PROGRAM, report=say, **more)  # type: ignore[arg-type]
 
 
 def started(folder: Path) -> list[str]:

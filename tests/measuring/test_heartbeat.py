@@ -25,8 +25,8 @@ pytestmark = pytest.mark.ranks
 
 COST = """
 import statistics, time
-from stepmark.measuring.heartbeat import Heartbeat
-guard = Heartbeat.from_environment()
+from stepmark.measuring.heartbeat import HeartbeatWriter
+guard = HeartbeatWriter.from_environment()
 times_s = []
 for position in range(1000):
     start_s = time.perf_counter()
@@ -37,10 +37,10 @@ print(statistics.median(times_s))
 
 GIVEN_UP = """
 import time
-from stepmark.measuring.heartbeat import Heartbeat
+from stepmark.measuring.heartbeat import HeartbeatWriter
 def broken():
     raise RuntimeError("no recorder")
-guard = Heartbeat.from_environment()
+guard = HeartbeatWriter.from_environment()
 guard.on_abort(broken, broken)
 guard.begin(guard.first, 10.0)
 time.sleep(100)

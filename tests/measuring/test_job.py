@@ -185,17 +185,17 @@ def test_silence_is_a_lost_host_unless_we_were_stopped(
     assert isinstance(second, Channel)
     now = [time.monotonic()]
     monkeypatch.setattr(channel.time, "monotonic", lambda: now[0])
-    first.look()
+    first.poll()
     now[0] += 3600.0  # stopped, as by `scontrol suspend`
-    first.look()
+    first.poll()
     assert not first.lost
     for _ in range(int(channel.SILENCE_S) - 3):
         now[0] += 1.0
-        first.look()
+        first.poll()
     assert not first.lost
     for _ in range(4):
         now[0] += 1.0
-        first.look()
+        first.poll()
     assert first.lost == "it has been silent for 20 s"
     first.close()
     second.close()

@@ -11,9 +11,9 @@ from stepmark.model.ops import Attention, Copy, CrossEntropy, Gemm, Op, Optimize
 from stepmark.model.ops.backends import Capabilities
 from stepmark.replays.replay_compute import (
     backend_of,
+    count_computes,
     parts_of,
     replay_compute,
-    replay_computes,
 )
 from stepmark.step.workload import ComputeOp, Kernel, Stage, Workload
 
@@ -60,7 +60,7 @@ def test_every_distinct_computation_is_counted_once() -> None:
         name="w", rules="r", blocks={"a": items, "b": (copied,)}, stages=(Stage(step="a"),)
     )
     counts = {"operator": 1, "busy": 1, "nothing": 1, "copy": 1}
-    assert replay_computes(workload, Compute.REAL, CPU) == counts
+    assert count_computes(workload, Compute.REAL, CPU) == counts
 
 
 @pytest.mark.parametrize(

@@ -37,21 +37,21 @@ def layouts(model: ModelConfig) -> Iterator[ShardLayout]:
 
 
 def executed(model: ModelConfig, layout: ShardLayout) -> Iterator[tuple[str, Phase, int, int]]:
-    """(role, phase, FLOPs of one rank, twins) over the layers of all stages."""
+    """(role, phase, FLOPs of one rank, num_replicas) over the layers of all stages."""
     for stage in range(layout.axes.pp):
         for _, times, leaf in build(model, replace(layout, stage=stage), INPUTS).leaves():
             for one in leaf.work:
                 if one.op.flops:
-                    yield leaf.role, one.phase, times * one.op.flops, leaf.twins
+                    yield leaf.role, one.phase, times * one.op.flops, leaf.num_replicas
 
 
 def over_ranks(model: ModelConfig, layout: ShardLayout) -> Work:
-    """What all ranks do of one micro-batch per data rank, what twins repeat counted once."""
+    """What all ranks do of one micro-batch per data rank, what replicas repeat counted once."""
     axes, found = layout.axes, dict[tuple[str, Phase], int]()
     ranks = axes.world_size // axes.pp  # of a stage
-    for role, phase, flops, twins in executed(model, layout):
-        assert flops * ranks % twins == 0
-        found[role, phase] = found.get((role, phase), 0) + flops * ranks // twins
+    for role, phase, flops, num_replicas in executed(model, layout):
+        assert flops * ranks % num_replicas == 0
+        found[role, phase] = found.get((role, phase), 0) + flops * ranks // num_replicas
     return found
 
 
@@ -84,19 +84,19 @@ def test_work_is_conserved_in_every_layout() -> None:
     assert count >= 2_500
 
 
-@pytest.mark.parametrize("change", ["rows", "width", "twins"])
+@pytest.mark.parametrize("change", ["rows", "width", "replicas"])
 def test_the_law_would_tell_wrong_work(change: str) -> None:
     """As `op --model` had it before there was a tree: experts of full width on each rank."""
     model = MODELS["mixtral-8x22b"]
     layout = ShardLayout(axes=ParallelConfig(tp=8, ep=8, dp_shard=8), sequence_parallel=False)
     found = list(executed(model, layout))
-    right = sum(flops * 64 // twins for _, _, flops, twins in found)
+    right = sum(flops * 64 // num_replicas for _, _, flops, num_replicas in found)
     wrong = {
         "rows": sum(flops * (8 if role == "mlp.router" else 64) for role, _, flops, _ in found),
         "width": sum(
             flops * 64 * (8 if "experts" in role else 1) for role, _, flops, _ in found
         ),
-        "twins": sum(flops * 64 for _, _, flops, _ in found),
+        "replicas": sum(flops * 64 for _, _, flops, _ in found),
     }[change]
     expected = sum(whole(model, layout.fused, 8).values())
     assert right == expected

@@ -59,7 +59,7 @@ def generated(case: TrainCase, name: str = "") -> Workload:
         made = fsdp.workload(job_of(case), settings)
     elif name in WITH_ROOT:
         made = fsdp.workload(
-            job_of(case), replace(settings_of(case, fsdp.Fsdp), ends=fsdp.Ends.ROOT)
+            job_of(case), replace(settings_of(case, fsdp.Fsdp), ends=fsdp.StageEnds.ROOT)
         )
     elif name in TITAN:
         titan = {"tp_plan": TpPlan.TORCHTITAN}

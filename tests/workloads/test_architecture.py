@@ -221,7 +221,7 @@ def test_a_tied_table_is_one_tensor(framework: str) -> None:
     assert made.num_params == PARAMS - 101 * 17
     asked = job(made, *((1,) if framework == "ddp" else (2,)), replicas=2)
     settings = {
-        "fsdp": lambda: fsdp.workload(asked, fsdp.Fsdp(ends=fsdp.Ends.APART)),
+        "fsdp": lambda: fsdp.workload(asked, fsdp.Fsdp(ends=fsdp.StageEnds.APART)),
         "ddp": lambda: ddp.workload(asked, ddp.Ddp()),
         "deepspeed": lambda: zero.workload(asked, DeepSpeed(stage=2)),
     }

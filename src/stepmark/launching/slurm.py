@@ -188,14 +188,14 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
                 if job is None:
                     if not is_known:
                         raise ConfigError("follow", job_id, "a job that Slurm still knows")
-                    _say(job_id, "Slurm no longer knows it; its run says what it measured")
+                    _report(job_id, "Slurm no longer knows it; its run says what it measured")
                     return 3
                 is_known = True
                 text = job.text
                 if job.output and "%" not in job.output:  # some releases show the pattern
                     tail.path = Path(job.output)
             if text != printed:
-                _say(job_id, text)
+                _report(job_id, text)
                 printed = text
             if job is not None and job.end is not None:
                 time.sleep(_TICK_S)
@@ -206,10 +206,10 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
                 tail.copy()
                 if received and (not cancel or len(received) > 1):
                     again = f"stepmark launch --follow {job_id}"
-                    _say(job_id, f"it goes on; follow it: {again}; cancel it: scancel {job_id}")
+                    _report(job_id, f"it goes on; follow it: {again}; cancel it: scancel {job_id}")
                     return 128 + received[0]
                 if received and not is_cancelled:
-                    _say(job_id, "cancelling; a second interrupt leaves it alone")
+                    _report(job_id, "cancelling; a second interrupt leaves it alone")
                     is_cancelled = _cancel(job_id)
                 time.sleep(_TICK_S)
 
@@ -236,7 +236,7 @@ class _Tail:
             sys.stdout.flush()
 
 
-def _say(job_id: str, text: str) -> None:
+def _report(job_id: str, text: str) -> None:
     sys.stderr.write(f"job {job_id}: {text}\n")
 
 
@@ -248,7 +248,7 @@ def _cancel(job_id: str) -> bool:
     except SlurmError as error:
         problem = str(error)
     if problem:
-        _say(job_id, f"{problem}; trying again")
+        _report(job_id, f"{problem}; trying again")
         time.sleep(POLL_S)
     return not problem
 
@@ -257,7 +257,7 @@ def _ended(
     job_id: str, end: tuple[int, str], path: Path | None, received: Sequence[int]
 ) -> int:
     code, why = end
-    _say(job_id, f"{why} (exit code {code})")
+    _report(job_id, f"{why} (exit code {code})")
     if path is None or not path.is_file():
-        _say(job_id, f"its output {path or ''} cannot be read from this host")
+        _report(job_id, f"its output {path or ''} cannot be read from this host")
     return 128 + received[0] if received else code

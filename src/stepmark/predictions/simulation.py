@@ -47,7 +47,7 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
         shorter = shortened(workload, kept) if kept < total else workload
         num_omitted = max(0, total - kept)
         programs = partial(_programs, shorter, costs, clock or {}, repeats=num_omitted > 0)
-        free = _steady(shortened, _ahead(costs, programs), num_omitted)
+        free = _steady(shorter, _ahead(costs, programs), num_omitted)
         if free:
             host_s = [free.host_s(lane) for lane in free.lanes]
             if max(host_s) <= free.step_s:
@@ -55,7 +55,7 @@ def simulate(workload: Workload, costs: Costs, clock: Clock | None = None) -> "S
             # Faster hosts are ahead of their device.
             slowest = [stage for stage, time in enumerate(host_s) if time >= max(host_s)]
             slow = Simulator(programs(merges=False), costs.comm_slowdown, slowest)
-            bound = _steady(shortened, slow, num_omitted)
+            bound = _steady(shorter, slow, num_omitted)
             if bound and bound.follows_host():
                 return replace(bound, is_host_bound=True)
         kept *= 2

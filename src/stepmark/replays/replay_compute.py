@@ -70,7 +70,7 @@ def backend_of(op: Op, capabilities: Capabilities) -> str:
     return next((n for n in names if unsupported(family, n, op, capabilities) is None), "")
 
 
-def replay_computes(
+def count_computes(
     workload: Workload, compute: Compute, capabilities: Capabilities
 ) -> Counter[str]:
     """Count the distinct computations of a step by what runs for them.

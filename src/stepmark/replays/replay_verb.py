@@ -23,7 +23,7 @@ from stepmark.measuring.measure import measure_or_list
 from stepmark.model.collectives import FACTS
 from stepmark.operators import op_plan
 from stepmark.replays import replay_log_verb
-from stepmark.replays.replay_compute import replay_computes
+from stepmark.replays.replay_compute import count_computes
 from stepmark.replays.replay_options import ReplayOptions
 from stepmark.replays.replay_page import page
 from stepmark.step import native
@@ -67,7 +67,7 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
     workload = _on(original, num_ranks, options)
     workload = _with_times(workload, options, compute, notes)
     if compute is Compute.REAL:
-        counts = replay_computes(workload, Compute.REAL, op_plan.capabilities(machine))
+        counts = count_computes(workload, Compute.REAL, op_plan.capabilities(machine))
         texts = [f"{counts[name]} {text}" for name, text in _STAND_INS.items() if counts[name]]
         notes.append(f"of {counts.total()} distinct computations {'; '.join(texts)}")
     _check_pace(workload, options)

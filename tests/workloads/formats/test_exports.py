@@ -12,7 +12,7 @@ import pytest
 from stepmark.step import native
 from stepmark.step.workload import CommOp, Workload
 from stepmark.workloads.formats import FORMATS, simai
-from stepmark.workloads.formats.loss import Kept, communication, losses
+from stepmark.workloads.formats.loss import Representable, communication, losses
 from stepmark.workloads.formats.ranks import disagreements
 
 from .aicb_samples import megatron
@@ -24,13 +24,13 @@ STATED = re.compile(r": (\d+) messages?,[^;]*(?:; in the file (\d+) messages?,.*
 
 
 def sums_of(workload: Workload, stage: int) -> Sums:
-    kept = Kept()
+    kept = Representable()
     for op, times, setup in communication(workload, stage):
         kept.add(op, workload.groups[op.group], times, setup=setup)
     return sums_of_kept(kept)
 
 
-def sums_of_kept(kept: Kept) -> Sums:
+def sums_of_kept(kept: Representable) -> Sums:
     sums: Sums = Counter()
     for (collective, _, setup), sizes in kept.messages.items():
         for (ranks, num_bytes), times in sizes.items():

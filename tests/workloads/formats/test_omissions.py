@@ -14,7 +14,7 @@ from stepmark.model.collectives import RedOp
 from stepmark.model.ops import EmbeddingBag, Gemm, Layout, Op, Phase
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Group, Kernel, Workload
 from stepmark.workloads.formats import FORMATS, aicb, chakra, op_csv, param_trace, simai
-from stepmark.workloads.formats.loss import Kept, losses
+from stepmark.workloads.formats.loss import Representable, losses
 
 from .hand_made import every_kind, message, not_held, op, pipeline
 
@@ -227,8 +227,8 @@ def test_every_format_that_writes_says_what_it_drops(name: str) -> None:
 def test_another_size_or_group_is_stated(ranks: int, count: int, stated: list[str]) -> None:
     sent = message("all_gather")
 
-    def kept(workload: Workload, stage: int) -> Kept:
-        file = Kept()
+    def kept(workload: Workload, stage: int) -> Representable:
+        file = Representable()
         file.add(replace(sent, count=count), Group(digits=((ranks, 1),)), 1)
         return file
 

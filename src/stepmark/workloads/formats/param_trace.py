@@ -518,7 +518,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
         for op, entry in entries.items()
         if entry
     )
-    replay_computes = ", ".join(sorted({op.dtype for op in comms} & set(_STAND_INS)))
+    count_computes = ", ".join(sorted({op.dtype for op in comms} & set(_STAND_INS)))
     redops = ", ".join(sorted({op.redop for op in comms} - {"none", "sum"}))
     places = ("layers", "micro-batches", "what is recomputed", "times")
     facts = ("model", "settings", "notes", "which messages are one call")
@@ -529,7 +529,7 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
             any(op.stream != COMPUTE for op in ops),
             "streams: only where each message is waited for",
         ),
-        (replay_computes, f"{replay_computes}: written as another type of the same size"),
+        (count_computes, f"{count_computes}: written as another type of the same size"),
         (redops, f"reductions other than sum: {redops}"),
         (
             Collective.ALL_TO_ALL_V in collectives,

@@ -15,7 +15,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import fsdp
-from stepmark.workloads.rules.pytorch.fsdp import Ends, Fsdp
+from stepmark.workloads.rules.pytorch.fsdp import Fsdp, StageEnds
 from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
 
 DENSE = ModelConfig(
@@ -70,7 +70,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
         reshard_after_forward=draw(st.sampled_from(("yes", "no"))),
         prefetch=draw(st.sampled_from((1, 2))),
         blocks_per_group=draw(st.sampled_from((1, 2))),
-        ends=draw(st.sampled_from(Ends)),
+        ends=draw(st.sampled_from(StageEnds)),
         # torch's schedules reduce once per pass; the rule refuses anything else.
         grad_sync=draw(
             st.sampled_from(GradSync if mesh.get("pp", 1) == 1 else [GradSync.EVERY])

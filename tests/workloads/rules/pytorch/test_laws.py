@@ -227,10 +227,10 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather(
     width=st.integers(8, 80).map(lambda n: 2 * n),
     vocab=st.integers(20, 300),
     ranks=st.sampled_from((2, 3, 4, 7)),
-    ends=st.sampled_from(fsdp.Ends),
+    ends=st.sampled_from(fsdp.StageEnds),
 )
 def test_shards_hold_all_parameters_and_padding_of_rows(
-    width: int, vocab: int, ranks: int, ends: fsdp.Ends
+    width: int, vocab: int, ranks: int, ends: fsdp.StageEnds
 ) -> None:
     model = replace(DENSE, ffn_hidden_size=width, vocab_size=vocab)
     made = generated(make(model, dp_shard=ranks), ends=ends, **FP32)

@@ -13,7 +13,7 @@ from stepmark.model.ops import Phase
 from stepmark.step.workload import COMPUTE, CommOp, Operation, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import fsdp
-from stepmark.workloads.rules.pytorch.fsdp import Ends, Fsdp
+from stepmark.workloads.rules.pytorch.fsdp import Fsdp, StageEnds
 from stepmark.workloads.rules.pytorch.fsdp_recorder import (
     COMPUTE_DONE,
     GATHER,
@@ -115,12 +115,12 @@ def test_a_stage_gathers_when_it_has_received(schedule: Schedule) -> None:
     assert any(one is received for one in after)
 
 
-@pytest.mark.parametrize("ends", Ends)
+@pytest.mark.parametrize("ends", StageEnds)
 @pytest.mark.parametrize("reshard", ["yes", "no"])
 @pytest.mark.parametrize("pp", [1, 2, 4])
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
 def test_the_next_gather_of_a_forward_pass_waits_for_what_was_computed_before_it(
-    schedule: Schedule, pp: int, reshard: str, ends: Ends
+    schedule: Schedule, pp: int, reshard: str, ends: StageEnds
 ) -> None:
     """Also where it is not that of the first module, whose weights are still there."""
     job = make(DENSE, microbatches=6, dp_shard=2, pp=pp)
