@@ -91,7 +91,7 @@ class CaseField:
         """Return the plain value that columns and comparisons have; None for an empty one."""
         return self._plain(getattr(case, self.attribute))
 
-    def said(self, value: Any) -> str:
+    def describe(self, value: Any) -> str:
         """Return the words of a plain value; "" of the default one."""
         if not self.words or value is None or value == self._plain(self.default):
             return ""
@@ -168,8 +168,8 @@ def in_words(case: type, values: typing.Mapping[str, Any]) -> list[str]:
     """Return the words of plain values by name, but of defaults and of those without words."""
     words = []
     for field in declared(case):
-        if said := field.said(values.get(field.name)):
-            words.append(said)
+        if text := field.describe(values.get(field.name)):
+            words.append(text)
     return words
 
 

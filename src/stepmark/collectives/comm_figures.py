@@ -25,7 +25,7 @@ from stepmark.tables.row_tables import describe, grouped
 _SIZE = Axis(title="message size", base=2, words=format_bytes)
 # What distinguishes curves of one figure; that which differs makes up their names.
 _CURVE = ("placement", "redop", "root", *SETTINGS)
-_WORDS_OF = {field.name: field.said for field in declared(CommCase) if field.words}
+_WORDS_OF = {field.name: field.describe for field in declared(CommCase) if field.words}
 
 
 def figures(rows: Sequence[Row], run: RunInfo, device: DeviceSpec | None) -> Iterator[Figure]:

@@ -206,7 +206,9 @@ def follow(job_id: str, output: Path | None = None, *, cancel: bool = False) -> 
                 tail.copy()
                 if received and (not cancel or len(received) > 1):
                     again = f"stepmark launch --follow {job_id}"
-                    _report(job_id, f"it goes on; follow it: {again}; cancel it: scancel {job_id}")
+                    _report(
+                        job_id, f"it goes on; follow it: {again}; cancel it: scancel {job_id}"
+                    )
                     return 128 + received[0]
                 if received and not is_cancelled:
                     _report(job_id, "cancelling; a second interrupt leaves it alone")
