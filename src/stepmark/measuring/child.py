@@ -125,12 +125,12 @@ def run_in_foreground(
             else:
                 process.send_signal(number)
 
-    def take(number: int, _frame: FrameType | None) -> None:
+    def handle(number: int, _frame: FrameType | None) -> None:
         received.append(number)
         if process is not None:
             deliver(number)
 
-    previous = {number: signal.signal(number, take) for number in _SIGNALS}
+    previous = {number: signal.signal(number, handle) for number in _SIGNALS}
     try:
         process = subprocess.Popen(
             command,
