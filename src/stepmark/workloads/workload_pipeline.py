@@ -38,7 +38,7 @@ class _Work:
     after: tuple[str, ...] = ()
 
 
-_Piece = _Work | CommOp
+_Segment = _Work | CommOp
 
 
 def spans(workload: Workload) -> tuple[Span, ...]:
@@ -47,7 +47,7 @@ def spans(workload: Workload) -> tuple[Span, ...]:
     The layer is the chunk's first one. () where stages would deadlock.
     """
     moves = _Moves.of(workload)
-    cache: dict[str, tuple[_Piece, ...]] = {}
+    cache: dict[str, tuple[_Segment, ...]] = {}
     sent: dict[Transfer, list[int]] = defaultdict(list)
     lanes = [
         _Lane(workload, index, _pieces(workload.blocks, stage.step, moves, cache), sent)
@@ -67,7 +67,7 @@ class _Lane:
         self,
         workload: Workload,
         stage: int,
-        pieces: Sequence[_Piece],
+        pieces: Sequence[_Segment],
         sent: Mapping[Transfer, list[int]],
     ) -> None:
         self.stage = stage
@@ -193,12 +193,12 @@ def _pieces(
     blocks: Mapping[str, Block],
     block: str,
     moves: _Moves,
-    cache: dict[str, tuple[_Piece, ...]],
-) -> tuple[_Piece, ...]:
+    cache: dict[str, tuple[_Segment, ...]],
+) -> tuple[_Segment, ...]:
     """Return a block as pieces, relative to its own layer and micro-batch."""
     if block in cache:
         return cache[block]
-    pieces: list[_Piece] = []
+    pieces: list[_Segment] = []
     for item in blocks[block]:
         if isinstance(item, Run):
             inside = _pieces(blocks, item.block, moves, cache)
@@ -214,7 +214,7 @@ def _pieces(
     return cache[block]
 
 
-def _piece(item: Operation, moves: _Moves) -> Iterator[_Piece]:
+def _piece(item: Operation, moves: _Moves) -> Iterator[_Segment]:
     awaited = tuple(name for name in item.after if name.partition("~")[0] in moves.names)
     if isinstance(item, CommOp) and item.collective in (SEND, RECV):
         if item.group in moves.groups:
@@ -225,7 +225,7 @@ def _piece(item: Operation, moves: _Moves) -> Iterator[_Piece]:
         yield _Work("", None, None, awaited)
 
 
-def _shifted(piece: _Piece, layer: int, microbatch: int) -> _Piece:
+def _shifted(piece: _Segment, layer: int, microbatch: int) -> _Segment:
     if isinstance(piece, CommOp) or not (layer or microbatch):
         return piece
     return replace(
@@ -235,7 +235,7 @@ def _shifted(piece: _Piece, layer: int, microbatch: int) -> _Piece:
     )
 
 
-def _add(pieces: list[_Piece], piece: _Piece) -> None:
+def _add(pieces: list[_Segment], piece: _Segment) -> None:
     """Add a piece, merged with the last one on the same micro-batch in the same direction."""
     last = pieces[-1] if pieces else None
     if isinstance(piece, _Work) and isinstance(last, _Work) and not piece.after:
