@@ -206,15 +206,15 @@ class _Ran(NamedTuple):
 
 
 def spans(
-    lane: Lane, step: int, less: int, omitted_s: float, length_s: float
+    lane: Lane, step: int, num_omitted: int, omitted_s: float, length_s: float
 ) -> Iterator[Span]:
     """Yield what runs on a stage while its computation is in a step.
 
-    less: repetitions that are left out; they begin hole_s after the step, and take length_s.
+    num_omitted: repetitions that are left out; they begin hole_s after the step, and take length_s.
     """
     start = lane.ends[step - 1] if step else 0.0
     end = lane.ends[step]
-    cut = lane.program.bounds[-1] if less else len(lane.program.works)
+    cut = lane.program.bounds[-1] if num_omitted else len(lane.program.works)
     for ran in (*_ran_computations(lane), *_ran_calls(lane)):
         if ran.start >= end or ran.end <= start:
             continue
@@ -239,15 +239,15 @@ def spans(
             start_ns=begin_ns,
             end_ns=end_ns,
         )
-    if less:
+    if num_omitted:
         yield Span(
             rank=lane.stage,
             stream=COMPUTE,
             kind=LEFT_OUT,
-            name=f"{less} more repetitions of the steady state",
+            name=f"{num_omitted} more repetitions of the steady state",
             start_ns=round(omitted_s * _NS),
             end_ns=round((omitted_s + length_s) * _NS),
-            repeats=less,
+            repeats=num_omitted,
         )
 
 

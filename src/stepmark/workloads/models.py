@@ -16,7 +16,7 @@ def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> lis
     A file is a config.json of Hugging Face or llm-train-bench, or Primus' list of models.
     """
     models: list[ModelConfig] = []
-    for name, file in _named(names):
+    for name, file in _split_names(names):
         models += _reader_of(file)(file) if file else [find_model(name)]
     return [scaled(model, scale, tp) for model in models] if scale else models
 
@@ -24,13 +24,13 @@ def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> lis
 def file_notes(names: str | None) -> tuple[str, ...]:
     """Return notes on what the models of read_models lack of Hugging Face's files."""
     notes: list[str] = []
-    for _, file in _named(names):
+    for _, file in _split_names(names):
         if file and _reader_of(file) is _huggingface:
             notes += huggingface.read_notes(file)
     return tuple(notes)
 
 
-def _named(names: str | None) -> Iterator[tuple[str, Path | None]]:
+def _split_names(names: str | None) -> Iterator[tuple[str, Path | None]]:
     """Yield the names of a list, each with the file that it is; None: a built-in model."""
     for name in filter(None, map(str.strip, (names or "").split(","))):
         path = Path(name)

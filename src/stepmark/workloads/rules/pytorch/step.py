@@ -85,7 +85,7 @@ class PipelineStage:
                 more = self._skipped(counts, span.times - repeat - 1)
             if items:
                 yield Run(
-                    block=self._named("tick", items),
+                    block=self._name_block("tick", items),
                     times=1 + more,
                     microbatch=base + repeat * span.step,
                     microbatch_step=span.step if more else 0,
@@ -140,7 +140,7 @@ class PipelineStage:
         chunk = self._chunks[action.chunk]
         match action.act:
             case Act.FORWARD | Act.BACKWARD:
-                name = self._named(f"{action.act}{action.chunk}", self._pass(action))
+                name = self._name_block(f"{action.act}{action.chunk}", self._pass(action))
                 yield Run(block=name, microbatch=action.microbatch - base)
             case Act.WAIT:
                 yield wait(action.after, Phase.FWD, "pipeline")
@@ -194,7 +194,7 @@ class PipelineStage:
             fused=action.fused,
         )
 
-    def _named(self, stem: str, items: Block) -> str:
+    def _name_block(self, stem: str, items: Block) -> str:
         """Add a block, unless an equal one exists, and return its name."""
         if items not in self._names:
             name = f"stage{self._rank}.{stem}.{len(self._names)}"
