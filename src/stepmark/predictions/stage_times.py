@@ -210,7 +210,8 @@ def spans(
 ) -> Iterator[Span]:
     """Yield what runs on a stage while its computation is in a step.
 
-    num_omitted: repetitions that are left out; they begin hole_s after the step, and take length_s.
+    num_omitted: repetitions that are left out; they begin omitted_s after the step, and take
+    length_s.
     """
     start = lane.ends[step - 1] if step else 0.0
     end = lane.ends[step]
