@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
+from stepmark.model.parallel import StageSplit, TpPlan
 from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, check_single, setting
-from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
+from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.step import SOURCE, build
 from stepmark.workloads.rules.pytorch.technique import check_settings, technique
-from stepmark.workloads.rules.pytorch.units import TpPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Pp(Tp):
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
     pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
     pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
-    pp_split: Split = setting(Split.TORCHTITAN, "layers by stage: torchtitan or even")
+    pp_split: StageSplit = setting(StageSplit.TORCHTITAN, "layers by stage: torchtitan or even")
 
 
 def workload(job: Job, settings: Tp) -> Workload:

@@ -9,12 +9,12 @@ from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
+from stepmark.model.parallel import StageSplit, TpPlan
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.job import check_at_least, check_trained
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
-from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
-from stepmark.workloads.rules.pytorch.units import TpPlan
+from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 if TYPE_CHECKING:
     from stepmark.workloads.rules.pytorch.chunk import Chunk
@@ -46,7 +46,7 @@ class Technique:
     schedule: Schedule = Schedule.ONE_F_ONE_B
     pp_microbatches: int = 0
     pp_stages: int = 2
-    pp_split: Split = Split.EVEN
+    pp_split: StageSplit = StageSplit.EVEN
     backward: "Callable[[Chunk], Block] | None" = None
     setup: "Callable[[Chunk], Block] | None" = None
 
