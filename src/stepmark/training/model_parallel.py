@@ -114,11 +114,6 @@ class Meshes:
         self._world = self._mesh(
             pp=axes.pp, dp_replicate=axes.dp_replicate, **shards, tp=axes.tp
         )
-        if axes.tp > 1 and self._world[self._shards].size() > 1:
-            # Norms over both axes then take one collective instead of two.
-            names = ["dp_replicate"] if axes.dp_replicate > 1 else []
-            names += [self._shards, "tp"]
-            self._world[tuple(names)]._flatten("_".join(names))
         if axes.cp > 1:
             outside = axes.pp * axes.data_ranks
             self._context = self._mesh(outside_cp=outside, cp=axes.cp, inside_cp=axes.tp)["cp"]

@@ -440,10 +440,12 @@ def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms)
         items.append(_computed("clip", Kernel(name="norms", flops=0, bytes_moved=num_bytes)))
         # One number per tensor is summed over the ranks among which its gradient is divided.
         num_experts = sum(param.is_expert for param in trained) if job.parallel.ep > 1 else 0
-        counts = {"fsdp_tp" if technique.sharding else "tp": len(trained) - num_experts}
+        others = len(trained) - num_experts
+        counts = [("fsdp", others)] if technique.sharding else []
+        counts += [("tp", others)]
         if job.parallel.ep > 1:
-            counts |= {"expert_fsdp": num_experts, "ep": num_experts}
-        for group, count in counts.items():
+            counts += [("expert_fsdp", num_experts), ("ep", num_experts)]
+        for group, count in counts:
             items += reduce(count, group, module="clip")
         items += reduce(1, "pp", module="clip", dtype=DType.FP32)
         items.append(

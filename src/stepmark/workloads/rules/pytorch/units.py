@@ -43,7 +43,6 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
             "fsdp": ("cp", "dp_shard"),
             "replicate": ("dp_replicate",),
             "ddp": ("cp", "dp_shard", "dp_replicate"),
-            "fsdp_tp": ("tp", "cp", "dp_shard"),
         },
     )
     groups["ep"] = Group(digits=((axes.ep, axes.tp),))
