@@ -183,6 +183,11 @@ class TreeBuilder:
 
     def _attention(self, linears: list[Linear]) -> Iterator[Module]:
         model = self.model
+        of_input = [
+            linear.name
+            for linear in linears
+            if not linear.name.endswith(("up", "attention.out"))
+        ]
         for linear in linears:
             if linear.name == "attention.out":
                 yield from self._qk_norms()
@@ -196,6 +201,8 @@ class TreeBuilder:
                 norm = linear.name.replace("up", "norm")
                 yield self._norm(norm, role_of(norm), linear.width)
                 leaf = replace(leaf, keeps=SavedTensors(divided=linear.width))
+            if linear.name in of_input[:-1]:  # gradients of the input are added up
+                leaf = replace(leaf, work=(*leaf.work, *self._sum(leaf.role, self.tokens).bwd))
             yield leaf
         yield replace(
             self.linear(out, role_of(out.name)), keeps=SavedTensors(divided=out.width)

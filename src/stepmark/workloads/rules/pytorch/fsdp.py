@@ -46,6 +46,7 @@ class Fsdp:
         True, "with --ends apart: set_unshard_in_backward of the embedding"
     )
     tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
+    fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
     clip: bool = setting(True, "clip gradients by their norm")
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")

@@ -24,6 +24,7 @@ class Tp:
     param_dtype: DType = setting(DType.FP32, "dtype of the model's weights; fp32: autocast")
     masters: bool = setting(False, "keep fp32 master weights for the optimizer")
     tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
+    fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     clip: bool = setting(True, "clip gradients by their norm")
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
     recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")

@@ -17,6 +17,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective
 from stepmark.model.ops import Optimizer, Phase
 from stepmark.model.parallel import stage_layers
+from stepmark.step.layout import FUSED
 from stepmark.step.module import Param
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
 from stepmark.workloads.architecture import AnyJob, OwnJob, Unit
@@ -327,6 +328,7 @@ def _chunks(
         comms=comms,
         lookup_dtype=lookup,
         plan=technique.plan,
+        fused=FUSED["train"] if technique.fuse_qkv else frozenset(),
         apart=technique.sharding is not None and job.parallel.ep > 1,
     )
     kinds: dict[bool, Unit] = {}

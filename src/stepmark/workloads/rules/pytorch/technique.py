@@ -43,6 +43,7 @@ class Technique:
     recompute_blocks: tuple[int, int] = (1, 1)
     syncs_last: bool = False  # gradients are reduced with the last micro-batch only
     clips: bool = True
+    fuse_qkv: bool = True
     schedule: Schedule = Schedule.ONE_F_ONE_B
     pp_microbatches: int = 0
     pp_stages: int = 2
@@ -79,6 +80,7 @@ def technique(settings: Any, **more: Any) -> Technique:
         }
     return Technique(
         clips=settings.clip,
+        fuse_qkv=settings.fuse_qkv,
         recompute=settings.recompute,
         recompute_blocks=(settings.recompute_some, settings.recompute_every),
         **fields,

@@ -15,6 +15,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import TpPlan
+from stepmark.step.layout import FUSED
 from stepmark.step.module import TOGETHER, Module
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import Group, Operation
@@ -99,10 +100,12 @@ class UnitBuilder:
     lookup_dtype: DType
     apart: bool = False  # experts are a module that is sharded by itself
     plan: TpPlan = TpPlan.TORCHTITAN
+    fused: frozenset[str] = FUSED["train"]
 
     @property
     def _tree(self) -> TreeBuilder:
-        return self.job.tree("train", whole_loss=self.plan is TpPlan.WHOLE)
+        whole = self.plan is TpPlan.WHOLE
+        return self.job.tree("train", whole_loss=whole, fused=self.fused)
 
     def embedding(self) -> Unit:
         """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
