@@ -207,6 +207,10 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "prefetch": ("2",),
     "blocks_per_group": ("2",),
     "bucket_mb": ("1",),
+    "embedding_in_backward": (False,),
+    "bucket_view": (True,),
+    "tp_plan": ("whole",),
+    "pp_split": ("even",),
     "pp_schedule": ("interleaved",),
     "pp_microbatches": ("4",),
 }

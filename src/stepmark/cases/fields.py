@@ -90,9 +90,10 @@ class CaseField:
     def value(self, case: object) -> Any:
         """Return the plain value that columns and comparisons have; None for an empty one.
 
-        It is None where the field has no effect, too.
+        It is None where a field that was added later has no effect, too.
         """
-        return self._plain(getattr(case, self.attribute)) if self.is_effective(case) else None
+        is_there = self.formerly is ... or self.is_effective(case)
+        return self._plain(getattr(case, self.attribute)) if is_there else None
 
     def is_effective(self, case: object) -> bool:
         """Return whether the case meets what the field needs to have an effect."""
@@ -181,6 +182,17 @@ def compared(case: Any) -> dict[str, Any]:
         for field in declared(type(case))
         if field.role not in (None, Role.ELSEWHERE)
     }
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Return the fields whose values differ, where they have an effect in both cases."""
+    return [
+        field.attribute
+        for field in declared(type(one))
+        if field.is_effective(one)
+        and field.is_effective(other)
+        and getattr(one, field.attribute) != getattr(other, field.attribute)
+    ]
 
 
 def in_words(case: type, values: typing.Mapping[str, Any]) -> list[str]:
