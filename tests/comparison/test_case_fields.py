@@ -72,7 +72,12 @@ CHANGES: dict[type, tuple[AnyCase, dict[str, Any]]] = {
 }
 # In one of them a field has an effect that has none in a step of one rank.
 TRAIN_LAYOUTS = tuple(
-    dataclasses.replace(TRAIN, data_parallel=kind, parallel=parallel)
+    dataclasses.replace(
+        TRAIN,
+        model=dataclasses.replace(PLAIN_MODEL, tied_embeddings=False),
+        data_parallel=kind,
+        parallel=parallel,
+    )
     for kind, parallel in (
         (DataParallel.FSDP, ParallelConfig(dp_shard=2)),
         (DataParallel.DDP, ParallelConfig(dp_replicate=2)),
