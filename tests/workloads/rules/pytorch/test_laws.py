@@ -291,7 +291,8 @@ def test_replicas_reduce_what_shards_have_scattered() -> None:
 def test_backward_gathers_from_where_weights_were_left(
     reshard: str, group: str, gathers: int
 ) -> None:
-    made = generated(make(DENSE, dp_shard=8), ends=StageEnds.ROOT, reshard_after_forward=reshard)
+    job = make(DENSE, dp_shard=8)
+    made = generated(job, ends=StageEnds.ROOT, reshard_after_forward=reshard)
     again = [
         one
         for one in comms(made)
