@@ -82,7 +82,7 @@ TRAIN_LAYOUTS = tuple(
         (DataParallel.FSDP, ParallelConfig(dp_shard=2)),
         (DataParallel.DDP, ParallelConfig(dp_replicate=2)),
         (DataParallel.NONE, ParallelConfig(tp=2)),
-        (DataParallel.NONE, ParallelConfig(pp=2)),
+        (DataParallel.NONE, ParallelConfig(pp=4)),
     )
 )
 # The method of the samples has these; a timer writes it.

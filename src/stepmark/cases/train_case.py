@@ -37,12 +37,29 @@ _FSDP = Need(
     words="--strategy fsdp", is_met=lambda case: case.data_parallel is DataParallel.FSDP
 )
 _OWN_TABLE = Need(
-    words="--strategy fsdp, of a model whose embedding is not its head",
-    is_met=lambda case: _FSDP.is_met(case) and not case.model.tied_embeddings,
+    words="--strategy fsdp --reshard yes, of a model whose embedding is not its head",
+    is_met=lambda case: (
+        _FSDP.is_met(case) and case.reshard != "no" and not case.model.tied_embeddings
+    ),
 )
 _DDP = Need(words="--strategy ddp", is_met=lambda case: case.data_parallel is DataParallel.DDP)
 _TENSOR = Need(words="tensor parallelism (--tp)", is_met=lambda case: case.parallel.tp > 1)
 _PIPELINE = Need(words="pipeline stages (--pp)", is_met=lambda case: case.parallel.pp > 1)
+
+
+def _splits_differ(case: "TrainCase") -> bool:
+    if case.parallel.pp == 1 or case.num_stages > case.model.num_layers:
+        return False
+    even, torchtitan = (
+        stage_layers(case.model.num_layers, case.num_stages, split)
+        for split in (StageSplit.EVEN, StageSplit.TORCHTITAN)
+    )
+    return even != torchtitan
+
+
+_UNEVEN = Need(
+    words="pipeline stages (--pp) that embedding and head change", is_met=_splits_differ
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +280,7 @@ class TrainCase:
         "[torchtitan]",
         reads=StageSplit,
         group="Settings of one strategy",
-        needs=_PIPELINE,
+        needs=_UNEVEN,
         words="{} stages",
         formerly=StageSplit.EVEN,
     )

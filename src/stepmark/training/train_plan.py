@@ -144,7 +144,8 @@ def _techniques(
     scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
     return {
         "grad_accum": 1 if schedule is Schedule.STEP else 8,
-        "reshard": "yes" if parallel.pp == 1 else "no",  # torchtitan's default
+        # torchtitan's default.
+        "reshard": "no" if strategy == "fsdp" and parallel.pp > 1 else "yes",
         "small_first_bucket": "bucket_mb" not in values,
         "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
         "workers": 2 if on_gpu else 0,
