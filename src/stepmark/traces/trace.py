@@ -11,7 +11,6 @@ from stepmark.ground.files import write_text
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
 from stepmark.tables.columns import Row
-from stepmark.tables.export import write_json, write_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
 from stepmark.timeline.bars import MOST_BARS, MOST_LANES, Bars, bars
 from stepmark.timeline.trace_breakdown import RankTimes
@@ -21,7 +20,7 @@ from stepmark.traces import trace_page
 from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
 from stepmark.traces.kineto.matching import Messages
 from stepmark.traces.kineto.timeline import timeline
-from stepmark.traces.trace_files import damage_notes, map_traces, print_report
+from stepmark.traces.trace_files import damage_notes, deliver, map_traces
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
 
 _MOST_BARS = MOST_BARS // MOST_LANES  # of one rank: the number of ranks is not known
@@ -39,17 +38,6 @@ def breakdown(options: BreakdownOptions) -> int:
     if times is None:
         return 0
     tables = times.tables if options.json or options.csv or options.html else {}
-    if options.json:
-        header = {
-            "cut": times.cut or None,
-            "world_size": times.world_size,
-            "missing_ranks": times.missing_ranks,
-        }
-        document = header | {"notes": times.notes, "definitions": report.DEFINITIONS}
-        write_json(document | tables, options.json, "breakdown")
-    if options.csv:
-        filled = {name: rows for name, rows in tables.items() if rows}
-        write_tables(filled or {"steps": []}, options.csv, "csv")
     if options.html:
         page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
@@ -60,7 +48,15 @@ def breakdown(options: BreakdownOptions) -> int:
             lead=times.cut,
         )
         write_text(options.html, page.html(), "html")
-    print_report(options, times.cut, times.lines(details=options.details))
+    document = {
+        "world_size": times.world_size,
+        "missing_ranks": times.missing_ranks,
+        "notes": times.notes,
+        "definitions": report.DEFINITIONS,
+        **tables,
+    }
+    lines = times.lines(details=options.details)
+    deliver(options, "breakdown", document, tables, lines, times.cut)
     return 0
 
 

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -34,6 +34,8 @@ from stepmark.ground.waiting import Waiting
 from stepmark.store.reader import find_run, read
 from stepmark.store.runs import TRACES
 from stepmark.store.view import print_text
+from stepmark.tables.columns import Row
+from stepmark.tables.export import write_json, write_tables
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces.kineto.checks import checked
 from stepmark.traces.kineto.events import LEFT_OUT
@@ -364,14 +366,26 @@ def _unequal_steps(results: Sequence[RankResult[R]]) -> Iterator[str]:
         )
 
 
-def print_report(
-    options: Files, cut: str, lines: Iterable[str], notes: Sequence[str] = ()
+def deliver(
+    options: Files,
+    name: str,
+    document: Mapping[str, object],
+    tables: Mapping[str, list[Row]],
+    lines: Iterable[str],
+    cut: str,
 ) -> None:
-    """Print a report unless stdout is one of the files. cut: its first line, see TraceSet."""
+    """Write the files of a report, and print it unless stdout is one of them.
+
+    name: of the files in a folder. cut: its first line, see TraceSet.
+    """
+    if options.json:
+        write_json({"cut": cut or None, **document}, options.json, name)
+    if options.csv:
+        filled = {name: rows for name, rows in tables.items() if rows}
+        write_tables(filled or dict(list(tables.items())[:1]), options.csv, "csv")
     first = [cut] if cut else []
     if not options.to_stdout:
         print_text([*first, *lines])
-        sys.stdout.writelines(f"note: {note}\n" for note in notes)
     elif options.csv == "-":  # rows have no room for it
         sys.stderr.writelines(f"{line}\n" for line in first)
 

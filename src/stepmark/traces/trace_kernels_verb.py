@@ -16,8 +16,6 @@ from stepmark.step.trace_ops import PRODUCTS
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
-from stepmark.tables.columns import Row
-from stepmark.tables.export import write_csv, write_json
 from stepmark.timeline.trace_breakdown import RankTimes
 from stepmark.timeline.trace_columns import Damage, RankTrace
 from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_text
@@ -28,8 +26,8 @@ from stepmark.traces.trace_breakdown import Ranks as Times
 from stepmark.traces.trace_files import (
     TraceSet,
     damage_notes,
+    deliver,
     map_traces,
-    print_report,
     trace_files,
 )
 from stepmark.traces.trace_kernels_text import Ranks, RankSums
@@ -58,24 +56,22 @@ def kernels(options: KernelsOptions) -> int:
     if found is None:
         return 0
     ranks = found.ranks
-    notes = found.notes
     rows = trace_kernels_text.rows(ranks, options.by)
-    notes += trace_kernels_text.hints(rows, options.by)
-    if options.json:
-        document: Row = {
-            "cut": found.cut or None,
-            "by": options.by,
-            "ranks": [rank for rank, _ in ranks],
-            "rows": rows,
-        }
-        document |= {"num_steps": trace_kernels_text.num_steps(ranks), "notes": notes}
-        document["definitions"] = trace_kernels_text.DEFINITIONS
-        write_json(document, options.json, "kernels")
-    if options.csv:
-        write_csv(rows, options.csv, "kernels")
-    table = trace_kernels_text.lines(ranks, rows, options.by)
-    lines = [*trace_kernels_text.header(ranks), *table]
-    print_report(options, found.cut, lines, notes)
+    notes = [*found.notes, *trace_kernels_text.hints(rows, options.by)]
+    document = {
+        "by": options.by,
+        "ranks": [rank for rank, _ in ranks],
+        "rows": rows,
+        "num_steps": trace_kernels_text.num_steps(ranks),
+        "notes": notes,
+        "definitions": trace_kernels_text.DEFINITIONS,
+    }
+    lines = [
+        *trace_kernels_text.header(ranks),
+        *trace_kernels_text.lines(ranks, rows, options.by),
+        *(f"note: {note}" for note in notes),
+    ]
+    deliver(options, "kernels", document, {"kernels": rows}, lines, found.cut)
     return 0
 
 
@@ -113,18 +109,24 @@ def compare(options: CompareTracesOptions) -> int:
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
-    if options.json:
-        num_steps = map(trace_kernels_text.num_steps, sides)
-        document: Row = {"cut": " ".join(cuts) or None}
-        document |= zip(("a", "b"), options.files, strict=True)
-        document |= dict(zip(("a_steps", "b_steps"), num_steps, strict=True))
-        document |= {"by": options.by, "step": steps, "rows": rows, "total": total}
-        write_json(document | {"notes": notes}, options.json, "compare")
-    if options.csv:
-        write_csv(rows, options.csv, "compare")
-    table = trace_comparison.lines(rows, total, options.by)
-    lines = [*trace_comparison.lines(steps, {}, "part"), "", *heads, *table]
-    print_report(options, " ".join(cuts), lines, notes)
+    document = {
+        "a": options.files[0],
+        "b": options.files[1],
+        "a_steps": trace_kernels_text.num_steps(a),
+        "b_steps": trace_kernels_text.num_steps(b),
+        "by": options.by,
+        "step": steps,
+        "rows": rows,
+        "total": total,
+        "notes": notes,
+    }
+    lines = [
+        *trace_comparison.lines(steps, {}, "part"),
+        *("", *heads),
+        *trace_comparison.lines(rows, total, options.by),
+        *(f"note: {note}" for note in notes),
+    ]
+    deliver(options, "compare", document, {"compare": rows}, lines, " ".join(cuts))
     return 0
 
 

@@ -14,12 +14,11 @@ from stepmark.ground.files import write_text
 from stepmark.ground.units import format_time
 from stepmark.job_logs.log_sources import Source, read_sources
 from stepmark.tables.columns import Row
-from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.table import Table
 from stepmark.traces import trace_messages_text as report
 from stepmark.traces.kineto.matching import is_synchronizing, match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
-from stepmark.traces.trace_files import TraceSet, damage_notes, map_traces, print_report
+from stepmark.traces.trace_files import TraceSet, damage_notes, deliver, map_traces
 from stepmark.traces.trace_options import MessagesOptions
 from stepmark.traces.trace_sources import recorded, split_sources
 
@@ -43,8 +42,17 @@ def messages(options: MessagesOptions) -> int:
     traces = replace(traces, results=whole or traces.results, notes=notes)
     sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
     view = _View(options, traces, sources)
-    view.write()
-    print_report(options, traces.cut, view.text())
+    if options.html:
+        title = f"messages of {traces.world_size} ranks"
+        document = page("stepmark trace messages", [(title, view.rows, ())])
+        write_text(options.html, replace(document, lead=traces.cut).html(), "html")
+    tables = {
+        "histogram": view.rows,
+        "ranks": view.ranks,
+        "copies": view.copies,
+        "sources": view.compared,
+    }
+    deliver(options, "messages", view.document(), tables, view.text(), traces.cut)
     return 0
 
 
@@ -68,7 +76,7 @@ class _Curve:
 
 
 class _View:
-    """Everything that is shown, written as text, JSON, CSV and HTML."""
+    """Everything that is shown, as rows, text and plain values."""
 
     def __init__(
         self, options: MessagesOptions, traces: TraceSet[RankMessages], sources: list[Source]
@@ -301,7 +309,6 @@ class _View:
         """Return everything as plain values."""
         best = report.gain(self.ranks, 1.0, 1.0)
         return {
-            "cut": self.traces.cut or None,
             "world_size": self.traces.world_size,
             "rank_steps": self.matched.num_steps,
             "histogram": self.rows,
@@ -330,22 +337,3 @@ class _View:
             "sources": self.compared,
             "notes": self.notes(),
         }
-
-    def write(self) -> None:
-        """Write the files that the options name. Raises ConfigError."""
-        options = self.options
-        if options.html:
-            title = f"messages of {self.traces.world_size} ranks"
-            document = page("stepmark trace messages", [(title, self.rows, ())])
-            document = replace(document, lead=self.traces.cut)
-            write_text(options.html, document.html(), "html")
-        if options.json:
-            write_json(self.document(), options.json, "messages")
-        if options.csv:
-            tables = {
-                "histogram": self.rows,
-                "ranks": self.ranks,
-                "copies": self.copies,
-                "sources": self.compared,
-            }
-            write_tables({n: rows for n, rows in tables.items() if rows}, options.csv, "csv")
