@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from statistics import mean
 from typing import Any
 
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.tables.columns import (
     BYTES,
@@ -217,10 +218,8 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
                     words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
                     cause = f" ({MS.show(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
-    windows: dict[object, list[int]] = {}
-    for row in steps:
-        windows.setdefault(row["rank"], []).append(_ns(row, "window_ns"))
-    times = {rank: mean(own) for rank, own in windows.items()}
+    by_rank = group_by(steps, lambda row: row["rank"])
+    times = {rank: _sum(own, "window_ns") / len(own) for rank, own in by_rank.items()}
     slowest = max(times, key=lambda rank: times[rank])
     if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
         parts.append(f"the slowest is rank {slowest} with {MS.show(times[slowest])} ms")
@@ -353,9 +352,7 @@ def _by_label(
     rows: Iterable[Row], label: Callable[[Row], str], time: str
 ) -> dict[str, list[Row]]:
     """Return rows by label, those that took the most time first."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(label(row), []).append(row)
+    groups = group_by(rows, label)
     return dict(sorted(groups.items(), key=lambda item: -_sum(item[1], time)))
 
 

@@ -47,8 +47,7 @@ def convert(options: ConvertOptions) -> int:
     unfinished.rmdir()
     if traces.cut:
         sys.stdout.write(f"{traces.cut}\n")
-    for note in traces.notes:
-        sys.stderr.write(f"note: {note}\n")
+    sys.stderr.writelines(f"note: {note}\n" for note in traces.notes)
     for result in traces.results:
         for name, amount in result.value:
             sys.stdout.write(f"{folder / name}: {amount}\n")

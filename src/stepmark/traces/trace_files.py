@@ -27,6 +27,7 @@ from stepmark.cases.training import Training
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.grouping import group_by
 from stepmark.ground.option_groups import Files
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
@@ -251,14 +252,21 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
     counts = Counter(result.info.rank for result in named)
     for rank, count in counts.items():
         if count > 1:
-            _refuse_twice(named, rank)
+            files = [result.info.file for result in named if result.info.rank == rank]
+            allowed = (
+                f"one trace of each rank; both are of rank {rank}: name the files of one window"
+            )
+            raise ConfigError("trace", f"{files[0]} and {files[1]}", allowed)
     sizes = {result.info.world_size for result in named} - {None}
     least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
     world_size = next(iter(sizes), None) or min(least, MAX_RANKS)
     known = {result.info.rank for result in named}
     missing = tuple(sorted(set(range(world_size)) - known))
     if missing:
-        notes.append(_missing_text(missing, world_size))
+        notes.append(
+            f"{len(missing)} of {world_size} ranks have no trace here ({ranks_text(missing)}): "
+            "how long the others wait for them is not known"
+        )
     notes += _apart([result.info for result in named])
     notes += _unequal_steps(named)
     notes += damage_notes((r.info.rank or 0, damage) for r in named for damage in r.info.damage)
@@ -392,25 +400,8 @@ def deliver(
 
 def damage_notes(damages: Iterable[tuple[int, Damage]]) -> Iterator[str]:
     """Yield what is wrong with ranks, once for all of them where it is of one kind."""
-    by_kind: dict[str, list[tuple[int, Damage]]] = {}
-    for rank, damage in damages:
-        by_kind.setdefault(damage.kind, []).append((rank, damage))
-    for cases in by_kind.values():
+    for cases in group_by(damages, lambda case: case[1].kind).values():
         rank, most = max(cases, key=lambda case: (case[1].count, -case[0]))
         text = f"{most.count} " * (most.count > 1) + most.text
         affected = ranks_text(rank for rank, _ in cases)
         yield f"{affected}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)
-
-
-def _refuse_twice(results: Sequence[RankResult[R]], rank: int | None) -> None:
-    files = [result.info.file for result in results if result.info.rank == rank]
-    value = f"{files[0]} and {files[1]}"
-    allowed = f"one trace of each rank; both are of rank {rank}: name the files of one window"
-    raise ConfigError("trace", value, allowed)
-
-
-def _missing_text(missing: Sequence[int], world_size: int) -> str:
-    return (
-        f"{len(missing)} of {world_size} ranks have no trace here ({ranks_text(missing)}): how "
-        "long the others wait for them is not known"
-    )

@@ -80,32 +80,25 @@ def compare(options: CompareTracesOptions) -> int:
     options.check_stdout()
     if len(options.files) != 2:
         raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
-    sides = []
-    times = []
+    sides = {}
     notes = []
     heads = []
-    cuts = []
     for name, word in zip("AB", options.files, strict=True):
-        found = _read(replace(options, files=(word,)), with_times=True)
-        if found is None:
+        side = _read(replace(options, files=(word,)), with_times=True)
+        if side is None:
             return 0
-        ranks = found.ranks
-        own_notes = found.notes
-        if not trace_kernels_text.num_steps(ranks):
-            reason = f" ({own_notes[-1]})" if own_notes else ""
+        if not trace_kernels_text.num_steps(side.ranks):
+            reason = f" ({side.notes[-1]})" if side.notes else ""
             raise ConfigError("trace", word, f"a trace with times of a step{reason}")
-        sides.append(ranks)
-        times.append(found.times)
-        if found.cut:
-            cuts.append(f"{name}: {found.cut}")
-        heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(ranks)]
-        notes += [f"{name}: {note}" for note in own_notes]
-    a, b = sides
+        sides[name] = side
+        heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(side.ranks)]
+        notes += [f"{name}: {note}" for note in side.notes]
+    a, b = (side.ranks for side in sides.values())
     if a[0][1].is_host != b[0][1].is_host:
         host = options.files[0 if a[0][1].is_host else 1]
         allowed = "a trace with GPU events, as the other one: host and GPU times do not compare"
         raise ConfigError("trace", host, allowed)
-    steps = trace_comparison.step_rows(times[0], times[1])
+    steps = trace_comparison.step_rows(sides["A"].times, sides["B"].times)
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
@@ -126,7 +119,8 @@ def compare(options: CompareTracesOptions) -> int:
         *trace_comparison.lines(rows, total, options.by),
         *(f"note: {note}" for note in notes),
     ]
-    deliver(options, "compare", document, {"compare": rows}, lines, " ".join(cuts))
+    cut = " ".join(f"{name}: {side.cut}" for name, side in sides.items() if side.cut)
+    deliver(options, "compare", document, {"compare": rows}, lines, cut)
     return 0
 
 
@@ -137,16 +131,14 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     options = KernelsOptions(files=tuple(str(path) for path in paths if path.is_file()))
     if not options.files:
         return ["the traces of the profile are not there"]
-    workload, notes = _workload(options)
     try:
-        traces = map_traces(options, partial(_reduce_profile, options, workload), shares=False)
+        profile = _read(options, with_times=True, shares=False)
     except ConfigError as error:
         return [f"the profile cannot be read: {error}"]
-    assert traces is not None
-    times = _times(traces)
-    notes = [*notes, *_notes(traces, workload)]
-    ranks = _ranks(traces)
-    cut = [traces.cut] if traces.cut else []
+    assert profile is not None
+    ranks = profile.ranks
+    notes = profile.notes
+    cut = [profile.cut] if profile.cut else []
     if not trace_kernels_text.num_steps(ranks):
         header = [*cut, *trace_kernels_text.header(ranks)]
         return [*header, *(f"note: {note}" for note in notes)]
@@ -159,8 +151,8 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
         *cut,
         f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
         f"({profiled / unprofiled - 1:+.1%})",
-        *_without_profiler(times, unprofiled),
-        *("", *trace_breakdown.summary(times), ""),
+        *_without_profiler(profile.times, unprofiled),
+        *("", *trace_breakdown.summary(profile.times), ""),
         *trace_kernels_text.header(ranks),
         *trace_kernels_text.lines(ranks, rows, "role", most=24),
         *(f"note: {note}" for note in notes),
@@ -193,11 +185,13 @@ class _Kernels:
     cut: str
 
 
-def _read(options: KernelsOptions, *, with_times: bool = False) -> _Kernels | None:
+def _read(
+    options: KernelsOptions, *, with_times: bool = False, shares: bool = True
+) -> _Kernels | None:
     """Return what the traces say. None on ranks of a launcher that do not report."""
     workload, notes = _workload(options)
-    reduce = _reduce_profile if with_times else _reduce
-    traces = map_traces(options, partial(reduce, options, workload))
+    reduce = partial(_reduce, options, workload, with_times)
+    traces = map_traces(options, reduce, shares=shares)
     if traces is None:
         return None
     options.check_steps(
@@ -212,7 +206,9 @@ def _read(options: KernelsOptions, *, with_times: bool = False) -> _Kernels | No
     )
 
 
-def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace) -> _Rank:
+def _reduce(
+    options: KernelsOptions, workload: Workload | None, with_times: bool, trace: RankTrace
+) -> _Rank:
     table = measured_ops(trace, options.has_step, workload)
     products: Products = Counter()
     # On a host recomputation begins products that it then does not carry out.
@@ -222,14 +218,13 @@ def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace
             products[op.key.role, op.key.phase] += op.calls
     sums = trace_kernels_text.summed(table, options.by)
     missing = tuple(missing_work(trace)) if table.is_host else ()
-    return _Rank(sums=sums, products=products, with_recomputed=not is_partial, missing=missing)
-
-
-def _reduce_profile(
-    options: KernelsOptions, workload: Workload | None, trace: RankTrace
-) -> _Rank:
-    times = breakdown(trace, options.has_step)
-    return replace(_reduce(options, workload, trace), times=times)
+    return _Rank(
+        sums=sums,
+        products=products,
+        with_recomputed=not is_partial,
+        missing=missing,
+        times=breakdown(trace, options.has_step) if with_times else None,
+    )
 
 
 def _ranks(traces: TraceSet[_Rank]) -> Ranks:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepmark.findings import histogram_figures
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import format_time
 from stepmark.model.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OTHER
 from stepmark.tables.columns import Row, number
@@ -175,10 +176,7 @@ def _steps(rows: Sequence[Row]) -> Iterator[Figure]:
     if not rows:
         return
     key = "rank" if len({row["rank"] for row in rows}) > 1 else "step"
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        name = "all" if row[key] is None else f"{key} {row[key]}"
-        groups.setdefault(name, []).append(row)
+    groups = group_by(rows, lambda row: "all" if row[key] is None else f"{key} {row[key]}")
     note = "Means over the steps of each rank" if key == "rank" else "The steps of one rank"
     note += "; compute + exposed communication + exposed copies + idle = step."
     if len(groups) > _MOST_STEPS:

@@ -46,8 +46,8 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
     traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
         return None
-    for note in filter(None, (traces.cut, *traces.notes)):
-        sys.stderr.write(f"note: {note}\n")
+    notes = filter(None, (traces.cut, *traces.notes))
+    sys.stderr.writelines(f"note: {note}\n" for note in notes)
     programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
     if len(programs) < len(traces.results):
         absent = {r.info.rank or 0 for r in traces.results} - programs.keys()
@@ -59,8 +59,7 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
             raise ConfigError("trace", f"rank {rank}", allowed)
     name = Path(inputs.files[0]).name or "trace"
     workload = _workload(traces, programs, name, starts=starts)
-    for note in workload.notes:
-        sys.stderr.write(f"note: {note}\n")
+    sys.stderr.writelines(f"note: {note}\n" for note in workload.notes)
     return workload
 
 
