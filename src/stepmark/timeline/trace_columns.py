@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Ints = NDArray[np.int64]
+    Flags = NDArray[np.bool_]
 
 NONE = -1  # in columns of indices and ids: there is none
 

@@ -30,8 +30,7 @@ from stepmark.traces.kineto.windows import (
 )
 
 if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
-    from stepmark.traces.kineto.windows import Flags
+    from stepmark.timeline.trace_columns import Flags, Ints
 
 Selects = Callable[[int], bool]
 

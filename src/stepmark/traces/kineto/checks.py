@@ -52,9 +52,7 @@ def _damage(kind: str, count: int, text: str) -> Iterator[Damage]:
 def _lost(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     """Find launches of kernels and copies whose work is not in the trace."""
     calls = trace.calls
-    is_launch = np.array([bool(_LAUNCH.search(name)) for name in trace.names], bool)
-    if not calls.start.size:
-        return
+    is_launch = links.name_flags(trace.names, _LAUNCH.search)
     has_event = np.zeros(calls.start.size, bool)
     has_event[call[call != NONE]] = True
     rows = np.flatnonzero(is_launch[calls.name] & ~has_event)
@@ -92,7 +90,7 @@ def _twice(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     known = np.flatnonzero((call != NONE) & (trace.gpu.kind == GpuKind.KERNEL))
     if not known.size:
         return
-    is_graph = np.array([bool(_GRAPH.search(name)) for name in trace.names], bool)
+    is_graph = links.name_flags(trace.names, _GRAPH.search)
     known = known[~is_graph[trace.calls.name[call[known]]]]
     count = known.size - int((np.bincount(call[known]) > 0).sum())
     text = "kernels have the launch of another one: events are duplicated"

@@ -19,6 +19,7 @@ from stepmark.traces.kineto.links import (
     Steps,
     innermost,
     launches,
+    name_flags,
     parents_by_thread,
     sends,
     step_of,
@@ -28,8 +29,7 @@ from stepmark.traces.kineto.links import (
 from stepmark.traces.kineto.windows import is_communication
 
 if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints, OpColumns, SpanColumns
-    from stepmark.traces.kineto.windows import Flags
+    from stepmark.timeline.trace_columns import Flags, Ints, OpColumns, SpanColumns
 
 PHASES = ("", "forward", "backward", "optimizer")
 # Annotations of users, torch and modules, by the phase during which they are open.
@@ -132,8 +132,7 @@ def _phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:
     autograd = re.compile("autograd::engine::evaluate_function")
 
     def rows_of(table: OpColumns | SpanColumns, pattern: re.Pattern[str]) -> Ints:
-        names = [n for n, name in enumerate(trace.names) if pattern.search(name)]
-        return np.flatnonzero(np.isin(table.name, names))
+        return np.flatnonzero(name_flags(trace.names, pattern.search)[table.name])
 
     def is_inside(table: OpColumns | SpanColumns, pattern: re.Pattern[str]) -> Flags:
         rows = rows_of(table, pattern)

@@ -28,7 +28,7 @@ from stepmark.traces.kineto.intervals import (
     union,
     without,
 )
-from stepmark.traces.kineto.links import gpu_comms, steps
+from stepmark.traces.kineto.links import gpu_comms, name_flags, steps
 from stepmark.traces.kineto.windows import is_communication
 
 if TYPE_CHECKING:
@@ -128,9 +128,8 @@ def _on_host(
 
 def _data(trace: RankTrace) -> Intervals:
     """Return when `stepmark train` waits for a batch."""
-    names = [number for number, name in enumerate(trace.names) if name == f"{MARK}data"]
-    rows = np.flatnonzero(np.isin(trace.spans.name, names))
-    return union(trace.spans.start[rows], trace.spans.end[rows])
+    is_data = name_flags(trace.names, lambda name: name == f"{MARK}data")[trace.spans.name]
+    return union(trace.spans.start[is_data], trace.spans.end[is_data])
 
 
 def _ledger(

@@ -31,9 +31,9 @@ from stepmark.traces.kineto.host_ops import HostOps
 from stepmark.traces.kineto.instances import PHASES as COMM_PHASES
 from stepmark.traces.kineto.instances import comm_calls
 from stepmark.traces.kineto.intervals import time_before, union
-from stepmark.traces.kineto.links import launches, steps
+from stepmark.traces.kineto.links import launches, name_flags, steps
 from stepmark.traces.kineto.messages import kind_of, members_of
-from stepmark.traces.kineto.stream_waits import WAITS, is_named, made_to_wait
+from stepmark.traces.kineto.stream_waits import WAITS, made_to_wait
 from stepmark.traces.kineto.windows import is_communication
 from stepmark.traces.trace_options import TraceInputs
 
@@ -264,7 +264,7 @@ class _UnitBuilder:
     def _host_ns(self, start: int, end: int) -> dict[str, int]:
         """Return the time up to the issue of each operation, by pass; the last has the rest."""
         calls = self.trace.calls
-        waits = is_named(self.trace, calls.name, WAITS)
+        waits = name_flags(self.trace.names, WAITS.search)[calls.name]
         known = self.call != NONE
         call = self.call[known]
         waits[call] |= self.trace.gpu.end[self.rows[known]] <= calls.end[call]  # of copies

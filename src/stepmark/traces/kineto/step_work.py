@@ -14,9 +14,9 @@ from stepmark.timeline.critical_path import COMMUNICATION, COMPUTE, COPIES
 from stepmark.timeline.trace_columns import NONE, CommArgs, GpuKind, RankTrace
 from stepmark.traces.kineto.export import busy_steps
 from stepmark.traces.kineto.intervals import Intervals, join, time_before, union
-from stepmark.traces.kineto.links import Steps, gpu_comms, launches, parents, steps
+from stepmark.traces.kineto.links import Steps, gpu_comms, launches, name_flags, parents, steps
 from stepmark.traces.kineto.messages import members_of
-from stepmark.traces.kineto.stream_waits import WAITS, awaited, is_named, made_to_wait
+from stepmark.traces.kineto.stream_waits import WAITS, awaited, made_to_wait
 from stepmark.traces.kineto.windows import is_communication
 from stepmark.traces.trace_options import TraceInputs
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     import numpy.typing as npt
 
-    from stepmark.timeline.trace_columns import Ints
-    from stepmark.traces.kineto.stream_waits import Flags
+    from stepmark.timeline.trace_columns import Flags, Ints
 
 _HANDOFF_NS = 10_000  # shorter pauses of a thread are Python's
 # Of the window before it: work that a rank whose clock or step differs may still need.
@@ -119,7 +118,7 @@ class _Work:
         self.waits_on_stream = made_to_wait(trace, self.call)
         self.args = gpu_comms(trace)[0]
         self.is_comm = is_communication(trace)
-        self.is_sync = is_named(trace, trace.calls.name, WAITS)
+        self.is_sync = name_flags(trace.names, WAITS.search)[trace.calls.name]
 
     def of_step(self, step: int, window: tuple[int, int]) -> StepWork:
         trace = self.trace

@@ -15,16 +15,12 @@ import numpy as np
 from stepmark.model.kernel_groups import COMMUNICATION, group_of
 from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
 from stepmark.traces.kineto.intervals import Intervals, time_before, union, without
-from stepmark.traces.kineto.links import Steps, launches
+from stepmark.traces.kineto.links import Steps, launches, name_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    import numpy.typing as npt
-
-    from stepmark.timeline.trace_columns import Ints
-
-    Flags = npt.NDArray[np.bool_]
+    from stepmark.timeline.trace_columns import Flags, Ints
 
 
 class Windows(NamedTuple):
@@ -79,9 +75,8 @@ def is_communication(trace: RankTrace) -> Flags:
 
     A copy that a call of torch.distributed launched has the call's arguments: it is one.
     """
-    is_named = [group_of(name) == COMMUNICATION for name in trace.names]
     gpu = trace.gpu
-    by_name = np.array(is_named, bool)[gpu.name] if gpu.name.size else np.zeros(0, bool)
+    by_name = name_flags(trace.names, lambda name: group_of(name) == COMMUNICATION)[gpu.name]
     return np.asarray((by_name & (gpu.kind == GpuKind.KERNEL)) | (gpu.comm != NONE))
 
 
