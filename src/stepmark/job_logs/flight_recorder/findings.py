@@ -6,7 +6,7 @@ of two ranks are not written at the same moment. One note says what the dumps le
 
 from collections.abc import Iterator, Sequence
 
-from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.finding import Evidence, Finding, Severity, by_severity
 from stepmark.findings.stalls import ARRIVED, MISMATCH, MISSING, Cause, causes
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs.flight_recorder.groups import GroupDumps, groups_of, progress
@@ -29,8 +29,7 @@ def findings(
     unsorted += _missing(groups)
     for rule in (_lost, _watchdog, _versions):
         unsorted += rule(dumps)
-    order = [Severity.PROBLEM, Severity.WARNING, Severity.NOTE]
-    return sorted(unsorted, key=lambda finding: order.index(finding.severity))
+    return by_severity(unsorted)
 
 
 def _limits(

@@ -10,9 +10,9 @@ from stepmark.findings.log_facts import (
     AdapterSpeed,
     LogFacts,
     NicPath,
-    NicUse,
     Occurrences,
 )
+from stepmark.ground.grouping import group_by
 from stepmark.job_logs.nccl_log.network_rules import (
     comma_list,
     finding_of,
@@ -114,10 +114,7 @@ def one_channel(facts: LogFacts) -> Iterator[Finding]:
 def one_adapter(facts: LogFacts) -> Iterator[Finding]:
     """Report a host whose only rank sends all through one of several adapters."""
     listed = listed_adapters(facts)
-    by_host: dict[str, list[NicUse]] = {}
-    for use in facts.nics:
-        by_host.setdefault(use.host, []).append(use)
-    for host, uses in by_host.items():
+    for host, uses in group_by(facts.nics, lambda use: use.host).items():
         devices = {use.device for use in uses}
         ranks = {use.rank for use in uses}
         if len(devices) == len(ranks) == 1 and listed[host] > 1:
@@ -134,9 +131,7 @@ def idle_adapters(facts: LogFacts) -> Iterator[Finding]:
     listed = listed_adapters(facts)
     # With PXN a line names the adapter of another rank's GPU.
     relayed = {way.communicator for way in facts.transports if way.pxn}
-    uses: dict[tuple[str, str], list[NicUse]] = {}
-    for use in facts.nics:
-        uses.setdefault((use.communicator, use.host), []).append(use)
+    uses = group_by(facts.nics, lambda use: (use.communicator, use.host))
     for comm in facts.communicators:
         num_local = Counter(member.host for member in comm.members)
         for host, count in num_local.items() if comm.key not in relayed else ():

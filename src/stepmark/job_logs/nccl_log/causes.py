@@ -11,6 +11,7 @@ from dataclasses import replace
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
 from stepmark.findings.stalls import MISMATCH, MISSING
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs.job_output import GENERAL, REMARKS
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
@@ -153,14 +154,14 @@ def _same_process(
 
 def _failures(failures: Sequence[Failure]) -> list[tuple[Role, Finding]]:
     """Return one finding per rule and role, in the order of their first line."""
-    groups: dict[tuple[str, str], list[Failure]] = {}
-    for one in failures:
-        if one.rule in ("failure-retried", *REMARKS):
-            continue
-        words = one.detail if one.rule == "failure-python" else ""
-        kind = one.text if one.rule == "failure-unknown" else words
-        groups.setdefault((one.rule, kind), []).append(one)
+    stated = [one for one in failures if one.rule not in ("failure-retried", *REMARKS)]
+    groups = group_by(stated, _rule_and_words)
     return [(same[0].role, _finding(same)) for same in groups.values()]
+
+
+def _rule_and_words(failure: Failure) -> tuple[str, str]:
+    words = failure.detail if failure.rule == "failure-python" else ""
+    return failure.rule, failure.text if failure.rule == "failure-unknown" else words
 
 
 def _finding(failures: Sequence[Failure]) -> Finding:

@@ -11,7 +11,7 @@ from stepmark.job_logs.nccl_log.collector import (
     LinkLines,
     StagedLines,
 )
-from stepmark.job_logs.nccl_log.communicators import CommHandle
+from stepmark.job_logs.nccl_log.communicators import CommHandle, parse_float
 from stepmark.job_logs.nccl_log.lines import LogMessage
 
 _NCCL = re.compile(
@@ -227,10 +227,8 @@ def init_time(collector: Collector, message: LogMessage) -> None:
         handle = collector.communicators.of(message, "")
         handle.rank, handle.num_ranks = int(rank), int(num_ranks)
     handle.init = InitTime(
-        total_s=topology.number(total),
-        parts_s=tuple(
-            (name, topology.number(seconds)) for name, seconds in _PART.findall(parts)
-        ),
+        total_s=parse_float(total) or 0.0,
+        parts_s=tuple((name, parse_float(s) or 0.0) for name, s in _PART.findall(parts)),
         evidence=message.evidence(),
     )
 

@@ -12,11 +12,11 @@ from stepmark.findings.log_facts import (
     GpuDirect,
     Interface,
     LogFacts,
-    NicUse,
     Occurrences,
     Plugin,
     Transport,
 )
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 
 _VIRTUAL = re.compile(r"^(docker|virbr|veth|br-|cni|flannel|cali|vmnet|lxc|podman)")
@@ -26,7 +26,11 @@ SOCKET = "NET/Socket"
 
 
 def finding_of(
-    rule: str, severity: Severity, text: str, lines: Iterable[Occurrences | Evidence]
+    rule: str,
+    severity: Severity,
+    text: str,
+    lines: Iterable[Occurrences | Evidence],
+    action: str = "",
 ) -> Finding:
     """Return a finding with the first lines of each kind, and the number of all lines."""
     firsts: list[Evidence] = []
@@ -38,7 +42,9 @@ def finding_of(
         firsts += quoted[:1]
         more += quoted[1:]
     evidence = tuple(dict.fromkeys([*firsts, *more]))[:_MAX_EVIDENCE]
-    return Finding(rule=rule, severity=severity, text=text, evidence=evidence, count=count)
+    return Finding(
+        rule=rule, severity=severity, text=text, evidence=evidence, count=count, action=action
+    )
 
 
 def is_multi_node(facts: LogFacts) -> bool | None:
@@ -312,13 +318,10 @@ def nic_imbalance(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks of a host that share an adapter while other adapters carry nothing."""
     listed = listed_adapters(facts)
     used = {use.device for use in facts.nics}
-    by_host: dict[tuple[str, str], list[NicUse]] = {}
-    for use in facts.nics:
-        by_host.setdefault((use.communicator, use.host), []).append(use)
+    by_host = group_by(facts.nics, lambda use: (use.communicator, use.host))
     for (_, host), uses in by_host.items():
-        ranks: dict[int, set[int]] = {}
-        for use in uses:
-            ranks.setdefault(use.device, set()).add(use.rank)
+        by_device = group_by(uses, lambda use: use.device)
+        ranks = {device: {use.rank for use in own} for device, own in by_device.items()}
         adapters = used | set(range(listed[host]))
         idle = sorted(adapters - ranks.keys())
         crowded = max(ranks, key=lambda index: len(ranks[index]))

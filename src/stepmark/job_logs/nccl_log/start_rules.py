@@ -1,7 +1,6 @@
 """Findings on the launch of a job and the start of its communicators."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from stepmark.findings.finding import Finding, Severity
 from stepmark.findings.log_facts import Communicator, LogFacts, Member, Occurrences
@@ -30,8 +29,8 @@ def several_jobs(facts: LogFacts) -> Iterator[Finding]:
                 "What is shown as the cause and as its consequences may be of different jobs."
             )
             lines = [one.started for one in (earlier, member) if one.started]
-            finding = finding_of("several-jobs", Severity.WARNING, text, lines)
-            yield replace(finding, action="Read the files of each launch alone.")
+            action = "Read the files of each launch alone."
+            yield finding_of("several-jobs", Severity.WARNING, text, lines, action)
             return
 
 
@@ -72,8 +71,7 @@ def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
             text += f"; of rank {comma_list(missing)} no line shows a start" if missing else ""
         action = "Look at what the ranks without a start did: they left, or wait elsewhere."
         evidence = [member.started for member in stuck if member.started]
-        finding = finding_of("init-incomplete", Severity.WARNING, f"{text}.", evidence)
-        yield replace(finding, action=action)
+        yield finding_of("init-incomplete", Severity.WARNING, f"{text}.", evidence, action)
 
 
 def slow_init(facts: LogFacts) -> Iterator[Finding]:
