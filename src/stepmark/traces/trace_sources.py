@@ -3,8 +3,9 @@
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from stepmark.cases.message import summed
 from stepmark.cases.record import Measured
-from stepmark.findings.histogram import ranks_seen, summed
+from stepmark.findings.histogram import ranks_seen
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import read_head
 from stepmark.job_logs.log_sources import FLIGHT, INSPECTOR, LOG, Inputs, Source, kinds_of

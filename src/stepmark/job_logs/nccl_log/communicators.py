@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+from stepmark.cases.message import message_bytes
 from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import (
     ChannelCounts,
@@ -22,7 +23,6 @@ from stepmark.job_logs.nccl_log.lines import (
     Calls,
     CallSequence,
     LogMessage,
-    message_bytes,
 )
 from stepmark.model.collectives import collective_named
 

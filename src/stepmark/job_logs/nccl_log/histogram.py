@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from stepmark.cases.message import Histogram, MessageKind, Tally
+from stepmark.cases.message import Histogram, MessageKind, Tally, message_bytes
 from stepmark.job_logs.nccl_log.communicators import CommHandle
 from stepmark.job_logs.nccl_log.lines import (
     DTYPES,
@@ -15,7 +15,6 @@ from stepmark.job_logs.nccl_log.lines import (
     THREAD_BITS,
     Call,
     Calls,
-    message_bytes,
 )
 
 
