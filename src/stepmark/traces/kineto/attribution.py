@@ -5,23 +5,17 @@ In the backward pass an autograd node has the sequence number of the operation o
 pass that made it. In a trace without a GPU the host's own operations are the work.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepmark.model.ops import Phase
 from stepmark.step.trace_ops import MARK
-from stepmark.timeline.trace_columns import NONE, RankTrace
+from stepmark.timeline.trace_columns import NONE, Ints, RankTrace
 from stepmark.traces.kineto.host_ops import STACK, HostOps, distinct, nearest
 from stepmark.traces.kineto.links import innermost, launches, lookup
 from stepmark.traces.kineto.roles import Place, place_of
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 PHASES = ("", Phase.FWD, Phase.DGRAD, Phase.WGRAD, Phase.BWD, Phase.OPTIM)
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}

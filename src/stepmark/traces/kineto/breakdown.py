@@ -1,10 +1,8 @@
 """Compute, exposed communication, exposed copies and idle of each step, exact to the ns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +13,7 @@ from stepmark.timeline.trace_breakdown import (
     RankTimes,
     StepTimes,
 )
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, Flags, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto import idle, launches, links
 from stepmark.traces.kineto.checks import device_of, missing_work
 from stepmark.traces.kineto.event_tables import narrow
@@ -28,9 +26,6 @@ from stepmark.traces.kineto.windows import (
     is_communication,
     label_times,
 )
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Flags, Ints
 
 Selects = Callable[[int], bool]
 

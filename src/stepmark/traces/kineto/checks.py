@@ -1,20 +1,14 @@
 """What cannot be right in the events of a trace, although each of them can be read."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, Damage, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, Damage, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto import links
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _LAUNCH = re.compile(r"launch\w*kernel|graphlaunch|memcpy\w*(?:async|stream)", re.IGNORECASE)
 _GRAPH = re.compile(r"graphlaunch", re.IGNORECASE)

@@ -1,28 +1,22 @@
 """Traces for other tools: cut down to some steps, or as tables of integer nanoseconds."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from stepmark.ground.errors import ConfigError
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.event_tables import TABLES
 from stepmark.traces.kineto.events import Event
 from stepmark.traces.kineto.links import gpu_comms, launches, span_of, steps
 from stepmark.traces.kineto.stream import EventStream
 from stepmark.traces.kineto.windows import gpu_windows
 from stepmark.traces.trace_options import TraceInputs
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _STEP = "ProfilerStep#"
 _ROWS = 1 << 16  # of a piece of a table

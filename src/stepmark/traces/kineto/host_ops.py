@@ -3,23 +3,18 @@
 Tables end with a row for NONE, so that rows of columns may be NONE.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from stepmark.step.trace_ops import MARK, PRODUCTS
-from stepmark.timeline.trace_columns import NONE, OpColumns, RankTrace, SpanColumns
+from stepmark.timeline.trace_columns import NONE, Flags, Ints, OpColumns, RankTrace, SpanColumns
 from stepmark.traces.kineto.links import innermost, name_flags, parents_by_thread
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Flags, Ints
 
 T = TypeVar("T", OpColumns, SpanColumns)
 STACK = "nn.Module: "

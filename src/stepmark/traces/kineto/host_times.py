@@ -7,11 +7,8 @@ communication of its own thread. What is left of the window is neither: Python, 
 and nodes of autograd, which may wait in Python.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -30,8 +27,7 @@ from stepmark.traces.kineto.links import (
 )
 from stepmark.traces.kineto.windows import Windows, in_windows, label_times
 
-if TYPE_CHECKING:
-    pass
+pass
 
 Numbers = Sequence[int | None]  # of the steps of windows
 COMM_NAME = re.compile(

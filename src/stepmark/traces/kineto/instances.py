@@ -6,15 +6,20 @@ does not have (launched before the trace began, replayed CUDA graphs, coalesced 
 share one kernel that is launched after them) belong to none.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, CommArgs, RankTrace
+from stepmark.timeline.trace_columns import (
+    NONE,
+    CommArgs,
+    Flags,
+    Ints,
+    OpColumns,
+    RankTrace,
+    SpanColumns,
+)
 from stepmark.traces.kineto.links import (
     Steps,
     innermost,
@@ -27,9 +32,6 @@ from stepmark.traces.kineto.links import (
     sums,
 )
 from stepmark.traces.kineto.windows import is_communication
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Flags, Ints, OpColumns, SpanColumns
 
 PHASES = ("", "forward", "backward", "optimizer")
 # Annotations of users, torch and modules, by the phase during which they are open.

@@ -1,17 +1,21 @@
 """Time of a step by operation: kernels of one rank, attributed and summed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, MeasuredOp, OpKey, OpTable
 from stepmark.step.workload import Workload
-from stepmark.timeline.trace_columns import NONE, GpuKind, OpColumns, RankTrace, SpanColumns
+from stepmark.timeline.trace_columns import (
+    NONE,
+    GpuKind,
+    Ints,
+    OpColumns,
+    RankTrace,
+    SpanColumns,
+)
 from stepmark.traces.kineto.attribution import PHASES, Attribution, attribute, operation_of
 from stepmark.traces.kineto.host_ops import PHASE_MARKS, HostOps, distinct, nearest
 from stepmark.traces.kineto.host_times import COMM_NAME
@@ -24,9 +28,6 @@ from stepmark.traces.kineto.windows import (
     gpu_windows,
     is_communication,
 )
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _GLOO = "gloo:"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")

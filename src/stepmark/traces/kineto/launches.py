@@ -1,20 +1,14 @@
 """Launch calls, the queue between host and GPU, and copies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepmark.timeline.trace_breakdown import CopyTimes, LaunchTimes, QueueDepth
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.intervals import clip, union
 from stepmark.traces.kineto.links import blocks
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
-    from stepmark.traces.kineto.windows import Windows
+from stepmark.traces.kineto.windows import Windows
 
 
 def launch_times(trace: RankTrace, call: Ints, chosen: Ints) -> Iterator[LaunchTimes]:

@@ -4,21 +4,16 @@ Work on the GPU belongs to what launched it, by correlation, and not to what the
 it ran: where the GPU lags behind, that is another step.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, RankTrace
+from stepmark.timeline.trace_columns import NONE, Flags, Ints, RankTrace
 from stepmark.traces.kineto.event_tables import narrow
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Flags, Ints
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _BLOCK = 1 << 17  # rows

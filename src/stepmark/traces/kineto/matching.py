@@ -5,8 +5,6 @@ every rank. Its time is the shortest kernel of any rank: the last to arrive wait
 that this is the transfer; what other ranks take beyond it is waiting.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,23 +1,17 @@
 """Roles of products by their shapes, which a workload of the step knows."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.step.trace_ops import COARSE
 from stepmark.step.workload import ComputeOp, Workload
-from stepmark.timeline.trace_columns import NONE
+from stepmark.timeline.trace_columns import NONE, Ints
 from stepmark.traces.kineto.attribution import PHASES, Attribution
 from stepmark.traces.kineto.roles import Place
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _BACKWARD = (Phase.DGRAD, Phase.WGRAD, Phase.BWD)
 Shape = tuple[int, ...]  # rows, columns, contracted

@@ -1,17 +1,11 @@
 """Which GPU events had to wait for events of other streams, as far as a trace tells."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, RankTrace
+from stepmark.timeline.trace_columns import NONE, Flags, Ints, RankTrace
 from stepmark.traces.kineto.links import lookup, name_flags
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Flags, Ints
 
 # Waits of the host for a GPU.
 WAITS = re.compile(r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize")

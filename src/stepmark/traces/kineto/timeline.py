@@ -1,7 +1,5 @@
 """The timeline of one step: what ran on the streams of a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import numpy as np

@@ -6,21 +6,15 @@ time, so times of steps add up to the time of all. Where steps between were not 
 window starts where the host starts the step, or where earlier work ends if that is later.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from stepmark.model.kernel_groups import COMMUNICATION, group_of
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, Flags, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.intervals import Intervals, time_before, union, without
 from stepmark.traces.kineto.links import Steps, launches, name_flags
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from stepmark.timeline.trace_columns import Flags, Ints
 
 
 class Windows(NamedTuple):
@@ -30,7 +24,7 @@ class Windows(NamedTuple):
     end: Ints
 
 
-def gpu_windows(trace: RankTrace, steps: Steps, rows: Ints | None = None) -> Windows:
+def gpu_windows(trace: RankTrace, steps: Steps, rows: "Ints | None" = None) -> Windows:
     """Return the window of each step on the GPU whose events are `rows` (all of them).
 
     Where nothing runs before the first step, it starts with its mark on the host, or with its
