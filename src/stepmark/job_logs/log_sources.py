@@ -237,6 +237,8 @@ class Source:
     tuning: tuple[dict[str, object], ...] = ()  # NCCL's choices by size, as its log has them
     endings: tuple[Evidence, ...] = ()  # lines that show the end of the job
     summary: str = ""  # what is in order, in a few words
+    histogram_rows: Rows = field(default_factory=list)  # as the options ask for them
+    by_curve: dict[str, float | int] | None = None  # totals of expected times
 
 
 def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
