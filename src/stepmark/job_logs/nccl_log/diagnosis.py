@@ -20,7 +20,7 @@ from stepmark.job_logs.answers import ABORTED
 from stepmark.job_logs.failures import classify
 from stepmark.job_logs.job_output import REMARKS
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
-from stepmark.job_logs.nccl_log import adapter_rules, network_rules, start_rules
+from stepmark.job_logs.nccl_log import network_rules, start_rules
 from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LATE, LOOKS_FATAL, linked
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
@@ -342,11 +342,11 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     network_rules.plugins,
     network_rules.no_gpudirect,
     network_rules.nic_imbalance,
-    adapter_rules.slow_adapter,
-    adapter_rules.far_adapter,
-    adapter_rules.one_channel,
-    adapter_rules.idle_adapters,
-    adapter_rules.one_adapter,
+    network_rules.slow_adapter,
+    network_rules.far_adapter,
+    network_rules.one_channel,
+    network_rules.idle_adapters,
+    network_rules.one_adapter,
     network_rules.shm_instead_of_p2p,
     forced_settings,
     nvls_off,
