@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.findings import disagreement
-from stepmark.findings.disagreement import Disagreement
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.wait_graph import Call, WaitGraph
 from stepmark.ground.units import format_time, ranks_text
@@ -77,7 +76,7 @@ class Cause:
         )
 
 
-def causes(graph: WaitGraph, disagreements: Sequence[Disagreement]) -> list[Cause]:
+def causes(graph: WaitGraph, disagreements: Sequence[disagreement.Disagreement]) -> list[Cause]:
     """Return mismatches, each with the waits that follow from it, then all other waits."""
     waits = list(_waits(graph))
     explained = []
@@ -97,7 +96,7 @@ def _follows(wait: Cause, mismatch: Cause) -> bool:
     return bool(wait.groups & mismatch.groups or blamed & suspects)
 
 
-def _mismatch(parts: Sequence[Disagreement]) -> Cause:
+def _mismatch(parts: Sequence[disagreement.Disagreement]) -> Cause:
     suspects = parts[0].suspects.intersection(*(part.suspects for part in parts))
     shown = [part for part in parts if part.source == parts[0].source]
     text = f"ranks disagree on {'; on '.join(part.text for part in shown[:_MAX_SHOWN])}"

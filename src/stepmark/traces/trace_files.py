@@ -249,14 +249,13 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
     notes: list[str] = []
     named = [_with_rank(result, len(results), notes) for result in results]
     _refuse_two_jobs(named)
-    counts = Counter(result.info.rank for result in named)
-    for rank, count in counts.items():
-        if count > 1:
-            files = [result.info.file for result in named if result.info.rank == rank]
+    for rank, own in group_by(named, lambda result: result.info.rank).items():
+        if len(own) > 1:
+            value = f"{own[0].info.file} and {own[1].info.file}"
             allowed = (
                 f"one trace of each rank; both are of rank {rank}: name the files of one window"
             )
-            raise ConfigError("trace", f"{files[0]} and {files[1]}", allowed)
+            raise ConfigError("trace", value, allowed)
     sizes = {result.info.world_size for result in named} - {None}
     least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
     world_size = next(iter(sizes), None) or min(least, MAX_RANKS)

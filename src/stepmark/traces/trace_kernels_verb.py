@@ -22,7 +22,6 @@ from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_tex
 from stepmark.traces.kineto.breakdown import breakdown
 from stepmark.traces.kineto.checks import missing_work
 from stepmark.traces.kineto.kernels import measured_ops
-from stepmark.traces.trace_breakdown import Ranks as Times
 from stepmark.traces.trace_files import (
     TraceSet,
     damage_notes,
@@ -30,7 +29,6 @@ from stepmark.traces.trace_files import (
     map_traces,
     trace_files,
 )
-from stepmark.traces.trace_kernels_text import Ranks, RankSums
 from stepmark.traces.trace_options import CompareTracesOptions, KernelsOptions
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.workload_files import read as read_workload
@@ -42,7 +40,7 @@ Products = Counter[tuple[str, str]]  # calls by role and phase, of all steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    sums: RankSums
+    sums: trace_kernels_text.RankSums
     products: Products
     with_recomputed: bool  # whether products counts those that are recomputed
     missing: tuple[Damage, ...]  # why its times are none of the step: GPU work is missing
@@ -159,7 +157,7 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     ]
 
 
-def _without_profiler(times: Times, unprofiled_s: float) -> Iterator[str]:
+def _without_profiler(times: trace_breakdown.Ranks, unprofiled_s: float) -> Iterator[str]:
     """Yield what work of the GPU leaves of the unprofiled step: the profiler slows the host."""
     work = [
         summarize([(s.compute_ns + s.exposed_memory_ns) * 1e-9 for s in rank.steps]).median
@@ -179,8 +177,8 @@ def _without_profiler(times: Times, unprofiled_s: float) -> Iterator[str]:
 class _Kernels:
     """Sums of each rank, its times if they are asked for; cut: see TraceSet."""
 
-    ranks: Ranks
-    times: Times
+    ranks: trace_kernels_text.Ranks
+    times: trace_breakdown.Ranks
     notes: list[str]
     cut: str
 
@@ -227,14 +225,14 @@ def _reduce(
     )
 
 
-def _ranks(traces: TraceSet[_Rank]) -> Ranks:
+def _ranks(traces: TraceSet[_Rank]) -> trace_kernels_text.Ranks:
     """Return the sums of each rank; times of hosts are not added to those of GPUs."""
     values = {r.info.rank or 0: r.value for r in traces.results if not r.value.missing}
     is_host = all(each.sums.is_host for each in values.values())
     return [(rank, v.sums) for rank, v in values.items() if v.sums.is_host == is_host]
 
 
-def _times(traces: TraceSet[_Rank]) -> Times:
+def _times(traces: TraceSet[_Rank]) -> trace_breakdown.Ranks:
     """Return the times of the ranks of `_ranks`, where they were asked for."""
     ranks = {rank for rank, _ in _ranks(traces)}
     found = ((result.info.rank or 0, result.value.times) for result in traces.results)

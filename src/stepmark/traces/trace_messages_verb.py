@@ -8,7 +8,6 @@ from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, summed
 from stepmark.cases.record import Measured
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
-from stepmark.findings.expected import Expected
 from stepmark.findings.histogram import ranks_seen
 from stepmark.findings.histogram_figures import page
 from stepmark.ground.errors import ConfigError
@@ -80,7 +79,7 @@ class _Curve:
     """Times by a measured curve, in seconds per rank and step; totals of all calls."""
 
     name: str
-    times: Mapping[MessageKind, Expected]
+    times: Mapping[MessageKind, expected.Expected]
     totals: Mapping[str, float | int]
     all_s: float
     timed_s: float  # of the calls that are timed

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 
 from stepmark.findings.finding import Evidence, Finding, Severity, by_severity
 from stepmark.findings.stalls import ARRIVED, MISMATCH, MISSING, Cause, causes
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs.flight_recorder.groups import GroupDumps, groups_of, progress
 from stepmark.job_logs.flight_recorder.operations import Dump
@@ -114,10 +115,7 @@ def _watchdog(dumps: Sequence[Dump]) -> Iterator[Finding]:
 
 
 def _versions(dumps: Sequence[Dump]) -> Iterator[Finding]:
-    by_version: dict[str, list[Dump]] = {}
-    for dump in dumps:
-        if dump.nccl:
-            by_version.setdefault(dump.nccl, []).append(dump)
+    by_version = group_by((dump for dump in dumps if dump.nccl), lambda dump: dump.nccl)
     if len(by_version) > 1:
         text = f"ranks use different NCCL versions: {', '.join(sorted(by_version))}"
         evidence = [

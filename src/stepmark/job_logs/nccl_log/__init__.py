@@ -357,11 +357,6 @@ def _p2p(collector: Collector, message: LogMessage) -> None:
         handlers.plugin_loaded(collector, message)
 
 
-def _nvls(collector: Collector, message: LogMessage) -> None:
-    handlers.multicast(collector, message)
-    handlers.multicast_group(collector, message)
-
-
 # Lines that look like errors in virtual machines and containers, and have no effect.
 HARMLESS = (
     "dlvsym failed on mlx5dv",
@@ -400,7 +395,7 @@ _HANDLERS: dict[str, Callable[[Collector, LogMessage], None]] = {
     "CollNet": handlers.collnet,
     "Trees": handlers.trees,
     "Pattern": topology.graph,
-    "NVLS": _nvls,
+    "NVLS": handlers.nvls,
 }
 
 # First words of frequent lines that state no fact of use here.

@@ -251,12 +251,6 @@ def channel_counts(collector: Collector, message: LogMessage) -> None:
         )
 
 
-def multicast(collector: Collector, message: LogMessage) -> None:
-    """Record NVLS multicast support is [not ]available on dev 0."""
-    if "multicast support is" in message.text:
-        collector.count(collector.nvls, "not available" not in message.text, message)
-
-
 _VIA = re.compile(
     r"(?:Channel|Ring) (\d+(?:/\d+)?) : (\d{1,9})(?:\[[^\]]*\])? -> (\d{1,9})(?:\[[^\]]*\])?"
     r"(?: \[(send|receive)\])? via (.+)$"
@@ -366,8 +360,13 @@ def collnet(collector: Collector, message: LogMessage) -> None:
         _add_end(collector, message, lines, end, name, ending or "")
 
 
-def multicast_group(collector: Collector, message: LogMessage) -> None:
-    """Record NVLS comm 0x... headRank 0 nHeads 8 ...: a rank joined NVLink SHARP."""
+def nvls(collector: Collector, message: LogMessage) -> None:
+    """Record NVLS multicast support is [not ]available on dev 0, and who joins NVLink SHARP.
+
+    That is NVLS comm 0x... headRank 0 nHeads 8 ...
+    """
+    if "multicast support is" in message.text:
+        collector.count(collector.nvls, "not available" not in message.text, message)
     handle = collector.communicators.latest(message)
     if handle and handle.rank is not None and message.text.startswith("NVLS comm "):
         link = Link("NVLS", handle.rank, None)

@@ -23,6 +23,7 @@ from stepmark.findings.log_facts import (
     Mismatch,
     PeerDifference,
 )
+from stepmark.ground.grouping import group_by
 from stepmark.job_logs.nccl_log.communicators import CommHandle
 from stepmark.job_logs.nccl_log.lines import (
     HIGH_HALF,
@@ -367,10 +368,8 @@ class _Comparison:
     def _mismatch(
         self, group: Sequence[CommHandle], position: int, is_certain: bool
     ) -> Mismatch:
-        kinds: dict[int, list[CommHandle]] = {}
-        for handle in group:
-            if len(handle.sequence.calls) > position:
-                kinds.setdefault(handle.sequence.number(position), []).append(handle)
+        issuers = [handle for handle in group if len(handle.sequence.calls) > position]
+        kinds = group_by(issuers, lambda handle: handle.sequence.number(position))
         by_size = sorted(kinds.values(), key=len, reverse=True)
         return Mismatch(
             communicator=_name_of(group, is_certain),
@@ -448,22 +447,17 @@ def _groups(
     Where its start was not logged, ranks of different processes and devices are assumed to form
     one communicator if there are as many of them as it has ranks.
     """
-    by_id: dict[str, list[CommHandle]] = {}
-    by_size: dict[int, list[CommHandle]] = {}
-    for handle in handles:
-        if handle.comm_id:
-            by_id.setdefault(handle.comm_id, []).append(handle)
-        elif handle.num_ranks and handle.sequence.calls:
-            by_size.setdefault(handle.num_ranks, []).append(handle)
+    started = [handle for handle in handles if handle.comm_id]
+    others = [h for h in handles if not h.comm_id and h.num_ranks and h.sequence.calls]
     # In a process without any logged call, logging of calls is off.
     with_calls = {handle.process for handle in handles if handle.sequence.calls}
-    for members in by_id.values():
+    for members in group_by(started, lambda handle: handle.comm_id).values():
         group = [handle for handle in members if handle.process in with_calls]
         # The log has the start of these: a rank that begins at a later call has lost some.
         has_pairs = any(handle.sequence.unordered for handle in group)
         if _are_ranks(group, [handle.rank for handle in group], broken, has_pairs):
             yield group, True
-    for size, group in by_size.items():
+    for size, group in group_by(others, lambda handle: handle.num_ranks).items():
         places = [(handle.process, handle.device) for handle in group]
         if len(group) == size and _are_ranks(group, places, broken, True):
             yield group, False

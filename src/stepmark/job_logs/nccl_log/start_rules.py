@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from stepmark.findings.finding import Finding, Severity
-from stepmark.findings.log_facts import Communicator, LogFacts, Member, Occurrences
+from stepmark.findings.log_facts import Communicator, LogFacts, Member
 from stepmark.job_logs.nccl_log.lines import UNORDERED
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
@@ -48,7 +48,10 @@ def mixed_versions(facts: LogFacts) -> Iterator[Finding]:
         if len(versions) < 2:
             continue
         counts = comma_list(
-            f"{value} ({_processes(lines)})" for value, lines in versions.items()
+            f"{value} ({plural(lines.processes, 'process')})"
+            if lines.processes
+            else f"{value} ({plural(lines.lines, 'line')})"
+            for value, lines in versions.items()
         )
         text = f"The job uses several versions of {name}: {counts}."
         yield finding_of("mixed-versions", Severity.WARNING, text, versions.values())
@@ -123,9 +126,3 @@ def is_complete(comm: Communicator) -> bool:
     """Return whether every rank is in the log and started, or at least issued calls."""
     ranks = [member.rank for member in comm.members if member.completed]
     return comm.num_ranks == len(comm.members) and set(ranks) == set(range(comm.num_ranks))
-
-
-def _processes(lines: Occurrences) -> str:
-    return (
-        plural(lines.processes, "process") if lines.processes else plural(lines.lines, "line")
-    )
