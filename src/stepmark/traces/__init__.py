@@ -7,5 +7,5 @@
 - trace_kernels_verb.py, trace_kernels_text.py, trace_comparison.py: `kernels` and `compare`.
 - trace_messages_verb.py, trace_messages_text.py: `messages`.
 - trace_path_verb.py, trace_path_text.py: `critical-path`.
-- trace_workload.py, trace_convert.py: a step as a workload; traces for other tools.
+- trace_workload.py: a step as a workload; traces for other tools.
 """

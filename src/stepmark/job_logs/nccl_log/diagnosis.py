@@ -275,6 +275,16 @@ def cut_lines(facts: LogFacts) -> Iterator[Finding]:
         yield finding_of("cut-lines", Severity.NOTE, text, [])
 
 
+def rounded_sizes(facts: LogFacts) -> Iterator[Finding]:
+    """Report calls that were counted at another size than their line has."""
+    if facts.rounded_calls:
+        text = (
+            f"{plural(facts.rounded_calls, 'call')} are counted at the next power of two of "
+            "their elements: the log has too many different sizes to keep."
+        )
+        yield finding_of("rounded-sizes", Severity.WARNING, text, [])
+
+
 def torn_lines(facts: LogFacts) -> Iterator[Finding]:
     """Report lines that were left out, as their process never existed."""
     if facts.torn_lines:
@@ -358,6 +368,7 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     aborted_communicators,
     lines_after_ends,
     cut_lines,
+    rounded_sizes,
     torn_lines,
     start_rules.several_jobs,
 )

@@ -16,12 +16,17 @@ from stepmark.timeline.trace_columns import (
     RankTrace,
     SpanColumns,
 )
-from stepmark.traces.kineto.attribution import PHASES, Attribution, attribute, operation_of
+from stepmark.traces.kineto.attribution import (
+    PHASES,
+    Attribution,
+    attribute,
+    by_shape,
+    operation_of,
+)
 from stepmark.traces.kineto.host_ops import PHASE_MARKS, HostOps, distinct, nearest
 from stepmark.traces.kineto.host_times import COMM_NAME
 from stepmark.traces.kineto.intervals import time_before
 from stepmark.traces.kineto.links import Steps, gpu_comms, launches, name_flags, step_of, steps
-from stepmark.traces.kineto.shapes import by_shape
 from stepmark.traces.kineto.windows import (
     Windows,
     communication_and_compute,
