@@ -217,9 +217,7 @@ def _timed(
 
 
 def _notes(programs: Mapping[int, RankProgram]) -> Iterator[str]:
-    left_out: Counter[str] = Counter()
-    for each in programs.values():
-        left_out += each.left_out
+    left_out = sum((each.left_out for each in programs.values()), Counter[str]())
     yield from (f"left out: {count} {what}" for what, count in left_out.most_common())
 
 

@@ -58,10 +58,8 @@ def _wait_graph(groups: Sequence[GroupDumps], differing: Mapping[GroupDumps, int
         if last is not None and last < number
     )
     builder = _Builder(groups, entered, stale)
-    fronts = {}
-    for rank, dump in dumps.items():
-        if rank not in stale and (calls := list(builder.front(rank, dump))):
-            fronts[rank] = calls
+    waits = {r: list(builder.front(r, dump)) for r, dump in dumps.items() if r not in stale}
+    fronts = {rank: calls for rank, calls in waits.items() if calls}
     find_behind(fronts)
     return WaitGraph(
         fronts=fronts,

@@ -64,14 +64,14 @@ def linked(
 ) -> list[Finding]:
     """Return the findings with failures of the output, each under what explains it."""
     others = _with_settings(facts, _join_warnings(findings))
-    ranked: list[tuple[Role, int, Finding]] = []
-    for place, (role, finding) in enumerate(_failures(facts.failures)):
-        ranked.append((role, place, finding))
+    failures = _failures(facts.failures)
+    ranked = [(role, place, finding) for place, (role, finding) in enumerate(failures)]
     problems = [one for one in stalls if one.severity is _PROBLEM]
     others += [one for one in stalls if one.severity is not _PROBLEM]
-    for finding in problems:
-        is_cause = finding.rule in _CAUSES
-        ranked.append((Role.CAUSE if is_cause else Role.WAIT, -2, finding))
+    ranked += [
+        (Role.CAUSE if finding.rule in _CAUSES else Role.WAIT, -2, finding)
+        for finding in problems
+    ]
     for finding in others:
         if finding.rule in _CAUSES and finding.severity is _PROBLEM:
             ranked.append((Role.CAUSE, -1, finding))

@@ -408,9 +408,7 @@ def far_adapter(facts: LogFacts) -> Iterator[Finding]:
     known = [path for path in facts.nic_paths if path.host in facts.hosts]
     paths = [path for path in known if path.gpu]
     if not paths and is_multi_node(facts):
-        worst: dict[str, NicPath] = {}
-        for path in sorted(known, key=_distance):
-            worst[path.host] = path
+        worst = {path.host: path for path in sorted(known, key=_distance)}
         paths = list(worst.values())
     nearest = min(map(_distance, paths), default=0)
     far = [path for path in paths if path.path in _FAR and _distance(path) > nearest]
