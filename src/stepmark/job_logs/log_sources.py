@@ -319,7 +319,7 @@ def _flight_recorder(
     rows: Rows = [asdict(rank) for rank in progress(dumps)]
     lines += [_progress_text(r) for r in rows[:_MAX_RANKS_SHOWN] if r["first"] is not None]
     more = len(rows) - _MAX_RANKS_SHOWN
-    lines += [f"  ... and {more} more; --json or --csv has all"] * (more > 0)
+    lines += [f"  ... and {more} more; --json or --csv has all"] if more > 0 else []
     lines += [f"  not in the histogram: {n} {reason}" for reason, n in uncounted.items()]
     return Source(
         kind=FLIGHT,

@@ -251,7 +251,7 @@ class LogReport:
         values = Counter(each.value for judged in self.judgements for each in judged)
         words = ", ".join(f"{number} {value}" for value, number in values.items())
         num_tables = sum(map(bool, self.judgements))
-        return f"{num_tables} table{'s' * (num_tables > 1)}: {words}" if words else ""
+        return f"{num_tables} table{'s' if num_tables > 1 else ''}: {words}" if words else ""
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
@@ -265,7 +265,8 @@ class LogReport:
         if self.options.is_diagnosis:
             yield from finding_text(self.stops)
         for place, source in enumerate(self.sources):
-            yield from [""] * (place > 0)
+            if place:
+                yield ""
             yield from source_text(source, self.options)
         if self.sources and self.tables:
             yield ""

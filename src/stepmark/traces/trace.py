@@ -122,7 +122,7 @@ def waiting_times(
     ranks = list(with_arrivals(by_rank, messages).items())
     notes = list(damage_notes(_damage(ranks)))
     if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
-        more = f"; and {len(reasons) - 3} more reasons" * (len(reasons) > 3)
+        more = f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
         text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])
         notes.append(f"how ranks wait for each other is not known of {text}{more}")
     return ranks, messages, notes

@@ -224,7 +224,7 @@ def _in_processes(
 ) -> list[RankResult[R]]:
     """Return results in the order of the paths."""
     workers = min(jobs or _cores(), len(paths))
-    what = f"reading {len(paths)} trace{'s' * (len(paths) > 1)}"
+    what = f"reading {len(paths)} trace{'s' if len(paths) > 1 else ''}"
     if workers <= 1:
         with Waiting(what):
             return list(map(work, paths))
@@ -401,6 +401,7 @@ def damage_notes(damages: Iterable[tuple[int, Damage]]) -> Iterator[str]:
     """Yield what is wrong with ranks, once for all of them where it is of one kind."""
     for cases in group_by(damages, lambda case: case[1].kind).values():
         rank, most = max(cases, key=lambda case: (case[1].count, -case[0]))
-        text = f"{most.count} " * (most.count > 1) + most.text
+        text = f"{most.count} {most.text}" if most.count > 1 else most.text
         affected = ranks_text(rank for rank, _ in cases)
-        yield f"{affected}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)
+        where = f" (rank {rank}, the most)" if len(cases) > 1 else ""
+        yield f"{affected}: {text}{where}"

@@ -231,7 +231,7 @@ class _View:
         counts = sorted(map(len, self.selected.values()))
         low = counts[0]
         high = counts[-1]
-        each = f"{f'{low} to ' * (low < high)}{high} step{'s' * (high != 1)} each"
+        each = f"{f'{low} to ' if low < high else ''}{high} step{'' if high == 1 else 's'} each"
         if not any(result.value.is_marked for result in self.traces.results):
             each = "without marks of steps: the whole trace is one"
         yield (
@@ -258,7 +258,8 @@ class _View:
             rows = [row for row in self.compared if row["source"] == source.kind]
             yield from report.compared_lines(source.kind, len(source.files), rows)
         notes = self.notes()
-        yield from [""] * bool(notes)
+        if notes:
+            yield ""
         yield from (f"note: {note}" for note in notes[:_MAX_NOTES])
         if len(notes) > _MAX_NOTES:
             yield f"note: and {len(notes) - _MAX_NOTES} more; --json has all"

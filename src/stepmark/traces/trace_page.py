@@ -97,7 +97,8 @@ def streams(bars_of: Mapping[int, Bars], note: str, lane: str = "rank") -> Itera
     if not shown:
         return
     first = min(each.start for each in shown.values())
-    names = {rank: f"{lane} {rank}, " * (lane == "rank" or len(bars_of) > 1) for rank in shown}
+    is_named = lane == "rank" or len(bars_of) > 1
+    names = {rank: f"{lane} {rank}, " if is_named else "" for rank in shown}
     lanes = [names[rank] + stream for rank, each in shown.items() for stream in _streams(each)]
     bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
     # The longest are drawn first, so that of too many the shortest are left out.

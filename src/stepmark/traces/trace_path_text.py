@@ -115,7 +115,8 @@ def _bound_words(row: Row) -> str:
     """Return the least time of a step without a category; * where waiting may be part of it."""
     if "step_at_least_ns" not in row:
         return ""
-    return f"{MS.show(row['step_at_least_ns'])}{' *' * bool(row['bound_without_ns'])}"
+    mark = " *" if row["bound_without_ns"] else ""
+    return f"{MS.show(row['step_at_least_ns'])}{mark}"
 
 
 _COLUMNS = (
