@@ -83,12 +83,13 @@ def test_every_rank_is_in_one_communicator_of_a_group(made: tuple[Group, int]) -
         assert all(instances.number(name, rank) == number for rank in ranks)
 
 
-def test_equal_neighbours_are_a_stage_where_stages_are_equally_large() -> None:
+def test_stages_are_equally_large_and_have_equal_programs() -> None:
     one, two = [message("all_reduce")], [op(QKV, Phase.FWD, "x", layer=4)]
     stages, blocks = stages_of([one, one, two, two])
     assert stages == (Stage(step="step 0"), Stage(step="step 1", layers=(4,)))
     assert blocks["step 0"] == tuple(one)
     assert len(stages_of([one, two, two, two])[0]) == 4
+    assert len(stages_of([one, one, two, two, two, two, one, one])[0]) == 4
     assert len(stages_of([one, two, one, two])[0]) == 4
 
 
@@ -191,8 +192,8 @@ def test_two_ranks_that_send_have_one_communicator_and_the_same_everywhere(
     assert len(set(ranks_of.values())) == len(ranks_of)
     for rank in range(columns * (stages - 1)):
         pair = rank, rank + columns
-        assert ranks_of[instances.of_pair(*pair)] == pair
-        assert instances.of_pair(*reversed(pair)) == instances.of_pair(*pair)
+        assert ranks_of[instances.of_pair("pp", *pair)] == pair
+        assert instances.of_pair("pp", *reversed(pair)) == instances.of_pair("pp", *pair)
 
 
 def pipeline_of(stages: int, columns: int) -> Workload:
