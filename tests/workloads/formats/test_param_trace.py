@@ -163,6 +163,17 @@ class TestLaws:
         (one,) = messages(param_trace.read(saved(pairs, tmp_path)), 3)
         assert one.root == 1
 
+    def test_a_rank_alone_comes_back(self, tmp_path: Path) -> None:
+        product = next(one for one in every_kind().expand() if one.module == "one")
+        for ops in ((product,), ()):
+            path = tmp_path / "rank.json"
+            path.write_text("".join(param_trace.write(replace(alone(*ops), world_size=1))))
+            assert sniff(path) == "param"
+            again = param_trace.read(path)
+            assert [one.module for one in again.expand()] == [one.module for one in ops]
+            assert again.world_size == 1
+            assert "".join(param_trace.write(again)) == path.read_text()
+
     def test_a_rank_alone_says_nothing(self) -> None:
         single = {"all": Group(digits=((1, 1),))}
         ops = (message("all_reduce"), message("send", peer=0))

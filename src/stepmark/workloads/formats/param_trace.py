@@ -281,23 +281,23 @@ def _in_one_order(entries: Iterable[Entry], world_size: int) -> Iterator[Entry]:
 
 
 def _awaited_later(entries: Sequence[Entry]) -> set[str]:
-    """Return the requests for which nothing waits directly after their call."""
+    """Return the requests of calls for which nothing waits directly after them."""
     later: set[str] = set()
     awaited: set[str] = set()
     call: set[str] = set()
-    following = ""  # the first request that is waited for before anything else is done
+    waits: list[str] = []  # directly after the call, from the last
     for entry in reversed(entries):
         name = letters_only(entry.comms or "")
         if name == "wait":
-            following = str(entry.req)
-            awaited.add(following)
+            waits.append(str(entry.req))
+            awaited.add(str(entry.req))
         elif name not in SILENT:
             call.add(str(entry.req))
             if not entry.fused:
-                if following not in call:
+                if set(waits[-len(call) :]) != call:
                     later |= call & awaited
                 call.clear()
-                following = ""
+                waits.clear()
     return later
 
 
