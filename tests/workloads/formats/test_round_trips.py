@@ -1,5 +1,6 @@
 """PARAM and Chakra files that are read and written again: the same bytes, groups and names."""
 
+import itertools
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,21 +73,26 @@ def drawn(seed: int) -> Iterator[tuple[str, Workload]]:
     rng = random.Random(seed)
     while True:
         framework = rng.choice(list(LAYOUTS))
-        names, choices = LAYOUTS[framework]
-        model = rng.choice((DENSE, EXPERTS, LATENT))
-        axes = {name: rng.choice((1, 1, 2, 2, 4)) for name in names}
-        values = {name: rng.choice(choices[name]) for name in choices}
-        parallel = ParallelConfig(**axes)
-        gbs = rng.choice((2, 4)) * parallel.data_ranks
-        if not 2 <= parallel.world_size <= 16:
-            continue
-        rule = RULES[framework]
-        try:
-            job = Job(model=model, parallel=parallel, gbs=gbs)
-            workload = rule.workload(job, rule.settings_class()(**values))
-        except ConfigError:
-            continue
-        yield f"{framework} {model.name} {axes} {values} gbs {gbs}", workload
+        yield next(filter(None, (tried(rng, framework) for _ in itertools.count())))
+
+
+def tried(rng: random.Random, framework: str) -> tuple[str, Workload] | None:
+    """Return a layout of a framework; None: its rules refuse it."""
+    names, choices = LAYOUTS[framework]
+    model = rng.choice((DENSE, EXPERTS, LATENT))
+    axes = {name: rng.choice((1, 1, 2, 2, 4)) for name in names}
+    values = {name: rng.choice(choices[name]) for name in choices}
+    parallel = ParallelConfig(**axes)
+    gbs = rng.choice((2, 4)) * parallel.data_ranks
+    if not 2 <= parallel.world_size <= 16:
+        return None
+    rule = RULES[framework]
+    try:
+        job = Job(model=model, parallel=parallel, gbs=gbs)
+        workload = rule.workload(job, rule.settings_class()(**values))
+    except ConfigError:
+        return None
+    return f"{framework} {model.name} {axes} {values} gbs {gbs}", workload
 
 
 def written(name: str, workload: Workload, folder: Path) -> dict[str, bytes]:
