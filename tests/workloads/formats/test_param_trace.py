@@ -225,11 +225,11 @@ class TestRoundTrip:
     def test_messages_of_other_tools_are_in_the_group_that_they_name(
         self, tmp_path: Path
     ) -> None:
-        """A process group of all stages, as torch's pipelines use; or none, then two ranks."""
+        """A process group of all stages, as torch's pipelines use; or none, then all ranks."""
         sized = {"in_msg_size": 8, "out_msg_size": 8, "dtype": "float"}
         init = {"comms": "init", "pg_id": 1, "global_ranks": [0, 2, 4]}
         other = {"comms": "init", "pg_id": 2, "global_ranks": [1, 3, 5]}
-        for named, size in (({"pg_id": 1}, 3), ({}, 2)):
+        for named, size in (({"pg_id": 1}, 3), ({}, 6)):
             folder = tmp_path / str(size)
             folder.mkdir()
             for rank in range(6):
@@ -241,7 +241,7 @@ class TestRoundTrip:
             found = param_trace.read(folder)
             (op,) = messages(found, 0)
             members = found.groups[op.group].members(0)
-            assert len(members) == (size if named else 2)
+            assert len(members) == size
             assert op.peer is not None
             assert members[op.peer] == 2
 

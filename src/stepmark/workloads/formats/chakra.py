@@ -59,14 +59,12 @@ from stepmark.workloads.formats.chakra_schema import (
 )
 from stepmark.workloads.formats.loss import Representable, communication, present, tallied
 from stepmark.workloads.formats.ranks import (
-    WORLD,
     Instances,
     Issued,
     check_rank,
     disagreements,
     first_rank,
     group_of,
-    in_groups_of_messages,
     name_of,
     names_of,
     stages_of,
@@ -129,7 +127,6 @@ def read(path: Path) -> Workload:
     names = names_of(used_groups, ranks_by_group, world, first=1)
     used_groups = used_groups if names else {}
     programs: list[list[Operation]] = []
-    links: dict[tuple[int, ...], None] = {}
     callers = 0
     for rank, file in enumerate(paths):
         nodes = read_file(file)[1] if rank else first_nodes
@@ -137,9 +134,6 @@ def read(path: Path) -> Workload:
         callers += not controlled
         reader = Reader(file.name, world, rank, ranks_by_group, used_groups, names)
         programs.append(reader.operations(ordered))
-        links |= reader.links
-    if not names:
-        programs = in_groups_of_messages(programs, links, used_groups)
     stages, blocks = stages_of(programs)
     workload = Workload(
         name=str(metadata.get("workload") or paths[0].name.rsplit(".", 2)[0]),
@@ -189,8 +183,6 @@ class Reader:
         self._names = names
         self._tags = tuple(used_groups) if names else ()  # group of each comm_tag
         self._group_names: dict[str, str] = {}  # by pg_name
-        # Process groups that sends and receives name.
-        self.links: dict[tuple[int, ...], None] = {}
 
     def operations(self, ordered: Sequence[Node]) -> list[Operation]:
         streams = {node.number: _stream(node) for node in ordered}
@@ -258,8 +250,10 @@ class Reader:
         if other is None or not 0 <= other < self._world:
             allowed = f"a rank from 0 to {self._world - 1}"
             raise ConfigError(f"{where}: comm_dst or comm_src", other, allowed)
-        group = self._group_of_pair(node, other)
+        group = self._group_of_pair(node, other, where)
         members = self._used_groups[group].members(self._rank)
+        if other not in members:
+            raise ConfigError(f"{where}: comm_dst or comm_src", other, f"a rank of {members}")
         ahead = members.index(other) - members.index(self._rank)
         return CommOp(
             collective=SEND if sends else RECV,
@@ -269,18 +263,15 @@ class Reader:
             **common,
         )
 
-    def _group_of_pair(self, node: Node, other: int) -> str:
-        """Return the group that a message's tag gives, or that of all ranks."""
+    def _group_of_pair(self, node: Node, other: int, where: str) -> str:
+        """Return the group of a message: by its tag, or its pg_name if that is no pair."""
         tag = _whole(node.values, "comm_tag")
         if tag is not None and 0 <= tag < len(self._tags):
             group = self._tags[tag]
             if other in self._used_groups[group].members(self._rank):
                 return group
-        self._used_groups[WORLD] = Group(digits=((self._world, 1),))
-        ranks = tuple(self._ranks.get(str(node.values.get("pg_name", "")), ()))
-        if ranks and min(ranks) >= 0 and max(ranks) < self._world:
-            self.links[ranks] = None
-        return WORLD
+        pg_name = str(node.values.get("pg_name", ""))
+        return self._group(pg_name if len(self._ranks.get(pg_name, ())) > 2 else "", where)
 
     def _collective(
         self, node: Node, where: str, num_bytes: int, common: dict[str, Any]

@@ -35,7 +35,6 @@ from stepmark.workloads.formats.ranks import (
     disagreements,
     first_rank,
     group_of,
-    in_groups_of_messages,
     name_of,
     names_of,
     stages_of,
@@ -210,9 +209,6 @@ def read(path: Path, *, starts: bool = False) -> Workload:
         readers = [Reader(entries, path.name, world, None)]
     programs = [reader.operations() for reader in readers]
     groups = {name: group for reader in readers for name, group in reader.groups.items()}
-    if path.is_dir() and not readers[0].is_named:
-        links = [ranks for reader in readers for ranks in reader.links]
-        programs = in_groups_of_messages(programs, links, groups)
     times = [reader.starts() for reader in readers] if starts else None
     stages, blocks = stages_of(programs, times)
     foreign = sum(reader.num_foreign for reader in readers)
@@ -320,8 +316,6 @@ class Reader:
         self._group_names: dict[int | None, str] = {}  # by pg_id
         self.groups: dict[str, Group] = {}
         self.is_named = self._find_names(inits.values())
-        # Process groups that sends and receives name.
-        self.links: dict[tuple[int, ...], None] = {}
         self._awaited_later = _awaited_later(self._entries)
         self._later: dict[str, int] = {}  # those requests, numbered
         self._num_later = 0
@@ -392,7 +386,9 @@ class Reader:
             return None
         self.num_uneven += any(len(set(s or ())) > 1 for s in (entry.in_split, entry.out_split))
         pair = collective in (SEND, RECV)
-        group = self._group(None if pair and not self.is_named else entry.pg_id, where)
+        # Two ranks alone are no group of a mesh.
+        in_world = pair and not self.is_named and len(members or ()) <= 2
+        group = self._group(None if in_world else entry.pg_id, where)
         later = str(entry.req) in self._awaited_later
         after = self._after(later=later)
         if later:
@@ -439,9 +435,6 @@ class Reader:
         pair = (entry.src_rank, entry.dst_rank)
         if not set(pair) <= set(ranks):
             raise ConfigError(f"{where}: src_rank, dst_rank", pair, f"ranks of {ranks}")
-        linked = self._ranks.get(entry.pg_id, ())
-        if linked and max(linked) < self._world:
-            self.links[linked] = None
         ahead = ranks.index(entry.dst_rank) - ranks.index(entry.src_rank)
         sends = READ_NAMES[letters_only(entry.comms or "")][0] == SEND
         return (ahead if sends else -ahead) % len(ranks)
