@@ -20,6 +20,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stepmark.capture.watch import OWN, package
 
@@ -110,8 +111,16 @@ class ReadPolicy:
         lines = range(at.lineno or 0, (at.end_lineno or 0) + 1)
         if any(f"{file}:{line}" in self.places for line in lines):
             return True
-        names = {**frame.f_globals, **frame.f_locals}
-        return any(_has_unknown(names.get(name)) for name in _names_at(at))
+        begin = (at.lineno, at.colno)
+        end = (at.end_lineno, at.end_colno)
+        names = {
+            node.id
+            for node in ast.walk(_tree(at.filename))
+            if isinstance(node, ast.Name) and begin <= (node.lineno, node.col_offset) < end
+        }
+        visible = {**frame.f_globals, **frame.f_locals}
+        numbers = tree_leaves([visible.get(name) for name in names])
+        return any(isinstance(number, UnknownNumber | UnknownFloat) for number in numbers)
 
     def _frame(self) -> Any:
         """Return the innermost frame of the user's file, else the innermost outside torch."""
@@ -138,24 +147,6 @@ def _statement(file: str, line: int) -> ast.While | ast.Assert | None:
             if test.lineno <= line <= (test.end_lineno or test.lineno):
                 return node
     return None
-
-
-def _names_at(at: traceback.FrameSummary) -> Iterator[str]:
-    """Yield the names in the expression that a frame evaluates."""
-    begin = (at.lineno, at.colno)
-    end = (at.end_lineno, at.end_colno)
-    for node in ast.walk(_tree(at.filename)):
-        if isinstance(node, ast.Name) and begin <= (node.lineno, node.col_offset) < end:
-            yield node.id
-
-
-def _has_unknown(value: object) -> bool:
-    """Return whether a value is an unknown number, or a container with one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list | tuple | set):
-        return any(map(_has_unknown, value))
-    return isinstance(value, UnknownNumber | UnknownFloat)
 
 
 class UnknownNumber:

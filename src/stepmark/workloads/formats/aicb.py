@@ -496,7 +496,7 @@ def generated_omissions(workload: Workload, stages: Iterable[int] | None) -> lis
             "uneven parts of all_to_all_v: written as all_to_all of the average",
         ),
         (
-            any(op.peer is not None and op.group != "pp" for op in comms if line.carries(op)),
+            any(line.in_pipeline(op) != op for op in comms),
             "the second group of transfers between two stages: they are in pp_group, too",
         ),
     )

@@ -333,7 +333,8 @@ class Lines:
 
     def __call__(self, op: Operation) -> str:
         if op not in self._lines:
-            self._lines[op] = self._line(op) if self.carries(op) else ""
+            own = self.in_pipeline(op) if isinstance(op, CommOp) else op
+            self._lines[op] = self._line(own) if self._carries(own) else ""
         return self._lines[op]
 
     def _line(self, op: Operation) -> str:
@@ -342,37 +343,32 @@ class Lines:
             stage = "init" if op.module == "setup" else f"init.{_plain(op.module)}"
         if isinstance(op, ComputeOp):
             return text_of(op, stage, "", 0) if self._computation else ""
-        if op.peer is not None:
-            transfer = replace(op, peer=self._stages_ahead(op))
-            return text_of(transfer, stage, PIPELINE, self._groups[self._pipeline].size)
-        return text_of(op, stage, self.label(op), self._groups[op.group].size)
+        return text_of(op, stage, self._names[op.group], self._groups[op.group].size)
 
     def label(self, op: CommOp) -> str:
         """Return AICB's name of a message's group, or ours if it has none."""
-        if op.peer is not None and self.carries(op):
-            return PIPELINE
-        return self._names.get(op.group, op.group)
+        return self._names.get(self.in_pipeline(op).group, op.group)
 
-    def _stages_ahead(self, op: CommOp) -> int | None:
-        """Return how many stages are between a transfer's ranks, whichever group it is in.
+    def in_pipeline(self, op: CommOp) -> CommOp:
+        """Return a transfer between stages as one in the group of the pipeline.
 
         Megatron-LM uses the group of all ranks for one direction of two interleaved stages.
         """
         own = ranks_of(self._groups[op.group])
         stages = ranks_of(self._groups[self._pipeline]) if self._pipeline else ()
-        if len(own) != 1 or len(stages) != 1 or math.prod(own[0]) != math.prod(stages[0]):
-            return None
-        _, stride = stages[0]
-        ahead, inside = divmod((op.peer or 0) * own[0][1], stride)
-        return None if inside else ahead
+        is_alike = len(own) == len(stages) == 1 and math.prod(own[0]) == math.prod(stages[0])
+        if op.peer is None or not is_alike:
+            return op
+        ahead, inside = divmod(op.peer * own[0][1], stages[0][1])
+        return op if inside else replace(op, group=self._pipeline, peer=ahead)
 
-    def carries(self, op: Operation) -> bool:
+    def _carries(self, op: Operation) -> bool:
         """Return whether it has a line: a product, or a message in a group that AICB names."""
         if isinstance(op, ComputeOp):
             return isinstance(op.op, Gemm)
         if op.peer is not None:  # to the next or the previous stage only
-            ahead = self._stages_ahead(op)
-            return bool(ahead and direction(ahead, self._groups[self._pipeline].size))
+            near = direction(op.peer, self._groups[op.group].size) is not None
+            return near and op.group == self._pipeline
         return op.group in self._names and op.collective in _CARRIED
 
 

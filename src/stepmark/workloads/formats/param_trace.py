@@ -13,8 +13,9 @@ Messages of one call are posted one after the other, by source and destination, 
 commsTraceReplay waits for each (is_blocking) and posts those of a batch (use_batch) twice.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -250,8 +251,8 @@ def _is_posted(entry: Entry) -> bool:
     return letters_only(entry.comms or "") in ("isend", "irecv")
 
 
-def _in_one_order(entries: Iterable[Entry], world_size: int) -> Iterator[Entry]:
-    """Yield the entries with the parts of each call in an order that is alike on all ranks.
+def _calls_of(entries: Iterable[Entry], world_size: int) -> list[list[Entry]]:
+    """Return the entries by call, its parts in an order that is alike on all ranks.
 
     Parts that are posted in a row are one call, unless `fused` says otherwise.
     """
@@ -260,40 +261,37 @@ def _in_one_order(entries: Iterable[Entry], world_size: int) -> Iterator[Entry]:
         ahead = (entry.dst_rank or 0) - (entry.src_rank or 0)
         return letters_only(entry.comms or "") != "isend", ahead % world_size
 
-    def ordered(call: list[Entry]) -> Iterator[Entry]:
-        for at, entry in enumerate(sorted(call, key=place)):
-            yield msgspec.structs.replace(entry, fused=at > 0)
-
-    call: list[Entry] = []
+    calls: list[list[Entry]] = []
     for entry in entries:
-        if not _is_posted(entry) or entry.fused is False:
-            yield from ordered(call)
-            call.clear()
-        if _is_posted(entry):
-            call.append(entry)
+        is_part = calls and _is_posted(entry) and _is_posted(calls[-1][-1])
+        if is_part and entry.fused is not False:
+            calls[-1].append(entry)
         else:
-            yield entry
-    yield from ordered(call)
+            calls.append([entry])
+    return [
+        [
+            msgspec.structs.replace(entry, fused=at > 0)
+            for at, entry in enumerate(sorted(call, key=place))
+        ]
+        for call in calls
+    ]
 
 
-def _awaited_later(entries: Sequence[Entry]) -> set[str]:
+def _awaited_later(calls: Sequence[Sequence[Entry]]) -> set[str]:
     """Return the requests of calls for which nothing waits directly after them."""
     later: set[str] = set()
     awaited: set[str] = set()
-    call: set[str] = set()
     waits: list[str] = []  # directly after the call, from the last
-    for entry in reversed(entries):
-        name = letters_only(entry.comms or "")
+    for call in reversed(calls):
+        requests = {str(entry.req) for entry in call}
+        name = letters_only(call[0].comms or "")
         if name == "wait":
-            waits.append(str(entry.req))
-            awaited.add(str(entry.req))
+            waits += requests
+            awaited |= requests
         elif name not in SILENT:
-            call.add(str(entry.req))
-            if not entry.fused:
-                if set(waits[-len(call) :]) != call:
-                    later |= call & awaited
-                call.clear()
-                waits.clear()
+            if set(waits[-len(call) :]) != requests:
+                later |= requests & awaited
+            waits.clear()
     return later
 
 
@@ -303,7 +301,8 @@ class Reader:
     def __init__(
         self, entries: Sequence[Entry], file: str, world_size: int, rank: int | None
     ) -> None:
-        self._entries = list(_in_one_order(entries, world_size))
+        calls = _calls_of(entries, world_size)
+        self._entries = list(chain(*calls))
         self._file = file
         self._world = world_size
         self._rank = rank
@@ -313,30 +312,23 @@ class Reader:
             if entry.comms == "init" and entry.global_ranks
         }
         self._ranks = {key: tuple(init.global_ranks or ()) for key, init in inits.items()}
-        self._group_names: dict[int | None, str] = {}  # by pg_id
-        self.groups: dict[str, Group] = {}
-        self.is_named = self._find_names(inits.values())
-        self._awaited_later = _awaited_later(self._entries)
+        names = {key: " ".join(init.markers or ()) for key, init in inits.items()}
+        groups: dict[str, Group] = {}
+        for key, name in names.items():
+            if name and name not in groups:
+                groups[name] = group_of(self._ranks[key], f"{file}: global_ranks")
+        ranks = {str(key): members for key, members in self._ranks.items()}
+        # Whether it is a file of ours, whose communicators have names.
+        self.is_named = bool(names_of(groups, ranks, world_size, first=0))
+        self._group_names: dict[int | None, str] = names if self.is_named else {}  # by pg_id
+        self.groups: dict[str, Group] = groups if self.is_named else {}
+        self._awaited_later = _awaited_later(calls)
         self._later: dict[str, int] = {}  # those requests, numbered
         self._num_later = 0
         self._due: list[int] = []  # those that were waited for since the last computation
         self._new_due: list[int] = []  # since the last operation
         self._begun_ns: list[float | None] = []  # by operation
         self.num_foreign = self.num_uneven = 0  # collectives that are read otherwise, or not
-
-    def _find_names(self, inits: Collection[Entry]) -> bool:
-        """Add the groups that a file of ours names. Return whether it is one."""
-        names = {init.pg_id: " ".join(init.markers or ()) for init in inits}
-        groups: dict[str, Group] = {}
-        for key, name in names.items():
-            if name and name not in groups:
-                groups[name] = group_of(self._ranks[key], f"{self._file}: global_ranks")
-        ranks = {str(key): self._ranks[key] for key in names}
-        if not names_of(groups, ranks, self._world, first=0):
-            return False
-        self._group_names.update(names)
-        self.groups.update(groups)
-        return True
 
     def operations(self) -> list[Operation]:
         """Return the operations; `groups` has their groups afterwards."""
