@@ -75,7 +75,9 @@ def test_a_readers_ledger_of_the_timeline_is_the_predicted_one(
             predicted[row["group"]] += row["time_ns"] * (row["stage"] == stage)
         for group in (Group.COMPUTE, Group.OVERLAPPED, Group.COMM, Group.COPIES):
             assert read.total(group) == pytest.approx(predicted[group], abs=5)
-        assert max(event["ts"] + event["dur"] for event in own) * 1e-6 <= document["step_s"]
+        assert (
+            max(event["ts"] + event["dur"] for event in own) * 1e-6 <= document["step_s"] + 1e-9
+        )
 
 
 def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +110,7 @@ LIMITS = {
     "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\) if the host",
     "llama-3.1-70b --nproc 256 --seq-len 1024": "bound by computation .* and exposed comm",
     "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
-    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and",
+    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .* and the pipeline bubble ",
     "llama-3.1-8b --nproc 1 --scale tiny": "bound by launch gaps",
 }
 

@@ -137,14 +137,16 @@ def _techniques(
     precision = Precision.AMP if on_gpu or options.fp8 else Precision.FP32
     (values,) = given_values(TrainCase, options)
     precision = values.get("precision", precision)
-    # As llm-train-bench: bf16 for FSDP, fp32 for DDP of fp32 weights.
+    # torchtitan reduces in fp32; torch in the gradients' own type.
     is_low = precision in (Precision.BF16, Precision.MASTER)
-    is_low = is_low or (precision is Precision.AMP and strategy == "fsdp")
     gathers_fp8 = strategy == "fsdp" and fp8 is Fp8.TENSORWISE
     recompute, blocks = options.ac or options.sac_freq or (Recompute.NONE, (1, 1))
     scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
     return {
         "grad_accum": 1 if schedule is Schedule.STEP else 8,
+        # torchtitan's default.
+        "reshard": "no" if strategy == "fsdp" and parallel.pp > 1 else "yes",
+        "small_first_bucket": "bucket_mb" not in values,
         "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
         "workers": 2 if on_gpu else 0,
         "scale": options.scale or "",
