@@ -165,6 +165,37 @@ def test_families_that_differ_by_biases(tmp_path: Path) -> None:
     assert qwen2.num_params - mistral.num_params == 32 * (32 + 2 * 8) * 128
 
 
+@pytest.mark.parametrize(
+    ("family", "per_layer"),
+    [
+        ("llama", 4096 + 2 * 1024 + 4096),  # q, k and v, out
+        ("qwen3", 4096 + 2 * 1024 + 4096),
+        ("qwen3_moe", 4096 + 2 * 512 + 2048),
+        ("deepseek_v3", 1536 + (512 + 64) + 7168),  # down projections, out
+        ("deepseek_v2", (512 + 64) + 2048),  # which projects queries at once, without biases
+        ("mixtral", 0),
+    ],
+)
+def test_attention_bias_is_that_of_transformers(
+    tmp_path: Path, family: str, per_layer: int
+) -> None:
+    plain = read(tmp_path, GOOD[family] | {"attention_bias": False})
+    biased = read(tmp_path, GOOD[family] | {"attention_bias": True})
+    assert biased.num_params - plain.num_params == plain.num_layers * per_layer
+    assert biased.num_active_matmul_params == plain.num_active_matmul_params
+    notes = [note for note in read_notes(tmp_path / "config.json") if "bias" in note]
+    assert bool(notes) is (per_layer == 0)
+    assert all("attention_bias (true): transformers ignores it" in note for note in notes)
+
+
+def test_biases_of_all_layers_are_llamas(tmp_path: Path) -> None:
+    biases = {"attention_bias": True, "mlp_bias": True}
+    model = read(tmp_path, LLAMA | biases)
+    per_layer = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    assert model.num_params - read(tmp_path, LLAMA).num_params == 32 * per_layer
+    assert read(tmp_path, QWEN3_8B | biases).linear_bias is False
+
+
 def test_heads_default_to_mha(tmp_path: Path) -> None:
     without = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
     assert read(tmp_path, without).num_kv_heads == 32
@@ -213,8 +244,8 @@ def test_missing_head_dim_is_that_of_transformers(
         ({"model_type": "bert"}, "model_type bert is invalid: it must be one of llama"),
         ({"model_type": 3}, "model_type 3"),
         ({"hidden_act": "relu"}, "hidden_act relu is invalid: it must be silu"),
-        ({"attention_bias": True},
-         "attention_bias true is invalid: it must be mlp_bias, which is false"),
+        ({"mlp_bias": True},
+         "mlp_bias true is invalid: it must be false, or attention_bias true, too"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings no"),
     ],
 )  # fmt: skip

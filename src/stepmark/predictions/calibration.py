@@ -298,7 +298,7 @@ def _unscaled(model: ModelConfig) -> dict[str, object]:
         "activation": model.activation,
         "norm": model.norm,
         "tied_embeddings": model.tied_embeddings,
-        "biases": (model.qkv_bias, model.linear_bias),
+        "biases": (model.qkv_bias, model.attention_bias, model.linear_bias),
         "qk_norm": model.qk_norm,
         "has_positions": bool(model.max_positions),
         "moe": moe,

@@ -56,6 +56,12 @@ def _json_with(*marks: bytes) -> Callable[[bytes], bool]:
     )
 
 
+def _is_param(head: bytes) -> bool:
+    """Return whether it is a list of comms and compute; one rank may have none of either."""
+    begins = head.lstrip()[:1] == b"["
+    return begins and (b'"comms"' in head or b'"compute"' in head or not head.strip(b"[] \r\n"))
+
+
 def _is_chakra(head: bytes) -> bool:
     """Return whether it begins with a length and a GlobalMetadata of it: fields 1 and 2.
 
@@ -117,7 +123,7 @@ FORMATS: dict[str, Format] = {
         module="param_trace",
         help="PARAM's trace of one rank, for commsTraceReplay",
         suffix=".json",
-        is_one=_json_with(b'"comms"'),
+        is_one=_is_param,
         picks="rank",
         first="0.json",
         takes=("*.json",),

@@ -292,6 +292,13 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     width = model.moe.ffn_hidden_size if model.moe else 0
     refuse_first(
         (
+            model.attention_bias and not model.linear_bias,
+            "attention_bias",
+            True,
+            "false: Megatron-LM has biases of q, k and v alone, or of all linear layers"
+            " (--linear-bias, without experts)",
+        ),
+        (
             model.moe and parallel.tp > 1 and not settings.sequence_parallel,
             "sequence_parallel",
             False,
