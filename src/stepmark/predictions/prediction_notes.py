@@ -25,7 +25,8 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     else:
         yield from _contention_notes(prediction)
     if prediction.spans_hosts:
-        text = f"{workload.world_size} GPUs communicate as {inputs.link_domain} of one host do"
+        text = f"{workload.world_size} GPUs communicate as fast as {inputs.link_domain} of one"
+        text += " host, by NCCL's rings or trees"
         is_least = file is None or not file.has_excess
         least = ", and the step takes at least as long" if is_least else ""
         yield f"links between hosts are not modelled: {text}{least}"
