@@ -74,7 +74,7 @@ def test_what_is_named_fits_with_the_same_tokens(words: str, share: float) -> No
     fitting = remedies.what_fits(case, device_bytes)
     if not fitting:
         return
-    other = planned(with_words(options, f"{words.split()[0]} {fitting}"))
+    other = planned(with_words(options, f"{words.split(maxsplit=1)[0]} {fitting}"))
     assert verdict(other, device_bytes) == "fits", fitting
     assert tokens(other) == tokens(case), fitting
     assert other.model == case.model
@@ -123,7 +123,7 @@ def test_examples(words: str, gib: int, fitting: str) -> None:
 
 
 def test_a_refusal_names_what_fits() -> None:
-    case = planned(parse(TrainOptions, "gpt2-1.5b --nproc 1 --mbs 16".split()))
+    case = planned(parse(TrainOptions, ["gpt2-1.5b", "--nproc", "1", "--mbs", "16"]))
     with pytest.raises(ConfigError, match=r"; the step would fit with --ac full\.$"):
         remedies.check_memory(case, 67 * GIB)
     remedies.check_memory(case, 200 * GIB)

@@ -1,19 +1,36 @@
 """Laws of a layer's operators: they add up to the parameters and divide over ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parsing import parse
 
 from stepmark.ground.dtypes import OPERATOR_DTYPES, DType
 from stepmark.ground.errors import ConfigError
+from stepmark.measuring.machine import machine
 from stepmark.model.model import ModelConfig, find_model, load_models
-from stepmark.model.ops import Attention, Gemm, GroupedGemm, Layout, Norm, Optimizer, Phase
+from stepmark.model.ops import (
+    Attention,
+    Copy,
+    Gemm,
+    GroupedGemm,
+    Layout,
+    Norm,
+    Optimizer,
+    Phase,
+)
 from stepmark.model.parallel import ParallelConfig
-from stepmark.step.layout import Inputs, layout_of
+from stepmark.operators import op_plan
+from stepmark.operators.op_options import options_class
+from stepmark.step.layout import Inputs, layout_of, model_as
+from stepmark.step.workload import ComputeOp, Kernel
+from stepmark.workloads import workload_flags
 from stepmark.workloads.formats.benchmark_models import read_model_configs
 from stepmark.workloads.operators import BY_FAMILY, ModelShape, Placed
+from stepmark.workloads.workload import generate
 
 PRIMUS = read_model_configs(Path(__file__).parents[2] / "examples" / "model_configs.json")
 DENSE = [name for name in load_models() if find_model(name).moe is None]
@@ -28,9 +45,11 @@ def shape(
     as_: str = "megatron",
     **more: Any,
 ) -> ModelShape:
+    """With sequence parallelism, which every framework has."""
     found = find_model(model) if isinstance(model, str) else model
     inputs = Inputs(**({"mbs": 1, "seq_len": 256} | more))
-    return ModelShape(model=found, layout=layout_of(as_, parallel), inputs=inputs)
+    layout = replace(layout_of(as_, parallel), sequence_parallel=True)
+    return ModelShape(model=found, layout=layout, inputs=inputs)
 
 
 def tokens(where: ModelShape) -> int:
@@ -173,6 +192,7 @@ def test_experts_divide_over_their_tensor_parallelism(etp: int, rows: int, width
     inputs = Inputs(mbs=1, seq_len=256)
     for name in ("train", "megatron"):
         layout = layout_of(name, axes, etp=etp or None)
+        layout = replace(layout, sequence_parallel=True)
         placed = list(
             BY_FAMILY["grouped-gemm"](ModelShape(model=model, layout=layout, inputs=inputs))
         )
@@ -422,3 +442,62 @@ def test_fp8_where_it_does_not_fit_is_bf16() -> None:
         fits = op.n % 16 == 0 and op.k % 16 == 0
         assert op.dtype is (DType.FP8_E4M3 if fits else DType.BF16)
         assert fits == (label.phase is not Phase.WGRAD)
+
+
+# As the step of a framework has them
+
+LISTED = [
+    (name, tp)
+    for name in (*DENSE, *MOE)
+    for tp in (1, 2, 8)
+    if not any(
+        width % tp for width in (find_model(name).num_heads, find_model(name).num_kv_heads)
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "tp"), LISTED)
+def test_op_lists_the_operators_of_megatrons_step(name: str, tp: int) -> None:
+    """All that `workload generate --framework megatron` has, by the same options.
+
+    `op` lists the loss in chunks as well, a copy of any size, and AdamW layer by layer.
+    """
+    has_experts = find_model(name).moe is not None
+    for sequence in [None] if tp == 1 else [True] if has_experts else [None, True]:
+        more = ["--sequence-parallel"] if sequence else []
+        flags = ["--model", name, "--tp", str(tp), "--mbs", "2", "--seq-len", "512", *more]
+        words = ["all", *flags, "--as", "megatron", "--dtype", "bf16", "--device", "h100-sxm"]
+        options = parse(options_class("all"), words)
+        cases = op_plan.layer_cases(options, machine("h100-sxm", dry_run=True))
+        listed = {
+            case.op
+            for case in cases
+            if not isinstance(case.op, Copy | Optimizer) and getattr(case.op, "chunks", 1) == 1
+        }
+        words = ["--framework", "megatron", "--world-size", str(tp), *flags]
+        step = generate(parse(workload_flags.options_class("megatron"), words))
+        operators = [op.op for op in step.tally(0) if isinstance(op, ComputeOp)]
+        computed = {op for op in operators if not isinstance(op, Copy | Optimizer | Kernel)}
+        assert listed == computed
+
+
+def test_op_pads_the_vocabulary_as_megatron_does() -> None:
+    """gpt-175b has 50,257 tokens in AICB's file, which eight ranks do not divide."""
+    odd = replace(find_model("gpt-175b"), vocab_size=50257, published_params=None)
+    assert model_as("megatron", odd, 8).vocab_size == 51200
+    assert model_as("megatron", odd, 1).vocab_size == 50304
+    assert model_as("fsdp", odd, 8) is odd
+
+
+def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
+    """As Megatron-LM refuses them, whose default is without."""
+    model = find_model("mixtral-8x7b")
+    axes = ParallelConfig(tp=8)
+    with pytest.raises(
+        ConfigError, match="sequence-parallel no is invalid: it must be yes for"
+    ):
+        layout_of("megatron", axes).check(model)
+    layout_of("megatron", axes, sequence_parallel=True).check(model)
+    layout_of("train", axes).check(model)
+    with pytest.raises(ConfigError, match="only with --as megatron"):
+        layout_of("train", axes, sequence_parallel=True)

@@ -15,8 +15,9 @@ from typing import Any, Literal
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed
 from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig, find_model
+from stepmark.step.layout import VOCAB_MULTIPLE, model_as
 from stepmark.workloads.architecture import Architecture, Batch
-from stepmark.workloads.job import VOCAB_MULTIPLE, with_padded_vocab, with_seq_len
+from stepmark.workloads.job import with_seq_len
 from stepmark.workloads.models import file_notes, read_models, scaled
 from stepmark.workloads.published import PUBLISHED, SEQ_LENS
 from stepmark.workloads.rules import RULES
@@ -344,7 +345,7 @@ def _padded(
             notes.append("--make-vocab-size-divisible-by: no effect, only Megatron-LM pads")
         return model
     multiple = multiple or VOCAB_MULTIPLE
-    padded = with_padded_vocab(model, multiple * tp)
+    padded = model_as(framework, model, tp, multiple)
     if padded is not model:
         notes.append(
             f"vocabulary of {model.vocab_size} padded to {padded.vocab_size}, a multiple of "
