@@ -16,8 +16,10 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     workload = inputs.workload
     file = inputs.file
     yield from file.gaps if file else ()
+    unmodelled = workload.model.unmodelled if workload.model else ()
+    yield from unmodelled
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
-    yield from (f"of the file: {note}" for note in of_file)
+    yield from (f"of the file: {note}" for note in of_file if note not in unmodelled)
     yield from _unknown_notes(prediction.unknown)
     yield from _source_notes(prediction)
     if file and inputs.times_of_file:

@@ -84,6 +84,7 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     """Return the plan of a run: calibration, tables of the machine, and the step."""
     notes: list[str] = []
     case = step_case(requested, machine, notes)
+    notes += case.model.unmodelled
     steps = plan_of_steps([case], machine, requested)
     budget_s = requested.budget or (30.0 if machine.device == "cpu" else 240.0)
     layer = LayerOptions(

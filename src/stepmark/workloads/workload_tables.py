@@ -203,6 +203,7 @@ SIZE_COLUMNS = (
     given("calls", COUNT),
     given("bytes", BYTES),
 )
+NOTE_COLUMNS = (given("note"),)
 
 
 def tables(workload: Workload, stage: int) -> dict[str, Table]:
@@ -213,6 +214,7 @@ def tables(workload: Workload, stage: int) -> dict[str, Table]:
         "sizes": Table(size_rows(workload, stage), SIZE_COLUMNS),
         "computation": Table(compute_rows(workload, stage), COMPUTE_COLUMNS),
         "layers": Table(layer_rows(workload, stage), LAYER_COLUMNS),
+        "notes": Table([{"note": note} for note in workload.all_notes], NOTE_COLUMNS),
     }
 
 

@@ -56,7 +56,7 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
         spread += _sequences(workload.settings)
     lines.append(f"spread   {spread}; groups: {', '.join(groups) or 'none'}")
     lines += _settings(workload.settings, defaults)
-    lines += [f"note     {note}" for note in workload.notes]
+    lines += [f"note     {note}" for note in workload.all_notes]
     return lines
 
 
