@@ -45,11 +45,9 @@ def shape(
     as_: str = "megatron",
     **more: Any,
 ) -> ModelShape:
-    """With sequence parallelism, which every framework has."""
     found = find_model(model) if isinstance(model, str) else model
     inputs = Inputs(**({"mbs": 1, "seq_len": 256} | more))
-    layout = replace(layout_of(as_, parallel), sequence_parallel=True)
-    return ModelShape(model=found, layout=layout, inputs=inputs)
+    return ModelShape(model=found, layout=layout_of(as_, parallel), inputs=inputs)
 
 
 def tokens(where: ModelShape) -> int:
@@ -192,7 +190,6 @@ def test_experts_divide_over_their_tensor_parallelism(etp: int, rows: int, width
     inputs = Inputs(mbs=1, seq_len=256)
     for name in ("train", "megatron"):
         layout = layout_of(name, axes, etp=etp or None)
-        layout = replace(layout, sequence_parallel=True)
         placed = list(
             BY_FAMILY["grouped-gemm"](ModelShape(model=model, layout=layout, inputs=inputs))
         )
@@ -463,8 +460,8 @@ def test_op_lists_the_operators_of_megatrons_step(name: str, tp: int) -> None:
     `op` lists the loss in chunks as well, a copy of any size, and AdamW layer by layer.
     """
     has_experts = find_model(name).moe is not None
-    for sequence in [None] if tp == 1 else [True] if has_experts else [None, True]:
-        more = ["--sequence-parallel"] if sequence else []
+    for sequence in [True] if has_experts or tp == 1 else [True, False]:
+        more = ["--sequence-parallel" if sequence else "--no-sequence-parallel"]
         flags = ["--model", name, "--tp", str(tp), "--mbs", "2", "--seq-len", "512", *more]
         words = ["all", *flags, "--as", "megatron", "--dtype", "bf16", "--device", "h100-sxm"]
         options = parse(options_class("all"), words)
@@ -489,15 +486,11 @@ def test_op_pads_the_vocabulary_as_megatron_does() -> None:
     assert model_as("fsdp", odd, 8) is odd
 
 
-def test_experts_with_tensor_parallelism_need_sequence_parallelism() -> None:
-    """As Megatron-LM refuses them, whose default is without."""
+def test_what_megatron_refuses_and_others_do_not_have() -> None:
     model = find_model("mixtral-8x7b")
-    axes = ParallelConfig(tp=8)
-    with pytest.raises(
-        ConfigError, match="sequence-parallel no is invalid: it must be yes for"
-    ):
-        layout_of("megatron", axes).check(model)
-    layout_of("megatron", axes, sequence_parallel=True).check(model)
-    layout_of("train", axes).check(model)
+    without = layout_of("megatron", ParallelConfig(tp=8), sequence_parallel=False)
+    with pytest.raises(ConfigError, match="sequence-parallel no is invalid: it must be yes"):
+        without.check(model)
+    without.check(find_model("llama-3.1-70b"))
     with pytest.raises(ConfigError, match="only with --as megatron"):
-        layout_of("train", axes, sequence_parallel=True)
+        layout_of("train", ALONE, sequence_parallel=False)

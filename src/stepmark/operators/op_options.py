@@ -45,9 +45,10 @@ class ModelShapes:
         "sequence length instead of the model's"
     )
     tp: int = flag("tensor-parallel degree", default=1)
-    sequence_parallel: bool | None = flag(
-        "norms on 1/tp of each sequence [no with --as megatron, else yes]",
+    sequence_parallel: bool = flag(
+        "norms on 1/tp of each sequence; --no: Megatron-LM's default [yes]",
         "--sequence-parallel/--no-sequence-parallel",
+        default=True,
         rare=True,
     )
     ep: int = flag("expert-parallel degree", default=1, rare=True)

@@ -85,25 +85,24 @@ def layout_of(
     axes: ParallelConfig,
     *,
     etp: int | None = None,
-    sequence_parallel: bool | None = None,
+    sequence_parallel: bool = True,
 ) -> ShardLayout:
-    """Return how `op --as` shards a model, as `workload generate` does by default.
+    """Return how `op --as` shards a model, as `workload generate` does with the same options.
 
-    sequence_parallel: Megatron-LM's option; None is its default, no. Raises ConfigError.
+    sequence_parallel: the others have it always. Raises ConfigError.
     """
     frameworks = ("train", "megatron", "fsdp")
     if framework not in frameworks:
         raise not_one_of("as", framework, frameworks)
     if etp is not None and etp < 1:
         raise ConfigError("etp", etp, "1 or more")
-    is_megatron = framework == "megatron"
-    if sequence_parallel is not None and not is_megatron:
-        raise ConfigError("sequence-parallel", sequence_parallel, "only with --as megatron")
+    if not sequence_parallel and framework != "megatron":
+        raise ConfigError("no-sequence-parallel", "given", "only with --as megatron")
     return ShardLayout(
         axes=axes,
         etp=etp or 0,
         fused=FUSED[framework],
-        sequence_parallel=bool(sequence_parallel) or not is_megatron,
+        sequence_parallel=sequence_parallel,
         whole_loss=framework == "train",
     )
 
