@@ -27,7 +27,7 @@ def layouts(model: ModelConfig) -> Iterator[ShardLayout]:
         # ep and etp divide the ranks of tp, cp and dp_shard.
         axes = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=max(ep, 2))
         layout = ShardLayout(axes=axes, etp=etp, sequence_parallel=sequence)
-        if ((ep > 1 or etp) and model.moe is None) or etp == tp:
+        if ((ep > 1 or etp) and model.moe is None) or etp == tp or pp > model.num_layers:
             continue
         try:
             layout.check(model)

@@ -7,7 +7,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Cast, Copy, Gemm, Layout, Op, Phase, Scaling
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, StageSplit
 from stepmark.step.module import Module, between
 from stepmark.step.workload import Kernel
 
@@ -25,8 +25,8 @@ VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 class ShardLayout:
     """How a model is sharded. etp: tensor parallelism of experts, 0: as tp.
 
-    fused: products of the framework, as in FUSED. stage: of pp; the first stages have the
-    remaining layers. whole_loss: logits are gathered before the loss, as `train` does.
+    fused: products of the framework, as in FUSED. stage: of pp, with this many chunks of
+    layers. whole_loss: logits are gathered before the loss (TpPlan.WHOLE).
     """
 
     axes: ParallelConfig = ParallelConfig()
@@ -34,6 +34,8 @@ class ShardLayout:
     sequence_parallel: bool = True
     fused: frozenset[str] = FUSED["train"]
     stage: int = 0
+    chunks: int = 1
+    split: StageSplit = StageSplit.EVEN
     whole_loss: bool = False
 
     @property
@@ -103,7 +105,6 @@ def layout_of(
         etp=etp or 0,
         fused=FUSED[framework],
         sequence_parallel=sequence_parallel,
-        whole_loss=framework == "train",
     )
 
 

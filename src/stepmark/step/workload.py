@@ -43,6 +43,10 @@ class Kernel:
     flops: int | None = None
     bytes_moved: int | None = None
 
+    @property
+    def executed_flops(self) -> int | None:
+        return self.flops
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:

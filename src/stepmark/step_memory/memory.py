@@ -57,9 +57,14 @@ class TrainMemory:
 
 @lru_cache(maxsize=64)  # options that fit are looked for among few cases
 def estimate(case: TrainCase) -> TrainMemory:
-    """Return the memory of the fullest rank: one of the first or the last pipeline stage."""
+    """Return the memory of the fullest rank.
+
+    It is that of the first pipeline stage, of the last, or of the first with the most layers.
+    """
     estimates = []
-    for stage in sorted({0, case.parallel.pp - 1}):
+    pp = case.parallel.pp
+    sizes = [sum(map(len, case.stage_layers[stage::pp])) for stage in range(pp)]
+    for stage in sorted({0, sizes.index(max(sizes)), pp - 1}):
         step = StepMemory(case, stage, stage_of_case(case, stage))
         step.steps(1)
         heap = step.heap

@@ -92,9 +92,11 @@ def _sharded(case: TrainCase, num_ranks: int) -> Changes:
     # Options that another strategy implied, or that have another default with this one.
     degrees = {axis: getattr(axes, axis) for axis in ("tp", "pp", "cp")}
     changes |= {axis: degree for axis, degree in degrees.items() if degree > 1}
-    if case.precision is Precision.MASTER:
-        changes["precision"] = Precision.AMP
-    if axes.gradient_ranks > 1:
+    precision = case.precision
+    if precision is Precision.MASTER:
+        precision = changes["precision"] = Precision.AMP
+    defaults = train_plan.strategy_defaults("fsdp", precision, axes)
+    if case.reduce_dtype != defaults["reduce_dtype"]:
         changes["reduce_dtype"] = case.reduce_dtype
     if case.fp8 is not Fp8.NONE:
         changes["fp8_all_gather"] = case.fp8_all_gather
@@ -181,9 +183,10 @@ def _changed(case: TrainCase, changes: Changes) -> TrainCase | None:
             recompute_blocks=blocks,
             fp8_all_gather=bool(options.fp8_all_gather),
         )
-        if case.parallel.gradient_ranks == 1:  # its type of reduction was none of its options
-            reduced = train_plan.reduce_dtype(other.precision, strategy, axes)
-            other = replace(other, reduce_dtype=reduced)
+        if other.data_parallel is not case.data_parallel:
+            defaults = train_plan.strategy_defaults(strategy, other.precision, axes)
+            defaults = {n: value for n, value in defaults.items() if n not in changes}
+            other = replace(other, **defaults)
         train_refusals.check(other, options_of(other))
     except ConfigError:
         return None

@@ -137,7 +137,8 @@ def _techniques(
     scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
     return {
         "grad_accum": 1 if schedule is Schedule.STEP else 8,
-        "reduce_dtype": reduce_dtype(precision, strategy, parallel),
+        **strategy_defaults(strategy, precision, parallel),
+        "small_first_bucket": "bucket_mb" not in values,
         "workers": 2 if on_gpu else 0,
         "scale": options.scale or "",
         "num_layers": options.num_layers,
@@ -159,11 +160,18 @@ def data_parallel(strategy: str) -> DataParallel:
     return DataParallel(strategy) if strategy in _DATA_PARALLEL else DataParallel.NONE
 
 
-def reduce_dtype(precision: Precision, strategy: str, parallel: ParallelConfig) -> DType:
-    """Return the default, as llm-train-bench's: bf16 for FSDP, fp32 for DDP of fp32 weights."""
+def strategy_defaults(
+    strategy: str, precision: Precision, parallel: ParallelConfig
+) -> dict[str, Any]:
+    """Return the fields whose default depends on the strategy.
+
+    torchtitan reduces in fp32, torch in the gradients' own type.
+    """
     is_low = precision in (Precision.BF16, Precision.MASTER)
-    is_low = is_low or (precision is Precision.AMP and strategy == "fsdp")
-    return DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32
+    return {
+        "reshard": "no" if strategy == "fsdp" and parallel.pp > 1 else "yes",
+        "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
+    }
 
 
 def placement_notes(cases: Sequence[TrainCase], ranks_per_host: int) -> list[str]:
