@@ -23,7 +23,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, Recompute
 from stepmark.collectives import comm_plan, comm_workload
 from stepmark.collectives.comm_options import CommOptions
-from stepmark.collectives.comm_summary import comm_lines
+from stepmark.collectives.comm_remarks import comm_lines
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, NothingToMeasureError
 from stepmark.ground.options import build, plain

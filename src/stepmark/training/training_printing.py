@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.cases.message import summed
 from stepmark.cases.training import Training
-from stepmark.findings.histogram import calls_and_bytes, summed
+from stepmark.findings.histogram import calls_and_bytes
 from stepmark.findings.histogram import lines as histogram_lines
 from stepmark.findings.histogram import rows as histogram_rows
 from stepmark.ground.units import format_bytes, format_time

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 from stepmark.model.collectives import Collective
-from stepmark.step.source_file import read_bytes
 from stepmark.workloads.formats import varint
 
 VERSION = "0.0.4"
@@ -215,7 +215,7 @@ def read_nodes(path: Path) -> list[Node]:
     """Return the nodes of a file. Raise ConfigError."""
     schema = classes()
     nodes = []
-    for index, data in enumerate(frames(read_bytes(path, WHAT), path.name)):
+    for index, data in enumerate(frames(read_whole(path, WHAT), path.name)):
         where = f"{path.name}: message {index}"
         try:
             message = (schema.node if index else schema.metadata).FromString(data)
