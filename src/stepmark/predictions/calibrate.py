@@ -45,7 +45,7 @@ from stepmark.traces.trace_files import map_traces, recorded_traces
 from stepmark.traces.trace_options import KernelsOptions
 from stepmark.training import train_plan
 from stepmark.training.train_options import CalibrateOptions, TrainOptions, options_of
-from stepmark.workloads.models import factor, file_notes, read_models
+from stepmark.workloads.models import factor, read_models
 from stepmark.workloads.rules.pytorch.case import of_case
 
 # Roles of the training cases and of the operators.
@@ -115,7 +115,7 @@ def plan(options: CalibrateOptions, machine: Machine) -> Plan:
             ),
         ),
         entries=parts,
-        notes=(*notes, *file_notes(",".join(options.model_names))),
+        notes=(*notes, *case.model.unmodelled),
     )
 
 
