@@ -345,7 +345,8 @@ def test_tensor_parallelism_divides_state_and_heads() -> None:
     one, four = (estimate(case(parallel=ParallelConfig(tp=tp), model=LLAMA)) for tp in (1, 4))
     assert four.weights_bytes == pytest.approx(one.weights_bytes / 4, rel=1e-3)  # norms are not
     assert one.activations_bytes / 4 < four.activations_bytes < one.activations_bytes / 2
-    assert four.head_bytes == one.head_bytes / 4
+    # fp32 and bf16 logits once less than four times: the divided loss keeps them in bf16.
+    assert one.head_bytes / 5 < four.head_bytes < one.head_bytes / 4
     whole = case(parallel=ParallelConfig(tp=4), model=LLAMA, tp_plan=TpPlan.WHOLE)
     assert estimate(whole).head_bytes == one.head_bytes
 
