@@ -25,6 +25,8 @@ _GRAIN = 16
 _TOO_LARGE = 2**31
 # Fields that say where a model is from, not what it computes.
 NO_IDENTITY = ("source", "aliases", "published_params", "published_active_params")
+# Fields that were added later, with what models had before: identities of published runs stay.
+FORMERLY = {"attention_bias": False}
 
 
 def _check_int(field: str, value: object, low: int = 1, high: int = _TOO_LARGE - 1) -> None:
