@@ -209,12 +209,15 @@ def test_what_a_file_leaves_out_can_be_said(run: Program) -> None:
 def test_tables_as_json_and_csv(run: Program) -> None:
     done = run(f"generate {FRAMEWORKS['megatron']} --json -")
     tables = json.loads(done.out)
-    assert set(tables) == {"stages", "communication", "sizes", "computation", "layers"}
+    of_stage = {"communication", "sizes", "computation", "layers"}
+    assert set(tables) == {"stages", "totals", "notes", *of_stage}
     assert [row["stage"] for row in tables["stages"]] == [0, 1]
     Path("w.json").write_bytes(run.made(FRAMEWORKS["megatron"]).out)
     assert json.loads(run("show w.json --json -").out) == tables
     assert run("show w.json --csv folder/").code == 0
-    assert {path.name for path in Path("folder").iterdir()} == {f"{one}.csv" for one in tables}
+    assert {path.name for path in Path("folder").iterdir()} == {
+        f"{name}.csv" for name, rows in tables.items() if rows
+    }
     last = json.loads(run("show w.json --json - --stage 1").out)
     assert last["communication"] != tables["communication"]
     refused(run("show w.json --csv one.csv"), "csv", "one.csv", "a folder")

@@ -8,7 +8,7 @@ import pytest
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig, find_model
 from stepmark.step import native
-from stepmark.workloads.formats.huggingface import read_config, read_notes
+from stepmark.workloads.formats.huggingface import read_config
 from stepmark.workloads.workload import generate
 from stepmark.workloads.workload_flags import options_class
 
@@ -143,6 +143,7 @@ def test_file_and_built_in_model_agree(tmp_path: Path, name: str) -> None:
         "seq_len",
         "published_params",
         "published_active_params",
+        "unmodelled",
     }
     for field in set(ModelConfig.__slots__) - about_the_file:
         assert getattr(model, field) == getattr(built_in, field), field
@@ -329,8 +330,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def notes(tmp_path: Path, content: dict[str, object]) -> list[str]:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(content))
-    read_config(path)
-    found = read_notes(path)
+    found = read_config(path).unmodelled
     assert all(note.startswith(f"{path}: ") for note in found)
     return [note.removeprefix(f"{path}: ") for note in found]
 

@@ -7,7 +7,7 @@ Facts of named models lie in `data/models/*.toml`, one file each, with their sou
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,10 @@ MODELS_DIR = Path(__file__).parents[1] / "data" / "models"
 _GRAIN = 16
 _TOO_LARGE = 2**31
 # Fields that say where a model is from, not what it computes.
-NO_IDENTITY = ("source", "aliases", "published_params", "published_active_params")
+NO_IDENTITY = (
+    *("source", "aliases", "published_params", "published_active_params"),
+    "unmodelled",
+)
 # Fields that were added later, with what models had before: identities of published runs stay.
 FORMERLY = {"attention_bias": False}
 
@@ -78,10 +81,10 @@ class MlaConfig:
     v_head_dim: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "q_lora_rank" or value is not None:
-                _check_int(f"mla.{field.name}", value)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "q_lora_rank" or value is not None:
+                _check_int(f"mla.{each.name}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,7 @@ class ModelConfig:
     published_params: int | None = None  # exact where a checkpoint tells, else as announced
     published_active_params: int | None = None
     aliases: tuple[str, ...] = ()
+    unmodelled: tuple[str, ...] = field(default=(), compare=False)  # notes for the reader
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -513,6 +517,9 @@ def _load(path: Path) -> ModelConfig:
         moe=MoeConfig(**moe) if moe else None,
         mla=MlaConfig(**mla) if mla else None,
         aliases=tuple(table.pop("aliases", ())),
+        unmodelled=tuple(
+            f"{path.stem}: not modelled: {text}" for text in table.pop("unmodelled", ())
+        ),
         **table,
     )
 

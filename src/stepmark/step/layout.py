@@ -1,7 +1,7 @@
-"""Inputs of a tree of modules: how a model is sharded, one micro-batch of it, and names."""
+"""Inputs of a tree of modules: what a framework makes of a model, and one micro-batch of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
@@ -18,6 +18,7 @@ FUSED = {
     "megatron": frozenset({"qkv", "gate_up", "experts"}),
     "huggingface": frozenset({"experts"}),
 }
+VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +53,9 @@ class ShardLayout:
         if (moe := model.moe) is None:
             return
         tp = self.axes.tp
+        if tp > 1 and not self.sequence_parallel:
+            rule = "yes for a model with experts and tp > 1"
+            raise ConfigError("sequence-parallel", "no", rule)
         etp = self.expert_tp
         if moe.ffn_hidden_size % etp:
             raise ConfigError(
@@ -61,14 +65,47 @@ class ShardLayout:
             raise ConfigError("etp", etp, f"a multiple or divisor of tp ({tp})")
 
 
-def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -> ShardLayout:
-    """Return how `op --as` shards a model. Raises ConfigError for an unknown framework."""
+def model_as(
+    framework: str, model: ModelConfig, tp: int, multiple: int = VOCAB_MULTIPLE
+) -> ModelConfig:
+    """Return the model as a framework of FUSED trains it.
+
+    Megatron-LM pads the vocabulary to a multiple of `multiple` x tp
+    (vocab_size_with_padding, megatron/training/tokenizer).
+    """
+    extra = -model.vocab_size % (multiple * tp)
+    if framework != "megatron" or not extra:
+        return model
+    vocab_size = model.vocab_size + extra
+    return replace(
+        model, vocab_size=vocab_size, published_params=None, published_active_params=None
+    )
+
+
+def layout_of(
+    framework: str,
+    axes: ParallelConfig,
+    *,
+    etp: int | None = None,
+    sequence_parallel: bool = True,
+) -> ShardLayout:
+    """Return how `op --as` shards a model, as `workload generate` does with the same options.
+
+    sequence_parallel: the others have it always. Raises ConfigError.
+    """
     frameworks = ("train", "megatron", "fsdp")
     if framework not in frameworks:
         raise not_one_of("as", framework, frameworks)
     if etp is not None and etp < 1:
         raise ConfigError("etp", etp, "1 or more")
-    return ShardLayout(axes=axes, etp=etp or 0, fused=FUSED[framework])
+    if not sequence_parallel and framework != "megatron":
+        raise ConfigError("no-sequence-parallel", "given", "only with --as megatron")
+    return ShardLayout(
+        axes=axes,
+        etp=etp or 0,
+        fused=FUSED[framework],
+        sequence_parallel=sequence_parallel,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

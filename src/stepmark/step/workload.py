@@ -254,6 +254,12 @@ class Workload:
     notes: tuple[str, ...] = ()  # remarks, e.g. a split that was chosen
     origin: Mapping[str, object] = field(default_factory=dict)
 
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Return the notes, and what the step lacks of the published model; each once."""
+        unmodelled = self.model.unmodelled if self.model else ()
+        return tuple(dict.fromkeys((*self.notes, *unmodelled)))
+
     def check(self) -> None:
         """Raise ConfigError if parts contradict each other (workload_check)."""
         from stepmark.step.workload_check import check  # noqa: PLC0415 - it has these types

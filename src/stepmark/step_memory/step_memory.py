@@ -240,6 +240,12 @@ class StepMemory:
             if self._formats.is_compiled:
                 return [block]
             fp32, log_softmax = (self.heap.allocate(FP32 * logits, "head") for _ in range(2))
+            if self._vocab < case.model.vocab_size:  # the softmax is computed again
+                self.heap.free(fp32, log_softmax)
+                return [block]
+            if case.parallel.pp > 1:  # its stage keeps its outputs for the backward pass
+                self.heap.free(fp32)
+                return [block, log_softmax]
             self.heap.free(fp32, block)
             return [log_softmax]
         (head,) = unit.weights[1]

@@ -237,27 +237,25 @@ class _DividedLogProbability(Function):
     def forward(
         ctx: Any, logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup
     ) -> Tensor:
-        logits = logits_NV.float()
-        width = logits.shape[1]
-        largest_N = _reduced(logits.amax(1), "max", group)
-        shifted = logits - largest_N[:, None]
-        sums_N = _reduced(shifted.exp().sum(1), "sum", group)
+        width = logits_NV.shape[1]
+        largest_N = _reduced(logits_NV.amax(1).float(), "max", group)
+        sums_N = (logits_NV.float() - largest_N[:, None]).exp_().sum(1)
+        log_sum_N = largest_N + _reduced(sums_N, "sum", group).log()
         own_N = labels_N - width * dist.get_rank(group)
         is_own_N = (own_N >= 0) & (own_N < width)
         own_N = own_N.clamp(0, width - 1)
-        at_label_N = shifted.gather(1, own_N[:, None]).squeeze(1) * is_own_N
-        at_label_N = _reduced(at_label_N, "sum", group)
-        log_softmax = shifted.sub_(sums_N.log()[:, None])
-        ctx.save_for_backward(log_softmax, own_N, is_own_N)
-        ctx.dtype = logits_NV.dtype
-        return at_label_N - sums_N.log()
+        at_label_N = logits_NV.gather(1, own_N[:, None]).squeeze(1).float() * is_own_N
+        # The logits in their own type, from which the softmax is computed again, are the least
+        # to keep.
+        ctx.save_for_backward(logits_NV, log_sum_N, own_N, is_own_N)
+        return _reduced(at_label_N, "sum", group) - log_sum_N
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        log_softmax, own_N, is_own_N = ctx.saved_tensors
-        grad_NV = log_softmax.exp().mul_(-grad_N[:, None])
+        logits_NV, log_sum_N, own_N, is_own_N = ctx.saved_tensors
+        grad_NV = (logits_NV.float() - log_sum_N[:, None]).exp_().mul_(-grad_N[:, None])
         grad_NV.scatter_add_(1, own_N[:, None], (grad_N * is_own_N)[:, None])
-        return grad_NV.to(ctx.dtype), None, None
+        return grad_NV.to(logits_NV.dtype), None, None
 
 
 def divided_mean_loss(

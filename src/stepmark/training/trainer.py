@@ -169,7 +169,8 @@ class Pipelined:
         inputs = (tokens,) if self._is_first else ()
         more: dict[str, Any] = {"target": labels, "losses": losses} if self._is_last else {}
         with self._autocast():
-            self._schedule.step(*inputs, **more)
+            # As torchtitan: the logits of all micro-batches would be kept and joined.
+            self._schedule.step(*inputs, **more, return_outputs=False)
         self._update.collect()
         if not self._is_last:
             return None

@@ -40,7 +40,7 @@ def run_generate(options: GenerateOptions) -> None:
         sys.stderr.write(f"# AICB's parameters without effect here: {', '.join(names)}\n")
     with Waiting(f"generating the workload of {options.model or 'a model'}"):
         workload = generate(options)
-    notes = workload.notes
+    notes = workload.all_notes
     workload = with_times(workload, options)
     stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
     if not (options.out or options.to):

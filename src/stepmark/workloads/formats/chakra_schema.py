@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 from stepmark.model.collectives import Collective
-from stepmark.step.source_file import read_bytes
 from stepmark.workloads.formats import varint
 
 VERSION = "0.0.4"
@@ -216,7 +216,7 @@ def read_file(path: Path) -> tuple[Mapping[str, Value], list[Node]]:
     schema = classes()
     metadata: Mapping[str, Value] = {}
     nodes = []
-    for index, data in enumerate(frames(read_bytes(path, WHAT), path.name)):
+    for index, data in enumerate(frames(read_whole(path, WHAT), path.name)):
         where = f"{path.name}: message {index}"
         try:
             message = (schema.node if index else schema.metadata).FromString(data)

@@ -1,6 +1,6 @@
 """Hugging Face `config.json` of decoder-only families, as ModelConfig.
 
-Only what changes shapes is read. `read_notes` names the other keys that change a step. Keys are
+Only what changes shapes is read. `unmodelled` names the other keys that change a step. Keys are
 those of `transformers` and of published configs. A key with a value that switches it off (null,
 false, 0, empty) has no effect, whatever it is.
 """
@@ -292,7 +292,13 @@ def read_config(path: Path) -> ModelConfig:
         raise not_one_of(f"{where}model_type", one_line(family), _FAMILIES)
     assert isinstance(raw, dict)
     name = path.parent.name if path.name == "config.json" else path.stem
-    facts = {"name": name or family, "source": str(path)}
+    modelled = msgspec.structs.fields(_FIELDS.get(family, _Llama))
+    notes = unmodelled(raw, {key.name for key in modelled})
+    facts = {
+        "name": name or family,
+        "source": str(path),
+        "unmodelled": tuple(f"{path}: {note}" for note in notes),
+    }
     try:
         return _FAMILIES[family](raw, where, facts)
     except ConfigError as error:
@@ -301,14 +307,6 @@ def read_config(path: Path) -> ModelConfig:
         experts = next((key for key in _EXPERTS if key in raw), "num_experts")
         names = _LLAMA_NAMES | {"num_experts": experts}
         raise in_words_of_file(error, raw, where, names) from None
-
-
-def read_notes(path: Path) -> list[str]:
-    """Return notes on what read_config ignores of a file that it accepts."""
-    raw = read_json(path)
-    assert isinstance(raw, dict)
-    modelled = msgspec.structs.fields(_FIELDS.get(raw["model_type"], _Llama))
-    return [f"{path}: {note}" for note in unmodelled(raw, {key.name for key in modelled})]
 
 
 def in_words_of_file(
