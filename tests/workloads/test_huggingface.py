@@ -184,7 +184,7 @@ def test_attention_bias_is_that_of_transformers(
     biased = read(tmp_path, GOOD[family] | {"attention_bias": True})
     assert biased.num_params - plain.num_params == plain.num_layers * per_layer
     assert biased.num_active_matmul_params == plain.num_active_matmul_params
-    notes = [note for note in read_notes(tmp_path / "config.json") if "bias" in note]
+    notes = [note for note in biased.unmodelled if "bias" in note]
     assert bool(notes) is (per_layer == 0)
     assert all("attention_bias (true): transformers ignores it" in note for note in notes)
 
