@@ -28,6 +28,8 @@ NO_IDENTITY = (
     *("source", "aliases", "published_params", "published_active_params"),
     "unmodelled",
 )
+# Fields that were added later, with what models had before: identities of published runs stay.
+FORMERLY = {"attention_bias": False}
 
 
 def _check_int(field: str, value: object, low: int = 1, high: int = _TOO_LARGE - 1) -> None:
