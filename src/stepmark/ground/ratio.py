@@ -50,6 +50,8 @@ class Ratio:
         if self.se_log is None:
             return None
         excess = -math.log(self.speed) - math.log1p(limit)
+        if self.se_log == 0:
+            return 0.0 if excess > 0 else 1.0
         return 1 - t_cdf(excess / self.se_log, self.df)
 
     def is_within(self, limit: float) -> bool:
