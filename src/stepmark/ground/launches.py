@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 
+from stepmark.ground.variance import Variance
+
 
 class Order(StrEnum):
     """How the launches of two sides lie in time. PAIRED: in rounds, with one of each side."""
@@ -40,7 +42,8 @@ class Row:
 
     by_round: a launch is a round, and its name the same on both sides. by_step: a launch is a
     step of the same processes. noise: relative standard deviation of a launch, as stated; it
-    counts where a side has a single one.
+    counts where a side has a single one. repeats: variance of a launch on other machines; it
+    counts where both sides have a single one, and neither has a past.
     """
 
     kind: Hashable
@@ -49,6 +52,7 @@ class Row:
     by_round: bool = False
     by_step: bool = False
     noise: float | None = None
+    repeats: Variance | None = None
 
     @property
     def is_same(self) -> bool:
@@ -60,6 +64,13 @@ class Row:
         """Return the stated noise where it counts."""
         is_single = min(len(self.base.logs), len(self.other.logs)) == 1
         return self.noise if is_single else None
+
+    @property
+    def of_repeats(self) -> Variance | None:
+        """Return the variance of other machines where it counts."""
+        counts = {len(self.base.logs), len(self.other.logs)}
+        is_bare = counts == {1} and not self.base.past and not self.other.past
+        return self.repeats if is_bare and self.noise is None else None
 
     @property
     def order(self) -> Order:

@@ -16,7 +16,9 @@ EFFECT_FLOOR = 0.01  # a smaller change is not reported, however certain
 _NORMAL = 1000  # degrees of freedom from which t is the normal distribution to four digits
 
 
-BUSY = "busy host"  # a reason: other work ran while a side was measured
+# Reasons: other work ran while a side was measured; noise of a launch of other machines.
+BUSY = "busy host"
+OF_REPEATS = "of repeats"
 
 
 class Verdict(StrEnum):

@@ -15,6 +15,7 @@ from stepmark.ground.launches import Order, Row, past_runs, squares_within
 from stepmark.ground.ratio import (
     CONFIDENCE,
     EFFECT_FLOOR,
+    OF_REPEATS,
     Ratio,
     Verdict,
     interval,
@@ -112,9 +113,12 @@ def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
 def _differences(rows: Sequence[Row]) -> list[_Difference]:
     """Return the differences of rows whose error is known, kind by kind."""
     by_kind: dict[tuple[Hashable, bool], list[Row]] = {}
-    for row in (row for row in rows if row.stated is None):
+    for row in rows:
+        if row.stated is not None or row.of_repeats is not None:
+            continue
         by_kind.setdefault((row.kind, row.order is Order.PAIRED), []).append(row)
     differences = [_by_stated_noise(row, row.stated) for row in rows if row.stated is not None]
+    differences += [_by_repeats(row, row.of_repeats) for row in rows if row.of_repeats]
     for (_, is_paired), group in by_kind.items():
         differences += _paired(group) if is_paired else _unpaired(group)
     return differences
@@ -127,6 +131,21 @@ def _by_stated_noise(row: Row, noise: float) -> _Difference:
         log_speed=row.base.mean - row.other.mean,
         launch=launch,
         error=launch.scaled(1 / len(row.base.logs) + 1 / len(row.other.logs)),
+    )
+
+
+def _by_repeats(row: Row, launch: Variance) -> _Difference:
+    """Return the difference by the noise of other machines.
+
+    Their repeats were measured one right after the other; two tables may be days apart.
+    """
+    rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
+    return _Difference(
+        row=row,
+        log_speed=row.base.mean - row.other.mean,
+        launch=launch,
+        error=total([launch.scaled(2).plus(rounding), _DRIFT]),
+        drift=_DRIFT.value,
     )
 
 
@@ -482,6 +501,8 @@ def _judge_row(
         reason = "within drift" if difference.drift else "within noise"
         reason = f"needs {launches} launches a side" if launches else reason
         reason = difference.doubt or reason
+    if row.of_repeats is not None:
+        reason = f"noise {math.sqrt(difference.launch.value):.1%} {OF_REPEATS}"
     return Ratio(
         speed=speed,
         low=low,
