@@ -91,18 +91,18 @@ def tables(scale: float) -> Iterator[Sequence[str]]:
     count = int(200 * scale)
     for noise in NOISES:
         draw = random.Random(2)
-        false, named = _unmoved(draw, noise, 10 * count)
+        false, named = _unmoved(draw, noise, 5 * count)
         ones = ((3, 0.03), (6, 0.03), (3, 0.05))
         yield (
             noise.name,
             percent(false),
-            *_all_moved(draw, noise, 0.03, count),
-            *_all_moved(draw, noise, 0.05, count),
+            *_all_moved(draw, noise, 0.03, count // 2),
+            *_all_moved(draw, noise, 0.05, count // 2),
             *(
                 _one_moved(draw, noise, launches, change, count) if noise.launches == 3 else "-"
                 for launches, change in ones
             ),
-            percent(_false_share(draw, noise, count)),
+            percent(_false_share(draw, noise, count // 2)),
             "-" if named is None else percent(named, 1),
         )
 

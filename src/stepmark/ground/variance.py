@@ -136,7 +136,7 @@ def _scored(
         shares = ((df + prior_df) * df * v / (prior_df * scale + df * v) for v, df in variances)
         previous = scale
         scale = scale * math.fsum(shares) / num_df
-        if abs(scale - previous) < 1e-6 * scale:
+        if abs(scale - previous) < 1e-4 * scale:
             break
     likelihood = math.fsum(
         math.lgamma((df + prior_df) / 2)

@@ -199,7 +199,7 @@ def _gap(row: Row, shift: float) -> float:
     states = [[log for log in logs if log <= low], [log for log in logs if log > low]]
     if base in states:
         return 0.0  # the sides differ
-    squares, df = squares_within(dict(enumerate(state)) for state in states)
+    squares, df = squares_within({str(n): x for n, x in enumerate(s)} for s in states)
     return gap if gap > t_quantile(_P_GAP, df) * math.sqrt(squares / df) else 0.0
 
 
@@ -300,20 +300,22 @@ def _widened_by_spread(differences: Sequence[_Difference]) -> Sequence[_Differen
         return differences
     middle = median(d.log_speed for d in single)
     spread = 1.4826 * median(
-        abs(d.log_speed - middle) / math.sqrt(d.error.value) for d in single
+        abs(d.log_speed - middle) / math.sqrt(_own_error(d).value) for d in single
     )
     factor = max(1 / _SINGLE, (spread * (1 + 1 / math.sqrt(len(single)))) ** 2)
-    df = len(single) / 2
-    return [
-        replace(
-            d,
-            launch=Variance(d.launch.value * factor, min(d.launch.df, df)),
-            error=Variance(d.error.value * factor, min(d.error.df, df)),
-        )
-        if len(d.row.base.logs) == len(d.row.other.logs) == 1
-        else d
-        for d in differences
-    ]
+    widened = {}
+    for d in single:
+        own = _own_error(d).scaled(factor)
+        own = Variance(own.value, min(own.df, len(single) / 2))
+        error = total([own, d.common]) if d.common else own
+        widened[id(d)] = replace(d, error=error, launch=error.scaled(1 / 2))
+    return [widened.get(id(d), d) for d in differences]
+
+
+def _own_error(difference: _Difference) -> Variance:
+    """Return the error without what all rows of a launch share."""
+    common = difference.common.value if difference.common else 0.0
+    return Variance(difference.error.value - common, difference.error.df)
 
 
 def _drift_of(rows: Sequence[Row], launch: Mapping[int, float]) -> Variance:
@@ -336,16 +338,18 @@ def _drift_of(rows: Sequence[Row], launch: Mapping[int, float]) -> Variance:
 def _certain(differences: Sequence[_Difference]) -> set[int]:
     """Return ids of rows that differ, by the share of wrong verdicts in the table.
 
-    Where the table has moved, more rows are expected to differ as it does, but not against it.
+    Where the table has moved, most rows are expected to differ as it does. That many of them do
+    says nothing of those that differ against it.
     """
     share = FALSE_SHARE * len(differences) / (len(differences) + 1)
-    certain = _least_p(differences, share)
     moved = _table_moved(differences)
+    if not moved:
+        return _least_p(differences, share)
     with_it = [d for d in differences if d.log_speed * moved > 0]
-    if with_it:
-        unmoved = 2 * (sum(d.p > 0.5 for d in differences) + 1) / len(differences)
-        certain |= _least_p(with_it, share / min(1.0, max(_LEAST_UNMOVED, unmoved)))
-    return certain
+    against = [d for d in differences if d.log_speed * moved <= 0]
+    unmoved = 2 * (sum(d.p > 0.5 for d in differences) + 1) / len(differences)
+    relaxed = share / min(1.0, max(_LEAST_UNMOVED, unmoved))
+    return _least_p(with_it, relaxed) | _least_p(against, share)
 
 
 def _least_p(differences: Sequence[_Difference], share: float) -> set[int]:
