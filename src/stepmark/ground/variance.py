@@ -17,7 +17,7 @@ from stepmark.ground.ratio import t_quantile
 # Rows and degrees of freedom from which the prior is estimated; with fewer, each row stands for
 # itself.
 MIN_ROWS = 3
-_MIN_DF = 12
+_MIN_DF = 6
 _LEAST_SHARE = 1e-4  # of the mean variance: what a row has at least, whose values are equal
 _MAX_DF = 300.0  # of a prior: from here on rows share one variance
 _GOLDEN = (math.sqrt(5) - 1) / 2

@@ -46,6 +46,7 @@ _MOST_LAUNCHES = 1000
 # what all rows of so few launches share is then no change. Of three it is 0.8 %.
 _SLOW = 0.2
 _MOST_BY_CHANCE = 0.01
+_SLOWEST = 0.1  # as much slower than others a slow launch is at most
 # Launches of a row lie in two states if they are this far apart, in standard deviations within
 # them as Student's t. Of rows without states _GAP_CHANCE look so (validation/verdicts.py).
 _P_GAP = 0.99975
@@ -272,11 +273,16 @@ def _widened_by_shift(differences: Sequence[_Difference]) -> Sequence[_Differenc
     few = [d for d in differences if _is_by_chance(d.row)]
     if len(few) < MIN_ROWS:
         return differences
-    shift = Variance(median(d.log_speed for d in few) ** 2, _KNOWN_DF)
+    shift = _shift_by_chance(median(d.log_speed for d in few))
     return [
         replace(d, error=total([d.error, shift])) if _is_by_chance(d.row) else d
         for d in differences
     ]
+
+
+def _shift_by_chance(log_speed: float) -> Variance:
+    """Return the variance of states of launches that differ by as much as all rows do."""
+    return Variance(min(abs(log_speed), _SLOWEST) ** 2, _KNOWN_DF)
 
 
 def _is_by_chance(row: Row) -> bool:
@@ -452,7 +458,7 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
         launch = launch.widened(_P_ROW)
     mean = replace(mean, launch=launch, error=launch.scaled(counts))
     if _is_by_chance(mean.row):
-        shift = Variance(mean.log_speed**2, _KNOWN_DF)
+        shift = _shift_by_chance(mean.log_speed)
         mean = replace(mean, error=total([mean.error, shift]))
     if mean.row.order is Order.BLOCKS:
         by_row = {id(row): own.value for row, own in zip(rows, of_launch, strict=True)}
