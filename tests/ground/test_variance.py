@@ -124,13 +124,19 @@ def test_rare_states_widen_and_never_narrow() -> None:
     assert wild.widened(0.995) == wild
 
 
-def test_fewer_than_six_variances_stand_for_themselves() -> None:
-    """From six on a row shares what the others show, so that a quiet one is less quiet."""
-    quiet = Variance(0.001**2, 2)
-    for count in (5, 6):
-        own = prior([quiet, *[Variance(0.02**2, 2)] * (count - 1)]).moderated(quiet)
-        assert (own.value == pytest.approx(0.001**2)) is (count < 6)
-        assert own.value >= 0.001**2
+@pytest.mark.parametrize(("count", "df"), [(2, 4), (3, 1), (5, 1)])
+def test_few_variances_have_no_prior(count: int, df: int) -> None:
+    """Fewer than three, or than six degrees of freedom: each row stands for itself."""
+    quiet = Variance(0.001**2, df)
+    assert prior([quiet] + [Variance(0.02**2, df)] * (count - 1)).moderated(quiet) == quiet
+
+
+@pytest.mark.parametrize(("count", "df"), [(3, 2), (6, 1)])
+def test_a_quiet_row_is_less_quiet_beside_noisy_ones(count: int, df: int) -> None:
+    quiet = Variance(0.001**2, df)
+    own = prior([quiet] + [Variance(0.02**2, df)] * (count - 1)).moderated(quiet)
+    assert own.value > quiet.value
+    assert own.df > quiet.df
 
 
 def test_rows_of_equal_variance_share_it_whatever_one_shows() -> None:

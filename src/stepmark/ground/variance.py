@@ -19,6 +19,7 @@ from stepmark.ground.ratio import t_quantile
 MIN_ROWS = 3
 _MIN_DF = 6
 _LEAST_SHARE = 1e-4  # of the mean variance: what a row has at least, whose values are equal
+_COARSE_DF = 100  # from here on quantiles hardly change, and tens do
 _MAX_DF = 300.0  # of a prior: from here on rows share one variance
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # A few launches have not seen a state that one in five takes. As if this had been seen, too:
@@ -36,7 +37,9 @@ class Variance:
 
     def quantile(self, p: float) -> float:
         """Return the quantile p of an error with this variance, for p from 0.5."""
-        return t_quantile(p, max(1, math.floor(self.df))) * math.sqrt(self.value)
+        df = max(1, math.floor(self.df))
+        df -= df % 10 if df > _COARSE_DF else 0
+        return t_quantile(p, df) * math.sqrt(self.value)
 
     def scaled(self, factor: float) -> "Variance":
         return Variance(self.value * factor, self.df)

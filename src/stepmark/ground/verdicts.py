@@ -379,11 +379,11 @@ def _doubted(differences: Sequence[_Difference], certain: set[int]) -> Sequence[
 
     def is_doubted(d: _Difference) -> bool:
         by_chance = _split_by_chance(d.row)
-        apart = abs(d.log_speed - middle)
         return (
             id(d.row) in certain
             and num_states * by_chance / (1 - by_chance) > _MOST_SPLIT
-            and min(gaps) / 2 <= apart <= 2 * max(gaps)
+            and abs(d.log_speed - middle) >= min(gaps) / 2
+            and abs(d.log_speed) <= 2 * max(gaps)  # which states may explain
         )
 
     doubt = f"two states, as {len(gaps)} other rows"
