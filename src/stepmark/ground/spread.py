@@ -65,8 +65,8 @@ def spread_of(rows: Sequence[Sequence[Part]]) -> Spread | None:
     if prior is None:
         return None
     if prior.df == 0 or prior.variance == 0:
-        few = [_variance_of(parts, effects, is_alike=False) for parts in rows]
-        moderated = [prior.moderated(variance) for variance in few]
+        own = [_variance_of(parts, effects, is_alike=False) for parts in rows]
+        moderated = [prior.moderated(variance) for variance in own]
         return Spread(own=moderated, common=Variance(0.0, 1), seen_df=None)
     moderated = [prior.moderated(variance) for variance in own]
     effects = _effects(rows, [1 / variance.value for variance in moderated])

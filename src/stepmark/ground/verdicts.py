@@ -270,10 +270,10 @@ def _widened_by_shift(differences: Sequence[_Difference]) -> Sequence[_Differenc
 
     What history shows of launches decides where there is some.
     """
-    few = [d for d in differences if _is_by_chance(d.row)]
-    if len(few) < MIN_ROWS:
+    log_speeds = [d.log_speed for d in differences if _is_by_chance(d.row)]
+    if len(log_speeds) < MIN_ROWS:
         return differences
-    shift = _shift_by_chance(median(d.log_speed for d in few))
+    shift = _shift_by_chance(median(log_speeds))
     return [
         replace(d, error=total([d.error, shift])) if _is_by_chance(d.row) else d
         for d in differences
