@@ -3,18 +3,20 @@
     python validation/launch_noise.py write    src/stepmark/data/launch_noise.toml
 
 Sources: our own repeats of nccl-tests in results/ and the published ones of
-data/launch-repeats.csv. A table is a launch. Machines, collectives and placements are taken
-together, by the method, one host or several, and the size.
+data/launch-repeats.csv. A table is a launch. Collectives and placements of one machine are
+taken together, by the method, one host or several, and the size; of the machines and the sizes
+of a range the noisiest one counts.
 """
 
 import csv
 import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import variance
+from statistics import fmean, variance
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "src")]
@@ -24,12 +26,12 @@ from stepmark.ground.units import GIB, KIB, MIB  # noqa: E402
 
 OUTPUT = ROOT / "src" / "stepmark" / "data" / "launch_noise.toml"
 OWN = "results/*/nccl-tests-*-[0-9].txt"
-BANDS = (64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 16 * GIB)
+BANDS = (16 * KIB, 128 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB, 16 * GIB)
 HEAD = """\
 # Noise of one launch of a collective: standard deviation of the logarithm of the times that
 # repeats of a table print. Do not edit: `python validation/launch_noise.py write` derives it.
-# from_bytes, up_to_bytes: sizes, both included. sd: over all rows of these sizes. df: launches
-# of each machine and collective, less one, in which the rows of a launch count once.
+# from_bytes, up_to_bytes: sizes, both included. sd: of the noisiest machine and size among
+# them. df: launches of that machine, less one for each collective; its rows count once.
 """
 
 
@@ -81,6 +83,23 @@ def published() -> Iterator[Repeats]:
         )
 
 
+def noise_by_size(
+    members: Sequence[Repeats], source: str, low: int, high: int
+) -> Iterator[tuple[float, int]]:
+    """Yield the noise of each size of a machine above low, up to high, and its launches."""
+    squares: dict[int, list[float]] = {}
+    df: Counter[int] = Counter()
+    for repeats in (repeats for repeats in members if repeats.source == source):
+        common = set.intersection(*(set(launch) for launch in repeats.launches))
+        for key in sorted(key for key in common if low < key[1] <= high):
+            logs = [math.log(launch[key]) for launch in repeats.launches]
+            squares.setdefault(key[1], []).append(variance(logs))
+        for size in {size for _, size in common}:
+            df[size] += len(repeats.launches) - 1
+    for size, variances in squares.items():
+        yield math.sqrt(fmean(variances)), df[size]
+
+
 def text() -> str:
     """Return the file."""
     groups: dict[tuple[str, str], list[Repeats]] = {}
@@ -90,24 +109,17 @@ def text() -> str:
     for (method, hosts), members in groups.items():
         low = 0
         for high in BANDS:
-            squares, rows, df = 0.0, 0, 0
-            sources = set()
-            for repeats in members:
-                common = set.intersection(*(set(launch) for launch in repeats.launches))
-                sizes = [key for key in common if low < key[1] <= high]
-                for key in sizes:
-                    logs = [math.log(launch[key]) for launch in repeats.launches]
-                    squares += variance(logs) * (len(logs) - 1)
-                    rows += len(logs) - 1
-                if sizes:
-                    df += len(repeats.launches) - 1
-                    sources.add(repeats.source)
-            if rows:
+            noises = [
+                (*noise, source)
+                for source in sorted({repeats.source for repeats in members})
+                for noise in noise_by_size(members, source, low, high)
+            ]
+            if noises:
+                sd, df, source = max(noises)
                 parts.append(
                     f"[[noise]]\nmethod = '{method}'\nhosts = '{hosts}'\n"
                     f"from_bytes = {low + 1}\nup_to_bytes = {high}\n"
-                    f"sd = {math.sqrt(squares / rows):.4f}\ndf = {df}\n"
-                    f"source = '{', '.join(sorted(sources))}'\n"
+                    f"sd = {sd:.4f}\ndf = {df}\nsource = '{source}'\n"
                 )
             low = high
     return "\n".join(parts)
