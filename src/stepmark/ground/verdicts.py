@@ -382,7 +382,7 @@ def _doubted(differences: Sequence[_Difference], certain: set[int]) -> Sequence[
         return (
             id(d.row) in certain
             and num_states * by_chance / (1 - by_chance) > _MOST_SPLIT
-            and abs(d.log_speed - middle) >= min(gaps) / 2
+            and abs(d.log_speed - middle) >= median(gaps) / 2
             and abs(d.log_speed) <= 2 * max(gaps)  # which states may explain
         )
 
