@@ -8,7 +8,7 @@ import random
 from collections.abc import Mapping
 
 import pytest
-from validation.simulated_launches import NOISES, ROWS, Noise, simulate
+from validation.simulated_launches import NOISES, ROWS, Noise, row, simulate
 
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.verdicts import judge
@@ -82,6 +82,16 @@ def test_a_row_that_differs_alone_is_no_state_without_others() -> None:
         assert bool(doubted) is (noise is STATES)
     assert seen["no states"] == 10
     assert seen[STATES.name] <= 1
+
+
+def test_one_row_with_states_leaves_the_others_alone() -> None:
+    rows = list(simulate(random.Random(78), Noise(name="", sd=STATES.sd), {1: 0.06}).rows)
+    states = (0.0, 0.06, 0.06, 0.0, 0.0, 0.06)
+    logs = [log + states[n] for n, log in enumerate([0.001, -0.002, 0.0, 0.002, -0.001, 0.0])]
+    rows[5] = row(logs[:3], logs[3:])
+    ratios = judge(rows)
+    assert ratios[5].reason == "two states"
+    assert ratios[1].verdict is Verdict.FASTER
 
 
 def test_two_launches_do_not_tell_a_change_that_slow_launches_explain() -> None:
