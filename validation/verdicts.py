@@ -1,6 +1,6 @@
 """Count wrong and missing verdicts of comparisons on simulated launches whose truth is known.
 
-    python validation/verdicts.py             # all experiments, fixed seeds: 25 minutes
+    python validation/verdicts.py             # all experiments, fixed seeds: 90 minutes
     python validation/verdicts.py --only tables --scale 0.1
 
 It calls the function that judges the rows of `stepmark compare`. docs/definitions.md has the

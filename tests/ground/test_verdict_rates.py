@@ -6,10 +6,12 @@ validation/verdicts.py counts them on many more tables. Bounds leave room for ch
 
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from validation.simulated_launches import NOISES, ROWS, Noise, row, simulate
 
+from stepmark.ground.launches import Row
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.verdicts import judge
 
@@ -92,6 +94,19 @@ def test_one_row_with_states_leaves_the_others_alone() -> None:
     ratios = judge(rows)
     assert ratios[5].reason == "two states"
     assert ratios[1].verdict is Verdict.FASTER
+
+
+def test_rounded_values_are_no_states() -> None:
+    """Values that differ by the unit of their last digit, and by twenty of it."""
+    (ratio,) = judge([coarse(row([0.0, 0.0, 0.1], [0.0, 0.1, 0.1]))])
+    assert "states" not in ratio.reason
+    (ratio,) = judge([coarse(row([0.0, 0.0, 2.0], [0.0, 2.0, 2.0]))])
+    assert ratio.reason == "two states"
+
+
+def coarse(exact: Row) -> Row:
+    sides = [replace(side, rounding=0.1) for side in (exact.base, exact.other)]
+    return replace(exact, base=sides[0], other=sides[1])
 
 
 def test_two_launches_do_not_tell_a_change_that_slow_launches_explain() -> None:

@@ -47,7 +47,7 @@ _MOST_LAUNCHES = 1000
 _SLOW = 0.2
 _MOST_BY_CHANCE = 0.01
 _SLOWEST = 0.1  # as much slower than others a slow launch is at most
-# Launches of a row lie in two states if they are this far apart, in standard deviations within
+# Launches of a row are in two states if they are this far apart, in standard deviations within
 # them as Student's t. Of rows without states _GAP_CHANCE look so (validation/verdicts.py).
 _P_GAP = 0.99975
 _GAP_CHANCE = 0.008
@@ -162,9 +162,8 @@ def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
         rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
         if spread is None or (squares == 0 and rounding == 0):
             continue
-        own = (
-            spread.own[place].plus(rounding).scaled(0.5)
-        )  # of one launch, as for unpaired rows
+        # Of one launch, as for unpaired rows: a difference has the variance of two.
+        own = spread.own[place].plus(rounding).scaled(0.5)
         launch = total([own.widened(_P_ROW), spread.common.scaled(0.5)])
         yield _Difference(
             row=row,
@@ -201,7 +200,9 @@ def _gap(row: Row, shift: float) -> float:
     if base in states:
         return 0.0  # the sides differ
     squares, df = squares_within({str(n): x for n, x in enumerate(s)} for s in states)
-    return gap if gap > t_quantile(_P_GAP, df) * math.sqrt(squares / df) else 0.0
+    rounding = max(row.base.rounding, row.other.rounding)
+    spread = math.sqrt(squares / df + rounding**2 / 12)
+    return gap if gap > t_quantile(_P_GAP, df) * spread else 0.0
 
 
 def _split_by_chance(row: Row) -> float:
