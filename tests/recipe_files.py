@@ -92,7 +92,7 @@ GLOO_THREADS = """\
         group="Ranks",
         needs=Need(words="gloo", is_met=lambda case: case.backend == "gloo"),
         words="{} gloo threads",
-        later=True,
+        formerly=2,
     )
 """
 
@@ -112,7 +112,7 @@ LABEL_SMOOTHING = """\
         reads=Annotated[float, between(0.0, 1.0)],
         group="Techniques",
         words="label smoothing {}",
-        later=True,
+        formerly=0.0,
     )
 """
 

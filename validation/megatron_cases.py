@@ -309,6 +309,18 @@ CASES: dict[str, Case] = {
             "recompute_modules": "mla_up_proj,shared_experts",
         },
     ),
+    "latent-pp2-dense": Case(
+        model=deep(LATENT, 2), mesh={"pp": 2, **EP2}, microbatches=2, settings=SHARDED
+    ),
+    "latent-pp2-dense-allreduce": Case(
+        model=deep(LATENT, 2), mesh={"pp": 2, **EP2}, microbatches=2
+    ),
+    "latent-pp2-dense-overlap": Case(
+        model=deep(LATENT, 2), mesh={"pp": 2, **EP2}, microbatches=2, settings=BOTH
+    ),
+    "latent-pp2-dense-fp16": Case(
+        model=deep(LATENT, 2), mesh={"pp": 2, **EP2}, microbatches=2, dtype=DType.FP16
+    ),
     "latent-pp2": Case(
         model=deep(LATENT, 4), mesh={"pp": 2, **EP2}, microbatches=3, settings=SHARDED
     ),

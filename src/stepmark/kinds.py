@@ -24,7 +24,6 @@ KINDS |= {
         rows="stepmark.training.train_columns:rows",
         print_rows="stepmark.training.training_printing:print_training",
         bench="stepmark.training.bench:TrainingBench",
-        largest_mbs="stepmark.step_memory.memory:largest_mbs",
     ),
     "replay": Kind(
         options_of="stepmark.replays.replay_options:options_of",

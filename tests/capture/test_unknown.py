@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.capture import unknown_sizes
+from tests.capture import unknown_sizes, unknown_spellings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as fn
@@ -39,7 +39,24 @@ def test_what_must_be_known_is_refused_with_the_line(name: str) -> None:
     assert (
         name in lines[line - 1] or "value()" in lines[line - 1] or "torch." in lines[line - 1]
     )
-    assert any(word in text for word in ("unknown", "UnknownNumber", "DynamicOutputShape"))
+    assert "a value that is unknown while captured" in text
+
+
+@pytest.mark.parametrize("use", unknown_spellings.USES)
+def test_every_spelling_of_a_size_is_refused_with_its_line(use: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        capture(unknown_spellings.build(use), 4, file=unknown_spellings.__file__)
+    text = str(raised.value)
+    assert f"unknown_spellings.py:{use.__code__.co_firstlineno} in" in text
+    assert "a value that is unknown while captured" in text
+
+
+@pytest.mark.parametrize(("use", "words"), unknown_spellings.OTHERS)
+def test_errors_of_the_users_own_are_told_as_they_are(use: Any, words: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        capture(unknown_spellings.build(use), 4, file=unknown_spellings.__file__)
+    assert words in str(raised.value)
+    assert "unknown while captured" not in str(raised.value)
 
 
 def test_a_loop_that_waits_for_a_value_is_refused() -> None:

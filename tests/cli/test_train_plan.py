@@ -76,7 +76,7 @@ def test_defaults_on_accelerators() -> None:
     plain = parsed(["llama-3.1-8b"])
     (case,) = train_plan.cases(plain, "cuda", 8)
     assert (case.strategy, case.parallel) == ("fsdp", ParallelConfig(dp_shard=8))
-    assert (case.precision, case.reduce_dtype, case.workers) == ("amp", "bf16", 2)
+    assert (case.precision, case.reduce_dtype, case.workers) == ("amp", "fp32", 2)
     assert (case.device, case.backend) == ("cuda", "nccl")
     assert train_plan.default_nproc(plain, "cuda") == "all"
     single = parsed(["llama-3.1-8b", "--strategy", "single"])

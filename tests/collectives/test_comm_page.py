@@ -11,8 +11,7 @@ from tests.tables.records import check_page_of, full_run
 
 from stepmark.collectives.comm_columns import COMM_COLUMNS, rows
 from stepmark.collectives.comm_figures import contention, figures, heat_map, over_size
-from stepmark.collectives.comm_remarks import matrices
-from stepmark.collectives.comm_summary import comm_lines
+from stepmark.collectives.comm_remarks import comm_lines, matrices
 from stepmark.model.collectives import Collective
 from stepmark.operators.op_columns import rows as operator_rows
 from stepmark.runs import run_page

@@ -10,7 +10,7 @@ from tests.training.train_records import fsdp, micro, train_measured, train_run
 
 from stepmark.cases.record import HostLoad, Measured, Telemetry
 from stepmark.collectives import comm_columns, nccl_tests
-from stepmark.collectives.comm_summary import comm_lines
+from stepmark.collectives.comm_remarks import comm_lines
 from stepmark.model.ops import Copy, Gemm
 from stepmark.operators import op_columns
 from stepmark.runs.summary import summary_lines, train_lines

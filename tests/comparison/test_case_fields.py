@@ -16,12 +16,13 @@ from stepmark.cases.fields import Role, declared
 from stepmark.cases.record import AnyCase, Measured, Samples
 from stepmark.cases.replay_case import Compute, Pace, ReplayCase
 from stepmark.cases.train_case import TrainCase
+from stepmark.cases.training import DataParallel
 from stepmark.comparison.comparison import Fields
 from stepmark.comparison.series import STRICT, series_of_records
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops.matmul import Gemm
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
 
 GEMM = Gemm(m=16, n=32, k=64, dtype=DType.BF16)
 OP = OpCase(op=GEMM, backend="torch")
@@ -39,6 +40,11 @@ CHANGES: dict[type, tuple[AnyCase, dict[str, Any]]] = {
             },
             "model": dataclasses.replace(PLAIN_MODEL, hidden_size=128),
             "parallel": ParallelConfig(dp_replicate=2),
+            "embedding_in_backward": False,
+            "small_first_bucket": False,
+            "bucket_view": True,
+            "tp_plan": TpPlan.WHOLE,
+            "pp_split": StageSplit.EVEN,
         },
     ),
     OpCase: (
@@ -64,6 +70,21 @@ CHANGES: dict[type, tuple[AnyCase, dict[str, Any]]] = {
         },
     ),
 }
+# In one of them a field has an effect that has none in a step of one rank.
+TRAIN_LAYOUTS = tuple(
+    dataclasses.replace(
+        TRAIN,
+        model=dataclasses.replace(PLAIN_MODEL, tied_embeddings=False),
+        data_parallel=kind,
+        parallel=parallel,
+    )
+    for kind, parallel in (
+        (DataParallel.FSDP, ParallelConfig(dp_shard=2)),
+        (DataParallel.DDP, ParallelConfig(dp_replicate=2)),
+        (DataParallel.NONE, ParallelConfig(tp=2)),
+        (DataParallel.NONE, ParallelConfig(pp=4)),
+    )
+)
 # The method of the samples has these; a timer writes it.
 IN_METHOD = ("mode", "aligned")
 
@@ -89,11 +110,14 @@ def seen(case: AnyCase) -> tuple[Fields, int | None, ModelConfig | None]:
 def test_every_identity_is_compared(kind: type) -> None:
     plain, changes = CHANGES[kind]
     assert changes.keys() == {f.attribute for f in declared(kind) if f.role is not None}
+    fields = {field.attribute: field for field in declared(kind)}
+    bases = (plain, *TRAIN_LAYOUTS) if kind is TrainCase else (plain,)
     for name, value in changes.items():
-        case = dataclasses.replace(plain, **{name: value})
-        assert case.case_id != plain.case_id, name
+        base = next(case for case in bases if fields[name].is_effective(case))
+        case = dataclasses.replace(base, **{name: value})
+        assert case.case_id != base.case_id, name
         if name not in IN_METHOD:
-            assert seen(case) != seen(plain), name
+            assert seen(case) != seen(base), name
 
 
 @pytest.mark.parametrize("kind", CHANGES)

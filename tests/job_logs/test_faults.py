@@ -85,7 +85,7 @@ def test_the_folder_with_its_dumps_has_the_cause_first_and_an_exit_code(fault: s
     folder = str(DATA / fault)
     report = read_report(collect([folder]), LogsOptions(files=(folder,)))
     has_dumps = (DATA / fault / "dump_rank0.pickle.gz").exists()
-    assert [view.source.kind for view in report.views] == [
+    assert [source.kind for source in report.sources] == [
         "NCCL log",
         *["flight recorder"] * has_dumps,
     ]
@@ -135,9 +135,9 @@ TIMEOUT = (
 def test_output_without_a_line_of_nccl_is_not_called_its_log(tmp_path: Path) -> None:
     path = tmp_path / "out.txt"
     path.write_text("step 1\nRuntimeError: the widget is on fire\n")
-    (view,) = read_report(collect([str(path)]), LogsOptions(files=(str(path),))).views
-    assert view.source.kind == "job output"
-    assert view.source.lines[0].endswith("2 lines of 1 file, none of NCCL or RCCL")
+    (source,) = read_report(collect([str(path)]), LogsOptions(files=(str(path),))).sources
+    assert source.kind == "job output"
+    assert source.lines[0].endswith("2 lines of 1 file, none of NCCL or RCCL")
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def problems(paths: list[Path]) -> list[Finding]:
-    dumps = read_flight_recorder(sorted(paths)).dumps
+    dumps = read_flight_recorder(sorted(paths))
     return [one for one in findings(dumps) if one.severity is Severity.PROBLEM]
 
 
@@ -151,7 +151,7 @@ def test_real_roots_that_differ_are_not_recorded_and_the_text_says_so() -> None:
 
 
 def test_real_healthy_job_has_no_finding() -> None:
-    dumps = read_flight_recorder(sorted((REAL / "healthy").glob("dump*"))).dumps
+    dumps = read_flight_recorder(sorted((REAL / "healthy").glob("dump*")))
     assert findings(dumps) == []
 
 

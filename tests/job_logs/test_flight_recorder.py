@@ -26,7 +26,7 @@ from stepmark.job_logs.flight_recorder import (
 )
 from stepmark.job_logs.flight_recorder.findings import findings
 from stepmark.job_logs.flight_recorder.groups import progress
-from stepmark.job_logs.flight_recorder.operations import message_kind
+from stepmark.job_logs.flight_recorder.operations import histogram_of, message_kind
 from stepmark.job_logs.nccl_log import read_log
 from stepmark.model.collectives import Collective, num_parts
 
@@ -37,7 +37,7 @@ REAL = sorted(SAMPLE.glob("*.gz"))
 
 
 def found(folder: Path, dumps: dict[int, dict[str, Any]]) -> list[Finding]:
-    return findings(read_flight_recorder(write(folder, dumps)).dumps)
+    return findings(read_flight_recorder(write(folder, dumps)))
 
 
 def rules(held: list[Finding], severity: Severity = Severity.PROBLEM) -> list[str]:
@@ -59,7 +59,7 @@ def by_size(histogram: Histogram) -> Counter[tuple[str, str, int, int | None]]:
 
 def test_real_dumps_and_nccl_log_of_one_job_count_the_same() -> None:
     # Two programs wrote them: torch its calls, NCCL what reached it.
-    flight = by_size(read_flight_recorder(REAL).histogram)
+    flight = by_size(histogram_of(read_flight_recorder(REAL))[0])
     assert flight == by_size(read_log(sorted(LOGS.rglob("*.gz"))).messages)
     assert sum(flight.values()) == 260
     assert sum(n for key, n in flight.items() if key[0] == "all_gather") == 170
@@ -269,12 +269,14 @@ def test_parts_of_a_coalesced_group_have_its_state(tmp_path: Path) -> None:
 
     held = parse(pickle.dumps(dump(batch("completed"))), "x")
     assert [one.state for one in held.operations] == ["completed"] * 3
-    facts = read_flight_recorder(write(tmp_path, {0: dump(batch("completed"))}))
-    assert {kind.collective: tally.calls for kind, tally in facts.histogram.items()} == {
+    messages, uncounted = histogram_of(
+        read_flight_recorder(write(tmp_path, {0: dump(batch("completed"))}))
+    )
+    assert {kind.collective: tally.calls for kind, tally in messages.items()} == {
         "send": 1,
         "recv": 1,
     }
-    assert facts.uncounted == {}
+    assert uncounted == {}
 
 
 def test_a_group_gives_its_state_to_its_own_parts_only() -> None:
@@ -298,9 +300,11 @@ def test_transfers_of_a_wrapped_buffer_are_not_paired(tmp_path: Path) -> None:
 
 def test_a_coalesced_group_without_parts_is_counted_as_unknown(tmp_path: Path) -> None:
     marker = entry(1, "coalesced", inputs=())
-    facts = read_flight_recorder(write(tmp_path, {0: dump([marker])}))
-    assert facts.histogram == {}
-    assert facts.uncounted == {"coalesced groups whose parts are not in the dump": 1}
+    messages, uncounted = histogram_of(
+        read_flight_recorder(write(tmp_path, {0: dump([marker])}))
+    )
+    assert messages == {}
+    assert uncounted == {"coalesced groups whose parts are not in the dump": 1}
 
 
 # Examples
@@ -323,7 +327,7 @@ def test_phase_is_told_only_where_it_is_proven() -> None:
 
 def test_real_phases() -> None:
     phases: Counter[tuple[str, str]] = Counter()
-    for kind, tally in read_flight_recorder(REAL).histogram.items():
+    for kind, tally in histogram_of(read_flight_recorder(REAL))[0].items():
         phases[kind.collective, kind.phase] += tally.calls // tally.ranks
     assert phases == {
         ("all_gather", "forward"): 90,
@@ -333,7 +337,7 @@ def test_real_phases() -> None:
 
 
 def test_real_findings_and_progress() -> None:
-    dumps = read_flight_recorder(REAL).dumps
+    dumps = read_flight_recorder(REAL)
     assert [one.rule for one in findings(dumps)] == ["fr-missing-dump", "fr-status-lags"]
     lines = progress(dumps)
     assert [one.last_completed for one in lines] == [260] * 4
@@ -342,14 +346,15 @@ def test_real_findings_and_progress() -> None:
 
 def test_durations_are_seconds(tmp_path: Path) -> None:
     entries = [entry(1, duration_ms=2.5), entry(2, duration_ms=0.0), entry(3)]
-    (tally,) = read_flight_recorder(write(tmp_path, {0: dump(entries)})).histogram.values()
+    dumps = read_flight_recorder(write(tmp_path, {0: dump(entries)}))
+    (tally,) = histogram_of(dumps)[0].values()
     assert (tally.calls, tally.timed_calls, tally.seconds) == (3, 1, 0.0025)
 
 
 def test_what_is_not_counted_is_said(tmp_path: Path) -> None:
     entries = [entry(1, "split"), entry(2) | {"input_dtypes": [], "output_dtypes": []}]
-    facts = read_flight_recorder(write(tmp_path, {0: dump(entries)}))
-    assert facts.uncounted == {
+    _, uncounted = histogram_of(read_flight_recorder(write(tmp_path, {0: dump(entries)})))
+    assert uncounted == {
         "operations of kind split": 1,
         "operations without sizes or types": 1,
     }
@@ -482,7 +487,7 @@ def test_two_dumps_of_one_rank_are_refused(tmp_path: Path) -> None:
     nameless.write_bytes(paths[0].read_bytes())
     with pytest.raises(ConfigError, match="ends in the rank"):
         read_flight_recorder([*paths, nameless])
-    assert read_flight_recorder([nameless]).dumps[0].rank is None
+    assert read_flight_recorder([nameless])[0].rank is None
 
 
 def test_what_looks_like_a_dump() -> None:

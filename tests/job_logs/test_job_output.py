@@ -165,8 +165,8 @@ def test_the_only_file_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     split = lines._split
     monkeypatch.setattr(lines, "_split", split_once)
     monkeypatch.delattr("stepmark.job_logs.log_sources.is_job_output")
-    (view,) = read_report(collect([str(path)]), LogsOptions(files=(str(path),))).views
-    assert [one.rule for one in view.source.findings] == ["failure-python"]
+    (source,) = read_report(collect([str(path)]), LogsOptions(files=(str(path),))).sources
+    assert [one.rule for one in source.findings] == ["failure-python"]
     assert len(read) == 1
 
 
@@ -176,5 +176,5 @@ def test_nccl_lines_after_much_other_output_are_a_log(tmp_path: Path, others: in
     line = "node0:7:7 [0] NCCL INFO NCCL version 2.28.9+cuda13.0\n"
     for path in words:
         path.write_text("iteration 1 loss 2.5\n" * 9999 + line)
-    (view,) = read_report(collect(list(map(str, words))), LogsOptions(files=())).views
-    assert view.source.kind == "NCCL log"
+    (source,) = read_report(collect(list(map(str, words))), LogsOptions(files=())).sources
+    assert source.kind == "NCCL log"

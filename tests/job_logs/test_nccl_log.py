@@ -15,6 +15,7 @@ from stepmark.cases.message import Histogram
 from stepmark.findings.log_facts import LogFacts, Occurrences
 from stepmark.job_logs.nccl_log import lines as log_lines
 from stepmark.job_logs.nccl_log import read_log
+from stepmark.job_logs.nccl_log.diagnosis import diagnose
 from stepmark.model.collectives import Collective, num_parts
 
 from .nccl_lines import DATA, FSDP8, SIZES, Issued, api_call, coll, facts_of, fsdp8_lines, start
@@ -246,3 +247,5 @@ def test_sizes_beyond_memory_are_rounded_and_said(monkeypatch: pytest.MonkeyPatc
     assert sum(tally.calls for tally in facts.messages.values()) == 200
     assert len(facts.messages) <= 12
     assert facts.rounded_calls == 190
+    (finding,) = (one for one in diagnose(facts) if one.rule == "rounded-sizes")
+    assert finding.text.startswith("190 calls are counted at the next power of two")

@@ -84,7 +84,6 @@ class Context:
     folder: Path | None = None
     failures: tuple[Failed, ...] = ()
     on_blocked: Callable[[Failed, int], None] = print
-    largest_mbs: Callable[..., int] | None = None
     workload: object = None
     levels: Levels | None = None
 

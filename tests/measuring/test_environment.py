@@ -137,3 +137,22 @@ def test_warnings_name_the_device() -> None:
     assert environment.device_warnings([good, other]) == (
         "mixed device models: NVIDIA H100, NVIDIA H200",
     )
+
+
+def test_the_peak_of_a_process_is_that_since_its_reset() -> None:
+    size = 2**27
+    environment.reset_peak_resident()
+    before = environment.peak_resident_bytes()
+    block = bytearray(size)
+    during = environment.peak_resident_bytes()
+    del block
+    after = environment.peak_resident_bytes()
+    environment.reset_peak_resident()
+    again = environment.peak_resident_bytes()
+    assert before
+    assert during
+    assert after
+    assert again
+    assert during - before == pytest.approx(size, rel=0.1)
+    assert after == pytest.approx(during, rel=0.01)
+    assert again == pytest.approx(before, abs=size // 4)

@@ -1,5 +1,7 @@
 """Times of collectives: curves where there are any, else links."""
 
+import csv
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,7 @@ from stepmark.cases.comm_curve import Curve
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import Collective, collective_named
 from stepmark.model.device import load_devices
 from stepmark.model.ops import Phase
 from stepmark.predictions.comm import CommCosts
@@ -17,12 +19,13 @@ from stepmark.step.workload import CommOp, Group
 from stepmark.timeline.step_cost import Source
 
 NCCL_TESTS = Path(__file__).parents[1] / "data" / "nccl-tests"
+PUBLISHED = Path(__file__).parents[2] / "validation" / "data"
 EIGHT = Group(digits=((8, 1),))
 H100 = load_devices()["h100-sxm"]
 
 
 def op(collective: str, num_bytes: int, size: int = 8) -> CommOp:
-    is_whole = collective in (Collective.ALL_REDUCE, SEND, RECV)
+    is_whole = collective in (Collective.ALL_REDUCE, Collective.BROADCAST, SEND, RECV)
     count = num_bytes // 2 if is_whole else num_bytes // 2 // size
     return CommOp(
         collective=collective,
@@ -136,3 +139,81 @@ def test_groups_over_hosts_have_the_curves_over_hosts() -> None:
     assert costs(one, far_apart) == pytest.approx(inside_s)
     assert costs.sources == {"all_reduce": Source.SCALED}
     assert costs.of_one_host == {"all_reduce"}
+
+
+# Over hosts: a lower bound
+
+
+def over_hosts(num_ranks: int, per_host: int = 8) -> tuple[CommCosts, Group]:
+    return CommCosts([], H100, per_host), Group(digits=((num_ranks, 1),))
+
+
+def read_csv(name: str) -> list[dict[str, str]]:
+    return list(csv.DictReader((PUBLISHED / name).read_text().splitlines()))
+
+
+def published_rows() -> Iterator[tuple[str, CommCosts, Group, CommOp, float]]:
+    """Yield rows of healthy tables over hosts, with their seconds."""
+    tables = {
+        facts["id"]: facts
+        for facts in read_csv("collective-tables.csv")
+        if facts["healthy"] == "yes" and int(facts["hosts"]) > 1 and facts["device"]
+    }
+    for row in read_csv("collective-rows.csv"):
+        if row["id"] not in tables or not row["time_us"]:
+            continue
+        facts = tables[row["id"]]
+        per_host = int(facts["gpus_per_host"])
+        device = load_devices()[facts["device"]]
+        if device.link_bytes_per_s is None:
+            continue
+        group = Group(digits=((per_host * int(facts["hosts"]), 1),))
+        name = collective_named(facts["collective"])
+        message = op(SEND if name == "sendrecv" else name, int(row["bytes"]), group.size)
+        yield row["id"], CommCosts([], device, per_host), group, message, float(row["time_us"])
+
+
+def test_over_hosts_nothing_measured_is_faster_than_the_bound() -> None:
+    """Of 8 B to 16 GiB, on 2 to 230 hosts with 1 to 8 GPUs."""
+    rows = list(published_rows())
+    assert len({name for name, *_ in rows}) > 40
+    assert {group.size for _, _, group, _, _ in rows} >= {2, 16, 32, 64, 80}
+    for name, costs, group, message, time_us in rows:
+        bound_us = costs(message, group) * 1e6
+        assert bound_us <= time_us, (name, message.message_bytes(group))
+
+
+@pytest.mark.parametrize("per_host", [1, 8])
+@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
+def test_latency_over_hosts_grows_with_the_hosts(collective: str, per_host: int) -> None:
+    costs, _ = over_hosts(8, per_host)
+    groups = [Group(digits=((count, 1),)) for count in (16, 64, 1024, 16384)]
+    times_s = [costs.latency_s(op(collective, 2**20, g.size), g) for g in groups]
+    assert times_s == sorted(times_s)
+    assert times_s[0] < times_s[-1]
+
+
+def test_an_all_reduce_over_many_hosts_is_a_tree() -> None:
+    """Twice seven hops inside of a host and log2(2048) = 11 between hosts."""
+    costs, group = over_hosts(16384)
+    tree_s = 2 * (7 * 0.6 + 11 * 5) * 1e-6
+    assert costs.latency_s(op("all_reduce", 2**20), group) == pytest.approx(tree_s)
+    # 16384 GPUs of a ring would take 2 x 16383 hops.
+    assert costs(op("all_reduce", 2**20), group) < 2e-4
+    costs, group = over_hosts(16, 8)
+    ring_s = 2 * (14 * 1.0 + 2.7) * 1e-6
+    assert costs.latency_s(op("all_reduce", 2**20), group) < ring_s
+
+
+def test_gathers_over_hosts_are_rings_but_for_one_gpu_per_host() -> None:
+    """PAT, of NCCL 2.23, is for one GPU per host."""
+    for collective in ("all_gather", "reduce_scatter"):
+        costs, group = over_hosts(1024)
+        ring_s = (896 * 1.0 + 127 * 2.7) * 1e-6
+        assert costs.latency_s(op(collective, 2**20, 1024), group) == pytest.approx(ring_s)
+        strided = Group(digits=((1024, 8),))
+        pat_s = 10 * 14 / 3.5 * 1e-6
+        assert costs.latency_s(op(collective, 2**20, 1024), strided) == pytest.approx(pat_s)
+    one_hop_s = 2.7e-6
+    for collective in ("broadcast", "all_to_all", SEND):
+        assert costs.latency_s(op(collective, 2**20, 1024), group) == pytest.approx(one_hop_s)

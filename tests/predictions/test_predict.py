@@ -75,7 +75,9 @@ def test_a_readers_ledger_of_the_timeline_is_the_predicted_one(
             predicted[row["group"]] += row["time_ns"] * (row["stage"] == stage)
         for group in (Group.COMPUTE, Group.OVERLAPPED, Group.COMM, Group.COPIES):
             assert read.total(group) == pytest.approx(predicted[group], abs=5)
-        assert max(event["ts"] + event["dur"] for event in own) * 1e-6 <= document["step_s"]
+        assert (
+            max(event["ts"] + event["dur"] for event in own) * 1e-6 <= document["step_s"] + 1e-9
+        )
 
 
 def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +110,7 @@ LIMITS = {
     "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\) if the host",
     "llama-3.1-70b --nproc 256 --seq-len 1024": "bound by computation .* and exposed comm",
     "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
-    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and",
+    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .* and the pipeline bubble ",
     "llama-3.1-8b --nproc 1 --scale tiny": "bound by launch gaps",
 }
 
@@ -168,10 +170,18 @@ def test_no_line_of_a_long_step_is_below_zero(capsys: pytest.CaptureFixture[str]
     assert min(row["time_ns"] for row in json.loads(capsys.readouterr().out)["ledger"]) > 0
 
 
+# The smallest change: activation checkpointing, smaller micro-batches, sharding, more GPUs.
 TOO_LARGE = {
-    "llama-3.1-8b --nproc 1": "--strategy fsdp --nproc 4 --ac full --mbs 1",
-    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 12": "--nproc 64 --ac full --mbs 2",
-    "qwen3-8b --nproc 1 --precision master": "--precision amp --mbs 1",
+    "gpt2-1.5b --nproc 8 --strategy fsdp --mbs 30": "--ac selective",
+    "llama-3.1-8b --nproc 8 --strategy fsdp --mbs 4": "--ac full",
+    "gpt2-1.5b --nproc 1 --mbs 64": "--mbs 8 --grad-accum 8",
+    "llama-3.1-8b --nproc 8 --strategy fsdp --mbs 16": "--mbs 2 --grad-accum 8 --ac full",
+    "llama-3.1-8b --nproc 4 --pp 4 --mbs 64": "--ac full --pp-microbatches 32",
+    "llama-3.1-8b --nproc 8 --strategy ddp": "--strategy fsdp --nproc 8 --ac selective",
+    "llama-3.1-8b --nproc 1": "--strategy tp --nproc 4 --tp 4",
+    "llama-3.1-8b --nproc 1 --gbs 8": "--strategy fsdp --nproc 4 --grad-accum 2 --ac full",
+    "llama-3.1-70b --nproc 2 --pp 2 --num-layers 12": "--nproc 4 --tp 2 --pp 2 --ac selective",
+    "qwen3-8b --nproc 1 --precision master --mbs 8": "--mbs 2 --precision amp --ac full",
     "llama-3.1-70b --nproc 1 --cuda-graph": "",
     "llama-3.1-70b --nproc 8 --strategy ddp --bucket-mb 50": "",
 }
@@ -181,14 +191,17 @@ TOO_LARGE = {
 def test_the_options_that_would_fit_do(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["predict", *words.split(), "--device", "h100-sxm", "--json", "-"]
     assert status(command) == 0
-    fitting = json.loads(capsys.readouterr().out)["memory"]["fitting"]
+    before = json.loads(capsys.readouterr().out)
+    fitting = before["memory"]["fitting"]
     assert fitting.endswith(TOO_LARGE[words])
     assert bool(fitting) == bool(TOO_LARGE[words])
     if fitting:
         given = [*command[2:], *fitting.split()]  # what fits goes before what was given
         more = itertools.chain(*dict(zip(given[::2], given[1::2], strict=True)).items())
         assert status(["predict", command[1], *more]) == 0
-        assert json.loads(capsys.readouterr().out)["memory"]["verdict"] == "fits"
+        document = json.loads(capsys.readouterr().out)
+        assert document["memory"]["verdict"] == "fits"
+        assert document["tokens"] == before["tokens"]
 
 
 @pytest.mark.parametrize(

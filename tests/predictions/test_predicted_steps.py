@@ -182,9 +182,9 @@ NOTED = {
     f"{SHEET} --schedule micro --grad-accum 8": "takes as long without --schedule",
     f"{SHEET} --clip 2": "takes as long without --clip",
     SHEET: "the host's time is not known",
-    f"{SHEET} --nproc 64": "64 GPUs communicate as 8 of one host do",
-    "llama-3.1-8b --nproc 144 --device gb200": "144 GPUs communicate as 72 of one host do",
-    f"{SHEET} --nproc 16 --tp 8 --clip 0": "of one host do",  # in groups of two and eight
+    f"{SHEET} --nproc 64": "64 GPUs communicate as fast as 8 of one host",
+    "llama-3.1-8b --nproc 144 --device gb200": "GPUs communicate as fast as 72 of one host",
+    f"{SHEET} --nproc 16 --tp 8 --clip 0": "of one host",  # in groups of two and eight
     f"--from-run {GPT2} --what-if link=2x": "link has no effect",
     f"--from-run {GPT2} --what-if hbm=2x": "without --what-if the step takes",
     f"{WORDS[GPT2]} --calibration {GPT2} --device h100-sxm --force": "not of NVIDIA H100 80GB",

@@ -99,7 +99,7 @@ STEPS = {
         predicted=ledger({PRODUCTS: 60}),
     ),
     "doubtful": step(ledger({PRODUCTS: 100}), row={"validity": "busy host"}),
-    "memory": step(ledger({PRODUCTS: 1}), row={"reserved_gib": 20.0, "memory_gib": 140.0}),
+    "memory": step(ledger({PRODUCTS: 1}), row={"reserved_gib": 20.0, "device_gib": 140.0}),
 }
 
 

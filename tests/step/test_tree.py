@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from stepmark.ground.errors import ConfigError
-from stepmark.model.model import ModelConfig, load_models
+from stepmark.model.model import ModelConfig, find_model, load_models
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step.layout import FUSED, Inputs, ShardLayout
 from stepmark.step.tree import build
+from stepmark.step.workload import Kernel
 
 MODELS = load_models()
 INPUTS = Inputs(mbs=1, seq_len=1024)
@@ -27,7 +28,7 @@ def layouts(model: ModelConfig) -> Iterator[ShardLayout]:
         # ep and etp divide the ranks of tp, cp and dp_shard.
         axes = ParallelConfig(tp=tp, cp=cp, pp=pp, ep=ep, dp_shard=max(ep, 2))
         layout = ShardLayout(axes=axes, etp=etp, sequence_parallel=sequence)
-        if ((ep > 1 or etp) and model.moe is None) or etp == tp:
+        if ((ep > 1 or etp) and model.moe is None) or etp == tp or pp > model.num_layers:
             continue
         try:
             layout.check(model)
@@ -125,3 +126,22 @@ def test_forward_products_are_two_flops_per_active_weight(name: str) -> None:
     forward = sum(flops for (_, phase), flops in products.items() if phase is Phase.FWD)
     assert forward == 2 * INPUTS.seq_len * model.num_active_matmul_params
     assert sum(products.values()) == 3 * forward
+
+
+@pytest.mark.parametrize(
+    ("name", "fused", "sums"),
+    [("llama-3.1-8b", {"qkv"}, 0), ("llama-3.1-8b", set(), 2), ("deepseek-v3", {"qkv"}, 1)],
+)
+def test_gradients_of_an_input_that_several_products_have_are_added_up(
+    name: str, fused: set[str], sums: int
+) -> None:
+    root = build(find_model(name), ShardLayout(fused=frozenset(fused)), INPUTS)
+    layer = next(unit for unit in root.inside if unit.name.startswith("blocks"))
+    (attention,) = (module for module in layer.inside if module.name == "attention")
+    added = [
+        item
+        for leaf in attention.walk()
+        for item in leaf.work
+        if isinstance(item.op, Kernel) and item.op.name == "add"
+    ]
+    assert [item.phase for item in added] == [Phase.BWD] * sums

@@ -13,8 +13,7 @@ from stepmark.model.kernel_groups import COMMUNICATION, group_of
 from stepmark.timeline.bars import Bar, Bars, bars
 from stepmark.traces import trace_page
 from stepmark.traces.kineto.reader import read_trace
-from stepmark.traces.kineto.timeline import timeline
-from stepmark.traces.trace import _MOST_BARS
+from stepmark.traces.trace import _MOST_BARS, timeline
 from stepmark.traces.trace_options import BreakdownOptions
 
 DATA = Path(__file__).parents[1] / "data" / "traces"

@@ -1,6 +1,8 @@
 """What test_messages runs on two gloo ranks."""
 
 from collections.abc import Callable
+from itertools import chain
+from operator import add
 
 import torch
 import torch.distributed as dist
@@ -16,9 +18,10 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from stepmark.cases.message import summed
 from stepmark.measuring.ranks import Ranks
 from stepmark.model.collectives import Collective, num_parts
-from stepmark.training.messages import MessageRecorder, merge
+from stepmark.training.messages import MessageRecorder
 
 WIDTH = 16
 LAYER = WIDTH * WIDTH + WIDTH
@@ -278,5 +281,6 @@ def check_all(ranks: Ranks) -> None:
     compiled(mesh)
     with MessageRecorder() as recorder:
         dist.all_reduce(torch.ones(1))
-    ((kind, tally),) = merge(ranks.gather(recorder.histogram()))
+    by_rank = ranks.gather(recorder.histogram())
+    ((kind, tally),) = summed(chain.from_iterable(by_rank), ranks=add).items()
     assert (kind.collective, tally.calls, tally.ranks) == ("all_reduce", 2, 2)

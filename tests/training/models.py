@@ -12,7 +12,14 @@ def made(
 ) -> Transformer:
     """As a run makes it: on meta first."""
     with torch.device("meta"):
-        transformer = Transformer(model, layers=layers, loss_chunks=loss_chunks)
+        layers = layers or range(model.num_layers)
+        transformer = Transformer(
+            model,
+            layers=layers,
+            has_embedding=layers.start == 0,
+            has_output=layers.stop == model.num_layers,
+            loss_chunks=loss_chunks,
+        )
     transformer.to_empty(device="cpu")
     tie(transformer)
     init_weights(transformer, seed)

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -139,6 +140,10 @@ def test_a_case_that_runs_is_measured(install: Install) -> None:
     assert record.num_wrong == 0
     assert record.peak_memory_bytes is None
     assert told.allocated_bytes == (None,)
+    (resident,) = told.resident_bytes
+    now = psutil.Process().memory_info().rss
+    assert resident is not None
+    assert 0.5 * now < resident < 2 * now
     assert sum(seconds) < told.elapsed_s[0] + 1e-9 < record.samples.wall_s
     assert abs(told.uncounted_s[0]) < 1e-9
     assert record.samples.soak_s == 0, "a CPU needs none"

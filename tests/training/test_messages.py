@@ -1,6 +1,7 @@
 """Messages of a step on two real ranks: counts and bytes as the laws of each technique say."""
 
 import dataclasses
+from operator import add
 
 import pytest
 import torch
@@ -8,9 +9,9 @@ from tests.ranks_pool import Pool
 from tests.training.messages_on_ranks import check_all
 from torch._prims.rng_prims import run_and_save_rng_state
 
-from stepmark.cases.message import MessageKind, Tally
+from stepmark.cases.message import MessageKind, Tally, summed
 from stepmark.training import messages
-from stepmark.training.messages import MessageRecorder, merge
+from stepmark.training.messages import MessageRecorder
 
 KIND = MessageKind(
     collective="all_reduce",
@@ -47,11 +48,12 @@ def test_merging_adds_calls_and_ranks() -> None:
     other = dataclasses.replace(KIND, phase="backward")
     one = [(KIND, Tally(calls=2, ranks=1)), (other, Tally(calls=1, ranks=1))]
     two = [(KIND, Tally(calls=3, ranks=1))]
-    assert merge([one, two]) == (
+    assert list(summed([*one, *two], ranks=add).items()) == [
         (KIND, Tally(calls=5, ranks=2)),
         (other, Tally(calls=1, ranks=1)),
-    )
-    assert merge([]) == ()
+    ]
+    assert summed([*one, *two])[KIND].ranks == 1
+    assert summed([]) == {}
 
 
 class FakeGroup:

@@ -1,16 +1,16 @@
 """Messages of a real job of two ranks: what its traces say is what the dispatcher saw."""
 
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 from tests.ranks_pool import Pool
 from tests.training.traced_on_ranks import STEPS, profiled
 
-from stepmark.cases.message import Histogram
+from stepmark.cases.message import Histogram, summed
 from stepmark.traces.kineto.matching import match
 from stepmark.traces.kineto.messages import rank_messages
 from stepmark.traces.kineto.reader import read_trace
-from stepmark.training.messages import merge
 
 Sizes = Counter[tuple[str, str, int | None, int, int | None]]
 
@@ -31,7 +31,7 @@ def test_traces_of_gloo_have_the_messages_that_the_dispatcher_saw(tmp_path: Path
         {rank: (trace.info, rank_messages(trace)) for rank, trace in enumerate(traces)},
         lambda _: True,
     )
-    assert sizes(found.histogram) == sizes(dict(merge(recorded)))
+    assert sizes(found.histogram) == sizes(summed(chain.from_iterable(recorded)))
     assert not found.uncounted.total()
     assert not found.unmatched
     assert found.num_steps == 2 * STEPS

@@ -254,9 +254,29 @@ def test_phases_that_cannot_be_told_apart_are_unknown() -> None:
 
 def test_memory_is_of_the_rank_with_most() -> None:
     row = row_of(flat(fsdp(), 0.5))
-    assert (row["allocated_gib"], row["reserved_gib"], row["memory_gib"]) == (67, 77, 140)
+    assert (row["allocated_gib"], row["reserved_gib"], row["device_gib"]) == (67, 77, 140)
+    assert row["memory_gib"] == row["reserved_gib"]
     each = per_rank_rows([flat(fsdp(), 0.5)], train_run())
     assert [one["allocated_gib"] for one in each] == [60 + rank for rank in range(8)]
+    assert [one["memory_gib"] for one in each] == [one["reserved_gib"] for one in each]
+
+
+def test_memory_on_a_cpu_is_that_of_the_process() -> None:
+    """torch's allocator counts none there, and the host's size is no use of it."""
+    record = flat(fsdp(), 0.5)
+    assert record.training is not None
+    nothing = (None,) * 8
+    resident = tuple((2 + rank) * 2**30 for rank in range(8))
+    on_cpu = replace(
+        record.training,
+        allocated_bytes=nothing,
+        reserved_bytes=nothing,
+        resident_bytes=resident,
+    )
+    row = row_of(replace(record, training=on_cpu))
+    assert (row["allocated_gib"], row["reserved_gib"], row["memory_gib"]) == (None, None, 9)
+    older = row_of(replace(record, training=replace(on_cpu, resident_bytes=())))
+    assert older["memory_gib"] is None
 
 
 def test_rows_of_ranks_single_out_the_straggler() -> None:

@@ -9,10 +9,10 @@ from rich.console import Console
 from tests.tables.records import check_page_of, full_run
 
 from stepmark.cases.case import Label
+from stepmark.cases.message import summed
 from stepmark.cases.record import Measured
 from stepmark.cases.training import Training
 from stepmark.findings.histogram import rows as histogram_rows
-from stepmark.findings.histogram import summed
 from stepmark.operators.op_columns import rows as operator_rows
 from stepmark.runs import run_page
 from stepmark.runs.summary import train_lines

@@ -24,7 +24,6 @@ from stepmark.step.tree import build
 from stepmark.step.workload import ComputeOp
 from stepmark.training import layers, model_parallel, parallelize
 from stepmark.training.model_parallel import Meshes
-from stepmark.training.trainer import stage_layers
 from stepmark.training.transformer import Transformer
 
 MODELS = load_models()
@@ -134,8 +133,7 @@ def step_of(case: TrainCase, stage: int) -> Callable[[], Callable[[], object]]:
     """One pass of a stage's modules, forward and backward."""
 
     def build() -> Callable[[], object]:
-        layers = stage_layers(case.model.num_layers, case.parallel.pp)[stage]
-        made = parallelize.parallelize(case, Meshes(case), torch.device("cpu"), layers)
+        made = parallelize.parallelize(case, Meshes(case), torch.device("cpu"), stage)
         axes, model = case.parallel, case.model
         shape = case.mbs, model.seq_len // axes.cp
         tokens = torch.zeros(shape, dtype=torch.int64)

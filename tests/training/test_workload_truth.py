@@ -12,24 +12,22 @@ from typing import Any
 import pytest
 from tests.ranks_pool import Pool
 from tests.selected import parameters, slowly
-from tests.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN, WITH_ROOT
+from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_ROOT
 from tests.training.workload_on_ranks import sent_by_all
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import DataParallel
 from stepmark.model.ops import Phase
 from stepmark.step.workload import CommOp, Workload
 from stepmark.workloads.pipeline import WITH_MICROBATCH, Act
-from stepmark.workloads.rules.pytorch import ddp, fsdp, plain, schedules
+from stepmark.workloads.rules.pytorch import ddp, fsdp, schedules
 from stepmark.workloads.rules.pytorch.case import (
     job_of,
     of_case,
     settings_of,
 )
 from stepmark.workloads.rules.pytorch.schedules import Order, Schedule
-from stepmark.workloads.rules.pytorch.units import TpPlan
 
 # collective, dtype, call bytes, message bytes, members, peer, phase
 Row = list[Any]
@@ -54,19 +52,9 @@ def recorded(request: pytest.FixtureRequest) -> dict[int, Recorded]:
 def generated(case: TrainCase, name: str = "") -> Workload:
     if name in DDP:
         made = ddp.workload(job_of(case), replace(settings_of(case, ddp.Ddp), **DDP[name]))
-    elif name in TABLE_AGAIN:
-        settings = replace(settings_of(case, fsdp.Fsdp), embedding_in_backward=True)
-        made = fsdp.workload(job_of(case), settings)
     elif name in WITH_ROOT:
         made = fsdp.workload(
             job_of(case), replace(settings_of(case, fsdp.Fsdp), ends=fsdp.StageEnds.ROOT)
-        )
-    elif name in TITAN:
-        titan = {"tp_plan": TpPlan.TORCHTITAN}
-        made = (
-            fsdp.workload(job_of(case), replace(settings_of(case, fsdp.Fsdp), **titan))
-            if case.data_parallel is DataParallel.FSDP
-            else plain.workload(job_of(case), replace(settings_of(case, plain.Tp), **titan))
         )
     else:
         made = of_case(replace(case, pp_schedule="gpipe") if name in GPIPE else case)
@@ -102,7 +90,13 @@ def row(one: CommOp, made: Workload, rank: int) -> Row:
 OF_TWO = ("ddp", "fsdp", "fsdp without reshard", "tp", "1f1b", "interleaved", "gpipe", "ep")
 OF_FOUR = (
     *("1f1b", "1f1b x fsdp with a root", "1f1b x tp with masters", "tp with masters"),
-    *("fsdp held", "fsdp reshard over 2", "fsdp x tp, tied", "fsdp x tp of torchtitan"),
+    *(
+        "fsdp held",
+        "fsdp reshard over 2",
+        "fsdp x tp, tied",
+        "fsdp x tp of whole logits",
+        "1f1b of even stages",
+    ),
     *("ddp held", "ep x fsdp", "interleaved x fsdp"),
 )
 

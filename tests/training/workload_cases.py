@@ -9,6 +9,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import GradSync, Precision, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig
+from stepmark.model.parallel import StageSplit, TpPlan
 
 # Rows that no number of ranks divides; gradients of more than one MiB.
 ODD = replace(LLAMA, num_layers=3, ffn_hidden_size=226, vocab_size=510)
@@ -25,6 +26,8 @@ LAST: dict[str, Any] = {**TWICE, "grad_sync": GradSync.LAST}
 MASTER: dict[str, Any] = {"precision": Precision.MASTER}
 FULL: dict[str, Any] = {"recompute": Recompute.FULL}
 INTERLEAVED: dict[str, Any] = {"pp_schedule": "interleaved"}
+WHOLE: dict[str, Any] = {"tp_plan": TpPlan.WHOLE}
+BUCKETS: dict[str, Any] = {"bucket_mb": 1, "small_first_bucket": False, "bucket_view": True}
 
 
 def made(
@@ -43,35 +46,34 @@ GPIPE = ("gpipe", "gpipe x fsdp")
 
 # What these pass to torch's DistributedDataParallel beside what the trainer does.
 DDP: dict[str, dict[str, Any]] = {
-    "ddp as torch has it": {"init_sync": True, "gradient_as_bucket_view": False},
+    "ddp as torch has it": {"init_sync": True},
     "ddp finding unused": {"init_sync": True, "find_unused_parameters": True},
 }
 
 # The embedding and the output in the model's own group.
 WITH_ROOT = ("fsdp with a root", "1f1b x fsdp with a root")
-# FSDP2 as it is without set_unshard_in_backward(False), and torchtitan's plan for tp.
-TABLE_AGAIN = ("fsdp with the table again",)
-TITAN = ("tp of torchtitan", "fsdp x tp of torchtitan")
 
 CASES: dict[int, dict[str, TrainCase]] = {
     2: {
         "ddp": made(SHORT, "ddp", dp_replicate=2),
-        "ddp as torch has it": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
-        "ddp finding unused": made(WIDE, "ddp", {"bucket_mb": 1}, dp_replicate=2),
+        "ddp as torch has it": made(WIDE, "ddp", dp_replicate=2),
+        "ddp finding unused": made(WIDE, "ddp", BUCKETS, dp_replicate=2),
         "fsdp": made(SHORT, "fsdp", AMP, dp_shard=2),
         "fsdp without reshard": made(SHORT, "fsdp", {"reshard": "no"}, dp_shard=2),
         "tp": made(HEADS, "none", tp=2),
-        "fsdp with the table again": made(SHORT, "fsdp", dp_shard=2),
+        "fsdp with the table once": made(
+            SHORT, "fsdp", {"embedding_in_backward": False}, dp_shard=2
+        ),
         "fsdp with a root": made(SHORT, "fsdp", AMP, TWICE, dp_shard=2),
-        "tp of torchtitan": made(HEADS, "none", TWICE, tp=2),
+        "tp of whole logits": made(HEADS, "none", TWICE, WHOLE, tp=2),
         "1f1b": made(SHORT, "none", parts(4), pp=2),
         "interleaved": made(LLAMA, "none", INTERLEAVED, parts(8), pp=2),
         "gpipe": made(SHORT, "none", parts(4), pp=2),
         "ep": made(MOE, "fsdp", ep=2, dp_shard=2),
     },
     4: {
-        "ddp in buckets": made(WIDE, "ddp", AMP, TWICE, {"bucket_mb": 1}, dp_replicate=4),
-        "ddp held": made(WIDE, "ddp", MASTER, LAST, {"bucket_mb": 1}, dp_replicate=4),
+        "ddp in buckets": made(WIDE, "ddp", AMP, TWICE, BUCKETS, dp_replicate=4),
+        "ddp held": made(WIDE, "ddp", MASTER, LAST, BUCKETS, dp_replicate=4),
         "ddp tied x cp": made(SHORT_GPT2, "ddp", dp_replicate=2, cp=2),
         "fsdp padded": made(ODD, "fsdp", AMP, TWICE, dp_shard=4),
         "fsdp held": made(SHORT, "fsdp", AMP, LAST, {"reduce_dtype": DType.BF16}, dp_shard=4),
@@ -83,9 +85,12 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "hsdp": made(SHORT, "fsdp", AMP, LAST, dp_replicate=2, dp_shard=2),
         "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
         "fsdp x tp, tied": made(TIED, "fsdp", FULL, dp_shard=2, tp=2),
-        "fsdp x tp of torchtitan": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
+        "fsdp x tp of whole logits": made(HEADS, "fsdp", AMP, WHOLE, dp_shard=2, tp=2),
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),
         "1f1b": made(LLAMA, "none", parts(8), pp=4),
+        "1f1b of even stages": made(
+            LLAMA, "none", parts(8), {"pp_split": StageSplit.EVEN}, pp=4
+        ),
         "1f1b x fsdp": made(LLAMA, "fsdp", AMP, TWICE, parts(4), pp=2, dp_shard=2),
         "1f1b x fsdp with a root": made(SHORT, "fsdp", parts(4), pp=2, dp_shard=2),
         "1f1b x tp with masters": made(HEADS, "none", MASTER, TWICE, parts(4), pp=2, tp=2),

@@ -4,31 +4,21 @@ What the trainer has no switch for is put in its place here: the pool that runs 
 for nothing else.
 """
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from tests.training.curves import _batches
-from tests.training.workload_cases import CASES, DDP, GPIPE, TABLE_AGAIN, TITAN, WITH_ROOT
+from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_ROOT
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    loss_parallel,
-    parallelize_module,
-)
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, Precision
 from stepmark.measuring.ranks import Ranks
-from stepmark.training import model_parallel, parallelize, trainer
+from stepmark.training import parallelize, trainer
 from stepmark.training.layers import Experts
 from stepmark.training.messages import PAIRS, OrderedRecorder
 from stepmark.training.model_parallel import Meshes, coordinates_of
@@ -76,8 +66,6 @@ class Told:
     def __init__(self) -> None:
         self.recorder = Recorder(is_pipeline=False)
         self.changes: dict[str, Any] = {}  # to how DDP is called
-        self.set_unshard = FSDPModule.set_unshard_in_backward
-        self.tensor_parallel = model_parallel.apply_tensor
         self.fsdp = parallelize._fsdp
         wrapped = parallelize.DistributedDataParallel  # type: ignore[attr-defined]
         parallelize.DistributedDataParallel = (  # type: ignore[attr-defined]
@@ -122,20 +110,6 @@ def of_root(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
     for block in model.blocks.values():
         fully_shard(block, mesh=meshes.data(), mp_policy=policy)
     fully_shard(model, mesh=meshes.data(), mp_policy=policy)
-
-
-def titan(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
-    """torchtitan's plan, which divides the embedding's rows and the loss, too."""
-    if model.embedding is not None:
-        rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        parallelize_module(model.embedding, mesh, {"tokens": rows})
-    for block in model.blocks.values():
-        parallelize_module(block, mesh, model_parallel._block_plan(case.model))
-    if model.output is not None:
-        head = ColwiseParallel(
-            input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
-        )
-        parallelize_module(model.output, mesh, {"norm": SequenceParallel(), "head": head})
 
 
 def evenly(self: Experts, x_NC: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,13 +161,8 @@ def sent_by_all(ranks: Ranks, names: list[str]) -> dict[str, list[list[Row]]]:
             ScheduleGPipe if name in GPIPE else Schedule1F1B
         )
         told.changes = DDP.get(name, {})
-        FSDPModule.set_unshard_in_backward = (  # type: ignore[method-assign]
-            (lambda _module, _on: None) if name in TABLE_AGAIN else told.set_unshard
-        )
         parallelize._fsdp = of_root if name in WITH_ROOT else told.fsdp
-        model_parallel.apply_tensor = titan if name in TITAN else told.tensor_parallel
-        with loss_parallel() if name in TITAN else contextlib.nullcontext():
-            by_rank = ranks.gather(sent(case, ranks, told))
+        by_rank = ranks.gather(sent(case, ranks, told))
         found[name] = [step for _, step in by_rank]
         found[f"{name}, setup"] = [setup for setup, _ in by_rank]
     return found

@@ -175,6 +175,7 @@ TRAINED: dict[str, dict[str, Any]] = {
     "hsdp": {"nproc": "4", "strategy": "fsdp", "dp_replicate": "2"},
     "tp": {"nproc": "2", "strategy": "tp"},
     "pp": {"nproc": "2", "strategy": "pp", "mbs": "4"},
+    "pp of 4": {"nproc": "4", "strategy": "pp", "mbs": "8"},
     "cp": {"nproc": "2", "strategy": "cp", "grad_accum": "4"},
     "fsdp pp": {"nproc": "4", "strategy": "fsdp", "pp": "2", "mbs": "4", "grad_accum": "4"},
     "fsdp tp": {"nproc": "4", "strategy": "fsdp", "tp": "2", "grad_accum": "4"},
@@ -207,8 +208,12 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "prefetch": ("2",),
     "blocks_per_group": ("2",),
     "bucket_mb": ("1",),
+    "embedding_in_backward": (False,),
+    "bucket_view": (True,),
+    "tp_plan": ("whole",),
+    "pp_split": ("even",),
     "pp_schedule": ("interleaved",),
-    "pp_microbatches": ("4",),
+    "pp_microbatches": ("8",),
 }
 UNDERIVED = ("loss_chunks",)  # whose messages PyTorch's rules refuse to derive
 # Flags that change how a step is computed or measured: the layout, and a value.

@@ -145,7 +145,8 @@ def padded(ranks: int) -> int:
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("micro", [1, 5])
 def test_fsdp_gathers_and_scatters_parameters_and_padding(ranks: int, micro: int) -> None:
-    made = fsdp.workload(job(mine(BATCH), ranks, micro=micro), fsdp.Fsdp())
+    settings = fsdp.Fsdp(ends=fsdp.StageEnds.ROOT)
+    made = fsdp.workload(job(mine(BATCH), ranks, micro=micro), settings)
     made.check()
     root = -(-101 // ranks) * ranks * 17 * 2
     assert sent(made) == {
@@ -155,14 +156,20 @@ def test_fsdp_gathers_and_scatters_parameters_and_padding(ranks: int, micro: int
     }
 
 
-def test_each_layer_of_fsdp_is_a_group_and_the_ends_are_one() -> None:
-    made = fsdp.workload(job(mine(BATCH), 2), fsdp.Fsdp())
+@pytest.mark.parametrize(
+    ("ends", "groups"),
+    [("root", [3, 2, 1, 0, None]), ("apart", [None, 3, 2, 1, 0, None])],
+)
+def test_each_layer_of_fsdp_is_a_group_and_so_are_the_ends(
+    ends: str, groups: list[int | None]
+) -> None:
+    made = fsdp.workload(job(mine(BATCH), 2), fsdp.Fsdp(ends=fsdp.StageEnds(ends)))
     scattered = [
         op.layer
         for op in made.expand()
         if isinstance(op, CommOp) and op.collective == "reduce_scatter"
     ]
-    assert scattered == [3, 2, 1, 0, None]
+    assert scattered == groups
 
 
 def test_replicas_of_fsdp_reduce_their_shards() -> None:
@@ -206,7 +213,8 @@ def lines(made: Workload) -> list[str]:
 
 def test_messages_of_gpt_j_are_pytorchs() -> None:
     real = json.loads((DATA / "messages.json").read_text())
-    made = fsdp.workload(job(tiny_gpt_j(64), 2), fsdp.Fsdp(clip=False))
+    settings = fsdp.Fsdp(clip=False, ends=fsdp.StageEnds.ROOT)
+    made = fsdp.workload(job(tiny_gpt_j(64), 2), settings)
     assert lines(made) == real["fsdp"]
     made = ddp.workload(
         job(tiny_gpt_j(1024), 1, replicas=2), ddp.Ddp(autocast=False, clip=False)

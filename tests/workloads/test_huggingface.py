@@ -8,7 +8,7 @@ import pytest
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig, find_model
 from stepmark.step import native
-from stepmark.workloads.formats.huggingface import read_config, read_notes
+from stepmark.workloads.formats.huggingface import read_config
 from stepmark.workloads.workload import generate
 from stepmark.workloads.workload_flags import options_class
 
@@ -143,6 +143,7 @@ def test_file_and_built_in_model_agree(tmp_path: Path, name: str) -> None:
         "seq_len",
         "published_params",
         "published_active_params",
+        "unmodelled",
     }
     for field in set(ModelConfig.__slots__) - about_the_file:
         assert getattr(model, field) == getattr(built_in, field), field
@@ -163,6 +164,37 @@ def test_families_that_differ_by_biases(tmp_path: Path) -> None:
     qwen2 = read(tmp_path, LLAMA | {"model_type": "qwen2"})
     assert not mistral.qkv_bias
     assert qwen2.num_params - mistral.num_params == 32 * (32 + 2 * 8) * 128
+
+
+@pytest.mark.parametrize(
+    ("family", "per_layer"),
+    [
+        ("llama", 4096 + 2 * 1024 + 4096),  # q, k and v, out
+        ("qwen3", 4096 + 2 * 1024 + 4096),
+        ("qwen3_moe", 4096 + 2 * 512 + 2048),
+        ("deepseek_v3", 1536 + (512 + 64) + 7168),  # down projections, out
+        ("deepseek_v2", (512 + 64) + 2048),  # which projects queries at once, without biases
+        ("mixtral", 0),
+    ],
+)
+def test_attention_bias_is_that_of_transformers(
+    tmp_path: Path, family: str, per_layer: int
+) -> None:
+    plain = read(tmp_path, GOOD[family] | {"attention_bias": False})
+    biased = read(tmp_path, GOOD[family] | {"attention_bias": True})
+    assert biased.num_params - plain.num_params == plain.num_layers * per_layer
+    assert biased.num_active_matmul_params == plain.num_active_matmul_params
+    notes = [note for note in biased.unmodelled if "bias" in note]
+    assert bool(notes) is (per_layer == 0)
+    assert all("attention_bias (true): transformers ignores it" in note for note in notes)
+
+
+def test_biases_of_all_layers_are_llamas(tmp_path: Path) -> None:
+    biases = {"attention_bias": True, "mlp_bias": True}
+    model = read(tmp_path, LLAMA | biases)
+    per_layer = 4096 + 2 * 1024 + 4096 + 2 * 14336 + 4096
+    assert model.num_params - read(tmp_path, LLAMA).num_params == 32 * per_layer
+    assert read(tmp_path, QWEN3_8B | biases).linear_bias is False
 
 
 def test_heads_default_to_mha(tmp_path: Path) -> None:
@@ -213,8 +245,8 @@ def test_missing_head_dim_is_that_of_transformers(
         ({"model_type": "bert"}, "model_type bert is invalid: it must be one of llama"),
         ({"model_type": 3}, "model_type 3"),
         ({"hidden_act": "relu"}, "hidden_act relu is invalid: it must be silu"),
-        ({"attention_bias": True},
-         "attention_bias true is invalid: it must be mlp_bias, which is false"),
+        ({"mlp_bias": True},
+         "mlp_bias true is invalid: it must be false, or attention_bias true, too"),
         ({"tie_word_embeddings": "no"}, "tie_word_embeddings no"),
     ],
 )  # fmt: skip
@@ -298,8 +330,7 @@ def test_unreadable_files(tmp_path: Path) -> None:
 def notes(tmp_path: Path, content: dict[str, object]) -> list[str]:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(content))
-    read_config(path)
-    found = read_notes(path)
+    found = read_config(path).unmodelled
     assert all(note.startswith(f"{path}: ") for note in found)
     return [note.removeprefix(f"{path}: ") for note in found]
 

@@ -1,19 +1,36 @@
 """Laws of a layer's operators: they add up to the parameters and divide over ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parsing import parse
 
 from stepmark.ground.dtypes import OPERATOR_DTYPES, DType
 from stepmark.ground.errors import ConfigError
+from stepmark.measuring.machine import machine
 from stepmark.model.model import ModelConfig, find_model, load_models
-from stepmark.model.ops import Attention, Gemm, GroupedGemm, Layout, Norm, Optimizer, Phase
+from stepmark.model.ops import (
+    Attention,
+    Copy,
+    Gemm,
+    GroupedGemm,
+    Layout,
+    Norm,
+    Optimizer,
+    Phase,
+)
 from stepmark.model.parallel import ParallelConfig
-from stepmark.step.layout import Inputs, layout_of
+from stepmark.operators import op_plan
+from stepmark.operators.op_options import options_class
+from stepmark.step.layout import Inputs, layout_of, model_as
+from stepmark.step.workload import ComputeOp, Kernel
+from stepmark.workloads import workload_flags
 from stepmark.workloads.formats.benchmark_models import read_model_configs
 from stepmark.workloads.operators import BY_FAMILY, ModelShape, Placed
+from stepmark.workloads.workload import generate
 
 PRIMUS = read_model_configs(Path(__file__).parents[2] / "examples" / "model_configs.json")
 DENSE = [name for name in load_models() if find_model(name).moe is None]
@@ -201,7 +218,7 @@ def test_train_multiplies_gate_and_up_apart() -> None:
         ]  # type: ignore[union-attr]
         for name in ("train", "fsdp", "megatron")
     }
-    assert losses == {"train": [128256] * 4, "fsdp": [16032] * 4, "megatron": [16032] * 4}
+    assert losses == dict.fromkeys(losses, [16032] * 4)
 
 
 def test_skew_reaches_the_experts() -> None:
@@ -422,3 +439,58 @@ def test_fp8_where_it_does_not_fit_is_bf16() -> None:
         fits = op.n % 16 == 0 and op.k % 16 == 0
         assert op.dtype is (DType.FP8_E4M3 if fits else DType.BF16)
         assert fits == (label.phase is not Phase.WGRAD)
+
+
+# As the step of a framework has them
+
+LISTED = [
+    (name, tp)
+    for name in (*DENSE, *MOE)
+    for tp in (1, 2, 8)
+    if not any(
+        width % tp for width in (find_model(name).num_heads, find_model(name).num_kv_heads)
+    )
+]
+
+
+@pytest.mark.parametrize(("name", "tp"), LISTED)
+def test_op_lists_the_operators_of_megatrons_step(name: str, tp: int) -> None:
+    """All that `workload generate --framework megatron` has, by the same options.
+
+    `op` lists the loss in chunks as well, a copy of any size, and AdamW layer by layer.
+    """
+    has_experts = find_model(name).moe is not None
+    for sequence in [True] if has_experts or tp == 1 else [True, False]:
+        more = ["--sequence-parallel" if sequence else "--no-sequence-parallel"]
+        flags = ["--model", name, "--tp", str(tp), "--mbs", "2", "--seq-len", "512", *more]
+        words = ["all", *flags, "--as", "megatron", "--dtype", "bf16", "--device", "h100-sxm"]
+        options = parse(options_class("all"), words)
+        cases = op_plan.layer_cases(options, machine("h100-sxm", dry_run=True))
+        listed = {
+            case.op
+            for case in cases
+            if not isinstance(case.op, Copy | Optimizer) and getattr(case.op, "chunks", 1) == 1
+        }
+        words = ["--framework", "megatron", "--world-size", str(tp), *flags]
+        step = generate(parse(workload_flags.options_class("megatron"), words))
+        operators = [op.op for op in step.tally(0) if isinstance(op, ComputeOp)]
+        computed = {op for op in operators if not isinstance(op, Copy | Optimizer | Kernel)}
+        assert listed == computed
+
+
+def test_op_pads_the_vocabulary_as_megatron_does() -> None:
+    """gpt-175b has 50,257 tokens in AICB's file, which eight ranks do not divide."""
+    odd = replace(find_model("gpt-175b"), vocab_size=50257, published_params=None)
+    assert model_as("megatron", odd, 8).vocab_size == 51200
+    assert model_as("megatron", odd, 1).vocab_size == 50304
+    assert model_as("fsdp", odd, 8) is odd
+
+
+def test_what_megatron_refuses_and_others_do_not_have() -> None:
+    model = find_model("mixtral-8x7b")
+    without = layout_of("megatron", ParallelConfig(tp=8), sequence_parallel=False)
+    with pytest.raises(ConfigError, match="sequence-parallel no is invalid: it must be yes"):
+        without.check(model)
+    without.check(find_model("llama-3.1-70b"))
+    with pytest.raises(ConfigError, match="only with --as megatron"):
+        layout_of("train", ALONE, sequence_parallel=False)

@@ -35,7 +35,7 @@ class Workload(Table):
         self.name = program.name
         self.world_size = program.world_size
         self.num_stages = len(program.stages)
-        self.notes = program.notes
+        self.notes = program.all_notes
 
     def ops(self, stage: int | None = None) -> Iterator[Row]:
         """Yield a row per operation of a rank's step, in issue order; stage None: of all."""

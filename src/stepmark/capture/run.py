@@ -108,7 +108,7 @@ def capture(
             count = len(recorder.operations)
             return f"capturing rank {rank}: {count} operations, {policy.place()}"
 
-        with reported(name, where), watch.running(status):
+        with reported(name, where), policy.explaining(), watch.running(status):
             return _capture_rank(build, world_size, name, policy, recorder)
 
     captures = [record(rank)]

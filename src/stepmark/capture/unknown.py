@@ -5,6 +5,7 @@ Python where that would hide it: an integer refuses to become a size, and a floa
 """
 
 import ast
+import contextlib
 import dis
 import functools
 import linecache
@@ -19,12 +20,20 @@ from unittest import mock
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from stepmark.capture.watch import OWN, package
 
 POLICY = (
     "unknown values are read at {}: a condition on one does not hold, except that numbers are"
     " finite, all() and equal() are true, and assertions hold"
+)
+
+
+# In errors of torch about fake tensors, which have no values, and about UnknownNumber.
+_WORDS = (
+    *("DynamicOutputShape", "DataDependentOutput", "data is not allocated", "UnknownNumber"),
+    *("numpy() is not supported", "cannot convert float NaN"),
 )
 
 
@@ -67,11 +76,51 @@ class ReadPolicy:
         return bool(holds)
 
     def refuse(self, what: str) -> Never:
+        raise self._refusal(what)
+
+    def _refusal(self, what: str) -> UnknownValueError:
         self.stopped = UnknownValueError(
             f"a value that is unknown while captured {what}: make it from constants, or from"
             " indices of topk, which are taken as evenly spread"
         )
-        raise self.stopped
+        return self.stopped
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Refuse a value that is unknown where torch or Python name something else."""
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, UnknownValueError) or not self._is_due_to_unknown(error):
+                raise
+            refusal = self._refusal("is used where a number or a shape must be known")
+            raise refusal.with_traceback(error.__traceback__) from error
+
+    def _is_due_to_unknown(self, error: Exception) -> bool:
+        """Return whether the expression of the user's that raised an error has such a value."""
+        text = f"{type(error).__name__}: {error}"
+        if any(words in text for words in _WORDS):
+            return True
+        trace = error.__traceback__
+        steps = zip(traceback.walk_tb(trace), traceback.extract_tb(trace), strict=True)
+        own = [(frame, at) for (frame, _), at in steps if at.filename == self._file]
+        if not own or not isinstance(error, TypeError | ValueError):
+            return False
+        frame, at = own[-1]
+        file = Path(self._file).name
+        lines = range(at.lineno or 0, (at.end_lineno or 0) + 1)
+        if any(f"{file}:{line}" in self.places for line in lines):
+            return True
+        begin = (at.lineno, at.colno)
+        end = (at.end_lineno, at.end_colno)
+        names = {
+            node.id
+            for node in ast.walk(_tree(at.filename))
+            if isinstance(node, ast.Name) and begin <= (node.lineno, node.col_offset) < end
+        }
+        visible = {**frame.f_globals, **frame.f_locals}
+        numbers = tree_leaves([visible.get(name) for name in names])
+        return any(isinstance(number, UnknownNumber | UnknownFloat) for number in numbers)
 
     def _frame(self) -> Any:
         """Return the innermost frame of the user's file, else the innermost outside torch."""
@@ -82,13 +131,17 @@ class ReadPolicy:
 
 
 @functools.cache
+def _tree(file: str) -> ast.Module:
+    try:
+        return ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ast.Module([], [])
+
+
+@functools.cache
 def _statement(file: str, line: int) -> ast.While | ast.Assert | None:
     """Return the loop or assertion of whose condition the line is part."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return None
-    for node in ast.walk(tree):
+    for node in ast.walk(_tree(file)):
         if isinstance(node, ast.While | ast.Assert):
             test = node.test
             if test.lineno <= line <= (test.end_lineno or test.lineno):

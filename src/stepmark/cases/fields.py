@@ -53,7 +53,7 @@ class CaseField:
     default, with {}. cell: from the value to what columns and comparisons have. option: of the
     verb that measures; reads: the option's type, where a list of values makes a case of each;
     group: its title in `--help`. varies: the default depends on the device or other options.
-    later: added after runs were published, whose identities stay.
+    formerly: what cases had before the field was added, whose identities stay; ...: nothing.
     """
 
     role: Role | None
@@ -71,14 +71,14 @@ class CaseField:
     group: str = ""
     needs: Need | None = None
     varies: bool = False
-    later: bool = False
+    formerly: Any = ...
 
     @property
     def option_name(self) -> str:
         """Return the field of the options: its first long spelling, or the case's field."""
         for word in self.option.spellings if self.option else ():
             if word.startswith("--"):
-                return word.removeprefix("--").replace("-", "_")
+                return word.partition("/")[0].removeprefix("--").replace("-", "_")
         return self.attribute
 
     @property
@@ -88,8 +88,16 @@ class CaseField:
         return typing.get_origin(kind) is tuple
 
     def value(self, case: object) -> Any:
-        """Return the plain value that columns and comparisons have; None for an empty one."""
-        return self._plain(getattr(case, self.attribute))
+        """Return the plain value that columns and comparisons have; None for an empty one.
+
+        It is None where a field that was added later has no effect, too.
+        """
+        is_there = self.formerly is ... or self.is_effective(case)
+        return self._plain(getattr(case, self.attribute)) if is_there else None
+
+    def is_effective(self, case: object) -> bool:
+        """Return whether the case meets what the field needs to have an effect."""
+        return self.needs is None or self.needs.is_met(case)
 
     def describe(self, value: Any) -> str:
         """Return the words of a plain value; "" of the default one."""
@@ -144,12 +152,24 @@ def fields_of(value: Any, without: Collection[str] = ()) -> dict[str, object]:
     return {name: getattr(value, name) for name in names if name not in without}
 
 
+def former_values(cls: type) -> dict[str, Any]:
+    """Return what cases of this class had before fields were added; {} for other classes."""
+    declarations = [field.metadata.get(_KEY) for field in dataclasses.fields(cls)]
+    if None in declarations:
+        return {}
+    return {
+        field.attribute: field.formerly for field in declared(cls) if field.formerly is not ...
+    }
+
+
 def identity(case: Any) -> dict[str, object]:
     """Return the values that define what is measured and how."""
     values = {}
     for field in declared(type(case)):
         value = getattr(case, field.attribute)
-        is_absent = field.later and value == field.default
+        is_absent = field.formerly is not ... and (
+            value == field.formerly or not field.is_effective(case)
+        )
         if field.role is not None and not is_absent:
             values[field.attribute] = value
     return values
@@ -162,6 +182,17 @@ def compared(case: Any) -> dict[str, Any]:
         for field in declared(type(case))
         if field.role not in (None, Role.ELSEWHERE)
     }
+
+
+def differences(one: Any, other: Any) -> list[str]:
+    """Return the fields whose values differ, where they have an effect in both cases."""
+    return [
+        field.attribute
+        for field in declared(type(one))
+        if field.is_effective(one)
+        and field.is_effective(other)
+        and getattr(one, field.attribute) != getattr(other, field.attribute)
+    ]
 
 
 def in_words(case: type, values: typing.Mapping[str, Any]) -> list[str]:
@@ -181,7 +212,7 @@ def with_fields(case: type) -> Callable[[type[T]], type[T]]:
         for field in declared(case):
             if field.option and field.group == title:
                 cls.__annotations__[field.option_name] = field.reads | None
-                default = False if field.reads is bool else None
+                default = False if field.reads is bool and not field.default else None
                 option = dataclasses.field(default=default, metadata={"flag": field.option})
                 setattr(cls, field.option_name, option)
         return cls
@@ -205,7 +236,8 @@ def option_values(case: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in declared(type(case)):
         value = getattr(case, field.attribute)
-        if field.option and (field.varies or value != field.default):
+        is_told = field.varies or value != field.default
+        if field.option and is_told and field.is_effective(case):
             values[field.option_name] = (value,) if field.is_swept else value
     return values
 
@@ -215,5 +247,5 @@ def check_needs(case: Any, options: Any) -> None:
     given = plain(options)
     for field in declared(type(case)):
         name = field.option_name
-        if name in given and field.needs and not field.needs.is_met(case):
+        if name in given and field.needs and not field.is_effective(case):
             raise ConfigError(dashed(name), given[name], f"only with {field.needs.words}")

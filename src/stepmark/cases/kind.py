@@ -15,7 +15,6 @@ class Kind:
     options_of(case): the options of its verb that measure the case alone. columns: of its rows.
     rows(records, run, device=...): the rows. print_rows(rows, console): prints them where they
     are more than a table. bench(context, how, budget_s=...): measures its cases on ranks.
-    largest_mbs(case, device_bytes): the micro-batch that fits, where there is an estimate.
     """
 
     options_of: str
@@ -23,7 +22,6 @@ class Kind:
     rows: str
     bench: str
     print_rows: str = ""
-    largest_mbs: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

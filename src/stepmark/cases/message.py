@@ -1,8 +1,9 @@
 """Message histograms of a job: calls by collective, type, size, group and phase."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from stepmark.model.collectives import FACTS, Collective, Parts
+from stepmark.model.collectives import FACTS, Collective, Parts, num_parts
 
 # the two sides of a point-to-point message
 SEND = "send"
@@ -37,6 +38,38 @@ class Tally:
 
 
 Histogram = dict[MessageKind, Tally]
+
+
+def summed(
+    messages: Iterable[tuple[MessageKind, Tally]], ranks: Callable[[int, int], int] = max
+) -> Histogram:
+    """Add up kinds that occur several times, kinds in the order in which they first appear.
+
+    ranks: of two tallies of a kind, the number of ranks: the larger, or of disjoint ranks the
+    sum.
+    """
+    total: Histogram = {}
+    for kind, tally in messages:
+        before = total.get(kind, Tally(calls=0, ranks=0))
+        total[kind] = Tally(
+            calls=before.calls + tally.calls,
+            ranks=ranks(before.ranks, tally.ranks),
+            timed_calls=before.timed_calls + tally.timed_calls,
+            seconds=before.seconds + tally.seconds,
+        )
+    return total
+
+
+def message_bytes(collective: str, call_bytes: int, num_ranks: int | None) -> int | None:
+    """Return the size as nccl-tests counts it; None where it depends on unknown ranks."""
+    if collective in (SEND, RECV):
+        return call_bytes
+    if collective not in list(Collective):
+        return None
+    name = Collective(collective)
+    if FACTS[name].parts is Parts.WHOLE:
+        return call_bytes
+    return None if num_ranks is None else call_bytes * num_parts(name, num_ranks)
 
 
 def sized(

@@ -34,7 +34,7 @@ class ReplayCase:
     device: str = field_of(Role.ELSEWHERE, "cuda")  # or cpu
     compute: Compute = field_of(Role.SETTING, Compute.NONE)
     blocking: bool = field_of(Role.SETTING, False)  # the host waits for each operation
-    pace: Pace = field_of(Role.SETTING, Pace.FREE, later=True)
+    pace: Pace = field_of(Role.SETTING, Pace.FREE, formerly=Pace.FREE)
     shrunk_from: int = field_of(None, 0)  # ranks of the file; 0: as many as run
     # Source of the times of computation; "": the file.
     compute_from: str = field_of(None, "")

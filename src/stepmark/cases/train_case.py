@@ -19,7 +19,7 @@ from stepmark.cases.training import (
 from stepmark.ground.dtypes import DType, parse_dtype
 from stepmark.ground.options import Reader, between, words_of
 from stepmark.model.model import NO_IDENTITY, ModelConfig
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan, stage_layers
 
 Count = Annotated[int, between(1, 65536)]
 Groups = Annotated[int, between(1, 1024)]
@@ -36,9 +36,30 @@ ReduceDType = Annotated[
 _FSDP = Need(
     words="--strategy fsdp", is_met=lambda case: case.data_parallel is DataParallel.FSDP
 )
+_OWN_TABLE = Need(
+    words="--strategy fsdp --reshard yes, of a model whose embedding is not its head",
+    is_met=lambda case: (
+        _FSDP.is_met(case) and case.reshard != "no" and not case.model.tied_embeddings
+    ),
+)
 _DDP = Need(words="--strategy ddp", is_met=lambda case: case.data_parallel is DataParallel.DDP)
 _TENSOR = Need(words="tensor parallelism (--tp)", is_met=lambda case: case.parallel.tp > 1)
 _PIPELINE = Need(words="pipeline stages (--pp)", is_met=lambda case: case.parallel.pp > 1)
+
+
+def _splits_differ(case: "TrainCase") -> bool:
+    if case.parallel.pp == 1 or case.num_stages > case.model.num_layers:
+        return False
+    even, torchtitan = (
+        stage_layers(case.model.num_layers, case.num_stages, split)
+        for split in (StageSplit.EVEN, StageSplit.TORCHTITAN)
+    )
+    return even != torchtitan
+
+
+_UNEVEN = Need(
+    words="pipeline stages (--pp) that embedding and head change", is_met=_splits_differ
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +168,7 @@ class TrainCase:
     reduce_dtype: DType = field_of(
         Role.SETTING,
         DType.FP32,
-        "type in which data ranks reduce gradients [bf16 for fsdp with amp and for bf16 "
-        "weights, else fp32]",
+        "type in which data ranks reduce gradients [bf16 for bf16 weights, else fp32]",
         reads=ReduceDType,
         group="Precision",
         varies=True,
@@ -158,11 +178,23 @@ class TrainCase:
     reshard: str = field_of(
         Role.SETTING,
         "yes",
-        "fsdp, after forward: yes, no, or a number of ranks [yes]",
+        "fsdp, after forward: yes, no, or a number of ranks [yes; no with --pp]",
         reads=str,
         group="Settings of one strategy",
         needs=_FSDP,
+        varies=True,
         words="reshard {}",
+    )
+    embedding_in_backward: bool = field_of(
+        Role.SETTING,
+        True,
+        "fsdp gathers the embedding for its backward pass, too, which needs no weights [yes]",
+        "--embedding-in-backward/--no-embedding-in-backward",
+        reads=bool,
+        group="Settings of one strategy",
+        needs=_OWN_TABLE,
+        words="embedding gathered once",
+        formerly=False,
     )
     # Groups gathered ahead.
     prefetch: int = field_of(
@@ -186,11 +218,34 @@ class TrainCase:
     bucket_mb: int = field_of(
         Role.SETTING,
         25,
-        "ddp: MB of gradients per bucket [25]",
+        "ddp: MB of gradients per bucket [25, the first one 1]",
         reads=Annotated[int, between(1, 2**20)],
         group="Settings of one strategy",
         needs=_DDP,
         words="buckets {} MB",
+    )
+    # torch's own limits, which it has where no size is given: the first bucket 1 MiB.
+    small_first_bucket: bool = field_of(Role.SETTING, True, needs=_DDP, formerly=False)
+    bucket_view: bool = field_of(
+        Role.SETTING,
+        False,
+        "ddp: gradients are views of the buckets, which saves a copy of them",
+        *("--bucket-view", "--gradient-as-bucket-view"),
+        reads=bool,
+        group="Settings of one strategy",
+        needs=_DDP,
+        words="bucket views",
+        formerly=True,
+    )
+    tp_plan: TpPlan = field_of(
+        Role.SETTING,
+        TpPlan.TORCHTITAN,
+        "embedding and loss under tp: torchtitan divides them, whole gathers them [torchtitan]",
+        reads=TpPlan,
+        group="Settings of one strategy",
+        needs=_TENSOR,
+        words="{} logits",
+        formerly=TpPlan.WHOLE,
     )
     async_tp: bool = field_of(
         Role.SETTING,
@@ -217,6 +272,17 @@ class TrainCase:
         reads=Annotated[int, between(0, 65536)],
         group="Settings of one strategy",
         needs=_PIPELINE,
+    )
+    pp_split: StageSplit = field_of(
+        Role.SETTING,
+        StageSplit.TORCHTITAN,
+        "layers of stages: torchtitan counts embedding and head as one each, or even "
+        "[torchtitan]",
+        reads=StageSplit,
+        group="Settings of one strategy",
+        needs=_UNEVEN,
+        words="{} stages",
+        formerly=StageSplit.EVEN,
     )
     data: str = field_of(Role.SETTING, "random")  # random, text, or the path of a text file
     # Processes of the data loader.
@@ -281,6 +347,11 @@ class TrainCase:
     def num_microbatches(self) -> int:
         """Return into how many parts a pipeline divides a micro-batch."""
         return 1 if self.parallel.pp == 1 else self.pp_microbatches or self.num_stages
+
+    @property
+    def stage_layers(self) -> list[range]:
+        """Return the layers of each pipeline stage."""
+        return stage_layers(self.model.num_layers, self.num_stages, self.pp_split)
 
     @property
     def strategy(self) -> str:

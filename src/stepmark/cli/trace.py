@@ -58,7 +58,7 @@ app = Group(
             "Chakra, CSV, Parquet, or a trace of some steps and ranks for Perfetto.",
             builder(
                 trace_options.ConvertOptions,
-                "stepmark.traces.trace_convert:convert",
+                "stepmark.traces.trace_workload:convert",
                 "Write traces for other tools: tables, Chakra, or fewer steps and ranks.",
                 "trace convert traces/ --to chakra --out chakra/",
             ),

@@ -20,7 +20,7 @@ from stepmark.store.view import View, print_text, show_rows, view
 from stepmark.tables.columns import SHOWN, TEXT, Column, rows_of
 from stepmark.tables.export import write_json
 from stepmark.tables.table import Table
-from stepmark.workloads.models import file_notes
+from stepmark.workloads.models import notes_of, read_models
 
 _DEFAULT_STEP = (4, True)
 
@@ -79,7 +79,7 @@ def plan(options: CommOptions, machine: Machine) -> Plan:
         world_size=world_size,
         how=How(comm=_how(options)),
         entries=entries(cases, options.launches),
-        notes=(*notes, *file_notes(options.model)),
+        notes=(*notes, *notes_of(read_models(options.model))),
     )
 
 

@@ -1,4 +1,7 @@
-"""Remarks on measured collectives: comment lines of a table, and matrices of pairs of ranks."""
+"""Remarks on measured collectives: comment lines of a table, and matrices of pairs of ranks.
+
+Also the last lines of a run about collectives, one finding per line.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,13 +9,13 @@ from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
-from stepmark.cases.comm_case import CommCase
+from stepmark.cases.comm_case import CommCase, default_mode
 from stepmark.cases.fields import in_words
 from stepmark.ground.fit import MIN_POINTS, Segment, piecewise
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.model.collectives import FACTS, Collective
 from stepmark.tables.columns import COUNT, NUMBER, Row, digits, given, number, text
-from stepmark.tables.row_tables import grouped, validity_counts
+from stepmark.tables.row_tables import LEAD, describe, grouped, statuses, validity_counts
 from stepmark.tables.table import Table
 
 # A rank is named if it delays the others by this share of the time and by this long, in at
@@ -164,7 +167,7 @@ _KINDS = {
 }
 
 
-_SETTING = ("dtype", "mode", "api")
+_MATRIX_SETTING = ("dtype", "mode", "api")
 
 
 class Link(NamedTuple):
@@ -185,7 +188,7 @@ class PairMatrix:
     unit: str
     more_is_better: bool
     size_bytes: int
-    setting: str  # values of _SETTING
+    setting: str  # values of _MATRIX_SETTING
     host_bound: bool  # issuing a call takes about as long as the call
     links: tuple[Link, ...]  # by source, then by destination
 
@@ -222,7 +225,7 @@ def matrices(rows: Sequence[Row]) -> list[PairMatrix]:
         for row in rows
         if row["status"] == "measured" and row["pair"] and row["family"] in _KINDS
     )
-    return [_matrix(group) for group in grouped(pairs, ("family", *_SETTING))]
+    return [_matrix(group) for group in grouped(pairs, ("family", *_MATRIX_SETTING))]
 
 
 def _matrix(rows: Sequence[Row]) -> PairMatrix:
@@ -253,7 +256,7 @@ def _matrix(rows: Sequence[Row]) -> PairMatrix:
         unit=unit,
         more_is_better=more_is_better,
         size_bytes=size,
-        setting=" ".join(text(rows[0], key) for key in _SETTING),
+        setting=" ".join(text(rows[0], key) for key in _MATRIX_SETTING),
         host_bound=not more_is_better
         and rows[0]["mode"] not in ("graph", "queued-ahead")
         and median(issues) > HOST_SHARE,
@@ -289,3 +292,55 @@ def slow_lines(matrix: PairMatrix) -> list[str]:
         f"{middle}"
         for link in matrix.slow
     ] or [f"no slow link, {middle} {matrix.unit}"]
+
+
+_SETTING = ("collective", "dtype", "num_ranks", "mode", "api", "split", "beside")
+
+
+def comm_lines(rows: Sequence[Row]) -> list[str]:
+    """Return findings about collectives; none without rows."""
+    if not rows:
+        return []
+    entries = [("collective", statuses(rows))]
+    if counted := validity_counts(rows):
+        entries.append(("doubtful", counted))
+    right = [row for row in rows if row["status"] == "measured"]
+    for group in grouped([row for row in right if not row["pair"]], _SETTING):
+        entries += [("busbw" if group[0]["busbw_gb_s"] is not None else "time", _best(group))]
+        entries += [
+            ("straggler", f"{_setting(group[0])}: {line}")
+            for line in straggler(group)
+            if line != NO_STRAGGLER
+        ]
+    for matrix in matrices(rows):
+        entries += [("pairs", f"{matrix.title}: {line}") for line in slow_lines(matrix)]
+    entries += [("wrong", describe(row)) for row in rows if row["status"] == "wrong"]
+    entries += [
+        ("impossible", f"{describe(row)}: busbw above the link")
+        for row in rows
+        if row["over_limit"]
+    ]
+    return [f"{lead:<{LEAD}}{line}" for lead, line in entries]
+
+
+def _setting(row: Row) -> str:
+    words = [text(row, "collective"), text(row, "dtype"), f"x{row['num_ranks']}"]
+    default = default_mode(
+        text(row, "device"), text(row, "backend"), Collective(text(row, "collective"))
+    )
+    words += [text(row, "mode")] if row["mode"] != default else []
+    words += [text(row, "api")] if row["api"] != "torch" else []
+    return " ".join([*words, *in_words(CommCase, {name: row[name] for name in _SETTING[1:]})])
+
+
+def _best(group: Sequence[Row]) -> str:
+    """Return the highest busbw of one setting, and the shortest time."""
+    shortest = min(number(row, "time_s") or 0.0 for row in group)
+    best = max(group, key=lambda row: number(row, "busbw_gb_s") or 0.0)
+    if best["busbw_gb_s"] is None:
+        return f"{_setting(best)} {format_time(shortest)}"
+    share = number(best, "pct_link")
+    link = "" if share is None else f", {share:.0f} % of the link"
+    size = format_bytes(number(best, "size_bytes") or 0)
+    rate = digits(number(best, "busbw_gb_s"))
+    return f"{_setting(best)} {rate} GB/s at {size}{link}; at least {format_time(shortest)}"

@@ -18,6 +18,7 @@ import msgspec
 from stepmark.ground.reading import Table
 from stepmark.model.collectives import Collective
 from stepmark.model.device import DeviceSpec, find_device
+from stepmark.model.nccl_tuner import RING_US, TREE_US, ring_hops_us, tree_hops_us
 from stepmark.text_tables.printed_figures import itemsize_of
 
 Span = tuple[float, float]
@@ -151,18 +152,16 @@ def has_latency(table: Table) -> bool:
 def tuner_latency_s(family: str, hardware: Hardware) -> float:
     """Return NCCL's estimate of the shortest time with protocol LL, in seconds.
 
-    Constants of NVIDIA/nccl 2.30.7, src/graph/tuning.cc. All-to-all and send-receive have none
-    there: a ring's base and one hop.
+    All-to-all and send-receive have none: a ring's base and one hop. Gathers are rings.
     """
     ranks = hardware.num_ranks
     hosts = hardware.num_hosts
-    hops = (ranks - hosts) * (0.6 if hosts == 1 else 1.0) + (hosts - 1) * 2.7
     if family == "gather":
-        return (6.6 + hops) * 1e-6
+        return (RING_US + ring_hops_us(ranks, hosts)) * 1e-6
     if not family.startswith("all_reduce"):
         return 10e-6
-    tree = 6.8 + 2 * ((ranks / hosts - 1) * 0.6 + log2(hosts) * 5)
-    return min(6.6 + 2 * hops, tree) * 1e-6
+    ring_us = RING_US + 2 * ring_hops_us(ranks, hosts)
+    return min(ring_us, TREE_US + tree_hops_us(ranks, hosts)) * 1e-6
 
 
 def reference_range(

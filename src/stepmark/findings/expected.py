@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from math import log
 
 from stepmark.cases.comm_curve import ABOVE, BELOW, Curve
-from stepmark.cases.message import Histogram, MessageKind
+from stepmark.cases.message import RECV, SEND, Histogram, MessageKind
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, busbw_factor
 
 SCALED = "other number of ranks"
 # One side of a pair is compared with a pair's transfer, else with the ring of sends.
 _PAIRS = ("p2p", "sendrecv")
-_SIDES = ("send", "recv")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +52,7 @@ def expected(
 
 
 def _is_side(kind: MessageKind) -> bool:
-    return kind.collective in _SIDES
+    return kind.collective in (SEND, RECV)
 
 
 def _names(kind: MessageKind) -> tuple[str, ...]:
@@ -103,8 +102,8 @@ def totals(
     by_name: dict[str, float] = defaultdict(float)
     for kind, time in times.items():
         by_name[kind.collective] += histogram[kind].calls * time.seconds
-    sides = [by_name.pop(name, 0.0) for name in _SIDES]
-    seconds = sum(by_name.values()) + max(sides)
+    pairs = max(by_name.pop(name, 0.0) for name in (SEND, RECV))
+    seconds = sum(by_name.values()) + pairs
     calls = sum(tally.calls for tally in histogram.values())
 
     def calls_of(mark: str) -> int:

@@ -1,5 +1,6 @@
 """Findings of readers of files, with the lines that show them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -44,3 +45,8 @@ class Finding:
     chain: "tuple[Finding, ...]" = ()
     consequences: "tuple[Finding, ...]" = ()
     ranks: tuple[int, ...] = ()
+
+
+def by_severity(findings: Iterable[Finding]) -> list[Finding]:
+    """Return problems first, then warnings, then notes."""
+    return sorted(findings, key=lambda finding: -list(Severity).index(finding.severity))

@@ -5,22 +5,21 @@ one rank's call says, and the row says so ("per rank"). No binning loses a call 
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from stepmark.cases.message import Histogram, MessageKind, Tally
+from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, message_bytes, summed
 from stepmark.findings.expected import Expected
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import GB, KIB, MIB, format_bytes, parse_bytes
-from stepmark.model.collectives import Collective, busbw_factor, num_parts
+from stepmark.model.collectives import Collective, busbw_factor
 from stepmark.tables.columns import BYTES, COUNT, MEAN, NUMBER, SECONDS, Column, Row, given
 from stepmark.tables.table import Table
 
 BY = ("collective", "dtype", "group", "phase")
 MESSAGE = "message"
 PER_RANK = "per rank"
-PAIR_SIDES = ("send", "recv")
 # CrayPat's bins of message sizes.
 CRAYPAT = (16, 256, 4 * KIB, 64 * KIB, MIB, 16 * MIB)
 POW2 = (1, *(2**power for power in range(1, 51)))
@@ -92,26 +91,10 @@ def with_ranks(histogram: Histogram, num_ranks: int) -> Histogram:
 
 
 def _sized(kind: MessageKind, num_ranks: int) -> MessageKind:
-    message_bytes = kind.message_bytes
-    if message_bytes is None:
-        is_side = kind.collective in PAIR_SIDES
-        parts = 1 if is_side else num_parts(Collective(kind.collective), num_ranks)
-        message_bytes = kind.call_bytes * parts
-    return replace(kind, num_ranks=num_ranks, message_bytes=message_bytes)
-
-
-def summed(messages: Iterable[tuple[MessageKind, Tally]]) -> Histogram:
-    """Add up kinds that occur several times; the largest number of ranks counts."""
-    total: Histogram = {}
-    for kind, tally in messages:
-        before = total.get(kind, Tally(calls=0, ranks=0))
-        total[kind] = Tally(
-            calls=before.calls + tally.calls,
-            ranks=max(before.ranks, tally.ranks),
-            timed_calls=before.timed_calls + tally.timed_calls,
-            seconds=before.seconds + tally.seconds,
-        )
-    return total
+    size = kind.message_bytes
+    if size is None:
+        size = message_bytes(kind.collective, kind.call_bytes, num_ranks)
+    return replace(kind, num_ranks=num_ranks, message_bytes=size)
 
 
 def calls_and_bytes(histogram: Histogram) -> tuple[int, int]:
@@ -187,7 +170,7 @@ def _busbw(messages: Histogram) -> float | None:
     for kind, tally in messages.items():
         if not tally.timed_calls or kind.message_bytes is None or not tally.seconds:
             continue
-        if kind.collective in PAIR_SIDES:
+        if kind.collective in (SEND, RECV):
             factor = 1.0
         elif kind.num_ranks:
             factor = busbw_factor(Collective(kind.collective), kind.num_ranks)

@@ -60,18 +60,6 @@ class ChannelCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graph:
-    """Result of the search for rings, trees and so on: pattern number and path types."""
-
-    pattern: int
-    num_channels: int
-    bytes_per_s: float  # inside a node, NCCL's own figure
-    inter_bytes_per_s: float
-    path_intra: str  # LOC NVL NVB C2C PIX PXB P2C PXN PHB SYS NET DIS
-    path_inter: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Communicator:
     """`key`: the commId, or host:pid:pointer where no line gives it."""
 
@@ -83,7 +71,7 @@ class Communicator:
     rings: tuple[tuple[tuple[int, ...], int], ...] = ()  # order of ranks -> channels
     num_trees: int | None = None
     channels: ChannelCounts | None = None
-    graphs: tuple[Graph, ...] = ()
+    over_nvlink: bool = False  # a ring, a tree or the like uses it inside a node
     known_by_id: bool = True
 
 

@@ -3,11 +3,10 @@
 Each cause is one finding. What follows from it is part of it, not another problem.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from stepmark.findings import disagreement
-from stepmark.findings.disagreement import Disagreement
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.wait_graph import Call, WaitGraph
 from stepmark.ground.units import format_time, ranks_text
@@ -77,7 +76,7 @@ class Cause:
         )
 
 
-def causes(graph: WaitGraph, disagreements: Sequence[Disagreement]) -> list[Cause]:
+def causes(graph: WaitGraph, disagreements: Sequence[disagreement.Disagreement]) -> list[Cause]:
     """Return mismatches, each with the waits that follow from it, then all other waits."""
     waits = list(_waits(graph))
     explained = []
@@ -97,7 +96,7 @@ def _follows(wait: Cause, mismatch: Cause) -> bool:
     return bool(wait.groups & mismatch.groups or blamed & suspects)
 
 
-def _mismatch(parts: Sequence[Disagreement]) -> Cause:
+def _mismatch(parts: Sequence[disagreement.Disagreement]) -> Cause:
     suspects = parts[0].suspects.intersection(*(part.suspects for part in parts))
     shown = [part for part in parts if part.source == parts[0].source]
     text = f"ranks disagree on {'; on '.join(part.text for part in shown[:_MAX_SHOWN])}"
@@ -163,8 +162,8 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     calls = [call for call in graph.calls if call.absent.keys() & idle]
     direct = frozenset(rank for call in calls for rank in call.waiting)
     texts = [
-        f"{ranks_text(call.absent.keys() & idle)} {_has(call.absent.keys() & idle)} not issued "
-        f"{call_text(call)}, in which {_ranks_wait([call])}"
+        f"{ranks_text(call.absent.keys() & idle)} {_have(call.absent.keys() & idle)} "
+        f"not issued {call_text(call)}, in which {_ranks_wait([call])}"
         for call in calls[:_MAX_SHOWN]
     ]
     more = f"; nor {len(calls) - _MAX_SHOWN} more calls" if len(calls) > _MAX_SHOWN else ""
@@ -179,14 +178,14 @@ def _stopped(graph: WaitGraph, idle: frozenset[int]) -> Cause:
     doubt = "maybe " if is_unknown else "likely " if is_gloo or suspects or remarks else ""
     text = (
         f"{ranks_text(idle)} did not join a call: {'; '.join(texts)}{more}. "
-        f"{_it(idle).capitalize()} {_s(idle, 'wait')} for no other rank and "
-        f"{'is' if len(idle) == 1 else 'are'} {doubt}the cause"
+        f"{_number(idle, 'It waits', 'They wait')} for no other rank and "
+        f"{_number(idle, 'is', 'are')} {doubt}the cause"
     )
     if is_gloo:
-        which = "it waits" if len(idle) == 1 else "one of them waits"
-        text += f", unless {which} in a send or receive, which gloo does not record"
+        which = _number(idle, "it", "one of them")
+        text += f", unless {which} waits in a send or receive, which gloo does not record"
     if suspects:
-        verb = "makes" if len(suspects) == 1 else "make"
+        verb = _number(suspects, "makes", "make")
         text += f", unless {ranks_text(suspects)}, alone in it, {verb} a call too many"
     text += "".join(f". {remark[:1].upper()}{remark[1:]}" for remark in remarks)
     if is_unknown:
@@ -221,7 +220,7 @@ def _deadlock(graph: WaitGraph, cycle: dict[int, list[Call]]) -> Cause:
 def _blocked_text(call: Call, ranks: Iterable[int]) -> Iterator[str]:
     """Say for whom of these ranks a call waits."""
     if absent := call.absent.keys() & set(ranks):
-        yield f"{ranks_text(absent)} {_has(absent)} not issued"
+        yield f"{ranks_text(absent)} {_have(absent)} not issued"
     for rank in sorted(call.behind.keys() & set(ranks))[:_MAX_SHOWN]:
         yield f"rank {rank} has issued behind {call.behind[rank].title}"
 
@@ -243,7 +242,8 @@ def _unknown(graph: WaitGraph, calls: Sequence[Call]) -> Cause:
         text += "the members of the group are not listed: another rank may be missing"
         outside = graph.free - frozenset(rank for call in calls for rank in call.parts)
         if outside:
-            text += f", such as {ranks_text(outside)}, which {_s(outside, 'wait')} for nobody"
+            verb = _number(outside, "waits", "wait")
+            text += f", such as {ranks_text(outside)}, which {verb} for nobody"
         text += ", calls may differ, or data stopped flowing"
     remarks = dict.fromkeys(call.remark for call in calls if call.remark)
     text += "".join(f". {remark}" for remark in remarks)
@@ -259,7 +259,8 @@ def _arrived(graph: WaitGraph, calls: Sequence[Call]) -> Iterator[Cause]:
         text = f"{_waiting_text([call])}; "
         if call.done:
             text += (
-                f"{ranks_text(call.done)} {_has(call.done)} completed it: the state may be late"
+                f"{ranks_text(call.done)} {_have(call.done)} completed it: the state may be "
+                "late"
             )
         else:
             text += "every member has issued it, so no rank is missing"
@@ -271,17 +272,15 @@ def _arrived(graph: WaitGraph, calls: Sequence[Call]) -> Iterator[Cause]:
 
 def _split(graph: WaitGraph, call: Call) -> Cause:
     """Report a call that ended on some ranks, while others waited for it to their time-out."""
-    done = ranks_text(call.done)
-    waiting = ranks_text(call.waiting)
     fewer = min(call.waiting, call.done, key=len)
     if fewer == call.waiting:
-        text = f"{waiting} {_is(fewer)} behind: {_it(fewer)} {_s(fewer, 'wait')}"
-        text += (
-            f"{_span([call])} in {call_text(call)}, which {done} {_has(call.done)} completed"
-        )
+        verb = _number(fewer, "is behind: it waits", "are behind: they wait")
+        text = f"{ranks_text(fewer)} {verb}{_span([call])} in {call_text(call)}, which "
+        text += f"{ranks_text(call.done)} {_have(call.done)} completed"
     else:
-        text = f"{done} {_is(fewer)} ahead: {_it(fewer)} {_has(fewer)} completed "
-        text += f"{call_text(call)}, in which {_ranks_wait([call])}"
+        verb = _number(fewer, "is ahead: it has", "are ahead: they have")
+        text = f"{ranks_text(fewer)} {verb} completed {call_text(call)}, in which "
+        text += _ranks_wait([call])
     text += ". Calls of different kind or size were paired, or it ended on some ranks only"
     cause = _cause(graph, ARRIVED, frozenset(), text, [call], suspects=frozenset(fewer))
     action = f"Compare the calls of {ranks_text(fewer)} with those of the others from there on."
@@ -369,7 +368,8 @@ def _ranks_wait(calls: Sequence[Call], where: str = "") -> str:
     # Without TORCH_NCCL_ENABLE_TIMING nothing records a start.
     names += ": it may have started unrecorded" if names == "scheduled" else ""
     place = f" in {where}" if where else ""
-    return f"{ranks_text(ranks)} {_s(ranks, 'wait')}{_span(calls)}{place} ({names})"
+    verb = _number(ranks, "waits", "wait")
+    return f"{ranks_text(ranks)} {verb}{_span(calls)}{place} ({names})"
 
 
 def _span(calls: Sequence[Call]) -> str:
@@ -380,17 +380,10 @@ def _span(calls: Sequence[Call]) -> str:
     return f" {format_time(max(part.seconds for part in parts))}"
 
 
-def _s(ranks: Iterable[int], verb: str) -> str:
-    return f"{verb}s" if len(list(ranks)) == 1 else verb
+def _number(ranks: Collection[int], singular: str, plural: str) -> str:
+    """Return the words that agree with so many ranks."""
+    return singular if len(ranks) == 1 else plural
 
 
-def _is(ranks: Iterable[int]) -> str:
-    return "is" if len(list(ranks)) == 1 else "are"
-
-
-def _it(ranks: Iterable[int]) -> str:
-    return "it" if len(list(ranks)) == 1 else "they"
-
-
-def _has(ranks: Iterable[int]) -> str:
-    return "has" if len(list(ranks)) == 1 else "have"
+def _have(ranks: Collection[int]) -> str:
+    return _number(ranks, "has", "have")

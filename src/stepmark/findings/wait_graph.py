@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from stepmark.findings.finding import Evidence
+from stepmark.ground.grouping import group_by
 
 _MAX_BREAKERS = 64
 
@@ -158,10 +159,8 @@ def merged(first: WaitGraph, second: WaitGraph) -> WaitGraph:
     Calls are one if group and number are: what either source knows of a rank is known.
     """
     same: dict[Call, Call] = {}
-    known: dict[tuple[str, int | None], list[Call]] = {}
-    for call in first.calls:
-        if call.name and not call.is_transfer:
-            known.setdefault((call.name, call.number), []).append(call)
+    named = [call for call in first.calls if call.name and not call.is_transfer]
+    known = group_by(named, lambda call: (call.name, call.number))
     for call in second.calls:
         for other in known.get((call.name, call.number), ()):
             if not other.ranks & call.ranks:

@@ -41,7 +41,7 @@ ABORTED = "communicators-aborted"
 # With them an end that a line states is not that of everything in the files.
 _NO_END = frozenset({"table-incomplete", "several-jobs", "after-end", "uncertain-failure"})
 # Findings on what a file lost; every view shows them.
-DAMAGE = frozenset({"torn-lines", "lost-lines", "cut-lines", "rows-missing"})
+DAMAGE = frozenset({"torn-lines", "lost-lines", "cut-lines", "rows-missing", "rounded-sizes"})
 # Older versions print "Destroy COMPLETE" of communicators whose process fails later.
 _DESTROYS_AT_END = (2, 27)
 _MAX_QUOTED = 160

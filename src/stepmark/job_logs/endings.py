@@ -1,52 +1,38 @@
 """Lines by which a job says that it ended well, each with the program that prints it."""
 
 import re
-from typing import NamedTuple
 
-
-class EndingRule(NamedTuple):
-    """`pattern` is searched in a line without a launcher's tag, as `printed_by` prints it."""
-
-    printed_by: str
-    pattern: re.Pattern[str]
-
-
-def _rule(printed_by: str, pattern: str) -> EndingRule:
-    return EndingRule(printed_by, re.compile(pattern))
-
-
+# What each program prints; searched in a line without a launcher's tag.
 # Not here: Megatron's "[after training is done]", which it prints before the last checkpoint
 # and evaluation, and what one process of many prints ("Process 7 exits successfully").
-ENDINGS: tuple[EndingRule, ...] = (
+ENDINGS = {
     # nccl-tests and rccl-tests, src/common.cu.
-    _rule("nccl-tests", r"^#? ?Avg bus bandwidth +: |^# ?Collective test concluded: "),
+    "nccl-tests": re.compile(r"^#? ?Avg bus bandwidth +: |^# ?Collective test concluded: "),
     # transformers, trainer.py: the metrics of train().
-    _rule("Hugging Face Trainer", r"['\"]?train_runtime['\"]? *[:=] *['\"]?\d"),
+    "Hugging Face Trainer": re.compile(r"['\"]?train_runtime['\"]? *[:=] *['\"]?\d"),
     # Megatron-LM, training.py: exit_interval and exit_duration_in_mins. Its "exiting program
     # after receiving SIGTERM." is no end of its own.
-    _rule("Megatron-LM", r"exiting program (?:at iteration|after) \d"),
+    "Megatron-LM": re.compile(r"exiting program (?:at iteration|after) \d"),
     # torchtitan, train.py; transformers; axolotl. Some print it after each epoch.
-    _rule(
-        "trainer",
+    "trainer": re.compile(
         r"^(?!.*\b[Ee]poch\b)(?:|.*(?:[\]:|>] ?|- |  ))"
         r"[Tt]raining (?:is |has )?(?:completed|complete|finished)"
         r"(?: successfully)?(?:[.!]? *$|[.!] Do not forget| after \d+ (?:steps|iterations))",
     ),
     # Lightning, loops/fit_loop.py.
-    _rule("Lightning", r"`Trainer\.fit` stopped: `max_(?:steps|epochs|time)="),
+    "Lightning": re.compile(r"`Trainer\.fit` stopped: `max_(?:steps|epochs|time)="),
     # torch.distributed.elastic, agent/server/api.py.
-    _rule("torchrun", r"worker group successfully finished"),
+    "torchrun": re.compile(r"worker group successfully finished"),
     # Slurm: scontrol, seff, and the job's row (not a step's) of sacct.
-    _rule(
-        "Slurm",
+    "Slurm": re.compile(
         r"\bJobState=COMPLETED\b|^State: COMPLETED \(exit code 0\)"
         r"|^\d{1,12}(?:_\d{1,9})?[ |]+\S.*\bCOMPLETED[ |]+0:0",
     ),
     # kubectl: describe and get pods. "Reason: Completed" may be an init container's.
-    _rule("Kubernetes", r"^Status: +Succeeded\b|^\S+ +0/\d+ +Completed +\d"),
-    _rule("LSF", r"^Successfully completed\.$"),
-    _rule("PBS", r"^\s*[Ee]xit_status ?= ?0\s*$"),
-)
+    "Kubernetes": re.compile(r"^Status: +Succeeded\b|^\S+ +0/\d+ +Completed +\d"),
+    "LSF": re.compile(r"^Successfully completed\.$"),
+    "PBS": re.compile(r"^\s*[Ee]xit_status ?= ?0\s*$"),
+}
 # A row of a job or pod that has not ended: no list with one states an end.
 NOT_ENDED = re.compile(
     r"^\d{1,12}(?:_\d{1,9})?(?:\.\w+)?[ |]+\S.*\b(?:RUNNING|PENDING|COMPLETING)\b"
@@ -66,4 +52,4 @@ DOUBTFUL = re.compile(
 
 def ending_of(line: str) -> str:
     """Return what prints such a line at its end; "" for any other line."""
-    return next((rule.printed_by for rule in ENDINGS if rule.pattern.search(line)), "")
+    return next((name for name, pattern in ENDINGS.items() if pattern.search(line)), "")

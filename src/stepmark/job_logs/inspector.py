@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, Tally
+from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, Tally, message_bytes
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import open_binary
 from stepmark.ground.units import ranks_text
-from stepmark.model.collectives import FACTS, Collective, collective_named, num_parts
+from stepmark.model.collectives import FACTS, Collective, collective_named
 
 MAX_LINE_BYTES = 2**24
 # NCCL_INSPECTOR_DUMP_MIN_SIZE_BYTES, unless it was set.
@@ -180,7 +180,7 @@ def _add(
         num_ranks=communicator.num_ranks,
         phase="",
         call_bytes=size,
-        message_bytes=_message_bytes(name, size, communicator.num_ranks),
+        message_bytes=message_bytes(name, size, communicator.num_ranks),
     )
     source = str(fields.get(f"{prefix}_timing_source") or "")[:40]
     total = state.totals.setdefault(kind, {}).setdefault(source, _Total())
@@ -201,14 +201,6 @@ def _add(
     if algorithm := str(fields.get(f"{prefix}_algo") or "")[:20]:
         protocol = str(fields.get(f"{prefix}_proto") or "")[:20]
         state.algorithms[name, algorithm, protocol] += 1
-
-
-def _message_bytes(name: str, size: int, num_ranks: int | None) -> int | None:
-    if name in (SEND, RECV):
-        return size
-    if num_ranks is None:
-        return size if num_parts(Collective(name), 2) == 1 else None
-    return size * num_parts(Collective(name), num_ranks)
 
 
 def _microseconds(value: object) -> float | None:

@@ -19,12 +19,12 @@ from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_summary
 from stepmark.job_logs.answers import endings_of
 from stepmark.job_logs.flight_recorder import (
-    FlightFacts,
     looks_like_flight_recorder,
     read_flight_recorder,
 )
 from stepmark.job_logs.flight_recorder.findings import findings
 from stepmark.job_logs.flight_recorder.groups import progress
+from stepmark.job_logs.flight_recorder.operations import Dump, histogram_of
 from stepmark.job_logs.flight_recorder.trace_text import (
     TracedCall,
     TraceProblem,
@@ -237,6 +237,8 @@ class Source:
     tuning: tuple[dict[str, object], ...] = ()  # NCCL's choices by size, as its log has them
     endings: tuple[Evidence, ...] = ()  # lines that show the end of the job
     summary: str = ""  # what is in order, in a few words
+    histogram_rows: Rows = field(default_factory=list)  # as the options ask for them
+    by_curve: dict[str, float | int] | None = None  # totals of expected times
 
 
 def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
@@ -246,7 +248,7 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     as of one job, with one cause.
     """
     paths = inputs.paths
-    dumps = read_flight_recorder(paths[FLIGHT]) if paths[FLIGHT] else None
+    dumps = read_flight_recorder(paths[FLIGHT])
     traced = [
         call for path in paths[ANALYSIS] for call in read_trace_text(read_text(path), str(path))
     ]
@@ -254,7 +256,7 @@ def read_sources(inputs: Inputs, num_ranks: int | None) -> list[Source]:
     if paths[LOG]:
         known = inputs.facts.get(paths[LOG][0]) if num_ranks is None else None
         facts = known or read_log(paths[LOG], num_ranks=num_ranks)
-    stalls = stalls_of(facts, dumps.dumps if dumps else (), traced)
+    stalls = stalls_of(facts, dumps, traced)
     by_kind: dict[str, Source] = {}
     if facts:
         by_kind[LOG] = _log(facts, stalls, paths[LOG])
@@ -300,10 +302,10 @@ def _log(facts: LogFacts, stalls: JobStalls, paths: Sequence[Path]) -> Source:
 
 
 def _flight_recorder(
-    facts: FlightFacts, causes: Sequence[Cause], paths: Sequence[Path], *, is_first: bool
+    dumps: Sequence[Dump], causes: Sequence[Cause], paths: Sequence[Path], *, is_first: bool
 ) -> Source:
     """Return the dumps; with the causes, unless they are shown with the log of the job."""
-    dumps = facts.dumps
+    messages, uncounted = histogram_of(dumps)
     ranks = [dump.rank for dump in dumps if dump.rank is not None]
     versions = dict.fromkeys(dump.version or "unknown" for dump in dumps)
     nccl = dict.fromkeys(dump.nccl for dump in dumps if dump.nccl)
@@ -317,12 +319,12 @@ def _flight_recorder(
     rows: Rows = [asdict(rank) for rank in progress(dumps)]
     lines += [_progress_text(r) for r in rows[:_MAX_RANKS_SHOWN] if r["first"] is not None]
     more = len(rows) - _MAX_RANKS_SHOWN
-    lines += [f"  ... and {more} more; --json or --csv has all"] * (more > 0)
-    lines += [f"  not in the histogram: {n} {reason}" for reason, n in facts.uncounted.items()]
+    lines += [f"  ... and {more} more; --json or --csv has all"] if more > 0 else []
+    lines += [f"  not in the histogram: {n} {reason}" for reason, n in uncounted.items()]
     return Source(
         kind=FLIGHT,
         files=tuple(map(str, paths)),
-        histogram=facts.histogram,
+        histogram=messages,
         num_ranks_seen=len(dumps),
         findings=tuple(findings(dumps, causes, is_first=is_first)),
         lines=tuple(lines),

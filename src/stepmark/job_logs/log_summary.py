@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from stepmark.findings.finding import Finding
 from stepmark.findings.log_facts import (
@@ -18,10 +17,7 @@ from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.job_logs.nccl_log.network_rules import comma_list, plural
 from stepmark.model.collectives import Collective
 from stepmark.tables.columns import Row
-from stepmark.tables.row_tables import LEAD, print_lines
-
-if TYPE_CHECKING:
-    from rich.console import Console
+from stepmark.tables.row_tables import LEAD
 
 _MOST = 8
 
@@ -234,6 +230,7 @@ def prediction_rows(facts: LogFacts) -> list[Row]:
 
 TableFindings = Sequence[tuple[Table, Sequence[Finding]]]
 _TITLE_WIDTH = 60
+_NAME_WIDTH = 200
 
 
 def rows(tables: TableFindings) -> list[Row]:
@@ -246,18 +243,14 @@ def name_of(table: Table) -> str:
     return f"{table.file}:{table.index}"
 
 
-def print_tables(tables: TableFindings, console: "Console", *, file_width: int = 40) -> None:
-    """Print a block per table: its facts with their sources, notes and findings."""
-    for table, findings in tables:
-        row = _table_row(table, findings)
-        name = name_of(table)
-        name = name if len(name) <= file_width else f"...{name[3 - file_width :]}"
-        lines = _table_facts(row)
-        lines += _call_lines(table)
-        lines += [f"note: {note}" for note in table.notes]
-        lines += [f"{finding.severity}: {finding.text}" for finding in findings]
-        print_lines([f"{name}  {table.title[:_TITLE_WIDTH]}"], console)
-        print_lines((f"    {line}" for line in lines), console)
+def table_lines(table: Table) -> list[str]:
+    """Return the name of a table, its contents, and how each fact is known."""
+    name = name_of(table)
+    name = name if len(name) <= _NAME_WIDTH else f"...{name[3 - _NAME_WIDTH :]}"
+    facts = [*_table_facts(_table_row(table, ())), *_call_lines(table)]
+    facts += [f"note: {note}" for note in table.notes]
+    lines = (f"{name}  {table.title[:_TITLE_WIDTH]}", *(f"    {fact}" for fact in facts))
+    return [line.rstrip() for line in lines]
 
 
 def _call_lines(table: Table) -> list[str]:

@@ -4,22 +4,12 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from io import StringIO
-
-from rich.console import Console
 
 from stepmark import text_tables as tables
 from stepmark.collectives.judgement import Judgement, judge, parse_nics
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
 from stepmark.findings.finding import Finding, Severity
-from stepmark.findings.histogram import (
-    calls_and_bytes,
-    lines,
-    parse_bins,
-    summary,
-    unknown_ranks,
-)
 from stepmark.findings.histogram_figures import page
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
@@ -41,7 +31,6 @@ from stepmark.job_logs.log_sources import (
     is_output_name,
     read_sources,
 )
-from stepmark.job_logs.log_summary import print_tables
 from stepmark.job_logs.nccl_log.network_rules import plural
 from stepmark.store.view import print_text
 from stepmark.tables.export import write_json, write_tables
@@ -57,26 +46,8 @@ _LABELS = {"raised-at": "at:", "first-failure": "seen:"}
 _MAX_CHARACTERS = 200
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SourceView:
-    """A source with its histogram as the options ask for it."""
-
-    source: Source
-    rows: Rows  # of the histogram
-    totals: dict[str, float | int] | None  # by the curve
-
-    @property
-    def named_rows(self) -> dict[str, Rows]:
-        return {
-            "histogram": self.rows,
-            "tuning": list(self.source.tuning),
-            **dict(self.source.rows),
-        }
-
-
-def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
+def source_text(source: Source, options: LogsOptions) -> Iterator[str]:
     """Yield a summary; with --histogram or --tuning only these, the problems and damage."""
-    source = view.source
     if options.is_diagnosis:
         yield from source.lines
         yield from finding_text(source.findings)
@@ -86,7 +57,7 @@ def source_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
     if options.tuning:
         yield from _tuning_text(source)
     if options.shows_histogram:
-        yield from _histogram_text(view, options)
+        yield from _histogram_text(source, options)
     yield from finding_text(
         [
             each
@@ -100,29 +71,33 @@ def _histogram_summary(source: Source, steps: int | None) -> Iterator[str]:
     if not source.histogram:
         return
     yield "messages (--histogram shows all sizes):"
-    yield from (f"  {line}" for line in summary(source.histogram, source.num_ranks_seen))
+    yield from (
+        f"  {line}" for line in histogram.summary(source.histogram, source.num_ranks_seen)
+    )
     if steps:
         yield f"  {_per_step(source, steps)}"
-    if line := unknown_ranks(source.histogram):
+    if line := histogram.unknown_ranks(source.histogram):
         yield f"  {line}"
 
 
-def _histogram_text(view: SourceView, options: LogsOptions) -> Iterator[str]:
-    if not view.rows:
+def _histogram_text(source: Source, options: LogsOptions) -> Iterator[str]:
+    if not source.histogram_rows:
         yield "no messages: a log has them with NCCL_DEBUG=INFO and NCCL_DEBUG_SUBSYS=COLL"
         return
-    if line := unknown_ranks(view.source.histogram):
+    if line := histogram.unknown_ranks(source.histogram):
         yield f"# {line}"
-    yield from lines(view.rows)
+    yield from histogram.lines(source.histogram_rows)
     if options.steps:
-        yield f"# {_per_step(view.source, options.steps)}"
-    if view.totals is not None:
-        yield from _curve_text(view.totals, options)
+        yield f"# {_per_step(source, options.steps)}"
+    if source.by_curve is not None:
+        yield from _curve_text(source.by_curve, options)
 
 
 def _per_step(source: Source, steps: int) -> str:
     rank_steps = steps * max(source.num_ranks_seen, 1)
-    calls, num_bytes = (total / rank_steps for total in calls_and_bytes(source.histogram))
+    calls, num_bytes = (
+        total / rank_steps for total in histogram.calls_and_bytes(source.histogram)
+    )
     return f"{calls:.4g} calls of {format_bytes(num_bytes)} per rank and step"
 
 
@@ -176,13 +151,6 @@ def _one_finding(finding: Finding, label: str, indent: str) -> Iterator[str]:
         yield f"{indent}  ... and {more} more consequences; --json has all"
 
 
-def table_text(table: Table) -> list[str]:
-    """Return its name, its contents, and how each fact is known."""
-    text = StringIO()
-    print_tables([(table, ())], Console(file=text), file_width=200)
-    return [line.rstrip() for line in text.getvalue().splitlines()]
-
-
 def files_text(source: Source) -> str:
     """Return the files of a source in a few words."""
     first = source.files[0]
@@ -214,7 +182,7 @@ def _check(options: LogsOptions) -> None:
     """Refuse options that contradict each other. Raises ConfigError."""
     options.check_stdout()
     if options.bins:
-        parse_bins(options.bins)  # before logs are read
+        histogram.parse_bins(options.bins)  # before logs are read
     if options.nics:
         parse_nics(options.nics)
     for name, value in plain(options).items() if options.tables else ():
@@ -228,7 +196,7 @@ class LogReport:
     """Everything that was found in the files."""
 
     options: LogsOptions
-    views: tuple[SourceView, ...]
+    sources: tuple[Source, ...]
     tables: tuple[TableFindings, ...]
     judgements: tuple[tuple[Judgement, ...], ...]  # of each table
     stops: tuple[Finding, ...]  # outputs of benchmarks that stop or cannot be read
@@ -238,7 +206,7 @@ class LogReport:
     @property
     def findings(self) -> list[Finding]:
         return [
-            *(finding for view in self.views for finding in view.source.findings),
+            *(finding for source in self.sources for finding in source.findings),
             *(finding for _, findings in self.tables for finding in findings),
             *self.stops,
         ]
@@ -256,19 +224,17 @@ class LogReport:
 
     @property
     def _is_of_job(self) -> bool:
-        return bool(self.views) or any(each.rule != "table-unread" for each in self.stops)
+        return bool(self.sources) or any(each.rule != "table-unread" for each in self.stops)
 
     @property
     def answer(self) -> Answer:
         """The answer over all sources and tables."""
-        sources = [view.source for view in self.views]
+        summaries = (source.summary for source in self.sources)
         return answer_of(
-            [*(finding for source in sources for finding in source.findings), *self.stops],
+            [*(one for source in self.sources for one in source.findings), *self.stops],
             self.tables,
-            [line for source in sources for line in source.endings],
-            "; ".join(
-                filter(None, [*(one.summary for one in sources), self.verdicts, self._left_out])
-            ),
+            [line for source in self.sources for line in source.endings],
+            "; ".join(filter(None, [*summaries, self.verdicts, self._left_out])),
             is_ended=self.options.ended,
         )
 
@@ -285,7 +251,7 @@ class LogReport:
         values = Counter(each.value for judged in self.judgements for each in judged)
         words = ", ".join(f"{number} {value}" for value, number in values.items())
         num_tables = sum(map(bool, self.judgements))
-        return f"{num_tables} table{'s' * (num_tables > 1)}: {words}" if words else ""
+        return f"{num_tables} table{'s' if num_tables > 1 else ''}: {words}" if words else ""
 
     def text(self) -> Iterator[str]:
         """Yield lines for a terminal."""
@@ -298,14 +264,15 @@ class LogReport:
             yield f"{'answer':<{LEAD}}{answer}"
         if self.options.is_diagnosis:
             yield from finding_text(self.stops)
-        for place, view in enumerate(self.views):
-            yield from [""] * (place > 0)
-            yield from source_text(view, self.options)
-        if self.views and self.tables:
+        for place, source in enumerate(self.sources):
+            if place:
+                yield ""
+            yield from source_text(source, self.options)
+        if self.sources and self.tables:
             yield ""
         is_only = not self._is_of_job and sum(map(len, self.judgements)) == 1
         for (table, findings), judgements in zip(self.tables, self.judgements, strict=True):
-            name, *facts = table_text(table)
+            name, *facts = log_summary.table_lines(table)
             yield name
             for judgement in judgements:
                 yield from judgement.lines()[is_only:]
@@ -322,12 +289,8 @@ class LogReport:
             write_tables(self._csv_tables(), self.options.csv, "csv")
         if self.options.html:
             sections = [
-                (
-                    f"{view.source.kind}: {files_text(view.source)}",
-                    view.rows,
-                    view.source.findings,
-                )
-                for view in self.views
+                (f"{one.kind}: {files_text(one)}", one.histogram_rows, one.findings)
+                for one in self.sources
             ]
             write_text(self.options.html, page("stepmark logs", sections).html(), "html")
 
@@ -337,15 +300,15 @@ class LogReport:
             "answer": asdict(self.answer) if self._is_of_job else None,
             "sources": [
                 {
-                    "kind": view.source.kind,
-                    "files": view.source.files,
-                    "findings": list(map(_finding_row, view.source.findings)),
-                    "histogram": view.rows,
-                    "tuning": list(view.source.tuning),
-                    "curve": view.totals,
-                    **dict(view.source.rows),
+                    "kind": source.kind,
+                    "files": source.files,
+                    "findings": list(map(_finding_row, source.findings)),
+                    "histogram": source.histogram_rows,
+                    "tuning": list(source.tuning),
+                    "curve": source.by_curve,
+                    **dict(source.rows),
                 }
-                for view in self.views
+                for source in self.sources
             ],
             "tables": [
                 asdict(table)
@@ -364,12 +327,13 @@ class LogReport:
         requested = {"histogram": options.shows_histogram, "tuning": options.tuning}
         has_request = any(requested.values())
         rows_by_name: dict[str, Rows] = {}
-        for view in self.views:
-            label = {"source": view.source.kind} if len(self.views) > 1 else {}
-            for name, rows in view.named_rows.items():
+        for source in self.sources:
+            label = {"source": source.kind} if len(self.sources) > 1 else {}
+            first = {"histogram": source.histogram_rows, "tuning": list(source.tuning)}
+            for name, rows in (first | dict(source.rows)).items():
                 if not has_request or requested.get(name):
                     rows_by_name.setdefault(name, []).extend(label | row for row in rows)
-        if not has_request or not self.views:
+        if not has_request or not self.sources:
             if self.tables:
                 rows_by_name["tables"] = log_summary.rows(self.tables)
                 rows_by_name["judgements"] = [
@@ -388,17 +352,16 @@ class LogReport:
 
 def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
     """Read all inputs. Raises ConfigError."""
-    sources = read_sources(inputs, options.ranks)
+    sources = [_with_rows(one, options) for one in read_sources(inputs, options.ranks)]
     if options.ended:
         sources = [replace(one, findings=as_ended(one.findings)) for one in sources]
-    views = tuple(_view(source, options) for source in sources)
     # A request for the messages of a job's output is no request for its tables.
-    is_about_messages = views and (options.shows_histogram or options.tuning)
+    is_about_messages = sources and (options.shows_histogram or options.tuning)
     logs = set(inputs.paths[LOG] if is_about_messages else ())
     files = {
         path: tables.read_tables(path) for path in inputs.paths[TABLES] if path not in logs
     }
-    if not views:
+    if not sources:
         for file in files.values():
             file.check()
     by_file = {path: file.tables for path, file in files.items()}
@@ -408,21 +371,21 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         for stop in file.stopped
         if stop.unread or path not in inputs.paths[LOG]
     ]
-    if not views and options.curve:
+    if not sources and options.curve:
         allowed = "given with logs, dumps or inspector lines to compare with"
         raise ConfigError("curve", options.curve, allowed)
-    if not views and options.html:
+    if not sources and options.html:
         allowed = "given with logs, dumps or inspector lines: tables have no histogram"
         raise ConfigError("html", options.html, allowed)
     found = [table for group in by_file.values() for table in group]
-    if not (found or views or options.tables):
+    if not (found or sources or options.tables):
         allowed = "a file with a table of results; none of its lines is a row that can be read"
         raise ConfigError("file", next(iter(files)), allowed)
     nics = parse_nics(options.nics) if options.nics else None
     judgements = tuple(judge(table, nics=nics) for table in found)
     return LogReport(
         options=options,
-        views=views,
+        sources=tuple(sources),
         tables=tuple(
             (table, (*validate(table), *(f for each in judged for f in each.findings)))
             for table, judged in zip(found, judgements, strict=True)
@@ -430,12 +393,13 @@ def read_report(inputs: Inputs, options: LogsOptions) -> LogReport:
         judgements=judgements,
         stops=as_ended(stops) if options.ended else tuple(stops),
         num_left_out=sum(is_output_name(path) for path, _ in inputs.unknown),
-        without_tables=tuple(str(p) for p, group in by_file.items() if not (group or views)),
+        without_tables=tuple(str(p) for p, group in by_file.items() if not (group or sources)),
     )
 
 
-def _view(source: Source, options: LogsOptions) -> SourceView:
-    bins = parse_bins(options.bins) if options.bins else None
+def _with_rows(source: Source, options: LogsOptions) -> Source:
+    """Return the source with its histogram as the options ask for it."""
+    bins = histogram.parse_bins(options.bins) if options.bins else None
     by = histogram.BY if options.by is None else histogram.parse_by(options.by)
     num_ranks = source.num_ranks_seen
     durations = None
@@ -449,7 +413,7 @@ def _view(source: Source, options: LogsOptions) -> SourceView:
     rows = histogram.rows(
         source.histogram, by=by, bins=bins, num_ranks_seen=num_ranks, expected=durations
     )
-    return SourceView(source=source, rows=rows, totals=totals)
+    return replace(source, histogram_rows=rows, by_curve=totals)
 
 
 def _finding_row(finding: Finding) -> dict[str, object]:

@@ -91,15 +91,14 @@ class RasSide:
     value: operations launched, a status word, or the text of an error; "missing" without data
     in this query (slow, stopped or dead); "DEAD" given up after 60 s without contact;
     "TIMEOUT", which counts time-outs of the query. ranks: those within the
-    communicator, () unknown: RAS lists small sides only. is_computed: ranks are all the others
-    of the communicator, not listed ones. processes: the listed ones.
+    communicator, () unknown: RAS lists small sides only, and the others are computed where they
+    are all of one side. processes: the listed ones.
     """
 
     value: int | str
     count: int
     evidence: Evidence
     ranks: tuple[int, ...] = ()
-    is_computed: bool = False
     processes: list[RasProcess] = field(default_factory=list)
 
 
@@ -347,7 +346,6 @@ def _fill_ranks(statement: RasStatement, absent: Sequence[RasSide], computes: bo
         # More may be left: ranks without data that RAS does not list.
         if len(rest) == unlisted[0].count:
             unlisted[0].ranks = tuple(sorted(rest))
-            unlisted[0].is_computed = True
     total = statement.count
     if total is None and size is not None:
         total = size - sum(side.count for side in others)

@@ -10,7 +10,6 @@ import psutil
 import torch
 
 from stepmark.cases.record import Failed, Levels
-from stepmark.cases.train_case import TrainCase
 from stepmark.ground import garbage
 from stepmark.measuring.environment import capabilities
 from stepmark.measuring.ranks import Ranks, join
@@ -27,7 +26,6 @@ class MeasureContext:
     on_blocked(record, position): called on rank 0, in a thread, when another rank failed and
     this one is blocked in a collective that the failed rank abandoned; it must not return
     where it can record the failure.
-    largest_mbs(case, device_bytes): estimate of the micro-batch that fits; None: no estimate.
     workload: that is replayed.
     levels: of what is measured now.
     """
@@ -41,7 +39,6 @@ class MeasureContext:
     folder: Path | None = None
     failures: tuple[Failed, ...] = ()
     on_blocked: Callable[[Failed, int], None] = lambda _record, _position: None
-    largest_mbs: Callable[[TrainCase, int], int] | None = None
     workload: Workload | None = None
     levels: Levels | None = None
 

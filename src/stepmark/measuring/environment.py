@@ -1,5 +1,6 @@
 """Facts needed to judge a figure: machine, devices, versions, variables, commit."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import importlib.util
@@ -179,6 +180,22 @@ def memory_bytes() -> int:
     limit = cgroup_limit(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))
     total = int(psutil.virtual_memory().total)
     return total if limit is None else min(total, limit)
+
+
+def reset_peak_resident() -> None:
+    """Forget the process's peak, so that it counts from now on (Linux, proc(5): clear_refs)."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_resident_bytes() -> int | None:
+    """Return the most memory that the process had resident since the peak was reset.
+
+    It is since the process started where the system resets none, None where it tells none.
+    """
+    lines = read_fact(Path("/proc/self/status")).splitlines()
+    peaks = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return 1024 * int(peaks[0]) if peaks else None
 
 
 def cgroup_limit(membership: Path, mount: Path) -> int | None:

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from stepmark.cases.kind import KINDS, PLAN_VERBS
+from stepmark.cases.kind import PLAN_VERBS
 from stepmark.cases.plan import FORCE, Entry, Plan
 from stepmark.cases.record import Environment, Failed, RunInfo
 from stepmark.ground import outer_launcher, signals
@@ -178,10 +178,6 @@ class Rank:
             folder=ranks.decide(lambda: self._run and self._run.absolute() / TRACES),
             failures=failures,
             on_blocked=self._on_blocked,
-            # Imported only when a case has run out of memory.
-            largest_mbs=lambda case, num_bytes: int(
-                load(KINDS[case.kind].largest_mbs)(case, num_bytes)
-            ),
             workload=workload,
         )
         code = self._exit_code(lambda: self._run_cases(todo, context), progress)

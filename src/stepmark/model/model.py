@@ -7,7 +7,7 @@ Facts of named models lie in `data/models/*.toml`, one file each, with their sou
 import re
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -24,7 +24,10 @@ MODELS_DIR = Path(__file__).parents[1] / "data" / "models"
 _GRAIN = 16
 _TOO_LARGE = 2**31
 # Fields that say where a model is from, not what it computes.
-NO_IDENTITY = ("source", "aliases", "published_params", "published_active_params")
+NO_IDENTITY = (
+    *("source", "aliases", "published_params", "published_active_params"),
+    "unmodelled",
+)
 
 
 def _check_int(field: str, value: object, low: int = 1, high: int = _TOO_LARGE - 1) -> None:
@@ -76,10 +79,10 @@ class MlaConfig:
     v_head_dim: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "q_lora_rank" or value is not None:
-                _check_int(f"mla.{field.name}", value)
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name != "q_lora_rank" or value is not None:
+                _check_int(f"mla.{each.name}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,8 @@ class ModelConfig:
     norm: Norm = "rmsnorm"
     tied_embeddings: bool = False  # the input table is also the output head
     qkv_bias: bool = False
-    linear_bias: bool = False  # every linear layer but the head, qkv included
+    attention_bias: bool = False  # q, k, v and out; with mla: its down projections and out
+    linear_bias: bool = False  # every linear layer but the head, those of attention included
     qk_norm: bool = False  # RMSNorm over head_dim, one weight for q and one for k
     max_positions: int = 0  # rows of a learned position table; 0 = rope
     moe: MoeConfig | None = None
@@ -130,6 +134,7 @@ class ModelConfig:
     published_params: int | None = None  # exact where a checkpoint tells, else as announced
     published_active_params: int | None = None
     aliases: tuple[str, ...] = ()
+    unmodelled: tuple[str, ...] = field(default=(), compare=False)  # notes for the reader
 
     def __post_init__(self) -> None:
         self._check_fields()
@@ -197,7 +202,7 @@ class ModelConfig:
             _check_int(name, getattr(self, name))
         for name in ("ffn_hidden_size", "max_positions"):
             _check_int(name, getattr(self, name), low=0)
-        for name in ("tied_embeddings", "qkv_bias", "linear_bias", "qk_norm"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(name, getattr(self, name), "true or false")
         for name, kind in (("activation", Activation), ("norm", Norm)):
@@ -239,19 +244,21 @@ class ModelConfig:
     def _attention_linears(self) -> Iterator[Linear]:
         hidden = self.hidden_size
         heads = self.num_heads
-        out = Linear("attention.out", hidden, heads * self.d_v, "in", self.linear_bias)
+        has_bias = self.attention_bias or self.linear_bias
+        out = Linear("attention.out", hidden, heads * self.d_v, "in", has_bias)
         if self.mla is None:
             rows = self.head_dim * (heads + 2 * self.num_kv_heads)
-            has_bias = self.qkv_bias or self.linear_bias
-            yield from (Linear("attention.qkv", rows, hidden, "out", has_bias), out)
+            yield Linear("attention.qkv", rows, hidden, "out", has_bias or self.qkv_bias)
+            yield out
             return
         mla = self.mla
         if mla.q_lora_rank is None:
             yield Linear("attention.q", heads * self.d_qk, hidden, "out")
         else:
-            yield Linear("attention.q.down", mla.q_lora_rank, hidden)
+            yield Linear("attention.q.down", mla.q_lora_rank, hidden, has_bias=has_bias)
             yield Linear("attention.q.up", heads * self.d_qk, mla.q_lora_rank, "out")
-        yield Linear("attention.kv_down", mla.kv_lora_rank + mla.qk_rope_head_dim, hidden)
+        latent = mla.kv_lora_rank + mla.qk_rope_head_dim
+        yield Linear("attention.kv_down", latent, hidden, has_bias=has_bias)
         rows = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         yield from (Linear("attention.kv_up", rows, mla.kv_lora_rank, "out"), out)
 
@@ -455,6 +462,7 @@ class ModelConfig:
         )
 
 
+_FLAGS = ("tied_embeddings", "qkv_bias", "attention_bias", "linear_bias", "qk_norm")
 _SIZES = (
     "hidden_size",
     "num_layers",
@@ -507,6 +515,9 @@ def _load(path: Path) -> ModelConfig:
         moe=MoeConfig(**moe) if moe else None,
         mla=MlaConfig(**mla) if mla else None,
         aliases=tuple(table.pop("aliases", ())),
+        unmodelled=tuple(
+            f"{path.stem}: not modelled: {text}" for text in table.pop("unmodelled", ())
+        ),
         **table,
     )
 

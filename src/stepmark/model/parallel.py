@@ -1,7 +1,9 @@
 """Parallel layout of a model: the degree of each axis."""
 
+import itertools
 import math
 from dataclasses import dataclass, fields
+from enum import StrEnum
 
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import ModelConfig
@@ -64,3 +66,40 @@ class ParallelConfig:
             raise ConfigError(
                 "dp-shard", self.dp_shard, f"a multiple or divisor of ep ({self.ep})"
             )
+
+
+class StageSplit(StrEnum):
+    """Division of the layers among pipeline stages, with the remainder on the first ones."""
+
+    TORCHTITAN = "torchtitan"  # the embedding and the head count as a layer each
+    EVEN = "even"
+
+
+def stage_layers(num_layers: int, num_stages: int, split: StageSplit) -> list[range]:
+    """Return the layers of each stage. Raises ConfigError where a stage would have nothing.
+
+    Source: torchtitan b5bcd76, distributed/pipeline_parallel.py
+    (_generate_llm_fqn_per_model_part), with its default weights of 1.
+    """
+    ends = 1 if split is StageSplit.TORCHTITAN and num_stages > 1 else 0
+    most = num_layers + 2 * ends
+    if num_stages > most:
+        what = f"{num_layers} layers{', embedding and head' if ends else ''}"
+        raise ConfigError("pipeline stages", num_stages, f"at most {most} ({what})")
+    small, rest = divmod(most, num_stages)
+    sizes = [small + (index < rest) for index in range(num_stages)]
+    sizes[0] -= ends
+    sizes[-1] -= ends
+    bounds = itertools.accumulate(sizes, initial=0)
+    return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
+
+
+class TpPlan(StrEnum):
+    """Plans of tensor parallelism, which differ at the ends of a model.
+
+    Source of TORCHTITAN: torchtitan, models/common/decoder_sharding.py.
+    """
+
+    # The embedding's rows scattered over the sequence; logits stay divided for the loss.
+    TORCHTITAN = "torchtitan"
+    WHOLE = "whole"  # rows reduced for all tokens, logits gathered

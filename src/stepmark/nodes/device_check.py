@@ -198,7 +198,7 @@ def _work(case: AnyCase, device: str) -> tuple[float, str, float | None]:
         return case.message_bytes * case.busbw_factor, "B/s", None
     assert isinstance(case, OpCase)
     if case.op.flops:
-        return case.op.flops, "FLOP/s", spec.peak(case.dtype) if spec else None
+        return case.op.executed_flops, "FLOP/s", spec.peak(case.dtype) if spec else None
     is_hbm = isinstance(case.op, Copy)
     return case.op.bytes_moved, "B/s", spec.hbm_bytes_per_s if spec and is_hbm else None
 

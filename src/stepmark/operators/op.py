@@ -28,7 +28,7 @@ from stepmark.operators.op_plan import Placed, family_cases, layer_cases
 from stepmark.store.reader import read_records
 from stepmark.store.view import median_s, show_rows, view
 from stepmark.workloads.formats.shapes import read_config
-from stepmark.workloads.models import file_notes
+from stepmark.workloads.models import notes_of, read_models
 
 Plans = Callable[[Machine], list[OpCase]]
 
@@ -77,7 +77,7 @@ def plan(cases: Sequence[OpCase], options: OpOptions, *, how: OpHow | None = Non
         how=How(op=dataclasses.replace(how, timeout_s=options.timeout or how.timeout_s)),
         entries=entries(cases, options.launches),
         settings={"dataset": dataset.upper()} if dataset else {},
-        notes=file_notes(options.field("model")),
+        notes=notes_of(read_models(options.field("model"))),
     )
 
 

@@ -94,6 +94,10 @@ class OpFigures(Figures):
         return self.record.operator.op.flops / self.times.median
 
     @property
+    def executed_flops_per_s(self) -> float:
+        return self.record.operator.op.executed_flops / self.times.median
+
+    @property
     def bytes_per_s(self) -> float:
         return self.record.operator.op.bytes_moved / self.times.median
 
@@ -164,7 +168,7 @@ class OpFigures(Figures):
         ]
         limit = device.max_flops_per_s(op.dtype, max(clocks)) if clocks else None
         if limit:
-            verdicts.append(self.flops_per_s > limit * LIMIT_SLACK)
+            verdicts.append(self.executed_flops_per_s > limit * LIMIT_SLACK)
         if (hbm := device.hbm_bytes_per_s) and self._fits_caches(CACHES) is not None:
             above = self.bytes_per_s > hbm * LIMIT_SLACK
             verdicts.append(above and not self._fits_caches(CACHES))
@@ -270,6 +274,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     Column("mbs", lambda o: o.label.mbs, COUNT),
     Column("scale", lambda o: o.case.scale or None, views=SHOWN, leaves=2),
     Column("flops", lambda o: o.case.op.flops, COUNT),
+    Column("executed_flops", lambda o: o.case.op.executed_flops, COUNT),
     Column("bytes_moved", lambda o: o.case.op.bytes_moved, COUNT),
     Column("arithmetic_intensity", lambda o: o.intensity, NUMBER, "FLOP/byte", PAGE),
     Column("case_id", lambda o: o.case.case_id),
@@ -303,6 +308,7 @@ OP_COLUMNS: tuple[Column[OpOutcome], ...] = (
     ),
     Column("vs_median_rank", figure(lambda f: f.vs_median_rank), RATIO, "/ median rank", SHOWN),
     Column("tflops", figure(lambda f: f.flops_per_s / TFLOP or None), NUMBER, "TFLOP/s", SHOWN),
+    Column("executed_tflops", figure(lambda f: f.executed_flops_per_s / TFLOP or None), NUMBER),
     Column("gb_per_s", figure(lambda f: f.bytes_per_s / GB), NUMBER, "GB/s", SHOWN, 1),
     Column("pct_peak", figure(lambda f: f.pct_peak), PERCENT, "% peak", SHOWN, 1),
     Column("pct_hbm", figure(lambda f: f.pct_hbm), PERCENT, "% HBM", PAGE),

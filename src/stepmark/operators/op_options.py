@@ -45,6 +45,12 @@ class ModelShapes:
         "sequence length instead of the model's"
     )
     tp: int = flag("tensor-parallel degree", default=1)
+    sequence_parallel: bool = flag(
+        "norms on 1/tp of each sequence; --no: Megatron-LM's default [yes]",
+        "--sequence-parallel/--no-sequence-parallel",
+        default=True,
+        rare=True,
+    )
     ep: int = flag("expert-parallel degree", default=1, rare=True)
     dp_shard: int = flag("FSDP shards", default=1, rare=True)
     etp: int | None = flag("tensor-parallel degree of experts [tp]", rare=True)

@@ -18,10 +18,9 @@ from stepmark.model.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase,
 from stepmark.model.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
 from stepmark.model.parallel import ParallelConfig
 from stepmark.operators.op_options import FamilyOptions, LayerOptions, ModelShapes, OpOptions
-from stepmark.step.layout import Inputs, layout_of
+from stepmark.step.layout import Inputs, layout_of, model_as
 from stepmark.workloads.datasets import dataset
 from stepmark.workloads.formats import benchmark_models, shapes
-from stepmark.workloads.job import VOCAB_MULTIPLE, with_padded_vocab
 from stepmark.workloads.models import factor, read_models
 from stepmark.workloads.operators import BY_FAMILY, ModelShape
 
@@ -199,10 +198,12 @@ def _from_model(options: FamilyOptions, device: str) -> Iterator[Placed]:
 def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[ModelShape]:
     """Return one per model, micro-batch and dtype, as the framework of --as runs them."""
     axes = ParallelConfig(tp=options.tp, ep=options.ep, dp_shard=options.dp_shard)
-    layout = layout_of(options.run_as, axes, etp=options.etp)
-    models = read_models(options.model, options.scale, axes.tp)
-    if options.run_as == "megatron":
-        models = [with_padded_vocab(model, VOCAB_MULTIPLE * axes.tp) for model in models]
+    sequence = options.sequence_parallel
+    layout = layout_of(options.run_as, axes, etp=options.etp, sequence_parallel=sequence)
+    models = [
+        model_as(options.run_as, model, axes.tp)
+        for model in read_models(options.model, options.scale, axes.tp)
+    ]
     for model in models:
         layout.check(model)
     types = dtypes(options, device)

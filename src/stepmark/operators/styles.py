@@ -172,7 +172,7 @@ def _primus_attentions(cases: Sequence[OpLaunches]) -> list[tuple[object, ...]]:
             continue
         for model in dict.fromkeys(label.model for label in launches.case.labels or (Label(),)):
             key = (model, replace(op, phase=Phase.FWD), launches.case.backend)
-            joined.setdefault(key, {})[op.phase] = (op.flops / time_s / TFLOP, time_s)
+            joined.setdefault(key, {})[op.phase] = (op.executed_flops / time_s / TFLOP, time_s)
     unknown = ("", "")
     return [
         (

@@ -23,7 +23,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, Recompute
 from stepmark.collectives import comm_plan, comm_workload
 from stepmark.collectives.comm_options import CommOptions
-from stepmark.collectives.comm_summary import comm_lines
+from stepmark.collectives.comm_remarks import comm_lines
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, NothingToMeasureError
 from stepmark.ground.options import build, plain
@@ -45,7 +45,7 @@ from stepmark.traces.trace_files import map_traces, recorded_traces
 from stepmark.traces.trace_options import KernelsOptions
 from stepmark.training import train_plan
 from stepmark.training.train_options import CalibrateOptions, TrainOptions, options_of
-from stepmark.workloads.models import factor, file_notes, read_models
+from stepmark.workloads.models import factor, read_models
 from stepmark.workloads.rules.pytorch.case import of_case
 
 # Roles of the training cases and of the operators.
@@ -115,7 +115,7 @@ def plan(options: CalibrateOptions, machine: Machine) -> Plan:
             ),
         ),
         entries=parts,
-        notes=(*notes, *file_notes(",".join(options.model_names))),
+        notes=(*notes, *case.model.unmodelled),
     )
 
 

@@ -9,6 +9,7 @@ from statistics import mean, median
 
 from stepmark.cases.case import OpCase, Rate
 from stepmark.cases.comm_curve import Curve
+from stepmark.cases.fields import differences
 from stepmark.cases.record import METHOD_VERSIONS, Measured, Telemetry
 from stepmark.cases.train_case import TrainCase
 from stepmark.collectives.measured_curves import run_curves
@@ -297,7 +298,7 @@ def _unscaled(model: ModelConfig) -> dict[str, object]:
         "activation": model.activation,
         "norm": model.norm,
         "tied_embeddings": model.tied_embeddings,
-        "biases": (model.qkv_bias, model.linear_bias),
+        "biases": (model.qkv_bias, model.attention_bias, model.linear_bias),
         "qk_norm": model.qk_norm,
         "has_positions": bool(model.max_positions),
         "moe": moe,
@@ -416,7 +417,7 @@ def _differences(measured: TrainCase, case: TrainCase) -> list[str]:
     """Return the options in which costs of the measured case are not those of this case."""
     model = case.model.with_layers(measured.model.num_layers)
     pairs = (
-        (case, measured, {f.name for f in fields(case)}.difference(_SCALED)),
+        (case, measured, set(differences(case, measured)).difference(_SCALED)),
         (case.parallel, measured.parallel, ("tp", "cp", "ep")),
         (model, measured.model, {f.name for f in fields(model)} - _MODEL_SCALED),
     )

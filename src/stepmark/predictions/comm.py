@@ -1,6 +1,7 @@
 """Time of a collective: from a measured curve, or from the device's links."""
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from math import log
 
 from stepmark.cases.comm_curve import ABOVE, MEASURED, Curve
@@ -8,13 +9,17 @@ from stepmark.cases.message import RECV, SEND
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective
 from stepmark.model.device import DeviceSpec
+from stepmark.model.nccl_tuner import fewest_hops_us
 from stepmark.step.workload import CommOp, Group
 from stepmark.timeline.step_cost import Source
 
-# Share of the links that large collectives reach (480 of 900 GB/s busbw of an all-reduce, 8 x
-# H100, nccl-tests' published outputs), and the latency of one hop of a ring.
+# Inside a host: share of the links that large collectives reach (480 of 900 GB/s busbw of an
+# all-reduce, 8 x H100, nccl-tests' published outputs), and the latency of one hop of a ring.
 _LINK_SHARE = 0.8
 _HOP_S = 2.5e-6
+# Over hosts, whose network is not known: the least bytes that a GPU sends, by the data sheet's
+# rate. Switches of NVLink (NVLS) sum what a ring of all-reduce passes on a second time.
+_SUMMED_IN_SWITCH = 0.5
 _PAIRS = ("p2p", "sendrecv")
 
 
@@ -47,7 +52,7 @@ class CommCosts:
         names = _PAIRS if op.collective in (SEND, RECV) else (op.collective,)
         known = [curve for name in names for curve in self._curves.get(name, ())]
         # Those over hosts for a group over hosts, else those inside one.
-        spans = self._ranks_per_host is not None and group.reach >= self._ranks_per_host
+        spans = self._num_hosts(group) > 1
         curves = [
             c
             for c in known
@@ -71,7 +76,28 @@ class CommCosts:
                 raise ConfigError("calibration", "missing", allowed)
             raise ConfigError("device", self._device.key, "a device whose links are known")
         self.sources[op.collective] = Source.ROOFLINE
-        return latency_s(op, group) + op.bus_bytes(group) / (link * _LINK_SHARE)
+        sent_bytes = op.bus_bytes(group)
+        if not spans:
+            link *= _LINK_SHARE
+        elif op.collective == Collective.ALL_REDUCE:
+            sent_bytes *= _SUMMED_IN_SWITCH
+        return self.latency_s(op, group) + sent_bytes / link
+
+    def latency_s(self, op: CommOp, group: Group) -> float:
+        """Return the part of the time that does not depend on the bandwidth.
+
+        Inside a host the hops of a ring, over hosts the fewest of NCCL's algorithms.
+        """
+        num_hosts = self._num_hosts(group)
+        if num_hosts > 1:
+            return fewest_hops_us(op.collective, group.size, num_hosts) * 1e-6
+        if op.collective in (SEND, RECV):
+            return _HOP_S
+        passes = 2 if op.collective == Collective.ALL_REDUCE else 1
+        return passes * (group.size - 1) * _HOP_S
+
+    def _num_hosts(self, group: Group) -> int:
+        return num_hosts(group, self._ranks_per_host) if self._ranks_per_host else 1
 
 
 def ranks_per_host(curves: Sequence[Curve], link_domain: int) -> int:
@@ -83,12 +109,10 @@ def ranks_per_host(curves: Sequence[Curve], link_domain: int) -> int:
     return max(curve.num_ranks // (curve.num_hosts or 1) for curve in known)
 
 
-def latency_s(op: CommOp, group: Group) -> float:
-    """Return the part of the time that does not depend on the bandwidth: hops of a ring."""
-    if op.collective in (SEND, RECV):
-        return _HOP_S
-    passes = 2 if op.collective == Collective.ALL_REDUCE else 1
-    return passes * (group.size - 1) * _HOP_S
+@cache
+def num_hosts(group: Group, ranks_per_host: int) -> int:
+    """Return the number of hosts of the first rank's group."""
+    return len({rank // ranks_per_host for rank in group.members(0)})
 
 
 def _scaled(curves: list[Curve], op: CommOp, group: Group, num_bytes: int) -> float:

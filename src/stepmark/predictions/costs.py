@@ -55,7 +55,7 @@ def _section(role: str, layer: int | None) -> str:
 
 def _amount(op: ComputeOp, work: Work) -> float:
     """Return the measure by which time of this kind is divided among operations."""
-    flops = op.op.flops
+    flops = op.op.executed_flops
     num_bytes = op.op.bytes_moved
     if work in (Work.MATMUL, Work.ATTENTION) and flops:
         return float(flops)

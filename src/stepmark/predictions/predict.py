@@ -11,7 +11,7 @@ from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
 from stepmark.predictions import prediction_text
-from stepmark.predictions.comm import CommCosts, latency_s
+from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
 from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.predict_inputs import inputs_of
@@ -173,7 +173,7 @@ def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
     def comm_s(op: CommOp, group: Group) -> float:
         own_s = known_time(op) if inputs.times_of_file else None
         time_s = comm(op, group) if own_s is None else own_s
-        fixed_s = min(time_s, latency_s(op, group))
+        fixed_s = min(time_s, comm.latency_s(op, group))
         return fixed_s + (time_s - fixed_s) / inputs.link
 
     costs = Costs(

@@ -16,7 +16,7 @@ from stepmark.step_memory import memory
 from stepmark.tables.columns import Row
 from stepmark.timeline.ledger import CONTENTION, TRANSFER, WAITING, Group, Idle, Ledger
 from stepmark.timeline.step_cost import Source
-from stepmark.training import train_plan
+from stepmark.training import remedies
 
 HOST = "the host"
 _UNCERTAIN_MEMORY = (  # docs/prediction.md
@@ -87,7 +87,7 @@ class Prediction:
         if device_bytes is not None:
             verdict = memory.verdict(case, allocated, reserved, device_bytes)
             if verdict == "runs out of memory":
-                fitting = train_plan.what_fits(case, device_bytes, inputs.memory)
+                fitting = remedies.what_fits(case, device_bytes, inputs.memory)
         return StepMemory(
             allocated_bytes=allocated,
             reserved_bytes=reserved,

@@ -16,8 +16,10 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     workload = inputs.workload
     file = inputs.file
     yield from file.gaps if file else ()
+    unmodelled = workload.model.unmodelled if workload.model else ()
+    yield from unmodelled
     of_file = workload.notes if inputs.times_of_file else read_notes(workload)
-    yield from (f"of the file: {note}" for note in of_file)
+    yield from (f"of the file: {note}" for note in of_file if note not in unmodelled)
     yield from _unknown_notes(prediction.unknown)
     yield from _source_notes(prediction)
     if file and inputs.times_of_file:
@@ -25,7 +27,8 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     else:
         yield from _contention_notes(prediction)
     if prediction.spans_hosts:
-        text = f"{workload.world_size} GPUs communicate as {inputs.link_domain} of one host do"
+        text = f"{workload.world_size} GPUs communicate as fast as {inputs.link_domain} of one"
+        text += " host, by NCCL's rings or trees"
         is_least = file is None or not file.has_excess
         least = ", and the step takes at least as long" if is_least else ""
         yield f"links between hosts are not modelled: {text}{least}"

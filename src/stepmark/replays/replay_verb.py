@@ -91,7 +91,7 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
             ),
         ),
         entries=entries([*_alone(workload, options, machine, notes), case]),
-        notes=(*workload.notes, *notes),
+        notes=(*workload.all_notes, *notes),
         workload=text,
     )
 

@@ -63,7 +63,7 @@ def _rows(case: AnyCase, device: DeviceSpec | None) -> list[Row]:
     elif isinstance(case, ReplayCase):
         rows = [{"workload": case.file, "ranks": case.num_ranks, "compute": str(case.compute)}]
     else:
-        rows = [_collective_row(case) if isinstance(case, CommCase) else _step_row(case)]
+        rows = [_collective_row(case) if isinstance(case, CommCase) else step_row(case)]
     identity = {"case_id": case.case_id, "command": command_of(case)}
     return [{"kind": case.kind, "family": case.family, **row, **identity} for row in rows]
 
@@ -115,7 +115,7 @@ def _collective_row(case: CommCase) -> Row:
     }
 
 
-def _step_row(case: TrainCase) -> Row:
+def step_row(case: TrainCase) -> Row:
     """Return the figures of one optimizer step, of which --schedule micro measures parts.
 
     FLOPs are of all ranks, with recomputation; messages are of the pipeline stage with most.

@@ -43,7 +43,7 @@ from stepmark.runs.runs import write_run_page
 from stepmark.runs.step_report import reported
 from stepmark.step_memory.memory import largest_mbs
 from stepmark.store.view import print_text, view
-from stepmark.training import train_plan
+from stepmark.training import remedies, train_plan
 from stepmark.training.train_options import TrainOptions, given_options
 from stepmark.workloads.rules.pytorch.case import of_case
 
@@ -84,6 +84,7 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     """Return the plan of a run: calibration, tables of the machine, and the step."""
     notes: list[str] = []
     case = step_case(requested, machine, notes)
+    notes += case.model.unmodelled
     steps = plan_of_steps([case], machine, requested)
     budget_s = requested.budget or (30.0 if machine.device == "cpu" else 240.0)
     layer = LayerOptions(
@@ -206,7 +207,7 @@ def step_case(options: RunOptions, machine: Machine, notes: list[str]) -> TrainC
     if is_cpu:
         memory_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count
     if memory_bytes:
-        train_plan.check_memory(case, memory_bytes)
+        remedies.check_memory(case, memory_bytes)
     return case
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from stepmark.cases.record import DeviceInfo, Failed, Record, RunInfo
 from stepmark.collectives import comm_figures
 from stepmark.collectives.comm_columns import COMM_COLUMNS
-from stepmark.collectives.comm_summary import comm_lines
+from stepmark.collectives.comm_remarks import comm_lines
 from stepmark.ground.units import format_bytes
 from stepmark.model.device import DeviceSpec
 from stepmark.operators import op_figures

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from stepmark.collectives.comm_summary import comm_lines
+from stepmark.collectives.comm_remarks import comm_lines
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.option_groups import Files

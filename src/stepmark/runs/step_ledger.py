@@ -11,7 +11,6 @@ from stepmark.ground.units import format_time
 from stepmark.predictions import ledger_page
 from stepmark.store.view import view
 from stepmark.tables.columns import Row, number
-from stepmark.tables.export import write_csv, write_json
 from stepmark.tables.page import Page, Section
 from stepmark.timeline import ledger_text as report
 from stepmark.timeline.ledger import (
@@ -28,7 +27,7 @@ from stepmark.timeline.trace_columns import RankTrace
 from stepmark.traces.kineto.arrivals import RankParts, rank_parts
 from stepmark.traces.kineto.ledger import ledgers
 from stepmark.traces.trace import waiting_times
-from stepmark.traces.trace_files import map_traces, print_report, recorded_traces
+from stepmark.traces.trace_files import deliver, map_traces, recorded_traces
 from stepmark.traces.trace_options import LedgerOptions, TraceInputs
 from stepmark.training.training_rates import means_of
 from stepmark.training.training_words import title
@@ -46,18 +45,9 @@ def ledger(options: LedgerOptions) -> int:
         return 0
     steps, notes, cut = found
     rows = report.step_rows(steps)
-    if options.json:
-        document = {
-            "cut": cut or None,
-            "notes": notes,
-            "definitions": report.DEFINITIONS,
-            "rows": rows,
-        }
-        write_json(document, options.json, "ledger")
-    if options.csv:
-        write_csv(rows, options.csv, "ledger")
+    document = {"notes": notes, "definitions": report.DEFINITIONS, "rows": rows}
     lines = (*report.step_lines(steps), *(f"note: {note}" for note in notes))
-    print_report(options, cut, lines)
+    deliver(options, "ledger", document, {"ledger": rows}, lines, cut)
     return 0
 
 

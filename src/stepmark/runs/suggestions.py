@@ -204,7 +204,7 @@ def _changed(
 def _batch(step: Measurement) -> Iterator[Suggestion]:
     """Yield a search of the batch where a larger one may fit."""
     reserved = number(step.row, "reserved_gib")
-    total = number(step.row, "memory_gib")
+    total = number(step.row, "device_gib")
     if step.case.device != "cuda" or not reserved or not total or reserved > _FREE * total:
         return
     options = replace(options_of(step.case), mbs=None, find_batch=True)

@@ -4,7 +4,7 @@ Each line starts with its subject, LEAD columns wide.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from stepmark.cases.record import RunInfo
 from stepmark.ground.units import format_time
@@ -31,6 +31,7 @@ def summary_lines(run: RunInfo, rows: Sequence[Row]) -> list[str]:
         f"cases      {statuses(jobs) or 'none'}",
         *_best_lines(jobs),
         *_outlier_lines(jobs),
+        *_convention_lines(jobs),
         *_slow_rank_lines(rows),
         *(f"throttled  {reason}: {count} cases" for reason, count in throttled.items()),
     ]
@@ -48,6 +49,14 @@ def unique_cases(rows: Sequence[Row]) -> list[Row]:
         if row["rank"] is None:
             cases.setdefault(text(row, "case_id"), row)
     return list(cases.values())
+
+
+def _convention_lines(jobs: Sequence[Row]) -> Iterator[str]:
+    if any(row["executed_flops"] != row["flops"] and row["tflops"] for row in jobs):
+        yield (
+            "counted    attention bwd as 2 x fwd, as MFU does; executed_tflops in files also "
+            "counts q k.T again (flash-attention's 2.5 x)"
+        )
 
 
 def _best_lines(jobs: Sequence[Row]) -> list[str]:

@@ -1,13 +1,13 @@
-"""Inputs of a tree of modules: how a model is sharded, one micro-batch of it, and names."""
+"""Inputs of a tree of modules: what a framework makes of a model, and one micro-batch of it."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Cast, Copy, Gemm, Layout, Op, Phase, Scaling
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, StageSplit
 from stepmark.step.module import Module, between
 from stepmark.step.workload import Kernel
 
@@ -18,14 +18,15 @@ FUSED = {
     "megatron": frozenset({"qkv", "gate_up", "experts"}),
     "huggingface": frozenset({"experts"}),
 }
+VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout:
     """How a model is sharded. etp: tensor parallelism of experts, 0: as tp.
 
-    fused: products of the framework, as in FUSED. stage: of pp; the first stages have the
-    remaining layers. whole_loss: logits are gathered before the loss, as `train` does.
+    fused: products of the framework, as in FUSED. stage: of pp, with this many chunks of
+    layers. whole_loss: logits are gathered before the loss (TpPlan.WHOLE).
     """
 
     axes: ParallelConfig = ParallelConfig()
@@ -33,6 +34,8 @@ class ShardLayout:
     sequence_parallel: bool = True
     fused: frozenset[str] = FUSED["train"]
     stage: int = 0
+    chunks: int = 1
+    split: StageSplit = StageSplit.EVEN
     whole_loss: bool = False
 
     @property
@@ -50,6 +53,9 @@ class ShardLayout:
         if (moe := model.moe) is None:
             return
         tp = self.axes.tp
+        if tp > 1 and not self.sequence_parallel:
+            rule = "yes for a model with experts and tp > 1"
+            raise ConfigError("sequence-parallel", "no", rule)
         etp = self.expert_tp
         if moe.ffn_hidden_size % etp:
             raise ConfigError(
@@ -59,15 +65,47 @@ class ShardLayout:
             raise ConfigError("etp", etp, f"a multiple or divisor of tp ({tp})")
 
 
-def layout_of(framework: str, axes: ParallelConfig, *, etp: int | None = None) -> ShardLayout:
-    """Return how `op --as` shards a model. Raises ConfigError for an unknown framework."""
+def model_as(
+    framework: str, model: ModelConfig, tp: int, multiple: int = VOCAB_MULTIPLE
+) -> ModelConfig:
+    """Return the model as a framework of FUSED trains it.
+
+    Megatron-LM pads the vocabulary to a multiple of `multiple` x tp
+    (vocab_size_with_padding, megatron/training/tokenizer).
+    """
+    extra = -model.vocab_size % (multiple * tp)
+    if framework != "megatron" or not extra:
+        return model
+    vocab_size = model.vocab_size + extra
+    return replace(
+        model, vocab_size=vocab_size, published_params=None, published_active_params=None
+    )
+
+
+def layout_of(
+    framework: str,
+    axes: ParallelConfig,
+    *,
+    etp: int | None = None,
+    sequence_parallel: bool = True,
+) -> ShardLayout:
+    """Return how `op --as` shards a model, as `workload generate` does with the same options.
+
+    sequence_parallel: the others have it always. Raises ConfigError.
+    """
     frameworks = ("train", "megatron", "fsdp")
     if framework not in frameworks:
         raise not_one_of("as", framework, frameworks)
     if etp is not None and etp < 1:
         raise ConfigError("etp", etp, "1 or more")
-    gathers = framework == "train"
-    return ShardLayout(axes=axes, etp=etp or 0, fused=FUSED[framework], whole_loss=gathers)
+    if not sequence_parallel and framework != "megatron":
+        raise ConfigError("no-sequence-parallel", "given", "only with --as megatron")
+    return ShardLayout(
+        axes=axes,
+        etp=etp or 0,
+        fused=FUSED[framework],
+        sequence_parallel=sequence_parallel,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

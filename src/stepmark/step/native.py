@@ -12,10 +12,11 @@ import msgspec
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.read_text import read_whole
 from stepmark.model.collectives import RedOp
 from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig
 from stepmark.model.ops import FAMILIES, FAMILY_OF, Op, Phase
-from stepmark.step.source_file import convert, in_file, one_line, read_bytes
+from stepmark.step.source_file import convert, in_file, one_line
 from stepmark.step.workload import (
     COMPUTE,
     Block,
@@ -197,7 +198,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 def read(path: Path) -> Workload:
     """Read a file. Raise ConfigError for anything that is no workload."""
-    data = read_bytes(path, "workload")
+    data = read_whole(path, "workload")
     with in_file(path):
         return decode(data)
 

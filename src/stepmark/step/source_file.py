@@ -1,9 +1,7 @@
 """A file from elsewhere as bytes, lines or typed JSON; else a ConfigError with the place."""
 
 import contextlib
-import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from difflib import get_close_matches
 from pathlib import Path
@@ -12,41 +10,16 @@ from typing import TypeVar
 import msgspec
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 from stepmark.step.workload import Workload
 
 S = TypeVar("S")
 T = TypeVar("T", bound=msgspec.Struct)
-_MAX_BYTES = 2**30  # unpacked; 2048 micro-batches of 96 layers take 214 MB in AICB's CSV
-_GZIP = b"\x1f\x8b"
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-
-def read_head(path: Path, what: str, size: int) -> bytes:
-    """Return the first bytes, unpacked, without a byte-order mark.
-
-    Raise ConfigError naming `what`.
-    """
-    try:
-        with path.open("rb") as file:
-            packed = file.read(2) == _GZIP
-        with gzip.open(path, "rb") if packed else path.open("rb") as file:
-            return file.read(size).removeprefix(_BYTE_ORDER_MARK)
-    except (OSError, EOFError, ValueError, zlib.error) as error:  # ValueError: NUL in the path
-        reason = getattr(error, "strerror", None) or str(error)
-        raise ConfigError(what, path, f"a file that can be read ({reason})") from None
-
-
-def read_bytes(path: Path, what: str, limit: int = _MAX_BYTES) -> bytes:
-    """Return the whole file, unpacked if it is gzip. Raise ConfigError naming `what`."""
-    data = read_head(path, what, limit + 1)
-    if len(data) > limit:
-        raise ConfigError(what, path, f"a file of at most {limit} bytes")
-    return data
 
 
 def decoded(path: Path, kind: type[S], what: str, allowed: str) -> S:
     """Decode a JSON file as `kind`. Raise ConfigError naming `what`."""
-    data = read_bytes(path, what)
+    data = read_whole(path, what)
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
@@ -66,7 +39,7 @@ def origin_of(workload: Workload, name: str, kind: type[S]) -> S:
 def read_lines(path: Path, what: str) -> list[str]:
     """Return lines without their "\\n" or "\\r\\n"; the last is "" if the file ends in one."""
     try:
-        return read_bytes(path, what).decode("utf-8").replace("\r\n", "\n").split("\n")
+        return read_whole(path, what).decode("utf-8").replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(what, path, f"UTF-8 text (byte {error.start})") from None
 
@@ -98,7 +71,7 @@ _MAX_NEIGHBOURS = 200  # unknown keys that are compared with known ones
 
 def read_json(path: Path) -> object:
     """Return a JSON file as plain dicts and lists. Raise ConfigError for any other content."""
-    data = read_bytes(path, "file", _MAX_JSON_BYTES)
+    data = read_whole(path, "file", _MAX_JSON_BYTES)
     try:
         return msgspec.json.decode(data)
     except RecursionError:

@@ -26,7 +26,7 @@ from stepmark.model.ops import (
     Phase,
     Rope,
 )
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, stage_layers
 from stepmark.step.layout import (
     Inputs,
     ShardLayout,
@@ -43,15 +43,19 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
     layout.check(model)
     builder = TreeBuilder(model=model, layout=layout, inputs=inputs)
     pp = layout.axes.pp
-    small, rest = divmod(model.num_layers, pp)
-    start = layout.stage * small + min(layout.stage, rest)
-    stop = start + small + (layout.stage < rest)
     units = [builder.embedding()] if layout.stage == 0 else []
     dense = model.num_dense_layers
-    for first, last, moe in ((start, min(stop, dense), False), (max(start, dense), stop, True)):
-        if first < last:
-            unit = replace(builder.block(moe=moe), name=f"blocks.{first}", times=last - first)
-            units.append(unit)
+    for layers in stage_layers(model.num_layers, pp * layout.chunks, layout.split)[
+        layout.stage :: pp
+    ]:
+        start, stop = layers.start, layers.stop
+        for first, last, moe in (
+            (start, min(stop, dense), False),
+            (max(start, dense), stop, True),
+        ):
+            if first < last:
+                block = builder.block(moe=moe)
+                units.append(replace(block, name=f"blocks.{first}", times=last - first))
     if layout.stage == pp - 1:
         units.append(builder.output())
     return Module(inside=tuple(units))
@@ -59,12 +63,14 @@ def build(model: ModelConfig, layout: ShardLayout, inputs: Inputs) -> Module:
 
 def stage_of_case(case: TrainCase, stage: int) -> Module:
     """Return the modules of a training case's stage, not divided by tp and ep."""
-    return _stage(case.model, case.parallel.cp, case.parallel.pp, stage)
+    axes = ParallelConfig(cp=case.parallel.cp, pp=case.parallel.pp)
+    chunks = case.num_stages // case.parallel.pp
+    layout = ShardLayout(axes=axes, stage=stage, chunks=chunks, split=case.pp_split)
+    return _stage(case.model, layout)
 
 
 @lru_cache(maxsize=64)
-def _stage(model: ModelConfig, cp: int, pp: int, stage: int) -> Module:
-    layout = ShardLayout(axes=ParallelConfig(cp=cp, pp=pp), stage=stage)
+def _stage(model: ModelConfig, layout: ShardLayout) -> Module:
     return build(model, layout, Inputs(mbs=1, seq_len=model.seq_len))
 
 
@@ -177,6 +183,11 @@ class TreeBuilder:
 
     def _attention(self, linears: list[Linear]) -> Iterator[Module]:
         model = self.model
+        of_input = [
+            linear.name
+            for linear in linears
+            if not linear.name.endswith(("up", "attention.out"))
+        ]
         for linear in linears:
             if linear.name == "attention.out":
                 yield from self._qk_norms()
@@ -190,6 +201,8 @@ class TreeBuilder:
                 norm = linear.name.replace("up", "norm")
                 yield self._norm(norm, role_of(norm), linear.width)
                 leaf = replace(leaf, keeps=SavedTensors(divided=linear.width))
+            if linear.name in of_input[:-1]:  # gradients of the input are added up
+                leaf = replace(leaf, work=(*leaf.work, *self._sum(leaf.role, self.tokens).bwd))
             yield leaf
         yield replace(
             self.linear(out, role_of(out.name)), keeps=SavedTensors(divided=out.width)

@@ -43,6 +43,10 @@ class Kernel:
     flops: int | None = None
     bytes_moved: int | None = None
 
+    @property
+    def executed_flops(self) -> int | None:
+        return self.flops
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
@@ -249,6 +253,12 @@ class Workload:
     stages: tuple[Stage, ...] = ()
     notes: tuple[str, ...] = ()  # remarks, e.g. a split that was chosen
     origin: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def all_notes(self) -> tuple[str, ...]:
+        """Return the notes, and what the step lacks of the published model; each once."""
+        unmodelled = self.model.unmodelled if self.model else ()
+        return tuple(dict.fromkeys((*self.notes, *unmodelled)))
 
     def check(self) -> None:
         """Raise ConfigError if parts contradict each other (workload_check)."""

@@ -148,6 +148,7 @@ def _group_weights(case: TrainCase, units: list[FsdpUnit]) -> FsdpGroups[Weight]
         prefetch=case.prefetch,
         blocks_per_group=size,
         root_has_ends=case.model.tied_embeddings and len(ends) == 2,
+        regathers_table=case.embedding_in_backward,
     )
     for group, inside in [
         (groups.root, units),

@@ -8,6 +8,7 @@ from stepmark.cases.training import GradSync, Precision, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.units import MIB
 from stepmark.model.ops import Phase
+from stepmark.model.parallel import TpPlan
 from stepmark.step.module import Module
 from stepmark.step_memory.allocator import Allocator, Block
 from stepmark.step_memory.fsdp_memory import FsdpMemory
@@ -51,12 +52,16 @@ class StepMemory:
     def __init__(self, case: TrainCase, stage: int, root: Module) -> None:
         self.heap = Allocator()
         self._case = case
+        self._stage = stage
         axes = case.parallel
         self._formats = Formats(case)
         self._keeps_grads = case.cuda_graph or case.compiles_graphs
         # By DDP's hook: gradients in bf16 beside those in fp32.
         self._compresses = self._formats.is_ddp and case.reduce_dtype is DType.BF16
         self._compresses = self._compresses and self._formats.stored_itemsize == FP32
+        self._vocab = case.model.vocab_size  # of a rank's logits
+        if case.tp_plan is TpPlan.TORCHTITAN:
+            self._vocab //= axes.tp
         self._row_bytes = case.model.hidden_size * self._formats.itemsize
         self._tokens = -(-case.mbs // case.num_microbatches) * case.model.seq_len // axes.cp
         self._units = UnitBuilder(case).units(root, stage)
@@ -81,8 +86,8 @@ class StepMemory:
         """Return the units of each stage of this rank; interleaved ones are two."""
         if self._case.num_stages == self._case.parallel.pp:
             return [self._units]
-        num_blocks = sum(unit.name == "block" for unit in self._units)
-        middle = (self._units[0].name == "embedding") + -(-num_blocks // 2)
+        middle = len(self._case.stage_layers[self._stage])
+        middle += self._units[0].name == "embedding"
         return [self._units[:middle], self._units[middle:]]
 
     def _start(self) -> None:
@@ -119,17 +124,15 @@ class StepMemory:
                 self.heap.free(whole)
 
     def _allocate_buckets(self) -> None:
-        """Allocate DDP's buckets: they are the gradients, the last parameter's first.
-
-        torch limits the first one to 1 MiB only where no size is given, and ours is.
-        """
-        limit = self._case.bucket_mb * MIB
+        """Allocate DDP's buckets, of which gradients may be views; the last weight is first."""
+        limit = MIB if self._case.small_first_bucket else self._case.bucket_mb * MIB
         filled = 0
         for weight in reversed(self._weights):
             filled += weight.numel * self._formats.stored_itemsize
             if filled >= limit:
                 self.heap.allocate(filled, "gradients")
                 filled = 0
+                limit = self._case.bucket_mb * MIB
         if filled:
             self.heap.allocate(filled, "gradients")
 
@@ -231,12 +234,18 @@ class StepMemory:
         """Compute logits and loss, with chunks also gradients; return what is kept."""
         case = self._case
         tokens = -(-self._tokens // self._case.loss_chunks)
-        logits = tokens * case.model.vocab_size
+        logits = tokens * self._vocab
         if case.loss_chunks == 1:
             block = self.heap.allocate(self._formats.itemsize * logits, "head")
             if self._formats.is_compiled:
                 return [block]
             fp32, log_softmax = (self.heap.allocate(FP32 * logits, "head") for _ in range(2))
+            if self._vocab < case.model.vocab_size:  # the softmax is computed again
+                self.heap.free(fp32, log_softmax)
+                return [block]
+            if case.parallel.pp > 1:  # its stage keeps its outputs for the backward pass
+                self.heap.free(fp32)
+                return [block, log_softmax]
             self.heap.free(fp32, block)
             return [log_softmax]
         (head,) = unit.weights[1]
@@ -292,7 +301,7 @@ class StepMemory:
 
     def _output_backward(self, unit: FsdpUnit, kept: _SavedTensors, grad: Block) -> Block:
         case = self._case
-        logits = self._tokens * self._case.model.vocab_size
+        logits = self._tokens * self._vocab
         self.heap.free(grad)
         *kept, last = kept
         if case.loss_chunks > 1:
@@ -380,7 +389,7 @@ class StepMemory:
         self._keep_grad(weight, new)
 
     def _keep_grad(self, weight: Weight, new: Block) -> None:
-        if weight.grad is None and not self._formats.is_ddp:
+        if weight.grad is None and not (self._formats.is_ddp and self._case.bucket_view):
             weight.grad = new
         elif self._formats.is_compiled:
             self._added.append(new)

@@ -3,6 +3,7 @@
 Parameters are tensors as torch has them; activations are those that modules' `keeps` count.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -88,9 +89,7 @@ class UnitBuilder:
     def units(self, root: Module, stage: int) -> list[FsdpUnit]:
         case = self._case
         units = list[FsdpUnit]()
-        num_layers = case.model.num_layers
-        stages = case.parallel.pp
-        index = 0 if stage == 0 else num_layers - num_layers // stages
+        layers = itertools.chain(*case.stage_layers[stage :: case.parallel.pp])
         for module in root.inside:
             is_block = module.name.startswith("blocks")
             leaves = [leaf for leaf in module.walk() if not leaf.inside]
@@ -100,10 +99,9 @@ class UnitBuilder:
                     "block" if is_block else module.name,
                     shapes,
                     [[self._weight(param) for param in leaf.params] for leaf in leaves],
-                    is_block and case.is_checkpointed[index],
+                    is_block and case.is_checkpointed[next(layers)],
                 )
                 units.append(unit)
-                index += is_block
         first = units[0]
         last = units[-1]
         if case.model.tied_embeddings and (first.name, last.name) == ("embedding", "output"):

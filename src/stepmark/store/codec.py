@@ -16,6 +16,7 @@ import msgspec
 
 from stepmark.cases.case import OpCase
 from stepmark.cases.comm_case import CommCase
+from stepmark.cases.fields import former_values
 from stepmark.cases.record import (
     SCHEMA,
     AnyCase,
@@ -135,10 +136,11 @@ def _check_schema(plain: dict[str, Any], what: str) -> None:
 def build(cls: type[T], plain: dict[str, Any], decoded: Mapping[str, Any] = NOTHING) -> T:
     """Make a `cls` of its fields: `decoded` as they are, the others converted from `plain`.
 
-    Unknown keys are ignored, absent ones take their default. msgspec converts field by field
-    because it has no untagged unions of dataclasses.
+    Unknown keys are ignored; absent ones take what cases had before the field was added, or
+    their default. msgspec converts field by field because it has no untagged unions of
+    dataclasses.
     """
-    values = dict(decoded)
+    values = former_values(cls) | dict(decoded)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         if field.name in decoded or field.name not in plain:
             continue

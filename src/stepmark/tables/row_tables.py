@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from stepmark.ground.grouping import group_by
 from stepmark.tables.columns import Column, Row, View, text
 from stepmark.tables.outcomes import CACHE_NOT_DEFEATED
 from stepmark.tables.table import Table, fitted
@@ -114,10 +115,7 @@ def _same(table: Table, columns: Sequence[Column[Any]]) -> list[Column[Any]]:
 
 def grouped(rows: Iterable[Row], keys: Sequence[str]) -> list[list[Row]]:
     """Return rows that agree in all keys, in order of appearance."""
-    groups: dict[tuple[object, ...], list[Row]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row.get(key) for key in keys), []).append(row)
-    return list(groups.values())
+    return list(group_by(rows, lambda row: tuple(row.get(key) for key in keys)).values())
 
 
 def statuses(rows: Sequence[Row]) -> str:

@@ -43,13 +43,11 @@ def read(text: str, file: str) -> tuple[list[Table], list[StoppedOutput]]:
         tables_here = _tables(document, file, line, note)
         tables += tables_here
         if note or not tables_here:
-            stops.append(_stop(document, tables_here, line, is_closed=not note))
+            stops.append(_stop(document, tables_here, line))
     return tables, stops
 
 
-def _stop(
-    document: JsonObject, tables: Sequence[Table], line: int, *, is_closed: bool
-) -> StoppedOutput:
+def _stop(document: JsonObject, tables: Sequence[Table], line: int) -> StoppedOutput:
     """Return the stop of a document that was never closed, or has no result."""
     config = _object(document.get("config"))
     sizes = [_int(config.get(key)) for key in ("minimum_bytes", "maximum_bytes")]
@@ -76,7 +74,6 @@ def _stop(
         num_rows=len(rows),
         num_sizes=sweep.num_sizes if sweep else None,
         last_size_bytes=list(rows)[-1][0] if rows else None,
-        has_footer=is_closed,
     )
 
 

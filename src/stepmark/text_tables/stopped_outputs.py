@@ -34,7 +34,6 @@ class StoppedOutput:
     num_sizes: int | None = None  # rows of a complete sweep
     last_size_bytes: int | None = None  # of the last complete row
     is_row_torn: bool = False  # the last row has figures of less than all columns
-    has_footer: bool = False
     unread: str = ""  # why no row below the headings can be read; "" where there is none
 
     @property
@@ -101,7 +100,6 @@ def _stop(output: Output) -> StoppedOutput | None:
         num_sizes=num_sizes,
         last_size_bytes=complete[-1].size if complete else None,
         is_row_torn=is_torn,
-        has_footer=facts.is_complete,
         unread=NO_ROW_FITS if has_only_others else "",
     )
 

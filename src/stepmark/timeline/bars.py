@@ -1,18 +1,12 @@
 """A timeline in few enough bars to draw."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from stepmark.timeline.timeline import Span, Timeline
-
-    Ints = NDArray[np.int64]
+from stepmark.timeline.timeline import Span, Timeline
+from stepmark.timeline.trace_columns import Ints
 
 MOST_BARS = 5000
 MOST_LANES = 8  # of a figure

@@ -4,17 +4,17 @@ Columns of one table have the same length; rows are in the order of their start.
 indices into `RankTrace.names`, threads and streams into lists of labels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    Ints = NDArray[np.int64]
+# Names of types alone: columns are described without numpy.
+Ints: TypeAlias = "NDArray[np.int64]"
+Flags: TypeAlias = "NDArray[np.bool_]"
 
 NONE = -1  # in columns of indices and ids: there is none
 

@@ -5,23 +5,28 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from stepmark.findings import histogram
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
+from stepmark.model.kernel_groups import COMMUNICATION, COPIES, group_of
 from stepmark.tables.columns import Row
-from stepmark.tables.export import write_json, write_tables
 from stepmark.text_tables.profiler_tables_verb import looks_like_profiler_table, run_table
 from stepmark.timeline.bars import MOST_BARS, MOST_LANES, Bars, bars
+from stepmark.timeline.timeline import Span, Timeline
 from stepmark.timeline.trace_breakdown import RankTimes
-from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
+from stepmark.timeline.trace_columns import Damage, GpuKind, RankInfo, RankTrace
 from stepmark.traces import trace_breakdown as report
 from stepmark.traces import trace_page
 from stepmark.traces.kineto.arrivals import RankParts, matched, rank_parts, with_arrivals
+from stepmark.traces.kineto.export import busy_steps
+from stepmark.traces.kineto.links import steps
 from stepmark.traces.kineto.matching import Messages
-from stepmark.traces.kineto.timeline import timeline
-from stepmark.traces.trace_files import damage_notes, map_traces, print_report
+from stepmark.traces.kineto.windows import is_communication
+from stepmark.traces.trace_files import damage_notes, deliver, map_traces
 from stepmark.traces.trace_options import BreakdownOptions, TraceInputs
 
 _MOST_BARS = MOST_BARS // MOST_LANES  # of one rank: the number of ranks is not known
@@ -39,17 +44,6 @@ def breakdown(options: BreakdownOptions) -> int:
     if times is None:
         return 0
     tables = times.tables if options.json or options.csv or options.html else {}
-    if options.json:
-        header = {
-            "cut": times.cut or None,
-            "world_size": times.world_size,
-            "missing_ranks": times.missing_ranks,
-        }
-        document = header | {"notes": times.notes, "definitions": report.DEFINITIONS}
-        write_json(document | tables, options.json, "breakdown")
-    if options.csv:
-        filled = {name: rows for name, rows in tables.items() if rows}
-        write_tables(filled or {"steps": []}, options.csv, "csv")
     if options.html:
         page = trace_page.page(
             f"stepmark trace breakdown {' '.join(options.files)}",
@@ -60,7 +54,15 @@ def breakdown(options: BreakdownOptions) -> int:
             lead=times.cut,
         )
         write_text(options.html, page.html(), "html")
-    print_report(options, times.cut, times.lines(details=options.details))
+    document = {
+        "world_size": times.world_size,
+        "missing_ranks": times.missing_ranks,
+        "notes": times.notes,
+        "definitions": report.DEFINITIONS,
+        **tables,
+    }
+    lines = times.lines(details=options.details)
+    deliver(options, "breakdown", document, tables, lines, times.cut)
     return 0
 
 
@@ -120,7 +122,7 @@ def waiting_times(
     ranks = list(with_arrivals(by_rank, messages).items())
     notes = list(damage_notes(_damage(ranks)))
     if len(ranks) > 1 and (reasons := (messages.unmatched + messages.uncounted).most_common()):
-        more = f"; and {len(reasons) - 3} more reasons" * (len(reasons) > 3)
+        more = f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else ""
         text = "; ".join(f"{count} calls: {reason}" for reason, count in reasons[:3])
         notes.append(f"how ranks wait for each other is not known of {text}{more}")
     return ranks, messages, notes
@@ -153,3 +155,37 @@ def _damage(ranks: Sequence[tuple[int, RankTimes]]) -> Iterator[tuple[int, Damag
             steps = ranks_text(times.empty_steps).replace("rank", "step")
             text = f"no window of {steps}, which launched nothing"
             yield rank, Damage(kind="empty", count=1, text=text)
+
+
+def timeline(trace: RankTrace, inputs: TraceInputs) -> Timeline | None:
+    """Return the middle one of the chosen steps; None without GPU events."""
+    windows = list(busy_steps(trace, inputs).items())
+    if not windows:
+        return None
+    row, window = windows[len(windows) // 2]
+    marked = steps(trace)
+    step = marked.numbers[row] if marked.is_marked else None
+    return Timeline(_spans(trace, *window), window, step)
+
+
+def _spans(trace: RankTrace, start: int, end: int) -> Iterator[Span]:
+    """Yield the GPU events of a window."""
+    gpu = trace.gpu
+    communicates = is_communication(trace)
+    groups = [group_of(name) for name in trace.names]
+    streams = [f"GPU {device} stream {stream}" for device, stream in trace.streams]
+    for place in np.flatnonzero((gpu.end > start) & (gpu.start < end)).tolist():
+        name = int(gpu.name[place])
+        kind = groups[gpu.name[place]]
+        if communicates[place]:
+            kind = COMMUNICATION
+        elif gpu.kind[place] != GpuKind.KERNEL:
+            kind = COPIES
+        yield Span(
+            rank=trace.info.rank or 0,
+            stream=streams[gpu.stream[place]],
+            kind=kind,
+            name=trace.names[name],
+            start_ns=int(gpu.start[place]),
+            end_ns=int(gpu.end[place]),
+        )

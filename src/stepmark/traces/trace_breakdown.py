@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from statistics import mean
 from typing import Any
 
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.tables.columns import (
     BYTES,
@@ -170,7 +171,8 @@ def lines(ranks: Ranks, *, details: bool = False) -> Iterator[str]:
         )
         yield "no times of any step" if is_missing else "nothing ran in any step"
     for place, clock in enumerate(clocks):
-        yield from [""] * (place > 0)
+        if place:
+            yield ""
         own = {row["rank"] for row in tabled["steps"] if row["clock"] == clock}
         part = {name: [r for r in rows if r["rank"] in own] for name, rows in tabled.items()}
         yield from _report(part, clock, details)
@@ -211,21 +213,19 @@ def _headline(steps: Sequence[Row], arrivals: Sequence[Row]) -> str:
     parts = []
     for title, name in PARTS.items():
         if name in _SUMMANDS and _share(time := _sum(steps, name), took) != "0.0 %":
-            cause = waiting * (name == "exposed_comm_ns")
-            for part in ("host_bound_ns", "unknown_idle_ns") * (name == "idle_ns"):
+            cause = waiting if name == "exposed_comm_ns" else ""
+            for part in ("host_bound_ns", "unknown_idle_ns") if name == "idle_ns" else ():
                 if 2 * (own := _sum(steps, part)) > time:
                     words = "host-bound" if part == "host_bound_ns" else "of unknown cause"
                     cause = f" ({MS.show(own / len(steps))} ms is {words})"
             parts.append(f"{title.strip()} {_share(time, took)}{cause}")
-    windows: dict[object, list[int]] = {}
-    for row in steps:
-        windows.setdefault(row["rank"], []).append(_ns(row, "window_ns"))
-    times = {rank: mean(own) for rank, own in windows.items()}
+    by_rank = group_by(steps, lambda row: row["rank"])
+    times = {rank: _sum(own, "window_ns") / len(own) for rank, own in by_rank.items()}
     slowest = max(times, key=lambda rank: times[rank])
     if " for rank " not in waiting and times[slowest] > (1 + _NOTABLE) * mean(times.values()):
         parts.append(f"the slowest is rank {slowest} with {MS.show(times[slowest])} ms")
-    average = " on average" * (len(steps) > 1)
-    where = " on the host (no GPU events)" * (steps[0]["clock"] == "host")
+    average = " on average" if len(steps) > 1 else ""
+    where = " on the host (no GPU events)" if steps[0]["clock"] == "host" else ""
     return (
         f"{_which(steps)}{where}: {MS.show(took / len(steps))} ms{average}: {', '.join(parts)}"
     )
@@ -282,7 +282,7 @@ def _step_lines(steps: Sequence[Row], arrivals: Sequence[Row], details: bool) ->
     ranks = {row["rank"] for row in steps}
     is_common = ranks == {row["rank"] for row in arrivals if row["early_ns"] is not None}
     since = "all ranks" if is_common else "each rank, as their clocks are not known to agree"
-    clock = f"; 'from' counts from the first of {since}" * (len(ranks) > 1)
+    clock = f"; 'from' counts from the first of {since}" if len(ranks) > 1 else ""
     if len(steps) > _MOST_ROWS:
         shown = sorted(steps, key=lambda row: -_ns(row, "window_ns"))[:_MOST_ROWS]
         yield f"The slowest {_MOST_ROWS} of {len(steps)}, in ms (--json has all){clock}:"
@@ -315,7 +315,8 @@ def _arrival_lines(rows: Sequence[Row]) -> Iterator[str]:
             f"average, hidden or not. It arrives last in {worst['num_last']} of "
             f"{worst['num_calls']} calls."
         )
-    most = f", the {_MOST_ROWS} that are waited for the most" * (len(rows) > _MOST_ROWS)
+    is_cut = len(rows) > _MOST_ROWS
+    most = f", the {_MOST_ROWS} that are waited for the most" if is_cut else ""
     yield f"Calls matched over ranks{most}; ms of a step, and of a call where it arrives early:"
     shown: list[Row] = []
     for row in order[:_MOST_ROWS]:
@@ -342,8 +343,8 @@ _ARRIVAL_COLUMNS = (
 
 def _comm_label(row: Row) -> str:
     if not row["collective"]:
-        is_gpu = row["device"] is not None
-        return f"{row['kernel']}{' (collective not stated)' * is_gpu}"
+        unstated = "" if row["device"] is None else " (collective not stated)"
+        return f"{row['kernel']}{unstated}"
     desc = row["group_desc"]
     group = row["group"] if desc in ("", "undefined") else desc
     return f"{row['collective']}, group {group} of {row['group_size'] or 'unknown size'}"
@@ -353,9 +354,7 @@ def _by_label(
     rows: Iterable[Row], label: Callable[[Row], str], time: str
 ) -> dict[str, list[Row]]:
     """Return rows by label, those that took the most time first."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(label(row), []).append(row)
+    groups = group_by(rows, label)
     return dict(sorted(groups.items(), key=lambda item: -_sum(item[1], time)))
 
 

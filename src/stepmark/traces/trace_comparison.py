@@ -13,7 +13,6 @@ from stepmark.ground.verdicts import FALSE_SHARE, judge
 from stepmark.tables.columns import MS, RATIO, SIGNED_MS, Row, digits, given, text
 from stepmark.tables.table import Table
 from stepmark.traces import trace_breakdown
-from stepmark.traces.trace_breakdown import Ranks as Times
 from stepmark.traces.trace_kernels_text import (
     COLUMNS,
     MOST_ROWS,
@@ -57,7 +56,7 @@ def rows(a: Ranks, b: Ranks, by: str) -> list[Row]:
     return sorted(table, key=lambda row: -abs(number(row, "difference_ns")))
 
 
-def step_rows(a: Times, b: Times) -> list[Row]:
+def step_rows(a: trace_breakdown.Ranks, b: trace_breakdown.Ranks) -> list[Row]:
     """Return a row for each part of a step, as in a breakdown, in nanoseconds per step."""
     sides = [trace_breakdown.tables(times)["steps"] for times in (a, b)]
     steps = [[int(str(row["step"] or 0)) for row in rows] for rows in sides]

@@ -14,7 +14,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -27,6 +27,7 @@ from stepmark.cases.training import Training
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.grouping import group_by
 from stepmark.ground.option_groups import Files
 from stepmark.ground.read_text import read_head
 from stepmark.ground.units import ranks_text
@@ -34,6 +35,8 @@ from stepmark.ground.waiting import Waiting
 from stepmark.store.reader import find_run, read
 from stepmark.store.runs import TRACES
 from stepmark.store.view import print_text
+from stepmark.tables.columns import Row
+from stepmark.tables.export import write_json, write_tables
 from stepmark.timeline.trace_columns import Damage, RankInfo, RankTrace
 from stepmark.traces.kineto.checks import checked
 from stepmark.traces.kineto.events import LEFT_OUT
@@ -221,7 +224,7 @@ def _in_processes(
 ) -> list[RankResult[R]]:
     """Return results in the order of the paths."""
     workers = min(jobs or _cores(), len(paths))
-    what = f"reading {len(paths)} trace{'s' * (len(paths) > 1)}"
+    what = f"reading {len(paths)} trace{'s' if len(paths) > 1 else ''}"
     if workers <= 1:
         with Waiting(what):
             return list(map(work, paths))
@@ -246,17 +249,23 @@ def _checked(results: Sequence[RankResult[R]], inputs: TraceInputs) -> TraceSet[
     notes: list[str] = []
     named = [_with_rank(result, len(results), notes) for result in results]
     _refuse_two_jobs(named)
-    counts = Counter(result.info.rank for result in named)
-    for rank, count in counts.items():
-        if count > 1:
-            _refuse_twice(named, rank)
+    for rank, own in group_by(named, lambda result: result.info.rank).items():
+        if len(own) > 1:
+            value = f"{own[0].info.file} and {own[1].info.file}"
+            allowed = (
+                f"one trace of each rank; both are of rank {rank}: name the files of one window"
+            )
+            raise ConfigError("trace", value, allowed)
     sizes = {result.info.world_size for result in named} - {None}
     least = max(max(1 + (r.info.rank or 0), r.least_ranks) for r in named)
     world_size = next(iter(sizes), None) or min(least, MAX_RANKS)
     known = {result.info.rank for result in named}
     missing = tuple(sorted(set(range(world_size)) - known))
     if missing:
-        notes.append(_missing_text(missing, world_size))
+        notes.append(
+            f"{len(missing)} of {world_size} ranks have no trace here ({ranks_text(missing)}): "
+            "how long the others wait for them is not known"
+        )
     notes += _apart([result.info for result in named])
     notes += _unequal_steps(named)
     notes += damage_notes((r.info.rank or 0, damage) for r in named for damage in r.info.damage)
@@ -364,39 +373,35 @@ def _unequal_steps(results: Sequence[RankResult[R]]) -> Iterator[str]:
         )
 
 
-def print_report(
-    options: Files, cut: str, lines: Iterable[str], notes: Sequence[str] = ()
+def deliver(
+    options: Files,
+    name: str,
+    document: Mapping[str, object],
+    tables: Mapping[str, list[Row]],
+    lines: Iterable[str],
+    cut: str,
 ) -> None:
-    """Print a report unless stdout is one of the files. cut: its first line, see TraceSet."""
+    """Write the files of a report, and print it unless stdout is one of them.
+
+    name: of the files in a folder. cut: its first line, see TraceSet.
+    """
+    if options.json:
+        write_json({"cut": cut or None, **document}, options.json, name)
+    if options.csv:
+        filled = {name: rows for name, rows in tables.items() if rows}
+        write_tables(filled or dict(list(tables.items())[:1]), options.csv, "csv")
     first = [cut] if cut else []
     if not options.to_stdout:
         print_text([*first, *lines])
-        sys.stdout.writelines(f"note: {note}\n" for note in notes)
     elif options.csv == "-":  # rows have no room for it
         sys.stderr.writelines(f"{line}\n" for line in first)
 
 
 def damage_notes(damages: Iterable[tuple[int, Damage]]) -> Iterator[str]:
     """Yield what is wrong with ranks, once for all of them where it is of one kind."""
-    by_kind: dict[str, list[tuple[int, Damage]]] = {}
-    for rank, damage in damages:
-        by_kind.setdefault(damage.kind, []).append((rank, damage))
-    for cases in by_kind.values():
+    for cases in group_by(damages, lambda case: case[1].kind).values():
         rank, most = max(cases, key=lambda case: (case[1].count, -case[0]))
-        text = f"{most.count} " * (most.count > 1) + most.text
+        text = f"{most.count} {most.text}" if most.count > 1 else most.text
         affected = ranks_text(rank for rank, _ in cases)
-        yield f"{affected}: {text}" + f" (rank {rank}, the most)" * (len(cases) > 1)
-
-
-def _refuse_twice(results: Sequence[RankResult[R]], rank: int | None) -> None:
-    files = [result.info.file for result in results if result.info.rank == rank]
-    value = f"{files[0]} and {files[1]}"
-    allowed = f"one trace of each rank; both are of rank {rank}: name the files of one window"
-    raise ConfigError("trace", value, allowed)
-
-
-def _missing_text(missing: Sequence[int], world_size: int) -> str:
-    return (
-        f"{len(missing)} of {world_size} ranks have no trace here ({ranks_text(missing)}): how "
-        "long the others wait for them is not known"
-    )
+        where = f" (rank {rank}, the most)" if len(cases) > 1 else ""
+        yield f"{affected}: {text}{where}"

@@ -16,23 +16,19 @@ from stepmark.step.trace_ops import PRODUCTS
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.store.reader import read_records
 from stepmark.store.runs import TRACES
-from stepmark.tables.columns import Row
-from stepmark.tables.export import write_csv, write_json
 from stepmark.timeline.trace_breakdown import RankTimes
 from stepmark.timeline.trace_columns import Damage, RankTrace
 from stepmark.traces import trace_breakdown, trace_comparison, trace_kernels_text
 from stepmark.traces.kineto.breakdown import breakdown
 from stepmark.traces.kineto.checks import missing_work
 from stepmark.traces.kineto.kernels import measured_ops
-from stepmark.traces.trace_breakdown import Ranks as Times
 from stepmark.traces.trace_files import (
     TraceSet,
     damage_notes,
+    deliver,
     map_traces,
-    print_report,
     trace_files,
 )
-from stepmark.traces.trace_kernels_text import Ranks, RankSums
 from stepmark.traces.trace_options import CompareTracesOptions, KernelsOptions
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.workload_files import read as read_workload
@@ -44,7 +40,7 @@ Products = Counter[tuple[str, str]]  # calls by role and phase, of all steps
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    sums: RankSums
+    sums: trace_kernels_text.RankSums
     products: Products
     with_recomputed: bool  # whether products counts those that are recomputed
     missing: tuple[Damage, ...]  # why its times are none of the step: GPU work is missing
@@ -58,24 +54,22 @@ def kernels(options: KernelsOptions) -> int:
     if found is None:
         return 0
     ranks = found.ranks
-    notes = found.notes
     rows = trace_kernels_text.rows(ranks, options.by)
-    notes += trace_kernels_text.hints(rows, options.by)
-    if options.json:
-        document: Row = {
-            "cut": found.cut or None,
-            "by": options.by,
-            "ranks": [rank for rank, _ in ranks],
-            "rows": rows,
-        }
-        document |= {"num_steps": trace_kernels_text.num_steps(ranks), "notes": notes}
-        document["definitions"] = trace_kernels_text.DEFINITIONS
-        write_json(document, options.json, "kernels")
-    if options.csv:
-        write_csv(rows, options.csv, "kernels")
-    table = trace_kernels_text.lines(ranks, rows, options.by)
-    lines = [*trace_kernels_text.header(ranks), *table]
-    print_report(options, found.cut, lines, notes)
+    notes = [*found.notes, *trace_kernels_text.hints(rows, options.by)]
+    document = {
+        "by": options.by,
+        "ranks": [rank for rank, _ in ranks],
+        "rows": rows,
+        "num_steps": trace_kernels_text.num_steps(ranks),
+        "notes": notes,
+        "definitions": trace_kernels_text.DEFINITIONS,
+    }
+    lines = [
+        *trace_kernels_text.header(ranks),
+        *trace_kernels_text.lines(ranks, rows, options.by),
+        *(f"note: {note}" for note in notes),
+    ]
+    deliver(options, "kernels", document, {"kernels": rows}, lines, found.cut)
     return 0
 
 
@@ -84,47 +78,47 @@ def compare(options: CompareTracesOptions) -> int:
     options.check_stdout()
     if len(options.files) != 2:
         raise ConfigError("trace", ", ".join(options.files), "two: a file, folder or run each")
-    sides = []
-    times = []
+    sides = {}
     notes = []
     heads = []
-    cuts = []
     for name, word in zip("AB", options.files, strict=True):
-        found = _read(replace(options, files=(word,)), with_times=True)
-        if found is None:
+        side = _read(replace(options, files=(word,)), with_times=True)
+        if side is None:
             return 0
-        ranks = found.ranks
-        own_notes = found.notes
-        if not trace_kernels_text.num_steps(ranks):
-            reason = f" ({own_notes[-1]})" if own_notes else ""
+        if not trace_kernels_text.num_steps(side.ranks):
+            reason = f" ({side.notes[-1]})" if side.notes else ""
             raise ConfigError("trace", word, f"a trace with times of a step{reason}")
-        sides.append(ranks)
-        times.append(found.times)
-        if found.cut:
-            cuts.append(f"{name}: {found.cut}")
-        heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(ranks)]
-        notes += [f"{name}: {note}" for note in own_notes]
-    a, b = sides
+        sides[name] = side
+        heads += [f"{name} {word}: {line}" for line in trace_kernels_text.header(side.ranks)]
+        notes += [f"{name}: {note}" for note in side.notes]
+    a, b = (side.ranks for side in sides.values())
     if a[0][1].is_host != b[0][1].is_host:
         host = options.files[0 if a[0][1].is_host else 1]
         allowed = "a trace with GPU events, as the other one: host and GPU times do not compare"
         raise ConfigError("trace", host, allowed)
-    steps = trace_comparison.step_rows(times[0], times[1])
+    steps = trace_comparison.step_rows(sides["A"].times, sides["B"].times)
     rows = trace_comparison.rows(a, b, options.by)
     total = trace_comparison.total(a, b, rows)
     notes += trace_comparison.remarks(a, b, [*steps, *rows])
-    if options.json:
-        num_steps = map(trace_kernels_text.num_steps, sides)
-        document: Row = {"cut": " ".join(cuts) or None}
-        document |= zip(("a", "b"), options.files, strict=True)
-        document |= dict(zip(("a_steps", "b_steps"), num_steps, strict=True))
-        document |= {"by": options.by, "step": steps, "rows": rows, "total": total}
-        write_json(document | {"notes": notes}, options.json, "compare")
-    if options.csv:
-        write_csv(rows, options.csv, "compare")
-    table = trace_comparison.lines(rows, total, options.by)
-    lines = [*trace_comparison.lines(steps, {}, "part"), "", *heads, *table]
-    print_report(options, " ".join(cuts), lines, notes)
+    document = {
+        "a": options.files[0],
+        "b": options.files[1],
+        "a_steps": trace_kernels_text.num_steps(a),
+        "b_steps": trace_kernels_text.num_steps(b),
+        "by": options.by,
+        "step": steps,
+        "rows": rows,
+        "total": total,
+        "notes": notes,
+    }
+    lines = [
+        *trace_comparison.lines(steps, {}, "part"),
+        *("", *heads),
+        *trace_comparison.lines(rows, total, options.by),
+        *(f"note: {note}" for note in notes),
+    ]
+    cut = " ".join(f"{name}: {side.cut}" for name, side in sides.items() if side.cut)
+    deliver(options, "compare", document, {"compare": rows}, lines, cut)
     return 0
 
 
@@ -135,16 +129,14 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
     options = KernelsOptions(files=tuple(str(path) for path in paths if path.is_file()))
     if not options.files:
         return ["the traces of the profile are not there"]
-    workload, notes = _workload(options)
     try:
-        traces = map_traces(options, partial(_reduce_profile, options, workload), shares=False)
+        profile = _read(options, with_times=True, shares=False)
     except ConfigError as error:
         return [f"the profile cannot be read: {error}"]
-    assert traces is not None
-    times = _times(traces)
-    notes = [*notes, *_notes(traces, workload)]
-    ranks = _ranks(traces)
-    cut = [traces.cut] if traces.cut else []
+    assert profile is not None
+    ranks = profile.ranks
+    notes = profile.notes
+    cut = [profile.cut] if profile.cut else []
     if not trace_kernels_text.num_steps(ranks):
         header = [*cut, *trace_kernels_text.header(ranks)]
         return [*header, *(f"note: {note}" for note in notes)]
@@ -157,15 +149,15 @@ def profile_lines(folder: Path, record: Measured) -> list[str]:
         *cut,
         f"profiled step {profiled * 1e3:.1f} ms, unprofiled {unprofiled * 1e3:.1f} ms "
         f"({profiled / unprofiled - 1:+.1%})",
-        *_without_profiler(times, unprofiled),
-        *("", *trace_breakdown.summary(times), ""),
+        *_without_profiler(profile.times, unprofiled),
+        *("", *trace_breakdown.summary(profile.times), ""),
         *trace_kernels_text.header(ranks),
         *trace_kernels_text.lines(ranks, rows, "role", most=24),
         *(f"note: {note}" for note in notes),
     ]
 
 
-def _without_profiler(times: Times, unprofiled_s: float) -> Iterator[str]:
+def _without_profiler(times: trace_breakdown.Ranks, unprofiled_s: float) -> Iterator[str]:
     """Yield what work of the GPU leaves of the unprofiled step: the profiler slows the host."""
     work = [
         summarize([(s.compute_ns + s.exposed_memory_ns) * 1e-9 for s in rank.steps]).median
@@ -185,17 +177,19 @@ def _without_profiler(times: Times, unprofiled_s: float) -> Iterator[str]:
 class _Kernels:
     """Sums of each rank, its times if they are asked for; cut: see TraceSet."""
 
-    ranks: Ranks
-    times: Times
+    ranks: trace_kernels_text.Ranks
+    times: trace_breakdown.Ranks
     notes: list[str]
     cut: str
 
 
-def _read(options: KernelsOptions, *, with_times: bool = False) -> _Kernels | None:
+def _read(
+    options: KernelsOptions, *, with_times: bool = False, shares: bool = True
+) -> _Kernels | None:
     """Return what the traces say. None on ranks of a launcher that do not report."""
     workload, notes = _workload(options)
-    reduce = _reduce_profile if with_times else _reduce
-    traces = map_traces(options, partial(reduce, options, workload))
+    reduce = partial(_reduce, options, workload, with_times)
+    traces = map_traces(options, reduce, shares=shares)
     if traces is None:
         return None
     options.check_steps(
@@ -210,7 +204,9 @@ def _read(options: KernelsOptions, *, with_times: bool = False) -> _Kernels | No
     )
 
 
-def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace) -> _Rank:
+def _reduce(
+    options: KernelsOptions, workload: Workload | None, with_times: bool, trace: RankTrace
+) -> _Rank:
     table = measured_ops(trace, options.has_step, workload)
     products: Products = Counter()
     # On a host recomputation begins products that it then does not carry out.
@@ -220,24 +216,23 @@ def _reduce(options: KernelsOptions, workload: Workload | None, trace: RankTrace
             products[op.key.role, op.key.phase] += op.calls
     sums = trace_kernels_text.summed(table, options.by)
     missing = tuple(missing_work(trace)) if table.is_host else ()
-    return _Rank(sums=sums, products=products, with_recomputed=not is_partial, missing=missing)
+    return _Rank(
+        sums=sums,
+        products=products,
+        with_recomputed=not is_partial,
+        missing=missing,
+        times=breakdown(trace, options.has_step) if with_times else None,
+    )
 
 
-def _reduce_profile(
-    options: KernelsOptions, workload: Workload | None, trace: RankTrace
-) -> _Rank:
-    times = breakdown(trace, options.has_step)
-    return replace(_reduce(options, workload, trace), times=times)
-
-
-def _ranks(traces: TraceSet[_Rank]) -> Ranks:
+def _ranks(traces: TraceSet[_Rank]) -> trace_kernels_text.Ranks:
     """Return the sums of each rank; times of hosts are not added to those of GPUs."""
     values = {r.info.rank or 0: r.value for r in traces.results if not r.value.missing}
     is_host = all(each.sums.is_host for each in values.values())
     return [(rank, v.sums) for rank, v in values.items() if v.sums.is_host == is_host]
 
 
-def _times(traces: TraceSet[_Rank]) -> Times:
+def _times(traces: TraceSet[_Rank]) -> trace_breakdown.Ranks:
     """Return the times of the ranks of `_ranks`, where they were asked for."""
     ranks = {rank for rank, _ in _ranks(traces)}
     found = ((result.info.rank or 0, result.value.times) for result in traces.results)

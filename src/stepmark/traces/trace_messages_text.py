@@ -204,8 +204,8 @@ def verdict(ranks: Sequence[Row], reason: str) -> Iterator[str]:
     waits = (number(row, "waiting_s") or 0.0 for row in ranks)
     is_waiting = sum(map(min, waits, exposed)) >= _MOST * sum(exposed)
     if known.share >= _NOTICEABLE:
-        most = ", though most exposed communication may be waiting for others" * is_waiting
-        yield f"communication-bound{most}: {limit}"
+        doubt = ", though most exposed communication may be waiting for others"
+        yield f"communication-bound{doubt if is_waiting else ''}: {limit}"
     elif best.share >= _NOTICEABLE:
         yield (
             f"perhaps communication-bound: {limit}, but how much of it is waiting for other "
@@ -308,7 +308,7 @@ def compared_lines(source: str, num_files: int, table: Sequence[Row]) -> Iterato
     verb = "disagrees" if odd else "agrees"
     yield (
         f"{head} {verb}: {len(of_steps) - len(odd)} of {len(of_steps)} kinds of message are "
-        f"there as often as in {usual:g} step{'s' * (usual != 1)}"
+        f"there as often as in {usual:g} step{'' if usual == 1 else 's'}"
     )
     for row in odd:
         per_rank = number(row, "calls_per_rank")

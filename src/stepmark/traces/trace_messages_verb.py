@@ -1,27 +1,37 @@
 """stepmark trace messages: how often each message was sent, how fast, and what that costs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stepmark.cases.message import RECV, SEND, Histogram, MessageKind
+from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, summed
+from stepmark.cases.record import Measured
 from stepmark.collectives.measured_curves import read_curves
 from stepmark.findings import expected, histogram
-from stepmark.findings.expected import Expected
+from stepmark.findings.histogram import ranks_seen
 from stepmark.findings.histogram_figures import page
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import write_text
+from stepmark.ground.read_text import read_head
 from stepmark.ground.units import format_time
-from stepmark.job_logs.log_sources import Source, read_sources
+from stepmark.job_logs.log_sources import (
+    FLIGHT,
+    INSPECTOR,
+    LOG,
+    Inputs,
+    Source,
+    kinds_of,
+    read_sources,
+)
+from stepmark.store.reader import find_run, read
 from stepmark.tables.columns import Row
-from stepmark.tables.export import write_json, write_tables
 from stepmark.tables.table import Table
 from stepmark.traces import trace_messages_text as report
 from stepmark.traces.kineto.matching import is_synchronizing, match
 from stepmark.traces.kineto.messages import RankMessages, rank_messages
-from stepmark.traces.trace_files import TraceSet, damage_notes, map_traces, print_report
+from stepmark.traces.kineto.stream import looks_like_trace
+from stepmark.traces.trace_files import TraceSet, damage_notes, deliver, map_traces
 from stepmark.traces.trace_options import MessagesOptions
-from stepmark.traces.trace_sources import recorded, split_sources
 
 _MAX_NOTES = 40
 
@@ -43,8 +53,17 @@ def messages(options: MessagesOptions) -> int:
     traces = replace(traces, results=whole or traces.results, notes=notes)
     sources = [*read_sources(others, None), *recorded(words, options.runs, names)]
     view = _View(options, traces, sources)
-    view.write()
-    print_report(options, traces.cut, view.text())
+    if options.html:
+        title = f"messages of {traces.world_size} ranks"
+        document = page("stepmark trace messages", [(title, view.rows, ())])
+        write_text(options.html, replace(document, lead=traces.cut).html(), "html")
+    tables = {
+        "histogram": view.rows,
+        "ranks": view.ranks,
+        "copies": view.copies,
+        "sources": view.compared,
+    }
+    deliver(options, "messages", view.document(), tables, view.text(), traces.cut)
     return 0
 
 
@@ -60,7 +79,7 @@ class _Curve:
     """Times by a measured curve, in seconds per rank and step; totals of all calls."""
 
     name: str
-    times: Mapping[MessageKind, Expected]
+    times: Mapping[MessageKind, expected.Expected]
     totals: Mapping[str, float | int]
     all_s: float
     timed_s: float  # of the calls that are timed
@@ -68,7 +87,7 @@ class _Curve:
 
 
 class _View:
-    """Everything that is shown, written as text, JSON, CSV and HTML."""
+    """Everything that is shown, as rows, text and plain values."""
 
     def __init__(
         self, options: MessagesOptions, traces: TraceSet[RankMessages], sources: list[Source]
@@ -212,7 +231,7 @@ class _View:
         counts = sorted(map(len, self.selected.values()))
         low = counts[0]
         high = counts[-1]
-        each = f"{f'{low} to ' * (low < high)}{high} step{'s' * (high != 1)} each"
+        each = f"{f'{low} to ' if low < high else ''}{high} step{'' if high == 1 else 's'} each"
         if not any(result.value.is_marked for result in self.traces.results):
             each = "without marks of steps: the whole trace is one"
         yield (
@@ -239,7 +258,8 @@ class _View:
             rows = [row for row in self.compared if row["source"] == source.kind]
             yield from report.compared_lines(source.kind, len(source.files), rows)
         notes = self.notes()
-        yield from [""] * bool(notes)
+        if notes:
+            yield ""
         yield from (f"note: {note}" for note in notes[:_MAX_NOTES])
         if len(notes) > _MAX_NOTES:
             yield f"note: and {len(notes) - _MAX_NOTES} more; --json has all"
@@ -301,7 +321,6 @@ class _View:
         """Return everything as plain values."""
         best = report.gain(self.ranks, 1.0, 1.0)
         return {
-            "cut": self.traces.cut or None,
             "world_size": self.traces.world_size,
             "rank_steps": self.matched.num_steps,
             "histogram": self.rows,
@@ -331,21 +350,53 @@ class _View:
             "notes": self.notes(),
         }
 
-    def write(self) -> None:
-        """Write the files that the options name. Raises ConfigError."""
-        options = self.options
-        if options.html:
-            title = f"messages of {self.traces.world_size} ranks"
-            document = page("stepmark trace messages", [(title, self.rows, ())])
-            document = replace(document, lead=self.traces.cut)
-            write_text(options.html, document.html(), "html")
-        if options.json:
-            write_json(self.document(), options.json, "messages")
-        if options.csv:
-            tables = {
-                "histogram": self.rows,
-                "ranks": self.ranks,
-                "copies": self.copies,
-                "sources": self.compared,
-            }
-            write_tables({n: rows for n, rows in tables.items() if rows}, options.csv, "csv")
+
+_SOURCES = (LOG, FLIGHT, INSPECTOR)
+
+
+def split_sources(words: Sequence[str]) -> tuple[list[str], Inputs]:
+    """Return the words that name traces, and the other files of the job among them all."""
+    traces = []
+    inputs = Inputs()
+    for word in words:
+        path = Path(word)
+        files = sorted(f for f in path.rglob("*") if f.is_file()) if path.is_dir() else []
+        kinds = {file: _kind(file) for file in files or [path] if file.is_file()}
+        for file, kind in kinds.items():
+            if kind in _SOURCES:
+                inputs.paths[kind].append(file)
+        if "trace" in kinds.values() or not (path.is_dir() or kinds.get(path) in _SOURCES):
+            traces.append(word)
+    if not traces:
+        raise ConfigError("trace", ", ".join(words), "a folder or file with profiler traces")
+    return traces, inputs
+
+
+def _kind(file: Path) -> str:
+    try:
+        if looks_like_trace(read_head(file)):
+            return "trace"
+        return next(iter(kinds_of(file) & set(_SOURCES)), "other")
+    except ConfigError:
+        return "trace" if ".json" in file.name else "other"
+
+
+def recorded(words: Sequence[str], runs: Path, names: Sequence[str]) -> Iterator[Source]:
+    """Yield messages that `train --messages` recorded of the cases of these trace files."""
+    for word in words:
+        try:
+            run = read(find_run(runs, word))
+        except ConfigError:
+            continue
+        for record in run.latest:
+            training = record.training if isinstance(record, Measured) else None
+            files = {Path(name).name for name in training.traces} if training else set()
+            if training and training.messages and files & set(names):
+                yield Source(
+                    kind="record of the run",
+                    files=(str(run.path),),
+                    histogram=(messages := summed(training.messages)),
+                    num_ranks_seen=ranks_seen(messages),
+                    findings=(),
+                    lines=(),
+                )

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from stepmark.findings import histogram_figures
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import format_time
 from stepmark.model.kernel_groups import COMMUNICATION, COPIES, COPY_KERNELS, OTHER
 from stepmark.tables.columns import Row, number
@@ -96,7 +97,8 @@ def streams(bars_of: Mapping[int, Bars], note: str, lane: str = "rank") -> Itera
     if not shown:
         return
     first = min(each.start for each in shown.values())
-    names = {rank: f"{lane} {rank}, " * (lane == "rank" or len(bars_of) > 1) for rank in shown}
+    is_named = lane == "rank" or len(bars_of) > 1
+    names = {rank: f"{lane} {rank}, " if is_named else "" for rank in shown}
     lanes = [names[rank] + stream for rank, each in shown.items() for stream in _streams(each)]
     bars = [(rank, bar) for rank, each in shown.items() for bar in each.bars]
     # The longest are drawn first, so that of too many the shortest are left out.
@@ -175,10 +177,7 @@ def _steps(rows: Sequence[Row]) -> Iterator[Figure]:
     if not rows:
         return
     key = "rank" if len({row["rank"] for row in rows}) > 1 else "step"
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        name = "all" if row[key] is None else f"{key} {row[key]}"
-        groups.setdefault(name, []).append(row)
+    groups = group_by(rows, lambda row: "all" if row[key] is None else f"{key} {row[key]}")
     note = "Means over the steps of each rank" if key == "rank" else "The steps of one rank"
     note += "; compute + exposed communication + exposed copies + idle = step."
     if len(groups) > _MOST_STEPS:

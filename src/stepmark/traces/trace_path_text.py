@@ -4,6 +4,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.model.kernel_groups import group_of
 from stepmark.tables.columns import MS, NO_HEADING, PERCENT, Row, given, text
@@ -90,10 +91,7 @@ def _categories(path: Path) -> Iterator[Row]:
 
 
 def _names(path: Path) -> Iterator[Row]:
-    parts: dict[tuple[str, str], list[Segment]] = {}
-    for segment in path.segments:
-        name = group_of(segment.name) if segment.category == COMPUTE else segment.name
-        parts.setdefault((segment.category, name), []).append(segment)
+    parts = group_by(path.segments, _category_and_name)
     for (category, name), own in sorted(parts.items(), key=lambda item: -_time(item[1])):
         yield {
             "step": path.step,
@@ -104,6 +102,11 @@ def _names(path: Path) -> Iterator[Row]:
         }
 
 
+def _category_and_name(segment: Segment) -> tuple[str, str]:
+    name = group_of(segment.name) if segment.category == COMPUTE else segment.name
+    return segment.category, name
+
+
 def _time(segments: Iterable[Segment]) -> int:
     return sum(segment.time for segment in segments)
 
@@ -112,7 +115,8 @@ def _bound_words(row: Row) -> str:
     """Return the least time of a step without a category; * where waiting may be part of it."""
     if "step_at_least_ns" not in row:
         return ""
-    return f"{MS.show(row['step_at_least_ns'])}{' *' * bool(row['bound_without_ns'])}"
+    mark = " *" if row["bound_without_ns"] else ""
+    return f"{MS.show(row['step_at_least_ns'])}{mark}"
 
 
 _COLUMNS = (

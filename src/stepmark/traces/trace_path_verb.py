@@ -3,11 +3,10 @@
 from functools import partial
 
 from stepmark.ground.errors import ConfigError
-from stepmark.tables.export import write_json, write_tables
 from stepmark.traces import trace_path_text as report
 from stepmark.traces.kineto.critical_path import critical_path
 from stepmark.traces.kineto.step_work import StepWork, step_work
-from stepmark.traces.trace_files import map_traces, print_report
+from stepmark.traces.trace_files import deliver, map_traces
 from stepmark.traces.trace_options import CriticalPathOptions
 
 
@@ -31,14 +30,7 @@ def run(options: CriticalPathOptions) -> int:
         steps = {step: steps[step]}
     paths = [critical_path(steps[step]) for step in sorted(steps, key=lambda step: step or 0)]
     tables = report.tables(paths)
-    if options.json:
-        document = {
-            "cut": traces.cut or None,
-            "notes": traces.notes,
-            "definitions": report.DEFINITIONS,
-        }
-        write_json(document | tables, options.json, "critical-path")
-    if options.csv:
-        write_tables(tables, options.csv, "csv")
-    print_report(options, traces.cut, report.lines(paths), traces.notes)
+    document = {"notes": traces.notes, "definitions": report.DEFINITIONS, **tables}
+    lines = [*report.lines(paths), *(f"note: {note}" for note in traces.notes)]
+    deliver(options, "critical-path", document, tables, lines, traces.cut)
     return 0

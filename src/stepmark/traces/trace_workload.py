@@ -1,5 +1,8 @@
-"""stepmark trace to-workload: a measured step as a workload."""
+"""stepmark trace to-workload and convert: a measured step as a workload; other tools' files."""
 
+import gzip
+import os
+import shutil
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,13 +13,16 @@ from pathlib import Path
 
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.files import config_errors, written
 from stepmark.ground.units import ranks_text
 from stepmark.model.collectives import FACTS, Collective
 from stepmark.step.workload import CommOp, Group, Operation, Workload
-from stepmark.tables.export import is_folder
+from stepmark.tables.export import is_folder, write_pieces
+from stepmark.timeline.trace_columns import RankTrace
+from stepmark.traces.kineto import export
 from stepmark.traces.kineto.program import RankProgram, program, step_windows
-from stepmark.traces.trace_files import TraceSet, map_traces
-from stepmark.traces.trace_options import ToWorkloadOptions, TraceInputs
+from stepmark.traces.trace_files import TraceSet, map_traces, rank_of
+from stepmark.traces.trace_options import ConvertOptions, ToWorkloadOptions, TraceInputs
 from stepmark.workloads import file_times, workload_files
 from stepmark.workloads.formats.ranks import disagreements, group_of, name_of, stages_of
 
@@ -46,8 +52,8 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
     traces = map_traces(inputs, partial(program, step=step))
     if traces is None:
         return None
-    for note in filter(None, (traces.cut, *traces.notes)):
-        sys.stderr.write(f"note: {note}\n")
+    notes = filter(None, (traces.cut, *traces.notes))
+    sys.stderr.writelines(f"note: {note}\n" for note in notes)
     programs = {r.info.rank or 0: r.value for r in traces.results if r.value is not None}
     if len(programs) < len(traces.results):
         absent = {r.info.rank or 0 for r in traces.results} - programs.keys()
@@ -59,8 +65,7 @@ def read(inputs: TraceInputs, *, starts: bool = False) -> Workload | None:
             raise ConfigError("trace", f"rank {rank}", allowed)
     name = Path(inputs.files[0]).name or "trace"
     workload = _workload(traces, programs, name, starts=starts)
-    for note in workload.notes:
-        sys.stderr.write(f"note: {note}\n")
+    sys.stderr.writelines(f"note: {note}\n" for note in workload.notes)
     return workload
 
 
@@ -212,7 +217,61 @@ def _timed(
 
 
 def _notes(programs: Mapping[int, RankProgram]) -> Iterator[str]:
-    left_out: Counter[str] = Counter()
-    for each in programs.values():
-        left_out += each.left_out
+    left_out = sum((each.left_out for each in programs.values()), Counter[str]())
     yield from (f"left out: {count} {what}" for what, count in left_out.most_common())
+
+
+def convert(options: ConvertOptions) -> int:
+    """Write the files; they appear together, when all are written."""
+    folder = options.out
+    if str(folder) == "-":
+        raise ConfigError("out", folder, "a folder: a file is written for each rank")
+    if options.to == "chakra":
+        if workload := read(options):
+            target = workload_files.Target(to="chakra", out=f"{folder}/")
+            workload_files.deliver(workload, target)
+        return 0
+    is_new = not folder.exists()
+    with config_errors(folder, "out"):
+        if not is_new and any(not each.name.startswith(".") for each in folder.iterdir()):
+            raise ConfigError("out", folder, "a new or empty folder")
+        unfinished = folder / ".unfinished"
+        unfinished.mkdir(parents=True, exist_ok=True)
+    try:
+        traces = map_traces(options, partial(_write, options, unfinished))
+        if traces is None:
+            return 0
+        with config_errors(folder, "out"):
+            for file in sorted(unfinished.iterdir()):
+                os.replace(file, folder / file.name)
+    except ConfigError:
+        shutil.rmtree(folder if is_new else unfinished, ignore_errors=True)
+        raise
+    unfinished.rmdir()
+    if traces.cut:
+        sys.stdout.write(f"{traces.cut}\n")
+    sys.stderr.writelines(f"note: {note}\n" for note in traces.notes)
+    for result in traces.results:
+        for name, amount in result.value:
+            sys.stdout.write(f"{folder / name}: {amount}\n")
+    return 0
+
+
+def _write(
+    options: ConvertOptions, folder: Path, trace: RankTrace
+) -> tuple[tuple[str, str], ...]:
+    """Write the files of one rank. Return their names, and what they hold."""
+    rank = rank_of(trace.info) or 0
+    if options.ranks is not None and rank not in options.ranks:
+        return ()
+    if options.to == "trimmed":
+        file = folder / f"rank{rank}.json.gz"
+        selection = export.select(trace, options)
+        with written(file, "out") as stream, gzip.GzipFile("", "wb", 4, stream, 0) as packed:
+            packed.writelines(export.trimmed(Path(trace.info.file), selection))
+        return ((file.name, f"{file.stat().st_size:,} bytes"),)
+    files = []
+    for table in export.tables(trace, rank, options):
+        file = folder / f"{table.name}.rank{rank}.{options.to}"
+        files.append((file.name, f"{write_pieces(table.types, table.pieces, file):,} rows"))
+    return tuple(files)

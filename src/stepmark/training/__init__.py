@@ -1,6 +1,7 @@
 """Training steps on ranks, with torch: `stepmark train`.
 
 - train_options.py, train_plan.py, train_refusals.py: options, cases, and what cannot run.
+- remedies.py: options with which a step fits in memory.
 - train.py: the verb.
 - transformer.py, attention.py, layers.py, fp8_bias.py, triton_kernels.py: the decoder.
 - parallelize.py, model_parallel.py, precision.py: a model on ranks, and its number formats.

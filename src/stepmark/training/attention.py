@@ -181,10 +181,11 @@ class Attention(nn.Module):
         self.group_size = model.num_heads // model.num_kv_heads
         width = model.num_heads * model.head_dim
         rows = width + 2 * model.num_kv_heads * model.head_dim
-        self.qkv = nn.Linear(model.hidden_size, rows, bias=model.qkv_bias or model.linear_bias)
+        biases = {linear.name: linear.has_bias for linear in model.linears()}
+        self.qkv = nn.Linear(model.hidden_size, rows, bias=biases["attention.qkv"])
         self.q_norm = Norm("rmsnorm", model.head_dim) if model.qk_norm else None
         self.k_norm = Norm("rmsnorm", model.head_dim) if model.qk_norm else None
-        self.out = nn.Linear(width, model.hidden_size, bias=model.linear_bias)
+        self.out = nn.Linear(width, model.hidden_size, bias=biases["attention.out"])
 
     def forward(
         self, x_BTC: Tensor, cos_TD: Tensor | None = None, sin_TD: Tensor | None = None
@@ -220,16 +221,16 @@ class LatentAttention(nn.Module):
         heads = model.num_heads
         q_width = heads * model.d_qk
         self.q: nn.Module = (
-            _compressed_query(hidden, mla.q_lora_rank, q_width)
+            _compressed_query(hidden, mla.q_lora_rank, q_width, bias=model.attention_bias)
             if mla.q_lora_rank
             else nn.Linear(hidden, q_width, bias=False)
         )
         kv_width = heads * (mla.qk_nope_head_dim + mla.v_head_dim)
         down = mla.kv_lora_rank + mla.qk_rope_head_dim
-        self.kv_down = nn.Linear(hidden, down, bias=False)
+        self.kv_down = nn.Linear(hidden, down, bias=model.attention_bias)
         self.kv_norm = Norm("rmsnorm", mla.kv_lora_rank)
         self.kv_up = nn.Linear(mla.kv_lora_rank, kv_width, bias=False)
-        self.out = nn.Linear(heads * mla.v_head_dim, hidden, bias=False)
+        self.out = nn.Linear(heads * mla.v_head_dim, hidden, bias=model.attention_bias)
 
     def forward(self, x_BTC: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:
         nope = self.mla.qk_nope_head_dim
@@ -250,11 +251,11 @@ class LatentAttention(nn.Module):
         return out_BTC
 
 
-def _compressed_query(hidden_size: int, rank: int, width: int) -> nn.Sequential:
+def _compressed_query(hidden_size: int, rank: int, width: int, *, bias: bool) -> nn.Sequential:
     """Return a projection of queries through a latent vector of their own."""
     return nn.Sequential(
         OrderedDict(
-            down=nn.Linear(hidden_size, rank, bias=False),
+            down=nn.Linear(hidden_size, rank, bias=bias),
             norm=Norm("rmsnorm", rank),
             up=nn.Linear(rank, width, bias=False),
         )

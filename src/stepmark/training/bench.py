@@ -202,17 +202,15 @@ class TrainingBench(Bench):
 
 
 def _with_estimate(record: Failed, case: TrainCase, context: MeasureContext) -> Failed:
-    """Add to an out-of-memory failure the estimate of a micro-batch that fits."""
-    largest_mbs = context.largest_mbs
-    if record.cause != "oom" or context.ranks.device.type != "cuda" or largest_mbs is None:
+    """Add to an out-of-memory failure the options with which the step fits, by estimate."""
+    if record.cause != "oom" or context.ranks.device.type != "cuda":
         return record
+    from stepmark.training.remedies import what_fits  # noqa: PLC0415 - only after a failure
+
     total = torch.cuda.get_device_properties(context.ranks.device).total_memory
-    most = min(largest_mbs(case, total), case.mbs - 1)
-    hint = (
-        f"about --mbs {most} should fit (estimate)"
-        if most
-        else "by estimate no micro-batch fits: more shards, --ac full or --loss-chunks"
-    )
+    fitting = what_fits(case, total)
+    hint = f"It should fit with {fitting} (estimate)"
+    hint = hint if fitting else "By estimate no other options make it fit"
     return replace(record, message=f"{record.message.rstrip('.')}. {hint}")
 
 

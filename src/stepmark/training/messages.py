@@ -21,7 +21,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, Tally, sized
+from stepmark.cases.message import RECV, SEND, MessageKind, Tally, sized
 from stepmark.ground.dtypes import message_dtype
 from stepmark.model.collectives import Collective
 
@@ -137,23 +137,6 @@ class MessageRecorder(TorchDispatchMode):
         """Return the calls of each kind, in the order of their first."""
         counts = Counter(self._kinds)
         return [(kind, Tally(calls=calls, ranks=1)) for kind, calls in counts.items()]
-
-
-def merge(
-    by_rank: Iterable[Iterable[tuple[MessageKind, Tally]]],
-) -> tuple[tuple[MessageKind, Tally], ...]:
-    """Return all ranks' histograms as one, kinds in the order in which they first appear."""
-    merged: Histogram = {}
-    for histogram in by_rank:
-        for kind, tally in histogram:
-            before = merged.get(kind, Tally(calls=0, ranks=0))
-            merged[kind] = Tally(
-                calls=before.calls + tally.calls,
-                ranks=before.ranks + tally.ranks,
-                timed_calls=before.timed_calls + tally.timed_calls,
-                seconds=before.seconds + tally.seconds,
-            )
-    return tuple(merged.items())
 
 
 def kinds(name: str, values: Sequence[Any], result: Any, phase: str) -> Iterator[MessageKind]:

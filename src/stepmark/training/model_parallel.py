@@ -24,6 +24,7 @@ import torch._inductor.config as inductor
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch.autograd.function import Function
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,10 +41,10 @@ from torch.distributed.tensor.parallel import (
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.model.model import ModelConfig
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, TpPlan
 from stepmark.training.attention import Attention, LatentAttention, causal_attention
 from stepmark.training.layers import Compute, Experts
-from stepmark.training.transformer import Embedding, Transformer
+from stepmark.training.transformer import IGNORED, Embedding, Transformer
 
 # Outermost first: ranks that communicate most are neighbours.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -113,11 +114,6 @@ class Meshes:
         self._world = self._mesh(
             pp=axes.pp, dp_replicate=axes.dp_replicate, **shards, tp=axes.tp
         )
-        if axes.tp > 1 and self._world[self._shards].size() > 1:
-            # Norms over both axes then take one collective instead of two.
-            names = ["dp_replicate"] if axes.dp_replicate > 1 else []
-            names += [self._shards, "tp"]
-            self._world[tuple(names)]._flatten("_".join(names))
         if axes.cp > 1:
             outside = axes.pp * axes.data_ranks
             self._context = self._mesh(outside_cp=outside, cp=axes.cp, inside_cp=axes.tp)["cp"]
@@ -193,19 +189,28 @@ def apply_tensor(model: Transformer, case: TrainCase, mesh: DeviceMesh) -> None:
     if case.async_tp:  # torch.compile then overlaps products in pieces with communication
         inductor._micro_pipeline_tp = True
         enable_symm_mem_for_group(mesh.get_group().group_name)
+    is_divided = case.tp_plan is TpPlan.TORCHTITAN
     if (embedding := model.embedding) is not None:
-        _embedding(embedding, mesh)
+        if is_divided and not case.model.max_positions:
+            rows = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+            parallelize_module(embedding, mesh, {"tokens": rows})
+        else:
+            _gathered_embedding(embedding, mesh)
     for block in model.blocks.values():
         parallelize_module(block, mesh, _block_plan(case.model))
     if (output := model.output) is not None:
+        logits = Shard(-1) if is_divided else Replicate()
         plan = {
             "norm": SequenceParallel(),
-            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+            "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=logits),
         }
         parallelize_module(output, mesh, plan)
+        if is_divided:
+            output.mean_loss = partial(divided_mean_loss, group=mesh.get_group())
 
 
-def _embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
+def _gathered_embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
+    """Sum rows for all tokens, which learned positions are added to, and keep this rank's."""
     plan: dict[str, ParallelStyle] = {
         "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
     }
@@ -219,6 +224,56 @@ def _embedding(embedding: nn.Module, mesh: DeviceMesh) -> None:
         return full.redistribute(mesh, [Shard(1)]).to_local().clone()
 
     embedding.register_forward_hook(scatter)
+
+
+class _DividedLogProbability(Function):
+    """log softmax at the labels, of logits whose columns are divided over ranks.
+
+    Maximum, sum of exponentials and the label's logit are reduced over the ranks, a number for
+    each token; the backward pass has no message (Shoeybi et al., arXiv:1909.08053, section 3).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_NV: Tensor, labels_N: Tensor, group: dist.ProcessGroup
+    ) -> Tensor:
+        width = logits_NV.shape[1]
+        largest_N = _reduced(logits_NV.amax(1).float(), "max", group)
+        sums_N = (logits_NV.float() - largest_N[:, None]).exp_().sum(1)
+        log_sum_N = largest_N + _reduced(sums_N, "sum", group).log()
+        own_N = labels_N - width * dist.get_rank(group)
+        is_own_N = (own_N >= 0) & (own_N < width)
+        own_N = own_N.clamp(0, width - 1)
+        at_label_N = logits_NV.gather(1, own_N[:, None]).squeeze(1).float() * is_own_N
+        # The logits in their own type, from which the softmax is computed again, are the least
+        # to keep.
+        ctx.save_for_backward(logits_NV, log_sum_N, own_N, is_own_N)
+        return _reduced(at_label_N, "sum", group) - log_sum_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
+        logits_NV, log_sum_N, own_N, is_own_N = ctx.saved_tensors
+        grad_NV = (logits_NV.float() - log_sum_N[:, None]).exp_().mul_(-grad_N[:, None])
+        grad_NV.scatter_add_(1, own_N[:, None], (grad_N * is_own_N)[:, None])
+        return grad_NV.to(logits_NV.dtype), None, None
+
+
+def divided_mean_loss(
+    logits_NV: Tensor, labels_N: Tensor, *, group: dist.ProcessGroup
+) -> Tensor:
+    """Return mean_loss of logits of which each rank of the group has some columns."""
+    counts_N = labels_N != IGNORED
+    log_probability_N = _log_probability(logits_NV, labels_N.where(counts_N, 0), group)
+    return -(log_probability_N * counts_N).sum() / counts_N.sum()
+
+
+_log_probability: Callable[..., Tensor] = _DividedLogProbability.apply
+
+
+def _reduced(x_N: Tensor, kind: str, group: dist.ProcessGroup) -> Tensor:
+    """Return the reduction over the group: an operation that torch.compile can trace."""
+    reduced: Tensor = collectives.wait_tensor(collectives.all_reduce(x_N, kind, group))
+    return reduced
 
 
 def _block_plan(model: ModelConfig) -> dict[str, ParallelStyle]:

@@ -36,12 +36,17 @@ class Parallelized:
 
 
 def parallelize(
-    case: TrainCase, meshes: Meshes, device: torch.device, layers: range | None = None
+    case: TrainCase, meshes: Meshes, device: torch.device, stage: int = 0
 ) -> Parallelized:
-    """Build the model, or the stage of it that holds `layers`, on `device`."""
+    """Build this pipeline stage of the model on `device`."""
     with torch.device("meta"), _default_dtype(precision.WEIGHTS[case.precision]):
         model = Transformer(
-            case.model, layers=layers, attention=case.attention, loss_chunks=case.loss_chunks
+            case.model,
+            layers=case.stage_layers[stage],
+            has_embedding=stage == 0,
+            has_output=stage == case.num_stages - 1,
+            attention=case.attention,
+            loss_chunks=case.loss_chunks,
         )
         precision.apply_fp8(model, case)
     if (mesh := meshes.axis("tp")) is not None:
@@ -123,8 +128,8 @@ def _ddp(
             call,
             device_ids=ids,
             process_group=meshes.replicas(),
-            gradient_as_bucket_view=True,
-            bucket_cap_mb=case.bucket_mb,
+            gradient_as_bucket_view=case.bucket_view,
+            bucket_cap_mb=None if case.small_first_bucket else case.bucket_mb,
             init_sync=False,  # every rank has initialized the same weights and tables
             broadcast_buffers=False,
         )
@@ -156,7 +161,8 @@ def _fsdp(model: Transformer, case: TrainCase, meshes: Meshes) -> None:
         fully_shard([embedding, output], reshard_after_forward=False, **options)
     elif embedding is not None:
         table: Any = fully_shard(embedding, reshard_after_forward=reshard, **options)
-        table.set_unshard_in_backward(False)  # a lookup's gradient needs no table
+        if not case.embedding_in_backward:
+            table.set_unshard_in_backward(False)
     for first in range(0, len(blocks), case.blocks_per_group):
         group = blocks[first : first + case.blocks_per_group]
         fully_shard(

@@ -4,6 +4,8 @@ import hashlib
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
+from operator import add
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,13 +15,13 @@ from torch import profiler as torch_profiler
 from torch._dynamo import OptimizedModule
 from torch.profiler import ProfilerAction, ProfilerActivity, record_function
 
-from stepmark.cases.message import MessageKind, Tally
+from stepmark.cases.message import MessageKind, Tally, summed
 from stepmark.cases.train_case import TrainCase
 from stepmark.measuring.ranks import Ranks
 from stepmark.step.trace_ops import MARK, WHOLE
 from stepmark.training.attention import prefix_kernel
 from stepmark.training.loop import Loop
-from stepmark.training.messages import MessageRecorder, merge
+from stepmark.training.messages import MessageRecorder
 from stepmark.training.transformer import canonical_name
 
 TraceFile = tuple[str, str]  # name and SHA-256
@@ -161,7 +163,8 @@ def record_messages(
 
     with recorder:
         work.untimed_cycles(on_phase=begins)
-    return merge(ranks.gather(recorder.histogram()))
+    by_rank = ranks.gather(recorder.histogram())
+    return tuple(summed(chain.from_iterable(by_rank), ranks=add).items())
 
 
 def _is_mixed(case: TrainCase, phase: str) -> bool:

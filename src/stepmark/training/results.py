@@ -10,6 +10,7 @@ from torch._dynamo.utils import counters
 from stepmark.cases.record import METHOD_VERSIONS, Check, Samples
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Training
+from stepmark.measuring.environment import peak_resident_bytes, reset_peak_resident
 from stepmark.training.loop import StepSamples
 
 VERSION = METHOD_VERSIONS["train"][0]
@@ -26,6 +27,7 @@ class Counts:
     first_s: float
     allocated_bytes: int | None
     reserved_bytes: int | None
+    resident_bytes: int | None
     alloc_retries: int
     recompiles: int
     graph_breaks: int
@@ -39,6 +41,8 @@ class Counter:
         self._graphs, self._retries = counters["stats"]["unique_graphs"], self._num_retries()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
+        else:
+            reset_peak_resident()
 
     def since(self, build_s: float, first_s: float) -> Counts:
         on_gpu = self._device.type == "cuda"
@@ -48,6 +52,7 @@ class Counter:
             first_s=first_s,
             allocated_bytes=torch.cuda.max_memory_allocated(device) if on_gpu else None,
             reserved_bytes=torch.cuda.max_memory_reserved(device) if on_gpu else None,
+            resident_bytes=None if on_gpu else peak_resident_bytes(),
             alloc_retries=self._num_retries() - self._retries,
             recompiles=counters["stats"]["unique_graphs"] - self._graphs,
             graph_breaks=sum(counters["graph_break"].values()),
@@ -94,6 +99,7 @@ def steady_results(
         first_s=max(rank.first_s for rank in counts),
         allocated_bytes=tuple(rank.allocated_bytes for rank in counts),
         reserved_bytes=tuple(rank.reserved_bytes for rank in counts),
+        resident_bytes=tuple(rank.resident_bytes for rank in counts),
         alloc_retries=tuple(rank.alloc_retries for rank in counts),
         recompiles=max(rank.recompiles for rank in counts),
         graph_breaks=max(rank.graph_breaks for rank in counts),

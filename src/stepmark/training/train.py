@@ -16,7 +16,7 @@ from stepmark.store.runs import TRACES
 from stepmark.store.view import View, console, print_text, view
 from stepmark.training import train_columns, train_plan, train_refusals, training_printing
 from stepmark.training.train_options import TrainOptions
-from stepmark.workloads.models import file_notes
+from stepmark.workloads.models import notes_of
 
 
 def run(options: TrainOptions) -> int:
@@ -38,7 +38,7 @@ def plan(options: TrainOptions, machine: Machine) -> Plan:
         how=How(train=how(options, world_size)),
         entries=entries(cases, options.launches),
         notes=(
-            *file_notes(",".join(options.model_names)),
+            *notes_of(case.model for case in cases),
             *train_plan.placement_notes(cases, machine.ranks_per_host(world_size)),
         ),
     )

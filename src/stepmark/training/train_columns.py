@@ -98,11 +98,18 @@ class TrainFigures(Figures):
         return max(sizes) / GIB if sizes else None
 
     @property
-    def memory_gib(self) -> float | None:
+    def device_gib(self) -> float | None:
+        """Return the memory of the smallest device, on a CPU that of its host."""
         devices = self.against.run.environment.devices
         sizes = [device.memory_bytes for device in devices if device.memory_bytes]
-        reserved = self.training and self.training.reserved_bytes
-        return min(sizes) / GIB if sizes and reserved else None
+        return min(sizes) / GIB if sizes else None
+
+    @property
+    def memory_gib(self) -> float | None:
+        """Return what torch reserves on a GPU, or the process has resident on a CPU."""
+        if (training := self.training) is None:
+            return None
+        return self.gib(training.reserved_bytes) or self.gib(training.resident_bytes)
 
     @property
     def alloc_retries(self) -> int | None:
@@ -224,6 +231,7 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("flops_per_token_torchtitan", lambda o: o.per_token.torchtitan, NUMBER),
     Column("flops_per_token_palm_all", lambda o: o.per_token.palm_all, NUMBER),
     Column("flops_per_token_hfu", lambda o: o.per_token.hfu, NUMBER),
+    Column("not_modelled", lambda o: "; ".join(o.case.model.unmodelled) or None),
     Column("launch", lambda o: o.record.launch, COUNT),
     Column("case_id", lambda o: o.record.case.case_id),
     Column("run_id", lambda o: o.run.run_id),
@@ -279,7 +287,8 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
         BY_RANK,
         4,
     ),
-    Column("memory_gib", all_ranks(lambda f: f.memory_gib), NUMBER),
+    Column("memory_gib", figure(lambda f: f.memory_gib), NUMBER),
+    Column("device_gib", all_ranks(lambda f: f.device_gib), NUMBER),
     Column("alloc_retries", figure(lambda f: f.alloc_retries), COUNT, "alloc retries", PAGE),
     Column("clock_mhz", figure(lambda f: f.clock_mhz), NUMBER, "MHz", BY_RANK, 1),
     Column("power_w", figure(lambda f: f.state("power_w")), NUMBER, "W", BY_RANK, 1),

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +19,15 @@ from stepmark.cases.training import (
 )
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.units import format_bytes
 from stepmark.model.model import ModelConfig
 from stepmark.model.model_names import distinct_names
 from stepmark.model.parallel import ParallelConfig
-from stepmark.step_memory import memory
 from stepmark.training import train_refusals
-from stepmark.training.train_options import TrainOptions, options_of
+from stepmark.training.train_options import TrainOptions
 from stepmark.workloads.models import read_models
 
 # Micro-batches that --find-batch tries, until one is too large.
 _BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-_MOST_RANKS = 1024  # that are suggested for a step that does not fit
 _DATA_PARALLEL = ("ddp", "fsdp")
 _MODEL_AXES = ("tp", "pp", "cp")  # each is a strategy, too
 
@@ -79,14 +75,13 @@ def _strategy_cases(
 ) -> Iterator[TrainCase]:
     strategy, parallel = layout(options, strategy, world_size)
     techniques = _techniques(options, device, strategy, schedule, parallel)
-    kind = DataParallel(strategy) if strategy in _DATA_PARALLEL else DataParallel.NONE
     for model, file in _models(options, parallel.tp):
         for mbs in _batches(options, parallel):
             case = TrainCase(
                 model=model,
                 mbs=mbs,
                 parallel=parallel,
-                data_parallel=kind,
+                data_parallel=data_parallel(strategy),
                 device=device,
                 backend="nccl" if device == "cuda" else "gloo",
                 schedule=schedule,
@@ -137,15 +132,13 @@ def _techniques(
     precision = Precision.AMP if on_gpu or options.fp8 else Precision.FP32
     (values,) = given_values(TrainCase, options)
     precision = values.get("precision", precision)
-    # As llm-train-bench: bf16 for FSDP, fp32 for DDP of fp32 weights.
-    is_low = precision in (Precision.BF16, Precision.MASTER)
-    is_low = is_low or (precision is Precision.AMP and strategy == "fsdp")
     gathers_fp8 = strategy == "fsdp" and fp8 is Fp8.TENSORWISE
     recompute, blocks = options.ac or options.sac_freq or (Recompute.NONE, (1, 1))
     scope = CompileScope(options.compile_scope or CompileScope.BLOCK)
     return {
         "grad_accum": 1 if schedule is Schedule.STEP else 8,
-        "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
+        **strategy_defaults(strategy, precision, parallel),
+        "small_first_bucket": "bucket_mb" not in values,
         "workers": 2 if on_gpu else 0,
         "scale": options.scale or "",
         "num_layers": options.num_layers,
@@ -160,6 +153,24 @@ def _techniques(
         "recompute": recompute,
         "recompute_blocks": blocks,
         "data": options.text_file or ("text" if options.text else "random"),
+    }
+
+
+def data_parallel(strategy: str) -> DataParallel:
+    return DataParallel(strategy) if strategy in _DATA_PARALLEL else DataParallel.NONE
+
+
+def strategy_defaults(
+    strategy: str, precision: Precision, parallel: ParallelConfig
+) -> dict[str, Any]:
+    """Return the fields whose default depends on the strategy.
+
+    torchtitan reduces in fp32, torch in the gradients' own type.
+    """
+    is_low = precision in (Precision.BF16, Precision.MASTER)
+    return {
+        "reshard": "no" if strategy == "fsdp" and parallel.pp > 1 else "yes",
+        "reduce_dtype": DType.BF16 if is_low and parallel.gradient_ranks > 1 else DType.FP32,
     }
 
 
@@ -273,60 +284,3 @@ def _data_axes(
     if shards * cp % ep:
         raise ConfigError("ep", ep, f"a divisor of {shards * cp} FSDP ranks")
     return {"dp_replicate": copies, "dp_shard": shards, "ep": ep}
-
-
-def check_memory(case: TrainCase, device_bytes: int) -> None:
-    """Raise ConfigError for a step that surely runs out of memory, by estimate.
-
-    device_bytes: of a GPU, or on a CPU the share of the host's memory that a rank has.
-    """
-    sizes = memory.calibrated(case)
-    if memory.verdict(case, *sizes, device_bytes) == "runs out of memory":
-        needed = format_bytes(sizes[0])
-        there = format_bytes(device_bytes)
-        fitting = what_fits(case, device_bytes) if case.device == "cuda" else "--scale tiny"
-        allowed = f"one that fits into {there} (it needs {needed}){fitting and ', such as '}"
-        raise ConfigError("mbs", case.mbs, allowed + fitting)
-
-
-def what_fits(
-    case: TrainCase, device_bytes: int, measured: Sequence[tuple[TrainCase, int, int]] = ()
-) -> str:
-    """Return options with which the step fits, by estimate; "" where none of these helps.
-
-    measured: as in memory.calibrated.
-    """
-    if most := memory.largest_mbs(case, device_bytes, measured):
-        return f"--mbs {most}"
-    full = replace(case, recompute=Recompute.FULL)
-    if case.recompute is Recompute.NONE and (most := memory.largest_mbs(full, device_bytes)):
-        return f"--ac full --mbs {most}"
-    # Copies of the shards need memory that more shards do not.
-    is_copied = case.parallel.dp_replicate > 1
-    is_sharded = case.data_parallel is DataParallel.FSDP
-    unshared = " --dp-replicate 1" if is_copied and is_sharded else ""
-    mbs = case.num_microbatches
-    words = f"{unshared} --ac full"
-    sharded = replace(full, mbs=mbs, data_parallel=DataParallel.FSDP)
-    if case.precision is Precision.MASTER:  # the shards of amp are in fp32, too
-        sharded = replace(sharded, precision=Precision.AMP)
-        words = f"{words} --precision amp"
-    count = case.num_ranks if is_copied else 2 * case.num_ranks
-    while count <= _MOST_RANKS:
-        shards = count // case.num_ranks * case.parallel.data_ranks
-        axes = replace(case.parallel, dp_replicate=1, dp_shard=shards)
-        wider = replace(sharded, parallel=axes)
-        sizes = memory.calibrated(wider)
-        if memory.verdict(wider, *sizes, device_bytes) == "fits" and _is_possible(wider):
-            return f"--strategy fsdp --nproc {count}{words} --mbs {mbs}"
-        count *= 2
-    return ""
-
-
-def _is_possible(case: TrainCase) -> bool:
-    """Return whether the case runs with the options that it has."""
-    try:
-        train_refusals.check(case, options_of(case))
-    except ConfigError:
-        return False
-    return True

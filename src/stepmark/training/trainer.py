@@ -4,7 +4,6 @@ A pipeline goes through torch.distributed.pipelining: 1F1B, or interleaved.
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleInterleaved1F1B,
 )
-from torch.nn import functional
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import GradSync
@@ -118,15 +116,6 @@ class Graphed:
             self._loss = once()
 
 
-def stage_layers(num_layers: int, num_stages: int) -> list[range]:
-    """Return blocks by stage, as even as possible; the first stages get the remainder."""
-    small, rest = divmod(num_layers, num_stages)
-    bounds = [0]
-    for index in range(num_stages):
-        bounds.append(bounds[-1] + small + (index < rest))
-    return [range(a, b) for a, b in itertools.pairwise(bounds)]
-
-
 class Pipelined:
     """One micro-step is one pass of all microbatches through all stages.
 
@@ -140,13 +129,12 @@ class Pipelined:
         rank = dist.get_rank(group)
         num_ranks = case.parallel.pp
         num_stages = case.num_stages
-        layers = stage_layers(case.model.num_layers, num_stages)
         self._case = case
         self._group = group
         self._is_first = rank == 0
         self._is_last = rank == num_ranks - 1
         own_stages = range(rank, num_stages, num_ranks)
-        built = [parallelize(case, meshes, device, layers[stage]) for stage in own_stages]
+        built = [parallelize(case, meshes, device, stage) for stage in own_stages]
         self.models: list[nn.Module] = [stage.model for stage in built]
         self.roots = tuple(stage.call for stage in built)
         self._autocast = precision.autocast(case)
@@ -159,9 +147,11 @@ class Pipelined:
             rule = f"a multiple of {count}, because it counts all microbatches of a pipeline"
             raise ConfigError("mbs", case.mbs, rule)
 
+        output = built[-1].model.output
+
         def loss(logits: Tensor, labels: Tensor) -> Tensor:
-            flat = logits.flatten(0, 1).float()
-            mean = functional.cross_entropy(flat, labels.flatten())
+            assert output is not None, "only the last stage has a loss"
+            mean = output.mean_loss(logits.flatten(0, 1), labels.flatten())
             return mean / (case.grad_accum * count)
 
         # Scaled by torch, gradients of earlier micro-steps would be divided once more.
@@ -179,7 +169,8 @@ class Pipelined:
         inputs = (tokens,) if self._is_first else ()
         more: dict[str, Any] = {"target": labels, "losses": losses} if self._is_last else {}
         with self._autocast():
-            self._schedule.step(*inputs, **more)
+            # As torchtitan: the logits of all micro-batches would be kept and joined.
+            self._schedule.step(*inputs, **more, return_outputs=False)
         self._update.collect()
         if not self._is_last:
             return None

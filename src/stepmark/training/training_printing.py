@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from stepmark.cases.message import summed
 from stepmark.cases.training import Training
-from stepmark.findings.histogram import calls_and_bytes, summed
+from stepmark.findings.histogram import calls_and_bytes
 from stepmark.findings.histogram import lines as histogram_lines
 from stepmark.findings.histogram import rows as histogram_rows
 from stepmark.ground.units import format_bytes, format_time
@@ -154,8 +155,9 @@ def _memory(row: Row) -> str:
     allocated = number(row, "allocated_gib")
     reserved = number(row, "reserved_gib")
     if allocated is None:
-        return ""
-    total = number(row, "memory_gib")
+        resident = number(row, "memory_gib")
+        return "" if resident is None else f"{digits(resident)} GiB of a rank's process at most"
+    total = number(row, "device_gib")
     of = "" if total is None else f" of {digits(total)}"
     cached = "" if reserved is None else f", {digits(reserved)} reserved{of}"
     return f"{digits(allocated)} GiB allocated at most{cached}"

@@ -66,7 +66,7 @@ def _slow_parts(row: Row) -> Iterator[str]:
             f"memory ran out and its cache was flushed {retries:.0f} times: steps are slower"
         )
     reserved = number(row, "reserved_gib")
-    total = number(row, "memory_gib")
+    total = number(row, "device_gib")
     if reserved and total and reserved >= NEAR_LIMIT * total:
         yield f"reserved memory is {100 * reserved / total:.0f} % of the device's"
     ratio = number(row, "vs_median_rank") or 0.0

@@ -22,6 +22,8 @@ from stepmark.model.model import ModelConfig
 from stepmark.training.attention import KERNELS, Attention, LatentAttention, rope_tables
 from stepmark.training.layers import Experts, FeedForward, Norm
 
+# (logits_NV, labels_N) -> the mean cross-entropy over the labels that count, in fp32
+Loss = Callable[[Tensor, Tensor], Tensor]
 # Selects a table's rows for this rank's tokens: context parallelism gives each rank its own.
 Rows = Callable[[Tensor], Tensor]
 
@@ -102,6 +104,7 @@ class Output(nn.Module):
         self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False)
         self.loss_chunks = loss_chunks
         self.summed_loss = summed_loss
+        self.mean_loss: Loss = mean_loss  # of logits that tensor parallelism may divide
 
     def forward(self, x_BTC: Tensor, labels_BT: Tensor | None = None) -> Tensor:
         """Return logits_BTV, or the mean cross-entropy over labels other than -100, in fp32."""
@@ -117,7 +120,7 @@ class Output(nn.Module):
         logits_BTV: Tensor = self.head(h_BTC)
         if labels_BT is None:
             return logits_BTV
-        return mean_loss(logits_BTV.flatten(0, 1), labels_BT.flatten())
+        return self.mean_loss(logits_BTV.flatten(0, 1), labels_BT.flatten())
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile it as one graph; with chunks the loss of a chunk, which takes gradients."""
@@ -129,9 +132,8 @@ class Output(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The blocks of `layers`, by global index, with embedding and output at the ends.
+    """The blocks of `layers`, by global index, with embedding and output where asked for.
 
-    There is an embedding where layers start at 0, an output where they end with the last.
     Weights and tables have values only after init_weights.
     """
 
@@ -140,6 +142,8 @@ class Transformer(nn.Module):
         model: ModelConfig,
         *,
         layers: range | None = None,
+        has_embedding: bool = True,
+        has_output: bool = True,
         attention: str = "auto",
         loss_chunks: int = 1,
     ) -> None:
@@ -150,12 +154,11 @@ class Transformer(nn.Module):
         _check(model, layers, attention, loss_chunks)
         self.model = model
         self.own_rows: Rows = _all_rows
-        self.embedding = Embedding(model) if layers.start == 0 else None
+        self.embedding = Embedding(model) if has_embedding else None
         self.blocks = nn.ModuleDict(
             {str(index): Block(model, index, attention) for index in layers}
         )
-        is_last = layers.stop == model.num_layers
-        self.output = Output(model, loss_chunks) if is_last else None
+        self.output = Output(model, loss_chunks) if has_output else None
         self.register_buffer("cos_TD", None, persistent=False)
         self.register_buffer("sin_TD", None, persistent=False)
         if not model.max_positions:
@@ -193,7 +196,7 @@ class Transformer(nn.Module):
 
 
 def _check(model: ModelConfig, layers: range, attention: str, loss_chunks: int) -> None:
-    inside = 0 <= layers.start < layers.stop <= model.num_layers
+    inside = 0 <= layers.start <= layers.stop <= model.num_layers
     if not inside or layers.step != 1:
         raise ConfigError("layers", layers, f"a part of the {model.num_layers} layers")
     if attention not in KERNELS:

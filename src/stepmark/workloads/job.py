@@ -15,7 +15,6 @@ from stepmark.step.layout import FUSED, Inputs, ShardLayout
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import COMPUTE, CommOp, Group
 
-VOCAB_MULTIPLE = 128  # Megatron-LM's --make-vocab-size-divisible-by
 TRAINED = (DType.FP32, DType.BF16, DType.FP16)  # the rules know all messages of these types
 
 # Collectives of the backward pass by those of the forward pass.
@@ -233,13 +232,3 @@ def with_seq_len(model: ModelConfig, seq_len: int) -> ModelConfig:
     """Return the model with another sequence length; a learned position table grows with it."""
     positions = max(model.max_positions, seq_len) if model.max_positions else 0
     return replace(model, seq_len=seq_len, max_positions=positions)
-
-
-def with_padded_vocab(model: ModelConfig, multiple: int) -> ModelConfig:
-    """Pad the vocabulary (vocab_size_with_padding, megatron/training/tokenizer)."""
-    if not model.vocab_size % multiple:
-        return model
-    vocab_size = (model.vocab_size // multiple + 1) * multiple
-    return replace(
-        model, vocab_size=vocab_size, published_params=None, published_active_params=None
-    )

@@ -1,6 +1,6 @@
 """The models that --model and --scale name: built-in ones by name, or files."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -21,13 +21,9 @@ def read_models(names: str | None, scale: str | None = None, tp: int = 1) -> lis
     return [scaled(model, scale, tp) for model in models] if scale else models
 
 
-def file_notes(names: str | None) -> tuple[str, ...]:
-    """Return notes on what the models of read_models lack of Hugging Face's files."""
-    notes: list[str] = []
-    for _, file in _split_names(names):
-        if file and _reader_of(file) is _huggingface:
-            notes += huggingface.read_notes(file)
-    return tuple(notes)
+def notes_of(models: Iterable[ModelConfig]) -> tuple[str, ...]:
+    """Return what the step lacks of these models, each note once."""
+    return tuple(dict.fromkeys(note for model in models for note in model.unmodelled))
 
 
 def _split_names(names: str | None) -> Iterator[tuple[str, Path | None]]:
@@ -56,10 +52,6 @@ def factor(scale: str) -> Fraction:
     return value
 
 
-def _huggingface(file: Path) -> list[ModelConfig]:
-    return [huggingface.read_config(file)]
-
-
 def _reader_of(file: Path) -> Callable[[Path], list[ModelConfig]]:
     """Return the reader of a file by its content. Raises ConfigError."""
     try:
@@ -71,4 +63,4 @@ def _reader_of(file: Path) -> Callable[[Path], list[ModelConfig]]:
         return lambda file: list(benchmark_models.read_model_configs(file))
     if benchmark_models.is_config(source_file.read_json(file)):
         return lambda file: [benchmark_models.read_config(file)]
-    return _huggingface
+    return lambda file: [huggingface.read_config(file)]

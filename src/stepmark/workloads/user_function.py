@@ -13,20 +13,14 @@ from stepmark.ground.errors import ConfigError
 
 _MODULE = "stepmark_captured"
 _MAX_MESSAGE = 300  # characters of an error's message
-_NO_VALUES = "while captured, tensors have shapes and no values"
 _NO_GPU = "capturing needs no GPU and sees none: use the device type cpu"
 _HINTS = {  # by a part of an error's message, in lower case
-    "datadependentoutput": _NO_VALUES,
-    "dynamicoutputshape": f"a size that depends on values: {_NO_VALUES}",
-    "data is not allocated": _NO_VALUES,
-    "numpy() is not supported": _NO_VALUES,
     "default process group twice": "it is there already: leave init_process_group out",
     "support for cuda": _NO_GPU,
     "not compiled with cuda": _NO_GPU,
     "no nvidia driver": _NO_GPU,
     "_cuda_setdevice": _NO_GPU,
     "pipelining/stage.py": "no shapes are sent here: give the stage input_args, output_args",
-    "unknownnumber": "it is an integer that was read from a tensor without values",
     "bigger than default world size": "see --world-size",
 }
 

@@ -40,7 +40,7 @@ def run_generate(options: GenerateOptions) -> None:
         sys.stderr.write(f"# AICB's parameters without effect here: {', '.join(names)}\n")
     with Waiting(f"generating the workload of {options.model or 'a model'}"):
         workload = generate(options)
-    notes = workload.notes
+    notes = workload.all_notes
     workload = with_times(workload, options)
     stage = stage_flag(getattr(options, "pipeline_stage", None), options.pp_rank)
     if not (options.out or options.to):
@@ -126,7 +126,7 @@ def generate(options: GenerateOptions) -> Workload:
             rule=f"it has no effect with {rule.module}",
         )
         return rule.workload(settings, options.world_size or 1)
-    job, notes = _job(options, framework)
+    job, notes = _job(options, framework, settings)
     workload = rule.workload(job, settings)
     idle = _idle_notes(options, rule, workload, job, settings)
     notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)
@@ -150,12 +150,22 @@ def _idle_notes(
     return (f"no effect on this job: {', '.join(idle)}",) if idle else ()
 
 
-def _job(options: GenerateOptions, framework: str) -> tuple[AnyJob, tuple[str, ...]]:
+def _job(
+    options: GenerateOptions, framework: str, settings: Any
+) -> tuple[AnyJob, tuple[str, ...]]:
     """Return the job to train, and notes on defaults."""
+    parallel = parallel_of(options, RULES[framework])
+    mbs = 1 if options.mbs is None else options.mbs
+    gbs = options.gbs
+    if gbs is None and parallel.pp > 1 and hasattr(settings, "pp_schedule"):
+        # The fewest that torch's schedules take, as in `train`.
+        chunks = settings.pp_stages if settings.pp_schedule == "interleaved" else 1
+        count = settings.pp_microbatches or parallel.pp * chunks
+        gbs = mbs * parallel.data_ranks * count
     spread: dict[str, Any] = {
-        "parallel": parallel_of(options, RULES[framework]),
-        "mbs": 1 if options.mbs is None else options.mbs,
-        "gbs": options.gbs,
+        "parallel": parallel,
+        "mbs": mbs,
+        "gbs": gbs,
         "dtype": parse_dtype(options.dtype) if options.dtype else DType.BF16,
     }
     if not workload_model.is_own(options.model):

@@ -15,9 +15,10 @@ from typing import Any, Literal
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed
 from stepmark.model.model import MlaConfig, ModelConfig, MoeConfig, find_model
+from stepmark.step.layout import VOCAB_MULTIPLE, model_as
 from stepmark.workloads.architecture import Architecture, Batch
-from stepmark.workloads.job import VOCAB_MULTIPLE, with_padded_vocab, with_seq_len
-from stepmark.workloads.models import file_notes, read_models, scaled
+from stepmark.workloads.job import with_seq_len
+from stepmark.workloads.models import read_models, scaled
 from stepmark.workloads.published import PUBLISHED, SEQ_LENS
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.workload_options import Experts, GenerateOptions, Model
@@ -137,7 +138,9 @@ def choose(
 ) -> tuple[ModelConfig, tuple[str, ...]]:
     """Return the model of the flags, and notes on defaults. Raises ConfigError."""
     notes: list[str] = []
-    model = _resized(_start(options, framework, notes), options, notes)
+    start = _start(options, framework, notes)
+    notes += start.unmodelled
+    model = _resized(start, options, notes)
     model = _with_experts(_with_mla(model, options), options, notes)
     if options.scale:
         layers = _positive(options, "num_layers")  # a tiny model has two
@@ -163,7 +166,6 @@ def _start(options: GenerateOptions, framework: str, notes: list[str]) -> ModelC
         models = read_models(options.model)
         if len(models) != 1:
             raise ConfigError("model", options.model, "one model")
-        notes += file_notes(options.model)
         return models[0]
     if options.model_size:
         return _from_preset(preset(options.model_size, framework), options, notes)
@@ -344,7 +346,7 @@ def _padded(
             notes.append("--make-vocab-size-divisible-by: no effect, only Megatron-LM pads")
         return model
     multiple = multiple or VOCAB_MULTIPLE
-    padded = with_padded_vocab(model, multiple * tp)
+    padded = model_as(framework, model, tp, multiple)
     if padded is not model:
         notes.append(
             f"vocabulary of {model.vocab_size} padded to {padded.vocab_size}, a multiple of "

@@ -23,6 +23,7 @@ from stepmark.step.workload import (
     Workload,
     pass_of,
 )
+from stepmark.step.workload_stages import missing_pipeline
 from stepmark.tables.columns import (
     BYTES,
     COUNT,
@@ -63,10 +64,22 @@ class _StageSums:
         return " ".join(name for name, is_there in ends.items() if is_there)
 
     @property
+    def num_operations(self) -> int:
+        return sum(self.operations.values())
+
+    @property
     def num_collectives(self) -> int:
         return sum(
             n for operation, n in self.operations.items() if isinstance(operation, CommOp)
         )
+
+    @property
+    def flops(self) -> int | None:
+        """Return those of all computation; None where one operator's are unknown."""
+        ops = (o for o in self.operations if isinstance(o, ComputeOp))
+        if any(operation.op.flops is None for operation in ops):
+            return None
+        return self.over_passes("flops")
 
     def over_passes(self, what: str) -> int:
         return sum(number for (_, name), number in self.sums.items() if name == what)
@@ -80,6 +93,21 @@ class _StageSums:
             if isinstance(operation, ComputeOp)
         ]
         return None if None in times else sum(filter(None, times))
+
+
+@dataclass(frozen=True, slots=True)
+class _Total:
+    """Sums over pipeline stages. None: of stages that the workload does not have."""
+
+    of: str  # "stages": one rank of each; "job": all ranks
+    stages: Sequence[_StageSums] | None
+    num_ranks: int
+    ranks_per_stage: int
+
+    def over(self, quantity: Callable[[_StageSums], int | None]) -> int | None:
+        """Return the sum over these ranks; None where a stage's is unknown."""
+        values = [None] if self.stages is None else [quantity(stage) for stage in self.stages]
+        return None if None in values else self.ranks_per_stage * sum(filter(None, values))
 
 
 @dataclass(slots=True)
@@ -142,13 +170,26 @@ STAGE_COLUMNS: tuple[Column[_StageSums], ...] = (
     _show_column("layers", lambda o: o.num_layers, COUNT),
     _show_column("which", lambda o: ranges(o.stage.layers)),
     _show_column("has", lambda o: o.has, TEXT, "and"),
-    _show_column("operations", lambda o: sum(o.operations.values()), COUNT),
+    _show_column("operations", lambda o: o.num_operations, COUNT),
     _show_column("collectives", lambda o: o.num_collectives, COUNT),
     _show_column("forward_flops", lambda o: o.sums["forward", "flops"], FLOPS, "fwd FLOP"),
     _show_column("backward_flops", lambda o: o.sums["backward", "flops"], FLOPS, "bwd FLOP"),
     _show_column("comm_bytes", lambda o: o.over_passes("comm_bytes"), BYTES, "messages"),
     _show_column("bus_bytes", lambda o: o.over_passes("bus_bytes"), BYTES, "on the bus"),
     _show_column("time_s", lambda o: o.time_s, SECONDS, "compute"),
+)
+TOTAL_COLUMNS: tuple[Column[_Total], ...] = (
+    _show_column("of", lambda o: o.of),
+    _show_column("num_ranks", lambda o: o.num_ranks, COUNT, "ranks"),
+    _show_column("operations", lambda o: o.over(lambda s: s.num_operations), COUNT),
+    _show_column("collectives", lambda o: o.over(lambda s: s.num_collectives), COUNT),
+    _show_column("flops", lambda o: o.over(lambda s: s.flops), FLOPS, "FLOP"),
+    _show_column(
+        "comm_bytes", lambda o: o.over(lambda s: s.over_passes("comm_bytes")), BYTES, "messages"
+    ),
+    _show_column(
+        "bus_bytes", lambda o: o.over(lambda s: s.over_passes("bus_bytes")), BYTES, "on the bus"
+    ),
 )
 COLLECTIVE_COLUMNS: tuple[Column[_Messages], ...] = (
     _show_column("pass", lambda o: o.when),
@@ -203,28 +244,51 @@ SIZE_COLUMNS = (
     given("calls", COUNT),
     given("bytes", BYTES),
 )
+NOTE_COLUMNS = (given("note"),)
 
 
 def tables(workload: Workload, stage: int) -> dict[str, Table]:
     """Return the tables that --json writes, by name."""
     return {
         "stages": Table(stage_rows(workload), STAGE_COLUMNS),
+        "totals": Table(total_rows(workload), TOTAL_COLUMNS),
         "communication": Table(collective_rows(workload, stage), COLLECTIVE_COLUMNS),
         "sizes": Table(size_rows(workload, stage), SIZE_COLUMNS),
         "computation": Table(compute_rows(workload, stage), COMPUTE_COLUMNS),
         "layers": Table(layer_rows(workload, stage), LAYER_COLUMNS),
+        "notes": Table([{"note": note} for note in workload.all_notes], NOTE_COLUMNS),
     }
 
 
 def stage_rows(workload: Workload) -> list[Row]:
     """Return one row per pipeline stage."""
+    return rows_of(STAGE_COLUMNS, _stage_sums(workload))
+
+
+def total_rows(workload: Workload) -> list[Row]:
+    """Return sums over one rank of each stage, and over all ranks of the job.
+
+    A collective counts for each of its ranks. The job's sums are unknown where the workload is
+    one of several stages.
+    """
+    stages = _stage_sums(workload)
+    has_all = not missing_pipeline(workload)
+    world_size = workload.world_size
+    totals = (
+        _Total("stages", stages, len(stages), ranks_per_stage=1),
+        _Total("job", stages if has_all else None, world_size, world_size // len(stages)),
+    )
+    return rows_of(TOTAL_COLUMNS, totals)
+
+
+def _stage_sums(workload: Workload) -> list[_StageSums]:
     has_layers = workload.numbers("layer")
     sums = []
     for index, stage in enumerate(workload.stages):
         tally = workload.tally(index)
         number = len(stage.layers) if has_layers else None
         sums.append(_StageSums(index, stage, number, tally, _sums(tally, workload)))
-    return rows_of(STAGE_COLUMNS, sums)
+    return sums
 
 
 def collective_rows(workload: Workload, stage: int) -> list[Row]:

@@ -17,11 +17,13 @@ from stepmark.workloads.workload_tables import (
     COMPUTE_COLUMNS,
     LAYER_COLUMNS,
     STAGE_COLUMNS,
+    TOTAL_COLUMNS,
     collective_rows,
     compute_rows,
     histogram,
     layer_rows,
     stage_rows,
+    total_rows,
 )
 
 Settings = Mapping[str, str | int | float | bool | None]
@@ -56,7 +58,7 @@ def header(workload: Workload, defaults: Settings = NO_DEFAULTS) -> list[str]:
         spread += _sequences(workload.settings)
     lines.append(f"spread   {spread}; groups: {', '.join(groups) or 'none'}")
     lines += _settings(workload.settings, defaults)
-    lines += [f"note     {note}" for note in workload.notes]
+    lines += [f"note     {note}" for note in workload.all_notes]
     return lines
 
 
@@ -88,9 +90,13 @@ def lines(workload: Workload, stage: int, defaults: Settings = NO_DEFAULTS) -> l
 
 
 def tables(workload: Workload, stage: int) -> list[str]:
-    """Return stages, communication, sizes, computation, layers and pipeline."""
+    """Return stages, totals, communication, sizes, computation, layers and pipeline."""
     lines = _section(
         "Stages (per rank and step)", Table(_merged(stage_rows(workload)), STAGE_COLUMNS).text()
+    )
+    lines += _section(
+        "Totals (per step; stages: one rank of each, job: all ranks)",
+        Table(total_rows(workload), TOTAL_COLUMNS).text(),
     )
     of_stage = f", stage {stage}" if len(workload.stages) > 1 else ""
     lines += _section(

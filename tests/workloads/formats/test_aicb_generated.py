@@ -110,6 +110,32 @@ def test_what_is_written_is_read_back(generated: Workload, tmp_path: Path) -> No
         assert again.world_size <= generated.world_size
 
 
+@pytest.mark.parametrize(("chunks", "wrapped"), [(1, 0), (2, 12), (4, 36)])
+def test_transfers_of_two_stages_are_in_the_pipelines_group(
+    chunks: int, wrapped: int, tmp_path: Path
+) -> None:
+    """Twelve micro-batches: each chunk but the last of a pass sends to the next stage.
+
+    Interleaved, every other chunk's next stage is the first one again.
+    """
+    vpp = {"virtual_pipeline_model_parallel_size": chunks}
+    workload = megatron(tp=2, dp_shard=2, pp=2, gbs=24, settings=vpp)
+    for stage in (0, 1):
+        text = text_of(workload, stage=stage)
+        ways = Counter(row["additional"] for row in csv.DictReader(io.StringIO(text)))
+        near, far = (("next", "prev"), ("prev", "next"))[stage]
+        for kind in ("isend", "irecv"):
+            words = kind[1:]
+            assert ways[f"{words}_{near}"] == 12 * chunks
+            assert ways[f"{words}_{far}"] == wrapped
+        assert not any("send" in line for line in losses(workload, aicb.kept, [stage]))
+        assert any("second group" in line for line in aicb.omissions(workload, [stage])) is (
+            chunks > 1
+        )
+        notes = read(tmp_path, text).notes
+        assert any("two interleaved stages" in note for note in notes) is (chunks > 1)
+
+
 def test_forward_and_backward_are_told_apart(generated: Workload, tmp_path: Path) -> None:
     again = read(tmp_path, text_of(generated))
     for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD):

@@ -169,7 +169,7 @@ def test_a_message_names_the_file(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             native.read(path)
         assert str(path) in str(caught.value)
-    with pytest.raises(ConfigError, match="a file that can be read"):
+    with pytest.raises(ConfigError, match="a file that exists"):
         native.read(tmp_path / "none.json")
 
 
@@ -182,7 +182,7 @@ def test_a_packed_file_is_read_and_a_cut_one_is_refused(tmp_path: Path) -> None:
     for data in (packed[:-9], packed[:30], bytes(damaged)):
         path.write_bytes(data)
         with pytest.raises(
-            ConfigError, match=r"w\.\S+ is invalid: it must be a file that can be read"
+            ConfigError, match=r"w\.\S+ is invalid: it must be a complete gzip file"
         ):
             native.read(path)
 

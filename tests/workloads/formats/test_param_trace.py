@@ -132,7 +132,7 @@ class TestLaws:
             *(*pairs, "wait 10", "wait 11"),
             *(*pairs, "wait 12", "wait 13", "one"),
             *("all_reduce", "all_gather", "two", "wait 14", "three"),
-            *("wait 15", "reduce_scatter"),  # the last is waited for by nothing
+            *("wait 15", "reduce_scatter", "wait 16"),  # the last by the end of the step
         ]
 
     def test_exchanges_are_in_one_order_on_both_sides(self) -> None:
@@ -163,6 +163,17 @@ class TestLaws:
         (one,) = messages(param_trace.read(saved(pairs, tmp_path)), 3)
         assert one.root == 1
 
+    def test_a_rank_alone_comes_back(self, tmp_path: Path) -> None:
+        product = next(one for one in every_kind().expand() if one.module == "one")
+        for ops in ((product,), ()):
+            path = tmp_path / "rank.json"
+            path.write_text("".join(param_trace.write(replace(alone(*ops), world_size=1))))
+            assert sniff(path) == "param"
+            again = param_trace.read(path)
+            assert [one.module for one in again.expand()] == [one.module for one in ops]
+            assert again.world_size == 1
+            assert "".join(param_trace.write(again)) == path.read_text()
+
     def test_a_rank_alone_says_nothing(self) -> None:
         single = {"all": Group(digits=((1, 1),))}
         ops = (message("all_reduce"), message("send", peer=0))
@@ -179,9 +190,8 @@ class TestRoundTrip:
         workload = pipeline(stages=stages, microbatches=2, layers=2)
         again = param_trace.read(saved(workload, tmp_path))
         world = 4 * stages
-        # Without layers the stages in the middle are alike, so that each rank is one.
-        assert (again.world_size, len(again.stages)) == (world, {2: 2, 4: 16}[stages])
-        assert "world" not in again.groups
+        assert (again.world_size, len(again.stages)) == (world, stages)
+        assert again.groups == workload.groups
         for rank in range(world):
             for one, two in zip(messages(workload, rank), messages(again, rank), strict=True):
                 for field in (
@@ -215,11 +225,11 @@ class TestRoundTrip:
     def test_messages_of_other_tools_are_in_the_group_that_they_name(
         self, tmp_path: Path
     ) -> None:
-        """A process group of all stages, as torch's pipelines use; or none, then two ranks."""
+        """A process group of all stages, as torch's pipelines use; or none, then all ranks."""
         sized = {"in_msg_size": 8, "out_msg_size": 8, "dtype": "float"}
         init = {"comms": "init", "pg_id": 1, "global_ranks": [0, 2, 4]}
         other = {"comms": "init", "pg_id": 2, "global_ranks": [1, 3, 5]}
-        for named, size in (({"pg_id": 1}, 3), ({}, 2)):
+        for named, size in (({"pg_id": 1}, 3), ({}, 6)):
             folder = tmp_path / str(size)
             folder.mkdir()
             for rank in range(6):
@@ -231,7 +241,7 @@ class TestRoundTrip:
             found = param_trace.read(folder)
             (op,) = messages(found, 0)
             members = found.groups[op.group].members(0)
-            assert len(members) == (size if named else 2)
+            assert len(members) == size
             assert op.peer is not None
             assert members[op.peer] == 2
 

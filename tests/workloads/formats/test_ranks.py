@@ -1,8 +1,6 @@
 """Groups found again from their ranks; stages found again from ranks' programs."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -18,7 +16,6 @@ from stepmark.workloads.formats.ranks import (
     Instances,
     disagreements,
     group_of,
-    in_groups_of_messages,
     name_of,
     stages_of,
 )
@@ -83,12 +80,13 @@ def test_every_rank_is_in_one_communicator_of_a_group(made: tuple[Group, int]) -
         assert all(instances.number(name, rank) == number for rank in ranks)
 
 
-def test_equal_neighbours_are_a_stage_where_stages_are_equally_large() -> None:
+def test_stages_are_equally_large_and_have_equal_programs() -> None:
     one, two = [message("all_reduce")], [op(QKV, Phase.FWD, "x", layer=4)]
     stages, blocks = stages_of([one, one, two, two])
     assert stages == (Stage(step="step 0"), Stage(step="step 1", layers=(4,)))
     assert blocks["step 0"] == tuple(one)
     assert len(stages_of([one, two, two, two])[0]) == 4
+    assert len(stages_of([one, one, two, two, two, two, one, one])[0]) == 4
     assert len(stages_of([one, two, one, two])[0]) == 4
 
 
@@ -124,61 +122,6 @@ def test_members_of_a_group_that_do_not_agree_are_noted() -> None:
     assert "1 times recv" in notes((together,), (received, together))[0]
 
 
-def exchanged(
-    links: Sequence[tuple[int, int]], world: int
-) -> tuple[dict[str, Group], set[str]]:
-    """Return the groups, and those of messages, where each pair sends and receives one."""
-    programs: list[list[Operation]] = [[] for _ in range(world)]
-    for source, target in links:
-        for rank, other, kind in ((source, target, SEND), (target, source, RECV)):
-            programs[rank].append(
-                CommOp(
-                    collective=kind,
-                    dtype=DType.FP32,
-                    count=1,
-                    group=WORLD,
-                    phase=Phase.FWD,
-                    module="pipeline",
-                    peer=(other - rank) % world,
-                )
-            )
-    groups = {WORLD: Group(digits=((world, 1),))}
-    placed = in_groups_of_messages(programs, (), groups)
-    for rank, (before, after) in enumerate(zip(programs, placed, strict=True)):
-        for was, now in zip(before, after, strict=True):
-            assert isinstance(was, CommOp)
-            assert isinstance(now, CommOp)
-            assert replace(now, group=was.group, peer=was.peer) == was
-            assert was.peer is not None
-            assert now.peer is not None
-            members = groups[now.group].members(rank)
-            other = members[(members.index(rank) + now.peer) % len(members)]
-            assert other == (rank + was.peer) % world
-    return groups, {op.group for p in placed for op in p if isinstance(op, CommOp)}
-
-
-def test_messages_of_a_pipeline_are_in_the_group_of_its_stages() -> None:
-    """Two columns of four stages: ranks that are linked, directly or through others."""
-    chain = [(rank, rank + 2) for rank in range(6)]
-    groups, used = exchanged(chain, 8)
-    assert groups == {"4 ranks, stride 2": Group(digits=((4, 2),))}
-    assert used == set(groups)
-    to_the_last, _ = exchanged([(0, 6), (2, 6), (4, 6), (1, 7), (3, 7), (5, 7)], 8)
-    assert to_the_last == groups
-    two, used = exchanged([(0, 1), (2, 3)], 4)
-    assert two == {"2 ranks, stride 1": Group(digits=((2, 1),))}
-
-
-@pytest.mark.parametrize(
-    "links", [[(0, 1), (1, 3)], [(0, 1), (2, 4)], [(1, 2)]], ids=["no grid", "two", "apart"]
-)
-def test_ranks_that_form_no_group_of_a_mesh_stay_in_the_world(
-    links: list[tuple[int, int]],
-) -> None:
-    _, used = exchanged(links, 8)
-    assert used == {WORLD}
-
-
 @given(st.integers(2, 5), st.integers(1, 3), st.integers(1, 3))
 def test_two_ranks_that_send_have_one_communicator_and_the_same_everywhere(
     stages: int, columns: int, first: int
@@ -191,8 +134,8 @@ def test_two_ranks_that_send_have_one_communicator_and_the_same_everywhere(
     assert len(set(ranks_of.values())) == len(ranks_of)
     for rank in range(columns * (stages - 1)):
         pair = rank, rank + columns
-        assert ranks_of[instances.of_pair(*pair)] == pair
-        assert instances.of_pair(*reversed(pair)) == instances.of_pair(*pair)
+        assert ranks_of[instances.of_pair("pp", *pair)] == pair
+        assert instances.of_pair("pp", *reversed(pair)) == instances.of_pair("pp", *pair)
 
 
 def pipeline_of(stages: int, columns: int) -> Workload:

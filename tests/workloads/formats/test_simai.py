@@ -355,7 +355,7 @@ def test_backward_messages_of_a_csv_stand_in_backward_columns() -> None:
     ("framework", "model", "axes"),
     [
         ("megatron", "deepseek-v2-lite", {"tp": 2, "sequence_parallel": True}),
-        ("fsdp", "qwen3-8b", {"tp": 2, "pp": 2}),
+        ("fsdp", "qwen3-8b", {"tp": 2, "pp": 2, "reshard_after_forward": "yes"}),
         ("megatron", "llama-3.1-8b", {"tp": 2, "cp": 2}),
     ],
 )

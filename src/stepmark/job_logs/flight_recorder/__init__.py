@@ -11,12 +11,11 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from sys import intern
 from typing import Any
 
-from stepmark.cases.message import Histogram
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import read_bytes
 from stepmark.job_logs.flight_recorder import restricted_pickle
@@ -27,7 +26,6 @@ from stepmark.job_logs.flight_recorder.operations import (
     Operation,
     Shapes,
     Status,
-    histogram_of,
     parse_integer,
 )
 
@@ -54,17 +52,8 @@ _OPTIMIZER_FILE = "torch/optim/"
 _TIMES = ("time_created_ns", "time_discovered_started_ns", "time_discovered_completed_ns")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FlightFacts:
-    """Dumps of one job, by rank, and their messages."""
-
-    dumps: tuple[Dump, ...]
-    histogram: Histogram
-    uncounted: dict[str, int]  # why operations are not in the histogram, and how many
-
-
-def read_flight_recorder(paths: Sequence[Path]) -> FlightFacts:
-    """Read the dumps of one job. Raises ConfigError; also for two dumps of one rank."""
+def read_flight_recorder(paths: Sequence[Path]) -> list[Dump]:
+    """Return the dumps of one job by rank. Raises ConfigError; also for two of one rank."""
     dumps = [read_dump(path) for path in paths]
     ranks = [dump.rank for dump in dumps]
     if len(dumps) > 1:
@@ -75,9 +64,7 @@ def read_flight_recorder(paths: Sequence[Path]) -> FlightFacts:
             if ranks.count(dump.rank) > 1:
                 allowed = f"one dump of rank {dump.rank}; give the dumps of one moment only"
                 raise ConfigError("file", dump.file, allowed)
-    dumps.sort(key=lambda dump: dump.rank or 0)
-    histogram, uncounted = histogram_of(dumps)
-    return FlightFacts(dumps=tuple(dumps), histogram=histogram, uncounted=uncounted)
+    return sorted(dumps, key=lambda dump: dump.rank or 0)
 
 
 def looks_like_flight_recorder(head: bytes) -> bool:

@@ -6,8 +6,9 @@ of two ranks are not written at the same moment. One note says what the dumps le
 
 from collections.abc import Iterator, Sequence
 
-from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.finding import Evidence, Finding, Severity, by_severity
 from stepmark.findings.stalls import ARRIVED, MISMATCH, MISSING, Cause, causes
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs.flight_recorder.groups import GroupDumps, groups_of, progress
 from stepmark.job_logs.flight_recorder.operations import Dump
@@ -29,8 +30,7 @@ def findings(
     unsorted += _missing(groups)
     for rule in (_lost, _watchdog, _versions):
         unsorted += rule(dumps)
-    order = [Severity.PROBLEM, Severity.WARNING, Severity.NOTE]
-    return sorted(unsorted, key=lambda finding: order.index(finding.severity))
+    return by_severity(unsorted)
 
 
 def _limits(
@@ -115,10 +115,7 @@ def _watchdog(dumps: Sequence[Dump]) -> Iterator[Finding]:
 
 
 def _versions(dumps: Sequence[Dump]) -> Iterator[Finding]:
-    by_version: dict[str, list[Dump]] = {}
-    for dump in dumps:
-        if dump.nccl:
-            by_version.setdefault(dump.nccl, []).append(dump)
+    by_version = group_by((dump for dump in dumps if dump.nccl), lambda dump: dump.nccl)
     if len(by_version) > 1:
         text = f"ranks use different NCCL versions: {', '.join(sorted(by_version))}"
         evidence = [

@@ -64,13 +64,12 @@ class TraceProblem(StrEnum):
 class MismatchSide:
     """One side of a mismatch. words: its value as printed, such as all_reduce or [[1024]].
 
-    ranks: global; () unknown. is_remainder: these are the ranks that the analyzer does not
-    name: each made the expected call, or left no dump.
+    ranks: global; () unknown. The first side has the ranks that the analyzer does not name:
+    each made the expected call, or left no dump.
     """
 
     ranks: tuple[int, ...]
     words: str
-    is_remainder: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +112,6 @@ class TracedCall:
     ranks_without_dump: tuple[int, ...] = ()
     state: str = ""
     input_sizes: Sizes | None = None
-    output_sizes: Sizes | None = None
     mismatches: tuple[CallMismatch, ...] = ()
     stack: list[str] = field(default_factory=list)
     is_whole: bool = False
@@ -182,8 +180,6 @@ def _read_field(call: TracedCall, name: str, value: str, evidence: Evidence) -> 
         call.evidence.append(evidence)
     elif name == "input sizes":
         call.input_sizes = _sizes(value)
-    elif name == "output sizes":
-        call.output_sizes = _sizes(value)
     elif name == "expected ranks" and value.startswith("{"):
         call.expected_ranks = _ranks(value)
         call.evidence.append(evidence)
@@ -226,7 +222,7 @@ def _mismatches(text: str, expected_ranks: tuple[int, ...]) -> tuple[CallMismatc
             error=error,
             subject=subject,
             sides=(
-                MismatchSide(ranks=rest, words=words, is_remainder=True),
+                MismatchSide(ranks=rest, words=words),
                 *(
                     MismatchSide(ranks=tuple(sorted(found)), words=value)
                     for value, found in values.items()

@@ -11,6 +11,7 @@ from dataclasses import replace
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import Failure, LogFacts, Role
 from stepmark.findings.stalls import MISMATCH, MISSING
+from stepmark.ground.grouping import group_by
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs.job_output import GENERAL, REMARKS
 from stepmark.job_logs.job_output.exits import FIRST_FAILURE
@@ -63,14 +64,14 @@ def linked(
 ) -> list[Finding]:
     """Return the findings with failures of the output, each under what explains it."""
     others = _with_settings(facts, _join_warnings(findings))
-    ranked: list[tuple[Role, int, Finding]] = []
-    for place, (role, finding) in enumerate(_failures(facts.failures)):
-        ranked.append((role, place, finding))
+    failures = _failures(facts.failures)
+    ranked = [(role, place, finding) for place, (role, finding) in enumerate(failures)]
     problems = [one for one in stalls if one.severity is _PROBLEM]
     others += [one for one in stalls if one.severity is not _PROBLEM]
-    for finding in problems:
-        is_cause = finding.rule in _CAUSES
-        ranked.append((Role.CAUSE if is_cause else Role.WAIT, -2, finding))
+    ranked += [
+        (Role.CAUSE if finding.rule in _CAUSES else Role.WAIT, -2, finding)
+        for finding in problems
+    ]
     for finding in others:
         if finding.rule in _CAUSES and finding.severity is _PROBLEM:
             ranked.append((Role.CAUSE, -1, finding))
@@ -153,14 +154,14 @@ def _same_process(
 
 def _failures(failures: Sequence[Failure]) -> list[tuple[Role, Finding]]:
     """Return one finding per rule and role, in the order of their first line."""
-    groups: dict[tuple[str, str], list[Failure]] = {}
-    for one in failures:
-        if one.rule in ("failure-retried", *REMARKS):
-            continue
-        words = one.detail if one.rule == "failure-python" else ""
-        kind = one.text if one.rule == "failure-unknown" else words
-        groups.setdefault((one.rule, kind), []).append(one)
+    stated = [one for one in failures if one.rule not in ("failure-retried", *REMARKS)]
+    groups = group_by(stated, _rule_and_words)
     return [(same[0].role, _finding(same)) for same in groups.values()]
+
+
+def _rule_and_words(failure: Failure) -> tuple[str, str]:
+    words = failure.detail if failure.rule == "failure-python" else ""
+    return failure.rule, failure.text if failure.rule == "failure-unknown" else words
 
 
 def _finding(failures: Sequence[Failure]) -> Finding:

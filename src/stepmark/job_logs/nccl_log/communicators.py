@@ -4,26 +4,29 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
+from stepmark.cases.message import message_bytes
 from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import (
     ChannelCounts,
     Choice,
     Communicator,
-    Graph,
     InitTime,
     Member,
     Prediction,
 )
+from stepmark.ground.grouping import group_by
 from stepmark.job_logs.nccl_log.lines import (
     NAMES_OF,
     NUMBER,
     Calls,
     CallSequence,
     LogMessage,
-    message_bytes,
 )
 from stepmark.model.collectives import collective_named
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, eq=False)
@@ -49,7 +52,7 @@ class CommHandle:
     rings: Counter[tuple[int, ...]] = field(default_factory=Counter)
     num_trees: int | None = None
     channels: ChannelCounts | None = None
-    graphs: list[Graph] = field(default_factory=list)
+    over_nvlink: bool | None = None  # whether a graph is; None: no line shows one
     coll: CallSequence = field(default_factory=CallSequence)
     api: CallSequence = field(default_factory=CallSequence)
 
@@ -126,10 +129,8 @@ class CommunicatorTable:
 
 def communicators_of(handles: Sequence[CommHandle]) -> tuple[Communicator, ...]:
     """Return communicators with the members that their ranks' lines name."""
-    groups: dict[str, list[CommHandle]] = {}
-    for handle in handles:
-        if handle.pointer or handle.init:
-            groups.setdefault(handle.key, []).append(handle)
+    named = (handle for handle in handles if handle.pointer or handle.init)
+    groups = group_by(named, lambda handle: handle.key)
     return tuple(_communicator(key, members) for key, members in groups.items())
 
 
@@ -146,7 +147,6 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
     for handle in handles:
         for order, count in handle.rings.items():
             rings[order] = max(rings.get(order, 0), count)
-    graphs = next((handle.graphs for handle in handles if handle.graphs), [])
     local_ranks = [handle.local_ranks for handle in handles if handle.local_ranks]
     return Communicator(
         key=key,
@@ -171,13 +171,13 @@ def _communicator(key: str, handles: Sequence[CommHandle]) -> Communicator:
         ),
         rings=tuple(rings.items()),
         num_trees=_first(handle.num_trees for handle in handles),
-        channels=next((handle.channels for handle in handles if handle.channels), None),
-        graphs=tuple(dict.fromkeys(graphs)),
+        channels=_first(handle.channels for handle in handles),
+        over_nvlink=bool(_first(handle.over_nvlink for handle in handles)),
         known_by_id=handles[0].comm_id is not None,
     )
 
 
-def _first(values: Iterable[int | None]) -> int | None:
+def _first(values: Iterable[T | None]) -> T | None:
     return next((value for value in values if value is not None), None)
 
 
@@ -220,7 +220,9 @@ class PredictionTable:
         self, communicator: str, collective: str, algorithm: str, protocol: str, text: str
     ) -> None:
         match = _CELL.match(text)
-        latency, algbw = (_float(digits) for digits in match.groups()) if match else (0.0, 0.0)
+        latency, algbw = (
+            (parse_float(digits) for digits in match.groups()) if match else (0.0, 0.0)
+        )
         if latency is None or not algbw or algbw < 0:  # 0: not available, or switched off
             return
         prediction = Prediction(
@@ -271,7 +273,7 @@ def _choice(match: re.Match[str]) -> Choice:
     name, variant, size, algorithm, protocol, time, low, high, kernel, channels, other = (
         match.groups()
     )
-    seconds = None if time is None else _float(time)
+    seconds = None if time is None else parse_float(time)
     description = (variant or "").strip(" []") or (other or "")
     return Choice(
         collective=collective_named(name or ""),
@@ -292,7 +294,7 @@ def _spelled(name: str, names: Sequence[str] = _ALGORITHMS) -> str:
     return _SPELLINGS.get(name.upper().replace("_", ""), name)
 
 
-def _float(digits: str) -> float | None:
+def parse_float(digits: str) -> float | None:
     """Return None for what is no number, such as 1.2.3 in a mangled line."""
     try:
         return float(digits)

@@ -7,28 +7,25 @@ rule is short, and they are read side by side.
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.findings.finding import Evidence, Finding, Severity, by_severity
 from stepmark.findings.log_facts import (
     IssuedCall,
-    LaggingRank,
     LogFacts,
     Mismatch,
     Occurrences,
-    PeerDifference,
 )
 from stepmark.findings.stalls import MISMATCH
+from stepmark.ground.grouping import group_by
 from stepmark.job_logs.answers import ABORTED
 from stepmark.job_logs.failures import classify
 from stepmark.job_logs.job_output import REMARKS
 from stepmark.job_logs.job_stalls import JobStalls, stalls_of
-from stepmark.job_logs.nccl_log import adapter_rules, network_rules, start_rules
+from stepmark.job_logs.nccl_log import network_rules, start_rules
 from stepmark.job_logs.nccl_log.causes import FALLS_BACK, LATE, LOOKS_FATAL, linked
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
 # NVLink systems of the last generations run 12 to 32 channels.
 MIN_CHANNELS = 8
-
-_ORDER = (Severity.PROBLEM, Severity.WARNING, Severity.NOTE)
 
 
 def diagnose(facts: LogFacts, stalls: JobStalls | None = None) -> list[Finding]:
@@ -40,8 +37,7 @@ def diagnose(facts: LogFacts, stalls: JobStalls | None = None) -> list[Finding]:
     findings = [*facts.stopped, *(finding for rule in RULES for finding in rule(facts))]
     findings += map(call_mismatch, stalls.late)
     findings += (call_mismatch(one) for one in facts.mismatches if not one.certain)
-    found = linked(facts, findings, [cause.finding() for cause in stalls.causes])
-    return sorted(found, key=lambda finding: _ORDER.index(finding.severity))
+    return by_severity(linked(facts, findings, [cause.finding() for cause in stalls.causes]))
 
 
 def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
@@ -54,8 +50,8 @@ def unknown_warnings(facts: LogFacts) -> Iterator[Finding]:
             yield finding_of("warning", Severity.WARNING, text, [lines])
             continue
         text = f"A warning of NCCL looks fatal, and no rule knows it: {warning.rstrip('.')}."
-        finding = finding_of("failure-unknown", Severity.PROBLEM, text, [lines])
-        yield replace(finding, action="Read the lines around it, and whether the job went on.")
+        action = "Read the lines around it, and whether the job went on."
+        yield finding_of("failure-unknown", Severity.PROBLEM, text, [lines], action)
 
 
 def call_mismatch(mismatch: Mismatch) -> Finding:
@@ -79,10 +75,9 @@ def call_mismatch(mismatch: Mismatch) -> Finding:
 
 def peer_differences(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks that received other sizes, or other numbers of calls, than were sent."""
-    groups: dict[tuple[str, bool], list[PeerDifference]] = {}
-    for pair in facts.peers:
-        is_paired = pair.num_sent == pair.num_received
-        groups.setdefault((pair.communicator, is_paired), []).append(pair)
+    groups = group_by(
+        facts.peers, lambda pair: (pair.communicator, pair.num_sent == pair.num_received)
+    )
     for (communicator, is_paired), pairs in groups.items():
         parts = (
             f"rank {pair.source} sent {comma_list(pair.sent)} to rank {pair.target}, which "
@@ -98,8 +93,7 @@ def peer_differences(facts: LogFacts) -> Iterator[Finding]:
         lines = [line for pair in pairs for line in pair.evidence]
         if is_paired:
             severity = Severity.PROBLEM if pairs[0].certain else Severity.WARNING
-            finding = finding_of("p2p-mismatch", severity, text + ".", lines)
-            yield replace(finding, action=_SPLITS)
+            yield finding_of("p2p-mismatch", severity, text + ".", lines, _SPLITS)
         else:
             text += ". Lines were lost, the log was copied while the job ran, or it hung here."
             yield finding_of("p2p-unpaired", Severity.WARNING, text, lines)
@@ -113,9 +107,7 @@ _SPLITS = (
 
 def lagging_ranks(facts: LogFacts) -> Iterator[Finding]:
     """Report ranks that issued fewer collectives than others when the log ended."""
-    groups: dict[str, list[LaggingRank]] = {}
-    for lagging in facts.behind:
-        groups.setdefault(lagging.communicator, []).append(lagging)
+    groups = group_by(facts.behind, lambda lagging: lagging.communicator)
     for communicator, ranks in groups.items():
         ranks.sort(key=lambda rank: rank.issued)
         worst = ranks[0]
@@ -150,8 +142,8 @@ def lost_lines(facts: LogFacts) -> Iterator[Finding]:
         )
         if not lost.certain:
             text += ", or it issued fewer calls: opCount does not count in this log"
-        finding = finding_of("lost-lines", Severity.WARNING, f"{text}.", [lost.before.evidence])
-        yield replace(finding, action=_ONE_FILE)
+        lines = [lost.before.evidence]
+        yield finding_of("lost-lines", Severity.WARNING, f"{text}.", lines, _ONE_FILE)
 
 
 def _rank(side: IssuedCall) -> str:
@@ -205,7 +197,6 @@ def few_channels(facts: LogFacts) -> Iterator[Finding]:
     """Report an NVLink system with so few channels that they cannot fill the links."""
     for comm in facts.communicators:
         counts = comm.channels
-        nvlink = any(g.path_intra == "NVL" for g in comm.graphs)
         if counts is None or counts.coll >= MIN_CHANNELS or (comm.num_ranks or 0) < 2:
             continue
         limits = {
@@ -213,10 +204,10 @@ def few_channels(facts: LogFacts) -> Iterator[Finding]:
             for (name, _), lines in facts.environment.items()
             if name in ("NCCL_MAX_NCHANNELS", "NCCL_MAX_CTAS")
         }
-        if not nvlink and not limits:
+        if not comm.over_nvlink and not limits:
             continue
         text = f"Communicator {comm.key} has {plural(counts.coll, 'channel')} for collectives"
-        text += ", few for NVLink" if nvlink else ""
+        text += ", few for NVLink" if comm.over_nvlink else ""
         text += f"; {comma_list(limits)} is set" if limits else ""
         lines: list[Occurrences | Evidence] = [counts.evidence, *limits.values()]
         yield finding_of("few-channels", Severity.WARNING, text + ".", lines)
@@ -224,12 +215,11 @@ def few_channels(facts: LogFacts) -> Iterator[Finding]:
 
 def harmless(facts: LogFacts) -> Iterator[Finding]:
     """Report lines that look like errors and are none."""
-    groups: dict[str, list[Occurrences]] = {}
-    for message, occurrences in (*facts.harmless.items(), *facts.warnings.items()):
-        if text := _harmless_text(message):
-            groups.setdefault(text, []).append(occurrences)
-    for text, lines in groups.items():
-        yield finding_of("harmless", Severity.NOTE, text, lines)
+    messages = (*facts.harmless.items(), *facts.warnings.items())
+    groups = group_by(messages, lambda message: _harmless_text(message[0]))
+    for text, same in groups.items():
+        if text:
+            yield finding_of("harmless", Severity.NOTE, text, [lines for _, lines in same])
 
 
 def _harmless_text(message: str) -> str:
@@ -265,8 +255,7 @@ def tcp_provider(facts: LogFacts) -> Iterator[Finding]:
         if component == "ofi_provider" and name.lower().startswith(("tcp", "sockets", "udp")):
             text = f"The OFI plugin runs on libfabric's provider {name}, not on the fabric's."
             action = "Check FI_PROVIDER and that the fabric's devices are in the container."
-            finding = finding_of("ofi-tcp", Severity.WARNING, text, [lines])
-            yield replace(finding, action=action)
+            yield finding_of("ofi-tcp", Severity.WARNING, text, [lines], action)
 
 
 def lines_after_ends(facts: LogFacts) -> Iterator[Finding]:
@@ -284,6 +273,16 @@ def cut_lines(facts: LogFacts) -> Iterator[Finding]:
             "The calls of its process are not compared with other ranks."
         )
         yield finding_of("cut-lines", Severity.NOTE, text, [])
+
+
+def rounded_sizes(facts: LogFacts) -> Iterator[Finding]:
+    """Report calls that were counted at another size than their line has."""
+    if facts.rounded_calls:
+        text = (
+            f"{plural(facts.rounded_calls, 'call')} are counted at the next power of two of "
+            "their elements: the log has too many different sizes to keep."
+        )
+        yield finding_of("rounded-sizes", Severity.WARNING, text, [])
 
 
 def torn_lines(facts: LogFacts) -> Iterator[Finding]:
@@ -353,11 +352,11 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     network_rules.plugins,
     network_rules.no_gpudirect,
     network_rules.nic_imbalance,
-    adapter_rules.slow_adapter,
-    adapter_rules.far_adapter,
-    adapter_rules.one_channel,
-    adapter_rules.idle_adapters,
-    adapter_rules.one_adapter,
+    network_rules.slow_adapter,
+    network_rules.far_adapter,
+    network_rules.one_channel,
+    network_rules.idle_adapters,
+    network_rules.one_adapter,
     network_rules.shm_instead_of_p2p,
     forced_settings,
     nvls_off,
@@ -369,6 +368,7 @@ RULES: tuple[Callable[[LogFacts], Iterator[Finding]], ...] = (
     aborted_communicators,
     lines_after_ends,
     cut_lines,
+    rounded_sizes,
     torn_lines,
     start_rules.several_jobs,
 )

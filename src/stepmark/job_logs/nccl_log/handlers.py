@@ -11,7 +11,7 @@ from stepmark.job_logs.nccl_log.collector import (
     LinkLines,
     StagedLines,
 )
-from stepmark.job_logs.nccl_log.communicators import CommHandle
+from stepmark.job_logs.nccl_log.communicators import CommHandle, parse_float
 from stepmark.job_logs.nccl_log.lines import LogMessage
 
 _NCCL = re.compile(
@@ -227,10 +227,8 @@ def init_time(collector: Collector, message: LogMessage) -> None:
         handle = collector.communicators.of(message, "")
         handle.rank, handle.num_ranks = int(rank), int(num_ranks)
     handle.init = InitTime(
-        total_s=topology.number(total),
-        parts_s=tuple(
-            (name, topology.number(seconds)) for name, seconds in _PART.findall(parts)
-        ),
+        total_s=parse_float(total) or 0.0,
+        parts_s=tuple((name, parse_float(s) or 0.0) for name, s in _PART.findall(parts)),
         evidence=message.evidence(),
     )
 
@@ -251,12 +249,6 @@ def channel_counts(collector: Collector, message: LogMessage) -> None:
             p2p_per_peer=per_peer,
             evidence=message.evidence(),
         )
-
-
-def multicast(collector: Collector, message: LogMessage) -> None:
-    """Record NVLS multicast support is [not ]available on dev 0."""
-    if "multicast support is" in message.text:
-        collector.count(collector.nvls, "not available" not in message.text, message)
 
 
 _VIA = re.compile(
@@ -368,8 +360,13 @@ def collnet(collector: Collector, message: LogMessage) -> None:
         _add_end(collector, message, lines, end, name, ending or "")
 
 
-def multicast_group(collector: Collector, message: LogMessage) -> None:
-    """Record NVLS comm 0x... headRank 0 nHeads 8 ...: a rank joined NVLink SHARP."""
+def nvls(collector: Collector, message: LogMessage) -> None:
+    """Record NVLS multicast support is [not ]available on dev 0, and who joins NVLink SHARP.
+
+    That is NVLS comm 0x... headRank 0 nHeads 8 ...
+    """
+    if "multicast support is" in message.text:
+        collector.count(collector.nvls, "not available" not in message.text, message)
     handle = collector.communicators.latest(message)
     if handle and handle.rank is not None and message.text.startswith("NVLS comm "):
         link = Link("NVLS", handle.rank, None)

@@ -15,13 +15,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from stepmark.cases.message import RECV, SEND
 from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import open_binary, printable, without_colors
 from stepmark.ground.units import KIB, MIB
-from stepmark.model.collectives import FACTS, Collective, Parts, collective_named, num_parts
+from stepmark.model.collectives import FACTS, Collective, collective_named
 
 # The lines of a block and what is cut out of them fit into a processor's cache.
 BLOCK_BYTES = 128 * KIB
@@ -171,7 +172,7 @@ _OPS = ("sum", "prod", "max", "min", "avg")
 NAMES_OF = {str(name): name for name in Collective}
 # Threads of a process: any but the first, the first, one that the line does not name.
 OTHER, FIRST, UNKNOWN = range(3)
-UNORDERED = ("send", "recv")  # they differ by rank, and are compared by pair of ranks
+UNORDERED = (SEND, RECV)  # they differ by rank, and are compared by pair of ranks
 # Above this number, sizes probably change with every call and are rounded.
 MAX_KINDS = 100_000
 
@@ -376,13 +377,3 @@ def _call(
 
 def _int(digits: bytes | None) -> int | None:
     return None if digits is None else int(digits)
-
-
-def message_bytes(collective: str, call_bytes: int, num_ranks: int | None) -> int | None:
-    """Return the size as nccl-tests counts it; None where it depends on unknown ranks."""
-    name = NAMES_OF.get(collective)
-    if name is None:
-        return call_bytes if collective in UNORDERED else None
-    if FACTS[name].parts is Parts.WHOLE:
-        return call_bytes
-    return None if num_ranks is None else call_bytes * num_parts(name, num_ranks)

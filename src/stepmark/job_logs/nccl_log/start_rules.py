@@ -1,10 +1,9 @@
 """Findings on the launch of a job and the start of its communicators."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from stepmark.findings.finding import Finding, Severity
-from stepmark.findings.log_facts import Communicator, LogFacts, Member, Occurrences
+from stepmark.findings.log_facts import Communicator, LogFacts, Member
 from stepmark.job_logs.nccl_log.lines import UNORDERED
 from stepmark.job_logs.nccl_log.network_rules import comma_list, finding_of, plural
 
@@ -30,8 +29,8 @@ def several_jobs(facts: LogFacts) -> Iterator[Finding]:
                 "What is shown as the cause and as its consequences may be of different jobs."
             )
             lines = [one.started for one in (earlier, member) if one.started]
-            finding = finding_of("several-jobs", Severity.WARNING, text, lines)
-            yield replace(finding, action="Read the files of each launch alone.")
+            action = "Read the files of each launch alone."
+            yield finding_of("several-jobs", Severity.WARNING, text, lines, action)
             return
 
 
@@ -49,7 +48,10 @@ def mixed_versions(facts: LogFacts) -> Iterator[Finding]:
         if len(versions) < 2:
             continue
         counts = comma_list(
-            f"{value} ({_processes(lines)})" for value, lines in versions.items()
+            f"{value} ({plural(lines.processes, 'process')})"
+            if lines.processes
+            else f"{value} ({plural(lines.lines, 'line')})"
+            for value, lines in versions.items()
         )
         text = f"The job uses several versions of {name}: {counts}."
         yield finding_of("mixed-versions", Severity.WARNING, text, versions.values())
@@ -72,8 +74,7 @@ def init_incomplete(facts: LogFacts) -> Iterator[Finding]:
             text += f"; of rank {comma_list(missing)} no line shows a start" if missing else ""
         action = "Look at what the ranks without a start did: they left, or wait elsewhere."
         evidence = [member.started for member in stuck if member.started]
-        finding = finding_of("init-incomplete", Severity.WARNING, f"{text}.", evidence)
-        yield replace(finding, action=action)
+        yield finding_of("init-incomplete", Severity.WARNING, f"{text}.", evidence, action)
 
 
 def slow_init(facts: LogFacts) -> Iterator[Finding]:
@@ -125,9 +126,3 @@ def is_complete(comm: Communicator) -> bool:
     """Return whether every rank is in the log and started, or at least issued calls."""
     ranks = [member.rank for member in comm.members if member.completed]
     return comm.num_ranks == len(comm.members) and set(ranks) == set(range(comm.num_ranks))
-
-
-def _processes(lines: Occurrences) -> str:
-    return (
-        plural(lines.processes, "process") if lines.processes else plural(lines.lines, "line")
-    )

@@ -2,7 +2,7 @@
 
 import re
 
-from stepmark.findings.log_facts import PATHS, AdapterSpeed, Graph, NicPath
+from stepmark.findings.log_facts import PATHS, AdapterSpeed, NicPath
 from stepmark.job_logs.nccl_log.collector import Collector
 from stepmark.job_logs.nccl_log.lines import LogMessage
 
@@ -17,7 +17,7 @@ _FROM_GPU = re.compile(r"^(GPU/[0-9a-f\-]{1,40}) ?:(.*)$")
 _TO_NET = re.compile(r"NET/\S{1,40} \(\d+/[\d.]+/([A-Z0-9]{2,3})\)")
 _GRAPH = re.compile(
     r"^Pattern (\d{1,9}), crossNic \d+, nChannels (\d{1,9}), "
-    r"(?:bw|speed) ([\d.]{1,20})/([\d.]{1,20}), type (\w+)/(\w+)"
+    r"(?:bw|speed) [\d.]{1,20}/[\d.]{1,20}, type (\w+)/(\w+)"
 )
 _RING = "4"  # pattern
 _GBIT_PER_MBIT = 1e-3
@@ -53,26 +53,8 @@ def graph(collector: Collector, message: LogMessage) -> None:
     """Record Pattern 4, crossNic 0, nChannels 12, bw 30.0/30.0, type NVL/PIX, ..."""
     match = _GRAPH.match(message.text)
     handle = collector.communicators.latest(message)
-    if match and match[1] == _RING and match[2] != "0" and match[6] in PATHS:
-        path = NicPath(message.host, "", match[6])
+    if match and match[1] == _RING and match[2] != "0" and match[4] in PATHS:
+        path = NicPath(message.host, "", match[4])
         collector.count(collector.nic_paths, path, message)
-    if match and handle and len(handle.graphs) < 16:
-        pattern, num_channels, intra, inter, path_intra, path_inter = match.groups()
-        handle.graphs.append(
-            Graph(
-                pattern=int(pattern[:9]),
-                num_channels=int(num_channels[:9]),
-                bytes_per_s=number(intra) * 1e9,
-                inter_bytes_per_s=number(inter) * 1e9,
-                path_intra=path_intra,
-                path_inter=path_inter,
-            )
-        )
-
-
-def number(digits: str) -> float:
-    """Return the number, or 0 for a mangled one, which must not stop the reader."""
-    try:
-        return float(digits)
-    except ValueError:
-        return 0.0
+    if match and handle:
+        handle.over_nvlink = handle.over_nvlink or match[3] == "NVL"

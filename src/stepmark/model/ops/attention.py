@@ -80,14 +80,18 @@ class Attention(Operator):
 
     @property
     def flops(self) -> int:
-        """Return the FLOPs of fwd (q k.T, p v) or bwd (q k.T again, dp, dv, dq, dk).
+        """Return the FLOPs of fwd (q k.T, p v) or bwd (dp, dv, dq, dk: 2 x fwd)."""
+        passes = 1 if self.phase is Phase.FWD else 2
+        return passes * 2 * self.pairs * self.heads * (self.head_dim_qk + self.head_dim_v)
 
-        With equal head widths bwd is 2.5 x fwd, as in the flash-attention papers.
+    @property
+    def executed_flops(self) -> int:
+        """Return the FLOPs with q k.T again in bwd, as the flash-attention papers count.
+
+        With equal head widths bwd is then 2.5 x fwd.
         """
-        d_qk = self.head_dim_qk
-        d_v = self.head_dim_v
-        widths = d_qk + d_v if self.phase is Phase.FWD else 3 * d_qk + 2 * d_v
-        return 2 * self.pairs * self.heads * widths
+        again = 0 if self.phase is Phase.FWD else 2 * self.pairs * self.heads * self.head_dim_qk
+        return self.flops + again
 
     @property
     def bytes_moved(self) -> int:

@@ -43,6 +43,11 @@ class Operator:
         return 0
 
     @property
+    def executed_flops(self) -> int:
+        """Return the FLOPs with what a kernel computes again: at least `flops`."""
+        return self.flops
+
+    @property
     def bytes_moved(self) -> int:
         raise NotImplementedError
 

@@ -1,7 +1,5 @@
 """Which rank the others wait for, from calls of torch.distributed matched over ranks."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace

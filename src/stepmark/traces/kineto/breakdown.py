@@ -1,26 +1,31 @@
-"""Compute, exposed communication, exposed copies and idle of each step, exact to the ns."""
+"""Compute, exposed communication, exposed copies and idle of each step, exact to the ns.
 
-from __future__ import annotations
+Also its launch calls, the queue between host and GPU, and its copies.
+"""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from stepmark.model.kernel_groups import COPIES, group_of
 from stepmark.timeline.trace_breakdown import (
     CommTimes,
+    CopyTimes,
     KernelTimes,
+    LaunchTimes,
+    QueueDepth,
     RankTimes,
     StepTimes,
 )
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
-from stepmark.traces.kineto import idle, launches, links
+from stepmark.timeline.trace_columns import NONE, Flags, GpuKind, Ints, RankTrace
+from stepmark.traces.kineto import idle, links
 from stepmark.traces.kineto.checks import device_of, missing_work
 from stepmark.traces.kineto.event_tables import narrow
 from stepmark.traces.kineto.host_times import host_times
 from stepmark.traces.kineto.intervals import Intervals, clip, join, time_before, union, without
+from stepmark.traces.kineto.links import blocks
 from stepmark.traces.kineto.windows import (
     Windows,
     gpu_windows,
@@ -28,10 +33,6 @@ from stepmark.traces.kineto.windows import (
     is_communication,
     label_times,
 )
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
-    from stepmark.traces.kineto.windows import Flags
 
 Selects = Callable[[int], bool]
 
@@ -80,8 +81,8 @@ def breakdown(trace: RankTrace, selects: Selects) -> RankTimes:
         steps=tuple(step for gpu in own for step in _step_times(gpu)),
         comms=tuple(comm for gpu in own for comm in _comm_times(gpu)),
         kernels=tuple(kernel for gpu in own for kernel in _kernel_times(gpu)),
-        launches=tuple(launches.launch_times(trace, links.launches(trace), chosen)),
-        copies=tuple(launches.copy_times(trace, chosen)),
+        launches=tuple(launch_times(trace, links.launches(trace), chosen)),
+        copies=tuple(copy_times(trace, chosen)),
         num_outside=sum(count for count, _ in outside),
         outside_ns=sum(time_ns for _, time_ns in outside),
     )
@@ -158,7 +159,7 @@ def _work_times(gpu: Gpu) -> Iterator[Intervals]:
 def _step_times(gpu: Gpu) -> Iterator[StepTimes]:
     sums = [in_windows(times, gpu.windows).tolist() for times in _work_times(gpu)]
     idle_times = idle.idle_times(gpu.trace, gpu.rows, gpu.call, gpu.windows)
-    depths = launches.queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
+    depths = queue_depths(gpu.trace, gpu.rows, gpu.call, gpu.windows)
     for number, step in enumerate(gpu.numbers):
         first = int(gpu.windows.start[number])
         last = int(gpu.windows.end[number])
@@ -243,3 +244,113 @@ def _kernel_times(gpu: Gpu) -> Iterator[KernelTimes]:
             num_events=count,
             time_ns=time_ns,
         )
+
+
+def launch_times(trace: RankTrace, call: Ints, chosen: Ints) -> Iterator[LaunchTimes]:
+    """Yield the calls that launched the events `chosen`, by name, the most time first."""
+    calls = trace.calls
+    gpu = trace.gpu
+    size = calls.start.size
+    num_events = np.zeros(size, np.int32)
+    runs = np.zeros(size, np.int64)
+    first = np.full(size, np.iinfo(np.int64).max)  # start of the first event of each call
+    for block in blocks(chosen.size):
+        events = chosen[block]
+        events = events[call[events] != NONE]
+        own = call[events]
+        np.add.at(num_events, own, 1)
+        np.add.at(runs, own, gpu.end[events] - gpu.start[events])
+        np.minimum.at(first, own, gpu.start[events])
+    times = []
+    for name in np.unique(calls.name[num_events > 0]):
+        own = np.flatnonzero((num_events > 0) & (calls.name == name))
+        duration = calls.end[own] - calls.start[own]
+        num_short = int((runs[own] < duration).sum())
+        delay = first[own] - calls.start[own]
+        times.append(
+            LaunchTimes(
+                call=trace.names[name],
+                num_calls=own.size,
+                num_events=int(num_events[own].sum()),
+                total_ns=int(duration.sum()),
+                median_ns=_median(duration),
+                max_ns=int(duration.max()),
+                median_delay_ns=_median(delay),
+                num_short=num_short,
+            )
+        )
+    yield from sorted(times, key=lambda item: -item.total_ns)
+
+
+def _median(values: Ints) -> int:
+    """Return the lower median, which is one of the values; they are put into another order."""
+    middle = (values.size - 1) // 2
+    values.partition(middle)
+    return int(values[middle])
+
+
+def queue_depths(
+    trace: RankTrace, rows: Ints, call: Ints, windows: Windows
+) -> list[QueueDepth | None]:
+    """Return the depth of the queue of one GPU in each window; None without launches.
+
+    An event is in the queue from the start of its call to its own start.
+    """
+    is_known = call != NONE
+    if not is_known.any():
+        return [None] * windows.start.size
+    start = trace.calls.start[call[is_known]]
+    end = np.maximum(trace.gpu.start[rows[is_known]], start)
+    bounds = list(zip(windows.start.tolist(), windows.end.tolist(), strict=True))
+    queued = union(start, end)
+    queued_ns = [clip(queued, first, last).total for first, last in bounds]
+    del queued
+    # Only how many are in the queue counts, not which: starts and ends are sorted apart.
+    start.sort()
+    end.sort()
+    # What starts makes place before the next is launched.
+    level = np.searchsorted(end, start, side="right")
+    np.subtract(np.arange(1, start.size + 1), level, out=level)
+    result: list[QueueDepth | None] = []
+    for (first, last), own_ns in zip(bounds, queued_ns, strict=True):
+        begun, ended = (_inside(times, first, last) for times in (start, end))
+        result.append(
+            QueueDepth(
+                depth_ns=_rest_ns(start, begun, first, last)
+                - _rest_ns(end, ended, first, last),
+                max=max(begun.start - ended.start, int(level[begun].max(initial=0))),
+                empty_ns=last - first - own_ns,
+            )
+        )
+    return result
+
+
+def _inside(times: Ints, first: int, last: int) -> slice:
+    """Return which of sorted times are after first and before last."""
+    low = np.searchsorted(times, first, "right")
+    high = np.searchsorted(times, last, "left")
+    return slice(int(low), max(int(low), int(high)))
+
+
+def _rest_ns(times: Ints, inside: slice, first: int, last: int) -> int:
+    """Return the sum of what is left of a window at each time, the whole one before it."""
+    return int(inside.start * (last - first) + (last - times[inside]).sum())
+
+
+def copy_times(trace: RankTrace, chosen: Ints) -> Iterator[CopyTimes]:
+    """Yield the chosen copies and memsets by name, the most time first."""
+    gpu = trace.gpu
+    rows = chosen[gpu.kind[chosen] != GpuKind.KERNEL]
+    times = []
+    for name in np.unique(gpu.name[rows]):
+        own = rows[gpu.name[rows] == name]
+        is_known = bool((gpu.num_bytes[own] >= 0).all())
+        times.append(
+            CopyTimes(
+                name=trace.names[name],
+                num_copies=own.size,
+                num_bytes=int(gpu.num_bytes[own].sum()) if is_known else None,
+                time_ns=int((gpu.end - gpu.start)[own].sum()),
+            )
+        )
+    yield from sorted(times, key=lambda item: -item.time_ns)

@@ -1,20 +1,14 @@
 """What cannot be right in the events of a trace, although each of them can be read."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, Damage, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, Damage, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto import links
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _LAUNCH = re.compile(r"launch\w*kernel|graphlaunch|memcpy\w*(?:async|stream)", re.IGNORECASE)
 _GRAPH = re.compile(r"graphlaunch", re.IGNORECASE)
@@ -52,9 +46,7 @@ def _damage(kind: str, count: int, text: str) -> Iterator[Damage]:
 def _lost(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     """Find launches of kernels and copies whose work is not in the trace."""
     calls = trace.calls
-    is_launch = np.array([bool(_LAUNCH.search(name)) for name in trace.names], bool)
-    if not calls.start.size:
-        return
+    is_launch = links.name_flags(trace.names, _LAUNCH.search)
     has_event = np.zeros(calls.start.size, bool)
     has_event[call[call != NONE]] = True
     rows = np.flatnonzero(is_launch[calls.name] & ~has_event)
@@ -92,7 +84,7 @@ def _twice(trace: RankTrace, call: Ints) -> Iterator[Damage]:
     known = np.flatnonzero((call != NONE) & (trace.gpu.kind == GpuKind.KERNEL))
     if not known.size:
         return
-    is_graph = np.array([bool(_GRAPH.search(name)) for name in trace.names], bool)
+    is_graph = links.name_flags(trace.names, _GRAPH.search)
     known = known[~is_graph[trace.calls.name[call[known]]]]
     count = known.size - int((np.bincount(call[known]) > 0).sum())
     text = "kernels have the launch of another one: events are duplicated"

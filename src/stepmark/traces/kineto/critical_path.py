@@ -10,8 +10,6 @@ inferred: the last event to end before the start, where stream and launch do not
 the host made a stream wait since the launch before.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping

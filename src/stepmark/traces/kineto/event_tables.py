@@ -1,23 +1,16 @@
 """Sort the events of a trace into tables, in columns of integers."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, GpuKind
+from stepmark.timeline.trace_columns import NONE, Flags, GpuKind, Ints
 from stepmark.traces.kineto.events import Args, Event, comm_args_of
 from stepmark.traces.kineto.gloo import OPERATOR, WORK, args_of, gloo_calls, signature
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from stepmark.timeline.trace_columns import Ints
 
 # Above this a double has no room for nanoseconds; such times are absolute, of torch < 2.4.
 _EXACT_US = 2.0**43
@@ -268,7 +261,7 @@ class EventTables:
                 ]
             )
 
-    def _is_recorded(self, start: Ints, end: Ints, thread: Ints) -> npt.NDArray[np.bool_]:
+    def _is_recorded(self, start: Ints, end: Ints, thread: Ints) -> Flags:
         """Return whether a record_param_comms begins within each event, on its thread."""
         result = np.zeros(start.size, bool)
         pieces = self.columns.get("comms", [])

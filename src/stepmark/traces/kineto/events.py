@@ -118,7 +118,6 @@ class Device(Struct):
     """A GPU of the header."""
 
     name: str = ""
-    warp_size: int | None = msgspec.field(default=None, name="warpSize")
 
 
 class Header(Struct, rename={"base_ns": "baseTimeNanoseconds", "devices": "deviceProperties"}):

@@ -1,28 +1,22 @@
 """Traces for other tools: cut down to some steps, or as tables of integer nanoseconds."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from stepmark.ground.errors import ConfigError
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.event_tables import TABLES
 from stepmark.traces.kineto.events import Event
-from stepmark.traces.kineto.links import Steps, gpu_comms, launches, steps
+from stepmark.traces.kineto.links import gpu_comms, launches, span_of, steps
 from stepmark.traces.kineto.stream import EventStream
 from stepmark.traces.kineto.windows import gpu_windows
 from stepmark.traces.trace_options import TraceInputs
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _STEP = "ProfilerStep#"
 _ROWS = 1 << 16  # of a piece of a table
@@ -170,7 +164,9 @@ def tables(trace: RankTrace, rank: int, inputs: TraceInputs) -> Iterator[Exporte
     chosen = chosen_steps(trace, inputs)
     for name, more in _columns(trace).items():
         table = getattr(trace, name)
-        step = marked.of_gpu if name == "gpu" else _step_at(marked, table.start)
+        step = marked.of_gpu
+        if name != "gpu":
+            step = span_of(marked.start, marked.end, table.start)
         columns: dict[str, Column] = {
             "rank": (np.full(step.size, rank), None),
             "step": (step, marked.numbers),
@@ -244,11 +240,6 @@ def _columns(trace: RankTrace) -> dict[str, dict[str, Column]]:
             **of_message(comms.comm, comms.seq),
         },
     }
-
-
-def _step_at(marked: Steps, places: Ints) -> Ints:
-    step = np.searchsorted(marked.start, places, side="right") - 1
-    return np.where((step >= 0) & (places < marked.end[step]), step, NONE)
 
 
 def _pieces(columns: Sequence[Column], rows: Ints) -> Iterator[list[list[object]]]:

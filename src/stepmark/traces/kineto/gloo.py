@@ -6,22 +6,17 @@ all_reduce), with shapes and types of the inputs. gloo does its work in the orde
 so that the nth of a name belong together. Sizes need record_shapes; groups are not recorded.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from stepmark.model.collectives import torch_collective
-from stepmark.timeline.trace_columns import NONE, CommArgs
+from stepmark.timeline.trace_columns import NONE, CommArgs, Ints
 from stepmark.traces.kineto.events import Args
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 OPERATOR = "c10d::"
 WORK = "gloo:"

@@ -3,27 +3,18 @@
 Tables end with a row for NONE, so that rows of columns may be NONE.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from stepmark.step.trace_ops import MARK, PRODUCTS
-from stepmark.timeline.trace_columns import NONE, OpColumns, RankTrace, SpanColumns
-from stepmark.traces.kineto.links import innermost, parents_by_thread
-
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from stepmark.timeline.trace_columns import Ints
-
-    Flags = npt.NDArray[np.bool_]
+from stepmark.timeline.trace_columns import NONE, Flags, Ints, OpColumns, RankTrace, SpanColumns
+from stepmark.traces.kineto.links import innermost, name_flags, parents_by_thread
 
 T = TypeVar("T", OpColumns, SpanColumns)
 STACK = "nn.Module: "
@@ -56,7 +47,7 @@ class HostOps:
 
     def where(self, is_wanted: Callable[[str], Any]) -> Flags:
         """Return whether each name is wanted; NONE is not."""
-        return np.array([*(bool(is_wanted(name)) for name in self.names), False])
+        return name_flags(self.names, is_wanted)
 
     def name(self, number: int) -> str:
         return "" if number == NONE else self.names[number]

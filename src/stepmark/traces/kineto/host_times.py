@@ -7,11 +7,8 @@ communication of its own thread. What is left of the window is neither: Python, 
 and nodes of autograd, which may wait in Python.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,11 +17,17 @@ from stepmark.timeline.trace_breakdown import CommTimes, KernelTimes, RankTimes,
 from stepmark.timeline.trace_columns import NONE, RankTrace
 from stepmark.traces.kineto.event_tables import narrow
 from stepmark.traces.kineto.intervals import Intervals, Pieces, first_begun, union, without
-from stepmark.traces.kineto.links import Steps, blocks, parents_by_thread, span_of, sums
+from stepmark.traces.kineto.links import (
+    Steps,
+    blocks,
+    name_flags,
+    parents_by_thread,
+    span_of,
+    sums,
+)
 from stepmark.traces.kineto.windows import Windows, in_windows, label_times
 
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
+pass
 
 Numbers = Sequence[int | None]  # of the steps of windows
 COMM_NAME = re.compile(
@@ -36,7 +39,6 @@ _COMPUTE = re.compile(r"^(?!autograd::|torch::autograd::)\w+::|cpp_fused")
 
 def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -> RankTimes:
     """Return the times of the selected steps on the host."""
-    is_comm = _is_comm(trace)
     comm, compute = communication_and_compute(trace)
     num_ops = np.searchsorted(trace.ops.start, steps.end)
     num_ops -= np.searchsorted(trace.ops.start, steps.start)
@@ -70,13 +72,9 @@ def host_times(trace: RankTrace, steps: Steps, selects: Callable[[int], bool]) -
             )
             for place, (step, start, end) in enumerate(zip(numbers, *windows, strict=True))
         ),
-        comms=tuple(_comms(trace, windows, numbers, is_comm, compute)),
+        comms=tuple(_comms(trace, windows, numbers, compute)),
         kernels=tuple(_operators(trace, windows, numbers)),
     )
-
-
-def _is_comm(trace: RankTrace) -> Ints:
-    return np.array([bool(COMM_NAME.match(name)) for name in trace.names], bool)
 
 
 def communication_and_compute(trace: RankTrace) -> tuple[Intervals, Intervals]:
@@ -91,26 +89,23 @@ def work_on_threads(trace: RankTrace) -> tuple[Pieces, Pieces]:
     Where several run, on one thread or on many, it is the one that began first; a wait for a
     collective only has the time in which none runs.
     """
-    is_comm = _is_comm(trace)
+    is_comm = name_flags(trace.names, COMM_NAME.match)
+    is_compute = name_flags(trace.names, _COMPUTE.search) & ~is_comm
     ops = trace.ops
     spans = trace.spans
-    is_compute = (
-        np.array([bool(_COMPUTE.search(name)) for name in trace.names], bool) & ~is_comm
-    )
     calls = [
         np.stack((table.start, table.end, table.name, table.thread))[:, is_comm[table.name]]
         for table in (ops, spans)
-        if table.name.size
     ]
-    start, end, name, thread = np.concatenate([np.empty((4, 0), np.int64), *calls], axis=1)
-    rows = np.flatnonzero(is_compute[ops.name]) if ops.name.size else ops.name
+    start, end, name, thread = np.concatenate(calls, axis=1)
+    rows = np.flatnonzero(is_compute[ops.name])
     parts = [np.empty((3, 0), np.int64)]
     for number in np.unique(ops.thread[rows]):
         own = rows[ops.thread[rows] == number]
         own_comm = union(start[thread == number], end[thread == number])
         pieces = first_begun(ops.start[own], ops.end[own], own).without(own_comm)
         parts.append(np.stack(pieces))
-    is_wait = np.array([bool(_WAIT.search(text)) for text in trace.names], bool)[name]
+    is_wait = name_flags(trace.names, _WAIT.search)[name]
     comm, waits = (
         first_begun(start[rows], end[rows], name[rows]) for rows in (~is_wait, is_wait)
     )
@@ -123,13 +118,13 @@ def _comms(
     trace: RankTrace,
     windows: Windows,
     numbers: Numbers,
-    is_comm: Ints,
     compute: Intervals,
 ) -> Iterator[CommTimes]:
     """Yield the outermost calls of communication by step and name."""
-    parts = [np.empty((0, 3), np.int64)]
+    parts = []
+    is_comm = name_flags(trace.names, COMM_NAME.match)
     for table in (trace.ops, trace.spans):
-        rows = np.flatnonzero(is_comm[table.name]) if table.name.size else table.name
+        rows = np.flatnonzero(is_comm[table.name])
         columns = table.start[rows], table.end[rows], table.thread[rows]
         own = rows[parents_by_thread(*columns) == NONE]
         parts.append(np.stack((table.start[own], table.end[own], table.name[own]), axis=1))

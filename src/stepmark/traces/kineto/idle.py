@@ -1,19 +1,14 @@
 """What an idle GPU waits for."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from stepmark.timeline.trace_breakdown import IdleTimes
-from stepmark.timeline.trace_columns import GpuKind, RankTrace
+from stepmark.timeline.trace_columns import GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.intervals import Intervals, common, union, without
 from stepmark.traces.kineto.links import blocks
 from stepmark.traces.kineto.windows import Windows
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 # What is launched starts within this time, unless it waits for something else: on the GPUs of
 # published traces within 3 to 85 us.

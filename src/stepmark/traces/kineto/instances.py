@@ -6,19 +6,25 @@ does not have (launched before the trace began, replayed CUDA graphs, coalesced 
 share one kernel that is launched after them) belong to none.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, CommArgs, RankTrace
+from stepmark.timeline.trace_columns import (
+    NONE,
+    CommArgs,
+    Flags,
+    Ints,
+    OpColumns,
+    RankTrace,
+    SpanColumns,
+)
 from stepmark.traces.kineto.links import (
     Steps,
     innermost,
     launches,
+    name_flags,
     parents_by_thread,
     sends,
     step_of,
@@ -26,10 +32,6 @@ from stepmark.traces.kineto.links import (
     sums,
 )
 from stepmark.traces.kineto.windows import is_communication
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints, OpColumns, SpanColumns
-    from stepmark.traces.kineto.windows import Flags
 
 PHASES = ("", "forward", "backward", "optimizer")
 # Annotations of users, torch and modules, by the phase during which they are open.
@@ -132,8 +134,7 @@ def _phases(trace: RankTrace, threads: Ints, times: Ints) -> Ints:
     autograd = re.compile("autograd::engine::evaluate_function")
 
     def rows_of(table: OpColumns | SpanColumns, pattern: re.Pattern[str]) -> Ints:
-        names = [n for n, name in enumerate(trace.names) if pattern.search(name)]
-        return np.flatnonzero(np.isin(table.name, names))
+        return np.flatnonzero(name_flags(trace.names, pattern.search)[table.name])
 
     def is_inside(table: OpColumns | SpanColumns, pattern: re.Pattern[str]) -> Flags:
         rows = rows_of(table, pattern)

@@ -1,14 +1,10 @@
 """Exact sets of integer intervals: half-open, disjoint and sorted, as numpy columns."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
-
+from stepmark.timeline.trace_columns import Ints
 
 _FEW = 64  # intervals to which others are clipped one by one, which takes less memory
 
@@ -56,7 +52,7 @@ class Pieces(NamedTuple):
     def times(self) -> Intervals:
         return Intervals(self.start, self.end)
 
-    def clip(self, start: int, end: int) -> Pieces:
+    def clip(self, start: int, end: int) -> "Pieces":
         """Return the parts inside [start, end)."""
         own = slice(
             int(np.searchsorted(self.end, start, "right")),
@@ -66,7 +62,7 @@ class Pieces(NamedTuple):
             np.maximum(self.start[own], start), np.minimum(self.end[own], end), self.row[own]
         )
 
-    def without(self, times: Intervals) -> Pieces:
+    def without(self, times: Intervals) -> "Pieces":
         """Return the parts that are not in these times."""
         left = without(self.times, times)
         return Pieces(*left, self.row[np.searchsorted(self.start, left.start, "right") - 1])

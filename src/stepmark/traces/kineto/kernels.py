@@ -1,32 +1,38 @@
 """Time of a step by operation: kernels of one rank, attributed and summed."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepmark.step.trace_ops import COMM, COMPUTE, MEMORY, MeasuredOp, OpKey, OpTable
 from stepmark.step.workload import Workload
-from stepmark.timeline.trace_columns import NONE, GpuKind, OpColumns, RankTrace, SpanColumns
-from stepmark.traces.kineto.attribution import PHASES, Attribution, attribute, operation_of
+from stepmark.timeline.trace_columns import (
+    NONE,
+    GpuKind,
+    Ints,
+    OpColumns,
+    RankTrace,
+    SpanColumns,
+)
+from stepmark.traces.kineto.attribution import (
+    PHASES,
+    Attribution,
+    attribute,
+    by_shape,
+    operation_of,
+)
 from stepmark.traces.kineto.host_ops import PHASE_MARKS, HostOps, distinct, nearest
 from stepmark.traces.kineto.host_times import COMM_NAME
 from stepmark.traces.kineto.intervals import time_before
-from stepmark.traces.kineto.links import Steps, gpu_comms, launches, step_of, steps
-from stepmark.traces.kineto.shapes import by_shape
+from stepmark.traces.kineto.links import Steps, gpu_comms, launches, name_flags, step_of, steps
 from stepmark.traces.kineto.windows import (
     Windows,
     communication_and_compute,
     gpu_windows,
     is_communication,
 )
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _GLOO = "gloo:"
 _COMPILED = ("Torch-Compiled Region", "CompiledFunction", "## Call CompiledFxGraph")
@@ -112,9 +118,9 @@ def _on_gpu(trace: RankTrace, marked: Steps) -> _Work:
 
 
 def _launched_by_graphs(trace: RankTrace, marked: Steps) -> int:
-    graphs = [number for number, name in enumerate(trace.names) if "GraphLaunch" in name]
     launch = np.append(trace.calls.name, NONE)[launches(trace)]
-    return int((np.isin(launch, graphs) & (marked.of_gpu != NONE)).sum())
+    is_graph = name_flags(trace.names, lambda name: "GraphLaunch" in name)[launch]
+    return int((is_graph & (marked.of_gpu != NONE)).sum())
 
 
 def _on_host(host: HostOps, marked: Steps) -> _Work:
@@ -140,8 +146,8 @@ def _with_gloo(trace: RankTrace) -> RankTrace:
     """Return the trace with gloo's messages, which are annotations, as operations."""
     spans = trace.spans
     ops = trace.ops
-    names = [number for number, name in enumerate(trace.names) if name.startswith(_GLOO)]
-    own = np.flatnonzero(np.isin(spans.name, names))
+    is_gloo = name_flags(trace.names, lambda name: name.startswith(_GLOO))
+    own = np.flatnonzero(is_gloo[spans.name])
     columns = {each.name: np.full(own.size, NONE, np.int64) for each in fields(OpColumns)}
     columns |= {each.name: getattr(spans, each.name)[own] for each in fields(SpanColumns)}
     columns = {name: np.append(getattr(ops, name), more) for name, more in columns.items()}

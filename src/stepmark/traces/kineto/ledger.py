@@ -1,17 +1,14 @@
 """Ledger of each step of a trace, as timeline/ledger.py defines it, for all events at once."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from stepmark.model.collectives import torch_collective
 from stepmark.step.trace_ops import MARK
 from stepmark.timeline.ledger import RECOMPUTED, Group, Idle, Ledger, Line, Work, work_of
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.attribution import PHASES, attribute, operation_of
 from stepmark.traces.kineto.breakdown import Gpu, gpus
 from stepmark.traces.kineto.checks import missing_work
@@ -28,11 +25,8 @@ from stepmark.traces.kineto.intervals import (
     union,
     without,
 )
-from stepmark.traces.kineto.links import gpu_comms, steps
+from stepmark.traces.kineto.links import gpu_comms, name_flags, steps
 from stepmark.traces.kineto.windows import is_communication
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 # Names of lines: kinds of work, and the same where it is recomputed.
 _WORKS = list(Work)
@@ -128,9 +122,8 @@ def _on_host(
 
 def _data(trace: RankTrace) -> Intervals:
     """Return when `stepmark train` waits for a batch."""
-    names = [number for number, name in enumerate(trace.names) if name == f"{MARK}data"]
-    rows = np.flatnonzero(np.isin(trace.spans.name, names))
-    return union(trace.spans.start[rows], trace.spans.end[rows])
+    is_data = name_flags(trace.names, lambda name: name == f"{MARK}data")[trace.spans.name]
+    return union(trace.spans.start[is_data], trace.spans.end[is_data])
 
 
 def _ledger(

@@ -4,27 +4,27 @@ Work on the GPU belongs to what launched it, by correlation, and not to what the
 it ran: where the GPU lags behind, that is another step.
 """
 
-from __future__ import annotations
-
 import re
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, RankTrace
+from stepmark.timeline.trace_columns import NONE, Flags, Ints, RankTrace
 from stepmark.traces.kineto.event_tables import narrow
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _STEP = re.compile(r"ProfilerStep#(\d+)$")
 _BLOCK = 1 << 17  # rows
 _ROUNDING_NS = 2_000  # of old traces, in whole microseconds
 # Pseudo-collectives that send nothing.
 _NO_MESSAGES = frozenset({"wait", "init", "finalize"})
+
+
+def name_flags(names: Sequence[str], is_wanted: Callable[[str], Any]) -> Flags:
+    """Return whether each name is wanted, by its number; NONE is not."""
+    return np.array([*(bool(is_wanted(name)) for name in names), False])
 
 
 def lookup(keys: Ints, values: Ints) -> Ints:
@@ -168,8 +168,7 @@ def step_of(steps: Steps, times: Ints) -> Ints:
 
 def step_rows(trace: RankTrace) -> Ints:
     """Return the rows of spans that mark steps."""
-    marks = [name for name, text in enumerate(trace.names) if _STEP.search(text)]
-    return np.flatnonzero(np.isin(trace.spans.name, marks))
+    return np.flatnonzero(name_flags(trace.names, _STEP.search)[trace.spans.name])
 
 
 def step_numbers(trace: RankTrace) -> tuple[int, ...]:

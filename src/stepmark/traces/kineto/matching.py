@@ -5,8 +5,6 @@ every rank. Its time is the shortest kernel of any rank: the last to arrive wait
 that this is the transfer; what other ranks take beyond it is waiting.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -246,7 +244,7 @@ def _in_step(
             ranks = [rank for rank, number in numbers.items() if number == odd]
             text = (
                 f"in step {step} {ranks_text(ranks)} {'have' if len(ranks) > 1 else 'has'} "
-                f"{odd} {name} call{'s' * (odd != 1)} of {label}, others {common}"
+                f"{odd} {name} call{'' if odd == 1 else 's'} of {label}, others {common}"
             )
         elif len(calls) < len(by_rank):
             text = f"in step {step} some ranks lack calls of {label} that others have"

@@ -1,11 +1,8 @@
 """Messages of one rank: kinds and sizes of its calls, times of its steps, its copies."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -13,7 +10,15 @@ from stepmark.cases.message import MessageKind, sized
 from stepmark.findings.log_facts import MAX_RANKS
 from stepmark.ground.dtypes import message_dtype
 from stepmark.model.collectives import Collective, torch_collective
-from stepmark.timeline.trace_columns import NONE, CommArgs, Damage, GpuKind, RankInfo, RankTrace
+from stepmark.timeline.trace_columns import (
+    NONE,
+    CommArgs,
+    Damage,
+    GpuKind,
+    Ints,
+    RankInfo,
+    RankTrace,
+)
 from stepmark.traces.kineto import windows
 from stepmark.traces.kineto.checks import missing_work
 from stepmark.traces.kineto.host_times import host_times
@@ -21,9 +26,6 @@ from stepmark.traces.kineto.instances import CommCalls, comm_calls
 from stepmark.traces.kineto.intervals import without
 from stepmark.traces.kineto.links import Steps, sums, whole
 from stepmark.traces.kineto.links import steps as steps_of
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _COPY = re.compile("(H|D)(?:ost|evice)?_?to_?(H|D)", re.IGNORECASE)
 GATHERS = (Collective.ALL_GATHER, Collective.REDUCE_SCATTER)

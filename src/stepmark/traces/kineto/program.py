@@ -7,14 +7,12 @@ made a stream wait for an event between the launches of its stream (in traces wi
 calls: everywhere).
 """
 
-from __future__ import annotations
-
 import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,21 +22,18 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Bmm, Gemm, Layout, Phase
 from stepmark.model.ops.fields import MULTIPLIED
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation, pass_of
-from stepmark.timeline.trace_columns import NONE, CommArgs, RankTrace
+from stepmark.timeline.trace_columns import NONE, CommArgs, Ints, RankTrace
 from stepmark.traces.kineto.attribution import PHASES, attribute, operation_of
 from stepmark.traces.kineto.export import busy_steps
 from stepmark.traces.kineto.host_ops import HostOps
 from stepmark.traces.kineto.instances import PHASES as COMM_PHASES
 from stepmark.traces.kineto.instances import comm_calls
 from stepmark.traces.kineto.intervals import time_before, union
-from stepmark.traces.kineto.links import launches, steps
+from stepmark.traces.kineto.links import launches, name_flags, steps
 from stepmark.traces.kineto.messages import kind_of, members_of
-from stepmark.traces.kineto.stream_waits import WAITS, is_named, made_to_wait
+from stepmark.traces.kineto.stream_waits import WAITS, made_to_wait
 from stepmark.traces.kineto.windows import is_communication
 from stepmark.traces.trace_options import TraceInputs
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 _PHASES = dict(zip(COMM_PHASES, (Phase.STEP, Phase.FWD, Phase.BWD, Phase.OPTIM), strict=True))
 _PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
@@ -264,7 +259,7 @@ class _UnitBuilder:
     def _host_ns(self, start: int, end: int) -> dict[str, int]:
         """Return the time up to the issue of each operation, by pass; the last has the rest."""
         calls = self.trace.calls
-        waits = is_named(self.trace, calls.name, WAITS)
+        waits = name_flags(self.trace.names, WAITS.search)[calls.name]
         known = self.call != NONE
         call = self.call[known]
         waits[call] |= self.trace.gpu.end[self.rows[known]] <= calls.end[call]  # of copies

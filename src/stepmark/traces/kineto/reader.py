@@ -1,12 +1,10 @@
 """Read one profiler trace into columns."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +16,7 @@ from stepmark.timeline.trace_columns import (
     CommColumns,
     Damage,
     GpuColumns,
+    Ints,
     OpColumns,
     RankInfo,
     RankTrace,
@@ -27,9 +26,6 @@ from stepmark.timeline.trace_columns import (
 from stepmark.traces.kineto.event_tables import EMPTY, EventTables
 from stepmark.traces.kineto.events import LEFT_OUT, Header, group_of
 from stepmark.traces.kineto.stream import EventStream
-
-if TYPE_CHECKING:
-    from stepmark.timeline.trace_columns import Ints
 
 # malloc.h of glibc
 _M_TRIM_THRESHOLD = -1

@@ -1,32 +1,24 @@
 """What one process did in one step, compact: its GPU events, their launches, its threads."""
 
-from __future__ import annotations
-
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from stepmark.model.collectives import FACTS, Collective, torch_collective
 from stepmark.timeline.critical_path import COMMUNICATION, COMPUTE, COPIES
-from stepmark.timeline.trace_columns import NONE, CommArgs, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, CommArgs, Flags, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.export import busy_steps
 from stepmark.traces.kineto.intervals import Intervals, join, time_before, union
-from stepmark.traces.kineto.links import Steps, gpu_comms, launches, parents, steps
+from stepmark.traces.kineto.links import Steps, gpu_comms, launches, name_flags, parents, steps
 from stepmark.traces.kineto.messages import members_of
-from stepmark.traces.kineto.stream_waits import WAITS, awaited, is_named, made_to_wait
+from stepmark.traces.kineto.stream_waits import WAITS, awaited, made_to_wait
 from stepmark.traces.kineto.windows import is_communication
 from stepmark.traces.trace_options import TraceInputs
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    from stepmark.timeline.trace_columns import Ints
-    from stepmark.traces.kineto.stream_waits import Flags
 
 _HANDOFF_NS = 10_000  # shorter pauses of a thread are Python's
 # Of the window before it: work that a rank whose clock or step differs may still need.
@@ -84,7 +76,7 @@ class StepWork:
     instance: list[Instance | None]
     threads: dict[int, HostThread]
 
-    def earlier(self, offset: int) -> StepWork:
+    def earlier(self, offset: int) -> "StepWork":
         """Return the work by a clock that this one is ahead of."""
         times = ("start", "end", "sync_end", "handoff_start", "handoff_end")
         return replace(
@@ -119,7 +111,7 @@ class _Work:
         self.waits_on_stream = made_to_wait(trace, self.call)
         self.args = gpu_comms(trace)[0]
         self.is_comm = is_communication(trace)
-        self.is_sync = is_named(trace, trace.calls.name, WAITS)
+        self.is_sync = name_flags(trace.names, WAITS.search)[trace.calls.name]
 
     def of_step(self, step: int, window: tuple[int, int]) -> StepWork:
         trace = self.trace

@@ -82,7 +82,7 @@ class EventStream:
                 if events is not None:
                     self._text = self._text[place:].lstrip(_BETWEEN)
                     break
-            if events is None and self._ends():
+            if events is None and (self._at_end or _END.search(self._text)):
                 events = self._last()
                 if events is not None:
                     yield events
@@ -178,9 +178,6 @@ class EventStream:
             self._is_open &= "truncated" in str(error)
             return None
         return events
-
-    def _ends(self) -> bool:
-        return bool(self._at_end or _END.search(self._text))
 
     def _last(self) -> list[Any] | None:
         """Return the events before the end of the list, or None where it does not end here."""

@@ -1,25 +1,16 @@
 """Which GPU events had to wait for events of other streams, as far as a trace tells."""
 
-from __future__ import annotations
-
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stepmark.timeline.trace_columns import NONE, RankTrace
-from stepmark.traces.kineto.links import lookup
+from stepmark.timeline.trace_columns import NONE, Flags, Ints, RankTrace
+from stepmark.traces.kineto.links import lookup, name_flags
 
-if TYPE_CHECKING:
-    import numpy.typing as npt
-
-    from stepmark.timeline.trace_columns import Ints
-
-    Flags = npt.NDArray[np.bool_]
-
-WAITS = r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize"  # of the host for a GPU
-_CALL = "StreamWaitEvent"
-_RECORDED = "Stream Wait Event"  # of cuda_sync, which tells the stream that waits
+# Waits of the host for a GPU.
+WAITS = re.compile(r"^(?:cuda|hip|cu)(?:Ctx|Device|Stream|Event)Synchronize")
+_CALL = re.compile("StreamWaitEvent")
+_RECORDED = re.compile("Stream Wait Event")  # of cuda_sync: tells the stream that waits
 
 
 def made_to_wait(trace: RankTrace, call: Ints) -> Flags:
@@ -32,8 +23,8 @@ def made_to_wait(trace: RankTrace, call: Ints) -> Flags:
     gpu = trace.gpu
     calls = trace.calls
     waits = np.ones(gpu.start.size, bool)
-    syncs = np.flatnonzero(is_named(trace, trace.syncs.name, _RECORDED))
-    times = calls.start[is_named(trace, calls.name, _CALL)]
+    syncs = np.flatnonzero(name_flags(trace.names, _RECORDED.search)[trace.syncs.name])
+    times = calls.start[name_flags(trace.names, _CALL.search)[calls.name]]
     if not times.size and not syncs.size:
         return waits
     issued = np.append(calls.start, NONE)[call]
@@ -59,7 +50,7 @@ def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
     syncs = trace.syncs
     calls = trace.calls
     after = np.full(rows.size, NONE, np.int64)
-    waits = np.flatnonzero(is_named(trace, syncs.name, _RECORDED))
+    waits = np.flatnonzero(name_flags(trace.names, _RECORDED.search)[syncs.name])
     called = lookup(calls.correlation, syncs.correlation[waits])
     recorded = lookup(calls.correlation, syncs.recorded[waits])
     issued = np.append(calls.start, NONE)[call[rows]]
@@ -77,9 +68,3 @@ def awaited(trace: RankTrace, call: Ints, rows: Ints) -> Ints:
             if old == NONE or gpu.end[rows[other]] > gpu.end[rows[old]]:
                 after[place] = other
     return after
-
-
-def is_named(trace: RankTrace, names: Ints, pattern: str) -> Flags:
-    """Return which of a table's names hold the pattern."""
-    numbers = [number for number, name in enumerate(trace.names) if re.search(pattern, name)]
-    return np.isin(names, numbers)

@@ -6,25 +6,15 @@ time, so times of steps add up to the time of all. Where steps between were not 
 window starts where the host starts the step, or where earlier work ends if that is later.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from stepmark.model.kernel_groups import COMMUNICATION, group_of
-from stepmark.timeline.trace_columns import NONE, GpuKind, RankTrace
+from stepmark.timeline.trace_columns import NONE, Flags, GpuKind, Ints, RankTrace
 from stepmark.traces.kineto.intervals import Intervals, time_before, union, without
-from stepmark.traces.kineto.links import Steps, launches
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    import numpy.typing as npt
-
-    from stepmark.timeline.trace_columns import Ints
-
-    Flags = npt.NDArray[np.bool_]
+from stepmark.traces.kineto.links import Steps, launches, name_flags
 
 
 class Windows(NamedTuple):
@@ -34,7 +24,7 @@ class Windows(NamedTuple):
     end: Ints
 
 
-def gpu_windows(trace: RankTrace, steps: Steps, rows: Ints | None = None) -> Windows:
+def gpu_windows(trace: RankTrace, steps: Steps, rows: "Ints | None" = None) -> Windows:
     """Return the window of each step on the GPU whose events are `rows` (all of them).
 
     Where nothing runs before the first step, it starts with its mark on the host, or with its
@@ -79,9 +69,8 @@ def is_communication(trace: RankTrace) -> Flags:
 
     A copy that a call of torch.distributed launched has the call's arguments: it is one.
     """
-    is_named = [group_of(name) == COMMUNICATION for name in trace.names]
     gpu = trace.gpu
-    by_name = np.array(is_named, bool)[gpu.name] if gpu.name.size else np.zeros(0, bool)
+    by_name = name_flags(trace.names, lambda name: group_of(name) == COMMUNICATION)[gpu.name]
     return np.asarray((by_name & (gpu.kind == GpuKind.KERNEL)) | (gpu.comm != NONE))
 
 

@@ -8,13 +8,14 @@ refuses a workload that it cannot hold at all. Other modules here read models an
 import contextlib
 import importlib
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 from stepmark.ground.errors import ConfigError, not_one_of
-from stepmark.step.source_file import read_head
+from stepmark.ground.read_text import read_head
 
 _HEAD_BYTES = 4096
 
@@ -53,6 +54,12 @@ def _json_with(*marks: bytes) -> Callable[[bytes], bool]:
     return lambda head: (
         head.lstrip()[:1] in (b"{", b"[") and all(mark in head for mark in marks)
     )
+
+
+def _is_param(head: bytes) -> bool:
+    """Return whether it is a list of comms and compute; one rank may have none of either."""
+    begins = head.lstrip()[:1] == b"["
+    return begins and (b'"comms"' in head or b'"compute"' in head or not head.strip(b"[] \r\n"))
 
 
 def _is_chakra(head: bytes) -> bool:
@@ -116,7 +123,7 @@ FORMATS: dict[str, Format] = {
         module="param_trace",
         help="PARAM's trace of one rank, for commsTraceReplay",
         suffix=".json",
-        is_one=_json_with(b'"comms"'),
+        is_one=_is_param,
         picks="rank",
         first="0.json",
         takes=("*.json",),
@@ -178,7 +185,7 @@ def sniff(path: Path) -> str:
     if path.is_dir():
         names = " or ".join(name for name, form in FORMATS.items() if form.first)
         raise ConfigError("workload", path, f"a file or a folder of {names} ({_OF_TRACES})")
-    head = read_head(path, "workload", _HEAD_BYTES)
+    head = read_head(path, _HEAD_BYTES, "workload").removeprefix(BOM_UTF8)
     readable = {name: form for name, form in FORMATS.items() if form.reads}
     for name, form in readable.items():
         if form.is_one(head):

@@ -50,7 +50,6 @@ from stepmark.workloads.formats.aicb_line import (
     Lines,
     aicb_group,
     column_excess,
-    group_names,
     group_of,
     is_transfer,
     no_setup,
@@ -71,6 +70,10 @@ FORMAT = "aicb"
 _EMBEDDING = "forward.MegatronEmbedding"
 _HEAD = "forward.MegatronColumnLinear.final_column"
 _Call = tuple[Operation, ...]  # issued together
+_ONE_GROUP = (
+    "transfers of two interleaved stages are read as of one group: Megatron-LM sends one"
+    " direction in that of all ranks"
+)
 
 
 def line_of(op: Operation, groups: Mapping[str, Group]) -> str:
@@ -126,6 +129,7 @@ class Reader:
             stages.append(stage)
             sections.append({"before": section.before, "epochs": epochs})
         self._notes += self._rounding(ops)
+        self._notes += remarks((self._is_interleaved(ops), _ONE_GROUP))
         tp = self._groups["tp"].size if "tp" in self._groups else 1
         if (excess := column_excess(filter(None, ops), tp)) > 1:
             self._notes.append(f"products of MegatronColumnLinear are {excess} times too large")
@@ -225,6 +229,14 @@ class Reader:
         if ours != text:
             self._lines[f"{op.name}|{ours}"] = text
         return op
+
+    def _is_interleaved(self, ops: Sequence[Operation | None]) -> bool:
+        """Return whether one of two stages sends or receives on both of its sides."""
+        if "pp" not in self._groups or self._groups["pp"].size != 2:
+            return False
+        steps = (itertools.chain(*section.epochs) for section in self._sections)
+        peers = ({getattr(ops[number], "peer", None) for number in step} for step in steps)
+        return any({1, -1} <= both for both in peers)
 
     def _rounding(self, ops: Sequence[Operation | None]) -> tuple[str, ...]:
         """Return notes on sizes that their ranks do not divide."""
@@ -386,9 +398,8 @@ def omissions(workload: Workload, stages: Iterable[int] | None = None) -> list[s
 
 def kept(workload: Workload, stage: int) -> Representable:
     """Return the messages of a stage's file: its distinct lines, read back."""
-    names = group_names(workload)
-    result = Representable(label=lambda op: names.get(op.group, op.group), has_setup=True)
     lines = {setup: Lines(workload, computation=False, setup=setup) for setup in (False, True)}
+    result = Representable(label=lines[False].label, has_setup=True)
     for op, times, setup in communication(workload, stage):
         if text := lines[setup](op):
             line = parse(text.rstrip("\n"), text)
@@ -468,6 +479,7 @@ def generated_omissions(workload: Workload, stages: Iterable[int] | None) -> lis
     for stage in stages:
         ops.update(workload.tally(stage, setup=True))
     comms = [op for op in ops if isinstance(op, CommOp)]
+    line = Lines(workload, computation=False)
     lines = present(workload, "layers", "micro-batches", "times", "start times")
     lines += present(workload, "model", "settings", "notes")
     lines += remarks(
@@ -482,6 +494,10 @@ def generated_omissions(workload: Workload, stages: Iterable[int] | None) -> lis
         (
             any(op.collective == Collective.ALL_TO_ALL_V for op in comms),
             "uneven parts of all_to_all_v: written as all_to_all of the average",
+        ),
+        (
+            any(line.in_pipeline(op) != op for op in comms),
+            "the second group of transfers between two stages: they are in pp_group, too",
         ),
     )
     modules: dict[str, dict[str, int]] = {}

@@ -63,6 +63,7 @@ _PHASES = (("forward", Phase.FWD), ("backward", Phase.BWD), ("step", Phase.OPTIM
 _REDUCING = ("all_reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce")
 _PEERS = {"next": 1, "prev": -1}
 TRANSFERS = ("isend", "irecv")
+PIPELINE = "pp_group"
 _GROUP_NAMES = {ours: name for name, ours in GROUPS.items()}
 _TYPE_OF = {ours: name for name, ours in reversed(COLLECTIVES.items())}
 
@@ -280,7 +281,7 @@ _EXPERT_DATA = ("expt_dp", "intra_expt_dp", "ep_dp", "dp_ep", "expert_fsdp")
 _GROUP_OF: Mapping[str, str] = {
     "tp": "tp_group",
     **dict.fromkeys(_DATA, "dp_group"),
-    "pp": "pp_group",
+    "pp": PIPELINE,
     "ep": "ep_group",
     **dict.fromkeys(_EXPERT_DATA, "ep_dp_group"),
     **dict.fromkeys(("tp_ep", "ep_tp"), "ep_tp_group"),
@@ -324,14 +325,16 @@ class Lines:
 
     def __init__(self, workload: Workload, *, computation: bool, setup: bool = False) -> None:
         self._names = group_names(workload)
-        self._sizes = {name: group.size for name, group in workload.groups.items()}
+        self._groups = workload.groups
+        self._pipeline = next((n for n in self._names if self._names[n] == PIPELINE), "")
         self._computation = computation
         self._setup = setup
         self._lines: dict[Operation, str] = {}
 
     def __call__(self, op: Operation) -> str:
         if op not in self._lines:
-            self._lines[op] = self._line(op) if self.carries(op) else ""
+            own = self.in_pipeline(op) if isinstance(op, CommOp) else op
+            self._lines[op] = self._line(own) if self._carries(own) else ""
         return self._lines[op]
 
     def _line(self, op: Operation) -> str:
@@ -340,15 +343,32 @@ class Lines:
             stage = "init" if op.module == "setup" else f"init.{_plain(op.module)}"
         if isinstance(op, ComputeOp):
             return text_of(op, stage, "", 0) if self._computation else ""
-        return text_of(op, stage, self._names[op.group], self._sizes[op.group])
+        return text_of(op, stage, self._names[op.group], self._groups[op.group].size)
 
-    def carries(self, op: Operation) -> bool:
+    def label(self, op: CommOp) -> str:
+        """Return AICB's name of a message's group, or ours if it has none."""
+        return self._names.get(self.in_pipeline(op).group, op.group)
+
+    def in_pipeline(self, op: CommOp) -> CommOp:
+        """Return a transfer between stages as one in the group of the pipeline.
+
+        Megatron-LM uses the group of all ranks for one direction of two interleaved stages.
+        """
+        own = ranks_of(self._groups[op.group])
+        stages = ranks_of(self._groups[self._pipeline]) if self._pipeline else ()
+        is_alike = len(own) == len(stages) == 1 and math.prod(own[0]) == math.prod(stages[0])
+        if op.peer is None or not is_alike:
+            return op
+        ahead, inside = divmod(op.peer * own[0][1], stages[0][1])
+        return op if inside else replace(op, group=self._pipeline, peer=ahead)
+
+    def _carries(self, op: Operation) -> bool:
         """Return whether it has a line: a product, or a message in a group that AICB names."""
         if isinstance(op, ComputeOp):
             return isinstance(op.op, Gemm)
-        if op.collective in (SEND, RECV):  # to the next or the previous stage only
-            near = direction(op.peer or 0, self._sizes[op.group]) is not None
-            return near and self._names.get(op.group) == "pp_group"
+        if op.peer is not None:  # to the next or the previous stage only
+            near = direction(op.peer, self._groups[op.group].size) is not None
+            return near and op.group == self._pipeline
         return op.group in self._names and op.collective in _CARRIED
 
 

@@ -16,10 +16,13 @@ each in order. Loads and stores are computation too.
 import functools
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType, parse_dtype
@@ -51,20 +54,19 @@ from stepmark.workloads.formats.chakra_schema import (
     in_order,
     is_task,
     node_of,
-    read_nodes,
+    read_file,
     task_deps,
 )
 from stepmark.workloads.formats.loss import Representable, communication, present, tallied
 from stepmark.workloads.formats.ranks import (
-    WORLD,
     Instances,
     Issued,
     check_rank,
     disagreements,
     first_rank,
     group_of,
-    in_groups_of_messages,
     name_of,
+    names_of,
     stages_of,
     transfer,
 )
@@ -111,15 +113,6 @@ _CALLERS = (
 )
 
 
-@dataclass(slots=True)
-class _ReadStream:
-    """Calls so far, the call of each named operation, and the newest awaited operations."""
-
-    calls: int = 0
-    named: list[int] = field(default_factory=list)
-    waited: dict[str, int] = field(default_factory=dict)  # index in `named`, by stream
-
-
 def read(path: Path) -> Workload:
     """Read a file PREFIX.0.et and those of the other ranks in its folder, or a folder of them.
 
@@ -129,20 +122,21 @@ def read(path: Path) -> Workload:
     paths = rank_files(path)
     ranks_by_group = groups(paths[0].parent)
     world = len(paths)
-    used_groups: dict[str, Group] = {}
+    metadata, first_nodes = read_file(paths[0])
+    used_groups = _named_groups(metadata)
+    names = names_of(used_groups, ranks_by_group, world, first=1)
+    used_groups = used_groups if names else {}
     programs: list[list[Operation]] = []
-    links: dict[tuple[int, ...], None] = {}
     callers = 0
     for rank, file in enumerate(paths):
-        ordered, controlled = in_order(read_nodes(file), file.name)
+        nodes = read_file(file)[1] if rank else first_nodes
+        ordered, controlled = in_order(nodes, file.name)
         callers += not controlled
-        reader = Reader(file.name, world, rank, ranks_by_group, used_groups)
+        reader = Reader(file.name, world, rank, ranks_by_group, used_groups, names)
         programs.append(reader.operations(ordered))
-        links |= reader.links
-    programs = in_groups_of_messages(programs, links, used_groups)
     stages, blocks = stages_of(programs)
     workload = Workload(
-        name=paths[0].name.rsplit(".", 2)[0],
+        name=str(metadata.get("workload") or paths[0].name.rsplit(".", 2)[0]),
         rules="chakra",
         source="mlcommons/chakra, execution trace",
         world_size=world,
@@ -155,8 +149,22 @@ def read(path: Path) -> Workload:
     return replace(workload, notes=workload.notes + disagreements(workload))
 
 
+def _named_groups(metadata: Mapping[str, Value]) -> dict[str, Group]:
+    """Return the groups that a file of ours names."""
+    try:
+        digits = msgspec.json.decode(
+            str(metadata.get("groups", "{}")), type=dict[str, tuple[tuple[int, int], ...]]
+        )
+        return {name: Group(digits=dims) for name, dims in digits.items()}
+    except (msgspec.MsgspecError, ConfigError):
+        return {}
+
+
 class Reader:
-    """Nodes of one rank as operations; `used_groups` collects the groups of all ranks."""
+    """Nodes of one rank as operations; `used_groups` collects the groups of all ranks.
+
+    names: of the groups that it has at first, by pg_name.
+    """
 
     def __init__(
         self,
@@ -165,16 +173,16 @@ class Reader:
         rank: int,
         ranks: Mapping[str, Sequence[int]],
         used_groups: dict[str, Group],
+        names: Mapping[str, str],
     ) -> None:
         self._file = file
         self._world = world_size
         self._rank = rank
         self._ranks = ranks
         self._used_groups = used_groups
+        self._names = names
+        self._tags = tuple(used_groups) if names else ()  # group of each comm_tag
         self._group_names: dict[str, str] = {}  # by pg_name
-        self._streams: dict[str, _ReadStream] = {}
-        # Process groups that sends and receives name.
-        self.links: dict[tuple[int, ...], None] = {}
 
     def operations(self, ordered: Sequence[Node]) -> list[Operation]:
         streams = {node.number: _stream(node) for node in ordered}
@@ -186,42 +194,21 @@ class Reader:
             for dep in waits[node.number]
             if streams[dep] != streams[node.number]
         }
-        placed: dict[int, int] = {}  # index in its stream's `named`
+        counts: Counter[str] = Counter()  # awaited operations by stream
+        places: dict[int, int] = {}  # of an awaited operation among those of its stream
         operations = []
         for node in tasks:
             name = streams[node.number]
-            stream = self._streams.setdefault(name, _ReadStream())
-            deps = [(streams[dep], placed.get(dep)) for dep in waits[node.number]]
-            after = self._after(stream, deps, name)
+            deps = (dep for dep in waits[node.number] if streams[dep] != name)
+            backs = [(streams[dep], counts[streams[dep]] - 1 - places[dep]) for dep in deps]
             operation = self.operation(node, f"{self._file}: node {node.number}")
-            stream.calls += not (isinstance(operation, CommOp) and operation.fused)
             if node.number in awaited:
-                placed[node.number] = len(stream.named)
-                stream.named.append(stream.calls)
+                places[node.number] = counts[name]
+                counts[name] += 1
                 operation = replace(operation, name=name)
+            after = tuple(f"{other}~{back}" if back else other for other, back in backs)
             operations.append(replace(operation, stream=name, after=after))
         return operations
-
-    def _after(
-        self, own: _ReadStream, deps: Iterable[tuple[str, int | None]], name: str
-    ) -> tuple[str, ...]:
-        """Return the newest call of each other stream that this one has not waited for yet."""
-        places: dict[str, list[int]] = {}
-        for stream, place in deps:
-            if stream != name and place is not None:
-                places.setdefault(stream, []).append(place)
-        names = []
-        for stream, positions in places.items():
-            newest = max(positions)
-            named = self._streams[stream].named
-            if newest <= own.waited.get(stream, -1):
-                continue
-            own.waited[stream] = newest
-            for place in sorted(set(positions)):
-                if named[place] == named[newest]:
-                    back = len(named) - 1 - place
-                    names.append(f"{stream}~{back}" if back else stream)
-        return tuple(names)
 
     def operation(self, node: Node, where: str) -> Operation:
         values = node.values
@@ -263,17 +250,28 @@ class Reader:
         if other is None or not 0 <= other < self._world:
             allowed = f"a rank from 0 to {self._world - 1}"
             raise ConfigError(f"{where}: comm_dst or comm_src", other, allowed)
-        self._used_groups[WORLD] = Group(digits=((self._world, 1),))
-        ranks = tuple(self._ranks.get(str(node.values.get("pg_name", "")), ()))
-        if ranks and min(ranks) >= 0 and max(ranks) < self._world:
-            self.links[ranks] = None
+        group = self._group_of_pair(node, other, where)
+        members = self._used_groups[group].members(self._rank)
+        if other not in members:
+            raise ConfigError(f"{where}: comm_dst or comm_src", other, f"a rank of {members}")
+        ahead = members.index(other) - members.index(self._rank)
         return CommOp(
             collective=SEND if sends else RECV,
             count=_parted(num_bytes, common["dtype"].itemsize, where),
-            group=WORLD,
-            peer=(other - self._rank) % self._world,
+            group=group,
+            peer=ahead % len(members),
             **common,
         )
+
+    def _group_of_pair(self, node: Node, other: int, where: str) -> str:
+        """Return the group of a message: by its tag, or its pg_name if that is no pair."""
+        tag = _whole(node.values, "comm_tag")
+        if tag is not None and 0 <= tag < len(self._tags):
+            group = self._tags[tag]
+            if other in self._used_groups[group].members(self._rank):
+                return group
+        pg_name = str(node.values.get("pg_name", ""))
+        return self._group(pg_name if len(self._ranks.get(pg_name, ())) > 2 else "", where)
 
     def _collective(
         self, node: Node, where: str, num_bytes: int, common: dict[str, Any]
@@ -312,9 +310,9 @@ class Reader:
             else:
                 raise ConfigError(f"{where}: pg_name", pg_name, f"a group of {GROUPS_FILE}")
             group = group_of(ranks, f"{GROUPS_FILE}: {pg_name}")
-            name = name_of(group, self._world)
+            name = self._names.get(pg_name) or name_of(group, self._world)
             self._group_names[pg_name] = name
-            self._used_groups[name] = group
+            self._used_groups.setdefault(name, group)
         return self._group_names[pg_name]
 
 
@@ -370,7 +368,7 @@ def _constant_part(
             return op, b""
         else:
             kind = PAIR.get(op.collective, NodeType.COMM_COLL)
-            what = op.collective
+            what = op.collective if op.peer else COLLECTIVE_OF[TYPES[op.collective]]
             values = _communication(op, workload, rank, instances, tags)
         values |= {"phase.string": op.phase, "module.string": op.module}
         values |= {"stream.string": op.stream}
@@ -423,7 +421,7 @@ def _communication(
     else:
         source, target = transfer(op, group.members(rank), rank)
         values |= {"comm_src.int32": source, "comm_dst.int32": target}
-        values["pg_name.string"] = str(instances.of_pair(source, target))
+        values["pg_name.string"] = str(instances.of_pair(op.group, source, target))
         values["comm_tag.int32"] = tags[op.group]
     if op.fused:
         values["fused.bool"] = True
@@ -528,7 +526,7 @@ def kept(workload: Workload, stage: int) -> Representable:
     serialize = _constant_part(workload, rank, instances, schema)
     ranks = {str(number): members for number, _, members in instances.members()}
     groups: dict[str, Group] = {}
-    reader = Reader(f"{workload.name}.{rank}.et", workload.world_size, rank, ranks, groups)
+    reader = Reader(f"{workload.name}.{rank}.et", workload.world_size, rank, ranks, groups, {})
     result = Representable()
     for op, times, setup in communication(workload, stage):
         if not setup and (data := serialize(op)[1]):
@@ -564,8 +562,12 @@ class _Stream:
 
 def _file(workload: Workload, rank: int, instances: Instances) -> Iterator[bytes]:
     schema = classes()
-    label = schema.attribute(name="workload", string_val=workload.name)
-    yield framed(schema.metadata(version=VERSION, attr=[label]).SerializeToString())
+    digits = {name: group.digits for name, group in workload.groups.items()}
+    attributes = [
+        schema.attribute(name="workload", string_val=workload.name),
+        schema.attribute(name="groups", string_val=msgspec.json.encode(digits).decode()),
+    ]
+    yield framed(schema.metadata(version=VERSION, attr=attributes).SerializeToString())
     issued = Issued(workload)
     streams = dict[str, _Stream]()
     number = 0

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 from stepmark.model.collectives import Collective
-from stepmark.step.source_file import read_bytes
 from stepmark.workloads.formats import varint
 
 VERSION = "0.0.4"
@@ -211,11 +211,12 @@ class Node:
     values: Mapping[str, Value]
 
 
-def read_nodes(path: Path) -> list[Node]:
-    """Return the nodes of a file. Raise ConfigError."""
+def read_file(path: Path) -> tuple[Mapping[str, Value], list[Node]]:
+    """Return the attributes of a file's metadata, and its nodes. Raise ConfigError."""
     schema = classes()
+    metadata: Mapping[str, Value] = {}
     nodes = []
-    for index, data in enumerate(frames(read_bytes(path, WHAT), path.name)):
+    for index, data in enumerate(frames(read_whole(path, WHAT), path.name)):
         where = f"{path.name}: message {index}"
         try:
             message = (schema.node if index else schema.metadata).FromString(data)
@@ -223,16 +224,24 @@ def read_nodes(path: Path) -> list[Node]:
             raise ConfigError(where, type(error).__name__, "a Chakra message") from None
         if index:
             nodes.append(node_of(message, where))
-    return nodes
+        else:
+            metadata = _values(message)
+    return metadata, nodes
 
 
-def node_of(message: Any, where: str) -> Node:
-    """Return the content of a decoded node. Raise ConfigError."""
+def _values(message: Any) -> dict[str, Value]:
+    """Return the attributes of a message that are no lists."""
     values: dict[str, Value] = {}
     for attribute in message.attr:
         field = attribute.WhichOneof("value")
         if field is not None and not field.endswith("_list"):
             values[attribute.name] = getattr(attribute, field)
+    return values
+
+
+def node_of(message: Any, where: str) -> Node:
+    """Return the content of a decoded node. Raise ConfigError."""
+    values = _values(message)
     kind = _TYPES.get(message.type)
     if kind is None:
         raise ConfigError(f"{where}: type", message.type, f"from 0 to {max(NodeType)}")

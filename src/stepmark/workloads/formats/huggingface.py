@@ -1,6 +1,6 @@
 """Hugging Face `config.json` of decoder-only families, as ModelConfig.
 
-Only what changes shapes is read. `read_notes` names the other keys that change a step. Keys are
+Only what changes shapes is read. `unmodelled` names the other keys that change a step. Keys are
 those of `transformers` and of published configs. A key with a value that switches it off (null,
 false, 0, empty) has no effect, whatever it is.
 """
@@ -97,6 +97,9 @@ _EFFECTS: dict[str, tuple[str, _Test]] = {
         ),
         ("dropout is left out", _is_set),
     ),
+    **dict.fromkeys(
+        ("attention_bias", "mlp_bias"), ("transformers ignores it in this family", _is_set)
+    ),
     **dict.fromkeys(("qk_norm", "use_qk_norm"), ("queries and keys are not normed", _is_set)),
     **dict.fromkeys(
         (
@@ -190,8 +193,8 @@ class _Family(msgspec.Struct):
     model_type: str
 
 
-class _Llama(msgspec.Struct):
-    """llama: dense."""
+class _Decoder(msgspec.Struct):
+    """Fields of all families but gpt2."""
 
     hidden_size: Size
     num_hidden_layers: Size
@@ -203,14 +206,23 @@ class _Llama(msgspec.Struct):
     head_dim: Size | None = None
     hidden_act: str = "silu"
     tie_word_embeddings: bool = False
+
+
+class _Llama(_Decoder):
+    """llama: dense."""
+
     attention_bias: bool = False
     mlp_bias: bool = False
 
 
-class _GroupedQuery(_Llama, kw_only=True):
-    """mistral, qwen2, qwen3: dense. A missing required field has another default per family."""
+class _GroupedQuery(_Decoder, kw_only=True):
+    """mistral, qwen2: dense. A missing required field has another default per family."""
 
     num_key_value_heads: Size | None
+
+
+class _Qwen3(_GroupedQuery, kw_only=True):
+    attention_bias: bool = False
 
 
 class _Mixtral(_GroupedQuery, kw_only=True):
@@ -218,7 +230,7 @@ class _Mixtral(_GroupedQuery, kw_only=True):
     num_experts_per_tok: Size
 
 
-class _Qwen3Moe(_GroupedQuery, kw_only=True):
+class _Qwen3Moe(_Qwen3, kw_only=True):
     num_experts: Size
     num_experts_per_tok: Size
     moe_intermediate_size: Size
@@ -226,7 +238,8 @@ class _Qwen3Moe(_GroupedQuery, kw_only=True):
     mlp_only_layers: list[int] | None = None
 
 
-class _DeepSeek(_Llama, kw_only=True):
+class _DeepSeek(_Decoder, kw_only=True):
+    attention_bias: bool = False
     kv_lora_rank: Size
     qk_nope_head_dim: Size
     qk_rope_head_dim: Size
@@ -279,7 +292,13 @@ def read_config(path: Path) -> ModelConfig:
         raise not_one_of(f"{where}model_type", one_line(family), _FAMILIES)
     assert isinstance(raw, dict)
     name = path.parent.name if path.name == "config.json" else path.stem
-    facts = {"name": name or family, "source": str(path)}
+    modelled = msgspec.structs.fields(_FIELDS.get(family, _Llama))
+    notes = unmodelled(raw, {key.name for key in modelled})
+    facts = {
+        "name": name or family,
+        "source": str(path),
+        "unmodelled": tuple(f"{path}: {note}" for note in notes),
+    }
     try:
         return _FAMILIES[family](raw, where, facts)
     except ConfigError as error:
@@ -288,14 +307,6 @@ def read_config(path: Path) -> ModelConfig:
         experts = next((key for key in _EXPERTS if key in raw), "num_experts")
         names = _LLAMA_NAMES | {"num_experts": experts}
         raise in_words_of_file(error, raw, where, names) from None
-
-
-def read_notes(path: Path) -> list[str]:
-    """Return notes on what read_config ignores of a file that it accepts."""
-    raw = read_json(path)
-    assert isinstance(raw, dict)
-    modelled = msgspec.structs.fields(_FIELDS.get(raw["model_type"], _Llama))
-    return [f"{path}: {note}" for note in unmodelled(raw, {key.name for key in modelled})]
 
 
 def in_words_of_file(
@@ -312,7 +323,7 @@ def _llama(
     where: str,
     facts: dict[str, Any],
     *,
-    fields_type: type[_Llama] = _GroupedQuery,
+    fields_type: type[_Decoder] = _GroupedQuery,
     head_dim: int | None = None,
     **more: bool,
 ) -> ModelConfig:
@@ -408,14 +419,13 @@ def _gpt2(raw: dict[str, object], where: str, facts: dict[str, Any]) -> ModelCon
     )
 
 
-def _dense(config: _Llama, where: str, head_dim: int | None = None) -> dict[str, Any]:
+def _dense(config: _Decoder, where: str, head_dim: int | None = None) -> dict[str, Any]:
     """Return the common shapes. head_dim: the family's default; None: hidden / heads."""
-    if config.attention_bias != config.mlp_bias:
-        # In llama attention_bias covers the output projection too, which ModelConfig has
-        # only together with the MLP's.
-        value = one_line(config.attention_bias)
-        allowed = f"mlp_bias, which is {one_line(config.mlp_bias)}"
-        raise ConfigError(f"{where}attention_bias", value, allowed)
+    attention_bias = getattr(config, "attention_bias", False)
+    mlp_bias = getattr(config, "mlp_bias", False)
+    if mlp_bias and not attention_bias:
+        allowed = "false, or attention_bias true, too: an MLP alone with biases is not modelled"
+        raise ConfigError(f"{where}mlp_bias", "true", allowed)
     _check_activation(config.hidden_act, f"{where}hidden_act", "silu")
     heads = config.num_attention_heads
     head_dim = config.head_dim or head_dim
@@ -433,7 +443,8 @@ def _dense(config: _Llama, where: str, head_dim: int | None = None) -> dict[str,
         "seq_len": min(config.max_position_embeddings, DEFAULT_SEQ_LEN),
         "activation": "swiglu",
         "tied_embeddings": config.tie_word_embeddings,
-        "linear_bias": config.mlp_bias,
+        "attention_bias": attention_bias and not mlp_bias,
+        "linear_bias": mlp_bias,
     }
 
 
@@ -452,13 +463,16 @@ _FAMILIES: dict[str, Callable[..., ModelConfig]] = {
     "mixtral": _mixtral,
     "gpt2": _gpt2,
     "qwen2": partial(_llama, qkv_bias=True),  # on q, k and v only
-    "qwen3": partial(_llama, head_dim=128, qk_norm=True),
+    "qwen3": partial(_llama, fields_type=_Qwen3, head_dim=128, qk_norm=True),
     "qwen3_moe": _qwen3_moe,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }
 # Keys by family, where they are not llama's.
 _FIELDS: dict[str, type[msgspec.Struct]] = {
+    "mistral": _GroupedQuery,
+    "qwen2": _GroupedQuery,
+    "qwen3": _Qwen3,
     "mixtral": _Mixtral,
     "gpt2": _Gpt2,
     "qwen3_moe": _Qwen3Moe,

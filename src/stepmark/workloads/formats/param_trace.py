@@ -15,6 +15,7 @@ commsTraceReplay waits for each (is_blocking) and posts those of a batch (use_ba
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,8 +36,8 @@ from stepmark.workloads.formats.ranks import (
     disagreements,
     first_rank,
     group_of,
-    in_groups_of_messages,
     name_of,
+    names_of,
     stages_of,
     transfer,
 )
@@ -66,6 +67,7 @@ class Entry(msgspec.Struct, kw_only=True):
     src_rank: Ranks | None = None
     dst_rank: Ranks | None = None
     use_batch: bool | None = None
+    fused: bool | None = None  # ours: posted in one call with the entry before
     count: Annotated[int, msgspec.Meta(ge=1, le=2**20)] = 1
     mm_dim: Count | None = None
     mm0_dim0: Count | None = None
@@ -208,9 +210,6 @@ def read(path: Path, *, starts: bool = False) -> Workload:
         readers = [Reader(entries, path.name, world, None)]
     programs = [reader.operations() for reader in readers]
     groups = {name: group for reader in readers for name, group in reader.groups.items()}
-    if path.is_dir():
-        links = [ranks for reader in readers for ranks in reader.links]
-        programs = in_groups_of_messages(programs, links, groups)
     times = [reader.starts() for reader in readers] if starts else None
     stages, blocks = stages_of(programs, times)
     foreign = sum(reader.num_foreign for reader in readers)
@@ -252,29 +251,82 @@ def _is_posted(entry: Entry) -> bool:
     return letters_only(entry.comms or "") in ("isend", "irecv")
 
 
+def _calls_of(entries: Iterable[Entry], world_size: int) -> list[list[Entry]]:
+    """Return the entries by call, its parts in an order that is alike on all ranks.
+
+    Parts that are posted in a row are one call, unless `fused` says otherwise.
+    """
+
+    def place(entry: Entry) -> tuple[bool, int]:
+        ahead = (entry.dst_rank or 0) - (entry.src_rank or 0)
+        return letters_only(entry.comms or "") != "isend", ahead % world_size
+
+    calls: list[list[Entry]] = []
+    for entry in entries:
+        is_part = calls and _is_posted(entry) and _is_posted(calls[-1][-1])
+        if is_part and entry.fused is not False:
+            calls[-1].append(entry)
+        else:
+            calls.append([entry])
+    return [
+        [
+            msgspec.structs.replace(entry, fused=at > 0)
+            for at, entry in enumerate(sorted(call, key=place))
+        ]
+        for call in calls
+    ]
+
+
+def _awaited_later(calls: Sequence[Sequence[Entry]]) -> set[str]:
+    """Return the requests of calls for which nothing waits directly after them."""
+    later: set[str] = set()
+    awaited: set[str] = set()
+    waits: list[str] = []  # directly after the call, from the last
+    for call in reversed(calls):
+        requests = {str(entry.req) for entry in call}
+        name = letters_only(call[0].comms or "")
+        if name == "wait":
+            waits += requests
+            awaited |= requests
+        elif name not in SILENT:
+            if set(waits[-len(call) :]) != requests:
+                later |= requests & awaited
+            waits.clear()
+    return later
+
+
 class Reader:
     """Entries of one rank, or of all alike (rank None), as operations."""
 
     def __init__(
         self, entries: Sequence[Entry], file: str, world_size: int, rank: int | None
     ) -> None:
-        self._entries = entries
+        calls = _calls_of(entries, world_size)
+        self._entries = list(chain(*calls))
         self._file = file
         self._world = world_size
         self._rank = rank
-        self._ranks = {
-            entry.pg_id: tuple(entry.global_ranks)
+        inits = {
+            entry.pg_id: entry
             for entry in entries
             if entry.comms == "init" and entry.global_ranks
         }
-        self._group_names: dict[int | None, str] = {}  # by pg_id
-        self.groups: dict[str, Group] = {}
-        # Process groups that sends and receives name.
-        self.links: dict[tuple[int, ...], None] = {}
-        self._awaited = {str(entry.req) for entry in entries if entry.comms == "wait"}
-        self._later: dict[str, int] = {}  # requests that are waited for later, numbered
+        self._ranks = {key: tuple(init.global_ranks or ()) for key, init in inits.items()}
+        names = {key: " ".join(init.markers or ()) for key, init in inits.items()}
+        groups: dict[str, Group] = {}
+        for key, name in names.items():
+            if name and name not in groups:
+                groups[name] = group_of(self._ranks[key], f"{file}: global_ranks")
+        ranks = {str(key): members for key, members in self._ranks.items()}
+        # Whether it is a file of ours, whose communicators have names.
+        self.is_named = bool(names_of(groups, ranks, world_size, first=0))
+        self._group_names: dict[int | None, str] = names if self.is_named else {}  # by pg_id
+        self.groups: dict[str, Group] = groups if self.is_named else {}
+        self._awaited_later = _awaited_later(calls)
+        self._later: dict[str, int] = {}  # those requests, numbered
         self._num_later = 0
-        self._due: int | None = None  # the newest of them that was waited for
+        self._due: list[int] = []  # those that were waited for since the last computation
+        self._new_due: list[int] = []  # since the last operation
         self._begun_ns: list[float | None] = []  # by operation
         self.num_foreign = self.num_uneven = 0  # collectives that are read otherwise, or not
 
@@ -288,7 +340,8 @@ class Reader:
             name = letters_only(entry.comms or "")
             if name == "wait":
                 if (number := self._later.pop(str(entry.req), None)) is not None:
-                    self._due = number if self._due is None else max(number, self._due)
+                    self._due.append(number)
+                    self._new_due.append(number)
             elif entry.comms is None:
                 operations += self._computations(entry, where)
             elif name not in SILENT and (op := self._communication(entry, index, where)):
@@ -302,14 +355,17 @@ class Reader:
         first = min((ns for ns in self._begun_ns if ns is not None), default=0.0)
         return [None if ns is None else (ns - first) * 1e-9 for ns in self._begun_ns]
 
-    def _after(self) -> tuple[str, ...]:
-        """Return the operations after which the next one starts."""
-        due = self._due
-        self._due = None
-        if due is None:
-            return ()
-        back = self._num_later - 1 - due
-        return (f"{STREAM}~{back}" if back else STREAM,)
+    def _after(self, *, later: bool = False) -> tuple[str, ...]:
+        """Return the messages after which the next operation starts.
+
+        later: it is waited for later itself, so that the next computation waits for all, too.
+        """
+        due = list(self._new_due if later else self._due)
+        self._new_due.clear()
+        if not later:
+            self._due.clear()
+        backs = [self._num_later - 1 - number for number in due]
+        return tuple(f"{STREAM}~{back}" if back else STREAM for back in backs)
 
     def _communication(self, entry: Entry, index: int, where: str) -> CommOp | None:
         name = letters_only(entry.comms or "")
@@ -322,15 +378,18 @@ class Reader:
             return None
         self.num_uneven += any(len(set(s or ())) > 1 for s in (entry.in_split, entry.out_split))
         pair = collective in (SEND, RECV)
-        group = self._group(None if pair else entry.pg_id, where)
-        later = self._is_awaited_later(entry, index)
-        after = () if later else self._after()
+        # Two ranks alone are no group of a mesh.
+        in_world = pair and not self.is_named and len(members or ()) <= 2
+        group = self._group(None if in_world else entry.pg_id, where)
+        later = str(entry.req) in self._awaited_later
+        after = self._after(later=later)
         if later:
             self._later[str(entry.req)] = self._num_later
             self._num_later += 1
         phase, module = phase_and_module(entry)
         size = self.groups[group].size
-        ranks = tuple(range(self._world)) if members is None else members
+        own = self._rank or (members[0] if members else 0)
+        ranks = self.groups[group].members(own)
         return CommOp(
             collective=str(collective),
             dtype=dtype_of(entry, where),
@@ -345,22 +404,9 @@ class Reader:
             if not pair and FACTS[Collective(collective)].reduces
             else RedOp.NONE,
             root=ranks.index(entry.root) if not pair and entry.root in ranks else None,
-            peer=self._peer(entry, where) if pair else None,
-            fused=index > 0 and _is_posted(entry) and _is_posted(self._entries[index - 1]),
+            peer=self._peer(entry, ranks, where) if pair else None,
+            fused=bool(entry.fused),
         )
-
-    def _is_awaited_later(self, entry: Entry, index: int) -> bool:
-        """Return whether other work precedes the wait; the rest of a group call is none."""
-        if entry.req is None or str(entry.req) not in self._awaited:
-            return False
-        for at in range(index + 1, len(self._entries)):
-            other = self._entries[at]
-            name = letters_only(other.comms or "")
-            if name == "wait" and other.req == entry.req:
-                return False
-            if name not in SILENT and not (_is_posted(other) and _is_posted(entry)):
-                return True
-        return False
 
     def _group(self, pg_id: int | None, where: str) -> str:
         if pg_id not in self._group_names:
@@ -374,15 +420,16 @@ class Reader:
             self.groups[name] = group
         return self._group_names[pg_id]
 
-    def _peer(self, entry: Entry, where: str) -> int:
+    def _peer(self, entry: Entry, ranks: Sequence[int], where: str) -> int:
+        """Return the distance to the other rank. ranks: of the group, with this rank."""
         if entry.src_rank is None or entry.dst_rank is None:
             raise ConfigError(f"{where}: src_rank, dst_rank", "missing", "two ranks")
-        ahead = entry.dst_rank - entry.src_rank
-        ranks = self._ranks.get(entry.pg_id, ())
-        if ranks and max(ranks) < self._world:
-            self.links[ranks] = None
+        pair = (entry.src_rank, entry.dst_rank)
+        if not set(pair) <= set(ranks):
+            raise ConfigError(f"{where}: src_rank, dst_rank", pair, f"ranks of {ranks}")
+        ahead = ranks.index(entry.dst_rank) - ranks.index(entry.src_rank)
         sends = READ_NAMES[letters_only(entry.comms or "")][0] == SEND
-        return (ahead if sends else -ahead) % self._world
+        return (ahead if sends else -ahead) % len(ranks)
 
     def _computations(self, entry: Entry, where: str) -> Iterator[ComputeOp]:
         build = COMPUTATIONS.get((entry.compute or "").lower())
@@ -405,47 +452,63 @@ class Line:
 
 
 class Queue:
-    """Numbering of requests, with their waits; those of one group call follow its last part."""
+    """Numbering of requests, with their waits; those of one group call follow its last part.
+
+    What nothing waits for is waited for at the end, as a request without a wait is read as one
+    that is waited for at once.
+    """
 
     def __init__(self, workload: Workload) -> None:
         self._issued = Issued(workload)
         self._outstanding: set[int] = set()
+        self._due: set[int] = set()  # those for which the next entry waits
         self._batch: list[Line] = []  # sends and receives that may be one call
         self._next = 0
 
     def add(self, line: Line) -> Iterator[str]:
         op = line.operation
         if not (self._batch and line.pair and isinstance(op, CommOp) and op.fused):
-            yield from self.flush()
-        for request in self._issued.find(op.after):
-            if request in self._outstanding:
-                self._outstanding.discard(request)
-                yield _WAIT.format(request)
+            yield from self._flush()
+        self._due |= self._outstanding & set(self._issued.find(op.after))
         if line.pair:
             self._batch.append(line)
         elif line.text and isinstance(op, CommOp):
             yield from self._post([line])
         elif line.text:
+            yield from self._wait()
             yield line.text + "}"
 
-    def flush(self) -> Iterator[str]:
+    def end(self) -> Iterator[str]:
+        yield from self._flush()
+        self._due = set(self._outstanding)
+        yield from self._wait()
+
+    def _flush(self) -> Iterator[str]:
         if self._batch:
             batch = self._batch
             self._batch = []
-            yield from self._post(sorted(batch, key=lambda line: line.pair or ()))
+            yield from self._post(batch)
+
+    def _wait(self) -> Iterator[str]:
+        for request in sorted(self._due):
+            yield _WAIT.format(request)
+        self._outstanding -= self._due
+        self._due = set()
 
     def _post(self, lines: Sequence[Line]) -> Iterator[str]:
-        first = self._next
-        for request, line in enumerate(lines, first):
-            yield f'{line.text},"req":{request}}}'
-        self._next += len(lines)
-        for request, line in enumerate(lines, first):
-            op = line.operation
-            is_awaited = self._issued.note(op.name, request)
-            if op.stream == COMPUTE:
-                yield _WAIT.format(request)
-            elif is_awaited:
-                self._outstanding.add(request)
+        yield from self._wait()
+        requests: dict[int, int] = {}  # by place in the call
+        for at in sorted(range(len(lines)), key=lambda at: lines[at].pair or ()):
+            line = lines[at]
+            call = f',"fused":{"true" if requests else "false"}' if line.pair else ""
+            yield f'{line.text}{call},"req":{self._next}}}'
+            requests[at] = self._next
+            self._next += 1
+        for at, line in enumerate(lines):
+            self._issued.note(line.operation.name, requests[at])
+            is_awaited_at_once = line.operation.stream == COMPUTE
+            (self._due if is_awaited_at_once else self._outstanding).add(requests[at])
+        yield from self._wait()
 
 
 _WAIT = '{{"comms":"wait","req":{}}}'
@@ -558,13 +621,14 @@ def kept(workload: Workload, stage: int) -> Representable:
     instances = Instances(workload)
     line = _lines(workload, rank, instances)
     entries = [
-        Entry(comms="init", pg_id=number, global_ranks=list(ranks))
-        for number, _, ranks in instances.members()
+        Entry(comms="init", pg_id=number, global_ranks=list(ranks), markers=[name])
+        for number, name, ranks in instances.members()
     ]
     written = []
     for op, times, setup in communication(workload, stage):
         if not setup and (text := line(op).text):
-            entries.append(msgspec.json.decode(text + "}", type=Entry))
+            entry = msgspec.json.decode(text + "}", type=Entry)
+            entries.append(msgspec.structs.replace(entry, fused=False))
             written.append((op, times))
     reader = Reader(entries, f"{rank}.json", workload.world_size, rank)
     result = Representable()
@@ -577,8 +641,9 @@ def kept(workload: Workload, stage: int) -> Representable:
 def _file(workload: Workload, rank: int) -> Iterator[str]:
     instances = Instances(workload)
     inits = [
-        _text({"comms": "init", "pg_id": number, "global_ranks": ranks}) + "}"
-        for number, _, ranks in instances.members()
+        _text({"comms": "init", "pg_id": number, "global_ranks": ranks, "markers": [name]})
+        + "}"
+        for number, name, ranks in instances.members()
     ]
     head = ",\n".join(inits)
     yield "[\n" + head
@@ -590,7 +655,7 @@ def _file(workload: Workload, rank: int) -> Iterator[str]:
         if entries:
             yield separator + ",\n".join(entries)
             separator = ",\n"
-    if entries := list(queue.flush()):
+    if entries := list(queue.end()):
         yield separator + ",\n".join(entries)
     yield "\n]\n"
 
@@ -629,7 +694,7 @@ def _communication(
         entry["root"] = ranks[op.root]
     if op.peer is not None:
         source, target = transfer(op, ranks, rank)
-        entry["pg_id"] = instances.of_pair(source, target)
+        entry["pg_id"] = instances.of_pair(op.group, source, target)
         entry["world_size"] = 2
         entry["src_rank"] = source
         entry["dst_rank"] = target

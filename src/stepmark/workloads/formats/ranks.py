@@ -1,7 +1,8 @@
 """Between workloads, which have a program per stage, and formats with a file per rank."""
 
+import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from stepmark.cases.message import RECV, SEND
@@ -25,7 +26,8 @@ WORLD = "world"  # group of all ranks
 class Instances:
     """The communicators of a workload, numbered from `first`; a group of one has none.
 
-    Two ranks that send each other messages have one of their own, after those of the groups.
+    Two ranks that send each other messages in a larger group have one of their own, after those
+    of the groups.
     """
 
     def __init__(self, workload: Workload, first: int = 0) -> None:
@@ -40,22 +42,18 @@ class Instances:
             if group.first(rank) == rank
         )
         self._numbers = {key: number for number, key in enumerate(keys, first)}
-        of_two = {
-            tuple(sorted(ranks)): number
-            for number, _, ranks in self._of_groups()
-            if len(ranks) == 2
-        }
-        pairs = dict.fromkeys(pair for pair in _pairs(workload) if pair not in of_two)
-        self._pairs = of_two | {
+        pairs = sorted(set(self._find_pairs(workload)))
+        self._pairs = {
             pair: number for number, pair in enumerate(pairs, first + len(self._numbers))
         }
-        self._new_pairs = tuple(pairs)
 
-    def of_pair(self, source: int, target: int) -> int:
-        """Return the number of the communicator of two ranks, one of which sends."""
+    def of_pair(self, group: str, source: int, target: int) -> int:
+        """Return the number of the communicator of two ranks of a group, one of which sends."""
         if source == target:
             raise ConfigError("peer", f"rank {source} of itself", "another rank")
-        return self._pairs[min(source, target), max(source, target)]
+        if self._groups[group].size == 2:
+            return self.number(group, source)
+        return self._pairs[group, min(source, target), max(source, target)]
 
     def number(self, group: str, rank: int) -> int:
         """Return the number of the rank's communicator. Raise ConfigError if it has none."""
@@ -65,28 +63,42 @@ class Instances:
         return self._numbers[key]
 
     def members(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
-        """Yield number, group and ranks of each communicator; two ranks are named "0-1"."""
-        yield from self._of_groups()
-        for pair in self._new_pairs:
-            yield self._pairs[pair], f"{pair[0]}-{pair[1]}", pair
-
-    def _of_groups(self) -> Iterator[tuple[int, str, tuple[int, ...]]]:
+        """Yield number, group and ranks of each communicator."""
         for (name, rank), number in self._numbers.items():
             yield number, name, self._groups[name].members(rank)
+        for (name, *pair), number in self._pairs.items():
+            yield number, name, tuple(pair)
 
-
-def _pairs(workload: Workload) -> Iterator[tuple[int, int]]:
-    """Yield the two ranks of each message, the smaller first, stage by stage."""
-    per_stage = workload.world_size // max(1, len(workload.stages))
-    for stage in range(len(workload.stages)):
-        ops = (op for op in workload.tally(stage) if isinstance(op, CommOp))
-        distances = dict.fromkeys((op.group, op.peer) for op in ops if op.peer is not None)
-        for rank in range(stage * per_stage, (stage + 1) * per_stage):
+    def _find_pairs(self, workload: Workload) -> Iterator[tuple[str, int, int]]:
+        """Yield group and ranks of each message in a group of more than two."""
+        per_stage = workload.world_size // max(1, len(workload.stages))
+        for stage in range(len(workload.stages)):
+            ops = (op for op in workload.tally(stage) if isinstance(op, CommOp))
+            distances = {(op.group, op.peer) for op in ops if op.peer is not None}
             for name, peer in distances:
-                ranks = workload.groups[name].members(rank)
-                other = ranks[(ranks.index(rank) + peer) % len(ranks)]
-                if other != rank:
-                    yield min(rank, other), max(rank, other)
+                if workload.groups[name].size < 3:
+                    continue
+                for rank in range(stage * per_stage, (stage + 1) * per_stage):
+                    ranks = workload.groups[name].members(rank)
+                    other = ranks[(ranks.index(rank) + peer) % len(ranks)]
+                    if other != rank:
+                        yield name, min(rank, other), max(rank, other)
+
+
+def names_of(
+    groups: Mapping[str, Group], ranks: Mapping[str, Sequence[int]], world_size: int, first: int
+) -> dict[str, str]:
+    """Return the group of each communicator, by its number in files of ours.
+
+    Return nothing if `ranks`, by number, are not those of the groups.
+    """
+    workload = Workload(name="", rules="", world_size=world_size, groups=groups)
+    names: dict[str, str] = {}
+    for number, name, members in Instances(workload, first).members():
+        if tuple(ranks.get(str(number), ())) != members:
+            return {}
+        names[str(number)] = name
+    return names
 
 
 class Issued:
@@ -103,12 +115,10 @@ class Issued:
             name: deque(maxlen=depth) for name, depth in depths.items()
         }
 
-    def note(self, name: str, number: int) -> bool:
-        """Record an issued operation. Return whether any operation waits for its name."""
-        if name not in self._newest:
-            return False
-        self._newest[name].append(number)
-        return True
+    def note(self, name: str, number: int) -> None:
+        """Record an issued operation."""
+        if name in self._newest:
+            self._newest[name].append(number)
 
     def find(self, after: Iterable[str]) -> list[int]:
         """Return the numbers of these operations, without those that were not issued yet."""
@@ -173,92 +183,20 @@ def name_of(group: Group, world_size: int) -> str:
     return f"{sizes} ranks, stride {strides}"
 
 
-def in_groups_of_messages(
-    programs: Sequence[Sequence[Operation]],
-    links: Iterable[Sequence[int]],
-    groups: dict[str, Group],
-) -> list[list[Operation]]:
-    """Return programs whose messages name the ranks that are linked, not the whole world.
-
-    A file names two ranks, or its process group; neither is the group of all stages of a
-    pipeline, which a workload has. That has all ranks which are linked with each other.
-    programs: of all ranks, with messages in WORLD. links: the process groups that messages
-    name. groups: gets the group and loses WORLD where nothing else is in it. Ranks that form no
-    regular grids, or not the same ones, stay in WORLD.
-    """
-    world = len(programs)
-    pairs = dict.fromkeys(
-        (rank, (rank + op.peer) % world)
-        for rank, program in enumerate(programs)
-        for op in program
-        if isinstance(op, CommOp) and op.peer is not None
-    )
-    group = _linked([*pairs, *links], world) if pairs else None
-    name = WORLD if group is None else name_of(group, world)
-    if group is None or name == WORLD:
-        return [list(program) for program in programs]
-    groups[name] = group
-    placed: list[list[Operation]] = []
-    for rank, program in enumerate(programs):
-        ranks = group.members(rank)
-        own: list[Operation] = []
-        for op in program:
-            if isinstance(op, CommOp) and op.peer is not None:
-                ahead = ranks.index((rank + op.peer) % world) - ranks.index(rank)
-                own.append(replace(op, group=name, peer=ahead % len(ranks)))
-            else:
-                own.append(op)
-        placed.append(own)
-    used = {op.group for program in placed for op in program if isinstance(op, CommOp)}
-    if WORLD not in used:
-        groups.pop(WORLD, None)
-    return placed
-
-
-def _linked(links: Iterable[Sequence[int]], world: int) -> Group | None:
-    """Return the group of all ranks that are linked; None: it is not the same everywhere."""
-    together = list(range(world))  # a smaller rank of the same group; a root has itself
-
-    def root(rank: int) -> int:
-        while together[rank] != rank:
-            together[rank] = together[together[rank]]
-            rank = together[rank]
-        return rank
-
-    for ranks in links:
-        for rank in ranks:
-            first, second = sorted((root(ranks[0]), root(rank)))
-            together[second] = first
-    members: dict[int, list[int]] = defaultdict(list)
-    for rank in range(world):
-        members[root(rank)].append(rank)
-    try:
-        found = {group_of(ranks, "messages") for ranks in members.values() if len(ranks) > 1}
-    except ConfigError:
-        return None
-    return found.pop() if len(found) == 1 else None
-
-
 def stages_of(
     programs: Sequence[Sequence[Operation]],
     starts: Sequence[Sequence[float | None]] | None = None,
 ) -> tuple[tuple[Stage, ...], dict[str, Block]]:
-    """Return stages and their blocks; neighbouring ranks with equal programs are one stage.
+    """Return stages of equal size and their blocks; ranks of a stage have equal programs.
 
-    If that gives stages of different sizes, each rank is a stage of its own. starts: of each
-    operation of each rank, seconds; a stage has those of its first rank.
+    starts: of each operation of each rank, seconds; a stage has those of its first rank.
     """
-    sizes = [0]
-    first = [0]
-    for rank, program in enumerate(programs):
-        if program != programs[first[-1]]:
-            first.append(rank)
-            sizes.append(0)
-        sizes[-1] += 1
-    ranks = first if len(set(sizes)) == 1 else range(len(programs))
+    world = len(programs)
+    changes = [rank for rank in range(1, world) if programs[rank] != programs[rank - 1]]
+    size = math.gcd(world, *changes)
     stages: list[Stage] = []
     blocks: dict[str, Block] = {}
-    for index, rank in enumerate(ranks):
+    for index, rank in enumerate(range(0, world, size)):
         name = f"step {index}"
         program = programs[rank]
         if starts is not None:

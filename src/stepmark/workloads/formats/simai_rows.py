@@ -530,7 +530,8 @@ def _step_rows(
     parts: dict[str, list[Operation]] = {}
     for op in ops:
         name = row_name(op.module, split=False, moe=False)
-        if name in _LAYERS:  # sums of a layer's small gradients are no layer
+        # What a layer's or the embedding's gradients have beside a pass begins none.
+        if name in _LAYERS or (not backward and name in _MICROBATCH_ROWS):
             name = f"grad_{name}"
         parts.setdefault("optimizer" if op.phase is Phase.OPTIM else name, []).append(op)
     for name, part in parts.items():

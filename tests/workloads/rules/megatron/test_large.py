@@ -9,8 +9,8 @@ import pytest
 from stepmark.model.model import find_model
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
 from stepmark.step import native
+from stepmark.step.layout import model_as
 from stepmark.step.workload import Workload
-from stepmark.workloads.job import VOCAB_MULTIPLE, with_padded_vocab
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import Granularity
 
@@ -36,7 +36,7 @@ def fastest(function: Callable[[], Workload], times: int = 3) -> tuple[float, Wo
 
 def test_gpt_175b_is_generated_and_written_in_a_moment() -> None:
     """96 layers and 512 micro-batches without pipeline stages."""
-    model = with_padded_vocab(find_model("gpt-175b"), VOCAB_MULTIPLE * 8)
+    model = model_as("megatron", find_model("gpt-175b"), 8)
     job = make(model, mbs=1, microbatches=512, tp=8, dp_shard=16)
     written: list[bytes] = []
 

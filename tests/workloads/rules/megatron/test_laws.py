@@ -15,6 +15,7 @@ from stepmark.model.collectives import Collective
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import GroupedGemm, Phase
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Workload
+from stepmark.workloads.formats.ranks import disagreements
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.layer import exchange
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
@@ -79,6 +80,18 @@ def test_neighbours_send_what_the_others_receive(made: tuple[Job, Megatron]) -> 
         chunks = settings.virtual_pipeline_model_parallel_size
         boundaries = 2 * (size * chunks - 1) * job.num_microbatches
         assert sum(map(len, sent.values())) == boundaries
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("pp", [2, 4, 8])
+def test_stages_without_experts_take_part_in_their_sums(pp: int, sharded: bool) -> None:
+    """Of eight layers the first three are dense."""
+    job = make(EXPERTS, pp=pp, ep=2, dp_shard=4)
+    program = workload(job, Megatron(use_distributed_optimizer=sharded))
+    assert disagreements(program) == ()
+    gathers = [len(list(comms(program, stage, "parameters"))) for stage in range(pp)]
+    buckets = [2 if (stage + 1) * 8 // pp > 3 else 1 for stage in range(pp)]
+    assert gathers == [2 * count * sharded for count in buckets]
 
 
 @given(jobs())

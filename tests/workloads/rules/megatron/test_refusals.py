@@ -31,6 +31,7 @@ REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (replace(DENSE, seq_len=62), {"cp": 2}, {}, "seq-len.*62.*4"),
     (DENSE, {"ep": 2, "dp_shard": 2}, {}, "ep.*no experts"),
     (EXPERTS, {"tp": 2}, {}, "sequence_parallel"),
+    (replace(DENSE, attention_bias=True), {}, {}, "attention_bias.*--linear-bias"),
     (EXPERTS, {"ep": 4, "dp_shard": 2}, {}, "ep.*4.*tp x cp x dp \\(2\\)"),
     (EXPERTS, {"ep": 3, "dp_shard": 3}, {}, "ep.*3.*8 experts"),
     (EXPERTS, {"dp_shard": 2}, {"expert_tensor_parallel_size": 3}, r"expert tp \(3\)"),

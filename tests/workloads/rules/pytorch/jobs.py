@@ -11,12 +11,12 @@ from stepmark.cases.training import GradSync, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.model import ModelConfig, MoeConfig
 from stepmark.model.ops import Gemm, GroupedGemm, Phase
-from stepmark.model.parallel import ParallelConfig
+from stepmark.model.parallel import ParallelConfig, StageSplit
 from stepmark.step.workload import CommOp, ComputeOp, Workload
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import fsdp
 from stepmark.workloads.rules.pytorch.fsdp import Fsdp, StageEnds
-from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
+from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 DENSE = ModelConfig(
     name="small",
@@ -78,7 +78,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, Fsdp]:
         recompute=draw(st.sampled_from(Recompute)),
         pp_schedule=schedule,
         pp_microbatches=draw(st.sampled_from((0, count))),
-        pp_split=draw(st.sampled_from(Split)),
+        pp_split=draw(st.sampled_from(StageSplit)),
     )
     return make(model, microbatches=count, **mesh), settings
 

@@ -27,7 +27,7 @@ from stepmark.workloads.job import Job
 from stepmark.workloads.rules.pytorch import ddp, fsdp, plain, step
 from stepmark.workloads.rules.pytorch.case import of_case
 from stepmark.workloads.rules.pytorch.ddp import Ddp
-from stepmark.workloads.rules.pytorch.fsdp import Fsdp
+from stepmark.workloads.rules.pytorch.fsdp import Fsdp, StageEnds
 from stepmark.workloads.rules.pytorch.fsdp_recorder import REDUCE, REPLICATE
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
@@ -188,7 +188,7 @@ def test_fully_sharded_is_half_as_much_again_as_ddp(
     """Less one gather of the root, which is not given back after the forward pass."""
     shards = make(model, **mesh)
     copies = make(model, dp_replicate=mesh["dp_shard"], cp=mesh.get("cp", 1))
-    sharded = generated(shards, **FP32)
+    sharded = generated(shards, **FP32, ends=StageEnds.ROOT)
     of_tensors = lambda one: one.group != "cp"  # noqa: E731
     reduced = bus_bytes(ddp.workload(copies, Ddp(**{"autocast": False})), of_tensors)
     root = bus_bytes(
@@ -197,7 +197,7 @@ def test_fully_sharded_is_half_as_much_again_as_ddp(
     )
     assert root > 0
     assert bus_bytes(sharded, of_tensors) == pytest.approx(1.5 * reduced - root, rel=1e-12)
-    kept = generated(shards, **FP32, reshard_after_forward="no")
+    kept = generated(shards, **FP32, ends=StageEnds.ROOT, reshard_after_forward="no")
     assert bus_bytes(kept, of_tensors) == pytest.approx(reduced, rel=1e-12)
 
 
@@ -276,7 +276,7 @@ def test_replicas_reduce_what_shards_have_scattered() -> None:
     made = generated(make(DENSE, dp_shard=4, dp_replicate=2))
     order = [one for one in comms(made) if one.phase is Phase.BWD]
     pairs = [(a, b) for a, b in pairwise(order) if a.collective == Collective.REDUCE_SCATTER]
-    assert len(pairs) == DENSE.num_layers + 1
+    assert len(pairs) == DENSE.num_layers + 2  # embedding, and norm with head
     for scattered, reduced in pairs:
         assert (reduced.collective, reduced.count, reduced.group) == (
             Collective.ALL_REDUCE,
@@ -291,7 +291,8 @@ def test_replicas_reduce_what_shards_have_scattered() -> None:
 def test_backward_gathers_from_where_weights_were_left(
     reshard: str, group: str, gathers: int
 ) -> None:
-    made = generated(make(DENSE, dp_shard=8), reshard_after_forward=reshard)
+    job = make(DENSE, dp_shard=8)
+    made = generated(job, ends=StageEnds.ROOT, reshard_after_forward=reshard)
     again = [
         one
         for one in comms(made)

@@ -5,15 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from stepmark.ground.errors import ConfigError
+from stepmark.model.parallel import StageSplit, stage_layers
 from stepmark.workloads.pipeline import WITH_MICROBATCH, Act, Action
 from stepmark.workloads.rules.pytorch.fsdp import Fsdp
 from stepmark.workloads.rules.pytorch.fsdp import workload as fsdp_workload
 from stepmark.workloads.rules.pytorch.schedules import (
     Order,
     Schedule,
-    Split,
     spans,
-    stage_sizes,
 )
 
 from .jobs import make
@@ -60,7 +59,7 @@ def test_layers_are_split_as_torchtitan_does(layers: int, stages: int) -> None:
         with pytest.raises(
             ConfigError, match=f"stages: '{stages}' is invalid: .* {layers + 2} "
         ):
-            stage_sizes(layers, stages, Split.TORCHTITAN)
+            stage_layers(layers, stages, StageSplit.TORCHTITAN)
         return
     least, more = divmod(layers + 2, stages)
     wanted = []
@@ -68,8 +67,8 @@ def test_layers_are_split_as_torchtitan_does(layers: int, stages: int) -> None:
         part = [modules.pop(0) for _ in range(least + (stage < more))]
         wanted.append(sum(name.isdecimal() for name in part))
     assert not modules
-    assert stage_sizes(layers, stages, Split.TORCHTITAN) == wanted
-    assert sum(stage_sizes(layers, min(stages, layers), Split.EVEN)) == layers
+    assert [len(own) for own in stage_layers(layers, stages, StageSplit.TORCHTITAN)] == wanted
+    assert sum(map(len, stage_layers(layers, min(stages, layers), StageSplit.EVEN))) == layers
 
 
 def test_stages_of_fsdp_have_torchtitans_layers_and_say_so() -> None:
@@ -78,6 +77,6 @@ def test_stages_of_fsdp_have_torchtitans_layers_and_say_so() -> None:
     assert [len(stage.layers) for stage in workload.stages] == [2, 3, 2, 1]
     (note,) = workload.notes
     assert note.startswith("layers of the 4 pipeline stages: 2, 3, 2, 1: embedding and head")
-    even = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp(pp_split=Split.EVEN))
+    even = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp(pp_split=StageSplit.EVEN))
     assert [len(stage.layers) for stage in even.stages] == [2, 2, 2, 2]
     assert even.notes == fsdp_workload(make(pp=2, microbatches=2), Fsdp()).notes == ()

@@ -107,7 +107,10 @@ def _before(found: list[tuple[Operation, list[Operation]]], last: Operation) -> 
 def test_a_stage_gathers_when_it_has_received(schedule: Schedule) -> None:
     """Its first forward pass; before, the current stream waits for the transfer."""
     job = make(DENSE, microbatches=4, dp_shard=2, pp=2)
-    found = list(waits(generated(job, pp_schedule=schedule), 1))
+    program = generated(
+        job, pp_schedule=schedule, ends=StageEnds.ROOT, reshard_after_forward="yes"
+    )
+    found = list(waits(program, 1))
     received = next(one for one, _ in found if isinstance(one, CommOp))
     assert received.collective == "recv"
     gather, after = next((one, after) for one, after in found if one.name == f"{GATHER}.1")
@@ -151,7 +154,7 @@ def test_the_next_gather_of_a_forward_pass_waits_for_what_was_computed_before_it
 def test_with_several_stages_a_gather_waits_for_what_came_before_its_own_forward_pass() -> None:
     """Weights are still there for it; those of the backward pass are gathered later."""
     job = make(DENSE, microbatches=8, dp_shard=2, pp=2)
-    program = generated(job, pp_schedule=Schedule.INTERLEAVED)
+    program = generated(job, pp_schedule=Schedule.INTERLEAVED, reshard_after_forward="yes")
     newest: Operation | None = None
     before: dict[str, Operation | None] = {}  # by stage; gone when a gather waited for it
     passing: dict[str, int | None] = {}

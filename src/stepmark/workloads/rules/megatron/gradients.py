@@ -281,9 +281,14 @@ def _grad_finalize(plan: Plan, stage: StageParams) -> list[Operation]:
 
 
 def _update(plan: Plan, stage: StageParams) -> list[Operation]:
-    """Return ChainedOptimizer.step: optimizers of dense parameters and, with ep, of experts."""
+    """Return ChainedOptimizer.step: optimizers of dense parameters and, with ep, of experts.
+
+    A stage without experts has an optimizer of none, since all ranks have the same groups of
+    parameters (core/optimizer/__init__.py, _get_param_groups).
+    """
     sharded = plan.settings.use_distributed_optimizer
-    kinds = sorted({bucket.expert for bucket in stage.all_buckets})
+    has_experts = plan.model.num_moe_layers and plan.job.parallel.ep > 1
+    kinds = (False, True) if has_experts else (False,)
     norm_groups = ["expt_tp_pp" if expert else "mp" for expert in kinds]
     if sharded:
         norm_groups = ["intra_dist_opt" for _ in kinds]
@@ -302,13 +307,14 @@ def _update(plan: Plan, stage: StageParams) -> list[Operation]:
         if sharded:
             ranks = plan.size("intra_expt_dp" if expert else "intra_dp_cp")
             count = sum(bucket.padded for bucket in own) // ranks
-        ops.append(
-            ComputeOp(
-                op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
-                phase=Phase.OPTIM,
-                module="optimizer.experts" if expert else "optimizer",
+        if own:
+            ops.append(
+                ComputeOp(
+                    op=Optimizer(num_params=max(1, count), kind="adamw", dtype=DType.FP32),
+                    phase=Phase.OPTIM,
+                    module="optimizer.experts" if expert else "optimizer",
+                )
             )
-        )
         # Each optimizer gathers all buckets of the chunks, including the other's.
         for bucket in stage.all_buckets if gathers else ():
             ops += gather(plan, bucket)

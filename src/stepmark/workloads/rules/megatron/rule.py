@@ -327,7 +327,7 @@ class _StageBuilder:
         stream = self.stream(sends=sends, to_next=to_next)
         if stream in ("pp.send", "pp.recv") and sends is bool(self.index % 2):
             group = "world"
-            peer = self.plan.job.parallel.world_size // 2
+            peer *= self.plan.job.parallel.world_size // 2
         return self.plan.comms(
             SEND if sends else RECV,
             self.plan.own_tokens * self.plan.model.hidden_size,

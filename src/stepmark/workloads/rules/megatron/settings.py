@@ -11,6 +11,7 @@ from functools import partial
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
+from stepmark.step.layout import model_as
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import CommOp, Group
 from stepmark.workloads.job import (
@@ -22,7 +23,6 @@ from stepmark.workloads.job import (
     mesh_groups,
     refuse_first,
     setting,
-    with_padded_vocab,
 )
 
 
@@ -280,8 +280,8 @@ class Plan:
 def make_plan(job: Job, settings: Megatron) -> Plan:
     """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
     check_trained("dtype", job.dtype)
-    multiple = settings.make_vocab_size_divisible_by * job.parallel.tp
-    model = with_padded_vocab(job.model, multiple)
+    multiple = settings.make_vocab_size_divisible_by
+    model = model_as("megatron", job.model, job.parallel.tp, multiple)
     job = replace(job, model=model)
     parallel = job.parallel
     plan = Plan(
@@ -291,6 +291,13 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     data_ranks = parallel.data_ranks
     width = model.moe.ffn_hidden_size if model.moe else 0
     refuse_first(
+        (
+            model.attention_bias and not model.linear_bias,
+            "attention_bias",
+            True,
+            "false: Megatron-LM has biases of q, k and v alone, or of all linear layers"
+            " (--linear-bias, without experts)",
+        ),
         (
             model.moe and parallel.tp > 1 and not settings.sequence_parallel,
             "sequence_parallel",

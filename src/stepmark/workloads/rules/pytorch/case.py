@@ -12,8 +12,7 @@ from stepmark.model.ops import Gemm, Scaling
 from stepmark.step.workload import ComputeOp, Item, Workload
 from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import ddp, fsdp, plain
-from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
-from stepmark.workloads.rules.pytorch.units import TpPlan
+from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 T = TypeVar("T")
 Settings = fsdp.Fsdp | ddp.Ddp | plain.Pp | plain.Tp
@@ -115,13 +114,13 @@ def settings_of(case: TrainCase, kind: type[T]) -> T:
         "prefetch": case.prefetch,
         "blocks_per_group": case.blocks_per_group,
         "ends": fsdp.StageEnds.APART,
-        "embedding_in_backward": False,
-        "tp_plan": TpPlan.WHOLE,
+        "embedding_in_backward": case.embedding_in_backward,
+        "tp_plan": case.tp_plan,
         "autocast": is_amp,
         "masters": case.precision is Precision.MASTER,
         "compress_bf16": halved and case.precision in (Precision.AMP, Precision.FP32),
-        "bucket_cap_mb": case.bucket_mb,
-        "gradient_as_bucket_view": True,
+        "bucket_cap_mb": 0 if case.small_first_bucket else case.bucket_mb,
+        "gradient_as_bucket_view": case.bucket_view,
         "init_sync": False,
         "grad_sync": case.grad_sync,
         "clip": case.clip > 0,
@@ -130,7 +129,7 @@ def settings_of(case: TrainCase, kind: type[T]) -> T:
         "recompute_every": case.recompute_blocks[1],
         "pp_schedule": Schedule(case.pp_schedule),
         "pp_microbatches": case.num_microbatches,
-        "pp_split": Split.EVEN,
+        "pp_split": case.pp_split,
     }
     names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
     return kind(**{name: value for name, value in values.items() if name in names})

@@ -108,6 +108,7 @@ class Ddp:
     find_unused_parameters: bool = setting(False, "reduce which parameters were used as well")
     gradient_as_bucket_view: bool = setting(False, "gradients are views of buckets")
     init_sync: bool = setting(True, "broadcast rank 0's weights at the start")
+    fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
     clip: bool = setting(True, "clip gradients by their norm")
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")

@@ -10,21 +10,23 @@ from enum import StrEnum
 from stepmark.cases.training import GradSync, Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.model.parallel import StageSplit, TpPlan
 from stepmark.step.workload import Group, Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, check_at_least, refuse_first, setting
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
-from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
+from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.step import SOURCE, build
 from stepmark.workloads.rules.pytorch.technique import check_settings, technique
-from stepmark.workloads.rules.pytorch.units import TpPlan, groups_of
+from stepmark.workloads.rules.pytorch.units import groups_of
 
 
 class StageEnds(StrEnum):
     """The module that wraps the embedding, the final norm and the head."""
 
-    ROOT = "root"  # the model itself: gathered once a pass
-    APART = "apart"  # the embedding and the output each, as `stepmark train` has it
+    # The embedding, and norm and head (torchtitan, distributed/fsdp.py).
+    APART = "apart"
+    ROOT = "root"  # the model itself, gathered once a pass: torch's tutorial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +36,17 @@ class Fsdp:
     param_dtype: DType = setting(DType.BF16, "dtype of gathered weights")
     reduce_dtype: DType = setting(DType.FP32, "dtype of reduced gradients")
     shard_dtype: DType = setting(DType.FP32, "dtype of the shards that the optimizer updates")
-    reshard_after_forward: str = setting("yes", "yes, no, or a number of ranks to reshard over")
+    reshard_after_forward: str = setting(
+        "", "yes, no, or a number of ranks to reshard over [yes; no with --pp]"
+    )
     prefetch: int = setting(1, "groups gathered ahead; 1: as torch does by itself")
     blocks_per_group: int = setting(1, "transformer blocks per FSDP group")
-    ends: StageEnds = setting(StageEnds.ROOT, "who wraps embedding and output: root or apart")
+    ends: StageEnds = setting(StageEnds.APART, "who wraps embedding and output: apart or root")
     embedding_in_backward: bool = setting(
         True, "with --ends apart: set_unshard_in_backward of the embedding"
     )
     tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
+    fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     grad_sync: GradSync = setting(GradSync.EVERY, "reduce every micro-batch or the last one")
     clip: bool = setting(True, "clip gradients by their norm")
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
@@ -50,7 +55,7 @@ class Fsdp:
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
     pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
     pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
-    pp_split: Split = setting(Split.TORCHTITAN, "layers by stage: torchtitan or even")
+    pp_split: StageSplit = setting(StageSplit.TORCHTITAN, "layers by stage: torchtitan or even")
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "prefetch", "blocks_per_group")
@@ -61,7 +66,8 @@ def workload(job: AnyJob, settings: Fsdp) -> Workload:
     """Return a step with sharded weights, gradients and optimizer. Raises ConfigError."""
     groups = groups_of(job)
     shards = groups["fsdp"].size
-    reshard = _reshard(settings.reshard_after_forward, shards)
+    default = "yes" if job.parallel.pp == 1 else "no"
+    reshard = _reshard(settings.reshard_after_forward or default, shards)
     if reshard:
         groups |= _inner(job, groups, reshard)
     layers = -(-job.num_layers // job.parallel.pp)

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
+from stepmark.model.parallel import StageSplit, TpPlan
 from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, check_single, setting
-from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
+from stepmark.workloads.rules.pytorch.schedules import Schedule
 from stepmark.workloads.rules.pytorch.step import SOURCE, build
 from stepmark.workloads.rules.pytorch.technique import check_settings, technique
-from stepmark.workloads.rules.pytorch.units import TpPlan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,7 @@ class Tp:
     param_dtype: DType = setting(DType.FP32, "dtype of the model's weights; fp32: autocast")
     masters: bool = setting(False, "keep fp32 master weights for the optimizer")
     tp_plan: TpPlan = setting(TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole")
+    fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     clip: bool = setting(True, "clip gradients by their norm")
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
     recompute_some: int = setting(1, "with blocks: checkpointed blocks in each cycle")
@@ -40,7 +41,7 @@ class Pp(Tp):
     pp_schedule: Schedule = setting(Schedule.ONE_F_ONE_B, "1f1b, interleaved or gpipe")
     pp_microbatches: int = setting(0, "micro-batches per pass through the pipeline; 0: all")
     pp_stages: int = setting(2, "with --pp-schedule interleaved: stages per rank")
-    pp_split: Split = setting(Split.TORCHTITAN, "layers by stage: torchtitan or even")
+    pp_split: StageSplit = setting(StageSplit.TORCHTITAN, "layers by stage: torchtitan or even")
 
 
 def workload(job: Job, settings: Tp) -> Workload:

@@ -17,6 +17,7 @@ from functools import cache, lru_cache
 from itertools import groupby
 
 from stepmark.ground.errors import ConfigError
+from stepmark.model.parallel import StageSplit
 from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.pipeline import COMPUTE_DONE, WITH_MICROBATCH, Act, Action, Span, Tick
 
@@ -31,39 +32,14 @@ class Schedule(StrEnum):
     GPIPE = "gpipe"
 
 
-class Split(StrEnum):
-    """Division of the layers among stages, with the remainder on the first ones."""
-
-    TORCHTITAN = "torchtitan"  # the embedding and the head count as a layer each
-    EVEN = "even"  # as `stepmark train`
-
-
-def stage_sizes(num_layers: int, num_stages: int, split: Split) -> list[int]:
-    """Return the layers of each stage. Raises ConfigError where a stage would have nothing.
-
-    Source: torchtitan b5bcd76, distributed/pipeline_parallel.py
-    (_generate_llm_fqn_per_model_part), with its default weights of 1.
-    """
-    ends = 1 if split is Split.TORCHTITAN and num_stages > 1 else 0
-    most = num_layers + 2 * ends
-    if num_stages > most:
-        what = f"{num_layers} layers{', embedding and head' if ends else ''}"
-        raise ConfigError("pipeline stages", num_stages, f"at most {most} ({what})")
-    small, rest = divmod(most, num_stages)
-    sizes = [small + (index < rest) for index in range(num_stages)]
-    sizes[0] -= ends
-    sizes[-1] -= ends
-    return sizes
-
-
-def split_note(sizes: list[int], split: Split) -> tuple[str, ...]:
+def split_note(sizes: list[int], split: StageSplit) -> tuple[str, ...]:
     """Return a note if stages have different numbers of layers."""
     if len(set(sizes)) < 2:
         return ()
     alike = [(size, len(list(same))) for size, same in groupby(sizes)]
     words = ", ".join(f"{size} x {times}" if times > 1 else str(size) for size, times in alike)
     why = "embedding and head count as a layer each, as in torchtitan (--pp-split even)"
-    rule = why if split is Split.TORCHTITAN else "the first ones have the remainder"
+    rule = why if split is StageSplit.TORCHTITAN else "the first ones have the remainder"
     return (f"layers of the {len(sizes)} pipeline stages: {words}: {rule}",)
 
 

@@ -7,7 +7,6 @@ which all gradients are reduced. FSDP's gathers depend on the passes before, so 
 computed one by one until nothing changes any more; the rest of a span repeats.
 """
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,6 +16,8 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective
 from stepmark.model.ops import Optimizer, Phase
+from stepmark.model.parallel import stage_layers
+from stepmark.step.layout import FUSED
 from stepmark.step.module import Param
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
 from stepmark.workloads.architecture import AnyJob, OwnJob, Unit
@@ -38,7 +39,6 @@ from stepmark.workloads.rules.pytorch.schedules import (
     Schedule,
     order_of,
     split_note,
-    stage_sizes,
 )
 from stepmark.workloads.rules.pytorch.schedules import spans as spans_of
 from stepmark.workloads.rules.pytorch.technique import Technique
@@ -247,8 +247,8 @@ def _notes(job: AnyJob, technique: Technique) -> tuple[str, ...]:
     if job.parallel.pp == 1:
         return ()
     chunks = technique.pp_stages if technique.schedule is Schedule.INTERLEAVED else 1
-    sizes = stage_sizes(job.num_layers, job.parallel.pp * chunks, technique.pp_split)
-    return split_note(sizes, technique.pp_split)
+    layers = stage_layers(job.num_layers, job.parallel.pp * chunks, technique.pp_split)
+    return split_note(list(map(len, layers)), technique.pp_split)
 
 
 def _prune(blocks: Blocks, stages: tuple[Stage, ...]) -> set[str]:
@@ -328,6 +328,7 @@ def _chunks(
         comms=comms,
         lookup_dtype=lookup,
         plan=technique.plan,
+        fused=FUSED["train"] if technique.fuse_qkv else frozenset(),
         apart=technique.sharding is not None and job.parallel.ep > 1,
     )
     kinds: dict[bool, Unit] = {}
@@ -339,19 +340,16 @@ def _chunks(
         names_ends=technique.sharding is not None or job.parallel.pp > 1,
         root_has_ends=technique.root_has_ends or model.tied_embeddings,
     )
-    sizes = stage_sizes(model.num_layers, count, technique.pp_split)
-    bounds = [0, *itertools.accumulate(sizes)]
     chunks: list[Chunk] = []
-    for index, (start, stop) in enumerate(itertools.pairwise(bounds)):
+    for index, layers in enumerate(stage_layers(model.num_layers, count, technique.pp_split)):
         units = [
-            kinds[model.moe is not None and layer >= model.num_dense_layers]
-            for layer in range(start, stop)
+            kinds[model.moe is not None and layer >= model.num_dense_layers] for layer in layers
         ]
         is_first = index == 0
         is_last = index == count - 1
         chunk = Chunk(
             technique,
-            _layers_of(technique, units, start),
+            _layers_of(technique, units, layers.start),
             blocks=blocks,
             embedding=builder.embedding() if is_first else None,
             output=builder.output(has_table=is_first) if is_last else None,
@@ -444,10 +442,12 @@ def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms)
         items.append(_computed("clip", Kernel(name="norms", flops=0, bytes_moved=num_bytes)))
         # One number per tensor is summed over the ranks among which its gradient is divided.
         num_experts = sum(param.is_expert for param in trained) if job.parallel.ep > 1 else 0
-        counts = {"fsdp_tp" if technique.sharding else "tp": len(trained) - num_experts}
+        others = len(trained) - num_experts
+        counts = [("fsdp", others)] if technique.sharding else []
+        counts += [("tp", others)]
         if job.parallel.ep > 1:
-            counts |= {"expert_fsdp": num_experts, "ep": num_experts}
-        for group, count in counts.items():
+            counts += [("expert_fsdp", num_experts), ("ep", num_experts)]
+        for group, count in counts:
             items += reduce(count, group, module="clip")
         items += reduce(1, "pp", module="clip", dtype=DType.FP32)
         items.append(

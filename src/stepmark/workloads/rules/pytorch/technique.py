@@ -9,12 +9,12 @@ from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
+from stepmark.model.parallel import StageSplit, TpPlan
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.job import check_at_least, check_trained
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
-from stepmark.workloads.rules.pytorch.schedules import Schedule, Split
-from stepmark.workloads.rules.pytorch.units import TpPlan
+from stepmark.workloads.rules.pytorch.schedules import Schedule
 
 if TYPE_CHECKING:
     from stepmark.workloads.rules.pytorch.chunk import Chunk
@@ -43,10 +43,11 @@ class Technique:
     recompute_blocks: tuple[int, int] = (1, 1)
     syncs_last: bool = False  # gradients are reduced with the last micro-batch only
     clips: bool = True
+    fuse_qkv: bool = True
     schedule: Schedule = Schedule.ONE_F_ONE_B
     pp_microbatches: int = 0
     pp_stages: int = 2
-    pp_split: Split = Split.EVEN
+    pp_split: StageSplit = StageSplit.EVEN
     backward: "Callable[[Chunk], Block] | None" = None
     setup: "Callable[[Chunk], Block] | None" = None
 
@@ -79,6 +80,7 @@ def technique(settings: Any, **more: Any) -> Technique:
         }
     return Technique(
         clips=settings.clip,
+        fuse_qkv=settings.fuse_qkv,
         recompute=settings.recompute,
         recompute_blocks=(settings.recompute_some, settings.recompute_every),
         **fields,

@@ -2,33 +2,25 @@
 
 They follow `stepmark train`: training/model_parallel.py (DTensor's ColwiseParallel,
 RowwiseParallel and SequenceParallel, torch 2.13, torch/distributed/tensor/parallel/style.py;
-torchtitan's plan for Llama, which differs at the ends: TpPlan; keys and values gathered,
+how its plans differ at the ends says TpPlan; keys and values gathered,
 arXiv:2407.21783, section 3.3.2; experts). In the backward pass each collective's dual has the
 same place.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Phase
+from stepmark.model.parallel import TpPlan
+from stepmark.step.layout import FUSED
 from stepmark.step.module import TOGETHER, Module
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import Group, Operation
 from stepmark.workloads.architecture import AnyJob, Architecture, Ops, Unit, weights_first
 from stepmark.workloads.job import DUAL, Comms, Job, mesh_groups
-
-
-class TpPlan(StrEnum):
-    """Plans of tensor parallelism, which differ at the ends of the model."""
-
-    # The embedding's rows scattered over the sequence; loss_parallel, which leaves logits
-    # divided (torchtitan, models/llama3/parallelize.py: apply_non_moe_tp).
-    TORCHTITAN = "torchtitan"
-    WHOLE = "whole"  # rows reduced for all tokens; logits gathered: `stepmark train`
 
 
 def groups_of(job: AnyJob) -> dict[str, Group]:
@@ -52,7 +44,6 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
             "fsdp": ("cp", "dp_shard"),
             "replicate": ("dp_replicate",),
             "ddp": ("cp", "dp_shard", "dp_replicate"),
-            "fsdp_tp": ("tp", "cp", "dp_shard"),
         },
     )
     groups["ep"] = Group(digits=((axes.ep, axes.tp),))
@@ -109,16 +100,19 @@ class UnitBuilder:
     lookup_dtype: DType
     apart: bool = False  # experts are a module that is sharded by itself
     plan: TpPlan = TpPlan.TORCHTITAN
+    fused: frozenset[str] = FUSED["train"]
 
     @property
     def _tree(self) -> TreeBuilder:
-        return self.job.tree("train", whole_loss=self.plan is TpPlan.WHOLE)
+        whole = self.plan is TpPlan.WHOLE
+        return self.job.tree("train", whole_loss=whole, fused=self.fused)
 
     def embedding(self) -> Unit:
         """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
         table = self._tree.embedding()
         size = self.job.tokens * self.job.model.hidden_size
-        is_whole = self.plan is TpPlan.WHOLE
+        # Learned positions are added to whole sequences.
+        is_whole = self.plan is TpPlan.WHOLE or self.job.model.max_positions > 0
         reduced = self.comms(
             Collective.ALL_REDUCE if is_whole else Collective.REDUCE_SCATTER,
             size,
