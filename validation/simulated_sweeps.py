@@ -9,7 +9,7 @@ from functools import partial
 from simulated_launches import SD, Draw, bimodal, normal, percent, rounds
 
 from stepmark.cases.sweep import MIN_GAIN
-from stepmark.comparison.comparison import Cell, Comparison, Line
+from stepmark.comparison.comparison import Cell, Comparison, Line, Series
 from stepmark.comparison.racing import fresh_rounds, standing
 from stepmark.comparison.recommendation import Advice, advise, confirm
 from stepmark.ground.launches import Row
@@ -156,4 +156,4 @@ def _comparison(logs: Log) -> Comparison:
 
 
 def cell(ratio: Ratio | None) -> Cell:
-    return Cell(fields={}, size_bytes=None, busbw_factor=None, value=1.0, ratio=ratio)
+    return Cell(series=Series(fields={}, launches={}), value=1.0, ratio=ratio)

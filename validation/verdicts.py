@@ -1,6 +1,6 @@
 """Count wrong and missing verdicts of comparisons on simulated launches whose truth is known.
 
-    python validation/verdicts.py             # all experiments, fixed seeds: 25 minutes
+    python validation/verdicts.py             # all experiments, fixed seeds: 90 minutes
     python validation/verdicts.py --only tables --scale 0.1
 
 It calls the function that judges the rows of `stepmark compare`. docs/definitions.md has the
@@ -14,7 +14,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from simulated_launches import (
+    NOISES,
+    ROWS,
     SD,
+    Noise,
     bimodal,
     blocks,
     heavy,
@@ -23,6 +26,7 @@ from simulated_launches import (
     percent,
     rounds,
     row,
+    simulate,
 )
 from simulated_sweeps import sweeps
 
@@ -30,8 +34,6 @@ from stepmark.comparison.acceptance import accept, baseline_needed, launches_nee
 from stepmark.ground.launches import Row
 from stepmark.ground.ratio import Ratio, Verdict
 from stepmark.ground.verdicts import judge
-
-ROWS = 68
 
 
 def is_verdict(ratio: Ratio) -> bool:
@@ -63,81 +65,95 @@ def single_rows(scale: float) -> Iterator[Sequence[str]]:
             yield (shape.__name__, percent(sd, 1), *cells)
 
 
-def table(
-    draw: random.Random,
-    n: int,
-    moved: Mapping[int, float] | None = None,
-    *,
-    rows: int = ROWS,
-    sd: float = SD,
-    sd_of_sd: float = 0.0,
-    common: float = 0.0,
-) -> list[tuple[list[float], list[float]]]:
-    """Return rows of n launches a side. moved: change of rows. common: share of the variance
-    that is common to all rows of a launch. sd_of_sd: of the logarithm of rows' sd.
-    """
-    shared, alone = math.sqrt(common), math.sqrt(1 - common)
-    launches = [[draw.gauss(0, 1) for _ in range(n)] for _ in range(2)]
-    table_rows = []
-    for index in range(rows):
-        own = sd * math.exp(draw.gauss(0, sd_of_sd))
-        a, b = (
-            [own * (shared * level + alone * draw.gauss(0, 1)) for level in side]
-            for side in launches
-        )
-        change = (moved or {}).get(index, 0.0)
-        table_rows.append((a, [value - math.log1p(change) for value in b]))
-    return table_rows
-
-
 def rows_with_verdict(rows: Sequence[Row]) -> set[int]:
     return {index for index, ratio in enumerate(judge(rows)) if is_verdict(ratio)}
 
 
 def tables(scale: float) -> Iterator[Sequence[str]]:
-    """Tables of 68 rows: any false verdict, and the share of moved rows that is seen."""
+    """Tables of 68 rows: any false verdict, and the share of changed rows that is seen.
+
+    Seen of rows that are quiet (no noisier than the median) and have no states. Against: tables
+    of which a row is slower, where all are faster.
+    """
     yield (
         "rows",
         "A/A: tables with a false verdict",
         "all +3 %: seen",
+        "against",
+        "all +5 %: seen",
+        "against",
         "one +3 %, n = 3",
         "one +3 %, n = 6",
         "one +5 %, n = 3",
         "half +3 %: false share",
+        "rows with states: two states",
     )
-    count = int(1000 * scale)
-    variants: dict[str, dict[str, float]] = {
-        "sd 1 %": {},
-        "sds lognormal 0.3": {"sd_of_sd": 0.3},
-        "half the variance common": {"common": 0.5},
-        "9/10 of the variance common": {"common": 0.9},
-    }
-    for name, variant in variants.items():
+    count = int(200 * scale)
+    for noise in NOISES:
         draw = random.Random(2)
-
-        def simulated(n: int, moved: Mapping[int, float], number: int) -> Iterator[set[int]]:
-            for _ in range(number):
-                pairs = table(draw, n, moved, **variant)  # type: ignore[arg-type]  # noqa: B023
-                yield rows_with_verdict([row(a, b) for a, b in pairs])
-
-        wrong = sum(map(bool, simulated(3, {}, 4 * count))) / (4 * count)
-        every = sum(map(len, simulated(3, dict.fromkeys(range(ROWS), 0.03), count)))
-        one = [
-            sum(0 in verdicts for verdicts in simulated(n, {0: change}, count)) / count
-            for n, change in ((3, 0.03), (6, 0.03), (3, 0.05))
-        ]
-        half = dict.fromkeys(range(ROWS // 2), 0.03)
-        shares = [
-            sum(index not in half for index in verdicts) / max(1, len(verdicts))
-            for verdicts in simulated(3, half, count)
-        ]
+        false, named = _unmoved(draw, noise, 5 * count)
+        ones = ((3, 0.03), (6, 0.03), (3, 0.05))
         yield (
-            name,
-            percent(wrong),
-            percent(every / count / ROWS, 1),
-            *(percent(share, 1) for share in one),
-            percent(sum(shares) / count),
+            noise.name,
+            percent(false),
+            *_all_moved(draw, noise, 0.03, count // 2),
+            *_all_moved(draw, noise, 0.05, count // 2),
+            *(
+                _one_moved(draw, noise, launches, change, count) if noise.launches == 3 else "-"
+                for launches, change in ones
+            ),
+            percent(_false_share(draw, noise, count // 2)),
+            "-" if named is None else percent(named, 1),
         )
+
+
+def _unmoved(draw: random.Random, noise: Noise, count: int) -> tuple[float, float | None]:
+    """Return the share of tables with a false verdict, and of rows with states so named."""
+    false = named = with_states = 0
+    for _ in range(count):
+        ratios = judge(simulate(draw, noise, {}).rows)
+        false += any(map(is_verdict, ratios))
+        if noise.states:
+            named += sum("two states" in ratio.reason for ratio in ratios[::10])
+            with_states += len(ratios[::10])
+    return false / count, named / with_states if with_states else None
+
+
+def _all_moved(draw: random.Random, noise: Noise, change: float, count: int) -> tuple[str, str]:
+    """Return the share of quiet rows that are seen, and of tables with a wrong direction."""
+    seen = counted = against = 0
+    for _ in range(count):
+        table = simulate(draw, noise, dict.fromkeys(range(ROWS), change))
+        ratios = judge(table.rows)
+        seen += sum(ratios[index].verdict is Verdict.FASTER for index in table.counted)
+        counted += len(table.counted)
+        against += any(ratio.verdict is Verdict.SLOWER for ratio in ratios)
+    return percent(seen / counted, 1), percent(against / count, 1)
+
+
+def _one_moved(
+    draw: random.Random, noise: Noise, launches: int, change: float, count: int
+) -> str:
+    """Return how often the only row that changed is seen, if it is a quiet one."""
+    seen = counted = 0
+    for _ in range(count):
+        table = simulate(draw, noise, {1: change}, launches=launches)
+        if 1 in table.counted:
+            seen += judge(table.rows)[1].verdict is Verdict.FASTER
+            counted += 1
+    return percent(seen / counted, 1)
+
+
+def _false_share(draw: random.Random, noise: Noise, count: int) -> float:
+    """Return the mean share of wrong verdicts where the first half of the rows is faster."""
+    half = dict.fromkeys(range(ROWS // 2), 0.03)
+    shares = []
+    for _ in range(count):
+        ratios = judge(simulate(draw, noise, half).rows)
+        verdicts = [index for index, ratio in enumerate(ratios) if is_verdict(ratio)]
+        right = sum(i in half and ratios[i].verdict is Verdict.FASTER for i in verdicts)
+        shares.append(1 - right / len(verdicts) if verdicts else 0.0)
+    return sum(shares) / count
 
 
 def quiet_history(scale: float) -> Iterator[Sequence[str]]:
@@ -149,13 +165,12 @@ def quiet_history(scale: float) -> Iterator[Sequence[str]]:
         for moved in ({}, dict.fromkeys(range(ROWS // 4), 0.05)):
             wrong = right = 0
             for _ in range(count):
-                past = [table(draw, 5, sd=SD / factor) for _ in range(2)]
-                verdicts = rows_with_verdict(
-                    [
-                        row(a, b, [run[index][0] for run in past])
-                        for index, (a, b) in enumerate(table(draw, 1, moved))
-                    ]
-                )
+                rows = []
+                for index in range(ROWS):
+                    past = [[draw.gauss(0, SD / factor) for _ in range(5)] for _ in range(2)]
+                    faster = math.log1p(moved.get(index, 0.0))
+                    rows.append(row([draw.gauss(0, SD)], [draw.gauss(-faster, SD)], past))
+                verdicts = rows_with_verdict(rows)
                 wrong += any(index not in moved for index in verdicts)
                 right += sum(index in moved for index in verdicts)
             cells.append(percent(wrong / count))

@@ -90,8 +90,8 @@ def test_without_settings_the_race_is_decided() -> None:
 
 def test_equal_settings_are_dropped_once_none_can_gain() -> None:
     """Quiet launches show after some rounds that no setting is 1 % faster."""
-    logs = logs_of(Random(1), {name: [0.0] * SIZES for name in "abc"}, 12, sd=0.002)
-    state = after(logs, 12)
+    logs = logs_of(Random(1), {name: [0.0] * SIZES for name in "abc"}, 24, sd=0.002)
+    state = after(logs, 24)
     assert state.dropped == {"a", "b", "c"}
     assert state.is_decided
 

@@ -31,6 +31,7 @@ from stepmark.ground.ratio import (
     holm,
 )
 from stepmark.ground.units import KIB, MIB
+from stepmark.ground.variance import Variance, total
 from stepmark.ground.verdicts import judge, judge_mean
 
 # Sizes at which collectives vary differently: latency, protocols, bandwidth.
@@ -181,7 +182,15 @@ def _row(base: Side, other: Side, first: Series, second: Series, options: Option
         other=_sample(other, second, options),
         by_round=base.by_round and other.by_round,
         noise=options.noise,
+        repeats=_mean_noise(first, second),
     )
+
+
+def _mean_noise(first: Series, second: Series) -> Variance | None:
+    """Return the mean variance of a launch of both sides, by repeats of such tables."""
+    if first.noise is None or second.noise is None:
+        return None
+    return total([first.noise.scaled(0.5), second.noise.scaled(0.5)])
 
 
 def _sample(side: Side, series: Series, options: Options) -> Sample:

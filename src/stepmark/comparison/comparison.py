@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from stepmark.ground.ratio import Ratio
+from stepmark.ground.variance import Variance
 from stepmark.model.model import ModelConfig
 
 # Units of figures that a source prints without a unit: a time as the user states, and unknown.
@@ -22,7 +23,8 @@ class Series:
     `busbw_factor` is that of a collective: size / time x factor is the bus bandwidth. `below`
     bounds a rate that was printed as 0; then there are no values. `starts`: Unix time at which
     launches began, where known. `soak_s`: the shortest soak or load before its samples; None
-    where there is none. `busy`: launches in which other work ran on a host. `model`: what is
+    where there is none. `busy`: launches in which other work ran on a host. `noise`: of one
+    launch, as repeats of such tables on other machines vary; None if unknown. `model`: what is
     trained; the fields have its name alone, which series.named_apart completes.
     """
 
@@ -36,6 +38,7 @@ class Series:
     starts: Mapping[str, float] = field(default_factory=dict)
     soak_s: float | None = None
     busy: frozenset[str] = frozenset()
+    noise: Variance | None = None
     model: ModelConfig | None = None
 
     @property

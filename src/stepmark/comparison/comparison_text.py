@@ -11,7 +11,7 @@ from string import ascii_uppercase
 from typing import TYPE_CHECKING, Any
 
 from stepmark.comparison.comparison import TIME, Cell, Comparison, Line, Overall
-from stepmark.ground.ratio import Ratio, Verdict
+from stepmark.ground.ratio import OF_REPEATS, Ratio, Verdict
 from stepmark.ground.units import GB, format_bytes, format_time
 from stepmark.ground.verdicts import FALSE_SHARE
 from stepmark.tables.columns import (
@@ -228,9 +228,9 @@ def shown_value(line: Line, name: str) -> float | None:
 
 
 def verdict_text(ratio: Ratio) -> str:
-    """Return the verdict, and why it is uncertain."""
-    unsure = ratio.verdict is Verdict.CANNOT_TELL
-    return ratio.verdict.value + (f" ({ratio.reason})" if unsure else "")
+    """Return the verdict, and why it is uncertain or rests on other machines."""
+    has_reason = ratio.verdict is Verdict.CANNOT_TELL or ratio.reason.endswith(OF_REPEATS)
+    return ratio.verdict.value + (f" ({ratio.reason})" if has_reason else "")
 
 
 def ratio_text(ratio: Ratio) -> str:
@@ -267,6 +267,11 @@ def closing(comparison: Comparison) -> list[str]:
     if sum(ratio.df is not None for ratio in ratios) > 1:  # not by stated noise
         sentences.append(
             f"judged as a table: {FALSE_SHARE:.1%} of faster and slower are wrong on average"
+        )
+    if any(ratio.reason.endswith(OF_REPEATS) for ratio in ratios):
+        sentences.append(
+            "one value is as noisy as on other machines on which such tables were repeated: "
+            "--noise 2% states what yours is"
         )
     if any(ratio.low is None for ratio in ratios):
         sentences.append(

@@ -20,6 +20,7 @@ from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel
 from stepmark.comparison.comparison import UNKNOWN, Fields, Series, Side
+from stepmark.comparison.launch_noise import noise_of
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.reading import Reading, Table
 from stepmark.ground.stats import slowest_per_sample
@@ -237,6 +238,7 @@ def _series_of_readings(
         busbw_factor=factor if times else None,
         below=None if values else first.rate_below,
         rounding=max(map(_rounding, readings)) if times else 0.0,
+        noise=noise_of(table, first.size_bytes),
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from statistics import fmean
 
-from stepmark.ground.variance import Residuals
+from stepmark.ground.variance import Variance
 
 
 class Order(StrEnum):
@@ -42,7 +42,8 @@ class Row:
 
     by_round: a launch is a round, and its name the same on both sides. by_step: a launch is a
     step of the same processes. noise: relative standard deviation of a launch, as stated; it
-    counts where a side has a single one.
+    counts where a side has a single one. repeats: variance of a launch on other machines; it
+    counts where both sides have a single one, and neither has a past.
     """
 
     kind: Hashable
@@ -51,12 +52,25 @@ class Row:
     by_round: bool = False
     by_step: bool = False
     noise: float | None = None
+    repeats: Variance | None = None
+
+    @property
+    def is_same(self) -> bool:
+        """Whether both sides are the same launches, and not rounds of two settings."""
+        return not self.by_round and self.base.logs == self.other.logs
 
     @property
     def stated(self) -> float | None:
         """Return the stated noise where it counts."""
         is_single = min(len(self.base.logs), len(self.other.logs)) == 1
         return self.noise if is_single else None
+
+    @property
+    def of_repeats(self) -> Variance | None:
+        """Return the variance of other machines where it counts."""
+        counts = {len(self.base.logs), len(self.other.logs)}
+        is_bare = counts == {1} and not self.base.past and not self.other.past
+        return self.repeats if is_bare and self.noise is None else None
 
     @property
     def order(self) -> Order:
@@ -76,12 +90,18 @@ class Row:
 
 def past_runs(past: Sequence[Mapping[str, float]]) -> list[Mapping[str, float]]:
     """Return runs with several launches, and those with one as if they were launches of one."""
-    single = {launch: log for run in past if len(run) == 1 for launch, log in run.items()}
+    single = {
+        f"{number}/{launch}": log
+        for number, run in enumerate(past)
+        if len(run) == 1
+        for launch, log in run.items()
+    }
     several = [run for run in past if len(run) > 1]
     return [*several, single] if len(single) > 1 else several
 
 
-def _residuals(logs: Iterable[float]) -> list[float]:
+def residuals(logs: Iterable[float]) -> list[float]:
+    """Return the differences from the mean."""
     values = list(logs)
     mean = fmean(values)
     return [value - mean for value in values]
@@ -89,18 +109,8 @@ def _residuals(logs: Iterable[float]) -> list[float]:
 
 def squares_within(runs: Iterable[Mapping[str, float]]) -> tuple[float, int]:
     """Return the sum of squared residuals within runs, and its degrees of freedom."""
-    residuals = [_residuals(run.values()) for run in runs if run]
+    by_run = [residuals(run.values()) for run in runs if run]
     return (
-        math.fsum(x * x for run in residuals for x in run),
-        sum(len(run) - 1 for run in residuals),
+        math.fsum(x * x for run in by_run for x in run),
+        sum(len(run) - 1 for run in by_run),
     )
-
-
-def launch_groups(rows: Iterable[Mapping[str, float]]) -> list[list[Residuals]]:
-    """Return residuals of rows with several launches, grouped by launches."""
-    groups: dict[tuple[str, ...], list[Residuals]] = {}
-    for logs in rows:
-        if len(logs) > 1:
-            launches = tuple(sorted(logs))
-            groups.setdefault(launches, []).append(_residuals(logs[name] for name in launches))
-    return list(groups.values())

@@ -16,7 +16,9 @@ EFFECT_FLOOR = 0.01  # a smaller change is not reported, however certain
 _NORMAL = 1000  # degrees of freedom from which t is the normal distribution to four digits
 
 
-BUSY = "busy host"  # a reason: other work ran while a side was measured
+# Reasons: other work ran while a side was measured; noise of a launch of other machines.
+BUSY = "busy host"
+OF_REPEATS = "of repeats"
 
 
 class Verdict(StrEnum):
@@ -50,6 +52,8 @@ class Ratio:
         if self.se_log is None:
             return None
         excess = -math.log(self.speed) - math.log1p(limit)
+        if self.se_log == 0:
+            return 0.0 if excess > 0 else 1.0
         return 1 - t_cdf(excess / self.se_log, self.df)
 
     def is_within(self, limit: float) -> bool:

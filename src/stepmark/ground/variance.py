@@ -4,30 +4,28 @@ Three launches say little about their own variance, but a table has many rows. A
 Statistical Applications in Genetics and Molecular Biology 3 (2004), article 3, the variance of
 a row is drawn from a scaled inverse chi-square distribution with d0 degrees of freedom around
 s0^2. Both are estimated by maximum likelihood (his moments of log s^2 need thousands of rows),
-and the row's own variance is averaged with s0^2 by degrees of freedom.
-
-What moves all rows of a launch together (clocks, placement) makes rows count for less: the
-variance of a pool has the degrees of freedom that Satterthwaite's rule (Biometrics Bulletin 2,
-1946) gives for launches and rows within launches.
+and the row's own variance is averaged with s0^2 by degrees of freedom. Rows that vary unlike
+have a small d0, so that a quiet one stays quiet beside noisy ones.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import fmean
 
 from stepmark.ground.ratio import t_quantile
 
-_MIN_VARIANCES = 6  # from which the prior is estimated; with fewer, each row stands for itself
-_LEAST_SHARE = 1e-4  # of the pool's variance: what a row has at least, whose values are equal
+# Rows and degrees of freedom from which the prior is estimated; with fewer, each row stands for
+# itself.
+MIN_ROWS = 3
+_MIN_DF = 6
+_LEAST_SHARE = 1e-4  # of the mean variance: what a row has at least, whose values are equal
+_COARSE_DF = 100  # from here on quantiles hardly change, and tens do
 _MAX_DF = 300.0  # of a prior: from here on rows share one variance
 _GOLDEN = (math.sqrt(5) - 1) / 2
 # A few launches have not seen a state that one in five takes. As if this had been seen, too:
 # 2 % on four degrees of freedom. validation/verdicts.py shows what it prevents.
 _RARE_VARIANCE = 0.02**2
 _RARE_DF = 4
-
-Residuals = Sequence[float]  # of one row, by launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,9 @@ class Variance:
 
     def quantile(self, p: float) -> float:
         """Return the quantile p of an error with this variance, for p from 0.5."""
-        return t_quantile(p, max(1, math.floor(self.df))) * math.sqrt(self.value)
+        df = max(1, math.floor(self.df))
+        df -= df % 10 if df > _COARSE_DF else 0
+        return t_quantile(p, df) * math.sqrt(self.value)
 
     def scaled(self, factor: float) -> "Variance":
         return Variance(self.value * factor, self.df)
@@ -60,64 +60,53 @@ class Variance:
 
 
 def total(parts: Sequence[Variance]) -> Variance:
-    """Return the variance of a sum of independent parts, by Satterthwaite's rule."""
+    """Return the variance of a sum of independent parts.
+
+    Its degrees of freedom follow Satterthwaite's rule, Biometrics Bulletin 2, 1946.
+    """
     value = math.fsum(part.value for part in parts)
     squares = math.fsum(part.value**2 / part.df for part in parts if part.value)
     return Variance(value, value**2 / squares if squares else min(part.df for part in parts))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
-    """Distribution of the variances of like rows. df: d0; 0 where rows are too few for it."""
+class Prior:
+    """Distribution of the variances of like rows. df: d0; 0 where rows are too few for it.
+
+    seen_df: degrees of freedom of all rows together.
+    """
 
     variance: float
     df: float
-    most_df: float  # of any estimate, because rows share launches
+    seen_df: float
 
-    def moderated(self, squares: float, df: int) -> Variance:
-        """Return the variance of a row from its sum of squared residuals."""
-        if self.df == 0 and df:
-            return Variance(squares / df, df)
+    def moderated(self, own: Variance) -> Variance:
+        """Return the variance of a row, of which this is known without the others."""
+        if self.df == 0 and own.df:
+            return own
         if self.df == 0 or self.df >= _MAX_DF:
-            return Variance(self.variance, self.most_df)
-        value = (self.df * self.variance + squares) / (self.df + df)
-        return Variance(value, min(self.df + df, self.most_df))
+            return Variance(self.variance, self.seen_df)
+        value = (self.df * self.variance + own.df * own.value) / (self.df + own.df)
+        return Variance(value, min(self.df + own.df, self.seen_df))
 
 
-def pool_of(groups: Sequence[Sequence[Residuals]]) -> Pool | None:
-    """Return the pool of rows in groups that share launches; None without two launches.
-
-    A group has the residuals of each row, all over the same launches.
-    """
-    variances: list[tuple[float, int]] = []
-    common = own = 0.0
-    common_df = own_df = 0
-    for rows in groups:
-        df = len(rows[0]) - 1
-        squares = [math.fsum(x * x for x in row) for row in rows]
-        variances += [(value / df, df) for value in squares]
-        means = [fmean(column) for column in zip(*rows, strict=True)]
-        of_launches = len(rows) * math.fsum(mean**2 for mean in means)
-        common += of_launches
-        own += max(0.0, math.fsum(squares) - of_launches)
-        common_df += df
-        own_df += (len(rows) - 1) * df
-    if not variances:
+def prior_of(rows: Sequence[Variance]) -> Prior | None:
+    """Return the prior of the variances of rows; None if nothing is known of any."""
+    known = [row for row in rows if row.df]
+    if not known:
         return None
-    pooled = (common + own) / (common_df + own_df)
+    seen_df = math.fsum(row.df for row in known)
+    pooled = math.fsum(row.df * row.value for row in known) / seen_df
     if pooled == 0:
-        return Pool(variance=0.0, df=_MAX_DF, most_df=common_df)
-    squares_by_df = common**2 / common_df + (own**2 / own_df if own_df else 0.0)
-    most_df = (common + own) ** 2 / squares_by_df
-    if len(variances) < _MIN_VARIANCES:
-        return Pool(variance=pooled, df=0, most_df=most_df)
+        return Prior(variance=0.0, df=_MAX_DF, seen_df=seen_df)
+    if len(known) < MIN_ROWS or seen_df < _MIN_DF:
+        return Prior(variance=pooled, df=0, seen_df=seen_df)
     least = _LEAST_SHARE * pooled
-    floored = [(max(value, least), df) for value, df in variances]
-    variance, prior_df = _likeliest(floored, pooled)
-    return Pool(variance=variance, df=prior_df, most_df=most_df)
+    variance, df = _likeliest([(max(row.value, least), row.df) for row in known], pooled)
+    return Prior(variance=variance, df=df, seen_df=seen_df)
 
 
-def _likeliest(variances: Sequence[tuple[float, int]], start: float) -> tuple[float, float]:
+def _likeliest(variances: Sequence[tuple[float, float]], start: float) -> tuple[float, float]:
     """Return s0^2 and d0 of highest likelihood, by a golden section over log d0."""
 
     def score(log_df: float) -> tuple[float, float, float]:
@@ -141,7 +130,7 @@ def _likeliest(variances: Sequence[tuple[float, int]], start: float) -> tuple[fl
 
 
 def _scored(
-    variances: Sequence[tuple[float, int]], start: float, prior_df: float
+    variances: Sequence[tuple[float, float]], start: float, prior_df: float
 ) -> tuple[float, float, float]:
     """Return the logarithm of the likelihood at d0, up to a constant, with s0^2 and d0."""
     scale = start
@@ -150,7 +139,7 @@ def _scored(
         shares = ((df + prior_df) * df * v / (prior_df * scale + df * v) for v, df in variances)
         previous = scale
         scale = scale * math.fsum(shares) / num_df
-        if abs(scale - previous) < 1e-6 * scale:
+        if abs(scale - previous) < 1e-4 * scale:
             break
     likelihood = math.fsum(
         math.lgamma((df + prior_df) / 2)

@@ -6,28 +6,25 @@ validation/verdicts.py measures how often they are wrong.
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import zip_longest
+from itertools import pairwise
 from statistics import fmean, median, variance
 
-from stepmark.ground.launches import (
-    Order,
-    Row,
-    launch_groups,
-    past_runs,
-    squares_within,
-)
+from stepmark.ground.launches import Order, Row, past_runs, squares_within
 from stepmark.ground.ratio import (
     CONFIDENCE,
     EFFECT_FLOOR,
+    OF_REPEATS,
     Ratio,
     Verdict,
     interval,
     is_negligible,
     t_cdf,
+    t_quantile,
 )
-from stepmark.ground.variance import Pool, Variance, pool_of, total
+from stepmark.ground.spread import Part, Spread, spread_of
+from stepmark.ground.variance import MIN_ROWS, Variance, total
 
 # Expected share of wrong verdicts among those of a table (Benjamini and Hochberg, JRSS B 57,
 # 1995), as if it had one more row: 0.4 % for a single one.
@@ -45,6 +42,18 @@ _MIN_SPREAD = 8  # rows of one launch a side, whose ratios show how much launche
 # Variance of a single launch over that of history: it may be an outlier.
 _SINGLE = 3.0
 _MOST_LAUNCHES = 1000
+# A launch in five may be slow in all rows. Two of one side are and none of the other with 5 %:
+# what all rows of so few launches share is then no change. Of three it is 0.8 %.
+_SLOW = 0.2
+_MOST_BY_CHANCE = 0.01
+_SLOWEST = 0.1  # as much slower than others a slow launch is at most
+# Launches of a row are in two states if they are this far apart, in standard deviations within
+# them as Student's t. Of rows without states _GAP_CHANCE look so (validation/verdicts.py).
+_P_GAP = 0.99975
+_GAP_CHANCE = 0.008
+# Rows expected to have one side in one state and one in the other, from which on a row that
+# differs alone, and not by far more than states do, may be such.
+_MOST_SPLIT = 0.05
 _P_INTERVAL = 0.5 + CONFIDENCE / 2
 _P_ROW = 1 - FALSE_SHARE / 4
 
@@ -54,7 +63,9 @@ class _Difference:
     """The logarithm of a row's speed, and its error.
 
     launch: variance of one launch. error: of the difference. drift: its part that more
-    launches do not lower.
+    launches do not lower. common: what all rows of its launches share; None if unknown. gap:
+    between the two states in which launches are, if they are. doubt: why there is no verdict,
+    however certain the difference is.
     """
 
     row: Row
@@ -62,11 +73,24 @@ class _Difference:
     launch: Variance
     error: Variance
     drift: float = 0.0
+    common: Variance | None = None
+    gap: float = 0.0
+    doubt: str = ""
 
     @property
     def p(self) -> float:
         t = abs(self.log_speed) / math.sqrt(self.error.value)
         return 2 * (1 - t_cdf(t, max(1, math.floor(self.error.df))))
+
+
+SAME_LAUNCHES = Ratio(
+    speed=1.0,
+    low=1.0,
+    high=1.0,
+    verdict=Verdict.SAME,
+    reason="the same launches",
+    se_log=0.0,
+)
 
 
 def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
@@ -75,19 +99,27 @@ def judge(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> list[Ratio]:
     speed: other over base. Faster and slower: the change is at least the floor, and at most
     FALSE_SHARE of such verdicts are wrong. Same: the 99 % interval lies within the floor.
     """
-    differences = {id(difference.row): difference for difference in _differences(rows)}
-    certain = _certain(list(differences.values()))
+    differences = _differences([row for row in rows if not row.is_same])
+    certain = _certain(differences)
+    doubted = _doubted(differences, certain)
+    by_row = {id(difference.row): difference for difference in doubted}
     return [
-        _judge_row(row, differences.get(id(row)), id(row) in certain, floor) for row in rows
+        SAME_LAUNCHES
+        if row.is_same
+        else _judge_row(row, by_row.get(id(row)), id(row) in certain, floor)
+        for row in rows
     ]
 
 
 def _differences(rows: Sequence[Row]) -> list[_Difference]:
     """Return the differences of rows whose error is known, kind by kind."""
     by_kind: dict[tuple[Hashable, bool], list[Row]] = {}
-    for row in (row for row in rows if row.stated is None):
+    for row in rows:
+        if row.stated is not None or row.of_repeats is not None:
+            continue
         by_kind.setdefault((row.kind, row.order is Order.PAIRED), []).append(row)
     differences = [_by_stated_noise(row, row.stated) for row in rows if row.stated is not None]
+    differences += [_by_repeats(row, row.of_repeats) for row in rows if row.of_repeats]
     for (_, is_paired), group in by_kind.items():
         differences += _paired(group) if is_paired else _unpaired(group)
     return differences
@@ -103,140 +135,273 @@ def _by_stated_noise(row: Row, noise: float) -> _Difference:
     )
 
 
+def _by_repeats(row: Row, launch: Variance) -> _Difference:
+    """Return the difference by the noise of other machines.
+
+    Their repeats were measured one right after the other; two tables may be days apart.
+    """
+    rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
+    return _Difference(
+        row=row,
+        log_speed=row.base.mean - row.other.mean,
+        launch=launch,
+        error=total([launch.scaled(2).plus(rounding), _DRIFT]),
+        drift=_DRIFT.value,
+    )
+
+
 def _paired(rows: Sequence[Row]) -> Iterable[_Difference]:
     """Yield differences by round: what a round has in common cancels."""
     by_round = [
         {launch: log - row.other.logs[launch] for launch, log in row.base.logs.items()}
         for row in rows
     ]
-    pool = pool_of(launch_groups(by_round))
-    for row, logs in zip(rows, by_round, strict=True):
-        squares, df = squares_within([logs])
+    spread = spread_of([[Part(runs=[logs])] for logs in by_round])
+    for place, (row, logs) in enumerate(zip(rows, by_round, strict=True)):
+        squares, _ = squares_within([logs])
         rounding = (row.base.rounding**2 + row.other.rounding**2) / 12
-        if pool is None or (squares == 0 and rounding == 0):
+        if spread is None or (squares == 0 and rounding == 0):
             continue
-        pair = pool.moderated(squares, df).plus(rounding)
-        launch = pair.scaled(0.5).widened(_P_ROW)  # of one launch, as for unpaired rows
+        # Of one launch, as for unpaired rows: a difference has the variance of two.
+        own = spread.own[place].plus(rounding).scaled(0.5)
+        launch = total([own.widened(_P_ROW), spread.common.scaled(0.5)])
         yield _Difference(
             row=row,
             log_speed=fmean(logs.values()),
             launch=launch,
             error=launch.scaled(2 / len(logs)),
+            common=spread.common.scaled(1 / len(logs)),
         )
 
 
 def _unpaired(rows: Sequence[Row]) -> Iterable[_Difference]:
-    base = [row.base for row in rows]
-    other = [row.other for row in rows]
-    groups = [group for side in (base, other) for group in launch_groups(s.logs for s in side)]
-    # Sides with the same past have it once.
-    for side in (base, [b for a, b in zip(base, other, strict=True) if a.past != b.past]):
-        runs = [past_runs(sample.past) for sample in side]
-        for of_run in zip_longest(*runs):
-            groups += launch_groups(run for run in of_run if run)
-    pool = pool_of(groups)
-    if pool is None:
-        return
-    differences = [d for row in rows if (d := _unpaired_row(row, pool)) is not None]
-    drifting = [d for d in differences if d.row.order is Order.BLOCKS]
-    drift = _drift_of([d.row for d in drifting], pool) if drifting else _DRIFT
-    for difference in _widened_by_spread(differences):
-        apart = difference.row.order is Order.BLOCKS
-        error = total([difference.error, drift]) if apart else difference.error
-        yield replace(difference, error=error, drift=drift.value if apart else 0.0)
+    shift = median(row.base.mean - row.other.mean for row in rows)
+    gaps = [max(_gap(row, 0.0), _gap(row, shift)) for row in rows]
+    split = [(row, gap) for row, gap in zip(rows, gaps, strict=True) if gap]
+    rows = [row for row, gap in zip(rows, gaps, strict=True) if not gap]
+    differences = []
+    for row, gap in split:  # alone: the variance of the others is not theirs
+        differences += [replace(d, gap=gap, doubt="two states") for d in _alike([row])]
+    return [*differences, *_alike(rows)]
 
 
-def _unpaired_row(row: Row, pool: Pool) -> _Difference | None:
+def _gap(row: Row, shift: float) -> float:
+    """Return the distance of the two states in which launches are; 0 where none are seen.
+
+    shift: of the sides, which is no state. From eight launches on, their number in each state
+    is judged as any other variation.
+    """
+    base = sorted(row.base.logs.values())
+    logs = sorted([*base, *(log + shift for log in row.other.logs.values())])
+    if len(logs) < 4 or _split_by_chance(row) < FALSE_SHARE:
+        return 0.0
+    gap, low = max((after - before, before) for before, after in pairwise(logs))
+    states = [[log for log in logs if log <= low], [log for log in logs if log > low]]
+    if base in states:
+        return 0.0  # the sides differ
+    squares, df = squares_within({str(n): x for n, x in enumerate(s)} for s in states)
+    rounding = max(row.base.rounding, row.other.rounding)
+    spread = math.sqrt(squares / df + rounding**2 / 12)
+    return gap if gap > t_quantile(_P_GAP, df) * spread else 0.0
+
+
+def _split_by_chance(row: Row) -> float:
+    """Return how often two sides are in one state each, where launches are in either."""
+    return 2.0 ** (1 - len(row.base.logs) - len(row.other.logs))
+
+
+def _alike(rows: Sequence[Row]) -> Sequence[_Difference]:
+    """Return the differences of rows of a kind without states."""
+    spread = spread_of([_parts(row) for row in rows])
+    if spread is None:
+        return []
+    variances = {id(row): spread.of_launch(n).value for n, row in enumerate(rows)}
+    differences = [
+        difference
+        for place, row in enumerate(rows)
+        if (difference := _unpaired_row(row, spread, place)) is not None
+    ]
+    drifting = [d.row for d in differences if d.row.order is Order.BLOCKS]
+    drift = _drift_of(drifting, variances)
+    return [
+        replace(d, error=total([d.error, drift]), drift=drift.value)
+        if d.row.order is Order.BLOCKS
+        else d
+        for d in _widened_by_shift(_widened_by_spread(differences))
+    ]
+
+
+def _parts(row: Row) -> list[Part]:
+    """Return the runs of both sides; those of the same past vary alike."""
+    base, other = row.base, row.other
+    if base.past and base.past == other.past:
+        return [Part(runs=[base.logs, other.logs, *past_runs(base.past)])]
+    return [
+        Part(runs=[side.logs, *past_runs(side.past)], weight=1 / len(side.logs))
+        for side in (base, other)
+    ]
+
+
+def _unpaired_row(row: Row, spread: Spread, place: int) -> _Difference | None:
     """Return the difference without drift; None where nothing is known of its variance."""
-    parts = []
-    for sample in (row.base, row.other):
-        squares, df = squares_within([sample.logs, *past_runs(sample.past)])
-        # A rounded value is uniform within its last digit.
-        launch = pool.moderated(squares, df).plus(sample.rounding**2 / 12)
-        parts.append(launch.scaled(1 / len(sample.logs)))
-    error = total(parts)
-    counts = 1 / len(row.base.logs) + 1 / len(row.other.logs)
-    own, own_df = squares_within([row.base.logs, row.other.logs])
-    is_rounded = row.base.rounding or row.other.rounding
-    if error.value == 0 or (own_df and own == 0 and not is_rounded):
+    sides = (row.base, row.other)
+    counts = math.fsum(1 / len(side.logs) for side in sides)
+    # A rounded value is uniform within its last digit.
+    rounding = math.fsum(side.rounding**2 / 12 / len(side.logs) for side in sides)
+    own = spread.own[place].plus(rounding / counts)
+    squares, df = squares_within([row.base.logs, row.other.logs])
+    if own.value + spread.common.value == 0 or (df and squares == 0 and not rounding):
         return None  # equal values prove nothing
-    factor = 1.0 if min(len(row.base.logs), len(row.other.logs)) > 1 else _SINGLE
-    error = Variance(error.value * factor, min(error.df, pool.most_df))
-    launch = error.scaled(1 / counts)
+    if min(len(side.logs) for side in sides) == 1:
+        own = own.scaled(_SINGLE)
     # States that a process takes for all of its life do not lie between its steps.
-    launch = launch if row.by_step else launch.widened(_P_ROW)
+    own = own if row.by_step else own.widened(_P_ROW, spread.seen_df)
+    launch = total([own, spread.common])
     return _Difference(
         row=row,
         log_speed=row.base.mean - row.other.mean,
         launch=launch,
         error=launch.scaled(counts),
+        common=spread.common.scaled(counts),
     )
 
 
-def _widened_by_spread(differences: Sequence[_Difference]) -> Sequence[_Difference]:
-    """Widen the errors of rows with one launch a side, if the ratios of a table show more.
+def _widened_by_shift(differences: Sequence[_Difference]) -> Sequence[_Difference]:
+    """Widen the errors of so few launches that all rows may differ by their states alone.
 
-    Their variance is that of the past alone. The median absolute deviation from the table's
-    own median ignores rows that moved; it is widened by its own error.
+    What history shows of launches decides where there is some.
+    """
+    log_speeds = [d.log_speed for d in differences if _is_by_chance(d.row)]
+    if len(log_speeds) < MIN_ROWS:
+        return differences
+    shift = _shift_by_chance(median(log_speeds))
+    return [
+        replace(d, error=total([d.error, shift])) if _is_by_chance(d.row) else d
+        for d in differences
+    ]
+
+
+def _shift_by_chance(log_speed: float) -> Variance:
+    """Return the variance of states of launches that differ by as much as all rows do."""
+    return Variance(min(abs(log_speed), _SLOWEST) ** 2, _KNOWN_DF)
+
+
+def _is_by_chance(row: Row) -> bool:
+    """Whether all launches of one side, and none of the other, may be slow."""
+    if row.by_step or row.base.past or row.other.past:
+        return False
+    base, other = len(row.base.logs), len(row.other.logs)
+    fast = 1 - _SLOW
+    return _SLOW**base * fast**other + fast**base * _SLOW**other > _MOST_BY_CHANCE
+
+
+def _widened_by_spread(differences: Sequence[_Difference]) -> Sequence[_Difference]:
+    """Give rows with one launch a side the variance that the ratios of a table show.
+
+    Else theirs is that of the past, of which a single launch may be an outlier. The median
+    absolute deviation from the table's own median ignores rows that moved; it is widened by its
+    own error.
     """
     single = [d for d in differences if len(d.row.base.logs) == len(d.row.other.logs) == 1]
     if len(single) < _MIN_SPREAD:
         return differences
     middle = median(d.log_speed for d in single)
     spread = 1.4826 * median(
-        abs(d.log_speed - middle) / math.sqrt(d.error.value) for d in single
+        abs(d.log_speed - middle) / math.sqrt(_own_error(d).value) for d in single
     )
-    factor = max(1.0, spread * (1 + 2 / math.sqrt(len(single)))) ** 2
-    if factor == 1:
-        return differences
-    df = len(single) / 2
-    return [
-        replace(
-            d,
-            launch=Variance(d.launch.value * factor, min(d.launch.df, df)),
-            error=Variance(d.error.value * factor, min(d.error.df, df)),
-        )
-        if len(d.row.base.logs) == len(d.row.other.logs) == 1
-        else d
-        for d in differences
-    ]
+    factor = max(1 / _SINGLE, (spread * (1 + 1 / math.sqrt(len(single)))) ** 2)
+    widened = {}
+    for d in single:
+        own = _own_error(d).scaled(factor)
+        own = Variance(own.value, min(own.df, len(single) / 2))
+        error = total([own, d.common]) if d.common else own
+        widened[id(d)] = replace(d, error=error, launch=error.scaled(1 / 2))
+    return [widened.get(id(d), d) for d in differences]
 
 
-def _drift_of(rows: Sequence[Row], pool: Pool) -> Variance:
-    """Return the variance of the difference of two blocks: of history, else the default."""
+def _own_error(difference: _Difference) -> Variance:
+    """Return the error without what all rows of a launch share."""
+    common = difference.common.value if difference.common else 0.0
+    return Variance(difference.error.value - common, difference.error.df)
+
+
+def _drift_of(rows: Sequence[Row], launch: Mapping[int, float]) -> Variance:
+    """Return the variance of the difference of two blocks: of history, else the default.
+
+    launch: variance of a launch by the id of the row.
+    """
     excess = []
     num_runs = []
-    for past in (sample.past for row in rows for sample in (row.base, row.other)):
+    pasts = [(id(row), side.past) for row in rows for side in (row.base, row.other)]
+    for key, past in pasts:
         if len(past) >= _MIN_RUNS:
             per_run = fmean(1 / len(run) for run in past)
             between = variance([fmean(run.values()) for run in past])
-            excess.append(max(0.0, between - pool.variance * per_run))
+            excess.append(max(0.0, between - launch[key] * per_run))
             num_runs.append(len(past))
     return Variance(2 * fmean(excess), min(num_runs) - 1) if excess else _DRIFT
 
 
 def _certain(differences: Sequence[_Difference]) -> set[int]:
-    """Return ids of rows that differ, by the share of wrong verdicts in the table."""
-    count = len(differences)
-    if not count:
-        return set()
+    """Return ids of rows that differ, by the share of wrong verdicts in the table.
+
+    Where the table has moved, most rows are expected to differ as it does. That many of them do
+    says nothing of those that differ against it.
+    """
+    share = FALSE_SHARE * len(differences) / (len(differences) + 1)
+    moved = _table_moved(differences)
+    if not moved:
+        return _least_p(differences, share)
+    with_it = [d for d in differences if d.log_speed * moved > 0]
+    against = [d for d in differences if d.log_speed * moved <= 0]
+    unmoved = 2 * (sum(d.p > 0.5 for d in differences) + 1) / len(differences)
+    relaxed = share / min(1.0, max(_LEAST_UNMOVED, unmoved))
+    return _least_p(with_it, relaxed) | _least_p(against, share)
+
+
+def _least_p(differences: Sequence[_Difference], share: float) -> set[int]:
+    """Return ids of rows that differ if this share of them may be wrong."""
     ordered = sorted(differences, key=lambda difference: difference.p)
-    share = FALSE_SHARE * count / (count + 1)
-    if _table_moved(differences):
-        unmoved = 2 * (sum(difference.p > 0.5 for difference in ordered) + 1) / count
-        share /= min(1.0, max(_LEAST_UNMOVED, unmoved))
+    count = len(ordered)
     last = max(
         (place for place, d in enumerate(ordered, 1) if d.p <= share * place / count), default=0
     )
     return {id(difference.row) for difference in ordered[:last]}
 
 
-def _table_moved(differences: Sequence[_Difference]) -> bool:
-    """Whether the mean of all rows differs, with launches as the only source of variance."""
-    if len(differences) < 2 or any(d.drift for d in differences):
-        return False
-    mean = _mean_of([difference.row for difference in differences])
-    return mean is not None and abs(mean.log_speed) > mean.error.quantile(_P_ROW)
+def _doubted(differences: Sequence[_Difference], certain: set[int]) -> Sequence[_Difference]:
+    """Name rows that differ alone, as those do whose sides happen to be in different states."""
+    gaps = [d.gap for d in differences if d.gap]
+    others = [d for d in differences if not d.gap]
+    num_states = len(gaps) - _GAP_CHANCE * len(differences)
+    if not gaps or not others:
+        return differences
+    middle = median(d.log_speed for d in others)
+
+    def is_doubted(d: _Difference) -> bool:
+        by_chance = _split_by_chance(d.row)
+        return (
+            id(d.row) in certain
+            and num_states * by_chance / (1 - by_chance) > _MOST_SPLIT
+            and abs(d.log_speed - middle) >= median(gaps) / 2
+            and abs(d.log_speed) <= 2 * max(gaps)  # which states may explain
+        )
+
+    doubt = f"two states, as {len(gaps)} other rows"
+    return [replace(d, doubt=doubt) if not d.gap and is_doubted(d) else d for d in differences]
+
+
+def _table_moved(differences: Sequence[_Difference]) -> float:
+    """Return the weighted mean of rows if launches alone do not explain it, else 0."""
+    like = [d for d in differences if not d.gap]
+    if len(like) < 2 or any(d.common is None or d.drift for d in like):
+        return 0.0
+    weights = [1 / d.error.value for d in like]
+    mean = fmean([d.log_speed for d in like], weights)
+    common = [d.common for d in like if d.common]
+    sd = fmean([math.sqrt(part.value) for part in common], weights)
+    error = Variance(sd**2, min(part.df for part in common))
+    return mean if abs(mean) > error.quantile(_P_ROW) else 0.0
 
 
 def _mean_of(rows: Sequence[Row]) -> _Difference | None:
@@ -275,24 +440,36 @@ def judge_mean(rows: Sequence[Row], *, floor: float = EFFECT_FLOOR) -> Ratio | N
     Each launch gives one mean, so rows that drift together count once. Rows that share no
     launches, or have one, are assumed to move together.
     """
+    if all(row.is_same for row in rows):
+        return SAME_LAUNCHES
     mean = _mean_of(rows) if len(rows) > 1 else None
     if mean is None:
         return _mean_of_ratios(rows, floor)
     if mean.error.value == 0:
         return None
     counts = mean.error.value / mean.launch.value
-    sides = ((row.base.logs for row in rows), (row.other.logs for row in rows))
-    pool = pool_of([group for side in sides for group in launch_groups(side)])
-    launch = mean.launch.widened(_P_ROW, pool.most_df if pool else None)
+    spread = spread_of([_parts(row) for row in rows])
+    assert spread is not None
+    of_launch = [spread.of_launch(place) for place in range(len(rows))]
+    launch = mean.launch
+    if spread.seen_df:
+        seen = Variance(fmean(own.value for own in spread.own), spread.seen_df)
+        launch = launch.widened(_P_ROW, total([seen, spread.common]).df)
+    else:
+        launch = launch.widened(_P_ROW)
     mean = replace(mean, launch=launch, error=launch.scaled(counts))
+    if _is_by_chance(mean.row):
+        shift = _shift_by_chance(mean.log_speed)
+        mean = replace(mean, error=total([mean.error, shift]))
     if mean.row.order is Order.BLOCKS:
-        drift = _drift_of(rows, pool) if pool else _DRIFT
+        by_row = {id(row): own.value for row, own in zip(rows, of_launch, strict=True)}
+        drift = _drift_of(rows, by_row)
         mean = replace(mean, error=total([mean.error, drift]), drift=drift.value)
     return _judge_row(mean.row, mean, bool(_certain([mean])), floor)
 
 
 def _mean_of_ratios(rows: Sequence[Row], floor: float) -> Ratio | None:
-    differences = _differences(rows)
+    differences = _differences([row for row in rows if not row.is_same])
     if len(differences) < len(rows):
         return None
     launch, error = (
@@ -323,7 +500,7 @@ def _judge_row(
         )
     low, speed, high = interval(difference.log_speed, difference.error.quantile(_P_INTERVAL))
     verdict = Verdict.CANNOT_TELL
-    if is_certain and max(speed, 1 / speed) >= 1 + floor:
+    if is_certain and not difference.doubt and max(speed, 1 / speed) >= 1 + floor:
         verdict = Verdict.FASTER if speed > 1 else Verdict.SLOWER
     elif is_negligible(low, high, floor):
         verdict = Verdict.SAME
@@ -334,6 +511,9 @@ def _judge_row(
         launches = _launches_that_tell(difference, floor)
         reason = "within drift" if difference.drift else "within noise"
         reason = f"needs {launches} launches a side" if launches else reason
+        reason = difference.doubt or reason
+    if row.of_repeats is not None:
+        reason = f"noise {math.sqrt(difference.launch.value):.1%} {OF_REPEATS}"
     return Ratio(
         speed=speed,
         low=low,
