@@ -16,6 +16,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tests.parsing import parse
 
+from stepmark.cases.fields import former_values
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision, Recompute
 from stepmark.cli.main import status
@@ -265,7 +266,8 @@ ANY = (
     *("--grad-accum 4", "--grad-accum 4 --grad-sync last", "--schedule micro", "--mbs 24"),
     *("--reduce-dtype fp32", "--reduce-dtype bf16", "--cuda-graph", "--loss-chunks 4"),
     *("--reshard no", "--reshard 2", "--prefetch 3", "--blocks-per-group 4"),
-    *("--bucket-mb 100", "--compile --async-tp"),
+    *("--bucket-mb 100", "--bucket-mb 25", "--bucket-view", "--compile --async-tp"),
+    *("--no-embedding-in-backward", "--tp-plan whole", "--pp-split even"),
 )
 
 
@@ -287,6 +289,15 @@ def test_the_words_of_a_command_plan_the_same_case(
     assert (program, verb) == ("stepmark", "train")
     assert again(told) == dataclasses.replace(case)
     assert again(told).case_id == case.case_id
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_the_command_of_an_earlier_case_has_what_was_its_default(spread: str) -> None:
+    """What had no option then has one now, wherever it has an effect."""
+    words = ["llama-3.1-8b", *spread.split(), "--device", "cpu"]
+    earlier = dataclasses.replace(again(words), **former_values(TrainCase))
+    planned = again(shlex.split(command_of(earlier))[2:])
+    assert planned.case_id == earlier.case_id
 
 
 def again(words: list[str]) -> TrainCase:

@@ -52,7 +52,8 @@ class CaseField:
     shown, leaves: of the column; shown None: there is none. words: of another value than the
     default, with {}. cell: from the value to what columns and comparisons have. option: of the
     verb that measures; reads: the option's type, where a list of values makes a case of each;
-    group: its title in `--help`. varies: the default depends on the device or other options.
+    group: its title in `--help`. varies: the default depends on the device or other options, in
+    every case or in those that a function tells.
     formerly: what cases had before the field was added, whose identities stay; ...: nothing.
     """
 
@@ -70,7 +71,7 @@ class CaseField:
     reads: Any = None
     group: str = ""
     needs: Need | None = None
-    varies: bool = False
+    varies: bool | Callable[[Any], bool] = False
     formerly: Any = ...
 
     @property
@@ -236,7 +237,8 @@ def option_values(case: Any) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for field in declared(type(case)):
         value = getattr(case, field.attribute)
-        is_told = field.varies or value != field.default
+        varies = field.varies(case) if callable(field.varies) else field.varies
+        is_told = varies or value != field.default
         if field.option and is_told and field.is_effective(case):
             values[field.option_name] = (value,) if field.is_swept else value
     return values

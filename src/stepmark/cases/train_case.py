@@ -222,6 +222,7 @@ class TrainCase:
         reads=Annotated[int, between(1, 2**20)],
         group="Settings of one strategy",
         needs=_DDP,
+        varies=lambda case: not case.small_first_bucket,
         words="buckets {} MB",
     )
     # torch's own limits, which it has where no size is given: the first bucket 1 MiB.

@@ -110,7 +110,7 @@ def tables(workload: Workload, stage: int) -> list[str]:
     computed = compute_rows(workload, stage)
     more = len(computed) - _MOST_SHAPES
     lines += _section(
-        f"Computation{of_stage}",
+        f"Computation{of_stage} (per rank and step; FLOP as for MFU: backward twice forward)",
         [
             *Table(computed[:_MOST_SHAPES], COMPUTE_COLUMNS).text(),
             *([f"and {more} more; --json has all"] if more > 0 else []),
