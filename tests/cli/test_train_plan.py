@@ -748,6 +748,11 @@ REFUSED = [
         "--strategy fsdp --nproc 8 --reshard 8",
         "reshard 8 is invalid: it must be one of yes, no, 2, 4 for 8",
     ),
+    (
+        MOE,
+        "--strategy fsdp --nproc 8 --ep 8 --reshard 2",
+        "reshard 2 is invalid: it must be a divisor of 1 shards of experts",
+    ),
     (LLAMA, "--prefetch 2", "prefetch 2 is invalid: it works only with --strategy fsdp"),
     (
         LLAMA,

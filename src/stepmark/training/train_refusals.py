@@ -210,6 +210,9 @@ def _data_parallel(case: TrainCase) -> Refused:
     smaller = (str(n) for n in range(2, shards) if shards % n == 0)
     if case.reshard not in (choices := ("yes", "no", *smaller)):
         yield "reshard", case.reshard, f"one of {', '.join(choices)} for {shards} shards"
+    of_experts = shards // case.parallel.ep
+    if case.reshard.isdecimal() and of_experts % int(case.reshard):
+        yield "reshard", case.reshard, f"a divisor of {of_experts} shards of experts"
     layers = math.ceil(case.model.num_layers / case.parallel.pp)
     if case.blocks_per_group > layers:
         yield "blocks-per-group", case.blocks_per_group, f"at most {layers} layers"

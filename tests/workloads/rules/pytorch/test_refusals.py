@@ -42,6 +42,12 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         "reshard_after_forward maybe",
     ),
     (
+        Fsdp(reshard_after_forward="2"),
+        {"dp_shard": 8, "ep": 8},
+        EXPERTS,
+        "reshard_after_forward 2 is invalid: it must be a divisor of 1 shards of experts",
+    ),
+    (
         Fsdp(reshard_after_forward="4"),
         {"dp_shard": 8, "ep": 4},
         EXPERTS,

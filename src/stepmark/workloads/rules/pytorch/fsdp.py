@@ -126,7 +126,7 @@ def _inner(job: AnyJob, groups: dict[str, Group], reshard: int) -> dict[str, Gro
     axes = job.parallel
     inner = {"fsdp_inner": Group(digits=((reshard, axes.tp),))}
     same = groups["expert_fsdp"].size
-    if axes.ep > 1 and same > 1:
+    if axes.ep > 1:
         if same % reshard:
             raise ConfigError(
                 "reshard_after_forward", reshard, f"a divisor of {same} shards of experts"
