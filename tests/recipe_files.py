@@ -304,12 +304,12 @@ RECIPES: dict[str, tuple[Edit, ...]] = {
         ),
         Edit(
             file="training/transformer.py",
-            before="        return mean_loss(logits_BTV",
+            before="        return self.mean_loss(logits_BTV",
             text=SMOOTHED,
         ),
         Edit(
             file="training/transformer.py",
-            before="        self.summed_loss = summed_loss\n\n",
+            before="        self.summed_loss = summed_loss\n",
             text="        self.label_smoothing = 0.0\n",
         ),
         Edit(

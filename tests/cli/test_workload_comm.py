@@ -34,7 +34,7 @@ def test_fsdp_of_llama_70b_on_8_ranks(run: Program) -> None:
     layer = attention + 3 * 8192 * 28672 + 2 * 8192
     root = 2 * 128256 * 8192 + 8192
     assert layer == 8 * 106_956_800
-    found = printed(run, "--model llama-3-70b --framework fsdp --world-size 8")
+    found = printed(run, "--model llama-3-70b --framework fsdp --world-size 8 --ends root")
     assert [line.partition("  # ")[0] for line in found[1:]] == [
         f"all_gather_perf -b {2 * layer} -e {2 * layer} -d bfloat16 -g 8",
         f"all_gather_perf -b {2 * root} -e {2 * root} -d bfloat16 -g 8",
@@ -46,7 +46,7 @@ def test_fsdp_of_llama_70b_on_8_ranks(run: Program) -> None:
 
 
 def test_only_those_named_with_their_flags(run: Program) -> None:
-    made = "--model llama-3-70b --framework fsdp --world-size 8"
+    made = "--model llama-3-70b --framework fsdp --world-size 8 --ends root"
     found = printed(run, made, "all_gather -n 50 -w 5 -c 0 -m 2 -G 1 -z 1 -T 90s", "rccl-tests")
     assert len(found) == 2
     for line in found:

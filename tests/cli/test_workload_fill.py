@@ -271,7 +271,7 @@ def test_times_from_sources_alone(run: Program) -> None:
         ("w.json --budget 3s --compute-from fixed:1ns", ("--budget", "only with --measure")),
         ("w.json --dry-run --compute-from fixed:1ns", ("--dry-run", "only with --measure")),
         (f"w.json {CPU} --device tpu", ("--device tpu", "cpu")),
-        (f"none.json {CPU}", ("none.json", "No such file")),
+        (f"none.json {CPU}", ("none.json", "a file that exists")),
         (f"{SIMAI} {CPU}", ("simai_no_aiob.txt", "it has none")),
         (f"kernels.json {CPU}", ("kernels.json", "it has none")),
         (f"product.json {CPU} --to aiob", ("--to aiob", "no part")),

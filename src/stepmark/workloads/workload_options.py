@@ -117,8 +117,7 @@ class Layout(Axes):
     world_size: int | None = flag("ranks in all [the product of the axes]")
     dp_shard: int | None = flag("ranks that shard [what world-size leaves]")
     gbs: int | None = flag(
-        "sequences per optimizer step [a micro-batch per data rank, of torch's pipelines also "
-        "per stage]",
+        "sequences per step [mbs x data ranks, torch's pp: x stages]",
         "--gbs",
         "--global-batch",
         "--global-batch-size",
