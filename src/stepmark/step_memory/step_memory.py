@@ -23,9 +23,8 @@ _WORKSPACES = (32 * MIB, 32 * MIB)
 _FEW_LOOKUPS = 3072
 _LOOKUPS_PER_SEGMENT = 10
 
-_SavedTensors = list[
-    list[Block]
-]  # by leaf; then the head's logits, or gradients of a chunked loss
+# By leaf; then the head's logits, or gradients of a chunked loss.
+_SavedTensors = list[list[Block]]
 
 
 def _actions(case: TrainCase, rank: int) -> list[Action]:
