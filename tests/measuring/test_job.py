@@ -1,12 +1,9 @@
-"""Jobs of several hosts: what the environment says, and the channel between agents."""
+"""Jobs of several hosts: what the environment says, and how they end."""
 
 import faulthandler
 import socket
 import tempfile
-import threading
-import time
 from collections.abc import Callable
-from multiprocessing import AuthenticationError
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,8 +11,7 @@ import pytest
 
 from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError
-from stepmark.measuring import channel, job, supervise
-from stepmark.measuring.channel import Alive, Channel, End, Hello
+from stepmark.measuring import job, supervise
 from stepmark.measuring.machine import Machine
 from stepmark.measuring.ranks import _reach, cores_of
 from stepmark.measuring.supervise import not_waiting
@@ -127,78 +123,6 @@ def test_a_rank_has_both_variables_of_torchrun(monkeypatch: pytest.MonkeyPatch) 
 def test_the_kernels_list_of_cores() -> None:
     assert cores_of("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
     assert cores_of("\n") == set()
-
-
-def pair(keys: tuple[str, str]) -> list[Channel | Exception]:
-    """Return both ends of a channel whose ends have these keys."""
-    ends: list[Channel | Exception] = [OSError(), OSError()]
-
-    def connect(place: int, end: socket.socket) -> None:
-        try:
-            ends[place] = Channel(end, keys[place].encode(), accepts=place == 0)
-        except (OSError, EOFError, AuthenticationError) as error:
-            ends[place] = error
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        there = socket.create_connection(server.getsockname())
-        here, _ = server.accept()
-    threads = [threading.Thread(target=connect, args=x) for x in ((0, here), (1, there))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return ends
-
-
-def wait(is_done: object) -> None:
-    end_s = time.monotonic() + 5
-    while not is_done() and time.monotonic() < end_s:  # type: ignore[operator]
-        time.sleep(0.01)
-    assert is_done()  # type: ignore[operator]
-
-
-def test_messages_arrive_in_order_and_an_end_is_noticed() -> None:
-    first, second = pair((KEY, KEY))
-    assert isinstance(first, Channel)
-    assert isinstance(second, Channel)
-    messages = [Hello(1, "n2", "0.1"), Alive(), End(3)]
-    for message in messages:
-        second.send(message)
-    second.close()
-    wait(lambda: first.lost)
-    assert list(first.inbox) == messages
-    assert first.lost == "it has closed the connection"
-    first.close()
-
-
-def test_another_key_is_refused() -> None:
-    first, second = pair((KEY, KEY[::-1]))
-    assert isinstance(first, AuthenticationError)
-    assert isinstance(second, AuthenticationError | EOFError | OSError)
-
-
-def test_silence_is_a_lost_host_unless_we_were_stopped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    first, second = pair((KEY, KEY))
-    assert isinstance(first, Channel)
-    assert isinstance(second, Channel)
-    now = [time.monotonic()]
-    monkeypatch.setattr(channel.time, "monotonic", lambda: now[0])
-    first.poll()
-    now[0] += 3600.0  # stopped, as by `scontrol suspend`
-    first.poll()
-    assert not first.lost
-    for _ in range(int(channel.SILENCE_S) - 3):
-        now[0] += 1.0
-        first.poll()
-    assert not first.lost
-    for _ in range(4):
-        now[0] += 1.0
-        first.poll()
-    assert first.lost == "it has been silent for 20 s"
-    first.close()
-    second.close()
 
 
 @pytest.mark.parametrize(("num_cases", "expected"), [(1, 0), (3, 3)])

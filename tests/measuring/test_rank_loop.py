@@ -237,7 +237,7 @@ def test_ranks_that_never_come_up_end_it(
 def test_ranks_that_fail_at_once_end_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure_module, "RANK_MODULE", "tests.measuring.no_such_module")
+    monkeypatch.setitem(local_ranks.ENTRIES, "rank", "tests.measuring.no_such_module")
     monkeypatch.setattr(local_ranks, "_start", START)
     code, run = measure_quietly(plan(2, 4), str(tmp_path))
     assert code == 3
@@ -272,7 +272,7 @@ def test_a_run_that_has_only_a_plan_is_begun_by_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(measure_module, "RANK_MODULE", "tests.measuring.no_such_module")
+        patch.setitem(local_ranks.ENTRIES, "rank", "tests.measuring.no_such_module")
         _, run = measure_quietly(plan(2, 2), str(tmp_path / "runs"))
     assert resume(ResumeOptions(run=run.name, out=tmp_path / "runs")) == 0
     assert len(records(tmp_path)) == read_info(run).num_cases == 2

@@ -4,12 +4,10 @@ import socket
 import sys
 import tempfile
 import time
-from multiprocessing import AuthenticationError
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from stepmark import __version__
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.signals import catching
 from stepmark.measuring import job as jobs
@@ -18,7 +16,7 @@ from stepmark.measuring.channel import (
     Diagnose,
     Diagnosis,
     End,
-    Hello,
+    ForgedError,
     Interrupted,
     Kill,
     Killed,
@@ -33,6 +31,7 @@ from stepmark.measuring.local_ranks import LocalRanks, Ranks, Store, command_of
 _POLL_S = 0.05
 _RETRY_S = 0.5
 _CONNECT_S = 5.0
+_MAX_FORGED = 3  # data that is altered on its way once does not end the agent
 _STATE_S = 1.0  # a state is sent at each change, and this often
 
 
@@ -71,18 +70,20 @@ def _join(job: Job, signals: list[int]) -> Channel | None:
     """Connect to the leader, which may start later. Returns None past the time limit."""
     end_s = time.monotonic() + job.join_s
     problem = ""
+    num_forged = 0
     while not signals and time.monotonic() < end_s:
         try:
             connected = socket.create_connection((job.hosts[0], job.port), _CONNECT_S)
-            channel = Channel(connected, job.key, accepts=False)
-        except AuthenticationError:
-            raise ConfigError(jobs.KEY, "given", "the same on all hosts of a job") from None
-        except (OSError, EOFError) as error:
-            problem = getattr(error, "strerror", None) or str(error)
+            channel = Channel(connected, job)
+        except (OSError, EOFError, RuntimeError) as error:
+            num_forged += isinstance(error, ForgedError)
+            if num_forged == _MAX_FORGED:
+                raise ConfigError(jobs.KEY, "given", "the same on all hosts of a job") from None
+            problem = getattr(error, "strerror", None) or str(error) or "it closes connections"
             time.sleep(_RETRY_S)
             continue
-        name = job.hosts[job.rank]
-        channel.send(Hello(job.rank, name, __version__))
+        if version_error := channel.version_error():
+            raise version_error
         return channel
     if not signals:
         where = f"{job.hosts[0]}, port {job.port}"
@@ -133,7 +134,7 @@ class _Agent:
                 self._last = None
                 end = message.first_rank + message.count
                 self._ranks = LocalRanks(
-                    command_of(message.module, plan, message.arguments),
+                    command_of(message.entry, plan, message.arguments),
                     Ranks(
                         numbers=range(message.first_rank, end),
                         world_size=message.world_size,

@@ -16,9 +16,11 @@ HOST_RANK = "STEPMARK_HOST_RANK"
 NPROC = "STEPMARK_NPROC"
 PORT = "STEPMARK_PORT"
 KEY = "STEPMARK_KEY"
+KEY_FD = "STEPMARK_KEY_FD"
 JOIN_S = "STEPMARK_JOIN_S"
 # Slurm last: in its jobs mpirun's processes have its variables, too.
 _RANKS = (HOST_RANK, "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+_MAX_KEY = 1024
 _DEFAULT_JOIN_S = 300.0  # hosts of a large job import at different speeds
 
 
@@ -86,13 +88,28 @@ def current() -> Job | None:
     else:
         rank = _host_rank(hosts)
         port = _number(PORT, 1, 65_535)
-        if len(key := os.environ.get(KEY, "").encode()) < 16:
+        if len(key := _key().encode()) < 16:
             raise ConfigError(KEY, None, "16 random characters or more, the same on all hosts")
     if (bind := os.environ.get(BIND)) not in (None, "closest"):
         raise ConfigError(BIND, bind, "closest, or unset")
     nproc = os.environ.get(NPROC)
     join_s = float(_number(JOIN_S, 1, 86_400)) if JOIN_S in os.environ else _DEFAULT_JOIN_S
     return Job(hosts=hosts, rank=rank, port=port, key=key, nproc=nproc, join_s=join_s)
+
+
+def _key() -> str:
+    """Return the key of the environment, or the line that an open descriptor has.
+
+    The descriptor is read once. Ranks, which have the key in their environment, get it from us.
+    """
+    if (descriptor := os.environ.pop(KEY_FD, None)) is not None:
+        try:
+            with open(int(descriptor), encoding="ascii") as file:
+                os.environ[KEY] = file.readline(_MAX_KEY).strip()
+        except (OSError, ValueError):
+            allowed = "a descriptor that is open, with the key as a line of ASCII"
+            raise ConfigError(KEY_FD, descriptor, allowed) from None
+    return os.environ.get(KEY, "")
 
 
 def _host_rank(hosts: tuple[str, ...]) -> int:

@@ -3,14 +3,13 @@
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
-from multiprocessing import AuthenticationError
 from pathlib import Path
 
-from stepmark import __version__
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.signals import catching
 from stepmark.ground.waiting import wait_until
@@ -21,7 +20,7 @@ from stepmark.measuring.channel import (
     Diagnose,
     Diagnosis,
     End,
-    Hello,
+    ForgedError,
     Kill,
     Killed,
     SendSignal,
@@ -33,7 +32,8 @@ from stepmark.measuring.job import Job
 
 _POLL_S = 0.05
 _ALIVE_S = 2.0
-_HELLO_S = 10.0
+_MAX_PENDING = 128  # connections that have not proved to have the key; a thread waits for each
+_MAX_STRANGERS = 10
 _DIAGNOSIS_S = 5.0  # what an agent needs, and the way there and back
 _KILL_S = 12.0
 _INTERRUPTED_S = 3.0  # others get the signal, too
@@ -149,7 +149,8 @@ class Leader:
         self._channels: dict[int, Channel] = {}
         self._generation = 0
         self._remote: list[RemoteRanks] = []
-        self._problem = ""
+        self._problem: ConfigError | None = None
+        self._pending: dict[socket.socket, str] = {}  # addresses, the oldest connection first
         self._strangers: set[str] = set()  # addresses that did not know the key
         self._ended = threading.Event()
         self._listener = jobs.listen(job.port)
@@ -172,7 +173,7 @@ class Leader:
             if signals or self.interrupted:
                 raise JoinInterrupted
             if self._problem:
-                raise ConfigError("stepmark", self._problem, f"{__version__} on all hosts")
+                raise self._problem
             if time.monotonic() > end_s:
                 names = ", ".join(missing[:10]) + (", ..." if len(missing) > 10 else "")
                 count = f"{len(missing)} of {self.job.num_hosts} hosts"
@@ -191,7 +192,7 @@ class Leader:
 
     def start(
         self,
-        module: str,
+        entry: str,
         plan: Path,
         arguments: Sequence[str],
         *,
@@ -206,7 +207,7 @@ class Leader:
         for host in range(1, self.job.num_hosts):
             start = Start(
                 generation=self._generation,
-                module=module,
+                entry=entry,
                 arguments=tuple(arguments),
                 plan=text,
                 first_rank=host * per_host,
@@ -239,31 +240,55 @@ class Leader:
     def _accept(self) -> None:
         while not self._ended.is_set():
             try:
-                connected, _ = self._listener.accept()
+                connected, name = self._listener.accept()
             except OSError:  # closed, or one connection failed
                 time.sleep(_POLL_S)
                 continue
-            threading.Thread(target=self._add, args=(connected,), daemon=True).start()
+            self._pending[connected] = str(name[0]).removeprefix("::ffff:")
+            if len(self._pending) > _MAX_PENDING:
+                self._drop_pending()
+            try:
+                threading.Thread(target=self._add, args=(connected,), daemon=True).start()
+            except RuntimeError:  # no more threads; an agent connects again
+                self._pending.pop(connected, None)
+                connected.close()
+
+    def _drop_pending(self) -> None:
+        """Close a connection of the address that has most of them.
+
+        An agent needs milliseconds to authenticate, so the oldest is most likely none.
+        """
+        pending = dict(self._pending)
+        counts = Counter(pending.values())
+        oldest = max(pending, key=lambda connected: counts[pending[connected]])
+        if self._pending.pop(oldest, None):
+            with suppress(OSError):
+                oldest.shutdown(socket.SHUT_RDWR)  # ends the thread that reads it
 
     def _add(self, connected: socket.socket) -> None:
-        """Add the agent that has connected; refuse whoever does not know the key."""
-        with suppress(OSError, EOFError):
-            address = str(connected.getpeername()[0]).removeprefix("::ffff:")
-            try:
-                channel = Channel(connected, self.job.key, accepts=True)
-            except AuthenticationError:
+        """Add the agent that has connected; refuse whatever does not have the key."""
+        address = self._pending.get(connected, "")
+        try:
+            channel = Channel(connected, self.job)
+        except ForgedError:
+            if len(self._strangers) < _MAX_STRANGERS:
                 self._strangers.add(address)
-                return
-            wait_until(lambda: channel.inbox or channel.lost, _HELLO_S)
-            hello = channel.inbox.popleft() if channel.inbox else None
-            missing = set(range(1, self.job.num_hosts)) - self._channels.keys()
-            if not isinstance(hello, Hello) or hello.host_rank not in missing:
-                channel.close()
-            elif hello.version != __version__:
-                self._problem = f"{hello.version} on host {hello.name}"
-                channel.send(End(2))
-            else:
-                self._channels[hello.host_rank] = channel
+            return
+        except (OSError, EOFError, RuntimeError):  # also: no more threads
+            return
+        finally:
+            is_pending = self._pending.pop(connected, None)
+        if not is_pending:  # dropped while it authenticated
+            channel.close()
+            return
+        channel.send(Alive())  # the agent has joined
+        host = channel.other.host_rank
+        if problem := channel.version_error():
+            self._problem = problem
+        elif 0 < host < self.job.num_hosts and host not in self._channels:
+            self._channels[host] = channel
+            return
+        channel.close()
 
     def _keep_alive(self) -> None:
         while not self._ended.wait(_ALIVE_S):

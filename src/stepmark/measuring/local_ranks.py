@@ -1,6 +1,7 @@
 """Ranks of this host: child processes, their reports, stacks and exit codes."""
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -12,18 +13,22 @@ from pathlib import Path
 
 import psutil
 
-from stepmark.ground.errors import ConfigError
+from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.processes import kill_all, tie_child
 from stepmark.ground.units import MIB
 from stepmark.ground.waiting import wait_until
 from stepmark.measuring import heartbeat
 from stepmark.measuring.heartbeat import Heartbeat, HeartbeatStore
+from stepmark.measuring.job import KEY
 
 # Rendezvous of ranks: a FileStore, or rank 0's TCPStore on a socket that the parent has bound.
 STORE_FILE = "STEPMARK_STORE_FILE"
 STORE_HOST = "STEPMARK_STORE_HOST"
 STORE_PORT = "STEPMARK_STORE_PORT"
 STORE_SOCKET = "STEPMARK_STORE_SOCKET"
+
+# What ranks can run: another host names a key of it, never a module.
+ENTRIES = {"rank": "stepmark.measuring.rank"}
 
 _RANK_BYTES = 128 * MIB  # of a process that has imported torch, beyond what it shares
 _STACKS_S = 1.0
@@ -167,8 +172,11 @@ class LocalRanks:
         return survivors
 
 
-def command_of(module: str, plan: Path | str, arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-m", module, str(plan), *arguments]
+def command_of(entry: str, plan: Path | str, arguments: Sequence[str]) -> list[str]:
+    """Return `python -m MODULE PLAN ARGUMENTS`. Raises ConfigError for an unknown entry."""
+    if entry not in ENTRIES:
+        raise not_one_of("entry", entry, ENTRIES)
+    return [sys.executable, "-m", ENTRIES[entry], str(plan), *arguments]
 
 
 def _start(
@@ -197,6 +205,8 @@ def _environment(ranks: Ranks) -> dict[str, str]:
     package_root = str(Path(__file__).parents[2])
     paths = [package_root, environment.get("PYTHONPATH", "")]
     environment["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
+    # Users of the same host can connect to the ranks.
+    environment.setdefault(KEY, secrets.token_hex(16))
     environment["WORLD_SIZE"] = str(ranks.world_size)
     environment["LOCAL_WORLD_SIZE"] = str(count)
     return environment

@@ -24,9 +24,8 @@ from stepmark.store import plans, predictions
 from stepmark.store.reader import find_run, latest, read_info, read_records
 from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 
-RANK_MODULE = "stepmark.measuring.rank"
 _OVER_BUDGET = 1.2
-_UNDER_LAUNCHER = f"{RANK_MODULE}:measure_under_launcher"
+_UNDER_LAUNCHER = "stepmark.measuring.rank:measure_under_launcher"
 
 
 def measure(
@@ -247,7 +246,7 @@ def _say_budget(plan: Plan, wall_s: float) -> None:
 def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
     num_before = len(read_records(run))
     return supervise(
-        RANK_MODULE,
+        "rank",
         plan_file.absolute(),
         [str(run.absolute()), *([FORCE] if force else [])],
         plan.world_size,

@@ -6,19 +6,24 @@ all ranks or on none: where one fails, every rank gets its number and the reason
 
 import contextlib
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
+from torch.distributed import distributed_c10d as c10d
 
 from stepmark.cases.record import AnyCase, Failed
 from stepmark.ground.errors import StepmarkError
+from stepmark.measuring.channel import ForgedError, add_mac, check_mac
+from stepmark.measuring.job import KEY
 from stepmark.measuring.nvidia import pci_bus_id
 
 # From the agreement on a moment to that moment: longer than the message takes to all ranks.
@@ -120,6 +125,8 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
         torch.cuda.set_device(device)
         if os.environ.get("STEPMARK_BIND") == "closest":
             _bind_to_cores_near(device)
+    if key := os.environ.get(KEY):
+        _authenticate_objects(key.encode())
     if num_ranks > 1 or (for_meshes and "RANK" in os.environ):
         backend = "cpu:gloo,cuda:nccl" if for_meshes and device_type == "cuda" else "gloo"
         if (store := _store_of_parent(num_ranks)) is None:
@@ -136,6 +143,31 @@ def join(device_type: str, *, for_meshes: bool = False) -> Ranks:
         offset_s=offset_s,
         offset_error_s=error_s,
     )
+
+
+class _Pickler:
+    """Pickle with a MAC. torch's object collectives call it as Pickler and as Unpickler."""
+
+    def __init__(self, key: bytes, file: IO[bytes]) -> None:
+        self._key = key
+        self._file = file
+
+    def dump(self, value: object) -> None:
+        self._file.write(add_mac(self._key, pickle.dumps(value), b"object"))
+
+    def load(self) -> Any:
+        return pickle.loads(check_mac(self._key, self._file.read(), b"object"))
+
+
+def _authenticate_objects(key: bytes) -> None:
+    """Unpickle only what ranks with this key have pickled: a pickle runs code.
+
+    torch exchanges objects in our agreements, and itself between the stages of a pipeline.
+    """
+    names = ("_pickler", "_unpickler")
+    assert all(hasattr(c10d, name) for name in names), "torch exchanges objects in another way"
+    for name in names:
+        setattr(c10d, name, partial(_Pickler, key))
 
 
 def _bind_to_cores_near(device: torch.device) -> None:
@@ -240,7 +272,7 @@ def dump_flight_recorder() -> str:
 def _reach(step: Callable[[], Any]) -> Any:
     try:
         return step()
-    except RuntimeError as error:  # gloo: connection closed by peer, timed out
+    except (RuntimeError, ForgedError) as error:  # gloo: connection closed, timed out
         first = str(error).strip().split("\n", maxsplit=1)[0]
         raise LostPeersError(f"a rank cannot be reached: {first}") from error
 

@@ -156,7 +156,7 @@ class _Interrupted:
 
 
 def supervise(
-    module: str,
+    entry: str,
     plan: Path,
     arguments: Sequence[str],
     num_ranks: int,
@@ -166,6 +166,8 @@ def supervise(
     start_s: float = START_S,
 ) -> int:
     """Run `python -m MODULE PLAN ARGUMENTS` on num_ranks ranks; return the worst exit code.
+
+    entry: of ENTRIES, which has the module.
 
     A case that hangs or loses a rank ends these ranks, and new ones begin at the next case.
     When on_failure is called no rank is alive; rank 0 may have recorded the case itself in its
@@ -178,7 +180,7 @@ def supervise(
     codes = [0]
     with catching() as signals:
         while True:
-            start = partial(Workers, module, plan, arguments, num_ranks, first=first)
+            start = partial(Workers, entry, plan, arguments, num_ranks, first=first)
             match end := _lead(start, signals, start_s, is_first=not first):
                 case _Interrupted(number):
                     return 128 + number

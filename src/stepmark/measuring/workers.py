@@ -37,7 +37,7 @@ class Workers:
 
     def __init__(
         self,
-        module: str,
+        entry: str,
         plan: Path,
         arguments: Sequence[str],
         num_ranks: int,
@@ -45,7 +45,7 @@ class Workers:
         first: int = 0,
         signals: Sequence[int] = (),
     ) -> None:
-        """Start `python -m MODULE PLAN ARGUMENTS` per rank, on every host of the job.
+        """Start an entry of ENTRIES for each rank, on every host of the job.
 
         signals: those of `catching`. Raises ConfigError for ranks that hosts cannot share
         evenly, LostHostError, and JoinInterrupted.
@@ -53,7 +53,7 @@ class Workers:
         self.num_ranks = num_ranks
         self.beats: dict[int, Heartbeat] = {}
         self._leader = leader()
-        command = command_of(module, plan, arguments)
+        command = command_of(entry, plan, arguments)
         if self._leader is None or num_ranks == 1:
             ranks = Ranks(numbers=range(num_ranks), world_size=num_ranks, first=first)
             self.started_s = time.monotonic()
@@ -70,7 +70,7 @@ class Workers:
         listener = jobs.listen(0)
         port = listener.getsockname()[1]
         remote = self._leader.start(
-            module, plan, arguments, per_host=self._per_host, first=first, store_port=port
+            entry, plan, arguments, per_host=self._per_host, first=first, store_port=port
         )
         ranks = Ranks(numbers=range(self._per_host), world_size=num_ranks, first=first)
         store = Store(host="127.0.0.1", port=port, listener=listener)
