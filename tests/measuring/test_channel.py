@@ -633,60 +633,91 @@ def test_ranks_unpickle_only_what_ranks_have_pickled() -> None:
             assert error.startswith("a rank cannot be reached: data with another key")
 
 
-# A whole job
+# Whole jobs
 
 WORDS = ("comm", "all_reduce", "-b", "1K", "-e", "2K", "-f", "2", "-n", "2", "--device", "cpu")
 
 
-def test_a_job_continues_among_strangers(tmp_path: Path) -> None:
-    """1,100 connections stay silent, some send rubbish, and one host has the wrong key."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    shared = {
-        **os.environ,
+def start(folder: Path, rank: int, port: int) -> "subprocess.Popen[str]":
+    """Start the agent of a host, whose leader is at this port."""
+    own = folder / str(rank)
+    own.mkdir()
+    variables = {
         "STEPMARK_HOSTS": "127.0.0.1,127.0.0.2",
+        "STEPMARK_HOST_RANK": str(rank),
         "STEPMARK_PORT": str(port),
         "STEPMARK_KEY": KEY.decode(),
         "STEPMARK_NPROC": "1",
         "STEPMARK_JOIN_S": "60",
         "OMP_NUM_THREADS": "1",
     }
+    return subprocess.Popen(
+        [sys.executable, "-m", "stepmark", *WORDS],
+        cwd=own,
+        env=os.environ | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
-    def start(rank: int) -> "subprocess.Popen[str]":
-        folder = tmp_path / str(rank)
-        folder.mkdir()
-        return subprocess.Popen(
-            [sys.executable, "-m", "stepmark", *WORDS],
-            cwd=folder,
-            env=shared | {"STEPMARK_HOST_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
 
-    agents = [start(0)]
-    strangers: list[socket.socket] = []
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
+def is_listening(port: int) -> bool:
+    with suppress(OSError):
+        connect_to(("127.0.0.1", port))
+        return True
+    return False
+
+
+def ended(agents: list["subprocess.Popen[str]"]) -> tuple[list[int], list[str]]:
+    """Return exit codes and outputs by host."""
     try:
-        wait(lambda: not connect_refused(port, strangers), 60.0)
-        for number in range(1100):
-            strangers.append(socket.create_connection(("127.0.0.1", port)))
-            if number % 10 == 0:
-                strangers[-1].sendall(b"\0\0\0\x10" + bytes(16))
-        agents.append(start(1))
         outputs = [process.communicate(timeout=120)[0] for process in agents]
     finally:
         for process in agents:
             process.kill()
-        for stranger in strangers:
-            stranger.close()
-    assert [process.returncode for process in agents] == [0, 0], outputs
     assert "Traceback" not in "".join(outputs)
+    return [process.returncode for process in agents], outputs
+
+
+def test_a_job_continues_among_strangers(tmp_path: Path) -> None:
+    """Of 1,100 connections most stay silent, the others send what is no hello."""
+    port = free_port()
+    agents = [start(tmp_path, 0, port)]
+    wait(lambda: is_listening(port), 60.0)
+    for number in range(1100):
+        stranger = connect_to(("127.0.0.1", port))
+        if number % 10 == 0:
+            with suppress(OSError):
+                stranger.sendall(b"\0\0\0\x10" + bytes(16))
+    agents.append(start(tmp_path, 1, port))
+    codes, outputs = ended(agents)
+    assert codes == [0, 0], outputs
     assert outputs[0].count("# Out of bounds values : 0 OK") == 1
 
 
-def connect_refused(port: int, kept: list[socket.socket]) -> bool:
-    try:
-        kept.append(socket.create_connection(("127.0.0.1", port)))
-    except OSError:
-        return True
-    return False
+def test_a_forged_start_is_a_lost_host(tmp_path: Path) -> None:
+    """It comes between the messages of a joined leader, from a relay on its way."""
+    port = free_port()
+    agents = [start(tmp_path, 0, port)]
+    wait(lambda: is_listening(port), 60.0)
+    forged = Start(9, "rank", ("--force",), "{}", 1, 1, 2, 0, port)
+    inject = at(3, lambda frame: [bytes(32) + json.encode(forged), frame])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        agents.append(start(tmp_path, 1, server.getsockname()[1]))
+        server.settimeout(60.0)
+        there, _ = server.accept()
+    OPEN.append(there)
+    there.settimeout(None)
+    here = connect_to(("127.0.0.1", port))
+    for way in ((here, there, inject), (there, here, unchanged)):
+        threading.Thread(target=forward, args=way, daemon=True).start()
+    codes, outputs = ended(agents)
+    assert codes == [3, 3], outputs
+    assert "host 127.0.0.2 is lost: it has closed the connection" in outputs[0]
+    assert "its leader 127.0.0.1 is lost: its connection failed (data with" in outputs[1]
+    assert FORGED in outputs[1]

@@ -17,6 +17,7 @@ from stepmark.ground.option_groups import MeasureOptions, ResumeOptions
 from stepmark.ground.options import build, load
 from stepmark.ground.units import parse_duration
 from stepmark.measuring.delivery import check_outputs
+from stepmark.measuring.local_ranks import ENTRIES
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.progress import line
 from stepmark.measuring.supervise import RankFailure, supervise
@@ -25,7 +26,7 @@ from stepmark.store.reader import find_run, latest, read_info, read_records
 from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 
 _OVER_BUDGET = 1.2
-_UNDER_LAUNCHER = "stepmark.measuring.rank:measure_under_launcher"
+_UNDER_LAUNCHER = f"{ENTRIES['rank']}:measure_under_launcher"
 
 
 def measure(
