@@ -545,7 +545,7 @@ def test_other_versions_are_named_on_both_hosts(monkeypatch: pytest.MonkeyPatch)
     with leading() as (running, address):
         error = Channel(connect_to(address), job_of(1), "0.0.9 (protocol 1)")
         error.close()
-        wait(lambda: running._problem)
+        wait(lambda: running._problem and not running._missing())  # `end` does not wait for it
         rule = f"it must be {channel.VERSION}, as on this host.".replace("(", r"\(")
         text = r"stepmark '0.0.9 \(protocol 1\) on host n2' is invalid: "
         with pytest.raises(ConfigError, match=text + rule.replace("2)", r"2\)")):

@@ -169,7 +169,7 @@ class Leader:
         Raises LostHostError, ConfigError, and JoinInterrupted once there is a signal.
         """
         end_s = self._began_s + self.job.join_s
-        while missing := self._missing():
+        while (missing := self._missing()) or self._problem:
             if signals or self.interrupted:
                 raise JoinInterrupted
             if self._problem:
@@ -283,9 +283,8 @@ class Leader:
             return
         channel.send(Alive())  # the agent has joined
         host = channel.other.host_rank
-        if problem := channel.version_error():
-            self._problem = problem
-        elif 0 < host < self.job.num_hosts and host not in self._channels:
+        if 0 < host < self.job.num_hosts and host not in self._channels:
+            self._problem = self._problem or channel.version_error()
             self._channels[host] = channel
             return
         channel.close()
