@@ -13,6 +13,7 @@ from stepmark.collectives.comm_options import MATRIX_OF_PAIRS, REDOPS, CommOptio
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType
 from stepmark.ground.errors import ConfigError, NothingToMeasureError, not_one_of
 from stepmark.ground.options import dashed, plain
+from stepmark.ground.read_text import read_whole
 from stepmark.ground.units import GIB, KIB, MIB, format_bytes
 from stepmark.model.collectives import (
     ALIGN_BYTES,
@@ -343,11 +344,10 @@ def _with_matrix(case: CommCase, file: str) -> CommCase:
     n = case.num_ranks
     itemsize = case.dtype.itemsize
     try:
-        lines = Path(file).read_text(encoding="utf-8").split("\n")
+        lines = read_whole(Path(file), "matrix").decode().split("\n")
         table = [[float(word) for word in line.split()] for line in lines if line.split()]
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError("matrix", file, f"a file of numbers ({reason})") from None
+    except ValueError as error:
+        raise ConfigError("matrix", file, f"a file of numbers ({error})") from None
     if len({len(row) for row in table} | {len(table)}) != 1 or len(table) < n:
         raise ConfigError("matrix", file, f"a square of numbers, {n} rows or more")
     if not all(0 <= value <= 2**50 for row in table for value in row):

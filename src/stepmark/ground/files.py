@@ -101,7 +101,7 @@ def new_file(path: Path) -> Path:
 
 def is_special(path: Path) -> bool:
     """Whether this is no regular file, but e.g. a device or a pipe."""
-    return _descriptor(path) is not None or (path.exists() and not path.is_file())
+    return descriptor_of(path) is not None or (path.exists() and not path.is_file())
 
 
 @contextlib.contextmanager
@@ -144,7 +144,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _stream(path: Path) -> Iterator[IO[bytes]]:
-    fd = _descriptor(path)
+    fd = descriptor_of(path)
     if fd is not None:  # a file behind it keeps what was written so far
         with contextlib.suppress(AttributeError):  # stdout is closed
             sys.stdout.flush()
@@ -158,7 +158,7 @@ def _stream(path: Path) -> Iterator[IO[bytes]]:
             yield stream
 
 
-def _descriptor(path: Path) -> int | None:
+def descriptor_of(path: Path) -> int | None:
     """Return the open descriptor of this process that a name such as /dev/stdout leads to."""
     for _ in range(_MAX_LINKS):
         path = Path(os.path.realpath(path.parent)) / path.name

@@ -14,11 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from stepmark.cases.message import RECV, SEND, Histogram, MessageKind, Tally, message_bytes
 from stepmark.findings.finding import Evidence, Finding, Severity
 from stepmark.findings.log_facts import MAX_RANKS
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import open_binary
 from stepmark.ground.units import ranks_text
@@ -134,8 +133,8 @@ def _read_lines(lines: Iterable[bytes], file: str, state: _State) -> None:
 
 def _record(line: bytes) -> dict[str, Any] | None:
     try:
-        record = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        record = json_text.decode(line)
+    except ValueError:
         return None
     keys = {"header", "coll_perf", "p2p_perf", "dump_stats", "proxy_trace"}
     return record if isinstance(record, dict) and keys & record.keys() else None

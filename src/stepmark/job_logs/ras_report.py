@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from stepmark.findings.finding import Evidence
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.job_output.lines import split_tag, whole_lines
 
@@ -369,8 +370,9 @@ def _json_reports(text: str, file: str) -> Iterator[RasReport]:
         line += text.count("\n", position, start)
         position = start
         try:
+            json_text.check_depth(text[start:end])
             document = _dict(json.JSONDecoder().raw_decode(text[start:end])[0])
-        except (ValueError, RecursionError):
+        except ValueError:
             document = {}
         evidence = Evidence(
             file=file, line=line + 1, text=text[start : start + 60].split("\n")[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed, plain
+from stepmark.ground.read_text import read_whole
 from stepmark.launching import scripts, slurm
 from stepmark.launching.launch_options import TARGETS, LaunchOptions, SlurmJob
 from stepmark.model.fabrics import Setting, load_fabrics
@@ -145,7 +146,7 @@ def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
 def read_hosts(text: str) -> tuple[str, ...]:
     """Return the hosts that --hosts names, the first of which leads. Raises ConfigError."""
     if os.path.isfile(text):  # False for a list that is too long for a name
-        lines = Path(text).read_text(errors="replace").splitlines()
+        lines = read_whole(Path(text), "hosts").decode(errors="replace").splitlines()
         entries = [line.split("#")[0].split() for line in lines]
         # pssh's [user@]host[:port]; mpirun's "host slots=8"
         names = [re.sub(r"^.*@|:\d+$", "", words[0]) for words in entries if words]

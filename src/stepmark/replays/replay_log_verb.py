@@ -11,6 +11,7 @@ from stepmark.cases.record import Measured, Record
 from stepmark.cases.replay_case import Compute, ReplayCase
 from stepmark.collectives.measured_curves import run_curves
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_npy
 from stepmark.replays.replay_log_text import ReplayLog
 from stepmark.step import native
 from stepmark.store import plans
@@ -46,11 +47,7 @@ def of_record(path: Path, record: Measured, curves: Sequence[Curve] = ()) -> Rep
     assert replayed is not None
     plan = plans.read(path)
     file = path / TRACES / replayed.spans
-    try:
-        spans: np.ndarray = np.load(file, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError("replay", file, f"a file of times ({reason})") from None
+    spans = read_npy(file, "replay")
     workload = native.decode(plan.workload.encode())
     step_s = workload.settings.get(file_times.STEP)
     is_whole = case.compute is Compute.SLEEP and not (case.shrunk_from or case.compute_from)

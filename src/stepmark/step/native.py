@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from stepmark.ground import json_text
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.read_text import read_whole
@@ -258,10 +259,8 @@ def decode(data: bytes) -> Workload:
 def _file(data: bytes) -> _File:
     """Decode a file's fields. Raise ConfigError with the place."""
     try:
-        plain = msgspec.json.decode(data)
-    except RecursionError:
-        raise ConfigError("workload", "too deeply nested", "JSON") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        plain = json_text.decode(data)
+    except ValueError as error:
         raise ConfigError("workload", one_line(data[:40]), f"JSON ({error})") from None
     if not isinstance(plain, dict) or plain.get("kind") != KIND:
         kind = plain.get("kind") if isinstance(plain, dict) else None

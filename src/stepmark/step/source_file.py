@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import read_whole
 from stepmark.step.workload import Workload
@@ -21,10 +22,10 @@ def decoded(path: Path, kind: type[S], what: str, allowed: str) -> S:
     """Decode a JSON file as `kind`. Raise ConfigError naming `what`."""
     data = read_whole(path, what)
     try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        reason = str(error) or "nested too deep"
-        raise ConfigError(what, path, f"{allowed} ({reason})") from None
+        value: S = json_text.decode(data, kind)
+    except ValueError as error:
+        raise ConfigError(what, path, f"{allowed} ({error})") from None
+    return value
 
 
 def origin_of(workload: Workload, name: str, kind: type[S]) -> S:
@@ -73,10 +74,8 @@ def read_json(path: Path) -> object:
     """Return a JSON file as plain dicts and lists. Raise ConfigError for any other content."""
     data = read_whole(path, "file", _MAX_JSON_BYTES)
     try:
-        return msgspec.json.decode(data)
-    except RecursionError:
-        raise ConfigError(str(path), "too deeply nested", "JSON") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        return json_text.decode(data)
+    except ValueError as error:
         raise ConfigError(str(path), one_line(data[:40]), f"JSON ({error})") from None
 
 
@@ -90,8 +89,6 @@ def convert(raw: object, kind: type[T], where: str) -> T:
         _check_spelling(raw, kind, where)
     try:
         return msgspec.convert(raw, type=kind, strict=True)
-    except RecursionError:
-        raise ConfigError(where.rstrip(": ."), "too deeply nested", "JSON") from None
     except msgspec.ValidationError as error:
         raise _explain(str(error), raw, where) from None
 

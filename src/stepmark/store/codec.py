@@ -28,6 +28,7 @@ from stepmark.cases.record import (
 )
 from stepmark.cases.replay_case import ReplayCase
 from stepmark.cases.train_case import TrainCase
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.ops import FAMILIES
 from stepmark.store.commands import command_of
@@ -117,8 +118,8 @@ def json_object(text: bytes, what: str) -> dict[str, Any]:
     """Read an object. Raises ConfigError, naming `what`, for anything else."""
     start = text[:80].decode(errors="replace") or "(empty)"
     try:
-        plain = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        plain = json_text.decode(text)
+    except ValueError as error:
         raise ConfigError(what, start, f"JSON ({error})") from None
     if not isinstance(plain, dict):
         raise ConfigError(what, start, "a JSON object")

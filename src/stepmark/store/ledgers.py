@@ -6,7 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 from stepmark.timeline.ledger import Group, Ledger, MeasuredLedger
 
 FILE = "ledgers.json"
@@ -37,8 +39,8 @@ def read(run: Path) -> dict[str, MeasuredLedger]:
     if not path.is_file():
         return {}
     try:
-        steps = msgspec.json.decode(path.read_bytes(), type=dict[str, _Step])
-    except (OSError, msgspec.DecodeError) as error:
+        steps = json_text.decode(read_whole(path, "ledgers"), dict[str, _Step])
+    except ValueError as error:
         raise ConfigError("ledgers", path, f"ledgers by case ({error})") from None
     ledgers = {}
     for case_id, step in steps.items():

@@ -5,6 +5,7 @@ only this file is a run without a result.
 """
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import msgspec
 
 from stepmark.cases.plan import PLAN_SCHEMA, Entry, Plan
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 from stepmark.store import codec
 
 FILE = "plan.jsonl"
@@ -37,12 +39,9 @@ def read(run: Path) -> Plan:
 
 def read_file(path: Path) -> Plan:
     """Read a plan that lies elsewhere than in plan.jsonl of its run. Raises ConfigError."""
-    try:
-        text = path.read_bytes()
-    except OSError as error:
-        reason = error.strerror or error
-        raise ConfigError("run", path.parent, f"a run with a {path.name} ({reason})") from None
-    return decode(text, str(path))
+    if not os.path.exists(path):  # also where the folder cannot be entered
+        raise ConfigError("run", path.parent, f"a run with a {path.name}")
+    return decode(read_whole(path, "run"), str(path))
 
 
 def has_plan(run: Path) -> bool:

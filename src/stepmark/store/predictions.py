@@ -10,7 +10,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_head, read_whole
 
 FILE = "prediction.json"
 HASH_FILE = "prediction.sha256"
@@ -44,21 +46,19 @@ def read(run: Path) -> tuple[dict[str, Any], str] | None:
 
     Raises ConfigError for one that was changed after it was committed.
     """
-    try:
-        text = (run / FILE).read_bytes()
-    except FileNotFoundError:
+    if not os.path.exists(run / FILE):
         return None
-    except OSError as error:
-        raise ConfigError(
-            "prediction", run / FILE, f"a file that can be read ({error})"
-        ) from None
+    text = read_whole(run / FILE, "prediction")
     digest = hashlib.sha256(text).hexdigest()
     try:
-        committed = (run / HASH_FILE).read_text(encoding="ascii").split()[0]
-    except (OSError, ValueError, IndexError):
+        committed = read_head(run / HASH_FILE).decode("ascii").split()[0]
+    except (ConfigError, ValueError, IndexError):
         committed = "missing"
     if committed != digest:
         allowed = f"the one that was committed (sha256 {committed[:16]}): it was changed since"
         raise ConfigError("prediction", f"{run / FILE} (sha256 {digest[:16]})", allowed)
-    document: dict[str, Any] = json.loads(text)
+    try:
+        document = json_text.decode(text, dict[str, Any])
+    except ValueError as error:
+        raise ConfigError("prediction", run / FILE, f"a JSON object ({error})") from None
     return document, digest

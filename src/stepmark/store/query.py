@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
 
-import msgspec
-
 from stepmark.cases.kind import KINDS
 from stepmark.cases.record import Record
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import load
 from stepmark.store.codec import to_plain
@@ -150,7 +149,7 @@ def _lines(run: Run) -> Iterator[_Line]:
     by_place = {place: _first_rows(run, batch) for place, batch in batches.items()}
     for record, text, place in zip(records, run.lines, places, strict=True):
         row = by_place[place].get(record.case.case_id, {})
-        yield _Line(plain=msgspec.json.decode(text), text=text, row=row)
+        yield _Line(plain=json_text.decode(text), text=text, row=row)
 
 
 def _first_rows(run: Run, records: Sequence[Record]) -> dict[str, Row]:

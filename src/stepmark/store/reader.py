@@ -14,7 +14,7 @@ from pathlib import Path
 
 from stepmark.cases.record import Environment, Measured, Record, RunInfo
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.read_text import read_whole
+from stepmark.ground.read_text import read_npy, read_whole
 from stepmark.store import codec
 from stepmark.store.commands import command_of
 from stepmark.store.sweeps import is_sweep
@@ -240,11 +240,8 @@ def _is_sound(seconds: Sequence[Sequence[float]]) -> bool:
 
 def _matrix(path: Path, record: Measured) -> tuple[tuple[float, ...], ...]:
     """Read seconds[rank][sample] from the file that a record names."""
-    import numpy as np  # noqa: PLC0415
-
     file = path / record.samples.file
     try:
-        matrix = np.load(file, allow_pickle=False)
-        return tuple(tuple(map(float, row)) for row in matrix)
-    except (OSError, ValueError, EOFError, TypeError) as error:
+        return tuple(tuple(map(float, row)) for row in read_npy(file, "samples"))
+    except (ValueError, TypeError) as error:
         raise ConfigError("samples", file, f"a readable .npy ({error})") from None

@@ -17,6 +17,7 @@ from pathlib import Path
 from stepmark.cases.record import Environment, Measured, Record, RunInfo
 from stepmark.ground import files
 from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.read_text import open_file
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.store import codec, reader
 
@@ -95,7 +96,8 @@ class RunWriter(files.Lock):
         with _config_errors("resume", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))
             file = path / reader.RECORDS
-            text = file.read_bytes()
+            with open_file(file, "resume") as stream:
+                text = stream.read()
             end = text.rfind(b"\n") + 1
             if end < len(text):
                 with file.open("rb+") as stream:

@@ -11,8 +11,9 @@ from pathlib import Path
 import msgspec
 
 from stepmark.cases.sweep import SCHEMA, Sweep, Try
-from stepmark.ground import files
+from stepmark.ground import files, json_text
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_whole
 
 FILE = "sweep.json"
 
@@ -69,10 +70,8 @@ def read(path: Path) -> Sweep:
     """Read a sweep. Raises ConfigError for other JSON, and for impossible values."""
     file = path / FILE
     try:
-        sweep = msgspec.json.decode(file.read_bytes(), type=Sweep)
-    except OSError as error:
-        raise ConfigError("sweep", file, f"a readable file ({error.strerror})") from None
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        sweep: Sweep = json_text.decode(read_whole(file, "sweep"), Sweep)
+    except ValueError as error:
         raise ConfigError("sweep", file, f"a sweep ({error})") from None
     if wrong := _wrong(sweep):
         raise ConfigError("sweep", file, f"a sweep ({wrong})")

@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
-import msgspec
-
+from stepmark.ground import json_text
 from stepmark.ground.reading import IN_PLACE, OUT_OF_PLACE, Reading, Table
 from stepmark.ground.units import GB
 from stepmark.model.collectives import collective_named
@@ -81,8 +80,8 @@ def decode(text: str) -> object:
     """Return a JSON document, or None. A decoder's message may hold the text: it is dropped."""
     for candidate in (text, _NOT_JSON.sub("null", text)):
         try:
-            return msgspec.json.decode(candidate.encode())
-        except (msgspec.DecodeError, RecursionError):
+            return json_text.decode(candidate)
+        except ValueError:
             continue
     return None
 

@@ -1,6 +1,7 @@
 """Batches of tokens through a DataLoader, as in a training job.
 
 Sequence number s of a seed is always the same. Micro-step i of n data ranks has the sequences
+from stepmark.ground.read_text import read_whole
 from i * n * mbs on, each rank mbs of them: neither the number of workers nor that of data ranks
 changes the training data.
 
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import open_file, readable
 from stepmark.training.model_parallel import SequenceShard
 
 RANDOM = "random"
@@ -197,12 +199,9 @@ def read(data: str, *, at_least: int = 2) -> bytes:
     if data == GENERATED:
         text = generated()
     else:
-        try:
-            text = Path(data).expanduser().read_bytes()
-        except OSError as error:
-            reason = error.strerror or type(error).__name__
-            allowed = f"a file that can be read ({reason})"
-            raise ConfigError("text-file", data, allowed) from error
+        path = Path(data).expanduser()
+        with readable(path, "text-file"), open_file(path, "text-file") as stream:
+            text = stream.read()
     if len(text) < at_least:
         allowed = f"a text of at least {at_least} bytes, one sequence; it has {len(text)}"
         raise ConfigError("text-file", data, allowed)

@@ -20,8 +20,9 @@ import msgspec
 
 import stepmark
 from stepmark.findings.finding import Severity
-from stepmark.ground import outer_launcher
+from stepmark.ground import json_text, outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground.read_text import read_whole
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_sources, logs
 from stepmark.job_logs.log_options import LogsOptions
@@ -191,8 +192,8 @@ def _nccl_config(user: Mapping[str, str]) -> dict[str, str]:
     settings: dict[str, str] = {}
     for file in (Path("/etc/nccl.conf"), own):
         try:
-            lines = file.read_text(errors="replace").splitlines()
-        except OSError:
+            lines = read_whole(file, "file").decode(errors="replace").splitlines()
+        except ConfigError:
             continue
         pairs = (line.partition("=") for line in lines if not line.lstrip().startswith("#"))
         settings |= {name.strip(): value.strip() for name, sign, value in pairs if sign}
@@ -208,8 +209,8 @@ def read_ranks(folder: Path) -> tuple[list[WatchedRank], list[str]]:
     damaged = []
     for path in sorted((folder / _RANKS).glob("rank*.json")):
         try:
-            ranks.append(msgspec.json.decode(path.read_bytes(), type=WatchedRank))
-        except (OSError, msgspec.MsgspecError):
+            ranks.append(json_text.decode(read_whole(path, "rank"), WatchedRank))
+        except (ConfigError, ValueError):
             damaged.append(f"{path.name} was not written to its end: its process was killed")
     stepped = {rank.rank for rank in ranks if rank.world_size is not None}
     kept = [rank for rank in ranks if rank.world_size is not None or rank.rank not in stepped]

@@ -5,6 +5,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import read_head
 from stepmark.model.model import ModelConfig, find_model
 from stepmark.step import source_file
 from stepmark.workloads.formats import benchmark_models, huggingface
@@ -54,11 +55,7 @@ def factor(scale: str) -> Fraction:
 
 def _reader_of(file: Path) -> Callable[[Path], list[ModelConfig]]:
     """Return the reader of a file by its content. Raises ConfigError."""
-    try:
-        with file.open("rb") as stream:
-            start = stream.read(4096).lstrip()[:1]
-    except OSError as error:
-        raise ConfigError("model", file, f"a readable file ({error.strerror})") from None
+    start = read_head(file, 4096, "model").lstrip()[:1]
     if start == b"[":
         return lambda file: list(benchmark_models.read_model_configs(file))
     if benchmark_models.is_config(source_file.read_json(file)):

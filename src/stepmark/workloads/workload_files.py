@@ -12,6 +12,7 @@ from typing import Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import is_special, written
+from stepmark.ground.read_text import open_file
 from stepmark.model.ops import Op
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.tables.export import is_folder
@@ -80,7 +81,7 @@ def _copy(file: str, copy: Path) -> None:
         if file == "-" and sys.stdin is None:
             raise OSError(errno.EBADF, "it is closed")
         stdin = contextlib.nullcontext(sys.stdin.buffer) if file == "-" else None
-        with stdin or Path(file).open("rb") as source, copy.open("wb") as stream:
+        with stdin or open_file(Path(file), "workload") as source, copy.open("wb") as stream:
             while chunk := source.read(2**20):
                 size += len(chunk)
                 if size > _MOST_BYTES:

@@ -16,6 +16,7 @@ from pathlib import Path
 from sys import intern
 from typing import Any
 
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.read_text import read_bytes
 from stepmark.job_logs.flight_recorder import restricted_pickle
@@ -114,8 +115,9 @@ def _document(data: bytes, file: str) -> object:
     if data[:1] == b"\x80":
         return restricted_pickle.load(data, file)
     try:
-        return json.loads(data, parse_int=_short_int)
-    except (ValueError, RecursionError) as error:
+        json_text.check_depth(data)
+        return json.loads(data, parse_int=_short_int)  # it may have NaN, which is no JSON
+    except ValueError as error:
         raise ConfigError("file", file, f"a whole dump ({str(error)[:100]})") from None
 
 

@@ -5,12 +5,15 @@ build an object, and none may make the reader allocate memory for what is not in
 """
 
 import io
+import itertools
 import pickle
 import pickletools
 import warnings
+from collections.abc import Iterable
 from typing import NoReturn
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.json_text import MAX_DEPTH
 
 # Opcodes that make None, bool, int, float, str, bytes, tuple, list, dict and set, and those
 # that move such values around.
@@ -27,6 +30,9 @@ _PLAIN = frozenset(
     )
 )
 _NAMES_A_CLASS = ("GLOBAL", "INST")
+# Values of a dump, counted as often as they are used: entries share the dicts of their frames.
+_LEAST_VALUES, _VALUES_PER_BYTE = 500_000, 20
+_CONTAINERS = (dict, list, tuple, set, frozenset)
 MAX_LONG_BYTES = 64  # no field of a dump is a longer integer
 # The standard library raises these for a file that is no pickle.
 _MALFORMED = (
@@ -55,15 +61,18 @@ def load(data: bytes, file: str) -> object:
             # pickletools warns of odd escapes in the file's strings.
             warnings.simplefilter("ignore", DeprecationWarning)
             _check(data)
-            return _PlainUnpickler(io.BytesIO(data)).load()
+            value = _PlainUnpickler(io.BytesIO(data)).load()
+            _check_tree(value, _max_values(data))
     except _MALFORMED as error:
         reason = str(error) or type(error).__name__
         raise ConfigError("file", file, f"a whole pickle ({reason[:120]})") from None
+    return value
 
 
 def _check(data: bytes) -> None:
     """Refuse before running. Raises ConfigError, or ValueError for what is no pickle."""
     texts: list[str] = []  # the last two strings: the operands of STACK_GLOBAL
+    sizes = _Sizes(_max_values(data))
     for num_ops, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if name in _NAMES_A_CLASS:
@@ -79,6 +88,74 @@ def _check(data: bytes) -> None:
             raise ValueError(f"memo index {argument} after {num_ops} opcodes")
         elif isinstance(argument, int) and argument.bit_length() > 8 * MAX_LONG_BYTES:
             raise ValueError("an integer of excessive length")
+        sizes.run(opcode, argument)
+
+
+def _max_values(data: bytes) -> int:
+    return _LEAST_VALUES + _VALUES_PER_BYTE * len(data)
+
+
+class _Sizes:
+    """Numbers of values in the objects on the stack of a pickle, counted as often as used.
+
+    A tuple of references to tuples takes few bytes, and its hash, as a key, visits each of
+    them. Lists and dicts that change after a reference was stored are left to _check_tree.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._stack: list[int] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, int] = {}
+
+    def run(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
+        """Follow an opcode. Raises ValueError or IndexError for what no pickle has."""
+        name, stack = opcode.name, self._stack
+        if name == "MARK":
+            self._marks.append(len(stack))
+        elif name == "MEMOIZE" or "PUT" in name:
+            self._memo[len(self._memo) if argument is None else int(str(argument))] = stack[-1]
+        elif "GET" in name:
+            stack.append(self._memo.get(int(str(argument)), 0))
+        elif name == "DUP":
+            stack.append(stack[-1])
+        else:
+            popped = opcode.stack_before
+            is_marked = pickletools.markobject in popped
+            start = self._marks.pop() if is_marked else len(stack)
+            start -= popped.index(pickletools.markobject) if is_marked else len(popped)
+            if start < 0:
+                raise ValueError("it pops more than it pushed")
+            size = 1 + sum(stack[start:])
+            if size > self._limit:
+                raise ValueError("it refers too often to the same values")
+            stack[start:] = [size] * len(opcode.stack_after)
+
+
+def _check_tree(root: object, limit: int) -> None:
+    """Refuse values that nest too deep, hold themselves, or are referred to too often."""
+    level = {id(root): (root, 1)}  # containers of one depth, and how often each is used
+    num_values = 1
+    for _ in range(MAX_DEPTH):
+        deeper: dict[int, tuple[object, int]] = {}
+        for container, uses in level.values():
+            for part in _parts(container):
+                num_values += uses
+                if isinstance(part, _CONTAINERS):
+                    before = deeper[id(part)][1] if id(part) in deeper else 0
+                    deeper[id(part)] = (part, before + uses)
+        if num_values > limit:
+            raise ValueError("it refers too often to the same values")
+        if not deeper:
+            return
+        level = deeper
+    raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
+
+
+def _parts(value: object) -> Iterable[object]:
+    if isinstance(value, dict):
+        return itertools.chain(value, value.values())
+    return value if isinstance(value, _CONTAINERS) else ()
 
 
 def _foreign(name: str) -> ConfigError:

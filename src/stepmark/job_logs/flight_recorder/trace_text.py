@@ -10,10 +10,9 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-import msgspec
-
 from stepmark.findings.finding import Evidence
 from stepmark.findings.log_facts import MAX_RANKS
+from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.job_logs.job_output.lines import whole_lines
 
@@ -244,7 +243,7 @@ def _ranks(text: str) -> tuple[int, ...]:
 def _sizes(text: str) -> Sizes | None:
     """Return the sizes of "[[3, 4], [2]]"; None of others, such as lists that are cut."""
     try:
-        sizes = msgspec.json.decode(text, type=Sizes)
-    except (msgspec.MsgspecError, RecursionError):
+        sizes: Sizes = json_text.decode(text, Sizes)
+    except ValueError:
         return None
     return sizes

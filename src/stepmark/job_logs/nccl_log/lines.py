@@ -5,7 +5,6 @@ absent in CALL lines, and what precedes NCCL may also be missing (text copied fr
 numbers of calls are those of nccl.h, as printed.
 """
 
-import gzip
 import re
 from array import array
 from collections import deque
@@ -145,7 +144,7 @@ def segments(line: bytes) -> list[bytes]:
     return [line[low:high] for low, high in pairwise(edges)]
 
 
-def _split(raw: IO[bytes] | gzip.GzipFile) -> Iterator[Block]:
+def _split(raw: IO[bytes]) -> Iterator[Block]:
     carry = b""
     first = 1
     while text := raw.read(BLOCK_BYTES):

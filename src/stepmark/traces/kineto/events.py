@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
+from stepmark.ground import json_text
 from stepmark.timeline.trace_columns import CommArgs, TraceGroup
 
 # Events that are not read, by the name of their damage.
@@ -157,8 +158,8 @@ def _numbers(value: str | Sequence[int]) -> tuple[int, ...]:
     if not isinstance(value, str):
         return tuple(value)
     try:
-        return tuple(msgspec.json.decode(value, type=list[int]))
-    except msgspec.MsgspecError:
+        return tuple(json_text.decode(value, list[int]))
+    except ValueError:
         return ()
 
 

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
+from stepmark.ground import json_text
 from stepmark.model.collectives import torch_collective
 from stepmark.timeline.trace_columns import NONE, CommArgs, Ints
 from stepmark.traces.kineto.events import Args
@@ -134,8 +134,8 @@ def _dtype(event: Signature) -> str:
 def _values(event: Signature, field: str) -> list[Any]:
     raw: bytes = getattr(event, field)
     try:
-        values = msgspec.json.decode(raw) if raw else []
-    except msgspec.DecodeError:
+        values = json_text.decode(raw) if raw else []
+    except ValueError:
         return []
     return values if isinstance(values, list) else []
 
@@ -156,6 +156,6 @@ def _elements_of(event: Signature, place: int) -> tuple[int, ...]:
 
 def _splits(text: object) -> tuple[int, ...]:
     try:
-        return tuple(msgspec.json.decode(str(text), type=list[int]))
-    except msgspec.MsgspecError:
+        return tuple(json_text.decode(str(text), list[int]))
+    except ValueError:
         return ()

@@ -3,7 +3,6 @@
 Tables end with a row for NONE, so that rows of columns may be NONE.
 """
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from stepmark.ground import json_text
 from stepmark.step.trace_ops import MARK, PRODUCTS
 from stepmark.timeline.trace_columns import NONE, Flags, Ints, OpColumns, RankTrace, SpanColumns
 from stepmark.traces.kineto.links import innermost, name_flags, parents_by_thread
@@ -189,7 +189,7 @@ class HostOps:
 def product_shape(name: str, dims: str) -> tuple[int, int, int] | None:
     """Return rows, columns and contracted dimension of a product by its inputs' shapes."""
     try:
-        a, b = json.loads(dims)["add" in name :][:2]
+        a, b = json_text.decode(dims)["add" in name :][:2]
         return int(a[-2]), int(b[-1]), int(a[-1])
     except (ValueError, IndexError, TypeError, KeyError):
         return None

@@ -7,7 +7,6 @@ made a stream wait for an event between the launches of its stream (in traces wi
 calls: everywhere).
 """
 
-import json
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from stepmark.cases.message import RECV, SEND
+from stepmark.ground import json_text
 from stepmark.ground.dtypes import DType, parse_dtype
 from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Bmm, Gemm, Layout, Phase
@@ -292,7 +292,9 @@ def _product(texts: Sequence[str], first: int, *, is_tf32: bool) -> Gemm | Bmm |
     texts: JSON of all inputs' shapes, types and strides.
     """
     try:
-        (a, b), dtypes, (of_a, of_b) = (json.loads(text)[first : first + 2] for text in texts)
+        (a, b), dtypes, (of_a, of_b) = (
+            json_text.decode(text)[first : first + 2] for text in texts
+        )
         dtype = parse_dtype(dtypes[0].removeprefix("c10::"), allowed=MULTIPLIED)
         if dtypes[0] != dtypes[1] or len(a) != len(b) or a[-1] != b[-2]:
             return None

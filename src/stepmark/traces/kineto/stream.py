@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.read_text import open_file, readable
 from stepmark.traces.kineto.events import Event, Header
 
 # Pieces of this size stay in the cache of the core that decodes them.
@@ -104,12 +105,11 @@ class EventStream:
 
     def _pieces(self) -> Iterator[bytes]:
         """Yield the text; a compressed file is unpacked by a second thread."""
-        with self.path.open("rb") as file:
-            is_packed = file.read(2) == b"\x1f\x8b"
+        with readable(self.path, "trace"), open_file(self.path, "trace") as file:
+            is_packed = file.peek(2)[:2] == b"\x1f\x8b"
+            while not is_packed and (piece := file.read(_CHUNK)):
+                yield piece
         if not is_packed:
-            with self.path.open("rb") as file:
-                while piece := file.read(_CHUNK):
-                    yield piece
             return
         queue: Queue[bytes | str] = Queue(8)
         Thread(target=_unpack, args=(self.path, queue), daemon=True).start()

@@ -170,7 +170,7 @@ _OF_TRACES = "`stepmark trace to-workload` makes a workload of traces"
 def _is_trace(head: bytes) -> bool:
     if head.startswith(b"\x1f\x8b"):
         with contextlib.suppress(zlib.error):
-            head = zlib.decompressobj(wbits=31).decompress(head)
+            head = zlib.decompressobj(wbits=31).decompress(head, _HEAD_BYTES)
     return b'"traceEvents"' in head or b'"deviceProperties"' in head
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import msgspec
 
 from stepmark.cases.message import RECV, SEND
+from stepmark.ground import json_text
 from stepmark.ground.dtypes import MESSAGE_DTYPES, DType, parse_dtype
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective, RedOp, num_parts
@@ -152,11 +153,10 @@ def read(path: Path) -> Workload:
 def _named_groups(metadata: Mapping[str, Value]) -> dict[str, Group]:
     """Return the groups that a file of ours names."""
     try:
-        digits = msgspec.json.decode(
-            str(metadata.get("groups", "{}")), type=dict[str, tuple[tuple[int, int], ...]]
-        )
+        text = str(metadata.get("groups", "{}"))
+        digits = json_text.decode(text, dict[str, tuple[tuple[int, int], ...]])
         return {name: Group(digits=dims) for name, dims in digits.items()}
-    except (msgspec.MsgspecError, ConfigError):
+    except (ValueError, ConfigError):
         return {}
 
 
