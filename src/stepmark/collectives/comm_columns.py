@@ -151,7 +151,9 @@ class CommOutcome:
     @property
     def validity(self) -> str | None:
         spreads = (spread_pct(self.times), self.launches.launch_spread_pct)
-        return validity(self._states, *spreads, above_limit=self.over_limit)
+        return validity(
+            self._states, *spreads, records=self.launches.measured, above_limit=self.over_limit
+        )
 
     @property
     def slowest_rank(self) -> int | None:
