@@ -1,10 +1,10 @@
 """Kill measuring verbs at random times, and go on: python -m tests.soak_kills [SEED] [COUNT].
 
-A kill is drawn by its seed and number: when, of whom (the command, one of its ranks, or all its
-processes), and by which signal. Then the run is resumed, or where a verb has no runs started
-again. No record may be lost or changed, no case may be measured twice, the second command must
-measure the rest, and no process and no shared memory of the killed one may be left. The last
-hundred: results/kills.txt.
+A kill is drawn by its seed and number: when or after which record, of whom (the command, one of
+its ranks, or all its processes), and by which signal. Then the run is resumed, or where a verb
+has no runs started again. No record may be lost or changed, no case may be measured twice, the
+second command must measure the rest, and no process and no shared memory of the killed one may
+be left. The last hundred: results/kills.txt.
 """
 
 import contextlib
@@ -42,13 +42,15 @@ _JOB = ROOT / "examples" / "plain_ddp.py"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """A command that is killed within `lasts_s`, and what it needs to have run before.
+    """A command that is killed within `lasts_s` or after one of its `records`.
 
-    rank: a word of the command lines of its ranks. codes: with which the second command may
-    end; a check on a busy host may not be able to tell.
+    before: what it needs to have run. again: what continues it. rank: a word of the command
+    lines of its ranks. codes: with which the second command may end; a check on a busy host may
+    not be able to tell.
     """
 
     words: str
+    records: int
     lasts_s: float
     before: str = ""
     again: str = "resume latest"
@@ -59,48 +61,57 @@ class Verb:
 VERBS = {
     "op": Verb(
         words="op gemm --m 64,96,128 --n 64 --k 64 --device cpu --budget 2s --launches 2",
+        records=6,
         lasts_s=12.0,
     ),
     "comm": Verb(
         words="comm all_reduce -b 1K -e 64K -f 2 --nproc 2 -n 20 -w 1 --device cpu",
+        records=7,
         lasts_s=9.0,
     ),
     "train": Verb(
         words="train gpt2-125m --scale tiny --strategy ddp --nproc 2 --mbs 1,2 --device cpu "
         "--steps 4",
+        records=2,
         lasts_s=12.0,
     ),
     "run": Verb(
         words="run gpt2-125m --scale tiny --strategy single --mbs 2 --device cpu --budget 5s",
+        records=4,
         lasts_s=20.0,
     ),
     "replay": Verb(
         before="workload generate --framework ddp --model gpt2-125m --scale tiny --mbs 2 "
         "--world-size 2 -o w.json",
         words="replay w.json --iters 20 --device cpu",
+        records=1,
         lasts_s=8.0,
     ),
     "calibrate": Verb(
         words="calibrate gpt2-125m --scale tiny --strategy ddp --nproc 2 --mbs 2 --device cpu "
         "--budget 5s",
+        records=3,
         lasts_s=12.0,
     ),
     "check": Verb(
         before=f"{_COPY} --launches 3 --budget 1s",
         words="check --baseline latest --launches 3 --floor 1 --budget 2s",
         again="resume --out runs/checks latest",
+        records=3,
         lasts_s=12.0,
         codes=(0, 1, 3),
     ),
     "sweep": Verb(
         words=f"sweep --env OMP_NUM_THREADS=1,2 --repeats 2 -- {_COPY} --budget 1s",
         again="sweep --resume latest",
+        records=6,
         lasts_s=30.0,
     ),
     "watch": Verb(
         words=f"watch --steps 3 -- torchrun --nproc-per-node 2 {_JOB}",
         again="",
         rank=_JOB.name,
+        records=0,
         lasts_s=10.0,
     ),
 }
@@ -151,7 +162,9 @@ class Kill:
     def killed(self, verb: Verb) -> dict[Path, list[bytes]]:
         """Start the command, and kill it. Returns the lines that its files then have."""
         rng = random.Random(f"{self.seed} {self.number}")
-        delay_s = rng.uniform(0.3, verb.lasts_s)
+        # Most are killed by what they have done: how long that takes depends on the machine.
+        after = rng.randint(1, verb.records) if verb.records and rng.random() < 0.7 else 0
+        delay_s = rng.uniform(0.0, 2.0) if after else rng.uniform(0.3, verb.lasts_s)
         whom = rng.choice(("the command", "a rank", "all processes"))
         number = rng.choice((signal.SIGKILL, signal.SIGTERM))
         began_s = time.monotonic()
@@ -166,13 +179,15 @@ class Kill:
                 start_new_session=True,
             )
         victims: list[psutil.Process] = []
+        due_s = None
         while job.poll() is None and time.monotonic() < began_s + LIMIT_S:
-            self.note_heartbeats()
-            if time.monotonic() >= began_s + delay_s and (
-                victims := self.victims(job, whom, verb, rng)
-            ):
+            if due_s is None and sum(map(len, map(lines, self.places()))) >= after:
+                due_s = time.monotonic() + delay_s
+            is_due = due_s is not None and time.monotonic() >= due_s
+            if is_due and (victims := self.victims(job, whom, verb, rng)):
                 break
-            time.sleep(0.02)
+            time.sleep(0.05)
+        self.note_heartbeats()
         passed_s = time.monotonic() - began_s
         complete = {place: lines(place) for place in self.places()}
         for process in victims:
@@ -180,9 +195,10 @@ class Kill:
                 process.send_signal(number)
         code = job.wait(LIMIT_S)
         kept = {place: lines(place) for place in self.places()}
-        what = (
-            f"{number.name} to {whom} after {passed_s:.1f} s" if victims else "not killed: done"
+        when = f"after {passed_s:.1f} s" + f", {delay_s:.1f} s after record {after}" * bool(
+            after
         )
+        what = f"{number.name} to {whom} {when}" if victims else "not killed: done"
         count = sum(map(len, kept.values()))
         self.events.append(f"{self.name}: {what}; exit code {code}, {count} records")
         for place, own in complete.items():
