@@ -199,7 +199,8 @@ def _line(journal: Journal, attempt: Try) -> str:
     done = sum(t.outcome is not Outcome.INTERRUPTED for t in sweep.tries)
     numbers = range(1, sweep.last_round + 1)
     left = sum(len(_missing(journal, number)) for number in numbers)
-    why = f": {attempt.stderr[-1]}" if attempt.stderr else ""
+    remarks = attempt.stderr[-1:] or attempt.differs
+    why = f": {'; '.join(remarks)}" if remarks else ""
     kind = "fresh round" if sweep.is_fresh(attempt.round) else "round"
     head = f"[{done}/{done + left}] {kind} {attempt.round}, {attempt.setting}"
     return f"{head}: {attempt.outcome}, {attempt.seconds:.1f} s{why}"
