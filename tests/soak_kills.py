@@ -1,4 +1,4 @@
-"""Kill measuring verbs at random times, and go on: python -m tests.soak_kills [SEED] [COUNT].
+"""Kill measuring verbs at random times, and go on: python -m tests.soak_kills [SEED COUNT FIRST].
 
 A kill is drawn by its seed and number: when or after which record, of whom (the command, one of
 its ranks, or all its processes), and by which signal. Then the run is resumed, or where a verb
@@ -313,17 +313,17 @@ def finished(records: Sequence[Record]) -> Iterator[tuple[str, int]]:
             yield record.case.case_id, record.launch
 
 
-def main(seed: int, count: int) -> int:
-    """Return the number of problems."""
-    say(f"# python -m tests.soak_kills {seed} {count}")
+def main(seed: int, count: int, first: int = 0) -> int:
+    """Return the number of problems. first: number of the first kill."""
+    say(f"# python -m tests.soak_kills {seed} {count} {first}")
     problems = 0
-    for number in range(count):
+    for number in range(first, count):
         with tempfile.TemporaryDirectory(prefix="stepmark-kill-") as folder:
             kill = Kill(number=number, seed=seed, folder=Path(folder))
             problem = kill.check()
         problems += bool(problem)
         say(f"{number}: {'; '.join(kill.events)}" + (f"; WRONG: {problem}" if problem else ""))
-    say(f"# {problems} problems in {count} kills")
+    say(f"# {problems} problems in {count - first} kills")
     return problems
 
 
