@@ -1,4 +1,4 @@
-"""Kill measuring verbs at random times, and go on: python -m tests.soak_kills [SEED COUNT FIRST].
+"""Kill measuring verbs at drawn times, and go on: python -m tests.soak_kills SEED COUNT [FIRST].
 
 A kill is drawn by its seed and number: when or after which record, of whom (the command, one of
 its ranks, or all its processes), and by which signal. Then the run is resumed, or where a verb
@@ -334,4 +334,4 @@ def say(line: str) -> None:
 
 if __name__ == "__main__":
     numbers = [int(word) for word in sys.argv[1:]]
-    sys.exit(min(1, main(*(numbers + [SEED, COUNT][len(numbers) :]))))
+    sys.exit(min(1, main(*(numbers or (SEED, COUNT)))))
