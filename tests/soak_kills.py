@@ -1,4 +1,4 @@
-"""Kill measuring verbs at drawn times, and go on: python -m tests.soak_kills SEED COUNT [FIRST].
+"""Kill measuring verbs at drawn times, go on: python -m tests.soak_kills SEED COUNT [FIRST].
 
 A kill is drawn by its seed and number: when or after which record, of whom (the command, one of
 its ranks, or all its processes), and by which signal. Then the run is resumed, or where a verb
