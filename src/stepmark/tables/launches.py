@@ -74,6 +74,11 @@ class Launches:
         return sum(check.num_wrong for check in checks) if checks else None
 
     @property
+    def differs(self) -> tuple[str, ...]:
+        """Return how the environment of all launches differs from the run's."""
+        return self.measured[0].differs if self.measured else ()
+
+    @property
     def status(self) -> str:
         if self.measured:
             return "wrong" if self.num_wrong else "measured"
@@ -83,7 +88,7 @@ class Launches:
     @property
     def message(self) -> str | None:
         """Return why the case, or one launch of it, has no samples, or how it was measured."""
-        if self.measured and self.measured[0].differs:
+        if self.differs:
             return message_of(self.measured[0])  # what failed has a row of its own
         text = "; ".join(dict.fromkeys(map(message_of, self.others))) or None
         if text and self.measured:
