@@ -75,7 +75,12 @@ def test_an_environment_that_changes_is_told(tmp_path: Path) -> None:
         run = journal.path / "runs" / journal.sweep.tries[0].run / "run.json"
         run.write_text(run.read_text().replace('"2.28.9"', '"2.27.3"'))
         journal.change(repeats=2, selection=None)
-        make(journal, means(tmp_path), [])
+        remarks: list[str] = []
+        make(journal, means(tmp_path, remarks), [])
+        assert (
+            sum(": nccl: 2.27.3 -> 2.28.9" in line for line in remarks if "round 2" in line)
+            == 2
+        )
         told = {one.differs for one in journal.sweep.tries if one.round == 2}
     assert told == {("nccl: 2.27.3 -> 2.28.9",)}
 

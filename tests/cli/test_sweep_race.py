@@ -187,6 +187,69 @@ def test_settings_that_go_wrong_are_recorded_and_left_out(tmp_path: Path) -> Non
     assert found.comparison.names == ("default", "KIND=fast")
 
 
+def resumed(folder: Path, **options: object) -> sweeps.Sweep:
+    """Resume the sweep as the command does, and return it."""
+    [path] = [file.parent for file in folder.glob("*/sweep.json")]
+    sweep = app._resumed(path, SweepOptions(out=folder, **options))  # type: ignore[arg-type]
+    with Journal.reopen(path) as journal:
+        journal.change(selection=sweep.selection, repeated=sweep.repeated)
+        make(journal, means(folder), [])
+    return journal.sweep
+
+
+@pytest.mark.parametrize("schema", [1, 2])
+def test_a_failed_baseline_ends_a_sweep_after_its_round(tmp_path: Path, schema: int) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text(json.dumps(["default"]))
+    wanted = sweep_of("fast", "slow", repeats=3, schema=schema)
+    with Journal.create(tmp_path, wanted) as journal:
+        make(journal, means(tmp_path), [])
+    assert Counter(started(tmp_path)) == {"default": 1, "fast": 1, "slow": 1}
+    assert not journal.sweep.is_complete
+    broken.unlink()
+    sweep = resumed(tmp_path)
+    assert sweep.failed == {}
+    assert sweep.is_complete
+    assert {(1, "default"), (2, "default"), (2, "KIND=fast")} <= sweep.done
+    result = sweep_race.compare_settings(journal.path, sweep)
+    assert result is not None
+    note = "round 1, default: measured after it had failed, so later than its round"
+    assert note in result.comparison.notes
+
+
+def test_resume_repeats_what_failed_and_selects_again(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_text(json.dumps(["fast2"]))
+    with Journal.create(tmp_path, sweep_of("fast", "fast2", "slow", repeats=5)) as journal:
+        make(journal, means(tmp_path), [])
+    before = journal.sweep
+    assert before.selection is not None
+    assert before.selection.settings == ("KIND=fast",)
+    assert before.is_complete, "what failed is not tried again by the same sweep"
+    again = resumed(tmp_path)
+    assert again.failed.keys() == {"KIND=fast2"}, "it fails again"
+    assert len(again.tries) == len(before.tries) + 1
+    assert again.selection == before.selection, "and undoes nothing"
+    broken.unlink()
+    sweep = resumed(tmp_path)
+    assert sweep.failed == {}
+    assert sweep.is_complete
+    assert sweep.selection is not None
+    # It races with the one that was selected over all rounds so far; fresh ones follow.
+    assert sweep.selection.rounds >= before.last_round
+    assert {(n, "KIND=fast2") for n in range(1, before.last_round + 1)} <= sweep.done
+    assert sweep.done == {
+        (t.round, t.setting) for t in sweep.tries if t.outcome is Outcome.DONE
+    }
+    assert max(n for n, name in sweep.done if name == "KIND=slow") <= before.selection.rounds
+    done = [t for t in sweep.tries if t.outcome is Outcome.DONE]
+    assert len(done) == len(sweep.done), "nothing is measured twice"
+    result = sweep_race.compare_settings(journal.path, sweep)
+    assert result is not None
+    assert result.fresh is not None
+    assert result.advice.single in ("KIND=fast", "KIND=fast2")
+
+
 @pytest.mark.ranks
 def test_a_setting_that_hangs_is_killed_with_its_grandchildren(tmp_path: Path) -> None:
     with Journal.create(tmp_path, sweep_of("hang", timeout_s=1.5)) as journal:

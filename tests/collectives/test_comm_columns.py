@@ -173,6 +173,11 @@ def test_slowdown_is_against_the_same_case_alone() -> None:
     assert second["slowdown"] == pytest.approx(1.5)
     assert second["slowdown_beside"] == pytest.approx(1.2)
     assert table([together])[0]["slowdown"] is None
+    elsewhere = {"differs": ("torch: 1 -> 2",)}
+    records = [flat(alone, 2e-3), replace(flat(alone, 1e-3), **elsewhere), together]
+    assert [row["slowdown"] for row in table(records)] == [None, None, pytest.approx(1.5)]
+    other = replace(together, **elsewhere)
+    assert table([flat(alone, 2e-3), other])[1]["slowdown"] is None, "another environment"
 
 
 def test_start_skew_is_unknown_where_clocks_disagree_by_more() -> None:

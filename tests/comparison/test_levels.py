@@ -12,6 +12,7 @@ from stepmark.comparison.compare import Options, compare
 from stepmark.comparison.compare_verb import side_of_runs
 from stepmark.comparison.comparison import Series, Side
 from stepmark.comparison.series import by_process, series_of_records
+from stepmark.ground.errors import ConfigError
 from stepmark.store import codec, reader
 
 ONE = Levels(machine="n1, n2", process="17 2026-11-26", communicator=1)
@@ -164,3 +165,28 @@ def test_soaks_that_differ_are_noted(one_s: float, other_s: float, is_noted: boo
     ]
     notes = " ".join(compare(sides, Options()).notes)
     assert ("had different soaks" in notes) == is_noted
+
+
+TREE = ("NCCL_ALGO: unset -> Tree",)
+
+
+def test_another_environment_is_never_paired_as_the_same(tmp_path: Path) -> None:
+    own = [launch(n, dataclasses.replace(ONE, process=str(n))) for n in (1, 2)]
+    tree = [
+        dataclasses.replace(record, differs=TREE, launch=record.launch + 2) for record in own
+    ]
+    before = side_of_runs("before", [write(tmp_path / "before", *own)])
+    mixed = side_of_runs("mixed", [write(tmp_path / "mixed", *own, *tree)])
+    compared = compare([before, mixed], Options())
+    assert [len(cell.series.launches) for cell in compared.lines[0].cells.values()] == [2, 2]
+    assert "1 of 2 of mixed are not in before" in compared.notes
+    assert any("another environment" in note and TREE[0] in note for note in compared.notes)
+    other = side_of_runs("other", [write(tmp_path / "other", *tree)])
+    with pytest.raises(ConfigError, match=f"environment.*that of the run and {TREE[0]}"):
+        compare([before, other], Options())
+    allowed = compare([before, other], Options(allowed=("environment",)))
+    assert len(allowed.lines) == 1
+    assert any(
+        f"environment differs: before that of the run, other {TREE[0]}" in n
+        for n in allowed.notes
+    )

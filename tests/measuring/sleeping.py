@@ -222,6 +222,8 @@ def fake(name: str, **contents: object) -> None:
 def install() -> None:
     environment = comm_run(NUM_RANKS).environment
     devices = environment.devices
+    if "drifts" in os.environ.get("FAULTS", "") and os.environ["STEPMARK_FIRST"] != "0":
+        environment = replace(environment, torch="another")
     fake(
         "stepmark.measuring.environment",
         local_device=lambda device, rank: devices[rank],

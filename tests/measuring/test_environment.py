@@ -41,6 +41,19 @@ def test_only_named_prefixes_are_captured() -> None:
     assert captured_variables({"HOME": "/root", "MY_NCCL_ALGO": "x", "AWS_REGION": "y"}) == {}
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NCCL_ALGO", "RCCL_MSCCL_ENABLE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"),
+        *("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "HSA_ENABLE_SDMA", "FI_PROVIDER"),
+        *("TORCH_NCCL_HIGH_PRIORITY", "PYTORCH_CUDA_ALLOC_CONF", "UCX_TLS", "CUBLAS_WORKSPACE"),
+        "NVIDIA_TF32_OVERRIDE",
+    ],
+)
+def test_what_changes_a_measurement_is_captured(name: str) -> None:
+    assert captured_variables({name: "1"}) == {name: "1"}
+
+
 def git(root: Path, *args: str) -> None:
     identity = ("-c", "user.name=t", "-c", "user.email=t@example.org")
     command = ["git", *identity, "-C", str(root), *args]

@@ -207,6 +207,16 @@ def test_ranks_are_started_anew_where_they_ask_and_for_each_launch(
     assert "failed" not in capfd.readouterr().err
 
 
+def test_what_changed_since_the_first_ranks_is_recorded_and_ends_no_run(tmp_path: Path) -> None:
+    assert go(tmp_path, 2, 2, "0:0:restart", "1:0:restart", "drifts") == 0
+    assert firsts(tmp_path, 1) == [0, 1]
+    before = read_info(run_of(tmp_path)).environment.torch
+    assert [record.differs for record in records(tmp_path)] == [
+        (),
+        (f"torch: {before} -> another",),
+    ]
+
+
 def test_bad_input_is_not_tried_again_and_said_once(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

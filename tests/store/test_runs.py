@@ -31,7 +31,15 @@ from stepmark.store import codec, plans, reader, runs
 from stepmark.store.runs import RunWriter, StoreError
 
 DEVICES = tuple(
-    DeviceInfo(rank=r, index=r, name="NVIDIA H200", power_limit_w=700.0) for r in (0, 1)
+    DeviceInfo(
+        rank=r,
+        index=r,
+        name="NVIDIA H200",
+        power_limit_w=700.0,
+        max_sm_clock_hz=1.98e9,
+        max_memory_clock_hz=2.619e9,
+    )
+    for r in (0, 1)
 )
 ENVIRONMENT = Environment(
     host="node1",
@@ -173,6 +181,22 @@ CHANGES = [
     ("driver", "570.1", "580.2", {"versions": {"driver": "580.2"}}),
     ("power limit", "2 x 700.0 W", "2 x 500.0 W", with_devices(power_limit_w=500.0)),
     ("stepmark commit", "abc", "abc+dirty", {"git_commit": "abc+dirty"}),
+    ("triton", "unset", "3.4.0", {"versions": {**ENVIRONMENT.versions, "triton": "3.4.0"}}),
+    (
+        "clocks",
+        "1980 MHz, 2619 MHz",
+        "1500 MHz, 2619 MHz",
+        with_devices(max_sm_clock_hz=1.5e9),
+    ),
+    ("NCCL_DEBUG", "INFO", "unset", {"variables": {}}),
+    *(
+        (name, "unset", "1", {"variables": {**ENVIRONMENT.variables, name: "1"}})
+        for name in (
+            *("NCCL_ALGO", "RCCL_MSCCL_ENABLE", "GLOO_SOCKET_IFNAME", "OMP_NUM_THREADS"),
+            *("CUDA_LAUNCH_BLOCKING", "HIP_LAUNCH_BLOCKING", "HSA_ENABLE_SDMA", "FI_PROVIDER"),
+            *("TORCH_NCCL_HIGH_PRIORITY", "PYTORCH_CUDA_ALLOC_CONF", "UCX_TLS"),
+        )
+    ),
 ]
 
 
@@ -191,16 +215,54 @@ def test_resume_refuses_another_machine(
     assert "use --force" in message
     assert "\n" not in message
     writer, done = RunWriter.resume(path, other, force=True)
-    writer.close()
+    with writer:
+        writer.append(measured(8192))
     assert done == {(measured().case.case_id, 1)}
-    assert f"{field}: {before} -> {now}" in reader.read_info(path).settings["forced_resume"]
+    assert reader.read_info(path) == INFO
+    first, second = reader.read_records(path)
+    assert first.differs == ()
+    assert second.differs[0] == f"{field}: {before} -> {now}"
+
+
+def test_a_reader_is_told_of_each_other_environment_once(tmp_path: Path) -> None:
+    path = write(tmp_path, measured(4), measured(8), failed(12))
+    tree = dataclasses.replace(ENVIRONMENT, torch="2.11.0", variables={"NCCL_ALGO": "Tree"})
+    for environment, case in (
+        (tree, measured(12)),
+        (tree, measured(16)),
+        (ENVIRONMENT, failed(4)),
+    ):
+        writer, _ = RunWriter.resume(path, environment, force=True)
+        with writer:
+            writer.append(case)
+    run = reader.read(path)
+    what = "torch: 2.12.0 -> 2.11.0; NCCL_DEBUG: INFO -> unset; NCCL_ALGO: unset -> Tree"
+    assert run.notes == (
+        f"run {INFO.run_id}: 2 of 4 records were measured in another environment "
+        f"(resume --force): {what}",
+    )
+    assert run.info.environment.warnings == run.notes
+
+
+def test_the_first_of_several_changes_is_refused_and_the_others_are_named(
+    tmp_path: Path,
+) -> None:
+    path = write(tmp_path, measured())
+    other = dataclasses.replace(ENVIRONMENT, torch="2.11.0", variables={"NCCL_ALGO": "Tree"})
+    with pytest.raises(ConfigError, match="and NCCL_DEBUG, NCCL_ALGO changed; use --force"):
+        RunWriter.resume(path, other)
 
 
 def test_resume_accepts_what_does_not_matter(tmp_path: Path) -> None:
     path = write(tmp_path, measured())
-    other = dataclasses.replace(ENVIRONMENT, host="node2", variables={}, memory_bytes=1)
-    RunWriter.resume(path, other)[0].close()
+    job = {"SLURM_JOB_ID": "7", "NCCL_DEBUG_FILE": "/tmp/log", "TORCH_HOME": "/tmp"}
+    variables = {**ENVIRONMENT.variables, **job}
+    other = dataclasses.replace(ENVIRONMENT, host="node2", variables=variables, memory_bytes=1)
+    writer, _ = RunWriter.resume(path, other)
+    with writer:
+        writer.append(measured(8))
     assert reader.read_info(path) == INFO
+    assert reader.read_records(path)[-1] == measured(8)
 
 
 def test_a_run_has_one_writer(tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ class _OfCase:
 
     __slots__ = ()
     case: AnyCase
+    differs: tuple[str, ...] = ()
 
     @property
     def operator(self) -> OpCase:
@@ -189,6 +190,8 @@ class Measured(_OfCase):
     started_at: float  # Unix time
     launch: int = 1  # number of the launch, which has new communicators (and processes)
     levels: Levels | None = None  # None in records of older releases
+    # From the environment of the run, as "NCCL_ALGO: unset -> Tree": resumed with --force.
+    differs: tuple[str, ...] = ()
     arrivals: Arrivals | None = None  # collectives only
     beside: Beside | None = None
     training: Training | None = None  # training steps only

@@ -76,13 +76,19 @@ def flag_of(name: str) -> str:
 
 
 class Outcome(StrEnum):
-    """Outcome of a try. Only DONE tries are compared; interrupted ones are repeated."""
+    """Outcome of a try. Only DONE tries are compared; interrupted ones are repeated.
+
+    Those that failed are repeated by --resume.
+    """
 
     DONE = "done"
     FAILED = "failed"
     WRONG = "wrong data"
     TIMEOUT = "timeout"
     INTERRUPTED = "interrupted"
+
+
+FAILURES = (Outcome.FAILED, Outcome.WRONG, Outcome.TIMEOUT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,6 +142,7 @@ class Sweep:
     min_gain: float = MIN_GAIN
     dropped: Mapping[str, int] = field(default_factory=dict)
     selection: Selection | None = None
+    repeated: int = 0  # of so many first tries, those that failed are repeated
     schema: int = SCHEMA
 
     @property
@@ -167,11 +174,8 @@ class Sweep:
     @property
     def failed(self) -> dict[str, Try]:
         """Return the settings that are not tried again, each with its failed try."""
-        return {
-            run.setting: run
-            for run in self.tries
-            if run.outcome not in (Outcome.DONE, Outcome.INTERRUPTED)
-        }
+        tries = self.tries[self.repeated :]
+        return {run.setting: run for run in tries if run.outcome in FAILURES}
 
     @property
     def done(self) -> set[tuple[int, str]]:

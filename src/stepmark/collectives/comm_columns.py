@@ -151,7 +151,9 @@ class CommOutcome:
     @property
     def validity(self) -> str | None:
         spreads = (spread_pct(self.times), self.launches.launch_spread_pct)
-        return validity(self._states, *spreads, above_limit=self.over_limit)
+        return validity(
+            self._states, *spreads, records=self.launches.measured, above_limit=self.over_limit
+        )
 
     @property
     def slowest_rank(self) -> int | None:
@@ -285,9 +287,12 @@ def rows(
         for each in pooled(collectives, CommLaunches)
     ]
     table = rows_of(COMM_COLUMNS, outcomes)
-    alone = {str(row["case_id"]): number(row, "time_s") for row in table}
-    for case, row in zip((outcome.case for outcome in outcomes), table, strict=True):
-        base = alone.get(replace(case, beside="").case_id) if case.beside else None
+    keys = [(outcome.case.case_id, outcome.launches.differs) for outcome in outcomes]
+    alone = {key: number(row, "time_s") for key, row in zip(keys, table, strict=True)}
+    for outcome, row in zip(outcomes, table, strict=True):
+        case = outcome.case
+        key = (replace(case, beside="").case_id, outcome.launches.differs)
+        base = alone.get(key) if case.beside else None
         time_s = number(row, "time_s")
         row["slowdown"] = time_s / base if base and time_s else None
     return table

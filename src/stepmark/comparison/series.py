@@ -31,6 +31,8 @@ from stepmark.model.model_names import distinct_names
 from stepmark.text_tables.printed_figures import parse_number, rounding_error
 from stepmark.text_tables.slide_tables import rate_units
 
+# A field of what a forced resume measured: how its environment differs from the run's.
+ENVIRONMENT = "environment"
 Value = str | int | float | bool | None
 Key = tuple[tuple[str, Value], ...]
 Pair = tuple[int, Series, Series]  # place in the baseline's series, these, the other side's
@@ -56,7 +58,7 @@ def context(info: RunInfo) -> dict[str, str]:
 
 def series_of_records(records: Iterable[Record]) -> tuple[list[Series], tuple[str, ...]]:
     """Return the correct results of a run, and notes on what does not count."""
-    by_case: dict[tuple[str, str], list[Measured]] = {}
+    by_case: dict[tuple[str, ...], list[Measured]] = {}
     wrong = 0
     for record in records:
         if isinstance(record, Measured) and any(record.samples.seconds):
@@ -65,7 +67,7 @@ def series_of_records(records: Iterable[Record]) -> tuple[list[Series], tuple[st
                 continue
             # The automatic clock may choose another one in another launch.
             case = record.train if isinstance(record.case, TrainCase) else record.case
-            key = (case.case_id, record.samples.method)
+            key = (case.case_id, record.samples.method, *record.differs)
             by_case.setdefault(key, []).append(record)
     notes = [f"{wrong} wrong results are left out"] if wrong else []
     if any(len(by_process(launches)) < len(launches) for launches in by_case.values()):
@@ -104,8 +106,10 @@ def _of_records(records: Sequence[Measured]) -> Series:
     busy = frozenset(
         name for name, own in processes.items() if any(is_busy(r.telemetry) for r in own)
     )
+    differs = records[0].differs
+    environment: Fields = {ENVIRONMENT: "; ".join(differs)} if differs else {}
     series = Series(
-        fields=_fields(case, records[0].samples.method),
+        fields={**_fields(case, records[0].samples.method), **environment},
         launches=launches,
         starts=starts,
         busy=busy,
@@ -252,7 +256,7 @@ def _rounding(reading: Reading) -> float:
 # Fields whose difference makes figures incomparable, unless --allow or --force is given.
 STRICT = tuple(
     dict.fromkeys(
-        ["method", "num_ranks", "seq_len", "dtype"]
+        ["method", ENVIRONMENT, "num_ranks", "seq_len", "dtype"]
         + [
             field.name
             for case in (OpCase, CommCase, TrainCase, ReplayCase)
@@ -347,7 +351,8 @@ def _difference(base: Side, other: Side, names: Sequence[str]) -> str:
 
 
 def _values(side: Side, name: str) -> set[Value]:
-    return {series.fields.get(name) for series in side.series}
+    absent = "that of the run" if name == ENVIRONMENT else None
+    return {series.fields.get(name, absent) for series in side.series}
 
 
 def _stated(values: set[Value]) -> bool:

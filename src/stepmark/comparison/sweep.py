@@ -123,7 +123,10 @@ def _settings(options: SweepOptions) -> list[Setting]:
 
 
 def _resumed(path: Path, options: SweepOptions) -> Sweep:
-    """Return the sweep of --resume; rounds, time limit, baseline and gain may be changed."""
+    """Return the sweep of --resume, which repeats what failed.
+
+    Rounds, time limit, baseline and gain may be changed.
+    """
     sweep = sweeps.read(path)
     if options.words and options.words != sweep.command:
         raise ConfigError(
@@ -145,6 +148,7 @@ def _resumed(path: Path, options: SweepOptions) -> Sweep:
         timeout_s=options.timeout or sweep.timeout_s,
         baseline=find_baseline(options.baseline or sweep.baseline, sweep.settings),
         min_gain=sweep.min_gain if options.min_gain is None else options.min_gain,
+        repeated=len(sweep.tries) if sweep.failed else sweep.repeated,
     )
     return _reopened(sweep, resumed) if sweep.has_race else resumed
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from stepmark.cases.sweep import Outcome, Selection, Setting, Sweep
+from stepmark.cases.sweep import FAILURES, Outcome, Selection, Setting, Sweep
 from stepmark.comparison import racing, recommendation
 from stepmark.comparison.compare import Options, compare, rows_by_line
 from stepmark.comparison.compare_verb import side_of_runs
@@ -50,6 +50,25 @@ def decide(journal: Journal, rounds: int, *, launches: float) -> list[str]:
     return remarks
 
 
+def reopen(journal: Journal) -> None:
+    """Undo a selection, because a setting that had failed is measured in its rounds after all.
+
+    It races against those that were selected, over all rounds so far; a new selection then has
+    fresh rounds of its own. The other settings have lost, and are measured no more.
+    """
+    sweep = journal.sweep
+    if sweep.selection is None:
+        return
+    rounds = sweep.selection.rounds
+    measured = {name for number, name in sweep.done if number == rounds}
+    lost = measured - sweep.members(sweep.last_round)
+    journal.change(
+        selection=None,
+        dropped={**sweep.dropped, **dict.fromkeys(sorted(lost), rounds)},
+        repeats=max(sweep.repeats, sweep.last_round),
+    )
+
+
 def launches_of_round(sweep: Sweep, number: int) -> int:
     """Return how many launches must be possible for a round to begin.
 
@@ -65,7 +84,7 @@ def _standing(path: Path, sweep: Sweep, rounds: int) -> tuple[list[str], bool]:
     sides, _ = _sides(path, sweep, range(1, rounds + 1))
     base = sides.get(sweep.baseline)
     if base is None:
-        return [], sweep.baseline in sweep.failed
+        return [], False
     others = sweep.members(rounds) - {sweep.baseline}
     raced = [side for name, side in sides.items() if name in others]
     rows = {s.name: rows_by_line(base, s) for s in raced if not _differences(base, s)}
@@ -192,5 +211,10 @@ def _notes(sweep: Sweep) -> list[str]:
         for attempt in sweep.tries
         for difference in attempt.differs
     )
+    failed = {(t.round, t.setting) for t in sweep.tries if t.outcome in FAILURES}
+    repeated = (
+        f"round {number}, {name}: measured after it had failed, so later than its round"
+        for number, name in sorted(failed & sweep.done)
+    )
     dropped = (f"{name} was dropped after {n} rounds" for name, n in sweep.dropped.items())
-    return [*sweep.notes, *changed, *dropped]
+    return [*sweep.notes, *changed, *repeated, *dropped]

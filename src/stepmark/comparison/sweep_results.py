@@ -43,6 +43,7 @@ def run(
                 baseline=sweep.baseline,
                 min_gain=sweep.min_gain,
                 selection=sweep.selection,
+                repeated=sweep.repeated,
             )
         number = sweep_run.make(journal, settings, signals)
         if number is None:
@@ -71,6 +72,8 @@ def _show(
         f"exit code {last.exit_code}" + "".join(f"\n  {line}" for line in last.stderr)
         for name, last in sweep.failed.items()
     ]
+    if failed:
+        failed.append(f"stepmark sweep --resume {journal.path} repeats what failed")
     if result is None:
         _report(
             *failed, "nothing to compare: the baseline and another setting must be measured"

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from stepmark.cases.plan import ROUND
-from stepmark.cases.record import Environment
 from stepmark.cases.sweep import Outcome, Setting, Sweep, Try
 from stepmark.comparison import sweep_race
 from stepmark.ground.errors import ConfigError
 from stepmark.measuring import child
 from stepmark.store.reader import read_info
+from stepmark.store.runs import difference_texts, differences
 from stepmark.store.sweeps import Journal
 
 ORDERS = ("interleaved", "fixed")
@@ -65,7 +65,7 @@ def make(journal: Journal, settings: RunSettings, signals: Sequence[int]) -> int
             for remark in sweep_race.decide(journal, number - 1, launches=launches):
                 settings.report(remark)
         sweep = journal.sweep
-        if number > sweep.last_round:
+        if number > sweep.last_round or sweep.baseline in sweep.failed:
             return None
         missing = _missing(journal, number)
         if missing and number > 1 and launches < sweep_race.launches_of_round(sweep, number):
@@ -77,6 +77,8 @@ def make(journal: Journal, settings: RunSettings, signals: Sequence[int]) -> int
             attempt = _try(journal, setting, number, settings, signals)
             if attempt is None:
                 return signals[0]
+            if attempt.outcome is Outcome.DONE and not sweep.is_fresh(number):
+                sweep_race.reopen(journal)
             journal.add(attempt)
             settings.report(_line(journal, attempt))
             if attempt.outcome is Outcome.INTERRUPTED:
@@ -186,35 +188,10 @@ def _differs(journal: Journal, setting: Setting, run: str) -> tuple[str, ...]:
     except ConfigError as error:
         return (str(error),)
     swept = {name for setting in sweep.settings for name, _ in setting.variables}
-    old = _facts(before, swept)
-    new = _facts(now, swept)
-    names = dict.fromkeys((*old, *new))
-    return tuple(
-        f"{name}: {old.get(name, 'unset')} -> {new.get(name, 'unset')}"
-        for name in names
-        if old.get(name) != new.get(name)
-    )
-
-
-# Variables that are set anew for each launch, or by stepmark.
-_OWN = ("TORCHELASTIC", "STEPMARK", "OMP_", "MASTER_")
-
-
-def _facts(environment: Environment, swept: set[str]) -> dict[str, str]:
-    devices = (f"{device.name} {device.power_limit_w} W" for device in environment.devices)
-    variables = {
-        name: value
-        for name, value in environment.variables.items()
-        if name not in swept and not name.startswith(_OWN)
-    }
-    return {
-        "host": environment.host,
-        "devices": "; ".join(devices),
-        "torch": environment.torch,
-        "stepmark": environment.git_commit or environment.stepmark,
-        **environment.versions,
-        **variables,
-    }
+    changes = {n: v for n, v in differences(before, now).items() if n not in swept}
+    if before.host != now.host:
+        changes["host"] = (before.host, now.host)
+    return difference_texts(changes)
 
 
 def _line(journal: Journal, attempt: Try) -> str:
@@ -222,7 +199,8 @@ def _line(journal: Journal, attempt: Try) -> str:
     done = sum(t.outcome is not Outcome.INTERRUPTED for t in sweep.tries)
     numbers = range(1, sweep.last_round + 1)
     left = sum(len(_missing(journal, number)) for number in numbers)
-    why = f": {attempt.stderr[-1]}" if attempt.stderr else ""
+    remarks = attempt.stderr[-1:] or attempt.differs
+    why = f": {'; '.join(remarks)}" if remarks else ""
     kind = "fresh round" if sweep.is_fresh(attempt.round) else "round"
     head = f"[{done}/{done + left}] {kind} {attempt.round}, {attempt.setting}"
     return f"{head}: {attempt.outcome}, {attempt.seconds:.1f} s{why}"

@@ -28,7 +28,8 @@ from stepmark.model.ops.backends import MODULES, Capabilities
 PREFIXES = (
     *("NCCL_", "RCCL_", "CUDA_", "HIP_", "ROCR_", "HSA_", "TORCH_", "PYTORCH_"),
     *("TORCHINDUCTOR_", "TORCHDYNAMO_"),
-    *("OMP_", "MKL_", "GLOO_", "SLURM_"),
+    *("OMP_", "KMP_", "MKL_", "GLOO_", "FI_", "UCX_", "SLURM_"),
+    *("CUBLAS", "CUDNN_", "NVIDIA_TF32", "NVTE_"),
 )
 SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "JWT", "AUTH")
 REDACTED = "<redacted>"

@@ -247,11 +247,13 @@ class Rank:
         # Records contain commands; import what these need before the first case is timed.
         for case in {entry.case.kind: entry.case for entry in self._plan.entries}.values():
             command_of(case)
-        if self._guard.first:  # earlier ranks of the same parent began the run
-            return RunWriter.reopen(run)
-        if (run / "run.json").is_file():
-            writer, done = RunWriter.resume(run, capture(), force=self._force)
-            plans.replace(run, self._plan)  # only now has the run accepted the plan
+        is_restart = self._guard.first > 0  # earlier ranks of the same parent began the run
+        if is_restart or (run / "run.json").is_file():
+            # What changed since they began is recorded; it ends no run.
+            force = self._force or is_restart
+            writer, done = RunWriter.resume(run, capture(), force=force)
+            if not is_restart:
+                plans.replace(run, self._plan)  # only now has the run accepted the plan
             return writer, done
         info = RunInfo(
             run_id=run.name,

@@ -209,6 +209,7 @@ class OpFigures(Figures):
             [record.telemetry for record in self.records],
             self.spread_pct,
             self.launch_spread_pct,
+            records=self.records,
             above_limit=self.over_limit,
             pct_ceiling=self.pct_ceiling if self.rank is None else None,
             in_cache=bool(self._fits_caches(DEFEATED_CACHES)) and not needs_no_sets,

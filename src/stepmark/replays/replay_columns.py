@@ -9,8 +9,15 @@ from stepmark.ground.stats import slowest_per_sample
 from stepmark.model.device import DeviceSpec
 from stepmark.store.commands import command_of
 from stepmark.tables.columns import COUNT, FLAG, SECONDS, SHOWN, TEXT, Column, Row, rows_of
+from stepmark.tables.launches import message_of
 
 _Outcome = tuple[Record, ReplayCase, tuple[float, ...]]  # iterations by the slowest rank
+
+
+def _message(record: Record) -> str:
+    why_not: str = getattr(record, "message", getattr(record, "reason", ""))
+    return message_of(record) if record.differs else why_not
+
 
 REPLAY_COLUMNS: tuple[Column[_Outcome], ...] = (
     Column("family", lambda o: o[1].family),
@@ -26,7 +33,7 @@ REPLAY_COLUMNS: tuple[Column[_Outcome], ...] = (
     Column("iterations", lambda o: len(o[2]), COUNT, "n", SHOWN),
     Column("method", lambda o: o[0].samples.method if isinstance(o[0], Measured) else ""),
     Column("status", lambda o: o[0].kind),
-    Column("message", lambda o: getattr(o[0], "message", getattr(o[0], "reason", ""))),
+    Column("message", lambda o: _message(o[0])),
     Column("launch", lambda o: o[0].launch, COUNT),
     Column("run_id", lambda o: o[0].run_id),
     Column("case_id", lambda o: o[1].case_id),

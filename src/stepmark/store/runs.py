@@ -10,7 +10,7 @@ import errno
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -28,6 +28,16 @@ _MAY_RETURN = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.E
 _LOST_S = 90.0
 _RETRY_S = 1.0
 TRACES = "traces"  # folder of a run
+
+# Variables that change no measurement: they describe a job, or name a place that is written to.
+_JOB = ("SLURM_", "STEPMARK_")
+_PLACES = frozenset(
+    (
+        *("NCCL_DEBUG_FILE", "NCCL_GRAPH_DUMP_FILE", "NCCL_TOPO_DUMP_FILE"),
+        *("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE"),
+        *("TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCHINDUCTOR_CACHE_DIR", "CUDA_CACHE_PATH"),
+    )
+)
 
 # case_id and launch
 Done = tuple[str, int]
@@ -51,6 +61,7 @@ class RunWriter(files.Lock):
     def __init__(self, path: Path) -> None:
         """Use `begin`, `resume` or `reopen`."""
         self.path = path
+        self._differs: tuple[str, ...] = ()  # what is measured now, from the run's environment
         self._torn_at: int | None = None  # where a line begins that could not be removed
         fd = os.open(path / reader.RECORDS, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
         super().__init__(fd, "run", path, "a run that no other process writes")
@@ -68,31 +79,27 @@ class RunWriter(files.Lock):
     def resume(
         cls, path: Path, environment: Environment, *, force: bool = False
     ) -> tuple["RunWriter", set[Done]]:
-        """Return the writer, and the cases and launches whose last record is Measured."""
+        """Return the writer, and the cases and launches whose last record is Measured.
+
+        With `force` the environment may differ from the run's: what is measured then says how.
+        """
         info = reader.read_info(path)
-        old = _fingerprint(info.environment)
-        new = _fingerprint(environment)
-        changes = [(name, old[name], new[name]) for name in old if old[name] != new[name]]
+        changes = differences(info.environment, environment)
         if changes and not force:
-            field, before, now = changes[0]
-            allowed = f"it was {before!r} in run {info.run_id}; use --force to resume anyway"
+            field, *others = changes
+            before, now = changes[field]
+            more = f", and {', '.join(others)} changed" if others else ""
+            allowed = (
+                f"it was {before!r} in run {info.run_id}{more}; use --force to resume anyway"
+            )
             raise ConfigError(field, now, allowed)
         writer, done = cls.reopen(path)
-        if changes:
-            with _config_errors("resume", path), contextlib.ExitStack() as on_error:
-                on_error.enter_context(writer)
-                # Noted in the settings, because a forced resume mixes environments.
-                texts = [f"{name}: {before} -> {now}" for name, before, now in changes]
-                earlier = info.settings.get("forced_resume")
-                forced = "; ".join([earlier, *texts] if earlier else texts)
-                settings = {**info.settings, "forced_resume": forced}
-                _write_run(path, dataclasses.replace(info, settings=settings))
-                on_error.pop_all()
+        writer._differs = difference_texts(changes)
         return writer, done
 
     @classmethod
     def reopen(cls, path: Path) -> tuple["RunWriter", set[Done]]:
-        """As `resume`, where nothing can have changed: for the next ranks of the same run."""
+        """As `resume`, to record what was not measured: that cases failed."""
         with _config_errors("resume", path), contextlib.ExitStack() as on_error:
             writer = on_error.enter_context(cls(path))
             file = path / reader.RECORDS
@@ -112,6 +119,8 @@ class RunWriter(files.Lock):
 
         A file system that is lost may come back: it is tried again for 90 s.
         """
+        if isinstance(record, Measured) and self._differs:
+            record = dataclasses.replace(record, differs=self._differs)
         end_s = time.monotonic() + _LOST_S
         while True:
             try:
@@ -167,15 +176,41 @@ def _is_done(record: Record) -> bool:
     return isinstance(record, Measured) and not (training and training.interrupted)
 
 
+def differences(before: Environment, now: Environment) -> dict[str, tuple[str, str]]:
+    """Return what changes a measurement and differs, by its name: its value before and now."""
+    old = _fingerprint(before)
+    new = _fingerprint(now)
+    pairs = {name: (old.get(name, "unset"), new.get(name, "unset")) for name in old | new}
+    return {name: values for name, values in pairs.items() if values[0] != values[1]}
+
+
+def difference_texts(changes: Mapping[str, tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(f"{name}: {before} -> {now}" for name, (before, now) in changes.items())
+
+
 def _fingerprint(environment: Environment) -> dict[str, str]:
     devices = environment.devices
+    variables = {
+        name: value
+        for name, value in environment.variables.items()
+        if name not in _PLACES and not name.startswith(_JOB)
+    }
     return {
         "device": _counted(device.name for device in devices),
         "ranks per host": str(sorted(Counter(device.host for device in devices).values())),
         "torch": environment.torch,
-        "driver": environment.versions.get("driver", "unknown"),
+        **environment.versions,
         "power limit": _counted(f"{device.power_limit_w} W" for device in devices),
+        "clocks": ", ".join(
+            dict.fromkeys(
+                f"{clock_hz / 1e6:.0f} MHz"
+                for device in devices
+                for clock_hz in (device.max_sm_clock_hz, device.max_memory_clock_hz)
+                if clock_hz is not None
+            )
+        ),
         "stepmark commit": environment.git_commit or f"version {environment.stepmark}",
+        **variables,
     }
 
 

@@ -23,6 +23,8 @@ def message_of(record: Record) -> str:
             return record.reason
         case Failed():
             return f"{record.cause}: {record.message}"
+        case Measured() if record.differs:
+            return f"in another environment: {'; '.join(record.differs)}"
         case Measured():
             return f"samples in {record.samples.file or 'no file'}"
 
@@ -72,6 +74,11 @@ class Launches:
         return sum(check.num_wrong for check in checks) if checks else None
 
     @property
+    def differs(self) -> tuple[str, ...]:
+        """Return how the environment of all launches differs from the run's."""
+        return self.measured[0].differs if self.measured else ()
+
+    @property
     def status(self) -> str:
         if self.measured:
             return "wrong" if self.num_wrong else "measured"
@@ -80,7 +87,9 @@ class Launches:
 
     @property
     def message(self) -> str | None:
-        """Return why the case, or one launch of it, has no samples."""
+        """Return why the case, or one launch of it, has no samples, or how it was measured."""
+        if self.differs:
+            return message_of(self.measured[0])  # what failed has a row of its own
         text = "; ".join(dict.fromkeys(map(message_of, self.others))) or None
         if text and self.measured:
             numbers = ", ".join(str(record.launch) for record in self.others)
@@ -203,10 +212,10 @@ class CommLaunches(Launches):
 
 
 def pooled(records: Iterable[Record], kind: type[OfCase]) -> list[OfCase]:
-    """Return the launches of each case, in order of appearance."""
-    cases: dict[str, list[Record]] = {}
+    """Return the launches of each case in one environment, in order of appearance."""
+    cases: dict[object, list[Record]] = {}
     for record in records:
-        cases.setdefault(record.case.case_id, []).append(record)
+        cases.setdefault((record.case.case_id, record.differs), []).append(record)
     return [
         kind(
             case=group[0].case,

@@ -173,13 +173,15 @@ def spread_pct(times: Summary) -> float | None:
 def validity(
     launches: Iterable[Sequence[Telemetry]],
     *spreads: float | None,
+    records: Iterable[Measured],
     above_limit: bool | None = None,
     pct_ceiling: float | None = None,
     in_cache: bool = False,
 ) -> str | None:
     """Return what speaks against a figure, joined by commas; None if nothing is known.
 
-    launches: the states of all ranks, whose threads count as the measurement's own.
+    launches: the states of all ranks, whose threads count as the measurement's own. records:
+    those of the figure.
     """
     states = list(launches)
     hosts = [[state.host for state in own if state.host] for own in states]
@@ -187,6 +189,7 @@ def validity(
         "above limit": above_limit,
         "above the measured ceiling": pct_ceiling and pct_ceiling > 100 * LIMIT_SLACK,
         CACHE_NOT_DEFEATED: in_cache,
+        "another environment": any(record.differs for record in records),
         BUSY: any(map(is_busy, states)),
         "CPU steal": any((load.steal or 0.0) > MAX_STEAL for loads in hosts for load in loads),
         f"spread above {MAX_SPREAD_PCT:.0f} %": any(

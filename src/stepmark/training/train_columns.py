@@ -139,6 +139,7 @@ class TrainFigures(Figures):
         return validity(
             [self.record.telemetry],
             spread_pct(summarize(means)) if means else None,
+            records=self.records,
             above_limit=bool(self.rates.get("over_limit")),
             pct_ceiling=number(self.rates, "pct_ceiling"),
         )
@@ -338,7 +339,9 @@ TRAIN_COLUMNS: tuple[Column[TrainOutcome], ...] = (
     Column("data_run", step(lambda t: t.data or None)),
     Column("method", _measured(lambda r: r.samples.method), views=PAGE),
     Column("over_limit", _rate("over_limit"), FLAG),
-    Column("message", lambda o: None if o.figures else message_of(o.record)),
+    Column(
+        "message", lambda o: message_of(o.record) if not o.figures or o.record.differs else None
+    ),
     Column("status", lambda o: o.status, views=SHOWN, words=status_words),
     Column("validity", all_ranks(lambda f: f.validity), views=SHOWN),
 )
