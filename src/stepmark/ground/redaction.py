@@ -18,7 +18,7 @@ _SECRET = re.compile(
     r"|signature|(api|access|account|auth|private|ssh)?key)(_\d+|_b64|_base64|_hex|_value)*)"
 )
 # More names of variables: SMTP_PASS, GITHUB_PAT, MYSQL_PWD, but not PWD; AWS_ACCESS_KEY_ID.
-_SECRET_VARIABLE = re.compile(r"\w+_(\w*pass|pat|pwd|key_id)|sshpass")
+_SECRET_VARIABLE = re.compile(r"\w+_(pass|pat|pwd|key_id)|(\w+_)?(db|ssh)pass")
 # Tokens of models and columns of data: --pad-token, --loss-per-token, --prompt-key.
 _HARMLESS = re.compile(
     r"(\w+_)?(answer|audio|begin|bos|cache|cls|column|each|end|eos|field|first|image|input|json"
@@ -71,7 +71,7 @@ def is_secret_name(name: str) -> bool:
     """Return whether the value of an option, a variable or a field of this name is a secret."""
     parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)
     snake = "_".join(parts).lower()
-    if name.isupper():
+    if name.lstrip("-Dex").isupper():  # docker run -eNAME=X, gcc -DNAME=X
         return bool(_SECRET.fullmatch(snake) or _SECRET_VARIABLE.fullmatch(snake))
     return bool(_SECRET.fullmatch(snake)) and not _HARMLESS.fullmatch(snake)
 
