@@ -96,7 +96,7 @@ def _new(options: SweepOptions, base: Mapping[str, str]) -> Sweep:
     check_command(options.words)
     words = (*options.env, *options.flags, *options.words)
     if redact_words(words) != words:  # sweep.json could not be resumed without it
-        allowed = "without a secret: a sweep inherits it from the environment"
+        allowed = "without secrets, which a sweep inherits from the environment"
         raise ConfigError("sweep", shlex.join(redact_words(words)), allowed)
     swept = _settings(options)
     check_flags(options.words, swept)

@@ -41,7 +41,7 @@ _HINTS = (
     *("xox", "akia", "asia", "aiza", "eyj"),
 )
 _SHAPES = (
-    (re.compile(r"""(://)[^/\s"<>]*@"""), rf"\1{REDACTED}@"),
+    (re.compile(r"""(://)[^/\s"]*@"""), rf"\1{REDACTED}@"),
     (
         re.compile(
             r"""(?i)\b((?:authorization|cookie)['"]?\s*[:=]\s*['"]?)[^\s"'][^\r\n"']*"""
