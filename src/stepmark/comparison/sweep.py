@@ -96,8 +96,11 @@ def _new(options: SweepOptions, base: Mapping[str, str]) -> Sweep:
     check_command(options.words)
     words = (*options.env, *options.flags, *options.words)
     if redact_words(words) != words:  # sweep.json could not be resumed without it
-        allowed = "without secrets, which a sweep inherits from the environment"
-        raise ConfigError("sweep", shlex.join(redact_words(words)), allowed)
+        raise ConfigError(
+            "sweep",
+            shlex.join(redact_words(words)),
+            "without secrets, which a sweep inherits from the environment",
+        )
     swept = _settings(options)
     check_flags(options.words, swept)
     now = datetime.now(UTC)

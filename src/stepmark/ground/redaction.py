@@ -99,8 +99,7 @@ def redact_shapes(text: str) -> str:
 
 
 def _redact_line(line: str) -> str:
-    lower = line.lower()
-    if not any(hint in lower for hint in _HINTS):
+    if not any(map(line.lower().__contains__, _HINTS)):
         return line
     for pattern, replacement in _SHAPES:
         line = pattern.sub(replacement, line)
@@ -116,8 +115,10 @@ def _redact_line(line: str) -> str:
 
 def _known_secrets() -> list[str]:
     """Return the secrets of this process that a name tells, the longest first."""
-    values = [value for name, value in os.environ.items() if is_secret_name(name)]
-    values += [value for _, value in _pairs(sys.argv)]
+    values = [
+        *(value for name, value in os.environ.items() if is_secret_name(name)),
+        *(value for _, value in _pairs(sys.argv)),
+    ]
     # A shorter value stands in texts by chance, as "1" does.
     return sorted((v for v in values if len(v) >= 8), key=len, reverse=True)
 

@@ -38,9 +38,8 @@ class OutputFile:
         """Add to the end, without secrets. What does not fit on a full disk is not kept."""
         self._line += data
         # A line is redacted as a whole, but none is waited for without end.
-        size = 1 + max(map(self._line.rfind, b"\r\n"))
-        if is_end or len(self._line) > MIB:
-            size = len(self._line)
+        is_whole = is_end or len(self._line) > MIB
+        size = len(self._line) if is_whole else 1 + max(map(self._line.rfind, b"\r\n"))
         text = self._line[:size].decode(errors="surrogateescape")
         data = redact(text).encode(errors="surrogateescape")
         del self._line[:size]
