@@ -201,6 +201,87 @@ def test_torchrun_has_a_command_per_host() -> None:
         ]
 
 
+PASSED = "  it's $HOME `x` \\n 7"  # a secret, which only the environment has
+
+
+def test_slurm_passes_a_variable_without_writing_it(programs: Programs) -> None:
+    programs.add("scontrol", "echo n1")
+    programs.add("srun", RECORD)
+    text = script_of(*SLURM, "--export", "A,NCCL_DEBUG=INFO")
+    assert "#SBATCH --export=ALL,A\n" in text
+    assert "--export=ALL," not in script_of(*SLURM)
+    job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1"}
+    assert run_script(text, A=PASSED, **job) == 0
+    assert recorded(programs)[1]["A"] == PASSED
+    assert "KEY,A,NCCL_DEBUG \\" in script_of(
+        *SLURM, "--container", "i", "--export", "A,NCCL_DEBUG=INFO"
+    )
+
+
+@pytest.mark.parametrize("target", [SLURM, ("--mpirun", *HOSTS), ("--pssh", *HOSTS)])
+@pytest.mark.parametrize("value", [None, "two\nlines"])
+def test_a_script_refuses_to_pass_what_is_not_there(
+    target: tuple[str, ...], value: str | None, programs: Programs
+) -> None:
+    programs.add("scontrol", "echo n1")
+    for name in ("srun", "mpirun", "pssh"):
+        programs.add(name, "touch started")
+    variables = {} if value is None else {"A": value}
+    assert run_script(script_of(*target, "--export", "A"), **variables) == 2
+    assert not (programs.folder / "started").exists()
+
+
+def test_mpirun_passes_a_variable_without_writing_it(programs: Programs) -> None:
+    programs.add("mpirun", RECORD)
+    run_script(script_of("--mpirun", *HOSTS, "--export", "A"), A=PASSED)
+    words, variables = recorded(programs)
+    assert words[words.index("A") - 1] == "-x"
+    assert variables["A"] == PASSED
+
+
+def test_pssh_passes_a_variable_through_stdin(programs: Programs) -> None:
+    python = programs.add("a python", RECORD)
+    programs.add(
+        "pssh",
+        """printf '%s\\0' "$@" > pssh; cd /; exec env -i PATH="$PATH" bash -c "${!#}" """,
+    )
+    words = ("--pssh", *HOSTS, "--python", str(python), "--export", "A")
+    run_script(script_of(*words), A=PASSED)
+    _, variables = recorded(programs)
+    assert variables["A"] == PASSED
+    assert len(bytes.fromhex(variables["STEPMARK_KEY"])) == 16
+    assert PASSED.strip() not in (programs.folder / "pssh").read_text()
+
+
+def test_torchrun_inherits_a_variable() -> None:
+    assert "A=" not in script_of("--torchrun", *HOSTS, "--export", "A", "--fabric", "tcp")
+
+
+@pytest.mark.parametrize(
+    "pair", ["HF_TOKEN=Zq7xJ2vK", "https_proxy=http://me:Zq7xJ2vK@host", "A=Bearer Zq7xJ2vK"]
+)
+def test_a_script_holds_no_secret(pair: str) -> None:
+    code, out, err = called(*SLURM, "--export", pair, "--", *COMM)
+    name = pair.partition("=")[0]
+    assert (code, out) == (2, "")
+    assert f"use --export {name}, which passes the value on" in err
+    assert "Zq7xJ2vK" not in err
+
+
+def test_a_variable_that_is_passed_is_set_where_the_job_is_submitted(
+    programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs.add("sbatch", "touch submitted; exit 1")
+    words = (*SLURM, "--submit", "--export", "A", "--", *COMM)
+    code, _, err = called(*words)
+    assert code == 2
+    assert "--export A is invalid: it must be a variable that is set" in err
+    assert not (programs.folder / "submitted").exists()
+    monkeypatch.setenv("A", "1")
+    called(*words)
+    assert (programs.folder / "submitted").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "hosts"),
     [
@@ -250,7 +331,7 @@ BAD = [
     (SLURM, (*COMM, "--dry-run"), "--dry-run"),
     (SLURM, (*COMM, "--resume", "x"), "--resume"),
     ((*SLURM, "--fabric", "carrier-pigeon"), COMM, "infiniband, roce, efa, slingshot, tcp"),
-    ((*SLURM, "--export", "A"), COMM, "NAME=VALUE"),
+    ((*SLURM, "--export", "A B"), COMM, "NAME=VALUE"),
     ((*SLURM, "--export", "1A=2"), COMM, "NAME=VALUE"),
     ((*SLURM, "--export", "A=1\nrm"), COMM, "printable"),
     ((*SLURM, "--partition", "a\nb"), COMM, "printable"),

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.cases.record import DeviceInfo
+from stepmark.ground.redaction import REDACTED, redact_variable
 from stepmark.measuring import environment
-from stepmark.measuring.environment import PREFIXES, REDACTED, captured_variables, redact
+from stepmark.measuring.environment import PREFIXES, captured_variables
 
 SECRET_WORDS = ["TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL"]
 
@@ -28,7 +29,7 @@ def test_a_secret_never_leaves(prefix: str, word: str, value: str) -> None:
 
 @given(password=st.text(alphabet="abcdefgh0123456789:@!%", min_size=8))
 def test_the_login_of_a_url_never_leaves(password: str) -> None:
-    shown = redact("TORCH_HOME", f"https://me:{password}@host:80/path")
+    shown = redact_variable("TORCH_HOME", f"https://me:{password}@host:80/path")
     assert shown == f"https://{REDACTED}@host:80/path"
 
 

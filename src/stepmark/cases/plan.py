@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from stepmark.cases.case import SOAK_S
 from stepmark.cases.record import AnyCase
+from stepmark.ground.redaction import redact_words
 
 PLAN_SCHEMA = 1
 STEP_LAUNCH = 2  # of `run`: its steps are predicted from what was measured before
@@ -122,7 +123,9 @@ class Plan:
     """
 
     command: str  # what shows the run: op, comm, train, run, calibrate, replay, fill
-    argv: tuple[str, ...] = ()  # the words after `stepmark`, as the user typed them
+    argv: tuple[
+        str, ...
+    ] = ()  # the words after `stepmark`, as the user typed them, without secrets
     device: str  # cuda or cpu
     world_size: int
     entries: tuple[Entry, ...]
@@ -132,6 +135,9 @@ class Plan:
     notes: tuple[str, ...] = ()  # what a user should know, e.g. cases that were left out
     workload: str = ""  # of a replay or a fill: its file in our own format
     schema: int = PLAN_SCHEMA
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "argv", redact_words(self.argv))
 
     @property
     def command_line(self) -> str:

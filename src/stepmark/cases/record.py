@@ -8,6 +8,7 @@ from stepmark.cases.comm_case import CommCase
 from stepmark.cases.replay_case import ReplayCase, Replayed
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, Training
+from stepmark.ground.redaction import redact
 
 # 2: collectives (comm cases, launches). 3: training.
 SCHEMA = 3
@@ -230,6 +231,11 @@ class Failed(_OfCase):
     launch: int = 1
     schema: int = SCHEMA
     kind: str = "failed"
+
+    def __post_init__(self) -> None:
+        # An exception may quote the URL or the header that failed.
+        object.__setattr__(self, "message", redact(self.message))
+        object.__setattr__(self, "traceback", redact(self.traceback))
 
 
 Record = Measured | Skipped | Failed

@@ -15,6 +15,7 @@ from stepmark.cli.verbs import TOPICS, VERBS
 from stepmark.ground import outer_launcher, signals
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.options import load
+from stepmark.ground.redaction import redact
 
 COMPLETE = "_STEPMARK_COMPLETE"  # set by the scripts of shells, see completion.py
 _SIGNAL_S = 0.5  # in which a launcher signals all ranks
@@ -157,5 +158,5 @@ def _code(words: list[str]) -> int:
 
 def _complain(text: str, code: int) -> int:
     if outer_launcher.is_first():  # every rank raises the same error
-        sys.stderr.write(f"stepmark: {text}\n")
+        sys.stderr.write(f"stepmark: {redact(text)}\n")
     return code

@@ -12,6 +12,7 @@ from stepmark.collectives.comm_options import CommOptions
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import new_file
 from stepmark.ground.options import build, plain
+from stepmark.ground.redaction import redact_words
 from stepmark.measuring import delivery
 from stepmark.measuring.machine import Machine
 from stepmark.measuring.measure import measure_or_list
@@ -157,7 +158,7 @@ def _write_files(run: View, options: CommOptions) -> None:
     if target := options.output_file:
         ended_at = datetime.now(UTC).isoformat(timespec="seconds")
         document = peer_formats.json_document(
-            run.comm_rows, run.run, sys.argv, ended_at=ended_at
+            run.comm_rows, run.run, redact_words(sys.argv), ended_at=ended_at
         )
         file = new_file(Path(target))
         write_json(document, file)

@@ -27,6 +27,7 @@ from stepmark.comparison import sweep_results, tuner_verb
 from stepmark.comparison.sweep_options import SweepOptions
 from stepmark.comparison.sweep_run import ORDERS, PROGRAM, order_of
 from stepmark.ground.errors import ConfigError, StepmarkError, not_one_of
+from stepmark.ground.redaction import redact_variable, redact_words
 from stepmark.measuring.delivery import check_outputs
 from stepmark.store import sweeps
 from stepmark.store.runs import new_run_id
@@ -93,6 +94,13 @@ def refuse_ranks(variables: Mapping[str, str]) -> None:
 
 def _new(options: SweepOptions, base: Mapping[str, str]) -> Sweep:
     check_command(options.words)
+    words = (*options.env, *options.flags, *options.words)
+    if redact_words(words) != words:  # sweep.json could not be resumed without it
+        raise ConfigError(
+            "sweep",
+            shlex.join(redact_words(words)),
+            "without secrets, which a sweep inherits from the environment",
+        )
     swept = _settings(options)
     check_flags(options.words, swept)
     now = datetime.now(UTC)
@@ -299,12 +307,12 @@ def notes(settings: Sequence[Setting], base: Mapping[str, str]) -> tuple[str, ..
     """Return remarks on variables that are overridden, constant, or set in a file."""
     swept = [name for name, _ in settings[0].variables]
     remarks = [
-        f"{name}={base[name]} of your environment is overridden"
+        f"{name}={redact_variable(name, base[name])} of your environment is overridden"
         for name in swept
         if name in base
     ]
     constant = {
-        name: value
+        name: redact_variable(name, value)
         for name, value in sorted(base.items())
         if name.startswith(("NCCL_", "RCCL_")) and name not in swept
     }

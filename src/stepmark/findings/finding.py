@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from stepmark.ground.redaction import redact_shapes
+
 
 class Severity(StrEnum):
     """Severity of a finding.
@@ -25,6 +27,10 @@ class Evidence:
     line: int
     text: str
 
+    def __post_init__(self) -> None:
+        # Jobs print their command lines and what their requests were.
+        object.__setattr__(self, "text", redact_shapes(self.text))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
@@ -45,6 +51,9 @@ class Finding:
     chain: "tuple[Finding, ...]" = ()
     consequences: "tuple[Finding, ...]" = ()
     ranks: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", redact_shapes(self.text))
 
 
 def by_severity(findings: Iterable[Finding]) -> list[Finding]:

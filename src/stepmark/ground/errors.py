@@ -8,6 +8,8 @@ StepmarkError
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from stepmark.ground.redaction import redact
+
 
 class StepmarkError(Exception):
     """Base of all errors that are shown as one line instead of a traceback."""
@@ -25,7 +27,7 @@ class ConfigError(StepmarkError):
     exit_code = 2
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        text = "missing" if value is None else str(value)
+        text = "missing" if value is None else redact(str(value))
         self.field = field
         self.value = text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
         self.allowed = allowed

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from stepmark.ground.errors import ConfigError
+from stepmark.ground.redaction import redact
 
 _DESCRIPTOR = re.compile(r"(?:/proc/(\d+)|/dev)/fd/(\d+)$")
 _MAX_LINKS = 40
@@ -130,6 +131,14 @@ def replaced(path: Path) -> Iterator[IO[bytes]]:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def redact_file(path: Path) -> None:
+    """Remove the secrets of a text file; it is written anew where it has some."""
+    text = path.read_bytes().decode(errors="surrogateescape")
+    if (shown := redact(text)) != text:
+        with replaced(path) as stream:
+            stream.write(shown.encode(errors="surrogateescape"))
 
 
 def sync_folder(folder: Path) -> None:

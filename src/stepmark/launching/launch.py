@@ -10,6 +10,7 @@ from pathlib import Path
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.options import dashed, plain
 from stepmark.ground.read_text import read_whole
+from stepmark.ground.redaction import REDACTED, redact_variable, redact_words
 from stepmark.launching import scripts, slurm
 from stepmark.launching.launch_options import TARGETS, LaunchOptions, SlurmJob
 from stepmark.model.fabrics import Setting, load_fabrics
@@ -82,6 +83,12 @@ def _check(options: LaunchOptions, target: str) -> None:
     rules: tuple[tuple[str, object, object, str], ...] = (
         ("command", None, options.words, "give -- and a verb that measures"),
         (
+            "command",
+            " ".join(redact_words(options.words)),
+            redact_words(options.words) == options.words,
+            "without a secret: pass it by --export NAME",
+        ),
+        (
             "hosts",
             options.hosts,
             not (is_slurm and options.hosts),
@@ -137,9 +144,20 @@ def settings_of(options: LaunchOptions) -> tuple[Setting, ...]:
     for text in options.export:
         for pair in re.split(r",(?=[A-Za-z_]\w*=)", text):  # values may have commas
             name, equals, value = pair.partition("=")
-            if not equals or not re.fullmatch(r"[A-Za-z_]\w*", name):
-                raise ConfigError("export", pair, "NAME=VALUE, or several with commas")
-            settings[name] = Setting(name=name, value=value, why="--export")
+            if equals and redact_variable(name, value) != value:
+                raise ConfigError(
+                    "export",
+                    f"{name}={REDACTED}",
+                    f"use --export {name}, which passes the value on without writing it",
+                )
+            for each in [name] if equals else name.split(","):
+                if not re.fullmatch(r"[A-Za-z_]\w*", each):
+                    raise ConfigError("export", pair, "NAME or NAME=VALUE, with commas between")
+                if not equals and options.submit and each not in os.environ:
+                    raise ConfigError("export", each, "a variable that is set, or NAME=VALUE")
+                settings[each] = Setting(
+                    name=each, value=value if equals else None, why="--export"
+                )
     return tuple(settings.values())
 
 

@@ -114,7 +114,9 @@ class JobEnvironment:
 
     fabric: Words | None = flag("presets of variables; list shows them")
     export: tuple[Line, ...] = flag(
-        "variables, which override presets", default=(), metavar="NAME=VALUE,..."
+        "variables, which override presets; NAME has the value that it has here",
+        default=(),
+        metavar="NAME[=VALUE],...",
     )
     python: Line | None = flag("Python that has stepmark [this one; in a container stepmark]")
     out: Line | None = flag("folder for runs [runs]", metavar="DIR")

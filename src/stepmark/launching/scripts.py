@@ -25,7 +25,7 @@ _NO_PRESET = "# No fabric preset: NCCL chooses the network (stepmark launch --fa
 
 def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
     """Return an sbatch script."""
-    lines = [_LOGIN_SHELL if options.modules else _SHELL, *_directives(options), ""]
+    lines = [_LOGIN_SHELL if options.modules else _SHELL, *_directives(options, settings), ""]
     lines += [f"module load {shlex.quote(name)} || exit 2" for name in options.modules or ()]
     hosts = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)"'
     port = str(options.port or '"$((20000 + SLURM_JOB_ID % 10000))"')
@@ -67,7 +67,7 @@ def slurm(options: LaunchOptions, settings: Sequence[Setting]) -> str:
     return "\n".join([*lines, " \\\n  ".join(step), ""])
 
 
-def _directives(options: LaunchOptions) -> list[str]:
+def _directives(options: LaunchOptions, settings: Sequence[Setting]) -> list[str]:
     values = {
         "job-name": options.name,
         "nodes": str(options.nodes or 1),
@@ -82,6 +82,7 @@ def _directives(options: LaunchOptions) -> list[str]:
         "signal": "TERM@60",  # a minute for what is being measured to be recorded
         "open-mode": "append",  # a restarted job keeps its output
         "output": "%x-%j.out",
+        "export": ",".join(("ALL", *_inherited(settings))) if _inherited(settings) else "",
     }
     flags = ["exclusive", "requeue" if options.requeue else "no-requeue"]
     return [
@@ -106,15 +107,18 @@ def mpirun(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[
 
 
 def pssh(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[str]) -> str:
-    """Return a script for pssh. The key goes through stdin: others can read command lines."""
+    """Return a script for pssh. Secrets go through stdin: others can read command lines."""
     agent = _agent(options, shlex.quote(",".join(hosts)), str(options.port or _PORT))
     values = [f"{name}={value}" for name, value in agent.items()]
-    values += [f"{setting.name}={shlex.quote(setting.value)}" for setting in settings]
+    values += _values(settings)
+    names = _inherited(settings)
+    reads = [f"read -r {KEY}", *(f"IFS= read -r {name}" for name in names)]
     remote = (
-        f"read -r {KEY} && export {KEY} {' '.join(values)} && "
+        f"{' && '.join(reads)} && export {' '.join((KEY, *names, *values))} && "
         f"cd {shlex.quote(os.getcwd())} && "
         f"exec {_program(options)} {shlex.join(_command(options))}"
     )
+    prints = [f"printf '%s\\n' \"${name}\"" for name in names]
     assert options.hosts is not None
     is_file = os.path.isfile(options.hosts)
     where = (
@@ -124,7 +128,7 @@ def pssh(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[st
         (
             _SHELL,
             *_remarks(settings),
-            f"{_HEX} |",
+            f"{{ {'; '.join((_HEX, *prints))}; }} |" if names else f"{_HEX} |",
             f"  pssh -I -i -t 0 -p {len(hosts)} {where} \\",
             f"  {shlex.quote(remote)}",
             "",
@@ -134,8 +138,8 @@ def pssh(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[st
 
 def torchrun(options: LaunchOptions, settings: Sequence[Setting], hosts: Sequence[str]) -> str:
     """Return a command per host, each to be run there."""
-    lines = [*_remarks(settings)]
-    values = [f"{setting.name}={shlex.quote(setting.value)}" for setting in settings]
+    lines = _remarks([setting for setting in settings if setting.value is not None])
+    values = _values(settings)
     program = "torchrun"
     if options.python:
         program = f"{shlex.quote(options.python)} -m torch.distributed.run"
@@ -174,16 +178,35 @@ def _command(options: LaunchOptions) -> list[str]:
 
 
 def _exports(settings: Sequence[Setting]) -> list[str]:
+    """Return what exports the variables, or ends a script that does not inherit one."""
     lines = [
-        f"export {setting.name}={shlex.quote(setting.value)}  # {setting.why}"
+        _required(setting.name)
+        if setting.value is None
+        else f"export {setting.name}={shlex.quote(setting.value)}  # {setting.why}"
         for setting in settings
     ]
     return lines if any(setting.source for setting in settings) else [_NO_PRESET, *lines]
 
 
+def _values(settings: Sequence[Setting]) -> list[str]:
+    """Return NAME=VALUE of the variables whose values a command line may show."""
+    return [f"{s.name}={shlex.quote(s.value)}" for s in settings if s.value is not None]
+
+
+def _inherited(settings: Sequence[Setting]) -> list[str]:
+    return [setting.name for setting in settings if setting.value is None]
+
+
+def _required(name: str) -> str:
+    return (
+        f"[[ -v {name} && ${name} != *$'\\n'* ]] || {{ "
+        f'echo "{name} must be set where the job is started, to one line" >&2; exit 2; }}'
+    )
+
+
 def _remarks(settings: Sequence[Setting]) -> list[str]:
     """Return what `_exports` says, where the variables stand in a command."""
     return [
-        line if line == _NO_PRESET else f"# {line.removeprefix('export ')}"
+        f"# {line.removeprefix('export ')}" if line.startswith("export ") else line
         for line in _exports(settings)
     ]

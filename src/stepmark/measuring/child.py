@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from stepmark.ground.files import redact_file
 from stepmark.ground.processes import kill_all, marked, send, tie_child
 from stepmark.ground.waiting import wait_until
 
@@ -43,6 +44,8 @@ def run(
 ) -> Ended:
     """Run it with its output in two files, and end it after limit_s.
 
+    The files are free of secrets when this returns.
+
     `signals` is the list of `catching`: with a signal in it the command gets one SIGINT, past
     its limit SIGTERM. After grace_s, or with another signal, it is killed.
     It is in a session of its own, so a terminal's Ctrl-C reaches only this process.
@@ -74,6 +77,8 @@ def run(
             )
     finally:
         survivors = tuple(kill_all([process], MARK, token))
+        for file in (out, err):
+            redact_file(file)
     return Ended(
         exit_code=process.poll(),
         seconds=time.monotonic() - started_s,

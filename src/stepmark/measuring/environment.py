@@ -20,6 +20,7 @@ import torch
 from stepmark import __version__
 from stepmark.cases.plan import ROUND
 from stepmark.cases.record import DeviceInfo, Environment, Levels
+from stepmark.ground.redaction import redact_variable
 from stepmark.measuring.nvidia import pci_bus_id, torch_device_info
 from stepmark.measuring.ranks import Ranks
 from stepmark.measuring.telemetry import open_gpu
@@ -31,9 +32,6 @@ PREFIXES = (
     *("OMP_", "KMP_", "MKL_", "GLOO_", "FI_", "UCX_", "SLURM_"),
     *("CUBLAS", "CUDNN_", "NVIDIA_TF32", "NVTE_"),
 )
-SECRET_NAMES = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "JWT", "AUTH")
-REDACTED = "<redacted>"
-URL_LOGIN = re.compile(r"://[^/\s]*@")
 
 PACKAGES = ("triton", "pytorch-triton-rocm", "flash_attn", "transformer_engine", "torchao")
 
@@ -145,13 +143,7 @@ def package_version(name: str) -> str:
 def captured_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that control the measured libraries, secrets redacted."""
     names = sorted(name for name in variables if name.startswith(PREFIXES))
-    return {name: redact(name, variables[name]) for name in names}
-
-
-def redact(name: str, value: str) -> str:
-    if any(word in name.upper() for word in SECRET_NAMES):
-        return REDACTED
-    return URL_LOGIN.sub(f"://{REDACTED}@", value)
+    return {name: redact_variable(name, variables[name]) for name in names}
 
 
 def git_commit(root: Path) -> str:

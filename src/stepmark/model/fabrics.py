@@ -9,10 +9,13 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """An environment variable. why: a sentence; source: URL of the page that recommends it."""
+    """An environment variable. why: a sentence; source: URL of the page that recommends it.
+
+    value: None for the one that it has where the job is started, which no script holds.
+    """
 
     name: str
-    value: str
+    value: str | None
     why: str = ""
     source: str = ""
 

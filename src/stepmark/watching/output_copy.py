@@ -1,4 +1,7 @@
-"""Keep a copy of a command's output in bounded space, while it reaches its reader unchanged."""
+"""Keep a copy of a command's output, while it reaches its reader unchanged.
+
+The copy takes bounded space, and secrets are redacted in it.
+"""
 
 import contextlib
 import fcntl
@@ -11,6 +14,7 @@ import tty
 from collections.abc import Iterator
 from pathlib import Path
 
+from stepmark.ground.redaction import redact
 from stepmark.ground.units import MIB
 
 HEAD_BYTES = 24 * MIB
@@ -28,9 +32,17 @@ class OutputFile:
         self._file = path.open("wb", buffering=0)
         self._size = 0
         self._tail = bytearray()
+        self._line = bytearray()
 
-    def write(self, data: bytes) -> None:
-        """Add to the end. What does not fit on a full disk is not kept."""
+    def write(self, data: bytes, *, is_end: bool = False) -> None:
+        """Add to the end, without secrets. What does not fit on a full disk is not kept."""
+        self._line += data
+        # A line is redacted as a whole, but none is waited for without end.
+        is_whole = is_end or len(self._line) > MIB
+        size = len(self._line) if is_whole else 1 + max(map(self._line.rfind, b"\r\n"))
+        text = self._line[:size].decode(errors="surrogateescape")
+        data = redact(text).encode(errors="surrogateescape")
+        del self._line[:size]
         room = max(0, HEAD_BYTES - self._size)
         self._size += len(data)
         with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
@@ -41,6 +53,7 @@ class OutputFile:
 
     def close(self, last_line: str) -> None:
         """Write the end, then the line."""
+        self.write(b"", is_end=True)
         omitted = self._size - HEAD_BYTES - TAIL_BYTES
         gap = b"\n[... %d bytes left out ...]\n" % omitted if omitted > 0 else b""
         with contextlib.suppress(OSError):

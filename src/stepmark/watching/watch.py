@@ -23,6 +23,7 @@ from stepmark.findings.finding import Severity
 from stepmark.ground import json_text, outer_launcher
 from stepmark.ground.errors import ConfigError, StepmarkError
 from stepmark.ground.read_text import read_whole
+from stepmark.ground.redaction import redact_words
 from stepmark.ground.units import ranks_text
 from stepmark.job_logs import log_sources, logs
 from stepmark.job_logs.log_options import LogsOptions
@@ -74,7 +75,8 @@ def run(options: WatchOptions) -> int:
     unseen = f"--ranks selects {ranks_text(absent)}, of which no step was seen: no profile"
     notes = (*setup.notes, *damaged, *([unseen] if absent else []))
     end = f"; it ended with exit code {code}" if code else ""
-    print_text((f"# watched: {shlex.join(options.words)}{end}", f"run {folder}"))
+    command = redact_words(options.words)
+    print_text((f"# watched: {shlex.join(command)}{end}", f"run {folder}"))
     print_text(f"kept as you set it: {setting}" for setting in setup.kept)
     cost = cost_lines(ranks)
     print_text((*job_lines(ranks, code), *cost, *(f"note: {note}" for note in notes)))
@@ -92,7 +94,7 @@ def run(options: WatchOptions) -> int:
     elif report:
         print_text(("", *report.text()))
     document = {
-        "command": options.words,
+        "command": command,
         "exit_code": code,
         "run": str(folder),
         "set": {k: v for k, v in setup.variables.items() if k != "PYTHONPATH"},
