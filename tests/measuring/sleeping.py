@@ -5,6 +5,7 @@ FAULTS: words RANK:POSITION:FAULT. What a rank did lies in the folder that LOG n
 """
 
 import importlib
+import math
 import os
 import pickle
 import signal
@@ -86,6 +87,10 @@ class Context:
     on_blocked: Callable[[Failed, int], None] = print
     workload: object = None
     levels: Levels | None = None
+    end_s: float = math.inf
+
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
 
 
 def make_context(device: str, **_: object) -> Context:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from stepmark.cases.case import SOAK_S
 from stepmark.cases.record import AnyCase
+from stepmark.ground.units import parse_duration
 
 PLAN_SCHEMA = 1
 STEP_LAUNCH = 2  # of `run`: its steps are predicted from what was measured before
@@ -132,6 +133,12 @@ class Plan:
     notes: tuple[str, ...] = ()  # what a user should know, e.g. cases that were left out
     workload: str = ""  # of a replay or a fill: its file in our own format
     schema: int = PLAN_SCHEMA
+
+    @property
+    def budget_s(self) -> float | None:
+        """Seconds of --budget, which all kinds of cases share; None without one."""
+        text = self.options.get("budget")
+        return parse_duration(str(text), "budget") if text else None
 
     @property
     def command_line(self) -> str:

@@ -1,6 +1,7 @@
 """Measure a plan: make its run directory, start and watch ranks, show what they recorded."""
 
 import dataclasses
+import os
 import sys
 import tempfile
 import time
@@ -15,7 +16,6 @@ from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, worst
 from stepmark.ground.option_groups import MeasureOptions, ResumeOptions
 from stepmark.ground.options import build, load
-from stepmark.ground.units import parse_duration
 from stepmark.measuring.delivery import check_outputs
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.progress import line
@@ -25,6 +25,8 @@ from stepmark.store.reader import find_run, latest, read_info, read_records
 from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 
 RANK_MODULE = "stepmark.measuring.rank"
+# Environment variable of ranks: when the command began to start some, on the monotonic clock.
+BEGAN = "STEPMARK_BEGAN"
 _OVER_BUDGET = 1.2
 _UNDER_LAUNCHER = f"{RANK_MODULE}:measure_under_launcher"
 
@@ -234,18 +236,19 @@ def _carry_out(
 
 def _say_budget(plan: Plan, wall_s: float) -> None:
     """Say that a budget was too short: what it cannot shorten are starts, set-up and checks."""
-    budget = str(plan.options.get("budget") or "")
-    if budget and wall_s > _OVER_BUDGET * parse_duration(budget, "budget"):
+    if plan.budget_s and wall_s > _OVER_BUDGET * plan.budget_s:
         launches = len({entry.launch for entry in plan.entries})
         sys.stderr.write(
-            f"# took {wall_s:.0f} s, not --budget {budget}, to start {launches} "
-            f"launch{'es' * (launches > 1)} and set up {len(plan.entries)} cases: samples may "
+            f"# took {wall_s:.0f} s, not --budget {plan.options['budget']}, to start "
+            f"{launches} launch{'es' * (launches > 1)} and set up "
+            f"{len(plan.entries)} cases: samples may "
             "be few, and soaks short\n"
         )
 
 
 def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
     num_before = len(read_records(run))
+    os.environ[BEGAN] = str(time.monotonic())
     return supervise(
         RANK_MODULE,
         plan_file.absolute(),
