@@ -58,9 +58,9 @@ class MeasureContext:
         """
         left_s = self.left_s()
         if left_s <= max(needed_s, 0.0):
-            needed = f", and it takes at least {format_time(needed_s)}" if needed_s else ""
-            left = "nothing" if left_s <= 0 else format_time(left_s)
-            raise CaseFailedError("budget", f"--budget leaves {left}{needed}", (), "")
+            times = f"{format_time(left_s)}, and it takes at least {format_time(needed_s)}"
+            reason = f"--budget leaves {times if left_s > 0 else 'nothing'}"
+            raise CaseFailedError("budget", reason, (), "")
 
 
 def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContext:

@@ -27,7 +27,6 @@ from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 RANK_MODULE = "stepmark.measuring.rank"
 # Environment variable of ranks: when the command began to start some, on the monotonic clock.
 BEGAN = "STEPMARK_BEGAN"
-_OVER_BUDGET = 1.2
 _UNDER_LAUNCHER = f"{RANK_MODULE}:measure_under_launcher"
 
 
@@ -221,7 +220,6 @@ def _carry_out(
         )
         return result
     plan, run = prepare()
-    begin = time.monotonic()
     if has_own_plan:
         code = _supervise(plan, run, run / plans.FILE, force=force)
     else:
@@ -230,20 +228,7 @@ def _carry_out(
             file = Path(folder) / plans.FILE
             plans.write(file.parent, plan)
             code = _supervise(plan, run, file, force=force)
-    _say_budget(plan, time.monotonic() - begin)
     return code, run
-
-
-def _say_budget(plan: Plan, wall_s: float) -> None:
-    """Say that a budget was too short: what it cannot shorten are starts, set-up and checks."""
-    if plan.budget_s and wall_s > _OVER_BUDGET * plan.budget_s:
-        launches = len({entry.launch for entry in plan.entries})
-        sys.stderr.write(
-            f"# took {wall_s:.0f} s, not --budget {plan.options['budget']}, to start "
-            f"{launches} launch{'es' * (launches > 1)} and set up "
-            f"{len(plan.entries)} cases: samples may "
-            "be few, and soaks short\n"
-        )
 
 
 def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:

@@ -239,8 +239,8 @@ class Rank:
             return math.inf
         began_s = float(os.environ[BEGAN]) if self._heartbeat else time.monotonic() - age_s
         has_step = any(map(self._plan.is_predicted, self._plan.entries))
-        budget_s = self._plan.budget_s * (1.0 if has_step else _OVERRUN)
-        return began_s + max(budget_s, _OVERRUN * age_s)
+        overrun = 1.0 if has_step else _OVERRUN
+        return began_s + max(overrun * self._plan.budget_s, _OVERRUN * age_s)
 
     def _open(self, ranks: "Ranks") -> tuple[RunWriter | None, set[Done], tuple[Failed, ...]]:
         """Begin or continue the run on all ranks. Only rank 0 gets a writer."""

@@ -148,7 +148,9 @@ def find_max(options: FamilyOptions) -> int:
     options = dataclasses.replace(options, budget=share_s)
     for search in searches:
         brief = dataclasses.replace(options, launches=1)
-        first = plan(search, brief, how=OpHow(budget_s=share_s, soak_s=0.1, sample_s=0.1))
+        first = plan(
+            search, brief, how=OpHow(budget_s=options.budget, soak_s=0.1, sample_s=0.1)
+        )
         code, path = measure_quietly(first, options.out, {"stage": "search"})
         if code not in (0, 3):
             return worst(0, *codes, code)

@@ -1,7 +1,6 @@
 """Measure one operator: allocate, check, choose a clock, soak, sample."""
 
 import contextlib
-import functools
 import math
 import os
 import time
@@ -228,10 +227,12 @@ def _other_sets(case: OpCase, impl: Impl, context: MeasureContext, count: int) -
     others: list[Call] = []
     for number in (min(count, 1), count - 1):
         if others and number:
-            set_s = max(context.ranks.gather(time.monotonic() - begin))
-            context.check_budget(number * set_s)
-        make = functools.partial(impl.make, case.op, context.ranks.device)
-        others += agreed(context.ranks, lambda: [make() for _ in range(number)])  # noqa: B023
+            spent_s = max(context.ranks.gather(time.monotonic() - begin))
+            context.check_budget(number * spent_s)
+        others += agreed(
+            context.ranks,
+            lambda: [impl.make(case.op, context.ranks.device) for _ in range(number)],  # noqa: B023
+        )
     return others
 
 

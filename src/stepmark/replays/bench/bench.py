@@ -71,11 +71,9 @@ class ReplayBench(Bench):
         sampler = Sampler(context.device_index)
         with no_collection():
             warm_s, _ = agreed(ranks, lambda: self._iterations(engine, self.how.warmups))
-            num_fitting = math.inf
-            if share_s is not None:
-                # Half of what is left is for iterations, half for passes.
-                left_s = share_s - (time.monotonic() - begin)
-                num_fitting = min(ranks.gather(left_s / 2 / max(warm_s)))
+            left_s = math.inf if share_s is None else begin + share_s - time.monotonic()
+            # Half of what is left is for iterations, half for passes.
+            num_fitting = min(ranks.gather(left_s / 2 / max(warm_s, default=1.0)))
             num_iterations = max(1, int(min(self.how.iterations, num_fitting)))
             num_passes = max(1, int(min(self.how.passes, num_fitting)))
             with sampler:
