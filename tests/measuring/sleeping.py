@@ -29,7 +29,7 @@ RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 FOLDER = Path(os.environ.get("LOG", "."))
 
 
-def plan(num_ranks: int, num_cases: int, *, launches: int = 1) -> Plan:
+def plan(num_ranks: int, num_cases: int, *, launches: int = 1, budget: str = "") -> Plan:
     """Case i has 2^i KiB."""
     cases = [comm_case(size=2 ** (10 + i), num_ranks=num_ranks) for i in range(num_cases)]
     return Plan(
@@ -38,6 +38,7 @@ def plan(num_ranks: int, num_cases: int, *, launches: int = 1) -> Plan:
         world_size=num_ranks,
         how=How(comm=CommHow(timeout_s=LIMIT_S)),
         entries=entries(cases, launches),
+        options={"budget": budget} if budget else {},
     )
 
 
@@ -124,6 +125,7 @@ def run(
     *,
     start_s: float,
 ) -> int | None:
+    say(f"left {context.left_s():.0f}")
     for entry in todo:
         if entry.launch != todo[0].launch:
             return entry.position
