@@ -216,6 +216,15 @@ def test_the_end_of_a_budget(
     assert one._end_s(age_s) == began_s + expected_s
 
 
+def test_the_first_case_begins_however_late(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(BEGAN, str(clock.now_s - 60.0))  # the machine was busy
+    heartbeat = SimpleNamespace(first=0)
+    one = Rank(plan("1s"), None, heartbeat, force=False)  # type: ignore[arg-type]
+    assert one._end_s(0.1) == clock.now_s + 30.0
+
+
 def test_a_launcher_counts_from_the_start_of_its_ranks(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

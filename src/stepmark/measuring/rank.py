@@ -232,15 +232,18 @@ class Rank:
     def _end_s(self, age_s: float) -> float:
         """Return when --budget ends, on the monotonic clock; infinity where none is given.
 
-        A budget shorter than the start of these processes counts as that long, so that
-        something is measured. Of a `run` the step is still to come, which always is.
+        A budget shorter than the start of these ranks counts as that long, so that a case
+        begins. Of a `run` the step is still to come, which always is.
         """
         if self._plan.budget_s is None:
             return math.inf
-        began_s = float(os.environ[BEGAN]) if self._heartbeat else time.monotonic() - age_s
+        now_s = time.monotonic()
+        began_s = float(os.environ[BEGAN]) if self._heartbeat else now_s - age_s
+        # The first ranks of a command have waited for their own start, too.
+        start_s = age_s if self._guard.first else now_s - began_s
         has_step = any(map(self._plan.is_predicted, self._plan.entries))
         overrun = 1.0 if has_step else _OVERRUN
-        return began_s + max(overrun * self._plan.budget_s, _OVERRUN * age_s)
+        return began_s + max(overrun * self._plan.budget_s, _OVERRUN * start_s)
 
     def _open(self, ranks: "Ranks") -> tuple[RunWriter | None, set[Done], tuple[Failed, ...]]:
         """Begin or continue the run on all ranks. Only rank 0 gets a writer."""
