@@ -148,7 +148,7 @@ def test_a_process_sees_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_two_ranks_on_a_cpu(tmp_path: Path) -> None:
-    words = ["--nproc", "2", "--device", "cpu", "--budget", "1s", "--json", "check.json"]
+    words = ["--nproc", "2", "--device", "cpu", "--json", "check.json"]
     done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=300)
     assert done.returncode == 3, done.stderr  # two ranks are too few to compare
     document = json.loads((tmp_path / "check.json").read_text())
@@ -164,13 +164,26 @@ def test_two_ranks_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.slow
+def test_what_the_budget_has_no_time_for_is_said(tmp_path: Path) -> None:
+    words = ["--nproc", "2", "--device", "cpu", "--budget", "1s", "--launches", "9"]
+    done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=300)
+    assert done.returncode == 3, done.stderr
+    (check,) = node_check.read_all(tmp_path / "node-check")
+    assert check.figures
+    assert all(len(figure.values) < 9 for figure in check.figures)
+    assert "skipped: --budget leaves nothing" in " ".join(note.text for note in check.notes)
+    assert "collectives inside the node: --budget leaves nothing" in done.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.slow
 def test_a_device_that_hangs_is_killed_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("STEPMARK_TEST_HOOK", "tests.cli.hanging")
     root = str(Path(__file__).parents[2])
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([root, os.environ.get("PYTHONPATH", "")]))
-    words = ["--nproc", "2", "--device", "cpu", "--budget", "1s", "--launches", "1"]
+    words = ["--nproc", "2", "--device", "cpu", "--launches", "1"]
     begin = time.monotonic()
     done = stepmark_process(*DOCTOR, *words, "--timeout", "40s", cwd=tmp_path, timeout=120)
     assert time.monotonic() - begin < 100
@@ -192,7 +205,7 @@ def test_a_rank_of_a_job_writes_its_file_and_leaves_the_verdict(
     for name, value in {"PROCID": "3", "LOCALID": "0", "STEP_NUM_TASKS": "4"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SLURMD_NODENAME", "node7")
-    words = ["--device", "cpu", "--budget", "1s", "--launches", "1", "--out", "shared"]
+    words = ["--device", "cpu", "--launches", "1", "--out", "shared"]
     done = stepmark_process(*DOCTOR, *words, cwd=tmp_path, timeout=120)
     assert done.returncode == 0, done.stderr
     (check,) = node_check.read_all(tmp_path / "shared")

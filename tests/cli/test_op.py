@@ -34,7 +34,8 @@ SHAPE = {
     "optimizer": "--num-params 1000",
     "copy": "--num-bytes 65536",
 }
-CPU = ["--device", "cpu", "--budget", "0.2s"]
+# As short as can be, and not limited by a budget, which counts starts and set-up.
+CPU = ["--device", "cpu", "--steps", "5", "--warmups", "1"]
 
 
 @pytest.fixture(autouse=True)
@@ -170,11 +171,23 @@ def test_missing_launches_are_resumed_in_processes_of_their_own(tmp_path: Path) 
 
 
 def test_the_budget_is_for_all_launches(tmp_path: Path) -> None:
-    words = ["op", "gemm", *SHAPE["gemm"].split(), "--device", "cpu", "--budget", "3s"]
-    assert stepmark(*words, "--launches", "3", cwd=tmp_path).returncode == 0
-    spent_s = [record["samples"]["wall_s"] for record in lines(only_run(tmp_path / "runs"))]
-    assert len(spent_s) == 3
-    assert max(spent_s) < 1.5, "each has a third of it"
+    words = ["op", "gemm", *SHAPE["gemm"].split(), "--device", "cpu", "--budget", "0.5s"]
+    done = stepmark(*words, "--launches", "50", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    records = lines(only_run(tmp_path / "runs"))
+    assert [record["launch"] for record in records] == list(range(1, 51))
+    first, *_, last = records
+    assert first["kind"] == "measured"
+    assert first["samples"]["wall_s"] < 0.5, "each has a part of it"
+    assert last["kind"] == "skipped"
+    assert last["reason"] == "--budget leaves nothing"
+    assert "[50/50] gemm fwd 32x32x32 fp32 torch: skipped: --budget leaves" in done.stderr
+    # What was skipped for its time is measured by resume, which has the time again.
+    again = stepmark("resume", "latest", cwd=tmp_path)
+    assert again.returncode == 0, again.stderr
+    count = sum(record["kind"] == "measured" for record in records)
+    later = lines(only_run(tmp_path / "runs"))
+    assert sum(record["kind"] == "measured" for record in later) > count
 
 
 def test_steps_and_warmups_are_those_of_the_command(
@@ -332,3 +345,26 @@ def test_each_file_of_attention_shapes_takes_its_own_flags(
     own.write_text(json.dumps([shape]))
     assert status(["op", "attention", "--shapes", str(own), *dry]) == 2
     assert "--mbs 2 is invalid: it has no effect with --shapes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "batch", "seq"),
+    [
+        ("--scale 1/16", 1, 512),  # of 8192
+        ("--scale 1/16 --mbs 64 --seq-len 4096", 4, 256),
+        ("--scale 1/64 --seq-len 100 --tp 2", 1, 2),  # a rank has half of it
+        ("--scale 1 --mbs 3 --seq-len 101", 3, 101),
+        ("--scale tiny", 1, 64),
+        ("--scale tiny --mbs 2 --seq-len 128", 2, 128),
+    ],
+)
+def test_scale_shortens_sequences_and_batches_of_a_model(
+    words: str, batch: int, seq: int, tmp_path: Path
+) -> None:
+    target = tmp_path / "plan.json"
+    command = ["op", "attention", "--model", "llama-3.1-8b", "--device", "cpu", "--dry-run"]
+    assert status([*command, *words.split(), "--json", str(target)]) == 0
+    rows = json.loads(target.read_text())
+    assert rows
+    shapes = {tuple(row["shape"].split()[:2]) for row in rows}
+    assert shapes == {(f"b{batch}", f"s{seq}")}

@@ -132,7 +132,7 @@ def test_a_file_of_more_ranks_runs_on_two_if_asked(folder: Path) -> None:
             "w.json --compute true",
             "compute true is invalid: it must be one of none,",
         ),
-        ("w.json --budget 3s", "only with --alone"),
+        ("w.json --budget 3s --warmup 0", "warmup 0 is invalid: it must be at least 1 with"),
         ("w.json --alone --curve x", "it cannot be combined with --alone, which measures them"),
         ("w.json --comm-only --compute real", "it cannot be combined with --compute real"),
         ("w.json --html .", "html . is invalid: it must be a file, not a folder"),
@@ -182,10 +182,24 @@ def test_a_dry_run_prints_the_command(folder: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.ranks
+def test_a_budget_ends_iterations_and_passes(folder: Path) -> None:
+    words = "replay w.json --nproc 4 --iters 100000 --passes 100000 --compute-from fixed:1ms"
+    done = stepmark(f"{words} --budget 12s --json - --out budget", folder)
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    seconds = document["iterations"]["seconds"]
+    assert 1 <= len(seconds) < 1000
+    assert sum(seconds) < 12
+    (run,) = (folder / "budget").iterdir()
+    record = json.loads((run / "records.jsonl").read_text())
+    assert 1 <= record["replay"]["num_passes"] <= len(seconds)
+
+
+@pytest.mark.ranks
 def test_messages_are_verified_and_beside_those_alone(folder: Path) -> None:
     """--check, --alone, --html, --aicb-log; real operators."""
     words = "replay w.json --nproc 4 --iters 2 --passes 2 --compute real --check --alone"
-    files = "--json all.json --html step.html --aicb-log log.csv --budget 1s --out more"
+    files = "--json all.json --html step.html --aicb-log log.csv --budget 20s --out more"
     done = stepmark(f"{words} {files}", folder)
     assert done.returncode == 0, done.stderr
     assert "run as operators" in done.stderr

@@ -23,7 +23,7 @@ from .process import ROOT, only_run, stepmark
 from .workload_program import AICB, Program, program, refused
 
 TINY = "--model gpt2-125m --framework megatron --world-size 2 --tp 2 --gbs 2 --mbs 1"
-CPU = "--measure --device cpu --budget 1s"
+CPU = "--measure --device cpu --budget 12s"
 SIMAI = AICB / "tutorial_gpt13b_tp8_pp1_w8_gbs2" / "simai_no_aiob.txt"
 ADD = Kernel(name="add", flops=0, bytes_moved=64)
 PRODUCT, NORM = Gemm(m=16, n=16, k=16), Norm(tokens=16, hidden=16)

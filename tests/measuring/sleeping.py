@@ -5,6 +5,7 @@ FAULTS: words RANK:POSITION:FAULT. What a rank did lies in the folder that LOG n
 """
 
 import importlib
+import math
 import os
 import pickle
 import signal
@@ -28,7 +29,7 @@ RANK, NUM_RANKS = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SI
 FOLDER = Path(os.environ.get("LOG", "."))
 
 
-def plan(num_ranks: int, num_cases: int, *, launches: int = 1) -> Plan:
+def plan(num_ranks: int, num_cases: int, *, launches: int = 1, budget: str = "") -> Plan:
     """Case i has 2^i KiB."""
     cases = [comm_case(size=2 ** (10 + i), num_ranks=num_ranks) for i in range(num_cases)]
     return Plan(
@@ -37,6 +38,7 @@ def plan(num_ranks: int, num_cases: int, *, launches: int = 1) -> Plan:
         world_size=num_ranks,
         how=How(comm=CommHow(timeout_s=LIMIT_S)),
         entries=entries(cases, launches),
+        options={"budget": budget} if budget else {},
     )
 
 
@@ -86,6 +88,10 @@ class Context:
     on_blocked: Callable[[Failed, int], None] = print
     workload: object = None
     levels: Levels | None = None
+    end_s: float = math.inf
+
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
 
 
 def make_context(device: str, **_: object) -> Context:
@@ -119,6 +125,7 @@ def run(
     *,
     start_s: float,
 ) -> int | None:
+    say(f"left {context.left_s():.0f}")
     for entry in todo:
         if entry.launch != todo[0].launch:
             return entry.position

@@ -10,11 +10,10 @@ from tests.store.writers import new_run
 from tests.tables.records import COPY, measured, run_info
 from tests.training.train_records import single
 
-from stepmark.cases.plan import How, Plan, entries
+from stepmark.cases.plan import Plan, entries
 from stepmark.cases.record import AnyCase, Record, Skipped
 from stepmark.cli.main import status
 from stepmark.collectives.comm_options import CommOptions
-from stepmark.comparison.check_options import CheckOptions
 from stepmark.ground.options import plain
 from stepmark.measuring import measure
 from stepmark.operators import op
@@ -118,21 +117,3 @@ def test_a_run_of_another_process_is_not_shown(
     assert ("1 ms" if command == "op" else "copy 2147 GB/s") in written
     assert "777 s" not in written
     assert not (tmp_path / "99991231-235959-ffff" / "report.html").exists()
-
-
-@pytest.mark.parametrize(("wall_s", "is_said"), [(12.0, False), (12.1, True)])
-def test_a_budget_that_was_too_short_is_said(
-    wall_s: float, is_said: bool, capsys: pytest.CaptureFixture[str]
-) -> None:
-    plan = Plan(
-        command="op",
-        argv=(),
-        options=plain(CheckOptions(baseline="x", budget=10.0)),
-        device="cpu",
-        world_size=1,
-        how=How(),
-        entries=entries([COPY], 2),
-    )
-    measure._say_budget(plan, wall_s)
-    measure._say_budget(dataclasses.replace(plan, options={"budget": None}), 1e3)
-    assert capsys.readouterr().err.count("# took 12 s, not --budget 10s") == is_said

@@ -79,3 +79,12 @@ def test_parts_come_in_the_first_launch_and_the_step_in_the_second(
 def test_what_is_no_single_step_that_fits_is_refused(words: str, text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         planned(words, CPU if "cpu" in words else H200)
+
+
+@pytest.mark.parametrize("words", ["", "gpt2-125m --scale tiny --nproc 2"])
+def test_a_budget_is_for_all_parts(words: str) -> None:
+    plan = planned(f"{words} --budget 80s", CPU)
+    kinds = (plan.how.op, plan.how.comm, plan.how.train, plan.how.replay)
+    assert [how.budget_s for how in kinds] == [20.0] * 4
+    assert plan.budget_s == 80.0
+    assert planned(words, CPU).budget_s is None

@@ -8,6 +8,7 @@ from enum import StrEnum
 from stepmark.cases.case import SOAK_S
 from stepmark.cases.record import AnyCase
 from stepmark.ground.redaction import redact_words
+from stepmark.ground.units import parse_duration
 
 PLAN_SCHEMA = 1
 STEP_LAUNCH = 2  # of `run`: its steps are predicted from what was measured before
@@ -138,6 +139,12 @@ class Plan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "argv", redact_words(self.argv))
+
+    @property
+    def budget_s(self) -> float | None:
+        """Seconds of --budget, which all kinds of cases share; None without one."""
+        text = self.options.get("budget")
+        return parse_duration(str(text), "budget") if text else None
 
     @property
     def command_line(self) -> str:

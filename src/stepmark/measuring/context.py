@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +13,9 @@ import torch
 
 from stepmark.cases.record import Failed, Levels
 from stepmark.ground import garbage
+from stepmark.ground.units import format_time
 from stepmark.measuring.environment import capabilities
-from stepmark.measuring.ranks import Ranks, join
+from stepmark.measuring.ranks import CaseFailedError, Ranks, join
 from stepmark.model.ops.backends import Capabilities
 from stepmark.step.workload import Workload
 
@@ -28,6 +31,7 @@ class MeasureContext:
     where it can record the failure.
     workload: that is replayed.
     levels: of what is measured now.
+    end_s: of --budget, on rank 0's monotonic clock.
     """
 
     ranks: Ranks
@@ -41,6 +45,22 @@ class MeasureContext:
     on_blocked: Callable[[Failed, int], None] = lambda _record, _position: None
     workload: Workload | None = None
     levels: Levels | None = None
+    end_s: float = math.inf
+
+    def left_s(self) -> float:
+        """Return the seconds that --budget leaves, the same on every rank."""
+        return float(self.ranks.decide(lambda: self.end_s - time.monotonic()))
+
+    def check_budget(self, needed_s: float) -> None:
+        """Raise CaseFailedError where a case needs more seconds than --budget leaves.
+
+        Every rank calls it, with the same seconds; 0 where they are not known.
+        """
+        left_s = self.left_s()
+        if left_s <= max(needed_s, 0.0):
+            times = f"{format_time(left_s)}, and it takes at least {format_time(needed_s)}"
+            reason = f"--budget leaves {times if left_s > 0 else 'nothing'}"
+            raise CaseFailedError("budget", reason, (), "")
 
 
 def make_context(device_type: str, *, for_meshes: bool = False) -> MeasureContext:

@@ -1,6 +1,7 @@
 """Measure a plan: make its run directory, start and watch ranks, show what they recorded."""
 
 import dataclasses
+import os
 import sys
 import tempfile
 import time
@@ -15,7 +16,6 @@ from stepmark.ground import outer_launcher
 from stepmark.ground.errors import ConfigError, worst
 from stepmark.ground.option_groups import MeasureOptions, ResumeOptions
 from stepmark.ground.options import build, load
-from stepmark.ground.units import parse_duration
 from stepmark.measuring.delivery import check_outputs
 from stepmark.measuring.local_ranks import ENTRIES
 from stepmark.measuring.machine import Machine, machine
@@ -25,7 +25,8 @@ from stepmark.store import plans, predictions
 from stepmark.store.reader import find_run, latest, read_info, read_records
 from stepmark.store.runs import TRACES, Done, RunWriter, new_run_id
 
-_OVER_BUDGET = 1.2
+# Environment variable of ranks: when the command began to start some, on the monotonic clock.
+BEGAN = "STEPMARK_BEGAN"
 _UNDER_LAUNCHER = f"{ENTRIES['rank']}:measure_under_launcher"
 
 
@@ -219,7 +220,6 @@ def _carry_out(
         )
         return result
     plan, run = prepare()
-    begin = time.monotonic()
     if has_own_plan:
         code = _supervise(plan, run, run / plans.FILE, force=force)
     else:
@@ -228,24 +228,12 @@ def _carry_out(
             file = Path(folder) / plans.FILE
             plans.write(file.parent, plan)
             code = _supervise(plan, run, file, force=force)
-    _say_budget(plan, time.monotonic() - begin)
     return code, run
-
-
-def _say_budget(plan: Plan, wall_s: float) -> None:
-    """Say that a budget was too short: what it cannot shorten are starts, set-up and checks."""
-    budget = str(plan.options.get("budget") or "")
-    if budget and wall_s > _OVER_BUDGET * parse_duration(budget, "budget"):
-        launches = len({entry.launch for entry in plan.entries})
-        sys.stderr.write(
-            f"# took {wall_s:.0f} s, not --budget {budget}, to start {launches} "
-            f"launch{'es' * (launches > 1)} and set up {len(plan.entries)} cases: samples may "
-            "be few, and soaks short\n"
-        )
 
 
 def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
     num_before = len(read_records(run))
+    os.environ[BEGAN] = str(time.monotonic())
     return supervise(
         "rank",
         plan_file.absolute(),

@@ -6,6 +6,7 @@ It reads the plan, joins the other ranks, opens the run and measures what is lef
 import dataclasses
 import importlib
 import itertools
+import math
 import os
 import signal
 import socket
@@ -28,7 +29,7 @@ from stepmark.ground.units import ranks_text
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import resume_hint
 from stepmark.measuring.heartbeat import HeartbeatWriter, Watchdog
-from stepmark.measuring.measure import show_run
+from stepmark.measuring.measure import BEGAN, show_run
 from stepmark.measuring.progress import Progress
 from stepmark.store import plans
 from stepmark.store.commands import command_of
@@ -46,6 +47,7 @@ TEST_HOOK = "STEPMARK_TEST_HOOK"
 _SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
 _JOIN_S = 300.0  # under a launcher: ranks of many hosts join, and rank 0 plans
 _DETECTION_S = 0.5  # the parent needs this long to detect which rank died first
+_OVERRUN = 1.5  # multiple of --budget: a case begins only if it can end before
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -148,7 +150,7 @@ class Rank:
         self._peers: LocalPeers | None = None
         self._position: int | None = None
         self._run_id = ""
-        self._restarts = False  # new ranks continue the plan
+        self._restarts = False  # these ranks end, perhaps in no known state
 
     def measure(self, context: "MeasureContext") -> int:
         """Measure what is left of the plan. Returns the exit code of this rank."""
@@ -198,25 +200,50 @@ class Rank:
             return
         first = environment.levels(context.ranks)
         benches = run_cases.make_benches(self._plan, context)
+        age_s = environment.process_age_s()
+        end_s = self._end_s(age_s)
         # A launcher's processes go on, and rank 0 has planned in them.
-        start_s = environment.process_age_s() if self._heartbeat else 0.0
+        start_s = restart_s = age_s if self._heartbeat else 0.0
         if self._heartbeat is not None:
             self._heartbeat.on_abort(ranks.dump_flight_recorder, lambda: _abort(benches))
         sink = self._progress or (lambda record: None)
         for communicator in itertools.count(1):
             levels = dataclasses.replace(first, communicator=communicator)
-            context = dataclasses.replace(context, levels=levels)
-            if self._plan.is_predicted(todo[0]) and context.ranks.rank == 0:
+            is_predicted = self._plan.is_predicted(todo[0])
+            context = dataclasses.replace(
+                context, levels=levels, end_s=math.inf if is_predicted else end_s
+            )
+            if is_predicted and context.ranks.rank == 0:
                 self._guard.idle(_SETUP_S)
                 load(PLAN_VERBS[self._plan.command].commit)(self._run, self._plan)
             position = run_cases.run(todo, context, benches, self, sink, start_s=start_s)
             start_s = 0.0
             if position is None:
                 return
-            if self._guard.restart_at(position):
+            todo = [entry for entry in todo if entry.position >= position]
+            if not self._plan.is_predicted(todo[0]) and context.left_s() <= restart_s:
+                # These ranks skip the rest, for which others would begin too late.
+                self._restarts = True
+                end_s = -math.inf
+            elif self._guard.restart_at(position):
                 self._restarts = True
                 return
-            todo = [entry for entry in todo if entry.position >= position]
+
+    def _end_s(self, age_s: float) -> float:
+        """Return when --budget ends, on the monotonic clock; infinity where none is given.
+
+        A budget shorter than the start of these ranks counts as that long, so that a case
+        begins. Of a `run` the step is still to come, which always is.
+        """
+        if self._plan.budget_s is None:
+            return math.inf
+        now_s = time.monotonic()
+        began_s = float(os.environ[BEGAN]) if self._heartbeat else now_s - age_s
+        # The first ranks of a command have waited for their own start, too.
+        start_s = age_s if self._guard.first else now_s - began_s
+        has_step = any(map(self._plan.is_predicted, self._plan.entries))
+        overrun = 1.0 if has_step else _OVERRUN
+        return began_s + max(overrun * self._plan.budget_s, _OVERRUN * start_s)
 
     def _open(self, ranks: "Ranks") -> tuple[RunWriter | None, set[Done], tuple[Failed, ...]]:
         """Begin or continue the run on all ranks. Only rank 0 gets a writer."""

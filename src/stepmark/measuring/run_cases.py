@@ -6,14 +6,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from stepmark.cases.case import OpCase
+from stepmark.cases.comm_case import CommCase
 from stepmark.cases.kind import KINDS
 from stepmark.cases.plan import Entry, Plan
-from stepmark.cases.record import Failed, Measured, Record, Skipped
+from stepmark.cases.record import AnyCase, Failed, Measured, Record, Skipped
 from stepmark.ground.options import load
 from stepmark.measuring.context import MeasureContext, is_broken, quick_release, release
 from stepmark.measuring.ranks import CaseFailedError, agreed
 
 _STORE_S = 100.0  # a file system that is lost may come back
+# Calls of a case at least: of its check, its warm-up and its estimate, and a sample.
+_FEWEST_CALLS = 5
+# The time of a shorter call may be that of its launch, which does not grow with the work.
+_LONG_CALL_S = 10e-3
 
 
 class Guard(Protocol):
@@ -108,6 +114,17 @@ class _Budget:
             self._left_s -= seconds
 
 
+def _work_of(case: AnyCase) -> tuple[object, float]:
+    """Return what cases of comparable work share, and the work of a call; 0: not known."""
+    match case:
+        case OpCase():
+            work = max(case.op.flops, case.op.bytes_moved)
+            return (case.family, case.backend, case.dtype), work
+        case CommCase():
+            return (case.family, case.num_ranks), case.message_bytes
+    return case.kind, 0.0
+
+
 def run(
     entries: Sequence[Entry],
     context: MeasureContext,
@@ -137,6 +154,7 @@ def run(
         kind: _Budget(benches[kind].budget_s, count, start_s=count * start_s)
         for kind, count in counts.items()
     }
+    seconds_per_work: dict[object, float] = {}
     with quick_release():
         for done, entry in enumerate(current, start=1):
             bench = benches[entry.case.kind]
@@ -146,7 +164,7 @@ def run(
             guard.begin(entry.position, bench.limit_s(share_s))
             if share_s is not None:
                 share_s = context.ranks.decide(budget.share_s)
-            record = _run_case(entry, context, bench, share_s)
+            record = _run_case(entry, context, bench, share_s, seconds_per_work)
             release(context)  # before the guard is idle: a crash here is one of the case
             if context.ranks.rank == 0:
                 guard.begin(entry.position, _STORE_S)
@@ -170,11 +188,18 @@ def run(
 
 
 def _run_case(
-    entry: Entry, context: MeasureContext, bench: Bench, share_s: float | None
+    entry: Entry,
+    context: MeasureContext,
+    bench: Bench,
+    share_s: float | None,
+    seconds_per_work: dict[object, float],
 ) -> Record:
+    """Measure a case, unless by earlier ones it takes longer than --budget leaves."""
     case = entry.case
+    kind, work = _work_of(case)
     ranks = context.ranks
     try:
+        context.check_budget(_FEWEST_CALLS * work * seconds_per_work.get(kind, 0.0))
         reasons = ranks.gather(agreed(ranks, lambda: bench.why_not(entry)))
         for rank, reason in enumerate(reasons):
             if reason is not None:
@@ -186,6 +211,12 @@ def _run_case(
                     reason=text if is_same else f"{text} (rank {rank})",
                     needed_bytes=needed_bytes,
                 )
-        return bench.measure(entry, share_s)
+        record = bench.measure(entry, share_s)
+        call_s = min((min(own) for own in record.samples.seconds if own), default=0.0)
+        if work and call_s >= _LONG_CALL_S:
+            seconds_per_work[kind] = call_s / work
+        return record
     except CaseFailedError as error:
+        if error.cause == "budget":
+            return Skipped(run_id=context.run_id, case=case, reason=error.message)
         return bench.failed(entry, error.record(context.run_id, case, entry.launch))

@@ -1,14 +1,16 @@
 """One device of a node check, in a process of its own that can be killed.
 
 `python -m stepmark.nodes.device_check list DEVICE` prints the device kind and names, and
-`... check FILE DEVICE PLACE BUDGET` measures the first visible device. FILE holds the result so
-far and the stage in progress, so that a hang has a name.
+`... check FILE DEVICE PLACE END LAUNCHES` measures the first visible device. FILE holds the
+result so far and the stage in progress, so that a hang has a name. END: of --budget, on the
+monotonic clock; "" without one.
 """
 
 import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -34,6 +36,7 @@ from stepmark.store.view import median_s
 
 _CASE_S = 60.0  # a case that takes longer has failed
 _MEMORY_S = 20.0
+_RATES_S = {"cuda": 60.0, "cpu": 5.0}  # without --budget
 _OPS: dict[str, tuple[Gemm | Copy | HostCopy, ...]] = {
     "cpu": (Gemm(m=1024, n=1024, k=1024, dtype=DType.FP32), Copy(num_bytes=64 * MIB)),
     "cuda": (
@@ -55,15 +58,15 @@ def main(arguments: Sequence[str]) -> int:
             count = here.num_accelerators or 0
             sys.stdout.write(json.dumps({"device": here.device, "num_accelerators": count}))
             return 0
-        file, device, place, budget_s, launches = arguments[1:]
-        _check(Path(file), device, place, float(budget_s), int(launches))
+        file, device, place, end, launches = arguments[1:]
+        _check(Path(file), device, place, end, int(launches))
     except StepmarkError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return 0
 
 
-def _check(file: Path, device: str, place: str, budget_s: float, launches: int) -> None:
+def _check(file: Path, device: str, place: str, end: str, launches: int) -> None:
     """Measure the device stage by stage; the file has what is known after each."""
     bench = "stepmark.nodes.bench_node_check"
     empty = NodeCheck(
@@ -77,10 +80,12 @@ def _check(file: Path, device: str, place: str, budget_s: float, launches: int) 
     before = load(f"{bench}:state")(device)
     result = replace(empty, not_tested=remarks(load(f"{bench}:not_tested")(before)))
     write(replace(result, stage="measuring rates"), file)
+    budget_s = _left_s(end, _RATES_S[device])
     plan = Plan(
         command="op",
         device=device,
         world_size=1,
+        options={"budget": f"{budget_s}s" if end else None},
         how=How(op=OpHow(budget_s=budget_s, timeout_s=_CASE_S)),
         entries=entries(
             [OpCase(op=op, backend="torch", device=device) for op in _OPS[device]], launches
@@ -93,7 +98,7 @@ def _check(file: Path, device: str, place: str, budget_s: float, launches: int) 
         rates = replace(rates, not_tested=remarks([reason]))
     result = merged(result, [rates])
     write(replace(result, stage="testing memory"), file)
-    memory = load(f"{bench}:check_memory")(device, limit_s=_MEMORY_S)
+    memory = load(f"{bench}:check_memory")(device, limit_s=_left_s(end, _MEMORY_S))
     texts = remarks([f"memory test: {memory.text}"])
     is_wrong = memory.num_wrong > 0
     tested = replace(empty, failures=texts) if is_wrong else replace(empty, notes=texts)
@@ -106,6 +111,11 @@ def _check(file: Path, device: str, place: str, budget_s: float, launches: int) 
         notes=remarks(load(f"{bench}:notes")(before, after)),
     )
     write(merged(result, [changes]), file)
+
+
+def _left_s(end: str, default_s: float) -> float:
+    """Return the seconds until the end of --budget, and hardly any after it."""
+    return max(0.1, float(end) - time.monotonic()) if end else default_s
 
 
 def result_of(
@@ -141,12 +151,13 @@ def _case_result(
     name = figure_name(case)
     measured = [record for record in records if isinstance(record, Measured)]
     failures = []
-    unclear = []
+    unclear: list[str] = []
+    notes: list[str] = []
     if num_wrong := sum(record.num_wrong for record in measured):
         failures.append(f"{name}: {num_wrong} wrong values")
     for record in records:
         if isinstance(record, Skipped):
-            unclear.append(f"{name}: skipped: {record.reason}")
+            (notes if measured else unclear).append(f"{name}: skipped: {record.reason}")
         elif not isinstance(record, Measured):
             failures.append(f"{name}: {record.cause}: {record.message}")
     if not records:
@@ -174,6 +185,7 @@ def _case_result(
         figures=tuple(figures),
         failures=_remarks(places, failures),
         unclear=_remarks(places, unclear),
+        notes=_remarks(places, notes),
     )
 
 

@@ -7,6 +7,7 @@ be interrupted. This process loads no driver. Hosts meet in files only.
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -54,7 +55,7 @@ FAILING = "failing_nodes.txt"
 _OUT = Path("node-check")
 _LIST_S = 120.0  # for a driver to list its devices
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
-_BUDGET_S = {"cuda": 60.0, "cpu": 5.0}
+_COMM_S = {"cuda": 60.0, "cpu": 5.0}  # for collectives without --budget
 _LAUNCHES = {"cuda": 5, "cpu": 2}  # Student's t over fewer than five has wide intervals
 _TIMEOUT_S = 600.0
 _MESSAGE_BYTES = {"cuda": 64 * MIB, "cpu": MIB}
@@ -90,11 +91,12 @@ def run(options: DoctorOptions) -> int:
     is_in_job = outer_launcher.is_rank()
     if not outer_launcher.leave():
         return 0  # another rank of this host checks it
+    begin = time.monotonic()
     out = options.out or _OUT
     make_folder("out", out)
     name = os.environ.get("SLURMD_NODENAME") or os.uname().nodename
     with catching() as signals:
-        check = _Host(name, out, options, signals).check()
+        check = _Host(name, out, options, signals, begin + (options.budget or 0.0)).check()
     if signals:
         return 128 + signals[0]
     file = out / node_check.FOLDER / f"{name}.json"
@@ -272,12 +274,16 @@ def exit_code(verdict: FleetVerdict) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Host:
-    """The check of this host. signals: those that the user has sent meanwhile."""
+    """The check of this host.
+
+    signals: those that the user has sent meanwhile. end_s: of --budget, on the monotonic clock.
+    """
 
     name: str
     out: Path
     options: DoctorOptions
     signals: Sequence[int]
+    end_s: float
 
     def check(self) -> NodeCheck:
         now = datetime.now(UTC)
@@ -300,6 +306,8 @@ class _Host:
             not_tested.append("collectives inside the node: it needs a second device")
         elif any(check.stage for check in checks):
             not_tested.append("collectives inside the node: not all devices could be measured")
+        elif self.options.budget and self.end_s <= time.monotonic():
+            not_tested.append("collectives inside the node: --budget leaves nothing")
         elif not self.signals:
             checks.append(self._collectives(count, here.device, folder, empty))
         remarks = tuple(Remark(where=self.name, text=text) for text in not_tested)
@@ -323,9 +331,12 @@ class _Host:
         place = f"{self.name}/{index}"
         stem = folder / f"device-{index}"
         file = stem.with_suffix(".json")
-        budget_s = self.options.budget or _BUDGET_S[device]
+        now_s = time.monotonic()
+        # Collectives of several devices have the other half of --budget.
+        end_s = now_s + (self.end_s - now_s) / min(count, 2)
+        end = str(end_s) if self.options.budget else ""
         launches = self.options.launches or _LAUNCHES[device]
-        words = [_DEVICE_CHECK, "check", str(file), device, place, str(budget_s), str(launches)]
+        words = [_DEVICE_CHECK, "check", str(file), device, place, end, str(launches)]
         limit_s = self.options.timeout or _TIMEOUT_S
         ended = self._run(stem, words, limit_s, _only(index, count, device))
         result = node_check.read(file, "out") if file.is_file() else empty
@@ -349,7 +360,7 @@ class _Host:
             launches=self.options.launches or _LAUNCHES[device],
             device=device,
             nproc=str(count),
-            budget=self.options.budget or _BUDGET_S[device],
+            budget=self.end_s - time.monotonic() if self.options.budget else _COMM_S[device],
             out=str(runs),
         )
         ended = self._run(folder / "collectives", ["stepmark", "comm", *argv(options)], limit_s)

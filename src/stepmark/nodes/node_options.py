@@ -31,7 +31,7 @@ class NodeChecks:
         "cuda or cpu [cuda where there is one]"
     )
     nproc: str | None = flag("devices to check [all; 1 on a CPU]")
-    budget: Duration | None = flag("time for the rates of a device [60s; 5s on a CPU]")
+    budget: Duration | None = flag("time in all [rates have 60s; 5s on a CPU]")
     launches: Annotated[int, between(1, 100)] | None = flag(
         "times each rate is measured [5; 2 on a CPU]", rare=True
     )

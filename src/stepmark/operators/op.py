@@ -143,9 +143,14 @@ def find_max(options: FamilyOptions) -> int:
     if options.dry_run:
         return execute(lambda _: [case for search in searches for case in search], options)
     codes: list[int] = []
+    # Half of the time is for the search, half for the best, of each type.
+    share_s = options.budget and options.budget / (2 * len(searches))
+    options = dataclasses.replace(options, budget=share_s)
     for search in searches:
         brief = dataclasses.replace(options, launches=1)
-        first = plan(search, brief, how=OpHow(soak_s=0.1, sample_s=0.1))
+        first = plan(
+            search, brief, how=OpHow(budget_s=options.budget, soak_s=0.1, sample_s=0.1)
+        )
         code, path = measure_quietly(first, options.out, {"stage": "search"})
         if code not in (0, 3):
             return worst(0, *codes, code)

@@ -6,6 +6,7 @@ import itertools
 import os
 import shutil
 from collections.abc import Iterable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -214,13 +215,16 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
     for name, rule in rules.items():
         if (value := options.field(name)) not in (None, "none"):
             raise ConfigError(name, value, rule)
+    # The tiny model has a short sequence of its own.
+    share = factor(options.scale if options.scale not in (None, "tiny") else "1")
     return [
         ModelShape(
             model=model,
             layout=layout,
             inputs=Inputs(
-                mbs=mbs,
-                seq_len=options.seq_len or model.seq_len,
+                mbs=_times(mbs, share),
+                # A rank has a part of the sequence where tensor parallelism divides it.
+                seq_len=_times(options.seq_len or model.seq_len, share, grain=axes.tp),
                 dtype=dtype,
                 skew=_number(options.field("skew"), "skew"),
                 scaling=_member(Scaling, options.field("scaling"), "scaling"),
@@ -394,7 +398,12 @@ def _scaled(op: Op, options: OpOptions) -> Op:
     share = factor("1/64" if options.scale == "tiny" else options.scale)
     names = ("m",) if isinstance(op, Gemm) else _SCALED
     fields = {field.name for field in dataclasses.fields(op)}
-    changes = {
-        name: max(1, round(getattr(op, name) * share)) for name in names if name in fields
+    changes: dict[str, Any] = {
+        name: _times(getattr(op, name), share) for name in names if name in fields
     }
     return dataclasses.replace(op, **changes)
+
+
+def _times(value: int, share: Fraction, grain: int = 1) -> int:
+    """Return a length or a batch times --scale: a multiple of `grain`, and at least that."""
+    return value if share == 1 else max(1, round(value * share / grain)) * grain

@@ -48,7 +48,7 @@ class Execution:
     )
     passes: Count = flag("iterations after them that time each operation", default=3, rare=True)
     check: bool = flag("verify what every message brings, before them", default=False)
-    alone: bool = flag("measure its collectives alone first, to compare", default=False)
+    alone: bool = flag("also measure its collectives alone, to compare", default=False)
     curve: str | None = flag(
         "times of collectives alone: a run, output of nccl-tests", metavar="SOURCE"
     )

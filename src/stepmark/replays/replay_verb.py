@@ -46,9 +46,10 @@ def run(options: ReplayOptions) -> int:
 
 def plan(options: ReplayOptions, machine: Machine) -> Plan:
     """Plan the replay. Raises ConfigError for a workload that cannot run on the ranks."""
-    if options.budget and not options.alone:
-        allowed = "only with --alone: --iters, --warmup, --passes say how long a replay is"
-        raise ConfigError("budget", f"{options.budget:g}s", allowed)
+    if options.budget and not options.warmup:
+        rule = "at least 1 with --budget: it tells how many --iters and --passes fit"
+        raise ConfigError("warmup", options.warmup, rule)
+    share_s = options.budget and options.budget / (2 if options.alone else 1)
     if options.alone and options.curve:
         rule = "it cannot be combined with --alone, which measures them"
         raise ConfigError("curve", options.curve, rule)
@@ -81,8 +82,9 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
         device=machine.device,
         world_size=num_ranks,
         how=How(
-            comm=CommHow(budget_s=options.budget or _ALONE_S),
+            comm=CommHow(budget_s=share_s or _ALONE_S),
             replay=ReplayHow(
+                budget_s=share_s,
                 timeout_s=options.timeout or ReplayHow().timeout_s,
                 warmups=options.warmup,
                 iterations=options.iters,
@@ -90,7 +92,7 @@ def plan(options: ReplayOptions, machine: Machine) -> Plan:
                 check=options.check,
             ),
         ),
-        entries=entries([*_alone(workload, options, machine, notes), case]),
+        entries=entries([case, *_alone(workload, options, machine, notes)]),
         notes=(*workload.all_notes, *notes),
         workload=text,
     )

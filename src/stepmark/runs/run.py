@@ -86,7 +86,9 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     case = step_case(requested, machine, notes)
     notes += case.model.unmodelled
     steps = plan_of_steps([case], machine, requested)
-    budget_s = requested.budget or (30.0 if machine.device == "cpu" else 240.0)
+    # Operators, collectives, steps and the replay have a quarter of --budget each.
+    share_s = requested.budget and requested.budget / 4
+    budget_s = share_s or (30.0 if machine.device == "cpu" else 240.0)
     layer = LayerOptions(
         model=case.model_file or case.model.name.partition("@")[0],
         seq_len=case.model.seq_len,
@@ -94,13 +96,18 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     tables = [] if case.scale else list(entries(op_plan.layer_cases(layer, machine)))
     if case.scale:
         notes.append("operators of one layer are left out: they have no --scale")
-    how = replace(steps.how, op=replace(steps.how.op, budget_s=budget_s))
+    how = replace(
+        steps.how,
+        op=replace(steps.how.op, budget_s=budget_s),
+        train=replace(steps.how.train, budget_s=share_s),
+        replay=replace(_REPLAY[machine.device], budget_s=share_s),
+    )
     if case.num_ranks > 1:
         collectives = replace(
             _COLLECTIVES[machine.device],
             device=requested.device,
             nproc=str(case.num_ranks),
-            budget=budget_s / 2,
+            budget=share_s or budget_s / 2,
         )
         of_comm = comm.plan(collectives, machine)
         how = replace(how, comm=of_comm.how.comm)
@@ -114,7 +121,7 @@ def plan(requested: RunOptions, machine: Machine) -> Plan:
     parts += replays
     return replace(
         steps,
-        how=replace(how, replay=_REPLAY[machine.device]),
+        how=how,
         workload=text,
         entries=tuple(replace(each, position=i) for i, each in enumerate([*parts, *own])),
         notes=(*steps.notes, *notes),

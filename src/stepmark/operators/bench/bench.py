@@ -155,12 +155,9 @@ def _measure(
 ) -> Measured:
     """Measure the case; its ranks call it. warmups: calls in place of the soak."""
     started_at = time.time()
-    device = context.ranks.device
     num_sets = _num_sets(case, impl, context)
     first, check, peak_bytes = agreed(context.ranks, lambda: _checked_set(case, impl, context))
-    others: list[Call] = agreed(
-        context.ranks, lambda: [impl.make(case.op, device) for _ in range(1, num_sets)]
-    )
+    others = _other_sets(case, impl, context, num_sets - 1)
     timer, estimate_s = _bind(case, impl, context, [item.run for item in (first, *others)])
     sampler = Sampler(context.device_index)
     loaded_s = context.ranks.decide(load.seconds)
@@ -219,6 +216,24 @@ def _checked_set(
     torch.cuda.reset_peak_memory_stats(device)
     call.run()
     return call, check, torch.cuda.max_memory_allocated(device) - before_bytes
+
+
+def _other_sets(case: OpCase, impl: Impl, context: MeasureContext, count: int) -> list[Call]:
+    """Return further operand sets. Raises CaseFailedError where they exceed --budget.
+
+    The first of them tells how long the others take: the very first set may have compiled.
+    """
+    begin = time.monotonic()
+    others: list[Call] = []
+    for number in (min(count, 1), count - 1):
+        if others and number:
+            spent_s = max(context.ranks.gather(time.monotonic() - begin))
+            context.check_budget(number * spent_s)
+        others += agreed(
+            context.ranks,
+            lambda: [impl.make(case.op, context.ranks.device) for _ in range(number)],  # noqa: B023
+        )
+    return others
 
 
 def _bind(

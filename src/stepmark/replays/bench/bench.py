@@ -70,12 +70,17 @@ class ReplayBench(Bench):
         engine = self._engine(step)
         sampler = Sampler(context.device_index)
         with no_collection():
-            agreed(ranks, lambda: self._iterations(engine, self.how.warmups))
+            warm_s, _ = agreed(ranks, lambda: self._iterations(engine, self.how.warmups))
+            left_s = math.inf if share_s is None else begin + share_s - time.monotonic()
+            # Half of what is left is for iterations, half for passes.
+            num_fitting = min(ranks.gather(left_s / 2 / max(warm_s, default=1.0)))
+            num_iterations = max(1, int(min(self.how.iterations, num_fitting)))
+            num_passes = max(1, int(min(self.how.passes, num_fitting)))
             with sampler:
                 seconds, blocked_s = agreed(
-                    ranks, lambda: self._iterations(engine, self.how.iterations)
+                    ranks, lambda: self._iterations(engine, num_iterations)
                 )
-            passes = agreed(ranks, lambda: self._passes(engine, len(step.steps)))
+            passes = agreed(ranks, lambda: self._passes(engine, len(step.steps), num_passes))
         by_rank = ranks.gather((seconds, blocked_s, passes, sampler.telemetry()))
         all_seconds, all_blocked, all_passes, telemetry = zip(*by_rank, strict=True)
         on_gpu = ranks.device.type == "cuda"
@@ -94,7 +99,7 @@ class ReplayBench(Bench):
             started_at=started_at,
             replay=Replayed(
                 spans=self._store(case, entry.launch, all_passes),
-                num_passes=self.how.passes,
+                num_passes=num_passes,
                 blocked_s=() if on_gpu else tuple(map(tuple, all_blocked)),
                 event_s=step.computation.event_s,
             ),
@@ -167,8 +172,8 @@ class ReplayBench(Bench):
             blocked_s.append(engine.blocked_s)
         return seconds, blocked_s
 
-    def _passes(self, engine: Engine, count: int) -> list[list[Span]]:
-        passes = [[UNKNOWN] * count for _ in range(self.how.passes)]
+    def _passes(self, engine: Engine, count: int, num_passes: int) -> list[list[Span]]:
+        passes = [[UNKNOWN] * count for _ in range(num_passes)]
         for spans in passes:
             engine.run(spans)
         return passes
@@ -181,7 +186,7 @@ class ReplayBench(Bench):
         folder = self.context.folder
         if self.context.ranks.rank == 0 and folder is not None:
             most = max(len(spans) for by_pass in passes for spans in by_pass)
-            table = np.full((len(passes), self.how.passes, most, len(UNKNOWN)), math.nan)
+            table = np.full((len(passes), len(passes[0]), most, len(UNKNOWN)), math.nan)
             for rank, by_pass in enumerate(passes):
                 for number, spans in enumerate(by_pass):
                     if spans:
