@@ -228,7 +228,7 @@ def test_ranks_that_never_come_up_end_it(
 ) -> None:
     started = supervise_module.supervise
     monkeypatch.setattr(
-        measure_module, "supervise", lambda *a, **k: started(*a, **k, start_s=1.0)
+        measure_module, "supervise", lambda *a, **k: started(*a, **k | {"start_s": 1.0})
     )
     assert go(tmp_path, 2, 4, "never") == 3
     assert "stepmark: ranks 0-1 not up within 1 s\n" in capfd.readouterr().err
