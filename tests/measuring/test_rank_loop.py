@@ -235,7 +235,7 @@ def test_the_timeout_of_a_case_covers_joining(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     began_s = time.monotonic()
-    assert go(tmp_path, 2, 4, "1:0:join", timeout="1s") == 3
+    assert go(tmp_path, 2, 4, "0:0:join", "1:0:join", timeout="1s") == 3
     assert time.monotonic() - began_s < 15.0
     assert "not done within 1 s: ranks 0-1 in set-up" in capfd.readouterr().err
     assert records(tmp_path) == []
