@@ -11,6 +11,7 @@ import pytest
 from tests.ground.devices import device
 
 from stepmark.cli import main
+from stepmark.ground import streams
 
 RESULTS = Path(__file__).parents[2] / "results"
 RUN = str(RESULTS / "h200-x4-train-proxy-ddp")
@@ -94,7 +95,7 @@ def stdout_on() -> Iterator[Callable[[int], None]]:
 
     def put(fd: int) -> None:
         os.dup2(fd, 1)
-        main.checked_stdout()
+        sys.stdout = streams.checked(1, before)
 
     yield put
     sys.stdout = before

@@ -16,7 +16,7 @@ from tests.measuring.sleeping import plan
 
 from stepmark.cases.record import Failed, Measured, Record
 from stepmark.ground.option_groups import ResumeOptions
-from stepmark.measuring import local_ranks
+from stepmark.measuring import heartbeat, local_ranks
 from stepmark.measuring import measure as measure_module
 from stepmark.measuring import supervise as supervise_module
 from stepmark.measuring.measure import measure_quietly, resume
@@ -252,12 +252,19 @@ def test_a_hang_in_set_up_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[s
 def test_ranks_that_never_come_up_end_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = supervise_module.supervise
-    monkeypatch.setattr(
-        measure_module, "supervise", lambda *a, **k: started(*a, **k, start_s=1.0)
-    )
-    assert go(tmp_path, 2, 4, "never") == 3
+    monkeypatch.setattr(heartbeat, "_LEAST_SET_UP_S", 0.5)
+    assert go(tmp_path, 2, 4, "never", timeout="1s") == 3
     assert "stepmark: ranks 0-1 not up within 1 s\n" in capfd.readouterr().err
+
+
+def test_the_timeout_of_a_case_covers_joining(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began_s = time.monotonic()
+    assert go(tmp_path, 2, 4, "0:0:join", "1:0:join", timeout="1s") == 3
+    assert time.monotonic() - began_s < 15.0
+    assert "not done within 1 s: ranks 0-1 in set-up" in capfd.readouterr().err
+    assert records(tmp_path) == []
 
 
 def test_ranks_that_fail_at_once_end_it(

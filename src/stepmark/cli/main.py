@@ -1,19 +1,16 @@
 """The command line: the verbs, and the exit code and message of each error."""
 
-import errno
-import io
 import os
 import sys
 import time
 from contextlib import suppress
 from functools import partial
-from typing import Any, TextIO
 
 from stepmark import __version__
 from stepmark.cli.commands import Answered, Command, Group
 from stepmark.cli.verbs import TOPICS, VERBS
-from stepmark.ground import outer_launcher, signals
-from stepmark.ground.errors import ConfigError, StepmarkError
+from stepmark.ground import outer_launcher, signals, streams
+from stepmark.ground.errors import ConfigError, StepmarkError, sentence_of
 from stepmark.ground.options import load
 from stepmark.ground.redaction import redact
 
@@ -62,7 +59,7 @@ def program() -> Group:
 def main() -> None:
     """Run a verb; bad input is one line on stderr and exit code 2, never a traceback."""
     signals.watch()
-    checked_stdout()
+    streams.check()
     if sys.argv[1:2] == ["doctor"]:  # each host by itself
         os.environ.pop(outer_launcher.HOSTS, None)
     code = _job_status() if outer_launcher.is_agent() else status(sys.argv[1:])
@@ -96,39 +93,6 @@ def _job_status() -> int:
     return code
 
 
-class _Stdout(io.FileIO):
-    """Standard output whose failure (a full disk, a closed descriptor) is a ConfigError."""
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except BrokenPipeError:  # status() handles it
-            raise
-        except OSError as error:
-            # The interpreter flushes at exit: what is left is discarded.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            reason = "it is closed" if error.errno == errno.EBADF else error.strerror
-            raise ConfigError(
-                "output", "stdout", f"one that can be written ({reason})"
-            ) from None
-
-
-def checked_stdout() -> None:
-    """Make a failure to write standard output a ConfigError."""
-    stream: TextIO | None = sys.stdout
-    if stream is None:  # closed by the caller; no other file may get its number
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 1)
-    encoding = stream.encoding if stream else None
-    is_utf8 = (encoding or "").lower().replace("-", "") == "utf8"
-    sys.stdout = io.TextIOWrapper(
-        io.BufferedWriter(_Stdout(1, "w", closefd=False)),
-        encoding=encoding,
-        # A terminal without a character shows ?, and the table stays in line.
-        errors=stream.errors if stream and is_utf8 else "replace",
-        line_buffering=bool(stream and stream.line_buffering),
-    )
-
-
 def status(arguments: list[str]) -> int:
     """Run a command line and return its exit code."""
     try:
@@ -138,9 +102,11 @@ def status(arguments: list[str]) -> int:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
+    except Exception as error:
+        if not (text := sentence_of(error)):
+            raise
+        sys.stderr.write(f"stepmark: {text}\n")  # ranks may lack different things
+        return 2
     return code
 
 

@@ -9,5 +9,6 @@
 - files.py, read_text.py, reading.py: write files, read text and tables.
 - grouping.py: items by a key.
 - processes.py, signals.py, outer_launcher.py: processes, Ctrl-C, torchrun and srun.
+- streams.py: standard streams that are closed, full or broken.
 - waiting.py, garbage.py: progress on stderr; no search for reference cycles while much is read.
 """

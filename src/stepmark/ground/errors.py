@@ -5,6 +5,7 @@ StepmarkError
 └── NothingToMeasureError    every case of a valid plan is left out: exit code 3
 """
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -100,6 +101,33 @@ def _sentence(field: str, value: str, allowed: str) -> str:
             rule = f"it must be {rule}"
         text = f"{field}{shown} is invalid: {rule}"
     return text if text.endswith((".", "?", "!")) else f"{text}."
+
+
+# What the text of an error says has run out, whoever raised it, and what to do.
+_SHORTAGES = {
+    "no space left|quota": "free some space, or write to another place (--out, TMPDIR)",
+    "file too large": "raise the limit of the size of files (ulimit -f)",
+    "too many open files": "raise the limit of open files (ulimit -n)",
+    "allocate memory|map segment|memoryerror|bad_alloc": (
+        "memory is used up: free some, or raise its limit (ulimit -v)"
+    ),
+    "new thread|temporarily unavailable": (
+        "raise the limit of processes and threads (ulimit -u)"
+    ),
+    "find interface": "ranks need the network interface lo: ip link set lo up",
+    "usable temporary": "set TMPDIR to a folder that can be written",
+    "surrogates not allowed": "names and options must be UTF-8",
+}
+
+
+def sentence_of(error: BaseException) -> str:
+    """Return the sentence of an error that the system causes; "" for a mistake of ours."""
+    text = str(error).strip() or type(error).__name__
+    for pattern, advice in _SHORTAGES.items():
+        if match := re.search(rf".*(?:{pattern}).*", text, re.IGNORECASE):
+            # gloo's errors begin with the place in its source.
+            return f"{re.sub(r'^.*enforce fail .*?] ', '', match[0])}: {advice}"
+    return text if isinstance(error, OSError) else ""
 
 
 # In order of precedence, the last one is the strongest; 130 and 143 are interrupts.

@@ -5,6 +5,7 @@ Ranks and the parent that watches them report to each other through files in one
 
 import contextlib
 import faulthandler
+import fcntl
 import json
 import os
 import shutil
@@ -16,6 +17,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import IO
+
+from stepmark.ground.files import config_errors
+from stepmark.ground.units import parse_duration
 
 FOLDER = "STEPMARK_HEARTBEATS"  # environment variable: the folder
 FIRST = "STEPMARK_FIRST"  # environment variable: the position at which ranks begin
@@ -29,6 +34,9 @@ FLIGHT = "flight"
 GAVE_UP = "gave_up"
 BEAT = "beat"
 MEMORY = Path("/dev/shm")
+_PREFIX = "stepmark-ranks-"
+_OWNER = "owner"  # a file that the parent holds locked while it lives
+_ROOM_BYTES = 2**20  # stacks and flight recorders of a few ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +55,42 @@ class Heartbeat:
 class HeartbeatStore:
     """A folder of small files, each written under another name and renamed when complete."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, owner: IO[str] | None = None) -> None:
+        """owner: the locked file of the process that made the folder."""
         self.folder = folder
+        self._owner = owner
 
     @classmethod
     def new(cls) -> "HeartbeatStore":
-        """Make a folder, on tmpfs if there is one: a beat costs 20 us there, 120 us on ext4."""
-        root = MEMORY if os.access(MEMORY, os.W_OK) else None
-        return cls(Path(tempfile.mkdtemp(prefix="stepmark-ranks-", dir=root)))
+        """Make a folder, on tmpfs if it has room: a beat costs 20 us there, 120 us on ext4.
+
+        Removes the folders that killed parents have left. Raises ConfigError without room.
+        """
+        try:
+            return cls._new_in(MEMORY)
+        except OSError:
+            pass
+        folder = tempfile.gettempdir()
+        with config_errors(folder, "TMPDIR"):
+            return cls._new_in(Path(folder))
+
+    @classmethod
+    def _new_in(cls, root: Path) -> "HeartbeatStore":
+        _remove_abandoned(root)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=root))
+        try:
+            room = folder / "room"
+            room.write_bytes(bytes(_ROOM_BYTES))  # a full tmpfs still makes folders
+            room.unlink()
+            owner = (folder / f"{_OWNER}-new").open("w")
+            with contextlib.suppress(OSError):  # without locks nobody removes it
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # Only now: an unlocked owner is that of a folder that is abandoned.
+                os.rename(owner.name, folder / _OWNER)
+        except OSError:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        return cls(folder, owner)
 
     def write(self, name: str, text: str) -> None:
         """Write a file at once. Raises OSError, e.g. for a full disk."""
@@ -92,10 +128,37 @@ class HeartbeatStore:
         # Errors are ignored: a rank that is being killed may still write here.
         with contextlib.suppress(OSError):
             shutil.rmtree(self.folder, ignore_errors=True)
+        if self._owner is not None:
+            self._owner.close()
 
 
-SET_UP_S = 300.0  # from creation to the first `begin` or `idle`
+def _remove_abandoned(root: Path) -> None:
+    """Remove this user's folders whose parent no longer lives: the kernel drops its lock.
+
+    Unlike a pid, a lock is also seen from another container, and has no successor.
+    """
+    for owner in root.glob(f"{_PREFIX}*/{_OWNER}"):
+        with contextlib.suppress(OSError):
+            if owner.parent.lstat().st_uid != os.geteuid():
+                continue
+            with owner.open() as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(owner.parent)  # refuses a symbolic link
+
+
+# Each step of set-up: the start on a slow disk, joining, leaving. Interpreters start at
+# different speeds.
+SET_UP_S = 120.0
+_LEAST_SET_UP_S = 10.0  # python and torch alone, per rank of a core
 _POLL_S = 0.2
+
+
+def set_up_limit_s(timeout: object, num_ranks: int) -> float:
+    """Return the limit of a step of set-up: --timeout, unless no start is that fast."""
+    if not timeout:
+        return SET_UP_S
+    least_s = _LEAST_SET_UP_S * max(1.0, num_ranks / (os.cpu_count() or 1))
+    return min(SET_UP_S, max(parse_duration(str(timeout), "timeout"), least_s))
 
 
 class HeartbeatWriter:

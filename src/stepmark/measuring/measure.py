@@ -17,6 +17,7 @@ from stepmark.ground.errors import ConfigError, worst
 from stepmark.ground.option_groups import MeasureOptions, ResumeOptions
 from stepmark.ground.options import build, load
 from stepmark.measuring.delivery import check_outputs
+from stepmark.measuring.heartbeat import set_up_limit_s
 from stepmark.measuring.local_ranks import ENTRIES
 from stepmark.measuring.machine import Machine, machine
 from stepmark.measuring.progress import line
@@ -241,6 +242,7 @@ def _supervise(plan: Plan, run: Path, plan_file: Path, *, force: bool) -> int:
         plan.world_size,
         num_cases=len(plan.entries),
         on_failure=lambda failure: record_failure(failure, run, plan, num_before),
+        start_s=set_up_limit_s(plan.options.get("timeout"), plan.world_size),
     )
 
 

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, NoReturn
 from stepmark.cases.kind import PLAN_VERBS
 from stepmark.cases.plan import FORCE, Entry, Plan
 from stepmark.cases.record import Environment, Failed, RunInfo
-from stepmark.ground import outer_launcher, signals
-from stepmark.ground.errors import StepmarkError
+from stepmark.ground import outer_launcher, signals, streams
+from stepmark.ground.errors import StepmarkError, sentence_of
 from stepmark.ground.options import load
 from stepmark.ground.processes import LocalPeers
 from stepmark.ground.units import ranks_text
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import resume_hint
-from stepmark.measuring.heartbeat import HeartbeatWriter, Watchdog
+from stepmark.measuring.heartbeat import HeartbeatWriter, Watchdog, set_up_limit_s
 from stepmark.measuring.measure import BEGAN, show_run
 from stepmark.measuring.progress import Progress
 from stepmark.store import plans
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 # Names a module that is imported before a rank begins, with which tests inject faults.
 TEST_HOOK = "STEPMARK_TEST_HOOK"
 
-_SETUP_S = 120.0  # joining and leaving: interpreters start at different speeds
 _JOIN_S = 300.0  # under a launcher: ranks of many hosts join, and rank 0 plans
 _DETECTION_S = 0.5  # the parent needs this long to detect which rank died first
 _OVERRUN = 1.5  # multiple of --budget: a case begins only if it can end before
@@ -60,11 +59,11 @@ def main(arguments: Sequence[str]) -> int:
         return 2
     # The parent sends SIGINT to interrupt; SIGTERM goes to whole jobs, and to the parent too.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    heartbeat.idle(_SETUP_S)
     plan_file = Path(arguments[0])
     run = Path(arguments[1])
     try:
         plan = plans.read_file(plan_file)
+        heartbeat.idle(set_up_limit_s(plan.options.get("timeout"), plan.world_size))
         if plan.device == "cpu":  # without CUPTI, Kineto only logs its stages
             os.environ.setdefault("KINETO_LOG_LEVEL", "6")
         rank = Rank(plan, run, heartbeat, force=FORCE in arguments)
@@ -145,6 +144,7 @@ class Rank:
         self._run = run
         self._heartbeat = heartbeat
         self._force = force
+        self._set_up_s = set_up_limit_s(plan.options.get("timeout"), plan.world_size)
         self._guard: HeartbeatWriter | Watchdog = heartbeat or Watchdog(self._on_timeout)
         self._progress: Progress | None = None  # of rank 0
         self._peers: LocalPeers | None = None
@@ -154,7 +154,7 @@ class Rank:
 
     def measure(self, context: "MeasureContext") -> int:
         """Measure what is left of the plan. Returns the exit code of this rank."""
-        self._guard.idle(_SETUP_S)
+        self._guard.idle(self._set_up_s)
         ranks = context.ranks
         writer, done, failures = self._open(ranks)
         todo = [
@@ -184,7 +184,7 @@ class Rank:
         )
         code = self._exit_code(lambda: self._run_cases(todo, context), progress)
         code = self._unless_peers_died(code)
-        self._guard.idle(_SETUP_S)
+        self._guard.idle(self._set_up_s)
         if not code and not self._restarts:  # after a failure closing may hang
             ranks.close()
         if writer is not None:
@@ -214,7 +214,7 @@ class Rank:
                 context, levels=levels, end_s=math.inf if is_predicted else end_s
             )
             if is_predicted and context.ranks.rank == 0:
-                self._guard.idle(_SETUP_S)
+                self._guard.idle(self._set_up_s)
                 load(PLAN_VERBS[self._plan.command].commit)(self._run, self._plan)
             position = run_cases.run(todo, context, benches, self, sink, start_s=start_s)
             start_s = 0.0
@@ -416,4 +416,11 @@ def _leave(code: int) -> NoReturn:
 
 if __name__ == "__main__":
     signals.watch()
-    sys.exit(main(sys.argv[1:]))
+    streams.check()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Exception as error:
+        if not (text := sentence_of(error)):
+            raise
+        sys.stderr.write(f"stepmark: rank {os.environ['RANK']}: {text}\n")
+        _leave(3)

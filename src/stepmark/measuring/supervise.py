@@ -135,7 +135,6 @@ def _describe(workers: Workers, activity: dict[int, str]) -> list[str]:
     return words
 
 
-START_S = 120.0  # until the first beat of every rank: python and its imports on a slow disk
 _GRACE_S = 3.0  # after a death: rank 0 may be writing its record
 _LINGER_S = 10.0  # after rank 0 has reported its exit code
 INTERRUPT_S = 10.0  # to store finished cases after Ctrl-C
@@ -163,7 +162,7 @@ def supervise(
     *,
     num_cases: int,
     on_failure: Callable[[RankFailure], bool],
-    start_s: float = START_S,
+    start_s: float,
 ) -> int:
     """Run `python -m MODULE PLAN ARGUMENTS` on num_ranks ranks; return the worst exit code.
 
@@ -173,7 +172,7 @@ def supervise(
     When on_failure is called no rank is alive; rank 0 may have recorded the case itself in its
     last seconds. It returns whether anything was lost, which makes the exit code 3. After
     SIGINT every rank gets one SIGINT and 10 s, after SIGTERM only once the present case has had
-    15 s to end; a second signal kills.
+    15 s to end; a second signal kills. start_s: limit until the first beat of every rank.
     """
     first = 0
     in_row = 0
