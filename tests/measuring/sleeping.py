@@ -42,9 +42,7 @@ def plan(
         how=How(comm=CommHow(timeout_s=LIMIT_S)),
         entries=entries(cases, launches),
         options={
-            name: value
-            for name, value in (("timeout", timeout), ("budget", budget))
-            if value
+            name: value for name, value in (("timeout", timeout), ("budget", budget)) if value
         },
     )
 

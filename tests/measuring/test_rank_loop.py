@@ -17,7 +17,6 @@ from tests.measuring.sleeping import plan
 from stepmark.cases.record import Failed, Measured, Record
 from stepmark.ground.option_groups import ResumeOptions
 from stepmark.measuring import heartbeat, local_ranks
-from stepmark.measuring import measure as measure_module
 from stepmark.measuring import supervise as supervise_module
 from stepmark.measuring.measure import measure_quietly, resume
 from stepmark.store.reader import read_info, read_records
