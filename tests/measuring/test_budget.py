@@ -225,6 +225,15 @@ def test_the_first_case_begins_however_late(
     assert one._end_s(0.1) == clock.now_s + 30.0
 
 
+def test_a_rank_of_another_host_does_not_know_when_the_command_began(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(BEGAN, raising=False)
+    heartbeat = SimpleNamespace(first=0)
+    one = Rank(plan("10s"), None, heartbeat, force=False)  # type: ignore[arg-type]
+    assert one._end_s(3.0) == clock.now_s - 3.0 + 15.0
+
+
 def test_a_launcher_counts_from_the_start_of_its_ranks(
     clock: FakeClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
