@@ -23,7 +23,7 @@ from .process import ROOT, only_run, stepmark
 from .workload_program import AICB, Program, program, refused
 
 TINY = "--model gpt2-125m --framework megatron --world-size 2 --tp 2 --gbs 2 --mbs 1"
-CPU = "--measure --device cpu --budget 12s"
+CPU = "--measure --device cpu --budget 8s"
 SIMAI = AICB / "tutorial_gpt13b_tp8_pp1_w8_gbs2" / "simai_no_aiob.txt"
 ADD = Kernel(name="add", flops=0, bytes_moved=64)
 PRODUCT, NORM = Gemm(m=16, n=16, k=16), Norm(tokens=16, hidden=16)
@@ -45,7 +45,7 @@ def _filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("filled")
     for line in (
         f"generate {TINY} --scale tiny -o w.json",
-        f"fill w.json {CPU} -o filled.json",
+        f"fill w.json {CPU} --budget 30s -o filled.json",  # time for all of them
     ):
         done = stepmark("workload", *shlex.split(line), cwd=folder)
         assert done.returncode == 0, done.stderr
@@ -159,7 +159,7 @@ class TestMeasured:
         }
 
     def test_an_aiob_profile_is_written_and_read_back(self, run: Program) -> None:
-        done = run(f"fill w.json {CPU} --to aiob -o profile.txt")
+        done = run(f"fill w.json {CPU} --budget 30s --to aiob -o profile.txt")
         assert done.code == 0, done.err
         profile, samples = aiob.read(Path("profile.txt")), samples_of(only_run(Path("runs")))
         sections = {

@@ -217,19 +217,20 @@ def test_what_changed_since_the_first_ranks_is_recorded_and_ends_no_run(tmp_path
 
 
 def test_no_ranks_start_for_what_the_budget_has_no_time_for(tmp_path: Path) -> None:
-    """Those of the first launch get the rest, to skip it."""
-    assert go(tmp_path, 2, 1, launches=3, budget="1ms") == 0
-    assert firsts(tmp_path) == [0]
-    first, *rest = [words for (words,) in told(tmp_path, 0, "left")]
-    assert 0 <= float(first) < 60
-    assert rest == ["-inf"] * 2
+    """Those of the last launch that began get the rest, to skip it."""
+    assert go(tmp_path, 2, 1, launches=5, budget="1ms") == 0
+    # The start of the first ranks, by which a short budget is measured, may be long.
+    assert firsts(tmp_path) in ([0], [0, 1])
+    lefts = [words for (words,) in told(tmp_path, 0, "left")]
+    assert 0 <= float(lefts[0]) < 60
+    assert lefts[2:] == ["-inf"] * 3
 
 
 def test_ranks_start_for_each_launch_within_the_budget(tmp_path: Path) -> None:
     assert go(tmp_path, 2, 1, launches=3, budget="10m") == 0
     assert firsts(tmp_path) == [0, 1, 2]
     lefts = [float(words) for (words,) in told(tmp_path, 0, "left")]
-    assert 900 >= lefts[0] > lefts[2] - 1 > 600, "one budget for all launches"
+    assert 900 >= lefts[0] >= lefts[2] > 600, "one budget for all launches"
 
 
 def test_bad_input_is_not_tried_again_and_said_once(

@@ -238,7 +238,9 @@ class Rank:
         if self._plan.budget_s is None:
             return math.inf
         now_s = time.monotonic()
-        began_s = float(os.environ[BEGAN]) if self._heartbeat else now_s - age_s
+        began_s = now_s - age_s
+        if self._heartbeat is not None:  # ranks of other hosts do not know it, nor decide
+            began_s = float(os.environ.get(BEGAN, began_s))
         # The first ranks of a command have waited for their own start, too.
         start_s = age_s if self._guard.first else now_s - began_s
         has_step = any(map(self._plan.is_predicted, self._plan.entries))

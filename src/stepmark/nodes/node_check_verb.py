@@ -55,7 +55,8 @@ FAILING = "failing_nodes.txt"
 _OUT = Path("node-check")
 _LIST_S = 120.0  # for a driver to list its devices
 _GRACE_S = 3.0  # from SIGTERM to SIGKILL
-_COMM_S = {"cuda": 60.0, "cpu": 5.0}  # for collectives without --budget
+# For collectives without --budget: enough for the start of ranks in all launches.
+_COMM_S = {"cuda": 120.0, "cpu": 30.0}
 _LAUNCHES = {"cuda": 5, "cpu": 2}  # Student's t over fewer than five has wide intervals
 _TIMEOUT_S = 600.0
 _MESSAGE_BYTES = {"cuda": 64 * MIB, "cpu": MIB}
