@@ -137,6 +137,8 @@ def status(arguments: list[str]) -> int:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
+    except MemoryError:
+        return _complain("the input needs more memory than this process may have", 2)
     except BrokenPipeError:  # the reader of our output has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return 0
