@@ -1,4 +1,4 @@
-"""`python -m tests.damage.hostile SEED COUNT [READER]`: readers, and files that are made to harm them.
+"""Readers, and files made to harm them: `python -m tests.damage.hostile SEED COUNT [READER]`.
 
 A command that reads a hostile file ends within 2 s of CPU time and 200 MB beyond what the
 program needs by itself, without a traceback, a signal or a wait; an error is one sentence. A
@@ -63,7 +63,6 @@ _SAMPLES = RESULTS / "h100-x4-predictions-1"
 _NPY = "samples/3dde50ea020fd5cd.npy"
 _AICB = DATA / "aicb" / "gpt13b_tp2_pp1_w2048_gbs4096_distopt"
 _ROWS = DATA / "published-h200-attention-burst.csv"
-_SQL = "runs sql 'select count(*) from {}'".replace("'", "")
 
 READERS = (
     _file(
@@ -443,7 +442,6 @@ def _made(name: str) -> bytes:
     if name == "w.json":
         words = "workload generate --model llama-3.1-8b --tp 2 --world-size 8"
         with tempfile.TemporaryDirectory() as folder:
-            Reader("", "", "", {})
             _end_of(f"{words} -o w.json", Path(folder))
             return (Path(folder) / name).read_bytes()
     return {
@@ -534,22 +532,21 @@ def run(seed: int, reader: Reader, kind: str) -> Outcome:
 
 
 def _fault(code: int, cpu_s: float, added_mb: float, error: str) -> str:
+    """Return what is wrong with the end of a command; "" if nothing."""
     if code == -1:
         return f"it does not end, after {cpu_s:.1f} s of CPU time"
-    if os.WIFSIGNALED(code):
-        return f"signal {os.WTERMSIG(code)}"
+    exit_code = os.waitstatus_to_exitcode(code)  # of a signal: below 0
     last = (error.strip().splitlines() or [""])[-1]
-    if "Traceback (most" in error:
-        return f"a traceback: {last[:300]}"
-    if os.WEXITSTATUS(code) not in (0, 1, 2, 3):
-        return f"exit code {os.WEXITSTATUS(code)}: {last[:200]}"
-    if cpu_s > MAX_CPU_S:
-        return f"{cpu_s:.1f} s of CPU time"
-    if added_mb > MAX_MB:
-        return f"{added_mb:.0f} MB"
-    if os.WEXITSTATUS(code) == 2 and not re.match(r"stepmark: .+[.?!)]$", last):
-        return f"no sentence: {last[:200]!r}"
-    return "a message of many characters" if len(last) > _MAX_MESSAGE else ""
+    is_sentence = re.match(r"stepmark: .+[.?!)]$", last)
+    faults = {
+        f"a traceback: {last[:300]}": "Traceback (most" in error,
+        f"exit code {exit_code}: {last[:200]}": exit_code not in (0, 1, 2, 3),
+        f"{cpu_s:.1f} s of CPU time": cpu_s > MAX_CPU_S,
+        f"{added_mb:.0f} MB": added_mb > MAX_MB,
+        f"no sentence: {last[:200]!r}": exit_code == 2 and not is_sentence,
+        "a message of many characters": len(last) > _MAX_MESSAGE,
+    }
+    return next((text for text, is_wrong in faults.items() if is_wrong), "")
 
 
 def preload() -> None:
@@ -580,10 +577,10 @@ def main() -> int:
         parts = (f"{key} {number}" for key, number in counts.items())
         sys.stdout.write(f"inputs by {name}: {', '.join(parts)}\n")
     faults = sum(bool(outcome.fault) for outcome in outcomes)
-    most = (max(o.cpu_s for o in outcomes), max(o.added_mb for o in outcomes))
-    sys.stdout.write(
-        f"seed {seed}: {count} inputs, {faults} faults; at most {most[0]:.2f} s, {most[1]:.0f} MB\n"
-    )
+    most_s = max(outcome.cpu_s for outcome in outcomes)
+    most_mb = max(outcome.added_mb for outcome in outcomes)
+    most = f"at most {most_s:.2f} s, {most_mb:.0f} MB"
+    sys.stdout.write(f"seed {seed}: {count} inputs, {faults} faults; {most}\n")
     return int(faults > 0)
 
 
