@@ -105,6 +105,18 @@ def test_bad_sql_is_one_line(tmp_path: Path, query: str) -> None:
         "SELECT * FROM read_text('{source}')",
         "ATTACH '{target}'",
         "SET enable_external_access = true",
+        "CALL enable_logging(storage='file', storage_path='{target}')",
+        "FROM enable_logging(storage='stdout')",
+        "SET log_query_path = '{target}'",
+        "SET profiling_output = '{target}'",
+        "PRAGMA enable_profiling = 'json'",
+        "SET temp_directory = '{target}'",
+        "SET secret_directory = '{target}'",
+        "CREATE PERSISTENT SECRET s (TYPE http)",
+        "SET threads = 100000",
+        "INSTALL httpfs",
+        "EXPORT DATABASE '{target}'",
+        "SELECT '\udcff'",
     ],
 )
 def test_a_query_reaches_no_other_file(root: Path, tmp_path: Path, query: str) -> None:

@@ -30,13 +30,21 @@ class ConfigError(StepmarkError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         text = "missing" if value is None else redact(str(value))
         self.field = field
-        self.value = text if len(text) <= 80 else f"{text[:38]}...{text[-39:]}"
-        self.allowed = allowed
+        self.value = _shortened(text, 80)
+        self.allowed = _shortened(allowed, _MAX_RULE)  # it may quote a file
         super().__init__(_sentence(self.field, self.value, self.allowed))
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[str, str, str]]:
         """Pickle the __init__ arguments, because rank 0 sends the error to its peers."""
         return ConfigError, (self.field, self.value, self.allowed)
+
+
+_MAX_RULE = 1200  # characters
+
+
+def _shortened(text: str, limit: int) -> str:
+    half = limit // 2
+    return text if len(text) <= limit else f"{text[: half - 2]}...{text[1 - half :]}"
 
 
 def nearest(word: str, words: Iterable[str], most: int = 1) -> list[str]:

@@ -28,7 +28,7 @@ def _is_deep(text: bytes) -> bool:
     brackets = text.translate(None, _NO_BRACKETS)
     for _ in range(MAX_DEPTH):  # each turn removes the innermost level
         outer = brackets.replace(b"[]", b"").replace(b"{}", b"")
-        if len(brackets) <= MAX_DEPTH or len(outer) == len(brackets):
-            break
+        if len(outer) == len(brackets):  # what is left is never closed
+            return len(outer) > MAX_DEPTH
         brackets = outer
-    return len(brackets) > MAX_DEPTH
+    return bool(brackets)

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 MAX_BYTES = GIB
 MAX_TEXT_BYTES = 512 * MIB  # larger files are traces or dumps
-MAX_RATIO = 500  # of gzip, which reaches 1,030; traces have 12 to 29, AICB workloads 193
-_SMALL_BYTES = 16 * MIB  # which any gzip file may unpack to
+MAX_RATIO = 250  # of gzip, which reaches 1,030; traces have 12 to 29, AICB workloads 193
+_SMALL_BYTES = 8 * MIB  # which any gzip file may unpack to
 _BUFFER_BYTES = 256 * 1024
+_PIECE_BYTES = 4 * MIB
 _FIRST_DATA_S = 1.0  # within which the writer of a pipe writes
 _GZIP_MAGIC = b"\x1f\x8b"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
@@ -52,30 +53,33 @@ def open_file(path: Path, field: str = "file") -> BufferedReader:
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a gzip file. Reading raises _UnpackedError where it is a bomb."""
+    """The content of a gzip file. Reading raises UnpackedError where it is a bomb."""
 
     def __init__(self, packed: BufferedReader) -> None:
-        self._limit = most_unpacked(os.fstat(packed.fileno()))
+        self._packed = packed
         self._gzip = gzip.GzipFile(fileobj=packed)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        count = self._gzip.readinto(buffer)
-        if self._gzip.tell() > self._limit:
-            raise _UnpackedError
+        count = self._gzip.readinto(buffer[:_BUFFER_BYTES])
+        if self._packed.seekable():
+            check_ratio(self._packed.tell(), self._gzip.tell())
         return count
 
 
-class _UnpackedError(Exception):
-    """A gzip file unpacks to more than most_unpacked allows."""
+class UnpackedError(Exception):
+    """A gzip file unpacks to more than those of real jobs."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it unpacks to more than {MAX_RATIO} times its size")
 
 
-def most_unpacked(packed: os.stat_result) -> int:
-    """Return how many bytes a gzip file may unpack to."""
-    is_file = stat.S_ISREG(packed.st_mode)
-    return max(_SMALL_BYTES, MAX_RATIO * packed.st_size) if is_file else MAX_BYTES
+def check_ratio(packed_bytes: int, unpacked_bytes: int) -> None:
+    """Raise UnpackedError if this much of a gzip file unpacked to so much."""
+    if unpacked_bytes > max(_SMALL_BYTES, MAX_RATIO * packed_bytes):
+        raise UnpackedError
 
 
 @contextmanager
@@ -100,7 +104,7 @@ def readable(path: Path, field: str) -> Iterator[None]:
         raise ConfigError(field, path, "a file, not a folder") from None
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise ConfigError(field, path, "a complete gzip file") from None
-    except _UnpackedError:
+    except UnpackedError:
         allowed = f"a gzip file that unpacks to at most {MAX_RATIO} times its size"
         raise ConfigError(field, path, allowed) from None
     except (OSError, ValueError) as error:
@@ -130,8 +134,12 @@ def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
 
 def read_head(path: Path, limit: int = 65536, field: str = "file") -> bytes:
     """Return the first bytes, decompressed. Raise ConfigError if the file cannot be read."""
+    data = io.BytesIO()
     with open_binary(path, field) as stream:
-        return stream.read(limit)
+        # In pieces: a large read allocates all of its limit first, whatever the file has.
+        while piece := stream.read(min(_PIECE_BYTES, limit - data.tell())):
+            data.write(piece)
+    return data.getvalue()
 
 
 def read_npy(path: Path, field: str) -> "np.ndarray":

@@ -37,8 +37,12 @@ GROUPS: dict[str, str] = {
 _PATTERNS = {group: re.compile(words, re.IGNORECASE) for group, words in GROUPS.items()}
 
 
+_MAX_NAME = 20_000  # characters; names of CUTLASS's kernels have thousands
+
+
 @lru_cache(maxsize=1 << 16)
 def group_of(name: str) -> str:
     """Return the group of a kernel or an operator."""
+    name = name[:_MAX_NAME]
     groups = (group for group, pattern in _PATTERNS.items() if pattern.search(name))
     return next(groups, OTHER)

@@ -91,11 +91,18 @@ _OF_RUNS: tuple[Column[Run], ...] = (
 )
 
 
+_CONFIG = {
+    "allow_persistent_secrets": "false",
+    "python_enable_replacements": "false",  # names of Python's variables are no tables
+    "temp_directory": "",
+}
+
+
 def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Return column names and rows. Raises ConfigError for what DuckDB refuses."""
     import duckdb  # noqa: PLC0415
 
-    with duckdb.connect() as connection:
+    with duckdb.connect(config=_CONFIG) as connection:
         # Apart, so that SHOW TABLES has the views alone.
         connection.execute("CREATE SCHEMA stored")
         named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
@@ -104,13 +111,15 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
             connection.execute(f"CREATE VIEW {name} AS FROM stored.{name}")
         # The views are loaded: the query itself may read no other file, and write none.
         connection.execute("SET enable_external_access = false")
+        # Logs, profiles, temporary files and secrets are settings, too.
+        connection.execute("SET lock_configuration = true")
         try:
             cursor = connection.execute(query)
             if cursor is None:  # nothing but white space or a comment
                 raise ConfigError("sql", query, "a query over the views rows, records and runs")
             names = [str(column[0]) for column in cursor.description or ()]
             return names, list(cursor.fetchall())
-        except duckdb.Error as error:
+        except (duckdb.Error, RuntimeError) as error:  # RuntimeError: a query that is no UTF-8
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ConfigError("sql", query, f"it fails: {lines[0].strip()}") from None
 

@@ -23,6 +23,7 @@ from stepmark.store.sweeps import is_sweep
 RUN = "run.json"
 RECORDS = "records.jsonl"
 PLAN = "plan.jsonl"
+_MAX_DAMAGED = 10_000  # lines of a file; one with more is no file of records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,6 +204,10 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
     lines = []
     damaged = []
     for number, line in enumerate(complete, 1):
+        if len(damaged) > _MAX_DAMAGED:
+            left_out = len(complete) - number + 1
+            damaged += [f"lines from {number} on are not read"] * left_out
+            break
         try:
             record = codec.decode(line)
             if wrong := _impossible(path, record):

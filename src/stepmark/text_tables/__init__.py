@@ -28,9 +28,9 @@ from stepmark.text_tables import (
 )
 from stepmark.text_tables.stopped_outputs import NO_ROW_FITS, StoppedOutput, stops_of
 
-_MARKS = re.compile(
-    r"^\#?\s*nThreads?:? +\d+ +nGpus:? +\d"
-    r"|^\S*\s*\#\s+(?:size|bytes)\s+(?:count|N)\s+type\b"
+_MARKS = re.compile(  # a line's head crosses no newline: thousands of empty lines may follow
+    r"^\#?[^\S\n]*nThreads?:? +\d+ +nGpus:? +\d"
+    r"|^\S*[^\S\n]*\#\s+(?:size|bytes)\s+(?:count|N)\s+type\b"
     r"|out-of-place\s+in-place"
     r"|Collective test starting:|Out of bounds values\s*:|Avg bus bandwidth\s*:"
     r"|^[^\n\d]{0,40}\d{1,19}[\s|]+\d{1,19}[\s|]+"

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.read_text import open_file, readable
+from stepmark.ground.read_text import UnpackedError, check_ratio, open_file, readable
 from stepmark.traces.kineto.events import Event, Header
 
 # Pieces of this size stay in the cache of the core that decodes them.
@@ -323,6 +323,7 @@ def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
     """
     unpacker = zlib.decompressobj(31)
     reason = ""
+    unpacked = 0
     try:
         with path.open("rb") as file:
             while (
@@ -330,8 +331,12 @@ def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
             ):
                 if unpacker.eof:
                     unpacker = zlib.decompressobj(31)
-                queue.put(unpacker.decompress(packed, _CHUNK))
+                text = unpacker.decompress(packed, _CHUNK)
+                unpacked += len(text)
+                left = len(unpacker.unconsumed_tail or unpacker.unused_data)
+                check_ratio(file.tell() - left, unpacked)
+                queue.put(text)
         reason = "" if unpacker.eof else "the compressed file is cut"
-    except (zlib.error, OSError) as error:
+    except (zlib.error, OSError, UnpackedError) as error:
         reason = f"the compressed file is damaged ({error})"
     queue.put(reason)
