@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from stepmark.cases.record import AnyCase, Failed
-from stepmark.ground.errors import StepmarkError
+from stepmark.ground.errors import StepmarkError, sentence_of
 from stepmark.measuring.nvidia import pci_bus_id
 
 # From the agreement on a moment to that moment: longer than the message takes to all ranks.
@@ -318,4 +318,4 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
     memory = isinstance(error, MemoryError) or "out of memory" in text.lower()
     memory = memory or "can't allocate memory" in text.lower()
     trace = "".join(traceback.format_exception(error))
-    return "oom" if memory else "error", first, trace
+    return ("oom", first, trace) if memory else ("error", sentence_of(error) or first, trace)
