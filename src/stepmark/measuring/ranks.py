@@ -318,4 +318,6 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
     memory = isinstance(error, MemoryError) or "out of memory" in text.lower()
     memory = memory or "can't allocate memory" in text.lower()
     trace = "".join(traceback.format_exception(error))
-    return ("oom", first, trace) if memory else ("error", sentence_of(error) or first, trace)
+    if not memory:
+        first = sentence_of(error) or first
+    return "oom" if memory else "error", first, trace
