@@ -18,7 +18,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.stats import summarize
 from stepmark.measuring import clock, run_cases
 from stepmark.measuring.clock import Effort
-from stepmark.measuring.ranks import Ranks
+from stepmark.measuring.ranks import Ranks, cause_of
 from stepmark.model.ops import EmbeddingBag, Gemm, Norm, Op
 from stepmark.operators.bench import bench as operators
 from stepmark.operators.bench.bench import OperatorBench
@@ -514,3 +514,12 @@ def test_the_start_of_processes_counts_in_a_budget(monkeypatch: pytest.MonkeyPat
     run_cases.run(cases, context(), benches, NoGuard(), lambda record: None, start_s=14.0)
     assert shares[0] == pytest.approx(3.0)  # of 2 x 10 s, 6 s are left for two cases
     assert 5 < (shares[1] or 0) <= 6
+
+
+def test_a_case_that_the_system_fails_names_what_is_lacking() -> None:
+    text = "C++ compile error\n\nOutput:\nas: can't write 40 bytes: No space left on device\n"
+    cause, message, trace = cause_of(RuntimeError(text))
+    assert cause == "error"
+    assert message.startswith("as: can't write 40 bytes: No space left on device: free some")
+    assert "C++ compile error" in trace
+    assert cause_of(MemoryError())[:2] == ("oom", "MemoryError")

@@ -119,12 +119,12 @@ _SHORTAGES = {
     "allocate memory|map segment|memoryerror|bad_alloc": (
         "memory is used up: free some, or raise its limit (ulimit -v)"
     ),
-    "new thread|temporarily unavailable": (
+    r"new thread|\[Errno 11\] Resource temp": (
         "raise the limit of processes and threads (ulimit -u)"
     ),
     "find interface": "ranks need the network interface lo: ip link set lo up",
     "usable temporary": "set TMPDIR to a folder that can be written",
-    "surrogates not allowed": "names and options must be UTF-8",
+    "surrogates not allowed": "names, options and the locale (LANG) must be UTF-8",
 }
 
 

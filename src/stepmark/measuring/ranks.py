@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import FileStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 
 from stepmark.cases.record import AnyCase, Failed
-from stepmark.ground.errors import StepmarkError
+from stepmark.ground.errors import StepmarkError, sentence_of
 from stepmark.measuring.channel import ForgedError, add_mac, check_mac
 from stepmark.measuring.job import KEY
 from stepmark.measuring.nvidia import pci_bus_id
@@ -350,4 +350,6 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
     memory = isinstance(error, MemoryError) or "out of memory" in text.lower()
     memory = memory or "can't allocate memory" in text.lower()
     trace = "".join(traceback.format_exception(error))
+    if not memory:
+        first = sentence_of(error) or first
     return "oom" if memory else "error", first, trace
