@@ -78,6 +78,7 @@ SHAPES = (
     "https://host/file?se=2026&X-Amz-Signature={}#end",
     "https://host/file?X-Amz-Credential={}",
     "https://host/file?key={}",
+    "https://host/file?Signature={}&Expires=1",
     "https://host/file?a=1&token={}",
     "https://me:{}@host:80/path",
     "redis://:{}@host",
@@ -139,6 +140,8 @@ def test_issuers_and_basic_logins() -> None:
         "Basic attention overlaps; basic blocks; Basic Information",
         "risk-adjusted-momentum-2026-11-28-00 disk-0123456789012345678901234",
         "author: me  authority=x  design=3 signal: 9 sig=11 significant=1",
+        "signature=(1, 2) by_key: dict[str, int] groups.group.key: 1 cub::by_key::Kernel<int>",
+        "if token == x and token != y",
         "bypass=1 compass: north passes=3 --passes 3 pass: bwd",
     ],
 )

@@ -15,22 +15,22 @@ REDACTED = "<redacted>"
 # Names are compared in snake case: MONKEY, KEYBOARD, tokens, key_value_heads are harmless.
 _SECRET = re.compile(
     r"(\w+_)?(secrets?(_\w+)?|(\w*password|\w*passwd|passphrase|credentials?|\w*token|jwt|auth"
-    r"|signature|(api|access|account|auth|private|ssh)?key)(_\d+|_b64|_base64|_hex|_value)*)"
+    r"|x_\w+_signature|(api|access|account|auth|private|ssh)?key)(_\d+|_b64|_base64|_hex|_value)*)"
 )
 # More names of variables: SMTP_PASS, GITHUB_PAT, MYSQL_PWD, but not PWD; AWS_ACCESS_KEY_ID.
 _SECRET_VARIABLE = re.compile(r"\w+_(pass|pat|pwd|key_id)|(\w+_)?(db|ssh)pass")
 # Tokens of models and columns of data: --pad-token, --loss-per-token, --prompt-key.
 _HARMLESS = re.compile(
-    r"(\w+_)?(answer|audio|begin|bos|cache|cls|column|each|end|eos|field|first|image|input|json"
-    r"|label|last|mask|max|min|next|num|output|pad|partition|per|primary|prompt|question"
-    r"|response|sep|sort|special|start|stop|text|think|unk|video)_(key|token)"
+    r"(\w+_)?(answer|audio|begin|bos|by|cache|cls|column|each|end|eos|field|first|group|image"
+    r"|input|json|label|last|mask|max|min|next|num|output|pad|partition|per|primary|prompt"
+    r"|question|response|sep|sort|special|start|stop|text|think|unk|video)_(key|token)"
 )
 _NAME = re.compile(r"[-+~]*\w[\w.-]*")
 # --token X, token=X, "token": X, ?key=X, password: X; but not "key: 5" and sorted(key=len).
 _ASSIGNED = re.compile(
     r"(?<![\w.-])(?:(?P<option>-{1,2}[A-Za-z_][\w.-]*+)(?:\s*[:=]\s*+|[ ]+)"
-    r"|(?:(?<=[?&'\"])|(?!(?i:auth|key|signature)\s*[:=]|(?i:token|secrets?|credentials?)\s*:))"
-    r"(?P<name>[A-Za-z_][\w.-]*+)['\"]?\s*+(?::=|[:=])(?!//)\s*+)(?=(?P<quote>['\"]?)\S)"
+    r"|(?:(?<=[?&'\"])|(?!(?i:auth|key)\s*[:=]|(?i:token|secrets?|credentials?)\s*:))"
+    r"(?P<name>[A-Za-z_][\w.-]*+)['\"]?\s*+(?::=|:(?![:/])|=(?!=))\s*+)(?=(?P<quote>['\"]?)\S)"
 )
 _VALUE = re.compile(r"""(?:"(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*')+|.[^\s"'&]*""")
 # A line without any of them has no shape of a secret; it is much faster to look for them.
@@ -48,7 +48,7 @@ _SHAPES = (
         ),
         rf"\1{REDACTED}",
     ),
-    (re.compile(r"([?&]sig=)[^\s&\"']+"), rf"\1{REDACTED}"),
+    (re.compile(r"(?i)([?&]sig(?:nature)?=)[^\s&\"']+"), rf"\1{REDACTED}"),
     # Not the word after "Basic": the name and password have capitals or digits in base64.
     (
         re.compile(r"\b(Basic\s+)\w(?=[a-z]*[A-Z0-9+/=])[A-Za-z0-9+/]{7,}=*"),
