@@ -9,6 +9,7 @@ from stepmark.cases.training import Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.device import DeviceSpec
+from stepmark.model.network import Network
 from stepmark.predictions.costs import CostOf, first_of
 from stepmark.predictions.predict_options import show_what_if
 from stepmark.step.roofline import roofline_time
@@ -20,7 +21,6 @@ from stepmark.workloads.file_times import FileTimes
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/diary). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
-_IN_HOST = 8  # GPUs
 
 
 def no_host(_op: Operation) -> float:
@@ -38,7 +38,8 @@ class Inputs:
     as in Costs; is_host: computation runs on it; memory: cases of few layers with their
     allocated and reserved bytes; memory_bytes: of the device; step: the calibrated step and
     its measured seconds. link: factor on the bandwidth of messages; what_if: how the device was
-    changed. notes: on the choice of all this.
+    changed. network: links between ranks; None where they are not known. notes: on the choice
+    of all this.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Inputs:
     compute_slowdown: Mapping[Work, float] = field(default_factory=dict)
     comm_slowdown: float | None = None
     curves: tuple[Curve, ...] = ()
+    network: Network | None = None
     link: float = 1.0
     what_if: str = ""
     power: PowerModel | None = None
@@ -66,9 +68,8 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
     @property
-    def link_domain(self) -> int:
-        """Return the most GPUs that the device's links connect."""
-        return (self.device.link_domain if self.device else None) or _IN_HOST
+    def num_ranks(self) -> int:
+        return self.case.num_ranks if self.case else self.workload.world_size
 
     @property
     def peak_flops_per_s(self) -> float | None:

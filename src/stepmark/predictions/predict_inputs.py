@@ -12,10 +12,12 @@ from typing import Any
 
 from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
+from stepmark.collectives.measured_curves import read_curves
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
+from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, nearest_profile
 from stepmark.predictions.costs import sources
@@ -58,7 +60,7 @@ def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inpu
         allowed = "a calibration of this machine (stepmark calibrate), or --device and its name"
         raise ConfigError("calibration", "missing", allowed)
     try:
-        inputs = of_training(case, path, here.name, force=options.force)
+        inputs = of_training(case, path, here.name, options=options)
     except ConfigError as error:
         if error.field == "calibration" and path == base:
             raise ConfigError("from-run", error.value, error.allowed) from None
@@ -72,9 +74,17 @@ def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inpu
 
 
 def of_training(
-    case: TrainCase, run: Path | None, device_name: str = "", *, force: bool = False
+    case: TrainCase,
+    run: Path | None,
+    device_name: str = "",
+    *,
+    options: PredictOptions | None = None,
 ) -> Inputs:
-    """Return the inputs of a case by what a run measured; by the data sheet without one."""
+    """Return the inputs of a case by what a run measured; by the data sheet without one.
+
+    options: choose the network, which is the usual one of the device without them.
+    """
+    force = options is not None and options.force
     device = find_device(device_name)
     inputs = Inputs(
         name=f"{case.model.name} {case.strategy}",
@@ -84,7 +94,24 @@ def of_training(
         device_name=device_name,
         compute=sources(device),
     )
-    return calibrated(inputs, run, force=force) if run else inputs
+    inputs = calibrated(inputs, run, force=force) if run else inputs
+    if options is None:
+        with contextlib.suppress(ConfigError):  # of a device without a usual network
+            return _with_network(inputs, None)
+        return inputs
+    return _with_network(inputs, options)
+
+
+def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
+    """Return the inputs with links between ranks, and curves that options name."""
+    curves = read_curves(options.curve, options.runs) if options and options.curve else []
+    is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
+    network = None
+    if inputs.device and inputs.num_ranks > 1 and not is_on_cpu:
+        network = network_of(inputs.device, inputs.num_ranks, options)
+    elif options and options.network:
+        raise ConfigError("network", options.network, "only with --device and several ranks")
+    return replace(inputs, network=network, curves=(*curves, *inputs.curves))
 
 
 def _run_notes(
@@ -191,8 +218,8 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         host_is_known=is_timed and file.has_host,
     )
     if path is None:
-        return inputs
-    inputs = calibrated(inputs, path, force=options.force)
+        return _with_network(inputs, options)
+    inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))
 
 

@@ -8,6 +8,7 @@ from typing import Annotated
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_groups import Files
 from stepmark.ground.options import Reader, flag, group
+from stepmark.model.network_options import NetworkOptions
 from stepmark.training.train_options import CaseOptions
 
 # What --what-if changes: bandwidth of the links between GPUs, of memory, the rate of products
@@ -58,6 +59,9 @@ class Basis:
     device: str | None = flag(
         "predict for this device, e.g. h200, from its data sheet", names="device"
     )
+    curve: str | None = flag(
+        "measured times of collectives: a run, or nccl-tests files of any ranks"
+    )
     runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
     gbs: int | None = flag(
         "sequences per optimizer step [mbs x data ranks x grad-accum]",
@@ -83,7 +87,7 @@ class PredictionFiles(Files):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions(Basis, CaseOptions, PredictionFiles):
+class PredictOptions(Basis, NetworkOptions, CaseOptions, PredictionFiles):
     """stepmark predict."""
 
     models: tuple[str, ...] = flag(

@@ -144,6 +144,7 @@ class Prediction:
         return {
             "name": inputs.name,
             "device": " with ".join(filter(None, (inputs.device_name, inputs.what_if))),
+            "network": inputs.network.about if inputs.network and self.comm_sources else "",
             "num_ranks": num_ranks,
             "tokens": tokens,
             "flops_per_token": flops and flops.causal,

@@ -23,6 +23,8 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"  step: {step}"
     memory = pairs.pop("memory", "")
     yield "  " + ", ".join(pairs.values())
+    if document["network"]:
+        yield f"  network: {document['network']}"
     if memory:
         yield f"  memory: {memory}"
     yield ""
