@@ -137,9 +137,8 @@ def main() -> None:
     if sys.argv[1:2] == ["fit"]:
         for law, kind in KINDS.items():
             own = fitted(point for each in tables(kind).values() for point in each)
-            print(
-                f"{law}: latency {own.latency:.3f} transfer {own.transfer:.3f} ramp {own.ramp:.2f}"
-            )
+            factors = f"transfer {own.transfer:.3f} ramp {own.ramp:.2f}"
+            print(f"{law}: latency {own.latency:.3f} {factors}")
     elif sys.argv[1:2] in (["score"], ["inside"]):
         by_table = errors("RDMA") if sys.argv[1] == "score" else inside_errors()
         for name, count, middle, most in rows(by_table):

@@ -121,15 +121,17 @@ def _read(name: str) -> System:
 
 def network_of(
     device: DeviceSpec, num_gpus: int, options: NetworkOptions | None = None
-) -> Network:
-    """Return the network of a job of this many GPUs. Raises ConfigError.
+) -> Network | None:
+    """Return the network of a job of this many GPUs; None where its links are not known.
 
     Without a network that is given, a job inside a host has the links of its device, and a
-    larger one those of the system in which the device is usually sold.
+    larger one those of the system in which the device is usually sold. Raises ConfigError.
     """
     given = options or NetworkChoice()
     if device.link_bytes_per_s is None:
-        raise ConfigError("device", device.key, "a device whose links are known")
+        if given.network:
+            raise ConfigError("device", device.key, "a device whose links are known")
+        return None
     inside = Tier(
         name=device.link_kind or "links",
         num_gpus=device.link_domain or _IN_HOST,

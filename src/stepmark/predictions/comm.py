@@ -91,10 +91,10 @@ class CommCosts:
             counts = tuple(count or 1 for count in units) + (1,) * (len(tiers) - len(sizes))
             return Placement(num_ranks=group.size, num_units=counts)
         last = max(self._world_size - 1, group.reach)
-        ranks = {0, *(size - 1 for size in sizes if size - 1 <= last)}
+        starts = {group.first(rank) for rank in range(min(max(sizes), last + 1))}
         placements = (
-            self._network.placement([r for r in group.members(rank) if r <= last])
-            for rank in ranks
+            self._network.placement([r for r in group.members(start) if r <= last])
+            for start in starts
         )
         return max(placements, key=lambda placement: placement.num_units)
 

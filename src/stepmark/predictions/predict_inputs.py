@@ -13,6 +13,7 @@ from typing import Any
 from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
 from stepmark.collectives.measured_curves import read_curves
+from stepmark.collectives.network_fit import placement_of
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
@@ -109,6 +110,10 @@ def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
     network = None
     if inputs.device and inputs.num_ranks > 1 and not is_on_cpu:
         network = network_of(inputs.device, inputs.num_ranks, options)
+        if curves and network and not any(placement_of(each, network) for each in curves):
+            most = max(curve.num_ranks for curve in curves)
+            allowed = f"of ranks that {network.name} joins, not of {most}"
+            raise ConfigError("curve", options and options.curve, allowed)
     elif options and options.network:
         raise ConfigError("network", options.network, "only with --device and several ranks")
     return replace(inputs, network=network, curves=(*curves, *inputs.curves))
