@@ -373,3 +373,41 @@ def test_of_many_stages_few_are_printed(
     assert len(shown.splitlines()) < 60
     stages = {line.split(",")[0] for line in csv.read_text().splitlines()[1:]}
     assert stages == set(map(str, range(8)))
+
+
+PIPELINE = "llama-3.1-8b --nproc 16 --tp 2 --pp 4 --device h100-sxm"  # two data ranks
+
+
+def test_gbs_of_a_pipeline_is_one_pass(run: Predict) -> None:
+    """As many passes wait for as many bubbles."""
+    _, one, _ = run(f"{PIPELINE} --gbs 64")
+    assert one == run(f"{PIPELINE} --mbs 32 --pp-microbatches 32")[1]
+    assert "1f1b of 32" in one["techniques"]
+    _, pairs, _ = run(f"{PIPELINE} --gbs 64 --mbs 2")
+    assert pairs == run(f"{PIPELINE} --mbs 32 --pp-microbatches 16")[1]
+    assert pairs == run(f"{PIPELINE} --gbs 64 --pp-microbatches 16")[1]
+    _, passes, _ = run(f"{PIPELINE} --gbs 64 --grad-accum 4")
+    assert passes == run(f"{PIPELINE} --mbs 8 --pp-microbatches 8 --grad-accum 4")[1]
+    assert one["tokens"] == pairs["tokens"] == passes["tokens"]
+    assert passes["bubble_s"] > 3 * one["bubble_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--gbs 63", "--gbs 63 is invalid: it must be a multiple of --mbs x data ranks (2)"),
+        ("--gbs 64 --mbs 3", "a multiple of --mbs x data ranks (6)"),
+        (
+            "--gbs 64 --mbs 2 --pp-microbatches 8",
+            "--pp-microbatches 8 is invalid: it must be 16",
+        ),
+        ("--gbs 64 --grad-accum 5", "a multiple of --mbs x data ranks x --grad-accum (10)"),
+        ("--gbs 4", "it must be at least 4, the number of stages"),
+    ],
+)
+def test_a_batch_that_a_pipeline_cannot_divide_is_refused(
+    run: Predict, words: str, expected: str
+) -> None:
+    code, _, error = run(f"{PIPELINE} {words}")
+    assert code == 2
+    assert expected in error

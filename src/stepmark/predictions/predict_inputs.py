@@ -264,12 +264,25 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
     """Return the case of these options. Raises ConfigError for none or several."""
     if options.gbs is not None:
         train = _without("grad_accum", train)
+        if (train.pp or 1) > 1:
+            train = _without("mbs", _without("pp_microbatches", train))
     read_models(",".join(train.model_names))  # a wrong name goes before a missing --nproc
     world_size = here.num_ranks(train.nproc, train_plan.default_nproc(train, here.device))
     case = train_plan.only_case(train, here.device, world_size)
     if options.gbs is None:
         return case
-    per_micro_step = case.mbs * case.parallel.data_ranks
+    ranks = case.parallel.data_ranks
+    if case.parallel.pp > 1:
+        changed = _one_pass(options, case, ranks)
+    else:
+        changed = _accumulated(options, case, ranks)
+    return train_plan.only_case(replace(train, **changed), here.device, world_size)
+
+
+def _accumulated(options: PredictOptions, case: TrainCase, ranks: int) -> dict[str, Any]:
+    """Return the option with which micro-steps one after the other add up to --gbs."""
+    per_micro_step = case.mbs * ranks
+    assert options.gbs is not None
     if options.gbs < 1 or options.gbs % per_micro_step:
         allowed = f"a multiple of --mbs x data ranks ({per_micro_step})"
         raise ConfigError("gbs", options.gbs, allowed)
@@ -278,8 +291,28 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
     if grad_accum != count:
         allowed = f"--mbs x data ranks ({per_micro_step}) x --grad-accum ({grad_accum})"
         raise ConfigError("gbs", options.gbs, allowed)
-    changed: dict[str, Any] = {"grad_accum": count}
-    return train_plan.only_case(replace(train, **changed), here.device, world_size)
+    return {"grad_accum": count}
+
+
+def _one_pass(options: PredictOptions, case: TrainCase, ranks: int) -> dict[str, Any]:
+    """Return the options with which a pipeline runs --gbs in one pass of micro-batches.
+
+    --mbs is then a micro-batch, as in Megatron; --grad-accum divides the batch into passes.
+    """
+    given = given_options(options)
+    count = given.get("grad_accum", 1)
+    micro = (options.mbs or (1,))[0]
+    assert options.gbs is not None
+    if options.gbs < 1 or options.gbs % (micro * ranks * count):
+        factors = f"--mbs x data ranks{' x --grad-accum' if count > 1 else ''}"
+        allowed = f"a multiple of {factors} ({micro * ranks * count})"
+        raise ConfigError("gbs", options.gbs, allowed)
+    num_sequences = options.gbs // (ranks * count)
+    parts = given.get("pp_microbatches", num_sequences // micro)
+    if (options.mbs and parts * micro != num_sequences) or num_sequences % parts:
+        allowed = f"{num_sequences // micro}, with which the micro-batches add up to --gbs"
+        raise ConfigError("pp-microbatches", parts, allowed)
+    return {"mbs": (num_sequences,), "pp_microbatches": parts, "grad_accum": count}
 
 
 def _options_of_run(base: Path, given: PredictOptions) -> dict[str, Any]:
