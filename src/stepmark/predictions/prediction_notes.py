@@ -32,6 +32,9 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
         least = ", and the step takes at least as long" if is_least else ""
         yield f"links between hosts are not known: {text}{least}"
     yield from _use_notes(inputs, prediction.sources)
+    if inputs.tokens is None:
+        lacks = "its batch" if workload.model else "a model"
+        yield f"tokens/s and MFU are not known: the file does not have {lacks}"
 
 
 def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:

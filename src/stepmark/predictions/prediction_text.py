@@ -36,8 +36,10 @@ def step_text(document: Mapping[str, Any]) -> str:
     """Return the tokens of the optimizer step, and how they are computed."""
     if not document["tokens"]:
         return ""
-    shape = f"mbs {document['mbs']}, seq {document['seq_len']}"
-    return f"{document['tokens']:,} tokens, {shape}, {document['techniques']}"
+    words = [f"{document['tokens']:,} tokens"]
+    words += [f"mbs {document['mbs']}"] if document["mbs"] else []
+    words += [f"seq {document['seq_len']}", document["techniques"]]
+    return ", ".join(filter(None, words))
 
 
 _STAGE = given("stage")
