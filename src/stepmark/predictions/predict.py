@@ -10,9 +10,10 @@ from stepmark.ground.units import format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
-from stepmark.predictions import prediction_text
+from stepmark.predictions import framework_job, prediction_text
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
+from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions
@@ -34,8 +35,20 @@ _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 def run(options: PredictOptions) -> int:
     """Predict, print, write files. Returns the exit code."""
+    return _delivered(options, predicted(options))
+
+
+def run_framework(job: FrameworkJob) -> int:
+    """Predict a job of a framework. Returns the exit code."""
+    with Waiting("generating the workload"):
+        workload = framework_job.workload_of(job)
+    options = framework_job.basis_of(job)
+    return _delivered(options, predicted(options, workload))
+
+
+def _delivered(options: PredictOptions, prediction: Prediction) -> int:
+    """Print a prediction and write its files."""
     options.check_stdout()
-    prediction = predicted(options)
     document = prediction.document()
     write_files(options, "prediction", document, document["ledger"])
     if options.timeline:
