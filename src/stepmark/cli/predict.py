@@ -4,7 +4,7 @@ from stepmark.cli.commands import Command
 from stepmark.cli.workload import framework_of
 from stepmark.ground.errors import ConfigError
 
-_DOC = "Predict a training step from measured parts, or from a device's data sheet."
+_DOC = "Predict a training step from measured parts or a data sheet."
 
 
 def command(words: list[str]) -> Command:
@@ -16,7 +16,7 @@ def command(words: list[str]) -> Command:
         return Command(
             PredictOptions,
             "stepmark.predictions.predict:run",
-            f"{_DOC} --framework NAME --help shows the flags of a framework's job.",
+            f"{_DOC} --framework NAME: a job by its flags.",
             "predict llama-3.1-70b --nproc 1024 --tp 8 --device h200",
             "predict --from-run latest --what-if link=2x",
             "predict workload.json --device h100-sxm",

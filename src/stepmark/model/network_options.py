@@ -31,10 +31,10 @@ Bits = Annotated[
 
 @group
 class NetworkOptions:
-    """Network."""
+    """Prediction."""
 
     network: str | None = flag(
-        "links between hosts: a system such as dgx-h100, or a file [the device's system]",
+        "links between hosts: dgx-h100, p5, ... or a file [the device's]",
         metavar="NAME|FILE",
         names="network",
     )

@@ -59,10 +59,8 @@ class Basis:
     device: str | None = flag(
         "predict for this device, e.g. h200, from its data sheet", names="device"
     )
-    curve: str | None = flag(
-        "measured times of collectives: a run, or nccl-tests files of any ranks"
-    )
-    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+    curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
     gbs: int | None = flag(
         "sequences per optimizer step [mbs x data ranks x grad-accum]",
         "--gbs",
@@ -81,7 +79,7 @@ class Basis:
 class PredictionFiles(Files):
     """Files."""
 
-    timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH")
+    timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH", rare=True)
     html: str | None = flag("ledger and timeline as one page; needs no network", metavar="PATH")
     written = (*Files.written, "timeline", "html")
 
