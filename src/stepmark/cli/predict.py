@@ -4,7 +4,7 @@ from stepmark.cli.commands import Command
 from stepmark.cli.workload import framework_of
 from stepmark.ground.errors import ConfigError
 
-_DOC = "Predict a training step from measured parts or a data sheet."
+_DOC = "Predict a training step from measured parts or a data sheet"
 
 
 def command(words: list[str]) -> Command:
@@ -16,7 +16,7 @@ def command(words: list[str]) -> Command:
         return Command(
             PredictOptions,
             "stepmark.predictions.predict:run",
-            f"{_DOC} --framework NAME: a job by its flags.",
+            f"{_DOC}; --framework NAME: by its flags.",
             "predict llama-3.1-70b --nproc 1024 --tp 8 --device h200",
             "predict --from-run latest --what-if link=2x",
             "predict workload.json --device h100-sxm",
@@ -32,7 +32,7 @@ def command(words: list[str]) -> Command:
     return Command(
         framework_job.options_class(name),
         "stepmark.predictions.predict:run_framework",
-        f"{_DOC} The job is described as in `workload generate`; these are {name}'s settings.",
+        f"{_DOC}. The job is described as in `workload generate`; these are {name}'s settings.",
         "predict llama-3.1-70b --framework megatron --nproc 256 --tp 4 --pp 4 --device h100",
         "predict llama-3.1-8b --framework deepspeed --zero-stage 3 --nproc 64 --device a100",
     )
