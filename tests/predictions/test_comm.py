@@ -1,27 +1,38 @@
 """Times of collectives: curves where there are any, else links."""
 
-import csv
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from stepmark.cases.comm_curve import Curve
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.collectives import Collective, collective_named
+from stepmark.model.collectives import Collective
 from stepmark.model.device import load_devices
+from stepmark.model.network import Network, Reduction
+from stepmark.model.network_options import NetworkChoice
 from stepmark.model.ops import Phase
+from stepmark.model.systems import network_of
 from stepmark.predictions.comm import CommCosts
 from stepmark.step.workload import CommOp, Group
 from stepmark.timeline.step_cost import Source
 
+
+def find_network(device: str, name: str) -> Network:
+    network = network_of(load_devices()[device], 1024, NetworkChoice(network=name))
+    assert network is not None
+    return network
+
+
 NCCL_TESTS = Path(__file__).parents[1] / "data" / "nccl-tests"
-PUBLISHED = Path(__file__).parents[2] / "validation" / "data"
 EIGHT = Group(digits=((8, 1),))
-H100 = load_devices()["h100-sxm"]
+SIXTEEN = Group(digits=((16, 1),))
+H100 = network_of(load_devices()["h100-sxm"], 8)
+CLUSTER = find_network("h100-sxm", "dgx-h100")
 
 
 def op(collective: str, num_bytes: int, size: int = 8) -> CommOp:
@@ -74,31 +85,21 @@ def test_links_bound_what_no_curve_tells() -> None:
         large = op(collective, 2**30)
         time_s = costs(large, EIGHT)
         assert time_s > large.bus_bytes(EIGHT) / 450e9
-        assert time_s < large.bus_bytes(EIGHT) / 450e9 * 1.5
+        assert time_s < large.bus_bytes(EIGHT) / 450e9 * 1.6
     assert costs(op("all_reduce", 2), EIGHT) > 1e-6  # latency
     assert costs.sources["all_reduce"] is Source.ROOFLINE
 
 
-@pytest.mark.parametrize("num_bytes", [2**10, 2**20, 2**32])
-def test_an_all_reduce_by_links_is_a_reduce_scatter_and_an_all_gather(num_bytes: int) -> None:
-    """A ring passes a message on twice: in bytes, and in hops."""
-    costs = CommCosts([], H100)
-    whole, *halves = (
-        costs(op(name, num_bytes), EIGHT)
-        for name in ("all_reduce", "reduce_scatter", "all_gather")
-    )
-    assert whole == pytest.approx(sum(halves))
-
-
 @pytest.mark.parametrize("name", ["all_reduce", "all_gather", "reduce_scatter", "alltoall"])
 def test_links_carry_what_nccl_tests_measured(name: str) -> None:
-    """On 8 x H200, 4 GiB; and what a small all-reduce takes, within a factor of two."""
+    """On 8 x H200 without multicast, from 1 GiB on."""
     times_s = nccl_times_s(NCCL_TESTS / f"8xH200-{name}.txt")
     collective = name.replace("alltoall", "all_to_all")
-    costs = CommCosts([], load_devices()["h200-sxm"])
-    assert costs(op(collective, 2**32), EIGHT) == pytest.approx(times_s[2**32], rel=0.06)
-    if name == "all_reduce":
-        assert 0.5 < costs(op(collective, 2**16), EIGHT) / times_s[2**16] < 2
+    choice = NetworkChoice(reduction=Reduction.NONE)
+    network = network_of(load_devices()["h200-sxm"], 8, choice)
+    costs = CommCosts([], network)
+    for size in (2**30, 2**32):
+        assert costs(op(collective, size), EIGHT) == pytest.approx(times_s[size], rel=0.11)
 
 
 def test_nothing_to_send_takes_no_time() -> None:
@@ -110,110 +111,79 @@ def test_nothing_to_send_takes_no_time() -> None:
 def test_unknown_links_are_refused() -> None:
     with pytest.raises(ConfigError, match="calibration is missing: give one with all_reduce"):
         CommCosts([], None)(op("all_reduce", 2**20), EIGHT)
-    bare = replace(H100, link_bytes_per_s=None)
-    with pytest.raises(ConfigError, match=r"device h100-sxm is invalid: .* links are known"):
-        CommCosts([], bare)(op("all_reduce", 2**20), EIGHT)
+    bare = replace(load_devices()["h100-sxm"], link_bytes_per_s=None)
+    assert network_of(bare, 8) is None
+    with pytest.raises(ConfigError, match=r"device h100-sxm .* whose links are known"):
+        network_of(bare, 8, NetworkChoice(network="dgx-h100"))
 
 
-def test_groups_over_hosts_have_the_curves_over_hosts() -> None:
+def test_groups_have_the_curves_of_ranks_placed_as_theirs() -> None:
     """Of 16 GPUs on two hosts: groups in a host, over both, and pairs over both."""
     size, inside_s, over_s = 2**24, 1e-4, 9e-4
     inside = replace(curve("all_reduce", 8, (size, inside_s)), num_hosts=1)
     over = replace(curve("all_reduce", 16, (size, over_s)), num_hosts=2)
     near = replace(curve("p2p", 2, (size, inside_s)), num_hosts=1)
     far = replace(curve("p2p", 2, (size, over_s)), num_hosts=2)
-    sixteen, apart = Group(digits=((16, 1),)), Group(digits=((2, 8),))
+    apart = Group(digits=((2, 8),))
     one, both = op("all_reduce", size), op(SEND, size)
     for curves in ([inside, over, near, far], [far, near, over, inside]):
-        costs = CommCosts(curves, None, 8)
+        costs = CommCosts(curves, CLUSTER, 16)
         assert costs(one, EIGHT) == pytest.approx(inside_s)
-        assert costs(one, sixteen) == pytest.approx(over_s)
-        assert costs(one, apart) == pytest.approx(over_s / (2 * 15 / 16))
+        assert costs(one, SIXTEEN) == pytest.approx(over_s)
         assert costs(both, apart) == over_s
         assert costs(both, Group(digits=((2, 4),))) == inside_s
-    assert costs.of_one_host == set()
-    # Without a curve over hosts the nearest is scaled, and the prediction is a lower bound.
-    costs = CommCosts([inside], None, 8)
-    assert costs(one, sixteen) == pytest.approx(inside_s * (15 / 16) / (7 / 8))
-    far_apart = Group(digits=((8, 8),))
-    assert costs(one, far_apart) == pytest.approx(inside_s)
-    assert costs.sources == {"all_reduce": Source.SCALED}
-    assert costs.of_one_host == {"all_reduce"}
+        assert set(costs.sources.values()) == {Source.MEASURED}
+    # Hosts that a file does not tell are full ones.
+    costs = CommCosts([curve("all_reduce", 16, (size, over_s))], CLUSTER, 16)
+    assert costs(one, SIXTEEN) == pytest.approx(over_s)
 
 
-# Over hosts: a lower bound
+def test_other_ranks_have_the_constants_of_measured_curves() -> None:
+    """A cluster three times as slow between hosts as published ones, seen on two of them."""
+    sizes = [2**power for power in range(3, 34, 2)]
+    plain = CommCosts([], CLUSTER, 64)
+    points = [(size, 3 * plain(op("all_reduce", size, 16), SIXTEEN)) for size in sizes]
+    costs = CommCosts([curve("all_reduce", 16, *points)], CLUSTER, 64)
+    many = Group(digits=((64, 1),))
+    for size in (2**12, 2**22, 2**32):
+        for name in ("all_reduce", "all_gather"):
+            message = op(name, size, 64)
+            assert costs(message, many) == pytest.approx(3 * plain(message, many), rel=0.01)
+    assert costs.sources == {"all_reduce": Source.SCALED, "all_gather": Source.SCALED}
+    # Inside a host nothing was measured.
+    assert costs(op("all_reduce", 2**22), EIGHT) == plain(op("all_reduce", 2**22), EIGHT)
+    assert costs.sources["all_reduce"] is Source.ROOFLINE
 
 
-def over_hosts(num_ranks: int, per_host: int = 8) -> tuple[CommCosts, Group]:
-    return CommCosts([], H100, per_host), Group(digits=((num_ranks, 1),))
+def test_a_group_that_crosses_hosts_for_some_ranks_pays_for_all() -> None:
+    """Of six ranks each, the second group is on two hosts of eight."""
+    costs = CommCosts([], CLUSTER, 24)
+    six = Group(digits=((6, 1),))
+    message = op("all_reduce", 2**26, 6)
+    inside_s = CommCosts([], CLUSTER, 6)(message, six)
+    assert costs(message, six) > 1.4 * inside_s
+    twelve = Group(digits=((12, 1),))
+    assert costs(op("all_reduce", 2**26, 12), twelve) > costs(message, six) / 2
 
 
-def read_csv(name: str) -> list[dict[str, str]]:
-    return list(csv.DictReader((PUBLISHED / name).read_text().splitlines()))
-
-
-def published_rows() -> Iterator[tuple[str, CommCosts, Group, CommOp, float]]:
-    """Yield rows of healthy tables over hosts, with their seconds."""
-    tables = {
-        facts["id"]: facts
-        for facts in read_csv("collective-tables.csv")
-        if facts["healthy"] == "yes" and int(facts["hosts"]) > 1 and facts["device"]
-    }
-    for row in read_csv("collective-rows.csv"):
-        if row["id"] not in tables or not row["time_us"]:
-            continue
-        facts = tables[row["id"]]
-        per_host = int(facts["gpus_per_host"])
-        device = load_devices()[facts["device"]]
-        if device.link_bytes_per_s is None:
-            continue
-        group = Group(digits=((per_host * int(facts["hosts"]), 1),))
-        name = collective_named(facts["collective"])
-        message = op(SEND if name == "sendrecv" else name, int(row["bytes"]), group.size)
-        yield row["id"], CommCosts([], device, per_host), group, message, float(row["time_us"])
-
-
-def test_over_hosts_nothing_measured_is_faster_than_the_bound() -> None:
-    """Of 8 B to 16 GiB, on 2 to 230 hosts with 1 to 8 GPUs."""
-    rows = list(published_rows())
-    assert len({name for name, *_ in rows}) > 40
-    assert {group.size for _, _, group, _, _ in rows} >= {2, 16, 32, 64, 80}
-    for name, costs, group, message, time_us in rows:
-        bound_us = costs(message, group) * 1e6
-        assert bound_us <= time_us, (name, message.message_bytes(group))
-
-
-@pytest.mark.parametrize("per_host", [1, 8])
-@pytest.mark.parametrize("collective", ["all_reduce", "all_gather", "reduce_scatter"])
-def test_latency_over_hosts_grows_with_the_hosts(collective: str, per_host: int) -> None:
-    costs, _ = over_hosts(8, per_host)
-    groups = [Group(digits=((count, 1),)) for count in (16, 64, 1024, 16384)]
-    times_s = [costs.latency_s(op(collective, 2**20, g.size), g) for g in groups]
-    assert times_s == sorted(times_s)
-    assert times_s[0] < times_s[-1]
-
-
-def test_an_all_reduce_over_many_hosts_is_a_tree() -> None:
-    """Twice seven hops inside of a host and log2(2048) = 11 between hosts."""
-    costs, group = over_hosts(16384)
-    tree_s = 2 * (7 * 0.6 + 11 * 5) * 1e-6
-    assert costs.latency_s(op("all_reduce", 2**20), group) == pytest.approx(tree_s)
-    # 16384 GPUs of a ring would take 2 x 16383 hops.
-    assert costs(op("all_reduce", 2**20), group) < 2e-4
-    costs, group = over_hosts(16, 8)
-    ring_s = 2 * (14 * 1.0 + 2.7) * 1e-6
-    assert costs.latency_s(op("all_reduce", 2**20), group) < ring_s
-
-
-def test_gathers_over_hosts_are_rings_but_for_one_gpu_per_host() -> None:
-    """PAT, of NCCL 2.23, is for one GPU per host."""
-    for collective in ("all_gather", "reduce_scatter"):
-        costs, group = over_hosts(1024)
-        ring_s = (896 * 1.0 + 127 * 2.7) * 1e-6
-        assert costs.latency_s(op(collective, 2**20, 1024), group) == pytest.approx(ring_s)
-        strided = Group(digits=((1024, 8),))
-        pat_s = 10 * 14 / 3.5 * 1e-6
-        assert costs.latency_s(op(collective, 2**20, 1024), strided) == pytest.approx(pat_s)
-    one_hop_s = 2.7e-6
-    for collective in ("broadcast", "all_to_all", SEND):
-        assert costs.latency_s(op(collective, 2**20, 1024), group) == pytest.approx(one_hop_s)
+@given(
+    st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=4),
+    st.sampled_from([(8, 256), (4, 12), (6, 36), (72, None)]),
+)
+def test_units_of_a_group_are_those_of_its_ranks(
+    sizes: list[int], domains: tuple[int, int | None]
+) -> None:
+    """Every second mesh dimension is a group; all groups of the job are listed here."""
+    digits = list[tuple[int, int]]()
+    stride = 1
+    for index, size in enumerate(sizes):
+        if index % 2 == 0:
+            digits.append((size, stride))
+        stride *= size
+    group = Group(digits=tuple(digits))
+    outermost = CLUSTER.tiers[-1]
+    tiers = [replace(outermost, num_gpus=size) for size in domains if size]
+    network = replace(CLUSTER, tiers=(*tiers, outermost))
+    costs = CommCosts([], network, stride)
+    placements = {network.placement(group.members(rank)).num_units for rank in range(stride)}
+    assert costs._place(group).num_units == max(placements)

@@ -136,6 +136,11 @@ def test_the_step_is_predicted_alike_from_a_model_and_from_a_file(layout: Layout
     of_model = predicted(options)
     of_file = predicted(PredictOptions(device="h200"), generated_of(layout))
     assert of_model.step_s == of_file.step_s
+    figures = ("tokens", "tokens_per_s", "mfu_pct", "hfu_pct", "flops_per_token", "seq_len")
+    of_model_document, of_file_document = of_model.document(), of_file.document()
+    for name in figures:
+        expected = of_model_document[name]
+        assert of_file_document[name] == pytest.approx(expected, rel=1e-6), name
     document = of_model.document()
     case = case_of(layout)
     row = dry_run.step_row(case)

@@ -16,7 +16,6 @@ from stepmark.model.model import find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.predictions import calibration
 from stepmark.predictions.calibration import _unscaled
-from stepmark.predictions.comm import ranks_per_host
 from stepmark.predictions.contention import comm_slowdown, contention
 from stepmark.predictions.predict import predict
 from stepmark.predictions.predict_inputs import of_training
@@ -79,16 +78,6 @@ def test_contention_of_traces(tmp_path: Path) -> None:
     curve = Curve(collective="all_reduce", num_ranks=2, points=((16, 200e-6),), source="")
     assert comm_slowdown(by_rank, (curve,)) == pytest.approx(1.25)
     assert comm_slowdown({0: by_rank[0]}, (curve,)) is None  # it may wait for the other
-
-
-def test_a_host_has_the_ranks_of_the_fullest_curve() -> None:
-    """A group of one rank per host says nothing of how many a host has."""
-    curve = Curve(collective="all_reduce", num_ranks=2, points=((16, 2e-4),), source="")
-    sparse = replace(curve, num_hosts=2)
-    full = replace(curve, num_ranks=16, num_hosts=2)
-    assert ranks_per_host([sparse, full], link_domain=4) == 8
-    inside = replace(curve, num_hosts=1)
-    assert ranks_per_host([inside], link_domain=4) == 4
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.5])

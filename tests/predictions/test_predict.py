@@ -108,9 +108,9 @@ def test_the_page_of_a_prediction(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 LIMITS = {
     "llama-3.1-8b --nproc 1": r"bound by computation \(99\.\d % of the step\) if the host",
-    "llama-3.1-70b --nproc 256 --seq-len 1024": "bound by computation .* and exposed comm",
+    "llama-3.1-70b --nproc 256 --seq-len 256": "bound by exposed communication .* and comp",
     "llama-3.1-405b --nproc 128 --tp 8 --pp 16": "bound by the pipeline bubble .*, computation",
-    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .* and the pipeline bubble ",
+    "llama-3.1-8b --nproc 4 --pp 2 --tp 2": "computation .*, the pipeline bubble .* and expos",
     "llama-3.1-8b --nproc 1 --scale tiny": "bound by launch gaps",
 }
 

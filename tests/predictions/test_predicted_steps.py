@@ -13,6 +13,8 @@ from tests.predictions.test_calibrate import STEPS, planned, step_of
 from stepmark.cases.train_case import TrainCase
 from stepmark.cli import main
 from stepmark.ground.stats import slowest_per_sample
+from stepmark.model.device import load_devices
+from stepmark.model.systems import network_of
 from stepmark.predictions.calibration import is_like
 from stepmark.predictions.inputs import changed
 from stepmark.predictions.predict import predict
@@ -22,6 +24,8 @@ from stepmark.store.reader import read_records
 from stepmark.workloads.rules.pytorch.case import of_case
 
 from .predicted_runs import GPT2, LLAMA, MEASURED, SHEET, WORDS, Predict, joined, step_s
+
+NCCL_TESTS = Path(__file__).parents[1] / "data" / "nccl-tests"
 
 # As far as they were off when these rows were recorded, rounded up: in percent of the measured
 # value, and of the step for all lines together. The median of the clock is lower than the mean
@@ -143,6 +147,10 @@ REFUSED = {
     # Files.
     "w.json": "give the name of a device",
     "w.json --device cpu": "must be one of h100",
+    f"{SHEET} --network dgx-h10": "did you mean dgx-h100",
+    f"{WORDS[GPT2]} --device h200 --network dgx-h200": "only with --device and several ranks",
+    f"{SHEET} --nproc 4 --curve nothing.txt": "a file that exists, or",
+    "llama-3.1-8b --nproc 64 --device l40s": "--network is missing: give one of dgx-a100",
     "w.json --device h200 --mbs 2": "a workload file says what its step is",
     "w.json --device h200 --gbs 8": "a workload file says what its step is",
     f"w.json --from-run {GPT2}": "a workload file says what its step is",
@@ -162,6 +170,7 @@ def files(runs: Path) -> None:
     assert main.status([*words, "--world-size", "4", "-o", str(folder / "w.json")]) == 0
     (folder / "cut.json").write_bytes((folder / "w.json").read_bytes()[:3000])
     (folder / "empty.json").touch()
+    (folder / "nccl.txt").write_bytes((NCCL_TESTS / "8xH200-all_reduce.txt").read_bytes())
     simai = ["--framework", "megatron", "--world-size", "4", "--tp", "2", "--format", "simai"]
     words = ["workload", "generate", "--model", "gpt2-125m", *simai]
     assert main.status([*words, "-o", str(folder / "simai.txt")]) == 0
@@ -182,9 +191,9 @@ NOTED = {
     f"{SHEET} --schedule micro --grad-accum 8": "takes as long without --schedule",
     f"{SHEET} --clip 2": "takes as long without --clip",
     SHEET: "the host's time is not known",
-    f"{SHEET} --nproc 64": "64 GPUs communicate as fast as 8 of one host",
-    "llama-3.1-8b --nproc 144 --device gb200": "GPUs communicate as fast as 72 of one host",
-    f"{SHEET} --nproc 16 --tp 8 --clip 0": "of one host",  # in groups of two and eight
+    f"{SHEET} --nproc 64": "are by the links of dgx-h100 and published curves",
+    f"{SHEET} --nproc 4 --curve nccl.txt": "links of h100-sxm, fitted to measured curves",
+    "llama-3.1-8b --nproc 144 --device gb200": "by the links of gb200-nvl72",
     f"--from-run {GPT2} --what-if link=2x": "link has no effect",
     f"--from-run {GPT2} --what-if hbm=2x": "without --what-if the step takes",
     f"{WORDS[GPT2]} --calibration {GPT2} --device h100-sxm --force": "not of NVIDIA H100 80GB",
@@ -199,8 +208,7 @@ def test_what_a_prediction_lacks_is_said(run: Predict, words: str) -> None:
     code, document, _ = run(words)
     assert code == 0
     assert any(NOTED[words] in note for note in document["notes"]), document["notes"]
-    spans_hosts = any("links between hosts" in note for note in document["notes"])
-    assert document["is_lower_bound"] == spans_hosts == ("host" in NOTED[words].split())
+    assert not document["is_lower_bound"]
     has_sheet = "data sheet" in " ".join(document["notes"])
     assert document["host_is_known"] == (not has_sheet)
 
@@ -293,17 +301,21 @@ def test_a_change_acts_on_what_an_operation_is_bound_by(run: Predict) -> None:
     # MFU is of the changed device's peak: it was 111 % of the unchanged one's.
     assert rate["peak_flops_per_s"] == 2 * memory["peak_flops_per_s"]
     assert rate["mfu_pct"] == pytest.approx(memory["mfu_pct"] / 4, rel=0.1)
+    network = network_of(load_devices()["h100-sxm"], 4)
+    assert network is not None
     small = "gpt2-125m --strategy tp --nproc 4 --seq-len 16 --device h100-sxm"
     _, faster, _ = run(f"{small} --what-if link=1000000x")
-    hops_s = sum(count * hops * 2.5e-6 for hops, count in messages_of(small).items())
+    hops_s = sum(
+        count * network.fixed_s(collective, network.placement(range(4)))
+        for collective, count in messages_of(small).items()
+    )
     assert faster["comm_s"] == pytest.approx(hops_s, rel=0.01)
 
 
-def messages_of(words: str) -> Counter[int]:
-    """Collectives of the step by their hops in a ring."""
+def messages_of(words: str) -> Counter[str]:
+    """Return the collectives of the step."""
     case = step_of(words.replace("--device h100-sxm", ""))
-    ops = [op for op in of_case(case).expand() if isinstance(op, CommOp)]
-    return Counter(6 if op.collective == "all_reduce" else 3 for op in ops)
+    return Counter(op.collective for op in of_case(case).expand() if isinstance(op, CommOp))
 
 
 @pytest.mark.parametrize("name", [GPT2, LLAMA])
@@ -361,3 +373,41 @@ def test_of_many_stages_few_are_printed(
     assert len(shown.splitlines()) < 60
     stages = {line.split(",")[0] for line in csv.read_text().splitlines()[1:]}
     assert stages == set(map(str, range(8)))
+
+
+PIPELINE = "llama-3.1-8b --nproc 16 --tp 2 --pp 4 --device h100-sxm"  # two data ranks
+
+
+def test_gbs_of_a_pipeline_is_one_pass(run: Predict) -> None:
+    """As many passes wait for as many bubbles."""
+    _, one, _ = run(f"{PIPELINE} --gbs 64")
+    assert one == run(f"{PIPELINE} --mbs 32 --pp-microbatches 32")[1]
+    assert "1f1b of 32" in one["techniques"]
+    _, pairs, _ = run(f"{PIPELINE} --gbs 64 --mbs 2")
+    assert pairs == run(f"{PIPELINE} --mbs 32 --pp-microbatches 16")[1]
+    assert pairs == run(f"{PIPELINE} --gbs 64 --pp-microbatches 16")[1]
+    _, passes, _ = run(f"{PIPELINE} --gbs 64 --grad-accum 4")
+    assert passes == run(f"{PIPELINE} --mbs 8 --pp-microbatches 8 --grad-accum 4")[1]
+    assert one["tokens"] == pairs["tokens"] == passes["tokens"]
+    assert passes["bubble_s"] > 3 * one["bubble_s"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--gbs 63", "--gbs 63 is invalid: it must be a multiple of --mbs x data ranks (2)"),
+        ("--gbs 64 --mbs 3", "a multiple of --mbs x data ranks (6)"),
+        (
+            "--gbs 64 --mbs 2 --pp-microbatches 8",
+            "--pp-microbatches 8 is invalid: it must be 16",
+        ),
+        ("--gbs 64 --grad-accum 5", "a multiple of --mbs x data ranks x --grad-accum (10)"),
+        ("--gbs 4", "it must be at least 4, the number of stages"),
+    ],
+)
+def test_a_batch_that_a_pipeline_cannot_divide_is_refused(
+    run: Predict, words: str, expected: str
+) -> None:
+    code, _, error = run(f"{PIPELINE} {words}")
+    assert code == 2
+    assert expected in error

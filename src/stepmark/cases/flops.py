@@ -35,13 +35,17 @@ class TokenFlops:
 
 def per_token(case: TrainCase) -> TokenFlops:
     """Return the FLOPs of one token of this case."""
-    model = case.model
+    return of_model(case.model, recomputed(case))
+
+
+def of_model(model: ModelConfig, again: float) -> TokenFlops:
+    """Return the FLOPs of one token. again: those of products that checkpointing reruns."""
     causal = 3 * forward(model)
     return TokenFlops(
         causal=causal,
         torchtitan=torchtitan(model),
         palm_all=palm_all(model),
-        hfu=causal + recomputed(case),
+        hfu=causal + again,
     )
 
 

@@ -54,6 +54,7 @@ _NAMES: dict[Names, str] = {
     "device": "stepmark.model.device:load_devices",
     "framework": "stepmark.workloads.rules:RULES",
     "format": "stepmark.workloads.formats:FORMATS",
+    "network": "stepmark.model.systems:load_systems",
 }
 
 

@@ -109,14 +109,7 @@ VERBS = {
     ),
     "predict": Verb(
         "Step time, memory, power of a configuration.",
-        "stepmark.predictions.predict:run",
-        "stepmark.predictions.predict_options:PredictOptions",
-        "Predict a training step from measured parts, or from a device's data sheet.",
-        (
-            "predict llama-3.1-70b --nproc 1024 --tp 8 --device h200",
-            "predict --from-run latest --what-if link=2x",
-            "predict workload.json --device h100-sxm",
-        ),
+        "stepmark.cli.predict:command",
     ),
     "replay": Verb(
         "Run the messages of a workload file on real ranks.",

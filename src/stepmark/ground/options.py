@@ -20,7 +20,7 @@ from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.units import GIB, KIB, MIB, parse_bytes, parse_duration, parse_share
 
 T = TypeVar("T")
-Names = Literal["", "model", "device", "framework", "format", "run"]
+Names = Literal["", "model", "device", "framework", "format", "run", "network"]
 _MAX_CHOICES = 40  # characters of a placeholder
 
 

@@ -4,7 +4,8 @@
 - parallel.py: the degree of each axis of a layout.
 - ops/: operators by shape, with FLOPs and bytes.
 - collectives.py: the sizes and bus bandwidths of collectives, and which ranks take part.
-- nccl_tuner.py: the latency of the hops of NCCL's rings and trees.
+- network.py, systems.py, network_options.py: tiers of links; systems of hosts; options.
+- nccl_tuner.py: the latency of NCCL's rings and trees.
 - device.py, fabrics.py: data sheets of devices; variables for kinds of networks.
 - kernel_groups.py: groups of GPU kernels by name.
 """

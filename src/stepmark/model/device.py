@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -96,16 +97,47 @@ def load_devices() -> Mapping[str, DeviceSpec]:
 
 def find_device(name: str) -> DeviceSpec | None:
     """Return the device with exactly this name, or None; never a similar one."""
-    return next((spec for spec in load_devices().values() if name in spec.names), None)
+    known = (*load_devices().values(), *_own_devices.values())
+    return next((spec for spec in known if name in spec.names), None)
 
 
 def find_device_by_alias(text: str) -> DeviceSpec | None:
-    """Return the device of this key, alias or reported name, whatever its case."""
+    """Return the device of this key, alias or reported name, whatever its case, or of a file.
+
+    Raises ConfigError for a file that is none of a device.
+    """
+    if text.endswith(".toml"):
+        return _read_device(Path(text))
     alias = text.strip().lower()
-    for device in load_devices().values():
-        if alias in (device.key, *device.aliases, *(name.lower() for name in device.names)):
+    for device in (*load_devices().values(), *_own_devices.values()):
+        names = (device.key, *device.aliases, *device.names)
+        if alias in map(str.lower, names):
             return device
     return None
+
+
+_own_devices: dict[str, DeviceSpec] = {}  # of users' files, by key
+
+
+def _read_device(path: Path) -> DeviceSpec:
+    """Return the device of a file, which find_device then knows by its name.
+
+    It has the keys of a table of hardware.toml; only peak_flops_per_s has to be given.
+    """
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        defaults = {"names": [path.stem], "vendor": "nvidia", "device_is": "one GPU"}
+        device = _device(path.stem, {**defaults, **table}, needs_sources=False)
+    except OSError as error:
+        raise ConfigError("device", path, f"a readable file ({error.strerror})") from None
+    except ValueError as error:
+        raise ConfigError("device", path, f"a file of a device: {error}") from None
+    others = [spec for name in device.names if (spec := find_device(name))]
+    if others and others != [_own_devices.get(device.key)]:
+        allowed = f"a file with a name of its own: {others[0].key} is known already"
+        raise ConfigError("device", path, allowed)
+    _own_devices[device.key] = device
+    return device
 
 
 def unknown_device(
@@ -129,10 +161,11 @@ def parse_devices(text: str) -> dict[str, DeviceSpec]:
     return devices
 
 
-def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
+def _device(key: str, table: dict[str, Any], *, needs_sources: bool = True) -> DeviceSpec:
     if unknown := table.keys() - _KEYS:
         raise ValueError(f"{key}: unknown field {', '.join(sorted(unknown))}")
-    if missing := _REQUIRED - table.keys():
+    required = _REQUIRED if needs_sources else _REQUIRED - {"sources"}
+    if missing := required - table.keys():
         raise ValueError(f"{key}: missing {', '.join(sorted(missing))}")
     figures = {name: table[name] for name in _FIGURES if name in table}
     for name, value in figures.items():
@@ -158,7 +191,10 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
     for text, is_kept in rules.items():
         if not is_kept:
             raise ValueError(f"{key}{text}")
-    _check_sources(key, table["sources"], {*figures, _PEAK}, {f"{_PEAK}.{t}" for t in peaks})
+    own_sources = table.get("sources", {})
+    if needs_sources:
+        named = {f"{_PEAK}.{dtype}" for dtype in peaks}
+        _check_sources(key, own_sources, {*figures, _PEAK}, named)
     return DeviceSpec(
         key=key,
         names=tuple(names),
@@ -169,7 +205,7 @@ def _device(key: str, table: dict[str, Any]) -> DeviceSpec:
         link_kind=table.get("link_kind"),
         aliases=tuple(aliases),
         capability=(capability[0], capability[1]),
-        sources=MappingProxyType(dict(table["sources"])),
+        sources=MappingProxyType(dict(own_sources)),
     )
 
 

@@ -1,6 +1,7 @@
 """Predict the time of a training step: `stepmark predict`.
 
 - predict_options.py, predict.py: options, and the verb.
+- framework_job.py: the verb with a framework's flags.
 - inputs.py, predict_inputs.py: what a step is predicted from; by options, a case, a workload.
 - calibration.py, calibrate.py: measured parts, and the verb that measures them.
 - costs.py, comm.py, contention.py: costs of operations and messages.

@@ -1,14 +1,19 @@
 """What a step is predicted from: what it does, and what its parts cost."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from stepmark.cases.comm_curve import Curve
+from stepmark.cases.flops import TokenFlops, of_model, per_token
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.device import DeviceSpec
+from stepmark.model.network import Network
+from stepmark.model.ops import Attention, Bmm, Gemm, GroupedGemm
 from stepmark.predictions.costs import CostOf, first_of
 from stepmark.predictions.predict_options import show_what_if
 from stepmark.step.roofline import roofline_time
@@ -20,7 +25,7 @@ from stepmark.workloads.file_times import FileTimes
 # Between kernels that are launched already, without a profiler: measured on an H200
 # (docs/diary). It stands in where no calibration has it.
 _GAP_S = 1.2e-6
-_IN_HOST = 8  # GPUs
+_Product = Gemm | GroupedGemm | Bmm | Attention
 
 
 def no_host(_op: Operation) -> float:
@@ -28,7 +33,7 @@ def no_host(_op: Operation) -> float:
     return 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What a step does, and what its parts cost.
 
@@ -38,7 +43,8 @@ class Inputs:
     as in Costs; is_host: computation runs on it; memory: cases of few layers with their
     allocated and reserved bytes; memory_bytes: of the device; step: the calibrated step and
     its measured seconds. link: factor on the bandwidth of messages; what_if: how the device was
-    changed. notes: on the choice of all this.
+    changed. network: links between ranks; None where they are not known. notes: on the choice
+    of all this.
     """
 
     name: str
@@ -56,6 +62,7 @@ class Inputs:
     compute_slowdown: Mapping[Work, float] = field(default_factory=dict)
     comm_slowdown: float | None = None
     curves: tuple[Curve, ...] = ()
+    network: Network | None = None
     link: float = 1.0
     what_if: str = ""
     power: PowerModel | None = None
@@ -66,17 +73,49 @@ class Inputs:
     notes: tuple[str, ...] = ()
 
     @property
-    def link_domain(self) -> int:
-        """Return the most GPUs that the device's links connect."""
-        return (self.device.link_domain if self.device else None) or _IN_HOST
+    def num_ranks(self) -> int:
+        return self.case.num_ranks if self.case else self.workload.world_size
 
     @property
     def peak_flops_per_s(self) -> float | None:
-        """Return the peak of the case's products; FP8's peak is not used."""
-        if self.case is None or self.device is None:
+        """Return the peak of the step's products; FP8's peak is not used."""
+        if self.device is None:
             return None
-        is_fp32 = self.case.precision is Precision.FP32
+        if self.case is not None:
+            is_fp32 = self.case.precision is Precision.FP32
+        else:
+            is_fp32 = {op.dtype for op, _ in self.products} == {DType.FP32}
         return self.device.peak(DType.FP32 if is_fp32 else DType.BF16)
+
+    @property
+    def tokens(self) -> int | None:
+        """Return the tokens of an optimizer step; None where they are not known."""
+        if self.case is None:
+            return self.workload.tokens
+        return self.case.tokens_per_step * self.case.grad_accum
+
+    @cached_property
+    def token_flops(self) -> TokenFlops | None:
+        """FLOPs of a token; None where the model is not known."""
+        if self.case is not None:
+            return per_token(self.case)
+        model = self.workload.model
+        if model is None or not self.tokens:
+            return None
+        ranks = self.workload.world_size / len(self.workload.stages)
+        again = sum(
+            count * (op.flops or 0) for (op, reruns), count in self.products.items() if reruns
+        )
+        return of_model(model, again * ranks / self.tokens)
+
+    @cached_property
+    def products(self) -> Mapping[tuple[_Product, bool], int]:
+        """Products of a rank of every stage and whether it reruns them, with their number."""
+        counts = Counter[tuple[_Product, bool]]()
+        for op, count in self.workload.issued().items():
+            if isinstance(op, ComputeOp) and isinstance(op.op, _Product):
+                counts[op.op, op.recompute] += count
+        return counts
 
 
 def changed(inputs: Inputs, changes: Mapping[str, float]) -> Inputs:

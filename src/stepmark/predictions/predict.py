@@ -10,9 +10,10 @@ from stepmark.ground.units import format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
-from stepmark.predictions import prediction_text
+from stepmark.predictions import framework_job, prediction_text
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
+from stepmark.predictions.framework_job import FrameworkJob
 from stepmark.predictions.inputs import Inputs, changed
 from stepmark.predictions.predict_inputs import inputs_of
 from stepmark.predictions.predict_options import PredictOptions
@@ -28,13 +29,26 @@ from stepmark.timeline.ledger import Idle
 from stepmark.timeline.step_cost import Costs, OpCost, Source, known_time
 from stepmark.workloads.rules.pytorch.case import of_case
 
+_IN_HOST = 8  # GPUs, where nothing is known of the links
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
 def run(options: PredictOptions) -> int:
     """Predict, print, write files. Returns the exit code."""
+    return _delivered(options, predicted(options))
+
+
+def run_framework(job: FrameworkJob) -> int:
+    """Predict a job of a framework. Returns the exit code."""
+    with Waiting("generating the workload"):
+        workload = framework_job.workload_of(job)
+    options = framework_job.basis_of(job)
+    return _delivered(options, predicted(options, workload))
+
+
+def _delivered(options: PredictOptions, prediction: Prediction) -> int:
+    """Print a prediction and write its files."""
     options.check_stdout()
-    prediction = predicted(options)
     document = prediction.document()
     write_files(options, "prediction", document, document["ledger"])
     if options.timeline:
@@ -81,9 +95,7 @@ def predict(inputs: Inputs) -> Prediction:
         names = first_few(computed.unknown)
         allowed = f"one whose computation has known costs, which {names} lack"
         raise ConfigError("workload", inputs.name, f"{allowed} ({_remedy(workload)})")
-    spans_hosts = bool(comm.of_one_host) or (
-        not inputs.times_of_file and _reaches_over_hosts(inputs, issued)
-    )
+    spans_hosts = not inputs.times_of_file and _reaches_over_hosts(inputs, issued)
     prediction = Prediction(
         inputs=inputs,
         step=step,
@@ -128,17 +140,13 @@ def calibration_notes(inputs: Inputs) -> Iterator[str]:
 
 def _reaches_over_hosts(inputs: Inputs, issued: Iterable[Operation]) -> bool:
     """Return whether ranks of several hosts communicate by costs of one host."""
-    if inputs.case is not None and inputs.case.device == "cpu":
+    is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
+    if is_on_cpu or inputs.network is not None:
         return False
-    most = inputs.link_domain
-    workload = inputs.workload
-    if any(
-        curve.num_ranks > most if curve.num_hosts is None else curve.num_hosts > 1
-        for curve in inputs.curves
-    ):
+    if any((curve.num_hosts or 0) > 1 or curve.num_ranks > _IN_HOST for curve in inputs.curves):
         return False
-    groups = {workload.groups[op.group] for op in issued if isinstance(op, CommOp)}
-    return max((group.reach for group in groups), default=0) >= most
+    groups = {inputs.workload.groups[op.group] for op in issued if isinstance(op, CommOp)}
+    return max((group.reach for group in groups), default=0) >= _IN_HOST
 
 
 def _effects(
@@ -160,7 +168,7 @@ def _effects(
 def _costs(inputs: Inputs) -> tuple[Costs, CommCosts]:
     """Return all costs, and the source of those of collectives."""
     cost_of = first_of(inputs.compute)
-    comm = CommCosts(inputs.curves, inputs.device, inputs.link_domain)
+    comm = CommCosts(inputs.curves, inputs.network, inputs.num_ranks)
 
     @cache
     def compute(op: ComputeOp) -> OpCost:

@@ -12,10 +12,13 @@ from typing import Any
 
 from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
+from stepmark.collectives.measured_curves import read_curves
+from stepmark.collectives.network_fit import placement_of
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
+from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, nearest_profile
 from stepmark.predictions.costs import sources
@@ -58,7 +61,7 @@ def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inpu
         allowed = "a calibration of this machine (stepmark calibrate), or --device and its name"
         raise ConfigError("calibration", "missing", allowed)
     try:
-        inputs = of_training(case, path, here.name, force=options.force)
+        inputs = of_training(case, path, here.name, options=options)
     except ConfigError as error:
         if error.field == "calibration" and path == base:
             raise ConfigError("from-run", error.value, error.allowed) from None
@@ -72,9 +75,17 @@ def inputs_of(options: PredictOptions, workload: Workload | None = None) -> Inpu
 
 
 def of_training(
-    case: TrainCase, run: Path | None, device_name: str = "", *, force: bool = False
+    case: TrainCase,
+    run: Path | None,
+    device_name: str = "",
+    *,
+    options: PredictOptions | None = None,
 ) -> Inputs:
-    """Return the inputs of a case by what a run measured; by the data sheet without one."""
+    """Return the inputs of a case by what a run measured; by the data sheet without one.
+
+    options: choose the network, which is the usual one of the device without them.
+    """
+    force = options is not None and options.force
     device = find_device(device_name)
     inputs = Inputs(
         name=f"{case.model.name} {case.strategy}",
@@ -84,7 +95,28 @@ def of_training(
         device_name=device_name,
         compute=sources(device),
     )
-    return calibrated(inputs, run, force=force) if run else inputs
+    inputs = calibrated(inputs, run, force=force) if run else inputs
+    if options is None:
+        with contextlib.suppress(ConfigError):  # of a device without a usual network
+            return _with_network(inputs, None)
+        return inputs
+    return _with_network(inputs, options)
+
+
+def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
+    """Return the inputs with links between ranks, and curves that options name."""
+    curves = read_curves(options.curve, options.runs) if options and options.curve else []
+    is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
+    network = None
+    if inputs.device and inputs.num_ranks > 1 and not is_on_cpu:
+        network = network_of(inputs.device, inputs.num_ranks, options)
+        if curves and network and not any(placement_of(each, network) for each in curves):
+            most = max(curve.num_ranks for curve in curves)
+            allowed = f"of ranks that {network.name} joins, not of {most}"
+            raise ConfigError("curve", options and options.curve, allowed)
+    elif options and options.network:
+        raise ConfigError("network", options.network, "only with --device and several ranks")
+    return replace(inputs, network=network, curves=(*curves, *inputs.curves))
 
 
 def _run_notes(
@@ -191,8 +223,8 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         host_is_known=is_timed and file.has_host,
     )
     if path is None:
-        return inputs
-    inputs = calibrated(inputs, path, force=options.force)
+        return _with_network(inputs, options)
+    inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))
 
 
@@ -232,12 +264,25 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
     """Return the case of these options. Raises ConfigError for none or several."""
     if options.gbs is not None:
         train = _without("grad_accum", train)
+        if (train.pp or 1) > 1:
+            train = _without("mbs", _without("pp_microbatches", train))
     read_models(",".join(train.model_names))  # a wrong name goes before a missing --nproc
     world_size = here.num_ranks(train.nproc, train_plan.default_nproc(train, here.device))
     case = train_plan.only_case(train, here.device, world_size)
     if options.gbs is None:
         return case
-    per_micro_step = case.mbs * case.parallel.data_ranks
+    ranks = case.parallel.data_ranks
+    if case.parallel.pp > 1:
+        changed = _one_pass(options, case, ranks)
+    else:
+        changed = _accumulated(options, case, ranks)
+    return train_plan.only_case(replace(train, **changed), here.device, world_size)
+
+
+def _accumulated(options: PredictOptions, case: TrainCase, ranks: int) -> dict[str, Any]:
+    """Return the option with which micro-steps one after the other add up to --gbs."""
+    per_micro_step = case.mbs * ranks
+    assert options.gbs is not None
     if options.gbs < 1 or options.gbs % per_micro_step:
         allowed = f"a multiple of --mbs x data ranks ({per_micro_step})"
         raise ConfigError("gbs", options.gbs, allowed)
@@ -246,8 +291,28 @@ def _case(options: PredictOptions, train: TrainOptions, here: Machine) -> TrainC
     if grad_accum != count:
         allowed = f"--mbs x data ranks ({per_micro_step}) x --grad-accum ({grad_accum})"
         raise ConfigError("gbs", options.gbs, allowed)
-    changed: dict[str, Any] = {"grad_accum": count}
-    return train_plan.only_case(replace(train, **changed), here.device, world_size)
+    return {"grad_accum": count}
+
+
+def _one_pass(options: PredictOptions, case: TrainCase, ranks: int) -> dict[str, Any]:
+    """Return the options with which a pipeline runs --gbs in one pass of micro-batches.
+
+    --mbs is then a micro-batch, as in Megatron; --grad-accum divides the batch into passes.
+    """
+    given = given_options(options)
+    count = given.get("grad_accum", 1)
+    micro = (options.mbs or (1,))[0]
+    assert options.gbs is not None
+    if options.gbs < 1 or options.gbs % (micro * ranks * count):
+        factors = f"--mbs x data ranks{' x --grad-accum' if count > 1 else ''}"
+        allowed = f"a multiple of {factors} ({micro * ranks * count})"
+        raise ConfigError("gbs", options.gbs, allowed)
+    num_sequences = options.gbs // (ranks * count)
+    parts = given.get("pp_microbatches", num_sequences // micro)
+    if (options.mbs and parts * micro != num_sequences) or num_sequences % parts:
+        allowed = f"{num_sequences // micro}, with which the micro-batches add up to --gbs"
+        raise ConfigError("pp-microbatches", parts, allowed)
+    return {"mbs": (num_sequences,), "pp_microbatches": parts, "grad_accum": count}
 
 
 def _options_of_run(base: Path, given: PredictOptions) -> dict[str, Any]:

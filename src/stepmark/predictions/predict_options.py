@@ -8,6 +8,7 @@ from typing import Annotated
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.option_groups import Files
 from stepmark.ground.options import Reader, flag, group
+from stepmark.model.network_options import NetworkOptions
 from stepmark.training.train_options import CaseOptions
 
 # What --what-if changes: bandwidth of the links between GPUs, of memory, the rate of products
@@ -58,7 +59,8 @@ class Basis:
     device: str | None = flag(
         "predict for this device, e.g. h200, from its data sheet", names="device"
     )
-    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR")
+    curve: str | None = flag("measured times of collectives: a run or nccl-tests files")
+    runs: Path = flag("folder of runs", default=Path("runs"), metavar="DIR", rare=True)
     gbs: int | None = flag(
         "sequences per optimizer step [mbs x data ranks x grad-accum]",
         "--gbs",
@@ -77,13 +79,13 @@ class Basis:
 class PredictionFiles(Files):
     """Files."""
 
-    timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH")
+    timeline: str | None = flag("the timeline for Perfetto, as JSON", metavar="PATH", rare=True)
     html: str | None = flag("ledger and timeline as one page; needs no network", metavar="PATH")
     written = (*Files.written, "timeline", "html")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictOptions(Basis, CaseOptions, PredictionFiles):
+class PredictOptions(Basis, NetworkOptions, CaseOptions, PredictionFiles):
     """stepmark predict."""
 
     models: tuple[str, ...] = flag(

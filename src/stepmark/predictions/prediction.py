@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from stepmark.cases.flops import per_token
 from stepmark.cases.train_words import techniques
 from stepmark.ground.units import TFLOP
 from stepmark.predictions.inputs import Inputs
@@ -128,9 +127,10 @@ class Prediction:
         step_s = self.step_s
         case = inputs.case
         peak = inputs.peak_flops_per_s
-        num_ranks = case.num_ranks if case else inputs.workload.world_size
-        tokens = case.tokens_per_step * case.grad_accum if case else None
-        flops = per_token(case) if case else None
+        workload = inputs.workload
+        num_ranks = inputs.num_ranks
+        tokens = inputs.tokens
+        flops = inputs.token_flops
         tokens_per_s = tokens / step_s if tokens else None
         power_w = self.clock and self.clock.power_w
         energy_j = power_w and power_w * step_s
@@ -144,13 +144,14 @@ class Prediction:
         return {
             "name": inputs.name,
             "device": " with ".join(filter(None, (inputs.device_name, inputs.what_if))),
+            "network": inputs.network.about if inputs.network and self.comm_sources else "",
             "num_ranks": num_ranks,
             "tokens": tokens,
             "flops_per_token": flops and flops.causal,
             "executed_per_token": flops and flops.hfu,
             "peak_flops_per_s": peak,
-            "mbs": case and case.mbs,
-            "seq_len": case and case.model.seq_len,
+            "mbs": case.mbs if case else workload.micro_batch,
+            "seq_len": workload.model and workload.model.seq_len,
             "techniques": techniques(case) if case else "",
             "host_is_known": inputs.host_is_known,
             "pipeline_is_known": pipeline_is_known,

@@ -27,12 +27,14 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     else:
         yield from _contention_notes(prediction)
     if prediction.spans_hosts:
-        text = f"{workload.world_size} GPUs communicate as fast as {inputs.link_domain} of one"
-        text += " host, by NCCL's rings or trees"
+        text = f"{workload.world_size} GPUs communicate as fast as those of one host"
         is_least = file is None or not file.has_excess
         least = ", and the step takes at least as long" if is_least else ""
-        yield f"links between hosts are not modelled: {text}{least}"
+        yield f"links between hosts are not known: {text}{least}"
     yield from _use_notes(inputs, prediction.sources)
+    if inputs.tokens is None:
+        lacks = "its batch" if workload.model else "a model"
+        yield f"tokens/s and MFU are not known: the file does not have {lacks}"
 
 
 def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:
@@ -71,10 +73,15 @@ def _source_notes(prediction: Prediction) -> Iterator[str]:
     by_source: dict[Source, list[str]] = {}
     for name, source in prediction.comm_sources.items():
         by_source.setdefault(source, []).append(name)
+    network = prediction.inputs.network
     if names := by_source.get(Source.SCALED):
-        yield f"times of {', '.join(names)} are scaled from other sizes or numbers of ranks"
+        how = "scaled from other sizes or numbers of ranks"
+        if network:
+            how = f"by the links of {network.name}, fitted to measured curves"
+        yield f"times of {', '.join(names)} are {how}"
     if names := by_source.get(Source.ROOFLINE):
-        yield f"times of {', '.join(names)} are by the data sheet's links"
+        where = f"the links of {network.name}" if network else "the data sheet's links"
+        yield f"times of {', '.join(names)} are by {where} and published curves"
 
 
 def _contention_notes(prediction: Prediction) -> Iterator[str]:

@@ -23,6 +23,8 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
         yield f"  step: {step}"
     memory = pairs.pop("memory", "")
     yield "  " + ", ".join(pairs.values())
+    if document["network"]:
+        yield f"  network: {document['network']}"
     if memory:
         yield f"  memory: {memory}"
     yield ""
@@ -34,8 +36,10 @@ def step_text(document: Mapping[str, Any]) -> str:
     """Return the tokens of the optimizer step, and how they are computed."""
     if not document["tokens"]:
         return ""
-    shape = f"mbs {document['mbs']}, seq {document['seq_len']}"
-    return f"{document['tokens']:,} tokens, {shape}, {document['techniques']}"
+    words = [f"{document['tokens']:,} tokens"]
+    words += [f"mbs {document['mbs']}"] if document["mbs"] else []
+    words += [f"seq {document['seq_len']}", document["techniques"]]
+    return ", ".join(filter(None, words))
 
 
 _STAGE = given("stage")

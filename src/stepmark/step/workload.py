@@ -260,6 +260,25 @@ class Workload:
         unmodelled = self.model.unmodelled if self.model else ()
         return tuple(dict.fromkeys((*self.notes, *unmodelled)))
 
+    @property
+    def micro_batch(self) -> int | None:
+        """Return the sequences of a micro-batch; None where the file does not tell."""
+        return self._whole("mbs", "micro_batch_size")
+
+    @property
+    def tokens(self) -> int | None:
+        """Return the tokens of the step; None where the file does not tell its batch."""
+        sequences = self._whole("gbs", "global_batch_size")
+        if sequences is None or self.model is None:
+            return None
+        return sequences * self.model.seq_len
+
+    def _whole(self, *names: str) -> int | None:
+        """Return the setting of the first of these names, if it is a whole number above 0."""
+        values = (self.settings[name] for name in names if name in self.settings)
+        value = next(values, None)
+        return value if isinstance(value, int) and value > 0 else None
+
     def check(self) -> None:
         """Raise ConfigError if parts contradict each other (workload_check)."""
         from stepmark.step.workload_check import check  # noqa: PLC0415 - it has these types

@@ -50,23 +50,32 @@ def options_class(framework: str, *, has_ignored: bool = True) -> type[GenerateO
 
     has_ignored: with AICB's parameters that have no effect, for AICB's command lines.
     """
-    fields = RULES[framework].fields()
-    names = _names(GenerateOptions)
-    own = [_setting(name, field) for name, field in fields.items() if name not in names]
-    if "stage" not in fields:
+    settings = settings_group(framework)
+    stage: list[tuple[str, Any, Any]] = []
+    if "stage" not in RULES[framework].fields():
         text = "pipeline stage, as --pp-rank; of DeepSpeed it is ZeRO's"
-        own.append(("pipeline_stage", int | None, flag(text, "--stage", rare=True)))
-    settings = _class(f"Settings of {framework}.", own)
-    names |= _names(settings)
+        stage.append(("pipeline_stage", int | None, flag(text, "--stage", rare=True)))
+    output = _class(f"Settings of {framework}.", stage, settings) if stage else settings
+    names = _names(GenerateOptions) | _names(output)
     ignored: list[tuple[str, Any, Any]] = []
     for name in NO_EFFECT if has_ignored else ():
         if name not in names:
             kind, default = (bool, False) if name in _SWITCHES else (str | None, None)
             ignored.append((name, kind, flag("AICB's; no effect", default=default, rare=True)))
     without_effect = _class("AICB's parameters without effect.", ignored)
-    bases = (GenerateOptions, settings, without_effect)
+    bases = (GenerateOptions, output, without_effect)
     cls: type[GenerateOptions] = _class(framework, [], *bases)
     return cls
+
+
+@functools.cache
+def settings_group(framework: str) -> type:
+    """Return the group of options that are a framework's settings."""
+    names = _names(GenerateOptions)
+    fields = RULES[framework].fields().items()
+    own = [_setting(name, field) for name, field in fields if name not in names]
+    group: type = _class(f"Settings of {framework}.", own)
+    return group
 
 
 def _class(title: str, fields: list[tuple[str, Any, Any]], *bases: type) -> Any:

@@ -5,7 +5,7 @@ transformer_layer.py (get_transformer_layer_offset) and transformer_config.py (r
 splits). Compared with a run of megatron-core (tests/data/megatron).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from stepmark.ground.errors import ConfigError
 from stepmark.workloads.rules.megatron.settings import Megatron, Plan
@@ -55,11 +55,21 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
                 " account_for_loss_in_pipeline_split)",
             )
         counted = total + embedding + loss
-        if counted % places:
+        last = 0 if embedding or loss else _last_stage(total, pp, chunks)
+        if counted % places and last:
+            sizes = _uneven(
+                replace(settings, decoder_last_pipeline_num_layers=last), total, pp, chunks
+            )
+            notes = (
+                f"{total} layers do not divide by {pp} stages: the last stage has {last},"
+                f" the others {sum(sizes[0])} each (--{_LAST} {last})".replace("_", "-"),
+            )
+        elif counted % places:
             raise ConfigError("pp", pp, _allowed(total, pp, chunks))
-        sizes = [[counted // places] * chunks for _ in range(pp)]
-        sizes[0][0] -= embedding
-        sizes[-1][-1] -= loss
+        else:
+            sizes = [[counted // places] * chunks for _ in range(pp)]
+            sizes[0][0] -= embedding
+            sizes[-1][-1] -= loss
     if sizes[0][0] < 0 or sizes[-1][-1] < 0:
         raise ConfigError("pp", pp, f"smaller, or vpp: {total} layers are too few")
     return _numbered(sizes), notes
@@ -118,14 +128,18 @@ def _allowed(total: int, pp: int, chunks: int) -> str:
     also = ", ".join(map(str, with_ends[:8]))
     if also:
         examples += f"; with embedding and head as a layer each {also}"
-    return f"{words} ({examples}); or {_uneven_hint(total, pp, chunks)}"
-
-
-def _uneven_hint(total: int, pp: int, chunks: int) -> str:
-    """Return flags of an uneven split, with a number where one flag is enough."""
     uneven = f"an uneven split by --{_FIRST} or --{_LAST}".replace("_", "-")
+    return f"{words} ({examples}); or {uneven}"
+
+
+def _last_stage(total: int, pp: int, chunks: int) -> int:
+    """Return the layers of a last stage with which the others have equally many; 0: none.
+
+    As large as the others can be, as in NVIDIA's recipe of DeepSeek-V3: 15 stages of 4 layers
+    and one of 1 (NVIDIA-NeMo/Megatron-Bridge, recipes/deepseek/deepseek_v3.py).
+    """
     for size in range(-(-total // pp), 0, -1):
         last = total - size * (pp - 1)
         if last > 0 and last % chunks == 0 and size % chunks == 0:
-            return f"{uneven}, e.g. {last}"
-    return uneven
+            return last
+    return 0

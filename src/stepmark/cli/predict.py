@@ -1,0 +1,38 @@
+"""stepmark predict: of a model as `train` runs it, of a workload, or of a framework's job."""
+
+from stepmark.cli.commands import Command
+from stepmark.cli.workload import framework_of
+from stepmark.ground.errors import ConfigError
+
+_DOC = "Predict a training step from measured parts or a data sheet"
+
+
+def command(words: list[str]) -> Command:
+    """Return the command, with the settings of the framework that the words name."""
+    framework = framework_of(words)
+    if not framework:
+        from stepmark.predictions.predict_options import PredictOptions  # noqa: PLC0415
+
+        return Command(
+            PredictOptions,
+            "stepmark.predictions.predict:run",
+            f"{_DOC}; --framework NAME: by its flags.",
+            "predict llama-3.1-70b --nproc 1024 --tp 8 --device h200",
+            "predict --from-run latest --what-if link=2x",
+            "predict workload.json --device h100-sxm",
+            "predict gpt-175b --framework megatron --nproc 1024 --tp 8 --pp 8 --device h100",
+        )
+    from stepmark.predictions import framework_job  # noqa: PLC0415
+    from stepmark.workloads.rules import find_rule  # noqa: PLC0415
+
+    try:
+        name = find_rule(framework)
+    except ConfigError as error:
+        raise ConfigError("--framework", error.value, error.allowed) from None
+    return Command(
+        framework_job.options_class(name),
+        "stepmark.predictions.predict:run_framework",
+        f"{_DOC}. The job is described as in `workload generate`; these are {name}'s settings.",
+        "predict llama-3.1-70b --framework megatron --nproc 256 --tp 4 --pp 4 --device h100",
+        "predict llama-3.1-8b --framework deepspeed --zero-stage 3 --nproc 64 --device a100",
+    )

@@ -1,0 +1,216 @@
+"""Systems of hosts and their networks: those of data/networks.toml, and files of users."""
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.units import parse_duration
+from stepmark.model.device import DeviceSpec
+from stepmark.model.network import Law, Network, Reduction, Tier
+from stepmark.model.network_options import NetworkChoice, NetworkOptions, parse_bits
+
+_IN_HOST = 8  # GPUs
+_CHANGES = ("gpus_per_host", "nics", "nic", "latency", "oversubscription")
+
+
+class _LawTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    latency: float
+    ramp: float
+    source: str
+    transfer: float = 1.0
+    links: tuple[str, ...] = ()
+    shares: dict[str, dict[int, float]] = {}
+
+
+class System(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+    """Hosts with NICs. Keys of networks.toml, which explains them, and of a user's file.
+
+    nic: bits/s such as "400G". latency: of a hop between hosts, beyond that of NCCL's tuner.
+    oversubscription: of links above a leaf, or of all NICs where leaf_gpus is not known.
+    """
+
+    nics: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    nic: str
+    gpus_per_host: Annotated[int, msgspec.Meta(ge=1, le=1024)] = _IN_HOST
+    leaf_gpus: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    latency: str | None = None
+    oversubscription: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
+    law: str = "rdma"
+    device: str = ""
+    aliases: tuple[str, ...] = ()
+    source: str = ""
+
+
+class _Tables(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
+    law: dict[str, _LawTable]
+    network: dict[str, System]
+
+
+@cache
+def _tables() -> _Tables:
+    text = files("stepmark").joinpath("data", "networks.toml").read_text(encoding="utf-8")
+    return msgspec.convert(tomllib.loads(text), _Tables, strict=False)
+
+
+def load_systems() -> Mapping[str, System]:
+    """Return the systems of networks.toml by name."""
+    return _tables().network
+
+
+def load_laws() -> Mapping[str, Law]:
+    """Return the constants of collectives by name."""
+    return {
+        name: Law(latency=law.latency, transfer=law.transfer, ramp=law.ramp, shares=law.shares)
+        for name, law in _tables().law.items()
+    }
+
+
+def law_of_links(device: DeviceSpec) -> Law:
+    """Return the constants of collectives inside a domain of the device's links."""
+    kind = device.link_kind or ""
+    for name, law in _tables().law.items():
+        if kind.startswith(law.links) and law.links:
+            return load_laws()[name]
+    return Law()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedSystem:
+    """A system and how a sentence names it."""
+
+    system: System
+    name: str
+    about: str = ""  # why it is this one
+
+
+def find_system(name: str) -> NamedSystem:
+    """Return a system by name or alias, or that of a file. Raises ConfigError."""
+    alias = name.strip().lower()
+    for key, system in load_systems().items():
+        if alias in (key, *system.aliases):
+            return NamedSystem(system=system, name=key)
+    if name.endswith(".toml") or Path(name).is_file():
+        return NamedSystem(system=_read(name), name=name)
+    others = [alias for system in load_systems().values() for alias in system.aliases]
+    raise not_one_of("network", name, [*load_systems()], "or a TOML file", others)
+
+
+def _read(name: str) -> System:
+    try:
+        table = tomllib.loads(Path(name).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError("network", name, f"a readable file ({error.strerror})") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("network", name, f"a TOML file ({error})") from None
+    try:
+        system = msgspec.convert(table, System)
+    except msgspec.ValidationError as error:
+        raise ConfigError("network", name, f"a file of a network: {error}") from None
+    if system.law not in load_laws():
+        raise not_one_of(f"{name}: law", system.law, [*load_laws()])
+    parse_bits(system.nic, f"{name}: nic")
+    return system
+
+
+def network_of(
+    device: DeviceSpec, num_gpus: int, options: NetworkOptions | None = None
+) -> Network | None:
+    """Return the network of a job of this many GPUs; None where its links are not known.
+
+    Without a network that is given, a job inside a host has the links of its device, and a
+    larger one those of the system in which the device is usually sold. Raises ConfigError.
+    """
+    given = options or NetworkChoice()
+    if device.link_bytes_per_s is None:
+        if given.network:
+            raise ConfigError("device", device.key, "a device whose links are known")
+        return None
+    inside = Tier(
+        name=device.link_kind or "links",
+        num_gpus=device.link_domain or _IN_HOST,
+        bytes_per_s=device.link_bytes_per_s,
+        law=law_of_links(device),
+    )
+    reduction = given.reduction
+    if reduction is None:
+        reduction = Reduction.NVLS if "nvls" in inside.law.shares else Reduction.NONE
+    named = _system_of(device, num_gpus, given)
+    if named is None:
+        return Network(
+            name=device.key,
+            tiers=(inside,),
+            gpus_per_host=inside.num_gpus or _IN_HOST,
+            reduction=reduction,
+        )
+    system = _changed(named.system, given)
+    if not device.link_domain:
+        inside = replace(inside, num_gpus=system.gpus_per_host)
+    return Network(
+        name=named.name,
+        tiers=(inside, *_outside(system)),
+        gpus_per_host=system.gpus_per_host,
+        reduction=reduction,
+        about=f"{named.name}: {_figures(system)}{named.about}",
+    )
+
+
+def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> NamedSystem | None:
+    """Return the system that is given, or the usual one of the device where one is needed."""
+    if given.network:
+        return find_system(given.network)
+    is_changed = any(getattr(given, name) is not None for name in _CHANGES)
+    if num_gpus <= (device.link_domain or _IN_HOST) and not is_changed:
+        return None
+    for name, system in load_systems().items():
+        if system.device == device.key:
+            about = f"; the usual one of {device.key}, because no --network is given"
+            return NamedSystem(system=system, name=name, about=about)
+    if given.nics and given.nic:
+        system = System(nics=given.nics, nic=f"{8 * given.nic / 1e9:g}G")
+        return NamedSystem(system=system, name="options")
+    allowed = f"one of {', '.join(load_systems())}, a TOML file, or --nics and --nic"
+    raise ConfigError("network", None, f"{allowed}: {device.key} has no usual one")
+
+
+def _figures(system: System) -> str:
+    """Return what a host has, in words."""
+    text = f"{system.gpus_per_host} GPUs and {system.nics} x {system.nic} a host"
+    if system.oversubscription > 1:
+        above = " above a leaf" if system.leaf_gpus else ""
+        text += f", oversubscribed {system.oversubscription:g} times{above}"
+    return text
+
+
+def _changed(system: System, given: NetworkOptions) -> System:
+    """Return the system with what options change."""
+    changes: dict[str, Any] = {name: getattr(given, name) for name in _CHANGES}
+    if given.nic is not None:
+        changes["nic"] = f"{8 * given.nic / 1e9:g}G"
+    if given.latency is not None:
+        changes["latency"] = f"{given.latency!r}s"
+    known = {name: value for name, value in changes.items() if value is not None}
+    return msgspec.structs.replace(system, **known)
+
+
+def _outside(system: System) -> tuple[Tier, ...]:
+    """Return the tiers outside the links of the GPUs."""
+    rate = system.nics * parse_bits(system.nic, "nic") / system.gpus_per_host
+    hop_s = parse_duration(system.latency, "latency") if system.latency else 0.0
+    whole = Tier(
+        name="network",
+        num_gpus=None,
+        bytes_per_s=rate / system.oversubscription,
+        law=load_laws()[system.law],
+        hop_s=hop_s,
+    )
+    if system.leaf_gpus is None:
+        return (whole,)
+    leaf = replace(whole, name="leaf", num_gpus=system.leaf_gpus, bytes_per_s=rate)
+    return leaf, replace(whole, name="spine")

@@ -1,0 +1,74 @@
+"""Predict a job of a framework's rules, as `stepmark workload generate` describes it."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from stepmark.ground.errors import ConfigError
+from stepmark.ground.options import flag
+from stepmark.model.network_options import NetworkOptions
+from stepmark.predictions.predict_options import Basis, PredictionFiles, PredictOptions
+from stepmark.step.workload import Workload
+from stepmark.workloads import workload_flags
+from stepmark.workloads.workload import generate
+from stepmark.workloads.workload_options import Experts, FrameworkChoice, Layout, Model
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrameworkJob(
+    FrameworkChoice, Model, Experts, Layout, Basis, NetworkOptions, PredictionFiles
+):
+    """stepmark predict --framework."""
+
+    models: tuple[str, ...] = flag(
+        "model name, config.json or FILE.py:function",
+        default=(),
+        argument=True,
+        metavar="MODEL",
+        names="model",
+    )
+    nproc: int | None = flag("ranks in all, as --world-size", "--nproc", "-n")
+
+
+@functools.cache
+def options_class(framework: str) -> type[FrameworkJob]:
+    """Return the options with the settings of a framework."""
+    cls: type[FrameworkJob] = dataclasses.make_dataclass(
+        "FrameworkJob",
+        [],
+        bases=(FrameworkJob, workload_flags.settings_group(framework)),
+        namespace={"__doc__": framework},
+        frozen=True,
+        kw_only=True,
+    )
+    return cls
+
+
+def workload_of(job: FrameworkJob) -> Workload:
+    """Return the workload of the job. Raises ConfigError."""
+    names = [*job.models, *([job.model] if job.model else [])]
+    if len(names) > 1:
+        raise ConfigError("model", ", ".join(names), "one model")
+    if job.nproc and job.world_size and job.nproc != job.world_size:
+        raise ConfigError("nproc", job.nproc, f"--world-size ({job.world_size})")
+    if job.from_run:
+        raise ConfigError(
+            "from-run", job.from_run, "left out: --framework says what the step is"
+        )
+    assert job.framework
+    cls = workload_flags.options_class(job.framework, has_ignored=False)
+    values = _values(job, cls)
+    values |= {"model": "".join(names) or None, "world_size": job.world_size or job.nproc}
+    return generate(cls(**values))
+
+
+def basis_of(job: FrameworkJob) -> PredictOptions:
+    """Return the options of a prediction of the job's workload."""
+    values = _values(job, Basis) | _values(job, NetworkOptions) | _values(job, PredictionFiles)
+    return PredictOptions(**{**values, "gbs": None})
+
+
+def _values(job: FrameworkJob, cls: type) -> dict[str, Any]:
+    names = {field.name for field in dataclasses.fields(cls)}
+    return {name: getattr(job, name) for name in names if hasattr(job, name)}

@@ -1,0 +1,75 @@
+"""stepmark predict --framework: as of the file that `workload generate` writes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stepmark.cli.main import status
+
+JOBS = {
+    "megatron": "llama-3.1-8b --tp 2 --pp 4 --gbs 32 --sp",
+    "deepspeed": "gpt2-1.5b --zero-stage 3 --mbs 2",
+    "fsdp": "llama-3.1-8b --pp 2 --gbs 32",
+}
+RANKS = "16"
+
+
+@pytest.mark.parametrize("framework", JOBS)
+def test_a_job_is_predicted_as_its_file(
+    framework: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, *flags = JOBS[framework].split()
+    job = ["--framework", framework, *flags]
+    file, answer = tmp_path / "w.json", tmp_path / "answer.json"
+    generate = ["workload", "generate", "--model", model, "--world-size", RANKS, *job]
+    assert status([*generate, "-o", str(file)]) == 0
+    device = ["--device", "h100", "--json", str(answer)]
+    assert status(["predict", str(file), *device]) == 0
+    of_file = json.loads(answer.read_text())
+    assert status(["predict", model, "--nproc", RANKS, *job, *device]) == 0
+    of_job = json.loads(answer.read_text())
+    assert of_job == of_file
+    assert of_job["tokens_per_s"]
+    assert of_job["mfu_pct"]
+    assert "dgx-h100: 8 GPUs and 8 x 400G a host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("--framework megatrom", "--framework megatrom is invalid: did you mean megatron"),
+        ("--framework fsdp --zero-stage 3", "--zero-stage"),
+        ("--framework megatron --gbs 7", "--gbs 7 is invalid: it must be a multiple of"),
+        ("--framework megatron --from-run latest", "--framework says what the step is"),
+        (
+            "--framework megatron --world-size 8",
+            "--nproc 16 is invalid: it must be --world-size",
+        ),
+        ("--framework megatron llama-3.1-8b", "one model"),
+        ("--framework megatron --device nothing", "--device nothing is invalid"),
+        ("--framework megatron --mbs 2 --scale 3", "--scale 3 is invalid"),
+    ],
+)
+def test_a_wrong_job_is_refused(
+    words: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        status(["predict", "gpt2-125m", "--nproc", RANKS, "--device", "h100", *words.split()])
+        == 2
+    )
+    error = capsys.readouterr().err
+    assert expected in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_tensor_parallelism_across_hosts_is_slower_than_inside(tmp_path: Path) -> None:
+    def step_s(tp: int, pp: int) -> float:
+        answer = tmp_path / "answer.json"
+        words = f"gpt-175b --framework megatron --nproc 1024 --tp {tp} --pp {pp} --gbs 1536"
+        more = ["--device", "h100-sxm", "--network", "dgx-h100", "--json", str(answer)]
+        assert status(["predict", *words.split(), *more]) == 0
+        seconds: float = json.loads(answer.read_text())["step_s"]
+        return seconds
+
+    assert step_s(16, 4) > 1.1 * step_s(8, 8)
