@@ -360,10 +360,10 @@ def test_a_device_may_be_a_file(tmp_path: Path) -> None:
         ("speed = 3\n[peak_flops_per_s]\nbf16 = 1e12\n", "unknown field speed"),
         ("hbm_bytes = 3\n", "missing peak_flops_per_s"),
         ("[peak_flops_per_s]\nbf16 = -1\n", "not a positive number"),
-        ("nonsense", "a file of a device"),
+        ("nonsense", "a TOML file"),
     ):
         path.write_text(text)
         with pytest.raises(ConfigError, match=expected):
             find_device_by_alias(str(path))
-    with pytest.raises(ConfigError, match="a readable file"):
+    with pytest.raises(ConfigError, match="a file that exists"):
         find_device_by_alias(str(tmp_path / "none.toml"))

@@ -7,12 +7,13 @@ import os
 import re
 import select
 import stat
+import tomllib
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.files import descriptor_of
@@ -140,6 +141,14 @@ def read_head(path: Path, limit: int = 65536, field: str = "file") -> bytes:
         while piece := stream.read(min(_PIECE_BYTES, limit - data.tell())):
             data.write(piece)
     return data.getvalue()
+
+
+def read_toml(path: Path, field: str) -> dict[str, Any]:
+    """Return the table of a TOML file. Raise ConfigError for other content."""
+    try:
+        return tomllib.loads(read_whole(path, field).decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(field, path, f"a TOML file ({str(error)[:100]})") from None
 
 
 def read_npy(path: Path, field: str) -> "np.ndarray":

@@ -14,6 +14,7 @@ from typing import Any
 
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.read_text import read_toml
 
 _PEAK = "peak_flops_per_s"
 _CLOCK_OF = "rated_clock_hz_of"
@@ -124,12 +125,10 @@ def _read_device(path: Path) -> DeviceSpec:
 
     It has the keys of a table of hardware.toml; only peak_flops_per_s has to be given.
     """
+    table = read_toml(path, "device")
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
         defaults = {"names": [path.stem], "vendor": "nvidia", "device_is": "one GPU"}
         device = _device(path.stem, {**defaults, **table}, needs_sources=False)
-    except OSError as error:
-        raise ConfigError("device", path, f"a readable file ({error.strerror})") from None
     except ValueError as error:
         raise ConfigError("device", path, f"a file of a device: {error}") from None
     others = [spec for name in device.names if (spec := find_device(name))]

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.ground.read_text import read_toml
 from stepmark.ground.units import parse_duration
 from stepmark.model.device import DeviceSpec
 from stepmark.model.network import Law, Network, Reduction, Tier
@@ -103,12 +104,7 @@ def find_system(name: str) -> NamedSystem:
 
 
 def _read(name: str) -> System:
-    try:
-        table = tomllib.loads(Path(name).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError("network", name, f"a readable file ({error.strerror})") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError("network", name, f"a TOML file ({error})") from None
+    table = read_toml(Path(name), "network")
     try:
         system = msgspec.convert(table, System)
     except msgspec.ValidationError as error:
