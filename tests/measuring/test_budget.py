@@ -141,6 +141,13 @@ def test_a_short_call_or_another_backend_tells_nothing(clock: FakeClock) -> None
     assert bench.begun == list(seconds), "by its rate the large product would take hours"
 
 
+def test_a_faster_call_corrects_the_rate(clock: FakeClock) -> None:
+    """A busy host interrupts a small product for 11 ms."""
+    seconds = {gemm(size=16): 0.055, gemm(size=32): 0.001, gemm(size=1024): 1.0}
+    _, _, bench = spent(clock, list(seconds), seconds.__getitem__, 50.0)
+    assert bench.begun == list(seconds)
+
+
 def test_without_a_budget_everything_is_measured(clock: FakeClock) -> None:
     cases = [gemm(size=16 * i) for i in range(1, 5)]
     _, records, _ = spent(clock, cases, lambda case: 1e6, math.inf)
