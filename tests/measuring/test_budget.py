@@ -141,9 +141,12 @@ def test_a_short_call_or_another_backend_tells_nothing(clock: FakeClock) -> None
     assert bench.begun == list(seconds), "by its rate the large product would take hours"
 
 
-def test_a_faster_call_corrects_the_rate(clock: FakeClock) -> None:
+@pytest.mark.parametrize(
+    "sizes_s", [{16: 0.055, 32: 0.001, 1024: 1.0}, {512: 0.1, 16: 0.055, 1024: 1.0}]
+)
+def test_a_faster_call_corrects_the_rate(sizes_s: dict[int, float], clock: FakeClock) -> None:
     """A busy host interrupts a small product for 11 ms."""
-    seconds = {gemm(size=16): 0.055, gemm(size=32): 0.001, gemm(size=1024): 1.0}
+    seconds = {gemm(size=size): seconds for size, seconds in sizes_s.items()}
     _, _, bench = spent(clock, list(seconds), seconds.__getitem__, 50.0)
     assert bench.begun == list(seconds)
 

@@ -216,8 +216,7 @@ def _run_case(
         call_s = min((min(own) for own in record.samples.seconds if own), default=0.0)
         # On a busy host a call of little work may be long, too: a faster one corrects it.
         if work and (call_s >= _LONG_CALL_S or kind in seconds_per_work):
-            known = seconds_per_work.get(kind, math.inf)
-            seconds_per_work[kind] = min(known, call_s / work)
+            seconds_per_work[kind] = min(call_s / work, seconds_per_work.get(kind, math.inf))
         return record
     except CaseFailedError as error:
         if error.cause == "budget":
