@@ -141,6 +141,16 @@ def test_a_short_call_or_another_backend_tells_nothing(clock: FakeClock) -> None
     assert bench.begun == list(seconds), "by its rate the large product would take hours"
 
 
+@pytest.mark.parametrize(
+    "sizes_s", [{16: 0.055, 32: 0.001, 1024: 1.0}, {512: 0.1, 16: 0.055, 1024: 1.0}]
+)
+def test_a_faster_call_corrects_the_rate(sizes_s: dict[int, float], clock: FakeClock) -> None:
+    """A busy host interrupts a small product for 11 ms."""
+    seconds = {gemm(size=size): seconds for size, seconds in sizes_s.items()}
+    _, _, bench = spent(clock, list(seconds), seconds.__getitem__, 50.0)
+    assert bench.begun == list(seconds)
+
+
 def test_without_a_budget_everything_is_measured(clock: FakeClock) -> None:
     cases = [gemm(size=16 * i) for i in range(1, 5)]
     _, records, _ = spent(clock, cases, lambda case: 1e6, math.inf)
