@@ -48,7 +48,11 @@ STEPS = "h100-x4-predictions-1"
 # A last digit may differ between processors: sums of numpy are ordered by vector length.
 TOLERANCE = 1e-9
 # Folders of scripts; a line says that a program reads, if that takes more than 2 s.
-UNSTEADY = {r"/\w+/tmp\w+": "TEMP", r"# reading .* \.\.\.\n": ""}
+UNSTEADY = {
+    r"/\w+/tmp\w+": "TEMP",
+    r"# reading .* \.\.\.\n": "",
+    r", \d+ days? ago": ", DAYS ago",  # of a run whose parts are used
+}
 NUMBER = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
 

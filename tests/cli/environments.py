@@ -170,7 +170,8 @@ def _problems(one: Environment, code: int | None, text: str, cwd: Path) -> Itera
         yield f"it writes {match[0]!r}"
     if not re.search(one.says, text):
         yield f"it does not say {one.says!r}"
-    lines = [line for path in cwd.rglob("records.jsonl") for line in path.open()]
+    records = [path.read_text() for path in cwd.rglob("records.jsonl")]
+    lines = [line for each in records for line in each.splitlines(keepends=True)]
     if not all(line.endswith("\n") for line in lines):
         yield "half a record"
     num_measured = sum('"kind":"measured"' in line for line in lines)

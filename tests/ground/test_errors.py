@@ -51,7 +51,7 @@ def test_what_is_missing_has_no_nearest() -> None:
         (ImportError("libtorch.so: failed to map segment from shared object"), "ulimit -v"),
         (
             RuntimeError("[enforce fail at a/b.cc:212] ifa. Unable to find interface: [::1]"),
-            "ifa. Unable to find interface: [::1]: ranks need the network interface lo",
+            "ifa. Unable to find interface: [::1]: its network interface is down",
         ),
         (FileNotFoundError(errno.ENOENT, "No usable temporary directory found"), "TMPDIR"),
         (OSError(errno.EIO, os.strerror(errno.EIO), "f"), "[Errno 5] Input/output error: 'f'"),

@@ -113,7 +113,7 @@ def _sentence(field: str, value: str, allowed: str) -> str:
 
 # What the text of an error says has run out, whoever raised it, and what to do.
 _SHORTAGES = {
-    "no space left|quota": "free some space, or write to another place (--out, TMPDIR)",
+    "no space left|disk quota": "free some space, or write to another place (--out, TMPDIR)",
     "file too large": "raise the limit of the size of files (ulimit -f)",
     "too many open files": "raise the limit of open files (ulimit -n)",
     "allocate memory|map segment|memoryerror|bad_alloc": (
@@ -122,7 +122,7 @@ _SHORTAGES = {
     r"new thread|\[Errno 11\] Resource temp": (
         "raise the limit of processes and threads (ulimit -u)"
     ),
-    "find interface": "ranks need the network interface lo: ip link set lo up",
+    "find interface": "its network interface is down (lo of 127.0.0.1: ip link set lo up)",
     "usable temporary": "set TMPDIR to a folder that can be written",
     "surrogates not allowed": "names, options and the locale (LANG) must be UTF-8",
 }

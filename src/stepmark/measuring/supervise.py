@@ -15,6 +15,7 @@ from stepmark.ground.errors import EXIT_CODES, worst
 from stepmark.ground.signals import catching
 from stepmark.ground.units import ranks_text
 from stepmark.ground.waiting import wait_until
+from stepmark.measuring.heartbeat import SET_UP_S
 from stepmark.measuring.leader import JoinInterrupted, LostHostError
 from stepmark.measuring.workers import Workers
 
@@ -162,7 +163,7 @@ def supervise(
     *,
     num_cases: int,
     on_failure: Callable[[RankFailure], bool],
-    start_s: float,
+    start_s: float = SET_UP_S,
 ) -> int:
     """Run `python -m MODULE PLAN ARGUMENTS` on num_ranks ranks; return the worst exit code.
 
