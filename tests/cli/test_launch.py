@@ -268,6 +268,13 @@ def test_a_script_holds_no_secret(pair: str) -> None:
     assert "Zq7xJ2vK" not in err
 
 
+def test_a_command_in_a_script_holds_no_secret() -> None:
+    code, out, err = called(*SLURM, "--", "train", "--model", "https://me:Zq7xJ2vK@host/a")
+    assert (code, out) == (2, "")
+    assert "without a secret: pass it by --export NAME" in err
+    assert "Zq7xJ2vK" not in err
+
+
 def test_a_variable_that_is_passed_is_set_where_the_job_is_submitted(
     programs: Programs, monkeypatch: pytest.MonkeyPatch
 ) -> None:

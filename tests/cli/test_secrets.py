@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from stepmark.cases.plan import Plan
 from stepmark.cases.record import Failed
 from stepmark.cases.sweep import Outcome
+from stepmark.cli import main
 from stepmark.comparison.sweep import notes
 from stepmark.comparison.sweep import settings as swept
 from stepmark.findings.finding import Evidence, Finding, Severity
+from stepmark.ground.errors import StepmarkError
 from stepmark.ground.redaction import REDACTED
 from stepmark.measuring import child
 from stepmark.store import sweeps
@@ -71,6 +73,17 @@ def test_a_run_and_its_pages(tmp_path: Path) -> None:
     assert with_secret(tmp_path) == []
     for done in (ran, *shown):
         assert SECRET not in done.stdout + done.stderr, done.args
+
+
+@pytest.mark.ranks
+def test_a_command_line_in_files(tmp_path: Path) -> None:
+    # The name of a folder stays in paths, but not in what is kept of the command line.
+    ran = stepmark(*COMM, "-n", "1", "--out", "a?sig=Wb4of", "-J", "nccl.json", cwd=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    (run,) = (tmp_path / "a?sig=Wb4of").glob("*")
+    assert f"--out 'a?sig={REDACTED}'" in json.loads((run / "run.json").read_text())["command"]
+    assert f"a?sig={REDACTED}" in json.loads((tmp_path / "nccl.json").read_text())["args"]
+    assert "Wb4of" not in (run / "run.json").read_text() + (tmp_path / "nccl.json").read_text()
 
 
 def test_a_plan_has_no_secret_of_its_command_line() -> None:
@@ -194,6 +207,17 @@ def test_refusals_do_not_quote_a_secret(tmp_path: Path) -> None:
         assert done.returncode == 2
         assert SECRET not in done.stdout + done.stderr
         assert REDACTED in done.stderr
+
+
+def test_no_error_quotes_a_secret(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(words: list[str]) -> int:
+        raise StepmarkError(f"cannot read {URL}")
+
+    monkeypatch.setattr(main, "_code", fail)
+    assert main.status([]) == 1
+    assert SECRET not in capsys.readouterr().err
 
 
 def test_failures_and_quoted_lines() -> None:
