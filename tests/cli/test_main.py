@@ -177,7 +177,7 @@ def test_bad_input_is_one_line_and_two(arguments: list[str], word: str, tmp_path
 
 def test_a_bad_argument_is_not_called_a_flag() -> None:
     _, _, err = called(["predict", "none.json", "--device", "h200"])
-    assert "model none.json is invalid: it must be a readable file" in err
+    assert "model none.json is invalid: it must be a file that exists" in err
     assert "--model" not in err
 
 

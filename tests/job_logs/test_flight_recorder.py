@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -390,6 +391,20 @@ def test_a_pickle_that_runs_code_runs_none(tmp_path: Path) -> None:
     assert not mark.exists()
 
 
+def doubled(twice: Callable[[object], object]) -> object:
+    """Return a value that holds another twice, which holds another twice, 40 times over."""
+    value: object = 1
+    for _ in range(40):
+        value = twice(value)
+    return value
+
+
+def test_frames_that_entries_share_are_read() -> None:
+    frames = [{"name": f"f{number}", "filename": "a.py", "line": 1} for number in range(60)]
+    document = {"entries": [{"id": number, "frames": frames[:]} for number in range(5000)]}
+    assert restricted_pickle.load(pickle.dumps(document), "x") == document
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -398,8 +413,14 @@ def test_a_pickle_that_runs_code_runs_none(tmp_path: Path) -> None:
         b"\x80\x04\x8e\xff\xff\xff\xff\xff\xff\xff\x7f.",
         b"\x80\x04" + b"(" * 100_000 + b".",
         b"\x80\x04" + b"]" * 100_000 + b"a" * 99_999 + b".",
+        pickle.dumps({"entries": [{"pg_id": doubled(lambda one: {"a": one, "b": one})}]}),
+        pickle.dumps({"entries": [{"pg_id": doubled(lambda one: (one, one))}]}),
+        # The hash of a key visits each of the values that its tuples share.
+        b"\x80\x04}K\x01K\x02\x86\x94"
+        + b"".join(b"h%ch%c\x86\x94" % (number, number) for number in range(40))
+        + b"Ns.",
     ],
-    ids=["memo", "integer", "bytes", "marks", "depth"],
+    ids=["memo", "integer", "bytes", "marks", "depth", "dicts", "tuples", "key"],
 )
 def test_pickle_bombs(data: bytes) -> None:
     with pytest.raises(ConfigError):

@@ -140,7 +140,7 @@ REFUSED = {
     f"{SHEET} --mbs 1,2": "mbs 1,2 is invalid: it must be one value",
     f"{SHEET} --strategy ddp,fsdp": "strategy ddp,fsdp is invalid: it must be one value",
     "llama-3.1-8b --device h200": "nproc is missing: give the number of ranks",
-    "nosuch.json --device h200": "model nosuch.json is invalid: it must be a readable file",
+    "nosuch.json --device h200": "model nosuch.json is invalid: it must be a file that exists",
     f"{SHEET} --text": "does not change a prediction",
     f"{SHEET} --force": "only with --calibration",
     f"{SHEET} --fp8": "add --no-fp8-all-gather",

@@ -154,6 +154,31 @@ def test_a_corrupt_line_in_the_middle_is_named_and_left_out(tmp_path: Path) -> N
     assert "\n" not in note
 
 
+@pytest.mark.parametrize("depth", [200, 100_000])
+def test_a_record_that_nests_too_deep_is_left_out(tmp_path: Path, depth: int) -> None:
+    path = write(tmp_path, measured(4), measured(8))
+    file = path / "records.jsonl"
+    first, second = file.read_bytes().splitlines(keepends=True)
+    nested = b'"checks":' + b"[" * depth + b"]" * depth + b","
+    deep = first.replace(b"{", b"{" + nested, 1)
+    file.write_bytes(deep + second)
+    found = reader.read(path)
+    assert found.records == [measured(8)]
+    assert "records.jsonl:1: " in found.notes[0]
+    assert "deeper than 100 levels" in found.notes[0]
+
+
+def test_what_follows_very_many_damaged_lines_is_not_read(tmp_path: Path) -> None:
+    path = write(tmp_path, measured(4), measured(8))
+    file = path / "records.jsonl"
+    first, second = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(first + b"{}\n" * 10_001 + second)
+    found = reader.read(path)
+    assert found.records == [measured(4)]
+    assert "10002 of 10003 records cannot be read" in found.notes[0]
+    assert "lines from 10003 on are not read" in found.notes[0]
+
+
 def test_resume_redoes_what_failed(tmp_path: Path) -> None:
     path = write(tmp_path, failed(4), measured(8), measured(12), failed(12))
     writer, done = RunWriter.resume(path, ENVIRONMENT)

@@ -102,7 +102,7 @@ def check_field(
         (b"3", "top level"),
         (b"[1]", "[0] 1 is invalid: it must be an object"),
         (b"[NaN]", "JSON"),
-        (b"[" * 100_000, "too deeply nested"),
+        (b"[" * 100_000, "JSON (it nests deeper than 100 levels)"),
         (b"", "JSON"),
         (random.Random(0).randbytes(2**20), "JSON"),
     ],

@@ -205,8 +205,8 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
     damaged = []
     for number, line in enumerate(complete, 1):
         if len(damaged) > _MAX_DAMAGED:
-            left_out = len(complete) - number + 1
-            damaged += [f"lines from {number} on are not read"] * left_out
+            damaged[0] += f"; lines from {number} on are not read"
+            damaged += [""] * (len(complete) - number + 1)
             break
         try:
             record = codec.decode(line)
