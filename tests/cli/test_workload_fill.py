@@ -45,7 +45,7 @@ def _filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("filled")
     for line in (
         f"generate {TINY} --scale tiny -o w.json",
-        f"fill w.json {CPU} --budget 30s -o filled.json",  # time for all of them
+        f"fill w.json {CPU} --budget 20s -o filled.json",  # time for all of them
     ):
         done = stepmark("workload", *shlex.split(line), cwd=folder)
         assert done.returncode == 0, done.stderr
@@ -159,7 +159,7 @@ class TestMeasured:
         }
 
     def test_an_aiob_profile_is_written_and_read_back(self, run: Program) -> None:
-        done = run(f"fill w.json {CPU} --budget 30s --to aiob -o profile.txt")
+        done = run(f"fill w.json {CPU} --budget 20s --to aiob -o profile.txt")
         assert done.code == 0, done.err
         profile, samples = aiob.read(Path("profile.txt")), samples_of(only_run(Path("runs")))
         sections = {
