@@ -2,13 +2,11 @@
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
-
-import msgspec
+from typing import Any
 
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.ground.read_text import read_toml
@@ -21,63 +19,82 @@ _IN_HOST = 8  # GPUs
 _CHANGES = ("gpus_per_host", "nics", "nic", "latency", "oversubscription")
 
 
-class _LawTable(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
-    latency: float
-    ramp: float
-    source: str
-    transfer: float = 1.0
-    links: tuple[str, ...] = ()
-    shares: dict[str, dict[int, float]] = {}
+# Whole numbers but for the last one, from 1 on.
+_MOST = {"nics": 1024, "gpus_per_host": 1024, "leaf_gpus": 2**24, "oversubscription": 1000.0}
+_TEXTS = ("nic", "latency", "law", "device", "source")
 
 
-class System(msgspec.Struct, forbid_unknown_fields=True, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class System:
     """Hosts with NICs. Keys of networks.toml, which explains them, and of a user's file.
 
     nic: bits/s such as "400G". latency: of a hop between hosts, beyond that of NCCL's tuner.
     oversubscription: of links above a leaf, or of all NICs where leaf_gpus is not known.
     """
 
-    nics: Annotated[int, msgspec.Meta(ge=1, le=1024)]
+    nics: int
     nic: str
-    gpus_per_host: Annotated[int, msgspec.Meta(ge=1, le=1024)] = _IN_HOST
-    leaf_gpus: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    gpus_per_host: int = _IN_HOST
+    leaf_gpus: int | None = None
     latency: str | None = None
-    oversubscription: Annotated[float, msgspec.Meta(ge=1, le=1000)] = 1.0
+    oversubscription: float = 1.0
     law: str = "rdma"
     device: str = ""
     aliases: tuple[str, ...] = ()
     source: str = ""
 
 
-class _Tables(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
-    law: dict[str, _LawTable]
-    network: dict[str, System]
+def _system(table: Mapping[str, Any]) -> System:
+    """Return the system of a table. Raise ValueError that names the malformed key."""
+    if unknown := table.keys() - {field.name for field in fields(System)}:
+        raise ValueError(f"unknown field {', '.join(sorted(unknown))}")
+    if missing := {"nics", "nic"} - table.keys():
+        raise ValueError(f"missing {', '.join(sorted(missing))}")
+    for name in table.keys() & _MOST.keys():
+        most, value = _MOST[name], table[name]
+        kinds = (int,) if isinstance(most, int) else (int, float)
+        if type(value) not in kinds or not 1 <= value <= most:
+            raise ValueError(f"{name} {value!r} is not a number from 1 to {most}")
+    for name in table.keys() & {*_TEXTS}:
+        if not isinstance(table[name], str):
+            raise ValueError(f"{name} {table[name]!r} is not a text")
+    return System(**{**table, "aliases": tuple(table.get("aliases", ()))})
 
 
 @cache
-def _tables() -> _Tables:
+def _tables() -> dict[str, Any]:
     text = files("stepmark").joinpath("data", "networks.toml").read_text(encoding="utf-8")
-    return msgspec.convert(tomllib.loads(text), _Tables, strict=False)
+    return tomllib.loads(text)
 
 
+@cache
 def load_systems() -> Mapping[str, System]:
     """Return the systems of networks.toml by name."""
-    return _tables().network
+    return {name: _system(table) for name, table in _tables()["network"].items()}
 
 
+@cache
 def load_laws() -> Mapping[str, Law]:
     """Return the constants of collectives by name."""
     return {
-        name: Law(latency=law.latency, transfer=law.transfer, ramp=law.ramp, shares=law.shares)
-        for name, law in _tables().law.items()
+        name: Law(
+            latency=law["latency"],
+            transfer=law.get("transfer", 1.0),
+            ramp=law["ramp"],
+            shares={
+                kind: {int(ranks): share for ranks, share in shares.items()}
+                for kind, shares in law.get("shares", {}).items()
+            },
+        )
+        for name, law in _tables()["law"].items()
     }
 
 
 def law_of_links(device: DeviceSpec) -> Law:
     """Return the constants of collectives inside a domain of the device's links."""
     kind = device.link_kind or ""
-    for name, law in _tables().law.items():
-        if kind.startswith(law.links) and law.links:
+    for name, law in _tables()["law"].items():
+        if any(map(kind.startswith, law.get("links", ()))):
             return load_laws()[name]
     return Law()
 
@@ -106,8 +123,8 @@ def find_system(name: str) -> NamedSystem:
 def _read(name: str) -> System:
     table = read_toml(Path(name), "network")
     try:
-        system = msgspec.convert(table, System)
-    except msgspec.ValidationError as error:
+        system = _system(table)
+    except ValueError as error:
         raise ConfigError("network", name, f"a file of a network: {error}") from None
     if system.law not in load_laws():
         raise not_one_of(f"{name}: law", system.law, [*load_laws()])
@@ -192,7 +209,7 @@ def _changed(system: System, given: NetworkOptions) -> System:
     if given.latency is not None:
         changes["latency"] = f"{given.latency!r}s"
     known = {name: value for name, value in changes.items() if value is not None}
-    return msgspec.structs.replace(system, **known)
+    return replace(system, **known)
 
 
 def _outside(system: System) -> tuple[Tier, ...]:
