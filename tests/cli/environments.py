@@ -3,7 +3,6 @@
 `python -m tests.cli.environments [PATTERN ...]` prints how each ends.
 """
 
-import fcntl
 import os
 import re
 import shutil
@@ -13,14 +12,13 @@ import tempfile
 import time
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from stepmark.ground import processes
-from stepmark.measuring import heartbeat
 
 from .process import ROOT, command, environment
 
@@ -120,7 +118,6 @@ def carry_out(one: Environment, cwd: Path) -> Outcome:
     """Run the command in its environment, and judge how it ended."""
     mark = (_MARK, cwd.name)
     own = {_MARK: cwd.name, "TMPDIR": str(cwd / "tmp"), "HOME": str(cwd)}
-    before = set(_abandoned())
     begin_s = time.monotonic()
     with (cwd / "tmp.out").open("wb") as out, (cwd / "tmp.err").open("wb") as err:
         process = subprocess.Popen(
@@ -138,7 +135,7 @@ def carry_out(one: Environment, cwd: Path) -> Outcome:
         try:
             code = process.wait(one.limit_s)
             left = [each.name() for each in processes.marked(*mark)]
-            folders = [*(cwd / "tmp").glob("stepmark-*"), *(set(_abandoned()) - before)]
+            folders = [*(cwd / "tmp").glob("stepmark-*")]
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -150,14 +147,6 @@ def carry_out(one: Environment, cwd: Path) -> Outcome:
     problems = [*_problems(one, code, text, cwd)]
     problems += [f"left behind: {what}" for what in (*left, *folders)]
     return Outcome(code=code, text=text, seconds=seconds, problems=problems)
-
-
-def _abandoned() -> Iterator[Path]:
-    """Yield the folders in /dev/shm whose parent has ended."""
-    for owner in heartbeat.MEMORY.glob("stepmark-ranks-*/owner"):
-        with suppress(OSError), owner.open() as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield owner.parent
 
 
 def _problems(one: Environment, code: int | None, text: str, cwd: Path) -> Iterator[str]:
