@@ -192,7 +192,7 @@ def _read_lines(path: Path) -> tuple[list[Record], list[bytes], list[str]]:
     *complete, rest = text.split(b"\n")
     records = []
     lines = []
-    damaged = []
+    damaged: list[str] = []
     for number, line in enumerate(complete, 1):
         if len(damaged) > _MAX_DAMAGED:
             damaged[0] += f"; lines from {number} on are not read"
