@@ -47,7 +47,7 @@ def test_a_descriptor_of_this_process_is_read() -> None:
 def test_a_gzip_bomb_is_refused_before_it_is_unpacked(tmp_path: Path) -> None:
     path = tmp_path / "bomb.gz"
     path.write_bytes(gzip.compress(b"text\n") + gzip.compress(bytes(2**20)) * 4000)
-    with pytest.raises(ConfigError, match=f"at most {MAX_RATIO} times"):
+    with pytest.raises(ConfigError, match=f"more than {MAX_RATIO} times"):
         read_whole(path, "file")
 
 

@@ -1,6 +1,7 @@
 """Read files, plain or gzip, up to a size: a small file can unpack to terabytes."""
 
 import codecs
+import errno
 import gzip
 import io
 import os
@@ -42,19 +43,19 @@ def open_file(path: Path, field: str = "file") -> BufferedReader:
     """
     stream = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     mode = os.fstat(stream.fileno()).st_mode
-    is_own = descriptor_of(path) is not None  # such as /dev/stdin
-    if not (stat.S_ISREG(mode) or is_own):
-        waiting = stat.S_ISFIFO(mode) and select.select([stream], [], [], _FIRST_DATA_S)[0]
-        if not waiting:
-            stream.close()
-            allowed = "a regular file, or a pipe to which a process writes"
-            raise ConfigError(field, path, allowed)
+    if not (
+        stat.S_ISREG(mode)
+        or descriptor_of(path) is not None  # such as /dev/stdin
+        or (stat.S_ISFIFO(mode) and select.select([stream], [], [], _FIRST_DATA_S)[0])
+    ):
+        stream.close()
+        raise ConfigError(field, path, "a file, or a pipe to which a process writes")
     os.set_blocking(stream.fileno(), True)
     return stream
 
 
 class _Unpacked(io.RawIOBase):
-    """The content of a gzip file. Reading raises UnpackedError where it is a bomb."""
+    """The content of a gzip file. Reading raises OSError where it is a bomb."""
 
     def __init__(self, packed: BufferedReader) -> None:
         self._packed = packed
@@ -70,17 +71,10 @@ class _Unpacked(io.RawIOBase):
         return count
 
 
-class UnpackedError(Exception):
-    """A gzip file unpacks to more than those of real jobs."""
-
-    def __init__(self) -> None:
-        super().__init__(f"it unpacks to more than {MAX_RATIO} times its size")
-
-
 def check_ratio(packed_bytes: int, unpacked_bytes: int) -> None:
-    """Raise UnpackedError if this much of a gzip file unpacked to so much."""
+    """Raise OSError if this much of a gzip file unpacked to more than files of real jobs do."""
     if unpacked_bytes > max(_SMALL_BYTES, MAX_RATIO * packed_bytes):
-        raise UnpackedError
+        raise OSError(errno.EFBIG, f"it unpacks to more than {MAX_RATIO} times its size")
 
 
 @contextmanager
@@ -105,9 +99,6 @@ def readable(path: Path, field: str) -> Iterator[None]:
         raise ConfigError(field, path, "a file, not a folder") from None
     except (EOFError, zlib.error, gzip.BadGzipFile):
         raise ConfigError(field, path, "a complete gzip file") from None
-    except UnpackedError:
-        allowed = f"a gzip file that unpacks to at most {MAX_RATIO} times its size"
-        raise ConfigError(field, path, allowed) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "no such name"
         raise ConfigError(field, path, f"a file that can be read ({reason})") from None
@@ -155,12 +146,10 @@ def read_npy(path: Path, field: str) -> "np.ndarray":
     """Return the array of a .npy file without objects. Raise ConfigError for other content."""
     import numpy as np  # noqa: PLC0415
 
-    data = read_whole(path, field)
     try:
-        return np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+        return np.lib.format.read_array(io.BytesIO(read_whole(path, field)))
     except (ValueError, EOFError, MemoryError, OverflowError) as error:
-        allowed = f"a readable .npy ({str(error)[:100]})"
-        raise ConfigError(field, path, allowed) from None
+        raise ConfigError(field, path, f"a readable .npy ({str(error)[:100]})") from None
 
 
 def read_text(path: Path) -> str:

@@ -91,7 +91,7 @@ _OF_RUNS: tuple[Column[Run], ...] = (
 )
 
 
-_CONFIG: dict[str, str | bool | int | float | list[str]] = {
+_CONFIG: dict[str, Any] = {
     "allow_persistent_secrets": "false",
     "python_enable_replacements": "false",  # names of Python's variables are no tables
     "temp_directory": "",

@@ -5,11 +5,11 @@ build an object, and none may make the reader allocate memory for what is not in
 """
 
 import io
-import itertools
 import pickle
 import pickletools
 import warnings
-from collections.abc import Iterable
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from stepmark.ground.errors import ConfigError
@@ -32,6 +32,7 @@ _PLAIN = frozenset(
 _NAMES_A_CLASS = ("GLOBAL", "INST")
 # Values of a dump, counted as often as they are used: entries share the dicts of their frames.
 _LEAST_VALUES, _VALUES_PER_BYTE = 500_000, 20
+_Level = dict[int, tuple[Collection[object], int]]
 _CONTAINERS = (dict, list, tuple, set, frozenset)
 MAX_LONG_BYTES = 64  # no field of a dump is a longer integer
 # The standard library raises these for a file that is no pickle.
@@ -56,23 +57,24 @@ def load(data: bytes, file: str) -> object:
 
     Raises ConfigError that names a foreign class, or says that the pickle is incomplete.
     """
+    limit = _LEAST_VALUES + _VALUES_PER_BYTE * len(data)
     try:
         with warnings.catch_warnings():
             # pickletools warns of odd escapes in the file's strings.
             warnings.simplefilter("ignore", DeprecationWarning)
-            _check(data)
+            _check(data, limit)
             value = _PlainUnpickler(io.BytesIO(data)).load()
-            _check_tree(value, _max_values(data))
+            _check_tree(value, limit)
     except _MALFORMED as error:
         reason = str(error) or type(error).__name__
         raise ConfigError("file", file, f"a whole pickle ({reason[:120]})") from None
     return value
 
 
-def _check(data: bytes) -> None:
+def _check(data: bytes, limit: int) -> None:
     """Refuse before running. Raises ConfigError, or ValueError for what is no pickle."""
     texts: list[str] = []  # the last two strings: the operands of STACK_GLOBAL
-    sizes = _Sizes(_max_values(data))
+    sizes = _Sizes(limit)
     for num_ops, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         name = opcode.name
         if name in _NAMES_A_CLASS:
@@ -91,10 +93,7 @@ def _check(data: bytes) -> None:
         sizes.run(opcode, argument)
 
 
-def _max_values(data: bytes) -> int:
-    return _LEAST_VALUES + _VALUES_PER_BYTE * len(data)
-
-
+@dataclass(slots=True)
 class _Sizes:
     """Numbers of values in the objects on the stack of a pickle, counted as often as used.
 
@@ -102,44 +101,40 @@ class _Sizes:
     them. Lists and dicts that change after a reference was stored are left to _check_tree.
     """
 
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._stack: list[int] = []
-        self._marks: list[int] = []
-        self._memo: dict[int, int] = {}
+    limit: int
+    stack: list[int] = field(default_factory=list)
+    marks: list[int] = field(default_factory=list)
+    memo: dict[int, int] = field(default_factory=dict)
 
     def run(self, opcode: pickletools.OpcodeInfo, argument: object) -> None:
-        """Follow an opcode. Raises ValueError or IndexError for what no pickle has."""
-        name, stack = opcode.name, self._stack
+        """Follow an opcode. Raises ValueError or IndexError."""
+        name, stack = opcode.name, self.stack
         if name == "MARK":
-            self._marks.append(len(stack))
+            self.marks.append(len(stack))
         elif name == "MEMOIZE" or "PUT" in name:
-            self._memo[len(self._memo) if argument is None else int(str(argument))] = stack[-1]
+            self.memo[len(self.memo) if argument is None else int(str(argument))] = stack[-1]
         elif "GET" in name:
-            stack.append(self._memo.get(int(str(argument)), 0))
-        elif name == "DUP":
-            stack.append(stack[-1])
-        else:
+            stack.append(self.memo.get(int(str(argument)), 0))
+        else:  # DUP counts as one value more
             popped = opcode.stack_before
             is_marked = pickletools.markobject in popped
-            start = self._marks.pop() if is_marked else len(stack)
+            start = self.marks.pop() if is_marked else len(stack)
             start -= popped.index(pickletools.markobject) if is_marked else len(popped)
-            if start < 0:
-                raise ValueError("it pops more than it pushed")
             size = 1 + sum(stack[start:])
-            if size > self._limit:
+            if size > self.limit:
                 raise ValueError("it refers too often to the same values")
             stack[start:] = [size] * len(opcode.stack_after)
 
 
 def _check_tree(root: object, limit: int) -> None:
     """Refuse values that nest too deep, hold themselves, or are referred to too often."""
-    level = {id(root): (root, 1)}  # containers of one depth, and how often each is used
+    level: _Level = {0: ((root,), 1)}  # containers of one depth, and how often each is used
     num_values = 1
     for _ in range(MAX_DEPTH):
-        deeper: dict[int, tuple[object, int]] = {}
+        deeper: _Level = {}
         for container, uses in level.values():
-            for part in _parts(container):
+            values = container.values() if isinstance(container, dict) else ()
+            for part in (*container, *values):
                 num_values += uses
                 if isinstance(part, _CONTAINERS):
                     before = deeper[id(part)][1] if id(part) in deeper else 0
@@ -150,12 +145,6 @@ def _check_tree(root: object, limit: int) -> None:
             return
         level = deeper
     raise ValueError(f"it nests deeper than {MAX_DEPTH} levels")
-
-
-def _parts(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return itertools.chain(value, value.values())
-    return value if isinstance(value, _CONTAINERS) else ()
 
 
 def _foreign(name: str) -> ConfigError:

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from stepmark.ground.errors import ConfigError
-from stepmark.ground.read_text import UnpackedError, check_ratio, open_file, readable
+from stepmark.ground.read_text import check_ratio, open_file, readable
 from stepmark.traces.kineto.events import Event, Header
 
 # Pieces of this size stay in the cache of the core that decodes them.
@@ -337,6 +337,6 @@ def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
                 check_ratio(file.tell() - left, unpacked)
                 queue.put(text)
         reason = "" if unpacker.eof else "the compressed file is cut"
-    except (zlib.error, OSError, UnpackedError) as error:
+    except (zlib.error, OSError) as error:
         reason = f"the compressed file is damaged ({error})"
     queue.put(reason)
