@@ -26,7 +26,8 @@ from pathlib import Path
 from random import Random
 
 import stepmark
-from stepmark.cli.main import checked_stdout, status
+from stepmark.cli.main import status
+from stepmark.ground import streams
 
 ROOT = Path(__file__).parents[2]
 DATA, RESULTS, EXAMPLES = ROOT / "tests" / "data", ROOT / "results", ROOT / "examples"
@@ -508,7 +509,7 @@ def _be_command(words: list[str], folder: Path) -> None:
             io.FileIO(2, "w", closefd=False), errors="backslashreplace"
         )
         sys.argv = ["stepmark", *words]
-        checked_stdout()
+        streams.check()
         code = status(words)
     except BaseException:  # noqa: BLE001  as the interpreter ends a program
         traceback.print_exc()

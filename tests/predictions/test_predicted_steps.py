@@ -124,7 +124,7 @@ REFUSED = {
     "gpt2-125m --device cpu": "stepmark calibrate",
     "gpt2-125m --device cpu --calibration none": "a path, an id",
     # Options.
-    "llama-3.1-8b --nproc 1 --device h900": "device h900 is invalid: did you mean h200?",
+    "llama-3.1-8b --nproc 1 --device h900": "device h900 is invalid: did you mean h800?",
     f"{SHEET} --what-if link=-1x": "above 0",
     f"{SHEET} --what-if link=0x": "above 0",
     f"{SHEET} --what-if link=nanx": "above 0",

@@ -12,7 +12,9 @@ from tests.traces.trace_scripts import AUTOGRAD, Script
 from stepmark.cli.main import status
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
+from stepmark.model.device import load_devices
 from stepmark.model.ops import Bmm, Gemm, Layout
+from stepmark.model.systems import network_of
 from stepmark.step import native
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Workload
 from stepmark.timeline.trace_columns import GpuKind
@@ -245,9 +247,12 @@ def test_a_traced_step_is_predicted_with_its_own_times(
     assert any("792 of 792 computations and 26 of 26 messages" in n for n in found["notes"])
     assert not any("not measured" in n or "not known:" in n for n in found["notes"])
     assert found["sources_s"].keys() == {"file"}
-    # Links of half the speed: twice the time, but for 7 hops of 2.5 us of each of the messages.
+    # Links of half the speed: twice the time, but for the latency of each of the messages.
     assert status([*predict, "--what-if", "link=0.5x"]) == 0
-    comm_s = 2 * found["comm_s"] - 26 * 7 * 2.5e-6
+    network = network_of(load_devices()["h200-sxm"], 8)
+    assert network is not None
+    fixed_s = network.fixed_s("all_gather", network.placement(range(8)))
+    comm_s = 2 * found["comm_s"] - 26 * fixed_s
     assert json.loads(out.read_text())["comm_s"] == pytest.approx(comm_s, rel=1e-3)
     assert status([*predict, "--device", "h200"]) == 0
     assert json.loads(out.read_text())["step_s"] == found["step_s"]

@@ -74,7 +74,7 @@ def test_a_file_is_read_as_it_is(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
-    for path, why in ((tmp_path / "none", "No such file"), (tmp_path, "Is a directory")):
+    for path, why in ((tmp_path / "none", "a file that exists"), (tmp_path, "not a folder")):
         with pytest.raises(ConfigError, match=why):
             data.read(str(path))
     short = tmp_path / "short"

@@ -34,7 +34,7 @@ def notes_of(prediction: Prediction) -> Iterator[str]:
     yield from _use_notes(inputs, prediction.sources)
     if inputs.tokens is None:
         lacks = "its batch" if workload.model else "a model"
-        yield f"tokens/s and MFU are not known: the file does not have {lacks}"
+        yield f"there are no tokens/s and no MFU, because the file does not have {lacks}"
 
 
 def _unknown_notes(unknown: Mapping[str, bool]) -> Iterator[str]:
