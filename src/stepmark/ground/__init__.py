@@ -5,7 +5,7 @@
 - options.py, option_groups.py: options of a verb as dataclasses; groups that verbs share.
 - stats.py, fit.py: order statistics of samples; latency and bandwidth from times.
 - launches.py, variance.py, spread.py, ratio.py, verdicts.py: from launches to verdicts.
-- files.py, read_text.py, reading.py: write files, read text and tables.
+- files.py, read_text.py, json_text.py, reading.py: write files, read text, JSON and tables.
 - grouping.py: items by a key.
 - processes.py, signals.py, outer_launcher.py: processes, Ctrl-C, torchrun and srun.
 - waiting.py, garbage.py: progress on stderr; no search for reference cycles while much is read.
