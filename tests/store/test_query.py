@@ -199,5 +199,5 @@ def test_too_little_address_space_is_a_sentence(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (500 * 2**20, -1))
-    with pytest.raises(ConfigError, match="ulimit -v 512000 is invalid"):
+    with pytest.raises(ConfigError, match="ulimit -v: '512000' is invalid"):
         sql(root, "SELECT 1")

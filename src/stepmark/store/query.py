@@ -10,7 +10,7 @@ import re
 import resource
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stepmark.cases.kind import KINDS
 from stepmark.cases.record import Record
@@ -23,9 +23,6 @@ from stepmark.store.reader import RUN, Run, with_all_samples
 from stepmark.store.view import declared, device_of, of_records
 from stepmark.tables.columns import COUNT, FLAG, JSON, NUMBER, Column, Row, rows_of
 from stepmark.tables.table import Table
-
-if TYPE_CHECKING:
-    import duckdb
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,29 +110,24 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
         raise ConfigError("ulimit -v", f"{limit // KIB}", "1 GiB or more: DuckDB crashes below")
     try:
         with duckdb.connect(config=_CONFIG) as connection:
-            return _answer(connection, runs, query)
+            # Apart, so that SHOW TABLES has the views alone.
+            connection.execute("CREATE SCHEMA stored")
+            named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
+            for name in named or _VIEWS:  # a query such as SHOW TABLES names none
+                _VIEWS[name](runs).create_in(connection, f"stored.{name}")
+                connection.execute(f"CREATE VIEW {name} AS FROM stored.{name}")
+            # The views are loaded: the query itself may read no other file, and write none.
+            connection.execute("SET enable_external_access = false")
+            # Logs, profiles, temporary files and secrets are settings, too.
+            connection.execute("SET lock_configuration = true")
+            cursor = connection.execute(query)
+            if cursor is None:  # nothing but white space or a comment
+                raise ConfigError("sql", query, "a query over the views rows, records and runs")
+            names = [str(column[0]) for column in cursor.description or ()]
+            return names, list(cursor.fetchall())
     except (duckdb.Error, RuntimeError) as error:  # RuntimeError: a query that is no UTF-8
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError("sql", query, f"it fails: {reason.strip()}") from None
-
-
-def _answer(
-    connection: "duckdb.DuckDBPyConnection", runs: Sequence[Run], query: str
-) -> tuple[list[str], list[tuple[Any, ...]]]:
-    # Apart, so that SHOW TABLES has the views alone.
-    connection.execute("CREATE SCHEMA stored")
-    named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
-    for name in named or _VIEWS:  # a query such as SHOW TABLES names none
-        _VIEWS[name](runs).create_in(connection, f"stored.{name}")
-        connection.execute(f"CREATE VIEW {name} AS FROM stored.{name}")
-    # The views are loaded: the query itself may read no other file, and write none.
-    connection.execute("SET enable_external_access = false")
-    # Logs, profiles, temporary files and secrets are settings, too.
-    connection.execute("SET lock_configuration = true")
-    cursor = connection.execute(query)
-    if cursor is None:  # nothing but white space or a comment
-        raise ConfigError("sql", query, "a query over the views rows, records and runs")
-    return [str(column[0]) for column in cursor.description or ()], list(cursor.fetchall())
 
 
 def rows_of_runs(runs: Sequence[Run]) -> Table:
