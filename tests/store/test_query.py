@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,11 @@ def test_only_named_views_are_made(root: Path, monkeypatch: pytest.MonkeyPatch) 
     assert sql(root, "SELECT count(*) FROM runs")[1] == [(2,)]
     monkeypatch.undo()
     assert sql(root, "SHOW TABLES")[1] == [("records",), ("rows",), ("runs",)]
+
+
+def test_too_little_address_space_is_a_sentence(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (500 * 2**20, -1))
+    with pytest.raises(ConfigError, match="ulimit -v: '512000' is invalid"):
+        sql(root, "SELECT 1")

@@ -6,7 +6,7 @@
 - stats.py, fit.py: order statistics of samples; latency and bandwidth from times.
 - launches.py, variance.py, spread.py, ratio.py, verdicts.py: from launches to verdicts.
 - redaction.py: remove secrets from what is stored or printed.
-- files.py, read_text.py, json_text.py, reading.py: write files, read text and tables.
+- files.py, read_text.py, json_text.py, reading.py: write files, read text, JSON and tables.
 - grouping.py: items by a key.
 - processes.py, signals.py, outer_launcher.py: processes, Ctrl-C, torchrun and srun.
 - streams.py: standard streams that are closed, full or broken.

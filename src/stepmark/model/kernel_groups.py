@@ -43,6 +43,6 @@ _MAX_NAME = 20_000  # characters; names of CUTLASS's kernels have thousands
 @lru_cache(maxsize=1 << 16)
 def group_of(name: str) -> str:
     """Return the group of a kernel or an operator."""
-    name = name[:_MAX_NAME]
-    groups = (group for group, pattern in _PATTERNS.items() if pattern.search(name))
+    short = name[:_MAX_NAME]
+    groups = (group for group, pattern in _PATTERNS.items() if pattern.search(short))
     return next(groups, OTHER)

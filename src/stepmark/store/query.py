@@ -7,6 +7,7 @@ on resume. Only the views that a query names are made; all, if it names none.
 
 import dataclasses
 import re
+import resource
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
@@ -16,6 +17,7 @@ from stepmark.cases.record import Record
 from stepmark.ground import json_text
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import load
+from stepmark.ground.units import GIB, KIB
 from stepmark.store.codec import to_plain
 from stepmark.store.reader import RUN, Run, with_all_samples
 from stepmark.store.view import declared, device_of, of_records
@@ -95,6 +97,7 @@ _CONFIG: dict[str, Any] = {
     "allow_persistent_secrets": "false",
     "python_enable_replacements": "false",  # names of Python's variables are no tables
     "temp_directory": "",
+    "threads": 1,  # each reserves memory, also beyond what a job's limit leaves
 }
 
 
@@ -102,26 +105,29 @@ def sql(runs: Sequence[Run], query: str) -> tuple[list[str], list[tuple[Any, ...
     """Return column names and rows. Raises ConfigError for what DuckDB refuses."""
     import duckdb  # noqa: PLC0415
 
-    with duckdb.connect(config=_CONFIG) as connection:
-        # Apart, so that SHOW TABLES has the views alone.
-        connection.execute("CREATE SCHEMA stored")
-        named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
-        for name in named or _VIEWS:  # a query such as SHOW TABLES names none
-            _VIEWS[name](runs).create_in(connection, f"stored.{name}")
-            connection.execute(f"CREATE VIEW {name} AS FROM stored.{name}")
-        # The views are loaded: the query itself may read no other file, and write none.
-        connection.execute("SET enable_external_access = false")
-        # Logs, profiles, temporary files and secrets are settings, too.
-        connection.execute("SET lock_configuration = true")
-        try:
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if 0 <= limit < GIB:  # without a limit it is -1
+        raise ConfigError("ulimit -v", f"{limit // KIB}", "1 GiB or more: DuckDB crashes below")
+    try:
+        with duckdb.connect(config=_CONFIG) as connection:
+            # Apart, so that SHOW TABLES has the views alone.
+            connection.execute("CREATE SCHEMA stored")
+            named = [name for name in _VIEWS if re.search(rf"\b{name}\b", query, re.IGNORECASE)]
+            for name in named or _VIEWS:  # a query such as SHOW TABLES names none
+                _VIEWS[name](runs).create_in(connection, f"stored.{name}")
+                connection.execute(f"CREATE VIEW {name} AS FROM stored.{name}")
+            # The views are loaded: the query itself may read no other file, and write none.
+            connection.execute("SET enable_external_access = false")
+            # Logs, profiles, temporary files and secrets are settings, too.
+            connection.execute("SET lock_configuration = true")
             cursor = connection.execute(query)
             if cursor is None:  # nothing but white space or a comment
                 raise ConfigError("sql", query, "a query over the views rows, records and runs")
             names = [str(column[0]) for column in cursor.description or ()]
             return names, list(cursor.fetchall())
-        except (duckdb.Error, RuntimeError) as error:  # RuntimeError: a query that is no UTF-8
-            lines = str(error).strip().splitlines() or [type(error).__name__]
-            raise ConfigError("sql", query, f"it fails: {lines[0].strip()}") from None
+    except (duckdb.Error, RuntimeError) as error:  # RuntimeError: a query that is no UTF-8
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError("sql", query, f"it fails: {reason.strip()}") from None
 
 
 def rows_of_runs(runs: Sequence[Run]) -> Table:

@@ -137,8 +137,7 @@ def _check_tree(root: object, limit: int) -> None:
             for part in (*container, *values):
                 num_values += uses
                 if isinstance(part, _CONTAINERS):
-                    before = deeper[id(part)][1] if id(part) in deeper else 0
-                    deeper[id(part)] = (part, before + uses)
+                    deeper[id(part)] = (part, deeper.get(id(part), (part, 0))[1] + uses)
         if num_values > limit:
             raise ValueError("it refers too often to the same values")
         if not deeper:

@@ -333,7 +333,7 @@ def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
                     unpacker = zlib.decompressobj(31)
                 text = unpacker.decompress(packed, _CHUNK)
                 unpacked += len(text)
-                left = len(unpacker.unconsumed_tail or unpacker.unused_data)
+                left = len(unpacker.unconsumed_tail) + len(unpacker.unused_data)
                 check_ratio(file.tell() - left, unpacked)
                 queue.put(text)
         reason = "" if unpacker.eof else "the compressed file is cut"
