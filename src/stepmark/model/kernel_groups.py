@@ -43,6 +43,5 @@ _MAX_NAME = 20_000  # characters; names of CUTLASS's kernels have thousands
 @lru_cache(maxsize=1 << 16)
 def group_of(name: str) -> str:
     """Return the group of a kernel or an operator."""
-    short = name[:_MAX_NAME]
-    groups = (group for group, pattern in _PATTERNS.items() if pattern.search(short))
+    groups = (group for group, mark in _PATTERNS.items() if mark.search(name[:_MAX_NAME]))
     return next(groups, OTHER)

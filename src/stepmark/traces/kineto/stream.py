@@ -333,8 +333,8 @@ def _unpack(path: Path, queue: "Queue[bytes | str]") -> None:
                     unpacker = zlib.decompressobj(31)
                 text = unpacker.decompress(packed, _CHUNK)
                 unpacked += len(text)
-                left = len(unpacker.unconsumed_tail) + len(unpacker.unused_data)
-                check_ratio(file.tell() - left, unpacked)
+                left_bytes = len(unpacker.unconsumed_tail) + len(unpacker.unused_data)
+                check_ratio(file.tell() - left_bytes, unpacked)
                 queue.put(text)
         reason = "" if unpacker.eof else "the compressed file is cut"
     except (zlib.error, OSError) as error:
