@@ -2,6 +2,7 @@
 
     python validation/network_laws.py fit      constants of each law over hosts, all tables
     python validation/network_laws.py score    InfiniBand and RoCE, each table left out [-v]
+    python validation/network_laws.py plain    the same by a + b, without fitted constants
     python validation/network_laws.py inside   tables of one host, by the constants as they are
 
 Tables are those of normal_ranges.py whose source calls them healthy.
@@ -9,6 +10,7 @@ Tables are those of normal_ranges.py whose source calls them healthy.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -103,6 +105,15 @@ def errors(kind: str) -> Mapping[str, Sequence[tuple[int, float]]]:
     return result
 
 
+def plain_errors(kind: str) -> Mapping[str, Sequence[tuple[int, float]]]:
+    """Return the relative errors of latency and bytes over the rate, without a fit."""
+    law = Law()
+    return {
+        name: [(size, law.time_s(p[0], p[1]) / p.time_s - 1) for size, p in own]
+        for name, own in tables(kind).items()
+    }
+
+
 def rows(
     by_table: Mapping[str, Sequence[tuple[int, float]]],
 ) -> Iterator[tuple[str, int, float, float]]:
@@ -139,8 +150,13 @@ def main() -> None:
             own = fitted(point for each in tables(kind).values() for point in each)
             factors = f"transfer {own.transfer:.3f} ramp {own.ramp:.2f}"
             print(f"{law}: latency {own.latency:.3f} {factors}")
-    elif sys.argv[1:2] in (["score"], ["inside"]):
-        by_table = errors("RDMA") if sys.argv[1] == "score" else inside_errors()
+    elif sys.argv[1:2] in (["score"], ["plain"], ["inside"]):
+        scores = {
+            "score": partial(errors, "RDMA"),
+            "plain": partial(plain_errors, "RDMA"),
+            "inside": inside_errors,
+        }
+        by_table = scores[sys.argv[1]]()
         for name, count, middle, most in rows(by_table):
             print(f"{name:12} {count:4} rows  median {middle:6.1%}  p90 {most:6.1%}")
         for name, own in by_table.items() if "-v" in sys.argv else ():
