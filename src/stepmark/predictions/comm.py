@@ -15,6 +15,7 @@ from stepmark.step.workload import CommOp, Group
 from stepmark.timeline.step_cost import Source
 
 _PAIRS = ("p2p", "sendrecv")
+_MOST_STARTS = 4096  # ranks whose groups are compared where not all are alike
 
 
 class CommCosts:
@@ -91,7 +92,7 @@ class CommCosts:
             counts = tuple(count or 1 for count in units) + (1,) * (len(tiers) - len(sizes))
             return Placement(num_ranks=group.size, num_units=counts)
         last = max(self._world_size - 1, group.reach)
-        starts = {group.first(rank) for rank in range(min(max(sizes), last + 1))}
+        starts = {group.first(rank) for rank in range(min(_MOST_STARTS, last + 1))}
         placements = (
             self._network.placement([r for r in group.members(start) if r <= last])
             for start in starts

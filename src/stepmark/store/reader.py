@@ -8,6 +8,7 @@ and every rank has as many.
 import dataclasses
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ class Run:
     is_known: bool  # whether `info` is that of run.json
     records: list[Record]  # in the order written, samples as in their lines
     lines: list[bytes]  # of these records
-    notes: tuple[str, ...]  # what could not be read; sentences
+    notes: tuple[str, ...]  # what could not be read, or was measured otherwise; sentences
 
     @property
     def latest(self) -> list[Record]:
@@ -63,6 +64,7 @@ def read(path: Path) -> Run:
     if damaged:
         count = f"{len(damaged)} of {len(damaged) + len(records)} records"
         notes.append(f"run {path.name}: {count} cannot be read and are left out; {damaged[0]}")
+    notes += mixed_environments(path.name, latest(records))
     if notes:
         warnings = (*info.environment.warnings, *notes)
         environment = dataclasses.replace(info.environment, warnings=warnings)
@@ -75,6 +77,14 @@ def read(path: Path) -> Run:
         lines=lines,
         notes=tuple(notes),
     )
+
+
+def mixed_environments(name: str, records: Sequence[Record]) -> Iterator[str]:
+    """Yield how many records were measured otherwise than the run began, and in what."""
+    for differs, count in Counter(record.differs for record in records).items():
+        if differs:
+            what = f"{count} of {len(records)} records were measured in another environment"
+            yield f"run {name}: {what} (resume --force): {'; '.join(differs)}"
 
 
 def read_info(path: Path) -> RunInfo:

@@ -30,6 +30,11 @@ def actions(order: Order, rank: int) -> Iterator[tuple[Act, int]]:
                 yield from (numbered(action, time * span.step) for action in tick)
 
 
+def test_a_schedule_by_its_name_is_the_same() -> None:
+    order = Order(schedule="gpipe", num_ranks=2, num_microbatches=3)  # type: ignore[arg-type]
+    assert order.schedule is Schedule.GPIPE
+
+
 @pytest.mark.parametrize("schedule", [Schedule.ONE_F_ONE_B, Schedule.GPIPE])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("more", [0, 1, 4])

@@ -53,6 +53,8 @@ class Order:
     num_chunks: int = 1  # stages of a rank
 
     def __post_init__(self) -> None:
+        # `spans` keeps results by equality, and a plain "gpipe" is equal.
+        object.__setattr__(self, "schedule", Schedule(self.schedule))
         count = self.num_microbatches
         ranks = self.num_ranks
         refuse_first(
