@@ -137,6 +137,39 @@ def test_an_all_to_all_sends_what_leaves_the_host() -> None:
         assert busbw == pytest.approx(wire, rel=0.05)
 
 
+def test_nvlink_carries_of_an_all_to_all_what_stays_in_the_domain() -> None:
+    """With NICs that are faster than NVLink, of two hosts seven of fifteen parts."""
+    fast = network(nic=1e12)
+    inside = fast.transfer_s("all_to_all", 2**34, fast.placement(range(8)))
+    across = fast.transfer_s("all_to_all", 2**34, fast.placement(range(16)))
+    assert across == pytest.approx(inside / 2)
+
+
+def test_gathers_over_hosts_are_rings_but_for_one_gpu_per_host() -> None:
+    """PAT, of NCCL 2.23, is for one GPU per host: its steps are logarithmic."""
+    for collective in ("all_gather", "reduce_scatter"):
+        net = network()
+        ring_s = (6.6 + 896 * 1.0 + 127 * 2.7) * 1e-6
+        assert net.latency_s(collective, net.placement(range(1024))) == pytest.approx(ring_s)
+        apart = net.placement(range(0, 128, 8))
+        pat_s = (8 + 4 * 14 / 3.5 + 16 * 2.8) * 1e-6
+        assert net.latency_s(collective, apart) == pytest.approx(pat_s)
+        # Also where hops are so slow that PAT would be faster.
+        slow = network(latency=1e-4)
+        ring_s = (6.6 + 112 * 1.0 + 15 * (2.7 + 100)) * 1e-6
+        full = slow.placement(range(128))
+        assert slow.latency_s(collective, full) == pytest.approx(ring_s)
+
+
+def test_an_all_reduce_over_many_hosts_is_a_tree() -> None:
+    """Twice seven hops inside of a host and log2(2048) = 11 between hosts."""
+    net = network()
+    tree_s = (6.8 + 2 * (7 * 0.6 + 11 * 5)) * 1e-6
+    assert net.latency_s("all_reduce", net.placement(range(16384))) == pytest.approx(tree_s)
+    ring_s = (6.6 + 2 * (14 * 1.0 + 2.7)) * 1e-6
+    assert net.latency_s("all_reduce", net.placement(range(16))) < ring_s
+
+
 def test_switches_that_sum_save_bytes() -> None:
     size = 2**32
     times_s = {

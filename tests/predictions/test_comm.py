@@ -133,6 +133,13 @@ def test_groups_have_the_curves_of_ranks_placed_as_theirs() -> None:
         assert costs(both, apart) == over_s
         assert costs(both, Group(digits=((2, 4),))) == inside_s
         assert set(costs.sources.values()) == {Source.MEASURED}
+    # Two ranks of a host, and one each of two hosts.
+    pair = replace(curve("all_reduce", 2, (size, inside_s)), num_hosts=1)
+    distant = replace(curve("all_reduce", 2, (size, over_s)), num_hosts=2)
+    for curves in ([pair, distant], [distant, pair]):
+        costs = CommCosts(curves, CLUSTER, 16)
+        assert costs(one, apart) == pytest.approx(over_s)
+        assert costs(one, Group(digits=((2, 1),))) == pytest.approx(inside_s)
     # Hosts that a file does not tell are full ones.
     costs = CommCosts([curve("all_reduce", 16, (size, over_s))], CLUSTER, 16)
     assert costs(one, SIXTEEN) == pytest.approx(over_s)

@@ -10,10 +10,12 @@ from types import SimpleNamespace
 import pytest
 from tests.predictions.test_calibrate import STEPS, planned, step_of
 
+from stepmark.cases.comm_curve import Curve
 from stepmark.cases.train_case import TrainCase
 from stepmark.cli import main
 from stepmark.ground.stats import slowest_per_sample
 from stepmark.model.device import load_devices
+from stepmark.model.parallel import ParallelConfig
 from stepmark.model.systems import network_of
 from stepmark.predictions.calibration import is_like
 from stepmark.predictions.inputs import changed
@@ -373,6 +375,25 @@ def test_of_many_stages_few_are_printed(
     assert len(shown.splitlines()) < 60
     stages = {line.split(",")[0] for line in csv.read_text().splitlines()[1:]}
     assert stages == set(map(str, range(8)))
+
+
+def test_over_links_that_are_not_known_a_step_takes_at_least_as_long() -> None:
+    """Two groups of eight, whose replicas are eight ranks apart; only curves of one host."""
+    eight = step_of("gpt2-1.5b --strategy fsdp --nproc 8 --clip 0")
+    case = replace(eight, parallel=ParallelConfig(dp_replicate=2, dp_shard=8))
+    names = ("all_gather", "reduce_scatter", "all_reduce")
+    curves = tuple(
+        Curve(collective=name, num_ranks=8, points=((2**20, 1e-4),), source="", num_hosts=1)
+        for name in names
+    )
+    inputs = of_training(case, None, "NVIDIA H100 80GB HBM3")
+    known = predict(replace(inputs, curves=curves))
+    assert not known.is_lower_bound
+    unknown = predict(replace(inputs, curves=curves, network=None))
+    assert unknown.is_lower_bound
+    assert any("links between hosts are not known" in note for note in unknown.notes)
+    over = tuple(replace(curve, num_ranks=16, num_hosts=2) for curve in curves)
+    assert not predict(replace(inputs, curves=over, network=None)).is_lower_bound
 
 
 PIPELINE = "llama-3.1-8b --nproc 16 --tp 2 --pp 4 --device h100-sxm"  # two data ranks
