@@ -49,7 +49,7 @@ def test_a_pair_without_rank_0_still_says_what_ran_beside(pool: Pool) -> None:
 
 def test_compute_longer_than_a_batch_gives_no_figure(pool: Pool) -> None:
     """Nothing is known of it, and the collective's own times stand."""
-    case = case_of(size=64, beside="gemm:1024")
+    case = case_of(size=64, beside="gemm:3072")
     (record,) = records_of(pool, [case], CommHow(iterations=1))
     assert isinstance(record, Measured), record
     assert record.beside is None
