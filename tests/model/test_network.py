@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stepmark.cases.comm_curve import Curve
-from stepmark.collectives.network_fit import Point, fit, placement_of
+from stepmark.collectives.network_fit import Point, fit, placement_of, with_hosts_of
 from stepmark.ground.errors import ConfigError
 from stepmark.model.collectives import Collective
 from stepmark.model.device import load_devices
@@ -313,3 +313,21 @@ def test_a_curve_has_the_place_of_its_ranks(
     placement = placement_of(replace(curve, num_hosts=num_hosts), network())
     assert placement is not None
     assert placement.num_units == units
+
+
+def test_hosts_of_curves_are_those_of_the_job() -> None:
+    curve = Curve(collective="all_reduce", num_ranks=8, points=((8, 1e-5),), source="")
+    four = replace(curve, num_hosts=2)
+    sparse = replace(curve, num_ranks=2, num_hosts=2)
+    found = with_hosts_of([sparse, four], 16, None)
+    assert found is not None
+    assert found.gpus_per_host == 4
+    net = network_of(H100, 16, found)
+    assert net is not None
+    placement = placement_of(four, net)
+    assert placement == net.placement(range(8))
+    assert placement.num_units[0] == 2
+    assert with_hosts_of([sparse], 16, None) is None
+    assert with_hosts_of([four], 4, None) is None
+    given = NetworkChoice(gpus_per_host=8)
+    assert with_hosts_of([four], 16, given) is given

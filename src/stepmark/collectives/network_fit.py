@@ -8,6 +8,7 @@ from typing import NamedTuple
 from stepmark.cases.comm_curve import Curve
 from stepmark.ground.errors import ConfigError
 from stepmark.model.network import Law, Network, Placement
+from stepmark.model.network_options import NetworkChoice, NetworkOptions
 
 _ROUNDS = 50
 _LEAST = 1e-3  # relative error below which a point weighs no more
@@ -40,6 +41,26 @@ def placement_of(curve: Curve, network: Network) -> Placement | None:
         return network.placement(ranks)
     except ConfigError:
         return None
+
+
+def with_hosts_of(
+    curves: Iterable[Curve], num_ranks: int, options: NetworkOptions | None
+) -> NetworkOptions | None:
+    """Return the options with the GPUs of a host on which curves over hosts were measured.
+
+    Not where they are given, or the job has one host. A curve of one rank per host says nothing
+    of how many a host has.
+    """
+    if options is not None and options.gpus_per_host:
+        return options
+    counts = [
+        curve.num_ranks // curve.num_hosts
+        for curve in curves
+        if curve.num_hosts and curve.num_ranks > curve.num_hosts > 1
+    ]
+    if not counts or num_ranks <= max(counts):
+        return options
+    return replace(options or NetworkChoice(), gpus_per_host=max(counts))
 
 
 def fitted_network(network: Network, curves: Iterable[Curve]) -> tuple[Network, frozenset[int]]:

@@ -13,7 +13,7 @@ from typing import Any
 from stepmark.cases.record import Measured, RunInfo
 from stepmark.cases.train_case import TrainCase
 from stepmark.collectives.measured_curves import read_curves
-from stepmark.collectives.network_fit import placement_of
+from stepmark.collectives.network_fit import placement_of, with_hosts_of
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
@@ -109,7 +109,11 @@ def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
     is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
     network = None
     if inputs.device and inputs.num_ranks > 1 and not is_on_cpu:
-        network = network_of(inputs.device, inputs.num_ranks, options)
+        network = network_of(
+            inputs.device,
+            inputs.num_ranks,
+            with_hosts_of((*curves, *inputs.curves), inputs.num_ranks, options),
+        )
         if curves and network and not any(placement_of(each, network) for each in curves):
             most = max(curve.num_ranks for curve in curves)
             allowed = f"of ranks that {network.name} joins, not of {most}"
