@@ -124,9 +124,7 @@ class Plan:
     """
 
     command: str  # what shows the run: op, comm, train, run, calibrate, replay, fill
-    argv: tuple[
-        str, ...
-    ] = ()  # the words after `stepmark`, as the user typed them, without secrets
+    argv: tuple[str, ...] = ()  # the words after `stepmark`, as typed, without secrets
     device: str  # cuda or cpu
     world_size: int
     entries: tuple[Entry, ...]
