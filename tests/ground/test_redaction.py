@@ -118,6 +118,12 @@ def test_no_shape_tells_its_secret(shape: str, secret: str) -> None:
     assert redact(redact(text)) == redact(text)
 
 
+def test_our_own_sentence_on_an_option_stays() -> None:
+    text = "--token is invalid: it must be one of the options of this command."
+    assert redact(text) == text
+    assert redact("--token isolated") == f"--token {REDACTED}"
+
+
 def test_issuers_and_basic_logins() -> None:
     assert redact("id AKIAIOSFODNN7EXAMPLE here") == f"id {REDACTED} here"
     assert redact("Basic dXNlcjpwYXNzd29yZA==") == f"Basic {REDACTED}"

@@ -26,9 +26,10 @@ _HARMLESS = re.compile(
     r"|question|response|sep|sort|special|start|stop|text|think|unk|video)_(key|token)"
 )
 _NAME = re.compile(r"[-+~]*\w[\w.-]*")
-# --token X, token=X, "token": X, ?key=X, password: X; but not "key: 5" and sorted(key=len).
+# --token X, token=X, "token": X, ?key=X, password: X; but not "key: 5", sorted(key=len) and our
+# own "--token is invalid".
 _ASSIGNED = re.compile(
-    r"(?<![\w.-])(?:(?P<option>-{1,2}[A-Za-z_][\w.-]*+)(?:\s*[:=]\s*+|[ ]+)"
+    r"(?<![\w.-])(?:(?P<option>-{1,2}[A-Za-z_][\w.-]*+)(?:\s*[:=]\s*+|[ ]+(?!is\s))"
     r"|(?:(?<=[?&'\"])|(?!(?i:auth|key)\s*[:=]|(?i:token|secrets?|credentials?)\s*:))"
     r"(?P<name>[A-Za-z_][\w.-]*+)['\"]?\s*+(?::=|:(?![:/])|=(?!=))\s*+)(?=(?P<quote>['\"]?)\S)"
 )
