@@ -12,6 +12,8 @@ import pytest
 
 from stepmark.cli import main
 from stepmark.ground.options import load, options
+from stepmark.predictions.framework_job import FrameworkJob
+from stepmark.predictions.predict_options import PredictOptions
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "stepmark"
@@ -114,6 +116,9 @@ def help_texts() -> Iterator[str]:
     for entry in main.VERBS.values():
         yield from (entry.help, entry.doc)
         for option in options(load(entry.options)) if entry.options else ():
+            yield option.help
+    for cls in (PredictOptions, FrameworkJob):  # whose command depends on the words
+        for option in options(cls):
             yield option.help
 
 

@@ -151,6 +151,8 @@ REFUSED = {
     "w.json --device cpu": "must be one of h100",
     f"{SHEET} --network dgx-h10": "did you mean dgx-h100",
     f"{WORDS[GPT2]} --device h200 --network dgx-h200": "only with --device and several ranks",
+    f"{WORDS[GPT2]} --device h200 --oversubscription 2": "only with --device and several ranks",
+    f"{WORDS[GPT2]} --device h200 --nic 400G": "--nic",
     f"{SHEET} --nproc 4 --curve nothing.txt": "a file that exists, or",
     "llama-3.1-8b --nproc 64 --device l40s": "--network is missing: give one of dgx-a100",
     "w.json --device h200 --mbs 2": "a workload file says what its step is",

@@ -102,8 +102,9 @@ def status(arguments: list[str]) -> int:
         return _complain(str(error), error.exit_code)
     except KeyboardInterrupt:
         return _complain("interrupted", 130)
-    except Exception as error:
-        if not (text := sentence_of(error)):
+    except Exception as error:  # libraries report a lack of memory, threads, ... in many types
+        text = sentence_of(error)
+        if not text:
             raise
         sys.stderr.write(f"stepmark: {text}\n")  # ranks may lack different things
         return 2

@@ -99,19 +99,19 @@ def fit(points: Sequence[Point], start: Law) -> Law:
     ramp = np.cbrt(latency * latency * transfer)
     terms = np.stack([latency, transfer, ramp], axis=1) / time[:, None]
     own = np.array([p.weight for p in points])
-    kept = [0, 1, 2]
+    columns = [0, 1, 2]
     while True:
         weights = own
         for _ in range(_ROUNDS):
             root = np.sqrt(weights)
-            solution = np.linalg.lstsq(terms[:, kept] * root[:, None], root, rcond=None)[0]
-            errors = np.abs(terms[:, kept] @ solution - 1)
+            solution = np.linalg.lstsq(terms[:, columns] * root[:, None], root, rcond=None)[0]
+            errors = np.abs(terms[:, columns] @ solution - 1)
             weights = own / np.maximum(errors, _LEAST)
         if min(solution) >= 0:
             break
-        kept.pop(int(np.argmin(solution)))
+        columns.pop(int(np.argmin(solution)))
     constants = dict.fromkeys(range(3), 0.0) | dict(
-        zip(kept, map(float, solution), strict=True)
+        zip(columns, map(float, solution), strict=True)
     )
     return replace(start, latency=constants[0], transfer=constants[1], ramp=constants[2])
 

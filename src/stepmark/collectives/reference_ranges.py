@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from math import ceil, log2
 
 import msgspec
 
@@ -19,6 +18,7 @@ from stepmark.ground.reading import Table
 from stepmark.model.collectives import Collective
 from stepmark.model.device import DeviceSpec, find_device
 from stepmark.model.nccl_tuner import RING_US, TREE_US, ring_hops_us, tree_hops_us
+from stepmark.model.network import CHANNEL_BYTES_PER_S, MAX_SEND_CHANNELS, send_channels
 from stepmark.text_tables.printed_figures import itemsize_of
 
 Span = tuple[float, float]
@@ -131,13 +131,11 @@ def rate(hardware: Hardware, family: str, nic_gbit: float) -> float:
 def send_channel_share(num_ranks: int, nic_gbit: float) -> float:
     """Return the share of a NIC that send-receive reaches with the channels that NCCL gives it.
 
-    A channel carries 13 GB/s; one for each 14 GB/s of the NIC, halved while a communicator's 16
-    do not suffice (NVIDIA/nccl, src/graph/paths.cc).
+    As if a communicator always had the most channels.
     """
-    channels = 2.0 ** ceil(log2(ceil(nic_gbit / 8 / 14)))
-    while channels > 1 and channels * ceil(num_ranks / 8) > 16:
-        channels /= 2
-    return min(channels * 13 / (nic_gbit / 8), 1.0)
+    nic_bytes_per_s = nic_gbit / 8 * 1e9
+    channels = send_channels(num_ranks, nic_bytes_per_s, MAX_SEND_CHANNELS)
+    return min(channels * CHANNEL_BYTES_PER_S / nic_bytes_per_s, 1.0)
 
 
 def has_latency(table: Table) -> bool:

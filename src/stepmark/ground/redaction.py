@@ -79,7 +79,7 @@ def is_secret_name(name: str) -> bool:
 
 def redact_words(words: Iterable[str]) -> tuple[str, ...]:
     """Return the words of a command without their secrets."""
-    return tuple(kept + REDACTED if value else redact(kept) for kept, value in _pairs(words))
+    return tuple(seen + REDACTED if value else redact(seen) for seen, value in _pairs(words))
 
 
 def redact_variable(name: str, value: str) -> str:

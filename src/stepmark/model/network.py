@@ -13,7 +13,8 @@ from stepmark.model.collectives import Collective, busbw_factor
 from stepmark.model.nccl_tuner import latency_us
 
 _EIGHT = 8  # ranks, from which NCCL reduces in NVLink's switches
-_CHANNEL_BYTES_PER_S = 13e9  # of a send: measured, 400G
+CHANNEL_BYTES_PER_S = 13e9  # of a send: measured, 400G
+MAX_SEND_CHANNELS = 16  # of a communicator
 _PAIRS = (Collective.SENDRECV, Collective.P2P, Collective.P2P_BOTH, Collective.PING_PONG)
 _APART = (Collective.ALL_TO_ALL, Collective.ALL_TO_ALL_V, Collective.GATHER, Collective.SCATTER)
 
@@ -179,15 +180,23 @@ def _crossing_bytes(
 
 
 def sending_bytes_per_s(placement: Placement, nic_bytes_per_s: float) -> float:
-    """Return the rate of send-receive by the channels that NCCL gives a peer on another host.
+    """Return the rate of send-receive to a peer on another host.
 
-    One channel for each 14 GB/s of a NIC, halved while those of a communicator do not suffice
-    for all peers in rounds of eight. Source: NVIDIA/nccl 2.30.7, src/graph/paths.cc. The total
-    of four per rank of a host, 16 at most, agrees with published runs of 2 to 80 ranks.
+    The total of four channels per rank of a host is inferred from published runs of 2 to 80
+    ranks, which validation/network_laws.py also scores.
     """
-    num_ranks = placement.num_ranks
-    total = min(16, 4 * (num_ranks // placement.num_units[0]))
+    per_host = placement.num_ranks // placement.num_units[0]
+    total = min(MAX_SEND_CHANNELS, 4 * per_host)
+    return CHANNEL_BYTES_PER_S * send_channels(placement.num_ranks, nic_bytes_per_s, total)
+
+
+def send_channels(num_ranks: int, nic_bytes_per_s: float, total: int) -> int:
+    """Return the channels that NCCL gives a peer on another host.
+
+    One for each 14 GB/s of a NIC, halved while the total of a communicator does not suffice for
+    all peers in rounds of eight. Source: NVIDIA/nccl 2.30.7, src/graph/paths.cc.
+    """
     channels = 1 << (math.ceil(nic_bytes_per_s / 14e9) - 1).bit_length()
     while channels > 1 and channels * math.ceil(num_ranks / 8) > total:
         channels //= 2
-    return channels * _CHANNEL_BYTES_PER_S
+    return channels

@@ -15,7 +15,7 @@ from stepmark.model.device import DeviceSpec
 from stepmark.model.network import Law, Network, Reduction, Tier
 from stepmark.model.network_options import NetworkChoice, NetworkOptions, parse_bits
 
-_IN_HOST = 8  # GPUs
+IN_HOST = 8  # GPUs
 _CHANGES = ("gpus_per_host", "nics", "nic", "latency", "oversubscription")
 
 
@@ -34,7 +34,7 @@ class System:
 
     nics: int
     nic: str
-    gpus_per_host: int = _IN_HOST
+    gpus_per_host: int = IN_HOST
     leaf_gpus: int | None = None
     latency: str | None = None
     oversubscription: float = 1.0
@@ -147,7 +147,7 @@ def network_of(
         return None
     inside = Tier(
         name=device.link_kind or "links",
-        num_gpus=device.link_domain or _IN_HOST,
+        num_gpus=device.link_domain or IN_HOST,
         bytes_per_s=device.link_bytes_per_s,
         law=law_of_links(device),
     )
@@ -159,7 +159,7 @@ def network_of(
         return Network(
             name=device.key,
             tiers=(inside,),
-            gpus_per_host=inside.num_gpus or _IN_HOST,
+            gpus_per_host=inside.num_gpus or IN_HOST,
             reduction=reduction,
         )
     system = _changed(named.system, given)
@@ -179,7 +179,7 @@ def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> Name
     if given.network:
         return find_system(given.network)
     is_changed = any(getattr(given, name) is not None for name in _CHANGES)
-    if num_gpus <= (device.link_domain or _IN_HOST) and not is_changed:
+    if num_gpus <= (device.link_domain or IN_HOST) and not is_changed:
         return None
     for name, system in load_systems().items():
         if system.device == device.key:

@@ -28,7 +28,7 @@ class FrameworkJob(
         metavar="MODEL",
         names="model",
     )
-    nproc: int | None = flag("ranks in all, as --world-size", "--nproc", "-n")
+    nproc: int | None = flag("ranks in all, as --world-size", "--nproc", "-g")
 
 
 @functools.cache

@@ -10,6 +10,7 @@ from stepmark.ground.units import format_time
 from stepmark.ground.waiting import Waiting
 from stepmark.measuring.delivery import write_files
 from stepmark.model.ops import Phase
+from stepmark.model.systems import IN_HOST
 from stepmark.predictions import framework_job, prediction_text
 from stepmark.predictions.comm import CommCosts
 from stepmark.predictions.costs import first_of
@@ -29,7 +30,6 @@ from stepmark.timeline.ledger import Idle
 from stepmark.timeline.step_cost import Costs, OpCost, Source, known_time
 from stepmark.workloads.rules.pytorch.case import of_case
 
-_IN_HOST = 8  # GPUs, where nothing is known of the links
 _NOTABLE_ERROR = 0.1  # of the calibrated step, by its own parts
 
 
@@ -143,10 +143,10 @@ def _reaches_over_hosts(inputs: Inputs, issued: Iterable[Operation]) -> bool:
     is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
     if is_on_cpu or inputs.network is not None:
         return False
-    if any((curve.num_hosts or 0) > 1 or curve.num_ranks > _IN_HOST for curve in inputs.curves):
+    if any((curve.num_hosts or 0) > 1 or curve.num_ranks > IN_HOST for curve in inputs.curves):
         return False
     groups = {inputs.workload.groups[op.group] for op in issued if isinstance(op, CommOp)}
-    return max((group.reach for group in groups), default=0) >= _IN_HOST
+    return max((group.reach for group in groups), default=0) >= IN_HOST
 
 
 def _effects(

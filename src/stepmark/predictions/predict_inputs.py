@@ -4,7 +4,7 @@ import contextlib
 import operator
 import shlex
 import socket
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -18,6 +18,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import argv
 from stepmark.measuring.machine import Machine, machine
 from stepmark.model.device import DeviceSpec, find_device, find_device_by_alias, unknown_device
+from stepmark.model.network_options import NetworkChoice
 from stepmark.model.systems import network_of
 from stepmark.predictions.calibrate import HOST
 from stepmark.predictions.calibration import calibrated, nearest_profile
@@ -109,17 +110,17 @@ def _with_network(inputs: Inputs, options: PredictOptions | None) -> Inputs:
     is_on_cpu = inputs.case is not None and inputs.case.device == "cpu"
     network = None
     if inputs.device and inputs.num_ranks > 1 and not is_on_cpu:
-        network = network_of(
-            inputs.device,
-            inputs.num_ranks,
-            with_hosts_of((*curves, *inputs.curves), inputs.num_ranks, options),
-        )
+        known = (*curves, *inputs.curves)
+        choice = with_hosts_of(known, inputs.num_ranks, options) if known else options
+        network = network_of(inputs.device, inputs.num_ranks, choice)
         if curves and network and not any(placement_of(each, network) for each in curves):
             most = max(curve.num_ranks for curve in curves)
             allowed = f"of ranks that {network.name} joins, not of {most}"
             raise ConfigError("curve", options and options.curve, allowed)
-    elif options and options.network:
-        raise ConfigError("network", options.network, "only with --device and several ranks")
+    elif options:
+        for field in fields(NetworkChoice):
+            if getattr(options, field.name) is not None:
+                raise ConfigError(field.name, "given", "only with --device and several ranks")
     return replace(inputs, network=network, curves=(*curves, *inputs.curves))
 
 

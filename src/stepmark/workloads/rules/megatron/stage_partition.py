@@ -32,7 +32,8 @@ def partition(plan: Plan) -> tuple[tuple[tuple[Chunk, ...], ...], tuple[str, ...
     """Return chunks by stage, and notes of choices that the settings leave open.
 
     Where layers do not divide by stages and chunks, but do with embedding and head as one
-    layer each, these take a layer's place. Raises ConfigError where neither divides.
+    layer each, these take a layer's place; else the last stage has what the others leave.
+    Raises ConfigError where no such sizes exist.
     """
     settings = plan.settings
     pp = plan.job.parallel.pp
