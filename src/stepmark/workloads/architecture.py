@@ -129,7 +129,9 @@ def weights_first(ops: Iterable[ComputeOp]) -> tuple[ComputeOp, ...]:
     if len(weights) != len(inputs):
         return ops
     pairs = [op for pair in zip(weights, inputs, strict=True) for op in pair]
-    return (*pairs, *(op for op in ops if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
+    products = (Phase.WGRAD, Phase.DGRAD)
+    first = next((index for index, op in enumerate(ops) if op.phase in products), 0)
+    return (*ops[:first], *pairs, *(op for op in ops[first:] if op.phase not in products))
 
 
 def check_names(what: str, names: list[str]) -> None:

@@ -28,12 +28,6 @@ def of_case(case: TrainCase) -> Workload:
             "off, since gathers of fp8 are not derived: add --no-fp8-all-gather",
         ),
         (
-            case.async_tp,
-            "async-tp",
-            "yes",
-            "it must be off: its pieces are not derived, capture them",
-        ),
-        (
             case.loss_chunks > 1,
             "loss-chunks",
             case.loss_chunks,
@@ -105,6 +99,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         blocks_per_group=case.blocks_per_group,
         embedding_in_backward=case.embedding_in_backward,
         tp_plan=case.tp_plan,
+        async_tp=case.async_tp,
         autocast=is_amp,
         masters=case.precision is Precision.MASTER,
         compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),
