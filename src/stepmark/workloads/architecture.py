@@ -20,7 +20,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Norm, Phase, Rope
-from stepmark.step.layout import Inputs, linear_products, table_lookup, tensor_sum
+from stepmark.step.layout import Inputs, is_cast, linear_products, table_lookup, tensor_sum
 from stepmark.step.module import Module, Param, between, both, in_registered_order, work_of
 from stepmark.step.workload import ComputeOp, Operation
 from stepmark.workloads.job import Job, Spread, check_single
@@ -122,14 +122,20 @@ def stored(name: str, *shape: int, part: str = "") -> Module:
 
 
 def weights_first(ops: Iterable[ComputeOp]) -> tuple[ComputeOp, ...]:
-    """Sort gradients product by product, as autograd's nodes run (torch 2.13, MmBackward0)."""
+    """Sort gradients product by product, as autograd's nodes run (torch 2.13, MmBackward0).
+
+    The output gradient's cast, which both products need, stays before them.
+    """
     ops = tuple(ops)
+    casts = [op for op in ops if is_cast(op)]
+    ops = tuple(op for op in ops if not is_cast(op))
     weights = [op for op in ops if op.phase is Phase.WGRAD]
     inputs = [op for op in ops if op.phase is Phase.DGRAD]
     if len(weights) != len(inputs):
-        return ops
+        return (*casts, *ops)
     pairs = [op for pair in zip(weights, inputs, strict=True) for op in pair]
-    return (*pairs, *(op for op in ops if op.phase not in (Phase.WGRAD, Phase.DGRAD)))
+    others = [op for op in ops if op.phase not in (Phase.WGRAD, Phase.DGRAD)]
+    return (*casts, *pairs, *others)
 
 
 def check_names(what: str, names: list[str]) -> None:
