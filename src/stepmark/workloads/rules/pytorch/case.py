@@ -88,6 +88,8 @@ _RECIPES = {
     Fp8.TENSORWISE: Recipe.TENSORWISE,
     Fp8.ROWWISE: Recipe.ROWWISE,
     Fp8.TE: Recipe.DELAYED,
+    Fp8.MXFP8: Recipe.MXFP8,
+    Fp8.NVFP4: Recipe.NVFP4,
 }
 
 
