@@ -108,3 +108,21 @@ def by_recipe(
         has_head=has_head,
         has_experts=has_experts,
     )
+
+
+def of_operators(
+    dtype: DType, scaling: Scaling = Scaling.NONE, cast: Cast = Cast.NONE
+) -> ProductPrecision | None:
+    """Return the products that `op` times, one by one, in fp8 or a narrower type.
+
+    None: they have the type of everything else. Those of experts stay in bf16, as in `train`.
+    """
+    if not dtype.is_narrow:
+        return None
+    return ProductPrecision(
+        dtype=dtype,
+        scaling=scaling if dtype.is_fp8 else Scaling.NONE,
+        cast=cast,
+        has_head=True,
+        has_experts=False,
+    )

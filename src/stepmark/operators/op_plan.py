@@ -18,7 +18,7 @@ from stepmark.measuring.machine import Machine
 from stepmark.model.ops import FAMILIES, Attention, Cast, Copy, Gemm, Op, Phase, Scaling
 from stepmark.model.ops.backends import BACKENDS, MODULES, Capabilities, unsupported
 from stepmark.model.parallel import ParallelConfig
-from stepmark.model.product_precision import ProductPrecision
+from stepmark.model.product_precision import of_operators
 from stepmark.operators.op_options import FamilyOptions, LayerOptions, ModelShapes, OpOptions
 from stepmark.step.layout import Inputs, layout_of, model_as
 from stepmark.workloads.datasets import dataset
@@ -229,7 +229,11 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
                 # A rank has a part of the sequence where tensor parallelism divides it.
                 seq_len=_times(options.seq_len or model.seq_len, share, grain=axes.tp),
                 dtype=DType.BF16 if dtype.is_narrow else dtype,
-                products=_narrow_products(options, dtype),
+                products=of_operators(
+                    dtype,
+                    _member(Scaling, options.field("scaling"), "scaling"),
+                    _member(Cast, options.field("cast"), "cast"),
+                ),
                 skew=_number(options.field("skew"), "skew"),
             ),
         )
@@ -237,22 +241,6 @@ def _model_shapes(options: FamilyOptions | LayerOptions, device: str) -> list[Mo
         for mbs in options.mbs
         for dtype in types
     ]
-
-
-def _narrow_products(
-    options: FamilyOptions | LayerOptions, dtype: DType
-) -> ProductPrecision | None:
-    """Return linear layers of an fp8 or narrower type; casts are timed as the options say."""
-    if not dtype.is_narrow:
-        return None
-    scaling = _member(Scaling, options.field("scaling"), "scaling")
-    return ProductPrecision(
-        dtype=dtype,
-        scaling=scaling if dtype.is_fp8 else Scaling.NONE,
-        cast=_member(Cast, options.field("cast"), "cast"),
-        has_head=True,
-        has_experts=False,
-    )
 
 
 def _from_file(options: FamilyOptions, device: str) -> Iterator[Placed]:

@@ -174,7 +174,8 @@ def linear_products(
         if num_bytes := casts.get(phase):
             yield phase, cast_kernel(num_bytes)
         gemm = Gemm(m=m, n=n, k=k, dtype=inputs.dtype, layout=layout)
-        yield phase, gemm if narrow is None else _narrowed(gemm, narrow, phase)
+        is_narrow = narrow is not None and narrow.fits(n, k)
+        yield phase, _narrowed(gemm, narrow, phase) if narrow and is_narrow else gemm
 
 
 def grouped_products(

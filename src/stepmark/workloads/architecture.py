@@ -20,6 +20,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Norm, Phase, Rope
+from stepmark.model.product_precision import ProductPrecision
 from stepmark.step.layout import Inputs, is_cast, linear_products, table_lookup, tensor_sum
 from stepmark.step.module import Module, Param, between, both, in_registered_order, work_of
 from stepmark.step.workload import ComputeOp, Operation
@@ -234,6 +235,7 @@ class Batch:
     mbs: int
     seq_len: int
     dtype: DType = DType.BF16
+    products: ProductPrecision | None = None  # of linear layers, where it is another
 
     @property
     def tokens(self) -> int:
@@ -253,7 +255,9 @@ class Batch:
 
         tied: another unit's parameter in place of W, e.g. "table.weight".
         """
-        inputs = Inputs(mbs=self.mbs, seq_len=self.seq_len, dtype=self.dtype)
+        inputs = Inputs(
+            mbs=self.mbs, seq_len=self.seq_len, dtype=self.dtype, products=self.products
+        )
         products = linear_products(inputs, rows or self.tokens, out, width)
         params = [] if tied else [Param(name=f"{name}.weight", shape=(out, width), part=name)]
         if bias:
