@@ -271,7 +271,20 @@ def test_a_step_in_fp8_names_its_peak_and_has_casts(run: Predict) -> None:
         "MFU and HFU are of the bf16 peak, not of the fp8_e4m3 peak, which is 2 times as high"
     )
     assert not any("peak" in note for note in plain["notes"])
-    assert time_of(low, "elementwise") > time_of(plain, "elementwise")
+    products, casts = (
+        [
+            sum(row["time_ns"] for row in document["ledger"] if row["line"] == line)
+            for document in (low, plain)
+        ]
+        for line in ("matmul", "norm and elementwise")
+    )
+    assert products[0] < products[1]
+    assert casts[0] > casts[1]
+
+
+def test_precision_fp8_is_fp8(run: Predict) -> None:
+    words = f"{SHEET} --no-fp8-all-gather"
+    assert run(f"{words} --fp8")[1] == run(f"{words} --precision fp8")[1]
 
 
 # ---- laws
