@@ -42,7 +42,8 @@ def test_products_in_pieces_hide_communication(tp: str, tmp_path: Path) -> None:
     steps = {}
     for flag in ("--no-async-tp", "--async-tp"):
         answer = tmp_path / "answer.json"
-        job = ["llama-3.1-8b", "--framework", "pytorch", "--nproc", RANKS, "--tp", tp, flag]
+        job = ["llama-3.1-8b", "--framework", "pytorch", "--nproc", RANKS, "--tp", tp]
+        job += ["--mbs", "4", flag]
         assert status(["predict", *job, "--device", "h100", "--json", str(answer)]) == 0
         steps[flag] = json.loads(answer.read_text())["step_s"]
     assert 0.7 < steps["--async-tp"] / steps["--no-async-tp"] < 1

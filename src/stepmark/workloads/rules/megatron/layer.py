@@ -33,10 +33,12 @@ from stepmark.ground.dtypes import DType
 from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.model import MoeConfig
 from stepmark.model.ops import Attention, Phase
+from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation
 from stepmark.workloads.job import DUAL
 from stepmark.workloads.pipeline import COMPUTE_DONE
+from stepmark.workloads.rules.megatron import narrow
 from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher, Plan
 
 
@@ -159,6 +161,8 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
     module = leaf.role
     rows = plan.tokens * width
     first = leaf.fwd[0]
+    sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
+    casts = tuple(op for op in leaf.fwd if is_cast(op))
     send = partial(
         plan.comms,
         elements=rows,
@@ -176,9 +180,13 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
     scatter = f"{module}.scatter"
     return Step(
         module=module,
-        fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd),
+        fwd=(
+            *casts,
+            *send(Collective.ALL_GATHER, phase=Phase.FWD, **sent),
+            *leaf.fwd[len(casts) :],
+        ),
         bwd=(
-            *send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather),
+            *send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather, **sent),
             *input_grads,
             *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, stream="tp", name=scatter),
             *(replace(op, after=(gather,)) for op in weight_grads),
@@ -202,8 +210,11 @@ def _summed(
     sums = send(kind, phase=Phase.FWD, layer=layer)
     gathers: tuple[CommOp, ...] = ()
     if plan.sequence_parallel:
-        gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer)
-    return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=(*gathers, *leaf.bwd))
+        sent = narrow.gathered(plan.job.products, leaf, rows, plan.size("tp"))
+        gathers = send(Collective.ALL_GATHER, phase=Phase.DGRAD, layer=layer, **sent)
+    casts = tuple(op for op in leaf.bwd if is_cast(op))
+    bwd: tuple[Operation, ...] = (*casts, *gathers, *leaf.bwd[len(casts) :])
+    return Step(module=leaf.role, fwd=(*leaf.fwd, *sums), bwd=bwd)
 
 
 def embedding(plan: Plan) -> Step:
