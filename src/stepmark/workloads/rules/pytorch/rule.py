@@ -8,6 +8,9 @@ training/model_parallel.py's (torch/distributed/tensor/parallel/style.py).
 from dataclasses import replace
 
 from stepmark.cases.training import DataParallel, GradSync
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Scaling
 from stepmark.step.workload import Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, Job, check_single, plain_settings
@@ -19,6 +22,7 @@ from stepmark.workloads.rules.pytorch.technique import Technique
 from stepmark.workloads.rules.pytorch.units import groups_of
 
 _VERSION = "PyTorch 2.13.0"
+_BY_TENSOR = (DType.FP8_E4M3, Scaling.TENSORWISE)
 # What is followed, by the rule's older names.
 _FILES = {
     "fsdp": "torch/distributed/fsdp/_fully_shard",
@@ -31,6 +35,8 @@ _FILES = {
 def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     """Return a step of the job, for one of the rule's names. Raises ConfigError."""
     settings = settings.resolved(job.parallel)
+    if settings.fp8_all_gather:
+        job = _with_cast_weights(job)
     kind = settings.data_parallel
     technique = _technique(settings)
     if settings.async_tp:
@@ -63,6 +69,16 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
         source=f"{_VERSION}, {_FILES[followed]}",
         settings=plain_settings(settings),
     )
+
+
+def _with_cast_weights(job: AnyJob) -> AnyJob:
+    """Return the job whose weights are cast before they are gathered. Raises ConfigError."""
+    products = job.products
+    if products is None or (products.dtype, products.scaling) != _BY_TENSOR:
+        # torchao 0.18, float8/config.py: Float8LinearConfig.__post_init__.
+        allowed = "it works only with fp8 products with a scale per tensor (--precision fp8)"
+        raise ConfigError("fp8_all_gather", "yes", allowed)
+    return replace(job, products=replace(products, casts_weights=False))
 
 
 def _technique(settings: PyTorch) -> Technique:

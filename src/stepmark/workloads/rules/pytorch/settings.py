@@ -62,6 +62,11 @@ class PyTorch:
     ends: StageEnds = setting(
         StageEnds.APART, "who wraps embedding and output: apart or root", only=_SHARDED
     )
+    fp8_all_gather: bool = setting(
+        False,
+        "weights of fp8 products are gathered in fp8, with scales of a step (torchao)",
+        only=_SHARDED,
+    )
     embedding_in_backward: bool = setting(
         True, "with --ends apart: set_unshard_in_backward of the embedding", only=_SHARDED
     )

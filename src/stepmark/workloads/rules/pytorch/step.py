@@ -7,14 +7,14 @@ which all gradients are reduced. FSDP's gathers depend on the passes before, so 
 computed one by one until nothing changes any more; the rest of a span repeats.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Optimizer, Phase
 from stepmark.model.parallel import stage_layers
 from stepmark.step.layout import FUSED
@@ -448,7 +448,26 @@ def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms)
         )
     items += summed("update")
     adam = Optimizer(num_params=max(1, size), kind="adamw", dtype=technique.weights)
-    return (*items, _computed("update", adam))
+    return (*items, _computed("update", adam), *_scales(technique, trained, reduce))
+
+
+def _scales(
+    technique: Technique, params: list[Param], reduce: Callable[..., Block]
+) -> Iterator[Item]:
+    """Yield the largest magnitudes of the weights that the next step gathers in fp8.
+
+    torchao 0.18, float8/fsdp_utils.py: precompute_float8_dynamic_scale_for_fsdp.
+    """
+    if technique.sharding is None or technique.sharding.narrow is None:
+        return
+    narrow = [param for param in params if param.is_narrow]
+    if not narrow:
+        return
+    size = sum(_local_numel(param, technique) for param in narrow)
+    num_bytes = size * technique.weights.itemsize
+    yield _computed("scales", Kernel(name="amax", flops=0, bytes_moved=num_bytes))
+    for group in ("fsdp", "tp"):
+        yield from reduce(len(narrow), group, module="scales", redop=RedOp.MAX)
 
 
 def _local_numel(param: Param, technique: Technique) -> int:
