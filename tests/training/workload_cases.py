@@ -52,6 +52,15 @@ DDP: dict[str, dict[str, Any]] = {
     "ddp finding unused": {"init_sync": True, "find_unused_parameters": True},
 }
 
+# Frozen, with adapters of this rank.
+WITH_LORA = {
+    "ddp of adapters": 4,
+    "fsdp of adapters": 4,
+    "fsdp of adapters, once": 4,
+    "hsdp of adapters": 8,
+    "1f1b x fsdp of adapters": 4,
+}
+
 # The embedding and the output in the model's own group.
 WITH_ROOT = ("fsdp with a root", "1f1b x fsdp with a root")
 
@@ -71,6 +80,11 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp gathered in fp8": made(SHORT, "fsdp", GATHERED, TWICE, dp_shard=2),
         "fsdp gathered in fp8 with the head": made(
             SHORT, "fsdp", GATHERED, {"fp8_head": True}, dp_shard=2
+        ),
+        "ddp of adapters": made(WIDE, "ddp", AMP, dp_replicate=2),
+        "fsdp of adapters": made(LLAMA, "fsdp", AMP, TWICE, dp_shard=2),
+        "fsdp of adapters, once": made(
+            SHORT, "fsdp", FULL, {"embedding_in_backward": False}, dp_shard=2
         ),
         "tp of autocast": made(HEADS, "none", AMP, tp=2),
         "tp of fp8": made(HEADS, "none", FP8, tp=2),
@@ -95,6 +109,8 @@ CASES: dict[int, dict[str, TrainCase]] = {
         "fsdp x tp": made(HEADS, "fsdp", AMP, dp_shard=2, tp=2),
         "fsdp of fp8 x tp": made(HEADS, "fsdp", FP8, dp_shard=2, tp=2),
         "fsdp gathered in fp8 x tp": made(HEADS, "fsdp", GATHERED, dp_shard=2, tp=2),
+        "hsdp of adapters": made(ODD, "fsdp", AMP, dp_replicate=2, dp_shard=2),
+        "1f1b x fsdp of adapters": made(LLAMA, "fsdp", AMP, parts(4), pp=2, dp_shard=2),
         "fsdp x tp, tied": made(TIED, "fsdp", FULL, dp_shard=2, tp=2),
         "fsdp x tp of whole logits": made(HEADS, "fsdp", AMP, WHOLE, dp_shard=2, tp=2),
         "tp with masters": made(HEADS, "none", MASTER, TWICE, tp=4),

@@ -56,6 +56,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         SHALLOW | {"world_size": 4, "stage": 1, "gradient_clipping": 0.0},
     ],
     "pytorch": [
+        DENSE | {"world_size": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "gbs": 32},
         DENSE | {"world_size": 8, "tp": 2, "dp_replicate": 2, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 4, "gbs": 32},

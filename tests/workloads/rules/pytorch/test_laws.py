@@ -395,6 +395,44 @@ def test_gathers_in_fp8_have_a_byte_for_each_narrow_weight(mesh: dict[str, int])
     assert all(op.redop is RedOp.MAX for op in scales)
 
 
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_shard": 2, "pp": 2, "microbatches": 4}])
+def test_only_adapters_are_reduced_and_updated(
+    model: ModelConfig, mesh: dict[str, int]
+) -> None:
+    """Frozen weights are gathered as before."""
+    job = make(model, **mesh)
+    full, low = (generated(job, lora_rank=rank) for rank in (None, 4))
+    for stage, layers in enumerate(low.stages):
+        sent, before = (
+            {
+                kind: sum(
+                    op.count * op.dtype.itemsize
+                    for op in comms(made, stage)
+                    if op.collective == kind and op.module in ("blocks", "embedding", "output")
+                )
+                for kind in ("all_gather", "reduce_scatter")
+            }
+            for made in (low, full)
+        )
+        adapters = sum(
+            4 * (linear.width + linear.out)
+            for layer in layers.layers
+            for linear in model.linears(moe=layer >= model.num_dense_layers)
+            if linear.name != "ffn.router" and not linear.is_routed
+        )
+        assert sent["reduce_scatter"] == 4 * adapters // mesh["dp_shard"] * (
+            job.num_microbatches if len(low.stages) == 1 else 1
+        )
+        assert sent["all_gather"] > before["all_gather"]
+        (updated,) = (
+            op.op.num_params
+            for op in low.expand(stage)
+            if isinstance(op, ComputeOp) and isinstance(op.op, Optimizer)
+        )
+        assert updated == adapters // mesh["dp_shard"]
+
+
 def items(made: Workload) -> int:
     return sum(map(len, made.blocks.values()))
 

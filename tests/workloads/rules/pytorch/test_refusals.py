@@ -101,6 +101,24 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         "dp-shard 2 is invalid: it must be 1 without data parallelism",
     ),
     (
+        ALONE(lora_rank=4),
+        {"tp": 2},
+        DENSE,
+        "tp 2 is invalid: it must be 1 with lora_rank: DTensor's plans divide no adapters",
+    ),
+    (
+        FSDP(lora_rank=4, lora_targets="q,v"),
+        {"dp_shard": 2},
+        DENSE,
+        "lora_targets 'q, v' is invalid: it must be all or none of q, k, v",
+    ),
+    (
+        FSDP(lora_rank=4, lora_targets="q,k,v,mlp"),
+        {"dp_shard": 2},
+        DENSE,
+        "lora_targets mlp is invalid: it must be some of q, k, v, out",
+    ),
+    (
         ALONE(),
         {"tp": 8},
         DENSE,
@@ -226,9 +244,7 @@ def test_types_of_activations_that_are_not_modelled(settings: Any, dtype: DType)
 @pytest.mark.parametrize("products", [None, by_recipe(Recipe.ROWWISE), by_recipe(Recipe.MXFP8)])
 def test_weights_are_gathered_in_fp8_where_they_have_one_scale(products: Any) -> None:
     job = replace(make(dp_shard=2), products=products)
-    with pytest.raises(
-        ConfigError, match=r"fp8_all_gather .* it works only with fp8"
-    ):
+    with pytest.raises(ConfigError, match=r"fp8_all_gather .* it works only with fp8"):
         rule.workload(job, FSDP(fp8_all_gather=True))
 
 

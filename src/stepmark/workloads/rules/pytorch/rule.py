@@ -39,6 +39,8 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
         job = _with_cast_weights(job)
     kind = settings.data_parallel
     technique = _technique(settings)
+    if technique.lora:
+        _check_adapters(job)
     if settings.async_tp:
         technique = replace(technique, tp_pieces=job.parallel.tp)
     if kind is DataParallel.FSDP:
@@ -99,4 +101,14 @@ def _technique(settings: PyTorch) -> Technique:
         pp_microbatches=settings.pp_microbatches,
         pp_stages=settings.pp_stages,
         pp_split=settings.pp_split,
+        lora=settings.lora,
     )
+
+
+def _check_adapters(job: AnyJob) -> None:
+    """Raise ConfigError for a job whose layers cannot have adapters."""
+    if not isinstance(job, Job):
+        raise ConfigError("lora_rank", job.name, "left out for a model of one's own")
+    # A style of DTensor registers a layer's parameters by name, and an adapter's have a dot
+    # (torch/distributed/tensor/parallel/style.py, ColwiseParallel._partition_linear_fn).
+    check_single(job.parallel, ("tp",), "1 with lora_rank: DTensor's plans divide no adapters")

@@ -323,6 +323,7 @@ def _chunks(
         plan=technique.plan,
         fused=FUSED["train"] if technique.fuse_qkv else frozenset(),
         apart=technique.sharding is not None and job.parallel.ep > 1,
+        lora=technique.lora,
     )
     kinds: dict[bool, Unit] = {}
     for moe in (False, True):
@@ -339,6 +340,8 @@ def _chunks(
             kinds[model.moe is not None and layer >= model.num_dense_layers] for layer in layers
         ]
         is_first = index == 0
+        if is_first and units and technique.lora:
+            units[0] = builder.first_block(units[0])
         is_last = index == count - 1
         chunk = Chunk(
             technique,
@@ -441,7 +444,7 @@ def update(job: AnyJob, technique: Technique, chunks: list[Chunk], comms: Comms)
         if job.parallel.ep > 1:
             counts += [("expert_fsdp", num_experts), ("ep", num_experts)]
         for group, count in counts:
-            items += reduce(count, group, module="clip")
+            items += reduce(count, group, module="clip") if count else ()
         items += reduce(1, "pp", module="clip", dtype=DType.FP32)
         items.append(
             _computed("clip", Kernel(name="scale", flops=0, bytes_moved=2 * num_bytes))

@@ -16,6 +16,7 @@ from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.ops import Phase, Scaling
 from stepmark.model.parallel import TpPlan
 from stepmark.step.layout import FUSED
+from stepmark.step.lora import Lora
 from stepmark.step.module import TOGETHER, Module
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import Group, Operation
@@ -106,11 +107,12 @@ class UnitBuilder:
     apart: bool = False  # experts are a module that is sharded by itself
     plan: TpPlan = TpPlan.TORCHTITAN
     fused: frozenset[str] = FUSED["train"]
+    lora: Lora | None = None
 
     @property
     def _tree(self) -> TreeBuilder:
         whole = self.plan is TpPlan.WHOLE
-        return self.job.tree("train", whole_loss=whole, fused=self.fused)
+        return self.job.tree("train", whole_loss=whole, fused=self.fused, lora=self.lora)
 
     def embedding(self) -> Unit:
         """Return the lookup, whose rows are summed over tp for all tokens or this rank's."""
@@ -136,11 +138,13 @@ class UnitBuilder:
             self.lookup_dtype,
             microbatch=0,
         )
+        # A frozen table needs no gradient.
+        backward: Ops = () if self.lora else (*gathered, *table.inside[0].bwd)
         return Unit(
             name="embedding",
             params=table.all_params,
             fwd=((*table.inside[0].fwd, *reduced),),
-            bwd=((*gathered, *table.inside[0].bwd),),
+            bwd=(backward,),
         )
 
     def output(self, *, has_table: bool = False) -> Unit:
@@ -203,6 +207,20 @@ class UnitBuilder:
             fwd=tuple(fwd),
             bwd=tuple(bwd),
         )
+
+    def first_block(self, block: Unit) -> Unit:
+        """Return the block behind a frozen embedding, whose rows have no gradient."""
+        is_adapted = any(p.is_trained and p.part.startswith("attention.") for p in block.params)
+
+        def is_needed(op: Operation) -> bool:
+            base = op.module.removesuffix(".lora_a")
+            if not is_adapted:
+                return not base.startswith("attention.")
+            is_input = base in _OF_INPUT and op.phase in (Phase.DGRAD, Phase.BWD)
+            return not (is_input or base == "attention.norm")
+
+        bwd = tuple(tuple(filter(is_needed, piece)) for piece in block.bwd)
+        return replace(block, name=f"{block.name}.first", bwd=bwd)
 
     def _inside(self, *, moe: bool) -> dict[str, tuple[Ops, Ops]]:
         """Return by module the messages after its forward and before its backward pass."""
@@ -302,6 +320,10 @@ class UnitBuilder:
             for kind, phase in kinds
         )
         return fwd, bwd
+
+
+# Layers that multiply a block's normalized input.
+_OF_INPUT = tuple(f"attention.{name}" for name in ("qkv", "q", "k", "v", "q_down", "kv_down"))
 
 
 def _leaves(unit: Module) -> list[Module]:
