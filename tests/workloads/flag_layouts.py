@@ -53,6 +53,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         *(SHALLOW | {"world_size": 4, "gbs": 8, "stage": stage} for stage in range(4)),
         SHALLOW | {"world_size": 4, "stage": 0, "dtype": "fp32"},
         SHALLOW | {"world_size": 4, "stage": 2} | SLICED,
+        SHALLOW | {"world_size": 4, "offload_optimizer": "cpu"} | STAGE3,
         SHALLOW | {"world_size": 4, "stage": 1, "gradient_clipping": 0.0},
     ],
     "pytorch": [
@@ -69,6 +70,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 2, "tp": 2, "param_dtype": "bf16"},
     ],
     "fsdp": [
+        DENSE | {"world_size": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "gbs": 32},
         DENSE | {"world_size": 8, "tp": 2, "dp_replicate": 2, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 4, "gbs": 32},
@@ -78,17 +80,20 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 8} | BLOCKS,
     ],
     "ddp": [
+        DENSE | {"world_size": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "gbs": 32},
         DENSE | {"world_size": 8, "param_dtype": "bf16"},
         DENSE | {"world_size": 8} | BLOCKS,
         {"model": "gpt2-124m", "world_size": 8},
     ],
     "tp": [
+        DENSE | {"lora_rank": 8},
         DENSE | {"world_size": 2, "tp": 2},
         DENSE | {"world_size": 2, "tp": 2, "param_dtype": "bf16"},
         DENSE | {"world_size": 2, "tp": 2} | BLOCKS,
     ],
     "pp": [
+        DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "tp": 2, "pp": 4, "gbs": 8},
         DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "pp_schedule": "interleaved"},
         DENSE | {"world_size": 2, "pp": 2, "gbs": 8, "param_dtype": "bf16"},
@@ -103,6 +108,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 # Values to try of settings whose type does not tell them.
 VALUES: dict[str, tuple[Any, ...]] = {
     "stage": (0, 1, 2),
+    "lora_targets": ("gate,up",),
     "expert_tensor_parallel_size": (1,),
     "moe_aux_loss_coeff": (0.1,),
     "gradient_clipping": (0.0,),

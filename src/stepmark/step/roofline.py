@@ -1,7 +1,7 @@
 """Lower bound of the time of an operation on a device, and what sets it."""
 
 from stepmark.model.device import DeviceSpec
-from stepmark.model.ops import Op
+from stepmark.model.ops import HostCopy, Op
 from stepmark.step.workload import Kernel
 
 
@@ -11,6 +11,8 @@ def roofline_time(op: Op | Kernel, device: DeviceSpec) -> float | None:
     A Kernel has no type: its FLOPs are compared with the highest peak of the device. An
     operation without any cost has no time.
     """
+    if isinstance(op, HostCopy):  # it crosses a link that data sheets of devices do not rate
+        return None
     if op.executed_flops is None or op.bytes_moved is None or device.hbm_bytes_per_s is None:
         return None
     bound_s = op.bytes_moved / device.hbm_bytes_per_s

@@ -53,7 +53,13 @@ from stepmark.workloads.job import (
 )
 from stepmark.workloads.rules.deepspeed import huggingface, modules
 from stepmark.workloads.rules.deepspeed.modules import COMPUTE, GRADS, Module, Param
-from stepmark.workloads.rules.deepspeed.settings import DeepSpeed
+from stepmark.workloads.rules.deepspeed.offload import (
+    NOTE,
+    gradient_copies,
+    host_copy,
+    host_update,
+)
+from stepmark.workloads.rules.deepspeed.settings import DeepSpeed, Offload
 from stepmark.workloads.rules.deepspeed.zero3 import Fetch, Pass, persistent, steady_step
 
 
@@ -216,6 +222,7 @@ class Recorder:
     comms: Comms
     overlaps: bool
     divided: bool  # stage 3
+    fetches: bool = False  # shards of weights are on the host
     follows: bool = False
     items: list[tuple[int | None, Operation]] = field(default_factory=list)
     gathers: int = 0
@@ -239,6 +246,14 @@ class Recorder:
                 name=_GATHER,
                 after=self._before_gather(),
             )
+            if self.fetches and elements:
+                shard = elements // self.comms.groups[_DP].size * self.comms.dtype.itemsize
+                # On the stream of the gather, which follows it.
+                copy = replace(
+                    host_copy(shard, "h2d", phase, "weights", _DP),
+                    after=ops[0].after if ops else (),
+                )
+                self._put(module.layer, (copy,))
             self._put(module.layer, ops)
             self.gathers += len(ops)
             self.newest = _GATHER if ops else ""
@@ -298,7 +313,7 @@ class Recorder:
                 self._put(layer, tuple(replace(op, name=name, after=after) for op in ops))
                 self.computed = len(self.items) - 1
 
-    def _put(self, layer: int | None, ops: Iterable[CommOp]) -> None:
+    def _put(self, layer: int | None, ops: Iterable[Operation]) -> None:
         inside = None if layer is None else 0
         self.items += [(layer, replace(op, layer=inside, microbatch=0)) for op in ops]
 
@@ -463,6 +478,8 @@ class _Plan:
         if self.dtype not in TRAINED:
             raise ConfigError("dtype", job.dtype, "fp32, tf32, bf16 or fp16")
         self.job = job
+        if settings.is_offloaded:  # stage_1_and_2.py: contiguous_gradients or cpu_offload
+            settings = replace(settings, contiguous_gradients=True)
         self.settings = settings
         groups = mesh_groups(job.parallel, {"dp": ("dp_shard", "dp_replicate")})
         self.comms = Comms(groups=groups, dtype=self.dtype)
@@ -475,6 +492,12 @@ class _Plan:
                 "grad_accum_dtype",
                 self.accumulated,
                 f"{self.dtype} at stage 0, or empty",
+            ),
+            (
+                self.flat and settings.is_offloaded,
+                "offload_optimizer",
+                settings.offload_optimizer,
+                "none at stage 1 with fp32 accumulation, whose optimizer is not offloaded",
             ),
             (
                 self.flat and not settings.compute_grad_norm,
@@ -537,6 +560,7 @@ class _Plan:
             comms=self.comms,
             overlaps=self.settings.overlaps,
             divided=self.settings.stage == 3,
+            fetches=self.settings.offload_param is Offload.CPU,
             follows=follows and any(kind == GRADS for (kind, _, _), _ in events),
         )
         bucket = self._bucket()
@@ -574,10 +598,18 @@ class _Plan:
     def optimizer_step(self) -> Iterator[Operation]:
         """Yield the checks for overflow, the norm, the update, and the gather of weights."""
         stage = self.settings.stage
+        if self.settings.is_offloaded:
+            yield from gradient_copies(
+                self.updated,
+                num_microbatches=self.job.num_microbatches,
+                stage=stage,
+                dtype=self.dtype,
+                accumulated=self.accumulated,
+            )
         if stage == 0:
             if self.dtype is DType.FP32 and self.settings.gradient_clipping:
                 yield from self._scalar("norm", DType.FP32, RedOp.SUM)
-            yield self._update(sum(param.numel for param in self.params))
+            yield from self._update(sum(param.numel for param in self.params))
         elif stage == 3:
             yield from self._stage_3_step()
         else:
@@ -586,8 +618,15 @@ class _Plan:
                 yield from self._scalar("overflow", DType.UINT8, RedOp.MAX)
             if self.settings.compute_grad_norm and not self.flat:
                 yield from self._scalar("norm", DType.FP32, RedOp.SUM)
-            yield self._update(self.shares.share)
+            yield from self._update(self.updated)
             yield from self._gathered(self.shares.total)
+
+    @property
+    def updated(self) -> int:
+        """Parameters whose optimizer states this rank has."""
+        if self.settings.stage == 3:
+            return sum(param.padded(self.ranks) // self.ranks for param in self.params)
+        return self.shares.share
 
     def _stage_3_step(self) -> Iterator[Operation]:
         if self.dtype is DType.FP16:
@@ -597,9 +636,11 @@ class _Plan:
         for index, part in enumerate(parts):
             elements += part
             if elements >= self.settings.sub_group_size or index == len(parts) - 1:
-                yield from self._scalar("norm", DType.FP64, RedOp.SUM)
+                # Of gradients on the host: complete_grad_norm_calculation_for_cpu_offload.
+                norm = DType.FP32 if self.settings.is_offloaded else DType.FP64
+                yield from self._scalar("norm", norm, RedOp.SUM)
                 elements = 0
-        yield self._update(sum(parts))
+        yield from self._update(self.updated)
         for param in persistent(self.params, self.settings):
             yield from self._gathered(param.padded(self.ranks))
 
@@ -608,9 +649,13 @@ class _Plan:
             Collective.ALL_REDUCE, 1, "dp", Phase.OPTIM, module, dtype, redop=redop
         )
 
-    def _update(self, num_params: int) -> ComputeOp:
+    def _update(self, num_params: int) -> Iterator[ComputeOp]:
+        if self.settings.is_offloaded:
+            has_weights = self.settings.offload_param is Offload.NONE
+            yield from host_update(num_params, dtype=self.dtype, has_weights=has_weights)
+            return
         op = Optimizer(num_params=num_params, dtype=DType.FP32)
-        return ComputeOp(op=op, phase=Phase.OPTIM, module="optimizer")
+        yield ComputeOp(op=op, phase=Phase.OPTIM, module="optimizer")
 
     def _gathered(
         self, elements: int, phase: Phase = Phase.OPTIM, module: str = "optimizer"
@@ -642,6 +687,8 @@ class _Plan:
                 yield from self._gathered(param.padded(self.ranks), Phase.FWD, "setup")
 
     def notes(self) -> Iterator[str]:
+        if self.settings.is_offloaded:
+            yield NOTE
         if isinstance(self.job, Job):
             family = "Llama" if huggingface.is_llama(self.job.model) else "GPT-2"
             yield f"modules and parameters in the order of Hugging Face's {family}"

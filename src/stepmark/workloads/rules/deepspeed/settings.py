@@ -20,6 +20,13 @@ class Switch(StrEnum):
     FALSE = "false"
 
 
+class Offload(StrEnum):
+    """Where optimizer states or weights are between their uses."""
+
+    NONE = "none"
+    CPU = "cpu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeed:
     """Settings under DeepSpeed's names, with its defaults. Sizes are elements."""
@@ -59,6 +66,12 @@ class DeepSpeed:
     stage3_max_reuse_distance: int = setting(
         1_000_000_000, "keep weights used again within this many elements"
     )
+    offload_optimizer: Offload = setting(
+        Offload.NONE, "cpu: gradients are copied to the host, which runs Adam"
+    )
+    offload_param: Offload = setting(
+        Offload.NONE, "stage 3, cpu: shards of weights are on the host until they are gathered"
+    )
     zero_init: bool = setting(False, "stage 3: build the model under deepspeed.zero.Init")
 
     def __post_init__(self) -> None:
@@ -83,6 +96,19 @@ class DeepSpeed:
                 (dtype not in ("", *TRAINED), name, dtype, "fp32, bf16, fp16 or empty")
                 for name, dtype in dtypes.items()
             ),
+            (
+                self.offload_optimizer is Offload.CPU and not self.stage,
+                "offload_optimizer",
+                self.offload_optimizer,
+                "only with stage 1, 2 or 3",
+            ),
+            (
+                self.offload_param is Offload.CPU
+                and (self.stage != 3 or self.offload_optimizer is Offload.NONE),
+                "offload_param",
+                self.offload_param,
+                "only with stage 3 and offload_optimizer cpu",
+            ),
             (self.zero_init and self.stage != 3, "zero_init", True, "only with stage 3"),
             (
                 not self.compute_grad_norm and (self.stage not in (1, 2) or clip),
@@ -91,6 +117,10 @@ class DeepSpeed:
                 "only with stage 1 or 2 and gradient_clipping of 0",
             ),
         )
+
+    @property
+    def is_offloaded(self) -> bool:
+        return self.offload_optimizer is Offload.CPU
 
     @property
     def overlaps(self) -> bool:

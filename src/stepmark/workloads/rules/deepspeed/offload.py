@@ -1,0 +1,63 @@
+"""ZeRO-Offload: optimizer, and at stage 3 weights, in the host's memory.
+
+DeepSpeed 0.19.6 (edaa722), deepspeed/runtime/zero: stage_1_and_2.py
+(async_accumulate_grad_in_cpu_via_gpu, async_inplace_copy_grad_to_fp32_buffer_from_gpu, step),
+stage3.py (partition_grads, _offload_grad_partition_at_boundary,
+_reassign_or_swap_out_partitioned_parameters), partition_parameters.py (all_gather_coalesced).
+Only read. A copy that changes the type sends the type of its destination when that is the
+host's fp32, because it is cast on the device before, and the weights' when it goes to the
+device, because it is cast on the host (torch 2.13, aten/src/ATen/native/cuda/Copy.cu:
+copy_requires_temporaries).
+"""
+
+from collections.abc import Iterator
+
+from stepmark.ground.dtypes import DType
+from stepmark.model.ops import HostCopy, Phase
+from stepmark.step.workload import ComputeOp, Kernel
+
+NOTE = (
+    "offload_optimizer: a step's copies of gradients are shown together, before the update;"
+    " DeepSpeed begins them as gradients are reduced"
+)
+HOST_ADAM = "cpu_adam"
+
+
+def host_copy(
+    num_bytes: int, direction: str, phase: Phase, module: str, stream: str = "compute"
+) -> ComputeOp:
+    op = HostCopy(num_bytes=num_bytes, direction=direction)
+    return ComputeOp(op=op, phase=phase, module=module, stream=stream)
+
+
+def gradient_copies(
+    numel: int, *, num_microbatches: int, stage: int, dtype: DType, accumulated: DType
+) -> Iterator[ComputeOp]:
+    """Yield a step's copies of a rank's gradients between device and host.
+
+    Sums of several micro-batches are kept on the host and added up on the device: in the
+    gradients' type at stages 1 and 2, in that of accumulation at stage 3. Stage 3 reads its
+    buffer back after the first micro-batch, too. Of a boundary parameter at stages 1 and 2 only
+    this rank's part counts, though DeepSpeed copies all of it.
+    """
+    kept = accumulated if stage == 3 else dtype
+    is_summed = num_microbatches > 1
+    down = numel * DType.FP32.itemsize  # to the optimizer's fp32 buffer
+    up = 0
+    if is_summed or stage == 3:
+        down += num_microbatches * numel * kept.itemsize
+        up = (num_microbatches if stage == 3 else num_microbatches - 1) * numel * kept.itemsize
+    yield host_copy(down, "d2h", Phase.BWD, "gradients")
+    if up:
+        yield host_copy(up, "h2d", Phase.BWD, "gradients")
+
+
+def host_update(numel: int, *, dtype: DType, has_weights: bool) -> Iterator[ComputeOp]:
+    """Yield AdamW on the host's cores, whose time nobody knows, and the copy of new weights.
+
+    has_weights: the device stores them.
+    """
+    kernel = Kernel(name=HOST_ADAM)
+    yield ComputeOp(op=kernel, phase=Phase.OPTIM, module="optimizer")
+    if has_weights:
+        yield host_copy(numel * dtype.itemsize, "h2d", Phase.OPTIM, "optimizer")
