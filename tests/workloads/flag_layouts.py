@@ -198,7 +198,7 @@ OF_STEP: dict[str, tuple[Any, ...]] = {
     "grad_accum": ("2",),
     "grad_sync": ("last",),
     "clip": ("0",),
-    "precision": ("master", "bf16", "fp32"),
+    "precision": ("master", "bf16", "fp32", "mxfp8", "nvfp4"),
     "reduce_dtype": ("bf16", "fp32"),
     "fp8": (True,),
     "ac": ("full", "selective", "1/2"),
