@@ -42,7 +42,10 @@ class Rule:
         # Megatron-LM has batches under its own names.
         if not self.has_job or "micro_batch_size" in workload.settings:
             return workload
-        batches = {"mbs": arguments[0].mbs, "gbs": arguments[0].global_batch}
+        job = arguments[0]
+        batches = {"mbs": job.mbs, "gbs": job.global_batch}
+        if job.products is not None:
+            batches["products"] = job.products.dtype.value
         return dataclasses.replace(workload, settings={**batches, **workload.settings})
 
 
