@@ -72,7 +72,10 @@ class Rule:
         settings = {name: value for name, value in values.items() if name not in idle}
         # Megatron-LM has batches under its own names.
         if "micro_batch_size" not in settings:
-            batches = {"mbs": arguments[0].mbs, "gbs": arguments[0].global_batch}
+            job = arguments[0]
+            batches = {"mbs": job.mbs, "gbs": job.global_batch}
+            if job.products is not None:
+                batches["products"] = job.products.dtype.value
             settings = {**batches, **settings}
         return dataclasses.replace(workload, settings=settings)
 
