@@ -10,8 +10,13 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-from stepmark.ground.errors import not_one_of
-from stepmark.step.workload import Workload
+import msgspec
+
+from stepmark.ground.errors import ConfigError, not_one_of
+from stepmark.model.ops import Norm
+from stepmark.model.parallel import ParallelConfig
+from stepmark.step.workload import ComputeOp, Workload
+from stepmark.workloads.job import Job
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +41,57 @@ class Rule:
     def workload(self, *arguments: Any) -> Workload:
         """Return the workload of (job, settings), or of (settings, world size) without a job.
 
-        With a job the settings of the workload include its batches.
+        With a job the settings of the workload include its batches and its axes.
         """
         workload: Workload = _imported(self.module).workload(*arguments)
-        # Megatron-LM has batches under its own names.
+        # Megatron-LM has them under its own names.
         if not self.has_job or "micro_batch_size" in workload.settings:
             return workload
-        batches = {"mbs": arguments[0].mbs, "gbs": arguments[0].global_batch}
-        return dataclasses.replace(workload, settings={**batches, **workload.settings})
+        job = arguments[0]
+        axes = dataclasses.asdict(job.parallel)
+        own = {"mbs": job.mbs, "gbs": job.global_batch}
+        own |= {axis: size for axis, size in axes.items() if size > 1}
+        return dataclasses.replace(workload, settings={**own, **workload.settings})
+
+    def job_of(self, workload: Workload) -> tuple[Job, Any] | None:
+        """Return the job and the settings of a workload of this rule; None: it has no decoder.
+
+        Raises ConfigError for a file whose settings are not those of this version.
+        """
+        model = workload.model
+        norms = (
+            item.op.dtype
+            for block in workload.blocks.values()
+            for item in block
+            if isinstance(item, ComputeOp) and isinstance(item.op, Norm)
+        )
+        dtype = next(norms, None)
+        if model is None or dtype is None or not self.has_job:
+            return None
+        given = workload.settings
+        axes: dict[str, Any] = {
+            axis: given.get(name, given.get(axis, 1)) for axis, name in _AXES.items()
+        }
+        own = {name: value for name, value in given.items() if name in self.fields()}
+        try:
+            others = ParallelConfig(**axes, dp_shard=axes["ep"]).world_size // axes["ep"]
+            axes["dp_shard"] = workload.world_size // others
+            batches = {"mbs": workload.micro_batch or 1, "gbs": workload.num_sequences}
+            job = Job(model=model, parallel=ParallelConfig(**axes), **batches, dtype=dtype)
+            return job, msgspec.convert(own, type=self.settings_class(), strict=True)
+        except (TypeError, msgspec.ValidationError) as error:
+            allowed = f"those of {workload.rules}: {error}"
+            raise ConfigError("settings", ", ".join(own), allowed) from None
+
+
+# Axes of the mesh by their names in Megatron-LM; other rules have ours.
+_AXES = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "dp_replicate": "num_distributed_optimizer_instances",
+}
 
 
 def _imported(module: str) -> Any:

@@ -79,7 +79,10 @@ class Library:
             self.of_layer[kind == _MOE] = gradients.layer_params(plan, moe=kind == _MOE)
             self.add(f"{kind}.forward", forward(steps))
             self.add(f"{kind}.again", forward(steps, again=True))
-            self.add(f"{kind}.backward", backward(steps, _selected(plan, steps)))
+            self.add(
+                f"{kind}.backward",
+                backward(steps, selected(plan, [step.module for step in steps])),
+            )
             self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
         self.add("embedding.forward", forward([embedding(plan)]))
         self.add("embedding.backward", backward([embedding(plan)]))
@@ -251,13 +254,13 @@ def _layer(plan: Plan, kind: str) -> tuple[Step, ...]:
     return (*attention(plan), *(experts(plan) if kind == _MOE else mlp(plan)))
 
 
-def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
-    """Return the modules of selective recompute, and the group that recomputes each."""
+def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:
+    """Return those of a layer's modules that selective recompute names, with their group."""
     groups: dict[str, str] = {}
     outside = ("mlp.norm", "mlp.residual")
-    has_router = any(step.module == "mlp.router" for step in steps)
+    has_router = "mlp.router" in modules
     for word in plan.settings.modules:
-        for name in (step.module for step in steps):
+        for name in modules:
             inside = {
                 "core_attn": name == "attention.core",
                 "layernorm": name in ("attention.norm", "mlp.norm"),

@@ -1,0 +1,222 @@
+"""Memory of Megatron-LM's ranks: parameters with their states, and what passes keep.
+
+Sources, of megatron-core 0.16.1: optimizer/optimizer.py (Float16OptimizerWithFloat16Params),
+distrib_optimizer.py and distributed/param_and_grad_buffer.py: 16-bit weights, fp32 gradients
+and, on their owner, fp32 weights and two moments, thus 18 bytes a parameter, or 6 + 12 / ranks
+(megatron/training/theoretical_memory_usage.py has the same). tensor_parallel/layers.py: the
+input of a column-parallel layer is kept divided and gathered again, into one buffer
+(utils.py, GlobalMemoryBuffer). tensor_parallel/cross_entropy.py: logits, and a copy in fp32
+that becomes their softmax and then their gradient. fusions/fused_bias_swiglu.py keeps the input
+of the activation. tensor_parallel/random.py: a checkpoint keeps its input; one without output
+(CheckpointWithoutOutput) keeps it, too, and frees its output. Attention is flash attention: the
+scores are not kept. Dropout is off.
+
+What a module keeps is in the tree (step/module.py, SavedTensors). Without experts, and with
+sequence parallelism, its sum is 34 s b h / t of Korthikanti et al. (arXiv:2205.05198,
+equation 4, with the scores recomputed) less the masks of dropout.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from stepmark.ground.dtypes import DType
+from stepmark.step.module import Module
+from stepmark.step_memory.rank_memory import ChunkMemory, RankMemory, fullest
+from stepmark.workloads.job import Job
+from stepmark.workloads.pipeline import Act, Pipeline, schedule
+from stepmark.workloads.rules.megatron import gradients
+from stepmark.workloads.rules.megatron.chunk import is_moe, selected
+from stepmark.workloads.rules.megatron.settings import Granularity, Megatron, Plan, make_plan
+from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
+
+_FP32 = DType.FP32.itemsize
+_MOMENTS = 2
+# Their input is a norm's output, whose rows sequence parallelism divides.
+_UP_PROJECTIONS = ("attention.q_up", "attention.kv_up")
+
+
+def stage_memories(job: Job, settings: Megatron) -> list[RankMemory]:
+    """Return the memory of a rank of each pipeline stage. Raises ConfigError."""
+    plan = make_plan(job, settings)
+    chunks_by_stage, _ = partition(plan)
+    pipeline = Pipeline(
+        num_stages=job.parallel.pp,
+        num_microbatches=job.num_microbatches,
+        num_chunks=settings.virtual_pipeline_model_parallel_size,
+        overlap=settings.overlap_p2p_comm,
+    )
+    layers = _Layers(plan)
+    return [
+        _stage(layers, pipeline, stage, chunks) for stage, chunks in enumerate(chunks_by_stage)
+    ]
+
+
+def _stage(
+    layers: "_Layers", pipeline: Pipeline, stage: int, chunks: Sequence[Chunk]
+) -> RankMemory:
+    plan = layers.plan
+    held = _held(plan, layers, chunks)
+    passes = list(_passes(pipeline, stage))
+    peak = fullest(passes, [layers.chunk(chunk) for chunk in chunks])
+    return RankMemory(
+        stage=stage,
+        **held,
+        gathered_bytes=layers.gathered + (0 if plan.job.parallel.pp == 1 else 2 * layers.rows),
+        **{f"{name}_bytes": size for name, size in peak.items()},
+    )
+
+
+def _held(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer, which stay from step to step."""
+    settings = plan.settings
+    of_weight = plan.job.dtype.itemsize
+    of_state = (_MOMENTS + (plan.job.dtype is not DType.FP32)) * _FP32  # and fp32 weights
+    weights = states = grads = 0
+    for chunk in chunks:
+        kinds = [is_moe(plan, layer) for layer in chunk.layers]
+        params = gradients.chunk_params(plan, chunk, kinds, layers.params)
+        weights += of_weight * sum(param.count for param in params)
+        for bucket in gradients.buckets(plan, params, split=False):
+            grads += plan.gradient_dtype.itemsize * bucket.padded
+            ranks = 1
+            if settings.use_distributed_optimizer:
+                ranks = plan.size("intra_expt_dp" if bucket.expert else "intra_dp_cp")
+            states += of_state * bucket.padded // ranks
+    return {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": states}
+
+
+def _passes(pipeline: Pipeline, stage: int) -> Iterator[tuple[int, bool]]:
+    """Yield a stage's passes; repetitions of a steady state need no more memory."""
+    for span in schedule(pipeline, stage):
+        for action in itertools.chain(*span.ticks * min(span.times, 2)):
+            if action.act in (Act.FORWARD, Act.BACKWARD):
+                yield action.chunk, action.act is Act.FORWARD
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """Bytes that layers and ends of the model keep."""
+
+    plan: Plan
+
+    @cached_property
+    def params(self) -> dict[bool, tuple[gradients.Param, ...]]:
+        """Parameters of a dense layer and of one with experts."""
+        last = self.plan.model.num_layers - 1
+        kinds = {is_moe(self.plan, layer) for layer in (0, last)}
+        return {moe: gradients.layer_params(self.plan, moe=moe) for moe in kinds}
+
+    @cached_property
+    def layers(self) -> dict[bool, "_Layer"]:
+        """What one layer of each kind keeps."""
+        return {moe: _layer(self.plan, moe=moe) for moe in self.params}
+
+    @property
+    def rows(self) -> int:
+        """Bytes of this rank's rows of the residual stream."""
+        return self.plan.own_tokens * self.plan.model.hidden_size * self.plan.job.dtype.itemsize
+
+    @property
+    def gathered(self) -> int:
+        """Bytes of the buffer for gathered inputs, one for all layers."""
+        return self.rows * self.plan.tp if self.plan.sequence_parallel else 0
+
+    def chunk(self, chunk: Chunk) -> ChunkMemory:
+        plan = self.plan
+        settings = plan.settings
+        size = plan.job.dtype.itemsize
+        kinds = [self.layers[is_moe(plan, layer)] for layer in chunk.layers]
+        kept = 0
+        again = max((kind.recomputed for kind in kinds), default=0)
+        if settings.recompute_granularity is Granularity.FULL:
+            count = settings.recompute_num_layers
+            if settings.recompute_method == "uniform":
+                kept = self.rows * -(-len(kinds) // count)
+                again = max(
+                    (sum(k.kept for k in each) for each in _groups(kinds, count)), default=0
+                )
+            else:
+                kept = self.rows * min(count, len(kinds))
+                kept += sum(kind.kept for kind in kinds[count:])
+                again = max((kind.kept for kind in kinds[:count]), default=0)
+        else:
+            kept = sum(kind.kept for kind in kinds)
+        head = 0
+        if chunk.has_head:
+            kept += 2 * self.rows  # inputs of the last norm and of the head
+            logits = plan.tokens * plan.model.vocab_size // plan.tp
+            head = logits * (size + (_FP32 if size < _FP32 else 0))
+        working = max((kind.working for kind in kinds), default=2 * self.rows)
+        return ChunkMemory(kept=kept, working=working + again, head=head)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Bytes of a layer: kept, recomputed in its backward pass, and more in that pass."""
+
+    kept: int
+    recomputed: int
+    working: int
+
+
+def _layer(plan: Plan, *, moe: bool) -> _Layer:
+    leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if not leaf.inside]
+    groups = selected(plan, [leaf.role for leaf in leaves])
+    kept = dropped = 0
+    before = ""  # group of the module before
+    for leaf in leaves:
+        size = _kept(plan, leaf)
+        group = groups.get(leaf.role, "")
+        # A checkpoint keeps the input of its first module; without output, the next module's
+        # input is what is dropped.
+        drops = group and group == before
+        drops = drops or (group != before and before.startswith(_WITHOUT_OUTPUT))
+        if drops:
+            dropped += size
+        else:
+            kept += size
+        before = group
+    working = max(_working(plan, leaf) for leaf in leaves)
+    return _Layer(kept=kept, recomputed=dropped, working=working)
+
+
+def _working(plan: Plan, leaf: Module) -> int:
+    """Return the bytes of a product's gradients, and of its input where it is gathered."""
+    param = next(iter(leaf.params), None)
+    if param is None or len(param.shape) < 2:
+        return 0
+    out, width = param.shape[-2:]
+    rows = plan.expert_rows * plan.etp if param.is_expert else plan.tokens
+    return rows * plan.job.dtype.itemsize * (out + 2 * width)
+
+
+# Checkpoints that free their output: that is the input which the next module keeps.
+_WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
+
+
+def _kept(plan: Plan, leaf: Module) -> int:
+    """Return the bytes that a module keeps of a micro-batch."""
+    model = plan.model
+    keeps = leaf.keeps
+    part = plan.tokens / plan.tp
+    divided = keeps.divided
+    param = next(iter(leaf.params), None)
+    is_own = leaf.role in _UP_PROJECTIONS or (param is not None and param.is_partial)
+    rows = plan.own_tokens if is_own else part
+    if leaf.role == "attention.core":  # keys and values of other ranks are not kept
+        others = plan.job.parallel.cp - 1
+        divided -= others * model.num_kv_heads * (model.d_qk + model.d_v)
+    elif param is not None and param.is_expert:
+        assert model.moe is not None
+        rows = plan.expert_rows * plan.etp / model.moe.top_k
+        divided = model.moe.top_k * model.hidden_size
+        if leaf.role.endswith("down"):
+            divided = model.moe.top_k * param.shape[-1]
+    elif leaf.role == "mlp.experts_activation":
+        assert model.moe is not None
+        rows = plan.expert_rows / model.moe.top_k
+    statistics = keeps.statistics * (plan.own_tokens if is_own else part)
+    size = keeps.whole * plan.own_tokens + divided * rows
+    return int(plan.job.dtype.itemsize * size + _FP32 * statistics)
