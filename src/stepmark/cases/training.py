@@ -35,11 +35,21 @@ class Fp8(StrEnum):
 
 
 class CompileScope(StrEnum):
-    """Scope that torch.compile compiles as one graph."""
+    """What torch.compile compiles, each as one graph."""
 
     NONE = "none"
     BLOCK = "block"  # each block, and the head with the loss
+    LAYERS = "layers"  # each block: head and loss stay eager, as torchtitan's once did
+    LOSS = "loss"  # the head with the loss: no logits in fp32, as fused losses have none
     MODEL = "model"
+
+    @property
+    def has_blocks(self) -> bool:
+        return self not in (CompileScope.NONE, CompileScope.LOSS)
+
+    @property
+    def has_head(self) -> bool:
+        return self not in (CompileScope.NONE, CompileScope.LAYERS)
 
 
 class Recompute(StrEnum):

@@ -83,7 +83,9 @@ class Prediction:
         device_bytes = inputs.memory_bytes or of_sheet
         if inputs.case is None:
             return self._of_workload(device_bytes)
-        return None if inputs.case.device != "cuda" else self._of_case(inputs.case, device_bytes)
+        return (
+            None if inputs.case.device != "cuda" else self._of_case(inputs.case, device_bytes)
+        )
 
     def _of_case(self, case: TrainCase, device_bytes: int | None) -> StepMemory:
         measured = self.inputs.memory

@@ -1,7 +1,7 @@
 """Memory of DeepSpeed's ranks: ZeRO's shards, and what Hugging Face's modules keep.
 
 Model states: Rajbhandari et al., arXiv:1910.02054, section 5: 2 + 2 + 12 bytes a parameter in
-16 bits, of which stage 1 divides the 12, stage 2 gradients and stage 3 weights as well. Buckets:
+16 bits, of which stage 1 divides the 12, stage 2 gradients, stage 3 weights as well. Buckets:
 DeepSpeed 0.19.8, runtime/zero/stage_1_and_2.py (ipg_buckets: two with overlap_comm) and
 stage3.py; gathered weights of stage 3: the layer that runs, those that are fetched ahead, and
 persistent ones (partitioned_param_coordinator.py). Until a step's last micro-batch, stages 0
@@ -37,13 +37,16 @@ def stage_memories(job: Job, settings: DeepSpeed) -> list[RankMemory]:
         if times
     ]
     ends = (tree.embedding(), tree.output())
-    numel = _numel(ends[:1]) + (_numel(ends[1:]) if not model.tied_embeddings else model.hidden_size)
+    numel = _numel(ends[:1]) + (
+        _numel(ends[1:]) if not model.tied_embeddings else model.hidden_size
+    )
     numel += sum(times * _numel([block]) for block, times in blocks)
     layer = max(_numel([block]) for block, _ in blocks)
     kept = sum(times * _kept(job, block) for block, times in blocks)
     kept += sum(_kept(job, end) for end in ends)
     working = max(
-        2 * job.tokens * job.dtype.itemsize * max(map(sum, _shapes(block))) for block, _ in blocks
+        2 * job.tokens * job.dtype.itemsize * max(map(sum, _shapes(block)))
+        for block, _ in blocks
     )
     return [
         RankMemory(
@@ -57,7 +60,9 @@ def stage_memories(job: Job, settings: DeepSpeed) -> list[RankMemory]:
 
 
 def _numel(modules: Iterable[Module]) -> int:
-    return sum(param.numel for module in modules for leaf in module.walk() for param in leaf.params)
+    return sum(
+        param.numel for module in modules for leaf in module.walk() for param in leaf.params
+    )
 
 
 def _shapes(module: Module) -> list[tuple[int, ...]]:

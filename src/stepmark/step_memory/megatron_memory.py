@@ -134,9 +134,8 @@ class _Layers:
             count = settings.recompute_num_layers
             if settings.recompute_method == "uniform":
                 kept = self.rows * -(-len(kinds) // count)
-                again = max(
-                    (sum(k.kept for k in each) for each in _groups(kinds, count)), default=0
-                )
+                groups = (kinds[first : first + count] for first in range(0, len(kinds), count))
+                again = max((sum(kind.kept for kind in group) for group in groups), default=0)
             else:
                 kept = self.rows * min(count, len(kinds))
                 kept += sum(kind.kept for kind in kinds[count:])

@@ -46,7 +46,7 @@ def estimate(case: TrainCase) -> RankMemory:
 
 
 def stage_estimates(case: TrainCase) -> list[RankMemory]:
-    """Return the memory of a rank of the first stage, the last, and the one with most layers."""
+    """Return that of a rank of the first stage, the last, and the one with most layers."""
     estimates = []
     pp = case.parallel.pp
     sizes = [sum(map(len, case.stage_layers[stage::pp])) for stage in range(pp)]

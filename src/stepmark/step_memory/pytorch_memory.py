@@ -10,7 +10,7 @@ from stepmark.workloads.rules.pytorch.settings import PyTorch
 
 
 def stage_memories(job: Job, settings: PyTorch) -> list[RankMemory]:
-    """Return the memory of a rank of the first stage, the last, and the one with most layers."""
+    """Return that of a rank of the first stage, the last, and the one with most layers."""
     return memory.stage_estimates(case_of(job, settings))
 
 
