@@ -104,6 +104,10 @@ class Training:
     first_s: float = 0.0  # host seconds of the first sample, which compiles; slowest rank
     allocated_bytes: tuple[int | None, ...] = ()  # peak, by rank, after the first sample
     reserved_bytes: tuple[int | None, ...] = ()
+    held_bytes: tuple[int | None, ...] = ()  # allocated between steps; () in older records
+    # Used on the device beyond what torch reserves: context, kernels, NCCL's buffers, and what
+    # other processes use.
+    outside_bytes: tuple[int | None, ...] = ()
     resident_bytes: tuple[int | None, ...] = ()  # of the process on a CPU; None: unknown
     alloc_retries: tuple[int, ...] = ()  # cudaMalloc failed and the cache was flushed
     recompiles: int = 0  # after the first sample, any rank

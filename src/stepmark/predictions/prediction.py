@@ -118,7 +118,7 @@ class Prediction:
         )
         if device_bytes is None:
             return found
-        verdict = workload_memory.verdict(stages, device_bytes)
+        verdict = workload_memory.verdict(workload, device_bytes)
         fitting = ""
         if verdict == memory.NO_FIT:
             fitting = workload_memory.what_fits(workload, device_bytes)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Norm
 from stepmark.step.module import Module
-from stepmark.step_memory.rank_memory import RankMemory
+from stepmark.step_memory.rank_memory import RankMemory, with_fragments
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.deepspeed.huggingface import is_llama
 from stepmark.workloads.rules.deepspeed.settings import DeepSpeed
@@ -48,15 +48,15 @@ def stage_memories(job: Job, settings: DeepSpeed) -> list[RankMemory]:
         2 * job.tokens * job.dtype.itemsize * max(map(sum, _shapes(block)))
         for block, _ in blocks
     )
-    return [
-        RankMemory(
-            **_states(job, settings, numel),
-            gathered_bytes=_on_the_way(job, settings, numel, layer),
-            activations_bytes=kept,
-            working_bytes=working,
-            head_bytes=_LOGITS * job.tokens * model.vocab_size,
-        )
-    ]
+    held = _states(job, settings, numel)
+    passing = {
+        "gathered_bytes": _on_the_way(job, settings, numel, layer),
+        "activations_bytes": kept,
+        "working_bytes": working,
+        "head_bytes": _LOGITS * job.tokens * model.vocab_size,
+    }
+    reserved = with_fragments(sum(held.values()), sum(passing.values()))
+    return [RankMemory(**held, **passing, reserved_bytes=reserved)]
 
 
 def _numel(modules: Iterable[Module]) -> int:

@@ -23,7 +23,12 @@ from functools import cached_property
 
 from stepmark.ground.dtypes import DType
 from stepmark.step.module import Module
-from stepmark.step_memory.rank_memory import ChunkMemory, RankMemory, fullest
+from stepmark.step_memory.rank_memory import (
+    ChunkMemory,
+    RankMemory,
+    fullest,
+    with_fragments,
+)
 from stepmark.workloads.job import Job
 from stepmark.workloads.pipeline import Act, Pipeline, schedule
 from stepmark.workloads.rules.megatron import gradients
@@ -37,7 +42,22 @@ _MOMENTS = 2
 _UP_PROJECTIONS = ("attention.q_up", "attention.kv_up")
 
 
-def stage_memories(job: Job, settings: Megatron) -> list[RankMemory]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """Tensors of a framework that divides a model as Megatron-LM does, beyond Megatron-LM's.
+
+    unfused: activations keep what fused ones compute again. Bytes of a logit while the loss is
+    computed, and of a parameter in a backward pass.
+    """
+
+    unfused: bool = False
+    logit_bytes: int = 0
+    grad_bytes: int = 0
+
+
+def stage_memories(
+    job: Job, settings: Megatron, extras: Extras | None = None
+) -> list[RankMemory]:
     """Return the memory of a rank of each pipeline stage. Raises ConfigError."""
     plan = make_plan(job, settings)
     chunks_by_stage, _ = partition(plan)
@@ -47,7 +67,7 @@ def stage_memories(job: Job, settings: Megatron) -> list[RankMemory]:
         num_chunks=settings.virtual_pipeline_model_parallel_size,
         overlap=settings.overlap_p2p_comm,
     )
-    layers = _Layers(plan)
+    layers = _Layers(plan, extras or Extras())
     return [
         _stage(layers, pipeline, stage, chunks) for stage, chunks in enumerate(chunks_by_stage)
     ]
@@ -58,13 +78,16 @@ def _stage(
 ) -> RankMemory:
     plan = layers.plan
     held = _held(plan, layers, chunks)
+    gathered = layers.gathered + (0 if plan.job.parallel.pp == 1 else 2 * layers.rows)
+    gathered += layers.extras.grad_bytes * held["weights_bytes"] // plan.job.dtype.itemsize
     passes = list(_passes(pipeline, stage))
     peak = fullest(passes, [layers.chunk(chunk) for chunk in chunks])
     return RankMemory(
         stage=stage,
         **held,
-        gathered_bytes=layers.gathered + (0 if plan.job.parallel.pp == 1 else 2 * layers.rows),
+        gathered_bytes=gathered,
         **{f"{name}_bytes": size for name, size in peak.items()},
+        reserved_bytes=with_fragments(sum(held.values()), gathered + sum(peak.values())),
     )
 
 
@@ -100,6 +123,7 @@ class _Layers:
     """Bytes that layers and ends of the model keep."""
 
     plan: Plan
+    extras: Extras
 
     @cached_property
     def params(self) -> dict[bool, tuple[gradients.Param, ...]]:
@@ -111,7 +135,9 @@ class _Layers:
     @cached_property
     def layers(self) -> dict[bool, "_Layer"]:
         """What one layer of each kind keeps."""
-        return {moe: _layer(self.plan, moe=moe) for moe in self.params}
+        return {
+            moe: _layer(self.plan, moe=moe, unfused=self.extras.unfused) for moe in self.params
+        }
 
     @property
     def rows(self) -> int:
@@ -146,7 +172,7 @@ class _Layers:
         if chunk.has_head:
             kept += 2 * self.rows  # inputs of the last norm and of the head
             logits = plan.tokens * plan.model.vocab_size // plan.tp
-            head = logits * (size + (_FP32 if size < _FP32 else 0))
+            head = logits * (size + (_FP32 if size < _FP32 else 0) + self.extras.logit_bytes)
         working = max((kind.working for kind in kinds), default=2 * self.rows)
         return ChunkMemory(kept=kept, working=working + again, head=head)
 
@@ -160,13 +186,13 @@ class _Layer:
     working: int
 
 
-def _layer(plan: Plan, *, moe: bool) -> _Layer:
+def _layer(plan: Plan, *, moe: bool, unfused: bool) -> _Layer:
     leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if not leaf.inside]
     groups = selected(plan, [leaf.role for leaf in leaves])
     kept = dropped = 0
     before = ""  # group of the module before
     for leaf in leaves:
-        size = _kept(plan, leaf)
+        size = _kept(plan, leaf, unfused=unfused)
         group = groups.get(leaf.role, "")
         # A checkpoint keeps the input of its first module; without output, the next module's
         # input is what is dropped.
@@ -195,12 +221,12 @@ def _working(plan: Plan, leaf: Module) -> int:
 _WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
 
 
-def _kept(plan: Plan, leaf: Module) -> int:
+def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
     """Return the bytes that a module keeps of a micro-batch."""
     model = plan.model
     keeps = leaf.keeps
     part = plan.tokens / plan.tp
-    divided = keeps.divided
+    divided = keeps.divided + (keeps.eager if unfused else 0)
     param = next(iter(leaf.params), None)
     is_own = leaf.role in _UP_PROJECTIONS or (param is not None and param.is_partial)
     rows = plan.own_tokens if is_own else part

@@ -18,18 +18,29 @@ class RankMemory:
     head_bytes: int  # logits, their log-softmax and gradient
     rounding_bytes: int = 0  # of blocks that are larger than their tensors
     reserved_bytes: int = 0  # segments, at most; 0: not estimated
+    held_bytes: int = 0  # of these between steps; 0: not estimated
 
     @property
     def kinds(self) -> dict[str, int]:
         """Return the bytes that are allocated by purpose, without the suffix."""
         own = asdict(self)
-        del own["stage"], own["reserved_bytes"]
+        del own["stage"], own["reserved_bytes"], own["held_bytes"]
         return {name.removesuffix("_bytes"): size for name, size in own.items()}
 
     @property
     def allocated_bytes(self) -> int:
         """Return the bytes of all blocks, torch's max_memory_allocated()."""
         return sum(self.kinds.values())
+
+
+# Of the bytes of passes, which come and go, torch's allocator reserves this much more: steps of
+# `stepmark train` 9 to 25 % (docs/prediction.md), nanotron's 15 % (validation/published_steps).
+_FRAGMENTS = 0.15
+
+
+def with_fragments(held: int, passing: int) -> int:
+    """Return the bytes that are reserved for those that stay and those that come and go."""
+    return held + round((1 + _FRAGMENTS) * passing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

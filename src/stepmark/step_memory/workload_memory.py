@@ -1,7 +1,8 @@
 """Memory of a workload's ranks, stage by stage, by the framework whose rules it follows."""
 
+import importlib
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from enum import Enum
 from functools import lru_cache
@@ -12,7 +13,7 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed
 from stepmark.ground.units import GIB
 from stepmark.step.workload import Workload
-from stepmark.step_memory import deepspeed_memory, megatron_memory, pytorch_memory
+from stepmark.step_memory import memory
 from stepmark.step_memory.memory import CLOSE, FITS, NO_FIT, Verdict
 from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.workloads.job import Job
@@ -22,8 +23,7 @@ from stepmark.workloads.rules.megatron.settings import Granularity
 Memories = tuple[RankMemory, ...]
 Known = tuple[Job, Any]  # a job and the settings of its framework
 
-# CUDA context, kernels and NCCL's buffers, which no allocator of the framework counts: an
-# assumption, for which `train` measures 0.5 to 3 GiB.
+# CUDA context, kernels and NCCL's buffers, which no allocator of torch counts: an assumption.
 OUTSIDE_BYTES = 2 * GIB
 # Above this share of the device the allocator's fragments decide.
 _CLOSE = 0.92
@@ -42,7 +42,7 @@ def memory_of(workload: Workload) -> Memories:
 def known_job(workload: Workload) -> Known | None:
     """Return the job and the settings of a workload; None where its memory is not derived."""
     rule = RULES.get(workload.rules)
-    if rule is None or _module(workload) not in _MEMORIES:
+    if rule is None or _module(workload) not in _SETTINGS:
         return None
     return rule.job_of(workload)
 
@@ -51,26 +51,32 @@ def _module(workload: Workload) -> str:
     return RULES[workload.rules].module.partition(".")[0]
 
 
-_MEMORIES: dict[str, Callable[[Job, Any], list[RankMemory]]] = {
-    "megatron": megatron_memory.stage_memories,
-    "deepspeed": deepspeed_memory.stage_memories,
-    "pytorch": pytorch_memory.stage_memories,
-}
-
-
 @lru_cache(maxsize=64)  # changes that fit are looked for among few
 def of_job(module: str, job: Job, settings: Any) -> Memories:
     """Return the memory of a rank of each stage of a job. Raises ConfigError."""
-    memories = _MEMORIES[module](job, settings)
-    return tuple(sorted(memories, key=lambda memory: -memory.allocated_bytes))
+    rules = importlib.import_module(f"stepmark.step_memory.{module}_memory")
+    memories: list[RankMemory] = rules.stage_memories(job, settings)
+    return tuple(sorted(memories, key=lambda each: -each.allocated_bytes))
 
 
-def verdict(memories: Memories, device_bytes: int) -> Verdict:
-    """Return whether the fullest rank fits on a device; close: within 8 % of its memory."""
-    memory = memories[0]
-    if memory.allocated_bytes + OUTSIDE_BYTES > device_bytes:
+def verdict(workload: Workload, device_bytes: int) -> Verdict:
+    """Return whether the fullest rank fits on a device; close: into its last 8 %."""
+    known = known_job(workload)
+    assert known is not None
+    return _verdict(_module(workload), *known, device_bytes)
+
+
+def _verdict(module: str, job: Job, settings: Any, device_bytes: int) -> Verdict:
+    fullest = of_job(module, job, settings)[0]
+    if module == "pytorch":  # the replay's errors are measured
+        from stepmark.step_memory import pytorch_memory  # noqa: PLC0415 - of this framework
+
+        case = pytorch_memory.case_of(job, settings)
+        sizes = fullest.allocated_bytes, fullest.reserved_bytes
+        return memory.verdict(case, *sizes, device_bytes)
+    needed = fullest.reserved_bytes + OUTSIDE_BYTES
+    if needed > device_bytes:
         return NO_FIT
-    needed = max(memory.allocated_bytes, memory.reserved_bytes) + OUTSIDE_BYTES
     return FITS if needed <= _CLOSE * device_bytes else CLOSE
 
 
@@ -91,10 +97,10 @@ def what_fits(workload: Workload, device_bytes: int) -> str:
         try:
             for change in chosen:
                 job, settings = change.apply(job, settings)
-            memories = of_job(module, job, settings)
+            found = _verdict(module, job, settings, device_bytes)
         except ConfigError:  # the framework refuses it
             continue
-        if verdict(memories, device_bytes) == FITS:
+        if found == FITS:
             words = {change.name: change.words for change in chosen}  # the last of a name
             return " ".join(words.values())
     return ""
