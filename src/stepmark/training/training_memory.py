@@ -22,18 +22,15 @@ def rows(case: TrainCase, training: Training) -> list[Row]:
     is allocated. cached: reserved by torch's allocator without being allocated. outside:
     context, kernels and NCCL's buffers, which are not predicted.
     """
-    sizes = list(
-        zip(
-            training.allocated_bytes,
-            training.reserved_bytes,
-            training.held_bytes,
-            training.outside_bytes,
-            strict=False,
-        )
+    by_rank = (
+        training.allocated_bytes,
+        training.reserved_bytes,
+        training.held_bytes,
+        training.outside_bytes,
     )
-    known = [each for each in sizes if None not in each]
-    if not known or len(known) < len(sizes):
+    if not training.held_bytes or any(None in sizes for sizes in by_rank):
         return []
+    known = zip(*(tuple(size or 0 for size in sizes) for sizes in by_rank), strict=True)
     allocated, reserved, held, outside = max(known)
     predicted = estimate(case)
     own = predicted.held_bytes
