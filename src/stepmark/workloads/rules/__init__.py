@@ -78,6 +78,8 @@ class Rule:
             axes["dp_shard"] = workload.world_size // others
             batches = {"mbs": workload.micro_batch or 1, "gbs": workload.num_sequences}
             job = Job(model=model, parallel=ParallelConfig(**axes), **batches, dtype=dtype)
+            if job.num_microbatches != workload.num_microbatches:  # on a part of its ranks
+                return None
             return job, msgspec.convert(own, type=self.settings_class(), strict=True)
         except (TypeError, msgspec.ValidationError) as error:
             allowed = f"those of {workload.rules}: {error}"
