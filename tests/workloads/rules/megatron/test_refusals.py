@@ -17,6 +17,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules.megatron.rule import Megatron, workload
 from stepmark.workloads.rules.megatron.settings import CpComm, Granularity, RouterDtype
+from stepmark.workloads.rules.pytorch import fsdp
 
 from .jobs import DENSE, EXPERTS, LATENT, comms, make
 
@@ -25,7 +26,18 @@ FIRST, LAST = "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_la
 # Model, mesh, settings, and words that the refusal has to have.
 REFUSED: list[tuple[Any, Mapping[str, int], Mapping[str, Any], str]] = [
     (DENSE, {"tp": 3}, {}, "tp.*3.*heads"),
-    (DENSE, {"tp": 8}, {}, "tp.*8.*kv_heads \\(4\\)"),
+    (
+        replace(DENSE, num_heads=12, num_kv_heads=6),
+        {"tp": 4},
+        {},
+        "tp 4 is invalid: it must be a divisor or multiple of small's kv_heads \\(6\\)",
+    ),
+    (
+        replace(DENSE, num_heads=32, num_kv_heads=1),
+        {"tp": 32},
+        {},
+        "tp 32 is invalid: it must be a divisor of the rows of keys and values \\(16\\)",
+    ),
     (DENSE, {"pp": 9}, {}, "pp.*9.*divides 8 layers \\(1, 2, 4, 8; .*2, 5, 10\\)"),
     (replace(DENSE, seq_len=60), {"tp": 4, "cp": 2}, SP, "seq-len.*60"),
     (replace(DENSE, seq_len=62), {"cp": 2}, {}, "seq-len.*62.*4"),
@@ -308,3 +320,11 @@ def test_any_job_is_a_workload_or_refused(
     program.check()
     for stage in range(len(program.stages)):
         assert program.num_operations(stage) == sum(1 for _ in program.expand(stage))
+
+
+def test_only_megatron_shares_kv_heads() -> None:
+    """torch divides the heads of keys and values over tp, so each rank needs one of its own."""
+    job = make(tp=8)
+    assert workload(job, Megatron()).stages
+    with pytest.raises(ConfigError, match=r"tp 8 is invalid: .* divisor .* kv_heads \(4\)"):
+        fsdp.workload(job, fsdp.Fsdp())

@@ -284,6 +284,8 @@ def attention(plan: Plan) -> tuple[Step, ...]:
     steps = [of_leaf(parts["norm"])]
     if plan.model.mla is None:
         steps.append(column(plan, parts["qkv"], hidden))
+        if plan.model.num_kv_heads < plan.tp:
+            steps.append(_shared_kv_heads(plan, "attention.qkv"))
         steps += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
     else:
         steps += _latent(plan, parts)
@@ -293,6 +295,31 @@ def attention(plan: Plan) -> tuple[Step, ...]:
     steps.append(row(plan, parts["out"], hidden))
     steps.append(of_leaf(parts["residual"]))
     return tuple(steps)
+
+
+def _shared_kv_heads(plan: Plan, module: str) -> Step:
+    """Return the exchange of queries, keys and values where tp ranks share KV heads.
+
+    A rank's part of the fused product is no whole group of heads, so the ranks gather the
+    product of all and keep their own (attention.py, get_query_key_value_tensors; mappings.py,
+    all_gather_last_dim_from_tensor_parallel_region). The weights are divided as always.
+    """
+    model = plan.model
+    width = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+    elements = plan.tokens * width
+    send = partial(plan.inside, elements=elements, group="tp", module=module)
+    num_bytes = 2 * elements * plan.job.dtype.itemsize  # read and written
+
+    def copy(phase: Phase) -> ComputeOp:
+        """Return the torch.cat that moves the ranks' parts to or from the last dimension."""
+        op = Kernel(name="concatenate", flops=0, bytes_moved=num_bytes)
+        return ComputeOp(op=op, phase=phase, module=module, layer=0, microbatch=0)
+
+    return Step(
+        module=module,
+        fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), copy(Phase.FWD)),
+        bwd=(copy(Phase.DGRAD), *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD)),
+    )
 
 
 def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
@@ -322,8 +349,8 @@ def _core(plan: Plan, leaf: Module) -> Step:
     cp = plan.size("cp")
     if cp == 1:
         return of_leaf(leaf)
-    heads = plan.model.num_heads if plan.model.mla else plan.model.num_kv_heads
-    local_size = plan.tokens * (heads // plan.tp)
+    heads = plan.model.num_heads // plan.tp if plan.model.mla else plan.tree.kv_heads
+    local_size = plan.tokens * heads
     widths = (plan.model.d_qk, plan.model.d_v)
     if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
         return _gathered(plan, leaf, [local_size * width for width in widths])

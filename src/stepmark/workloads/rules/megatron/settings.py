@@ -290,7 +290,14 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     shared = parallel.cp * parallel.tp
     data_ranks = parallel.data_ranks
     width = model.moe.ffn_hidden_size if model.moe else 0
+    kv_width = 0 if model.mla else 2 * model.num_kv_heads * model.head_dim
     refuse_first(
+        (
+            kv_width % parallel.tp,
+            "tp",
+            parallel.tp,
+            f"a divisor of the rows of keys and values ({kv_width})",
+        ),
         (
             model.attention_bias and not model.linear_bias,
             "attention_bias",
