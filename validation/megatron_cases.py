@@ -216,6 +216,15 @@ CASES: dict[str, Case] = {
             "account_for_loss_in_pipeline_split": True,
         },
     ),
+    "pp2-vpp3-layout": Case(
+        model=deep(LLAMA, 5),
+        mesh=PP2,
+        microbatches=4,
+        settings={
+            "virtual_pipeline_model_parallel_size": 3,
+            "pipeline_model_parallel_layout": "Et|(tt|)*2|,|L",
+        },
+    ),
     "pp2-vpp2-dp2-reduce": Case(
         model=deep(LLAMA, 4),
         mesh={"pp": 2, "dp_shard": 2},

@@ -88,6 +88,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 }
 # Values to try of settings whose type does not tell them.
 VALUES: dict[str, tuple[Any, ...]] = {
+    "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),
     "expert_tensor_parallel_size": (1,),
     "moe_aux_loss_coeff": (0.1,),

@@ -133,6 +133,7 @@ _SOURCE = (
 def workload(job: Job, settings: Megatron) -> Workload:
     """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
     plan = make_plan(job, settings)
+    settings = plan.settings
     parallel = plan.job.parallel
     chunks_by_stage, notes = partition(plan)
     pipeline = Pipeline(

@@ -24,6 +24,7 @@ from stepmark.workloads.job import (
     refuse_first,
     setting,
 )
+from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 
 
 class Dispatcher(StrEnum):
@@ -110,6 +111,9 @@ class Megatron:
         False, "embedding counts as a layer"
     )
     account_for_loss_in_pipeline_split: bool = setting(False, "head counts as a layer")
+    pipeline_model_parallel_layout: str = setting(
+        "", "layers of each chunk, such as 'Et*4|(t*4|)*14,tL'; gives vpp, too"
+    )
     cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
     expert_tensor_parallel_size: int | None = setting(
         None, "tensor parallelism of experts [tp]"
@@ -190,6 +194,9 @@ class Megatron:
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
             raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
+        if (layout := self.pipeline_model_parallel_layout) and (uneven or accounts):
+            rule = f"only without {(*uneven, *accounts)[0]}"
+            raise ConfigError("pipeline_model_parallel_layout", layout, rule)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -280,6 +287,7 @@ class Plan:
 def make_plan(job: Job, settings: Megatron) -> Plan:
     """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
     check_trained("dtype", job.dtype)
+    settings = _with_chunks(settings, job.parallel.pp)
     multiple = settings.make_vocab_size_divisible_by
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
     job = replace(job, model=model)
@@ -337,6 +345,19 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         ),
     )
     return plan
+
+
+def _with_chunks(settings: Megatron, pp: int) -> Megatron:
+    """Return the settings with the vpp of the layout, as arguments.py derives it."""
+    layout = settings.pipeline_model_parallel_layout
+    if not layout:
+        return settings
+    name = "virtual_pipeline_model_parallel_size"
+    chunks = num_chunks(layout, pp)
+    given = settings.virtual_pipeline_model_parallel_size
+    if given not in (1, chunks):
+        raise ConfigError(name, given, f"left out, or the layout's ({chunks})")
+    return replace(settings, virtual_pipeline_model_parallel_size=chunks)
 
 
 def groups(job: Job, settings: Megatron) -> dict[str, Group]:
