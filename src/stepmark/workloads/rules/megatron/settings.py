@@ -86,6 +86,13 @@ class Megatron:
     sequence_parallel: bool = setting(
         False, "norms and residuals on 1/tp of each sequence", common=True
     )
+    tp_comm_overlap: bool = setting(
+        False, "overlap collectives of tp with products, piece by piece (userbuffers)"
+    )
+    tp_comm_overlap_ag: bool = setting(True, "with tp-comm-overlap: gathers")
+    tp_comm_overlap_rs: bool = setting(True, "with tp-comm-overlap: scatters of outputs")
+    tp_comm_overlap_disable_qkv: bool = setting(False, "not the gather before q, k and v")
+    tp_comm_overlap_disable_fc1: bool = setting(False, "not the gather before an MLP")
     use_distributed_optimizer: bool = setting(
         False, "shard optimizer states over data ranks", common=True
     )
@@ -324,6 +331,24 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             "seq-len",
             model.seq_len,
             f"a multiple of cp x tp ({shared})",
+        ),
+        (
+            settings.tp_comm_overlap and not plan.sequence_parallel,
+            "tp_comm_overlap",
+            True,
+            "only with sequence_parallel and tp > 1",
+        ),
+        (
+            settings.tp_comm_overlap and model.mla,
+            "tp_comm_overlap",
+            True,
+            "false with latent attention, whose products TransformerEngine has no buffers for",
+        ),
+        (
+            settings.tp_comm_overlap and model.hidden_size % 4,
+            "tp_comm_overlap",
+            True,
+            f"only with a hidden size that 4 divides, not {model.hidden_size}",
         ),
         (
             parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
