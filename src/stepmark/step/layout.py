@@ -8,6 +8,7 @@ from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Cast, Copy, Gemm, Layout, Op, Phase, Scaling
 from stepmark.model.parallel import ParallelConfig, StageSplit
+from stepmark.step.lora import Lora
 from stepmark.step.module import Module, between
 from stepmark.step.workload import Kernel
 
@@ -26,7 +27,8 @@ class ShardLayout:
     """How a model is sharded. etp: tensor parallelism of experts, 0: as tp.
 
     fused: products of the framework, as in FUSED. stage: of pp, with this many chunks of
-    layers. whole_loss: logits are gathered before the loss (TpPlan.WHOLE).
+    layers. whole_loss: logits are gathered before the loss (TpPlan.WHOLE). lora: adapters are
+    trained, and nothing else.
     """
 
     axes: ParallelConfig = ParallelConfig()
@@ -37,6 +39,7 @@ class ShardLayout:
     chunks: int = 1
     split: StageSplit = StageSplit.EVEN
     whole_loss: bool = False
+    lora: Lora | None = None
 
     @property
     def expert_tp(self) -> int:
@@ -50,9 +53,11 @@ class ShardLayout:
     def check(self, model: ModelConfig) -> None:
         """Raise ConfigError for a model that cannot be divided so."""
         self.axes.check(model)
+        tp = self.axes.tp
+        if self.lora and self.lora.rank % tp:
+            raise ConfigError("lora_rank", self.lora.rank, f"a multiple of tp ({tp})")
         if (moe := model.moe) is None:
             return
-        tp = self.axes.tp
         if tp > 1 and not self.sequence_parallel:
             rule = "yes for a model with experts and tp > 1"
             raise ConfigError("sequence-parallel", "no", rule)

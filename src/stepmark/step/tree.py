@@ -19,12 +19,14 @@ from stepmark.model.model import Linear, ModelConfig
 from stepmark.model.ops import (
     Activation,
     Attention,
+    Cast,
     CrossEntropy,
     GroupedGemm,
     Norm,
     Op,
     Phase,
     Rope,
+    Scaling,
 )
 from stepmark.model.parallel import ParallelConfig, stage_layers
 from stepmark.step.layout import (
@@ -34,6 +36,7 @@ from stepmark.step.layout import (
     table_lookup,
     tensor_sum,
 )
+from stepmark.step.lora import frozen, scaled_sum
 from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
 from stepmark.step.workload import Kernel
 
@@ -122,7 +125,7 @@ class TreeBuilder:
                 name=name, role="embedding", work=work, params=(param,), has_input_grad=False
             )
             leaves.append(leaf)
-        return Module(name="embedding", inside=tuple(leaves))
+        return self._trained(Module(name="embedding", inside=tuple(leaves)))
 
     def output(self) -> Module:
         """Return the last norm, the head and the loss."""
@@ -137,34 +140,26 @@ class TreeBuilder:
             replace(head, keeps=SavedTensors(whole=width)),
             between("loss", *both(loss)),
         )
-        outside = tuple(
-            replace(
-                leaf,
-                work=tuple(replace(op, layer=None) for op in leaf.work),
-                params=tuple(
-                    replace(param, name=f"output.{param.name}") for param in leaf.params
-                ),
-            )
-            for leaf in inside
-        )
-        return Module(name="output", inside=outside)
+        return self._trained(Module(name="output", inside=tuple(map(_in_output, inside))))
 
     def block(self, *, moe: bool) -> Module:
         """Return attention and MLP or experts, each with its norm and its residual sum."""
         linears = list(self._fused(self.model.linears(moe)))
         attention = [linear for linear in linears if linear.name.startswith("attention.")]
         rest = linears[len(attention) :]
-        return Module(
-            name="block",
-            inside=(
-                self._residual_norm("attention_norm", "attention.norm"),
-                Module(name="attention", inside=tuple(self._attention(attention))),
-                self._residual("attention.residual"),
-                self._residual_norm("ffn_norm", "mlp.norm"),
-                self._experts(rest) if moe else Module(name="ffn", inside=self._mlp(rest)),
-                self._residual("mlp.residual"),
-            ),
+        inside = (
+            self._residual_norm("attention_norm", "attention.norm"),
+            Module(name="attention", inside=tuple(self._attention(attention))),
+            self._residual("attention.residual"),
+            self._residual_norm("ffn_norm", "mlp.norm"),
+            self._experts(rest) if moe else Module(name="ffn", inside=self._mlp(rest)),
+            self._residual("mlp.residual"),
         )
+        return self._trained(Module(name="block", inside=inside))
+
+    def _trained(self, unit: Module) -> Module:
+        """Return the unit with its weights frozen where only adapters are trained."""
+        return frozen(unit) if self.layout.lora else unit
 
     def _fused(self, linears: Iterable[Linear]) -> Iterator[Linear]:
         """Yield the products as the framework fuses them."""
@@ -357,6 +352,37 @@ class TreeBuilder:
         )
 
     def linear(self, linear: Linear, role: str) -> Module:
+        """Return a linear layer, with its adapter inside where it has one."""
+        lora = self.layout.lora
+        base = self._product(linear, role, self.inputs)
+        if lora is None or not lora.adapts(role):
+            return base
+        down, up = (
+            self._product(part, f"{role}.{part.name.rpartition('.')[2]}", self.plain_inputs)
+            for part in lora.layers_of(linear)
+        )
+        rows = self.tokens if linear.split == "out" else self.own_tokens
+        out = linear.out // self._tp if linear.split == "out" else linear.out
+        added, scaled = work_of(
+            up.role, *scaled_sum(rows * out * self.inputs.plain_dtype.itemsize)
+        )
+        up = replace(
+            up,
+            work=(*up.fwd, added, scaled, *up.bwd),
+            keeps=SavedTensors(whole=lora.rank),
+        )
+        # Gradients of the input of both are added up after the weight's, which come last.
+        size = down.params[0].shape[1] * self.tokens * self.inputs.plain_dtype.itemsize
+        work = (*base.work, *tensor_sum(role, size).bwd)
+        return replace(base, work=work, inside=(down, up))
+
+    @property
+    def plain_inputs(self) -> Inputs:
+        """Inputs of products that are never lowered."""
+        plain = self.inputs.plain_dtype
+        return replace(self.inputs, dtype=plain, scaling=Scaling.NONE, cast=Cast.NONE)
+
+    def _product(self, linear: Linear, role: str, inputs: Inputs) -> Module:
         """Return y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
         out = linear.out // self._tp if linear.split == "out" else linear.out
         width = linear.width // self._tp if linear.split == "in" else linear.width
@@ -370,7 +396,7 @@ class TreeBuilder:
         return Module(
             name=linear.name,
             role=role,
-            work=work_of(role, *linear_products(self.inputs, rows, out, width)),
+            work=work_of(role, *linear_products(inputs, rows, out, width)),
             params=(weight, bias) if linear.has_bias else (weight,),
             num_replicas=num_replicas,
             is_linear=True,
@@ -425,3 +451,13 @@ class TreeBuilder:
             return ups
         gate, up = ups
         return [replace(gate, work=(*gate.work, *self._sum(gate.role, rows).bwd)), up]
+
+
+def _in_output(leaf: Module) -> Module:
+    """Return a module as part of the output, outside of all layers."""
+    return replace(
+        leaf,
+        work=tuple(replace(op, layer=None) for op in leaf.work),
+        params=tuple(replace(param, name=f"output.{param.name}") for param in leaf.params),
+        inside=tuple(map(_in_output, leaf.inside)),
+    )
