@@ -118,6 +118,7 @@ def _mesh(job: Job, settings: Megatron) -> dict[str, Any]:
             settings.account_for_embedding_in_pipeline_split
         ),
         "account_for_loss_in_pipeline_split": settings.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": settings.pipeline_model_parallel_layout or None,
     }
 
 

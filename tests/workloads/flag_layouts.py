@@ -40,6 +40,9 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         | {"recompute_method": "block"},
         DENSE | {"world_size": 8, "tp": 2, "gbs": 16, "recompute_granularity": "selective"},
         EXPERTS | {"world_size": 8, "tp": 2, "cp": 2, "ep": 2, "sequence_parallel": True},
+        DENSE
+        | {"world_size": 8, "tp": 2}
+        | {"sequence_parallel": True, "tp_comm_overlap": True},
         EXPERTS | {"world_size": 8, "ep": 4, "moe_expert_capacity_factor": 1.5},
         EXPERTS
         | {"world_size": 8, "ep": 4, "tp": 2, "sequence_parallel": True}
@@ -88,6 +91,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 }
 # Values to try of settings whose type does not tell them.
 VALUES: dict[str, tuple[Any, ...]] = {
+    "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),
     "expert_tensor_parallel_size": (1,),
     "moe_aux_loss_coeff": (0.1,),

@@ -18,21 +18,17 @@ from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
 from stepmark.workloads.rules.megatron import gradients
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
-from stepmark.workloads.rules.megatron.layer import (
-    Step,
-    attention,
-    backward,
-    embedding,
-    experts,
-    forward,
-    head,
-    mlp,
-    with_compute_done,
-    with_deps,
-)
+from stepmark.workloads.rules.megatron.layer import attention, embedding, experts, head, mlp
 from stepmark.workloads.rules.megatron.layer import data as data_of
 from stepmark.workloads.rules.megatron.settings import Granularity, Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
+from stepmark.workloads.rules.megatron.steps import (
+    Step,
+    backward,
+    forward,
+    with_compute_done,
+    with_deps,
+)
 
 _DENSE = "dense"
 _MOE = "moe"
@@ -121,7 +117,7 @@ class Library:
                 key = (op.module, op.layer)
                 if last and not op.recompute and op.phase in (Phase.WGRAD, Phase.BWD):
                     places[key] = index
-                elif not last:
+                elif not last and op.stream == COMPUTE:
                     places.setdefault(key, index)
             self._places[block, last] = places
         return places[param.module, offset]
@@ -131,12 +127,14 @@ class Library:
         operations = self.operations[block]
         module = operations[index].module
         layer = operations[index].layer
-        return tuple(
+        names = (
             op.name
             for op in operations
             if (op.module, op.layer, op.phase) == (module, layer, Phase.DGRAD)
             and op.stream != COMPUTE
+            and op.name
         )
+        return tuple(dict.fromkeys(names))
 
     def changed(
         self,

@@ -12,9 +12,6 @@ TransformerEngine, pytorch/attention/dot_product_attention/context_parallel.py
 Compared with a run of Megatron-LM (tests/data/megatron), latent attention with a stand-in for
 those down projections. The messages of context parallelism were only read.
 
-An asynchronous collective has its own stream. It starts after the computation that was issued
-before it, as NCCL's streams do; operations that need it wait for its name.
-
 Experts, and the exchange of rows with their ranks: transformer/moe/moe_layer.py, router.py,
 experts.py, shared_experts.py, token_dispatcher.py (MoEAlltoAllTokenDispatcher,
 MoEAllGatherTokenDispatcher), moe_utils.py (permute, sort_chunks_by_idxs, get_capacity). Shared
@@ -24,7 +21,7 @@ Compared with a run of megatron-core in which routing is even (tests/data/megatr
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -34,96 +31,11 @@ from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.model import MoeConfig
 from stepmark.model.ops import Attention, Phase
 from stepmark.step.module import Module
-from stepmark.step.workload import COMPUTE, CommOp, ComputeOp, Kernel, Operation
+from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
 from stepmark.workloads.job import DUAL
-from stepmark.workloads.pipeline import COMPUTE_DONE
+from stepmark.workloads.rules.megatron import userbuffers
 from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher, Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """A module's operations. pending: a backward collective the next computation waits for."""
-
-    module: str
-    fwd: tuple[Operation, ...]
-    bwd: tuple[Operation, ...]
-    pending: str = ""
-
-
-def of_leaf(leaf: Module) -> Step:
-    """A module without communication."""
-    return Step(module=leaf.role, fwd=leaf.fwd, bwd=leaf.bwd)
-
-
-def forward(steps: Iterable[Step], *, again: bool = False) -> tuple[Operation, ...]:
-    """Return the forward pass. again: as the backward pass recomputes it."""
-    ops = [op for step in steps for op in step.fwd]
-    return with_deps([replace(op, recompute=True) for op in ops] if again else ops)
-
-
-def backward(
-    steps: Sequence[Step], recomputed: Mapping[str, str] | None = None
-) -> tuple[Operation, ...]:
-    """Return the backward pass. recomputed: by module the group it is checkpointed in.
-
-    A group's forward operations run again before the first of its backward operations.
-    """
-    groups = recomputed or {}
-    ops: list[Operation] = []
-    current = ""
-    pending = ""
-    for index in range(len(steps) - 1, -1, -1):
-        step = steps[index]
-        group = groups.get(steps[index].module, "")
-        step_ops: list[Operation] = []
-        if group and group != current:
-            members = [
-                member for member in steps[: index + 1] if groups.get(member.module) == group
-            ]
-            step_ops += forward(members, again=True)
-        step_ops += step.bwd
-        current = group
-        if pending and step_ops:
-            step_ops[0] = replace(step_ops[0], after=(*step_ops[0].after, pending))
-            pending = ""
-        ops += step_ops
-        pending = step.pending or pending
-    return with_deps(ops)
-
-
-def with_deps(
-    operations: Sequence[Operation], before: tuple[str, ...] = ()
-) -> tuple[Operation, ...]:
-    """Name the computation after which an asynchronous collective starts.
-
-    before: names of the computation before all of these operations.
-    """
-    ops = list(operations)
-    behind = before
-    last: int | None = None
-    for index, op in enumerate(ops):
-        if op.stream == COMPUTE:
-            last = index
-            continue
-        if last is not None:
-            newest = ops[last]
-            if not newest.name:
-                newest = replace(newest, name=f"{newest.module}.{newest.phase}")
-                ops[last] = newest
-            behind = (newest.name,)
-        new = (name for name in behind if name not in op.after)
-        ops[index] = replace(op, after=(*new, *op.after))
-    return tuple(ops)
-
-
-def with_compute_done(operations: Sequence[Operation]) -> tuple[Operation, ...]:
-    """Name the last computation COMPUTE_DONE, for operations after the block."""
-    ops = list(operations)
-    for index in range(len(ops) - 1, -1, -1):
-        if ops[index].stream == COMPUTE:
-            ops[index] = replace(ops[index], name=ops[index].name or COMPUTE_DONE)
-            break
-    return tuple(ops)
+from stepmark.workloads.rules.megatron.steps import Step, of_leaf
 
 
 def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
@@ -174,9 +86,12 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
         return Step(module=module, fwd=leaf.fwd, bwd=backward, pending=name)
     gather = f"{module}.gather"
     scatter = f"{module}.scatter"
+    forward: tuple[Operation, ...] = (*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd)
+    if userbuffers.gathers_by_ring(plan, leaf, is_column=True):
+        forward = userbuffers.ring_gather(plan, leaf, leaf.fwd, rows, Phase.FWD)
     return Step(
         module=module,
-        fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd),
+        fwd=forward,
         bwd=(
             *send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather),
             *input_grads,
@@ -189,7 +104,16 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
 
 def row(plan: Plan, leaf: Module, width: int) -> Step:
     """Return a linear layer with its input features over tp. width: of its output."""
-    return _summed(plan, leaf, plan.tokens * width, layer=0)
+    rows = plan.tokens * width
+    step = _summed(plan, leaf, rows, layer=0)
+    if userbuffers.scatters_in_parts(plan):
+        step = replace(step, fwd=userbuffers.pipelined_scatter(plan, leaf, rows))
+    if userbuffers.gathers_by_ring(plan, leaf, is_column=False):
+        inputs = [op for op in leaf.bwd if op.phase is Phase.DGRAD]
+        weights = [op for op in leaf.bwd if op.phase is not Phase.DGRAD]
+        ring = userbuffers.ring_gather(plan, leaf, inputs, rows, Phase.DGRAD)
+        step = replace(step, bwd=(*ring, *weights))
+    return step
 
 
 def _summed(
@@ -284,6 +208,8 @@ def attention(plan: Plan) -> tuple[Step, ...]:
     steps = [of_leaf(parts["norm"])]
     if plan.model.mla is None:
         steps.append(column(plan, parts["qkv"], hidden))
+        if plan.model.num_kv_heads < plan.tp:
+            steps.append(_shared_kv_heads(plan, "attention.qkv"))
         steps += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
     else:
         steps += _latent(plan, parts)
@@ -293,6 +219,31 @@ def attention(plan: Plan) -> tuple[Step, ...]:
     steps.append(row(plan, parts["out"], hidden))
     steps.append(of_leaf(parts["residual"]))
     return tuple(steps)
+
+
+def _shared_kv_heads(plan: Plan, module: str) -> Step:
+    """Return the exchange of queries, keys and values where tp ranks share KV heads.
+
+    A rank's part of the fused product is no whole group of heads, so the ranks gather the
+    product of all and keep their own (attention.py, get_query_key_value_tensors; mappings.py,
+    all_gather_last_dim_from_tensor_parallel_region). The weights are divided as always.
+    """
+    model = plan.model
+    width = model.head_dim * (model.num_heads + 2 * model.num_kv_heads)
+    elements = plan.tokens * width
+    send = partial(plan.inside, elements=elements, group="tp", module=module)
+    num_bytes = 2 * elements * plan.job.dtype.itemsize  # read and written
+
+    def copy(phase: Phase) -> ComputeOp:
+        """Return the torch.cat that moves the ranks' parts to or from the last dimension."""
+        op = Kernel(name="concatenate", flops=0, bytes_moved=num_bytes)
+        return ComputeOp(op=op, phase=phase, module=module, layer=0, microbatch=0)
+
+    return Step(
+        module=module,
+        fwd=(*send(Collective.ALL_GATHER, phase=Phase.FWD), copy(Phase.FWD)),
+        bwd=(copy(Phase.DGRAD), *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD)),
+    )
 
 
 def _latent(plan: Plan, parts: dict[str, Module]) -> Iterator[Step]:
@@ -322,8 +273,8 @@ def _core(plan: Plan, leaf: Module) -> Step:
     cp = plan.size("cp")
     if cp == 1:
         return of_leaf(leaf)
-    heads = plan.model.num_heads if plan.model.mla else plan.model.num_kv_heads
-    local_size = plan.tokens * (heads // plan.tp)
+    heads = plan.model.num_heads // plan.tp if plan.model.mla else plan.tree.kv_heads
+    local_size = plan.tokens * heads
     widths = (plan.model.d_qk, plan.model.d_v)
     if plan.settings.cp_comm_type is CpComm.ALL_GATHER:
         return _gathered(plan, leaf, [local_size * width for width in widths])

@@ -43,9 +43,9 @@ from stepmark.workloads.rules.megatron.chunk import (
     last_backward,
 )
 from stepmark.workloads.rules.megatron.gradients import StageParams
-from stepmark.workloads.rules.megatron.layer import with_deps
 from stepmark.workloads.rules.megatron.settings import Megatron, Plan, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
+from stepmark.workloads.rules.megatron.steps import with_deps
 
 __all__ = ["Megatron", "workload"]
 
@@ -133,6 +133,7 @@ _SOURCE = (
 def workload(job: Job, settings: Megatron) -> Workload:
     """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
     plan = make_plan(job, settings)
+    settings = plan.settings
     parallel = plan.job.parallel
     chunks_by_stage, notes = partition(plan)
     pipeline = Pipeline(

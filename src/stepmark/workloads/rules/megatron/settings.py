@@ -24,6 +24,7 @@ from stepmark.workloads.job import (
     refuse_first,
     setting,
 )
+from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 
 
 class Dispatcher(StrEnum):
@@ -85,6 +86,13 @@ class Megatron:
     sequence_parallel: bool = setting(
         False, "norms and residuals on 1/tp of each sequence", common=True
     )
+    tp_comm_overlap: bool = setting(
+        False, "overlap collectives of tp with products, piece by piece (userbuffers)"
+    )
+    tp_comm_overlap_ag: bool = setting(True, "with tp-comm-overlap: gathers")
+    tp_comm_overlap_rs: bool = setting(True, "with tp-comm-overlap: scatters of outputs")
+    tp_comm_overlap_disable_qkv: bool = setting(False, "not the gather before q, k and v")
+    tp_comm_overlap_disable_fc1: bool = setting(False, "not the gather before an MLP")
     use_distributed_optimizer: bool = setting(
         False, "shard optimizer states over data ranks", common=True
     )
@@ -110,6 +118,9 @@ class Megatron:
         False, "embedding counts as a layer"
     )
     account_for_loss_in_pipeline_split: bool = setting(False, "head counts as a layer")
+    pipeline_model_parallel_layout: str = setting(
+        "", "layers of each chunk, such as 'Et*4|(t*4|)*14,tL'; gives vpp, too"
+    )
     cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
     expert_tensor_parallel_size: int | None = setting(
         None, "tensor parallelism of experts [tp]"
@@ -190,6 +201,9 @@ class Megatron:
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
             raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
+        if (layout := self.pipeline_model_parallel_layout) and (uneven or accounts):
+            rule = f"only without {(*uneven, *accounts)[0]}"
+            raise ConfigError("pipeline_model_parallel_layout", layout, rule)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -280,6 +294,7 @@ class Plan:
 def make_plan(job: Job, settings: Megatron) -> Plan:
     """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
     check_trained("dtype", job.dtype)
+    settings = _with_chunks(settings, job.parallel.pp)
     multiple = settings.make_vocab_size_divisible_by
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
     job = replace(job, model=model)
@@ -290,7 +305,14 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     shared = parallel.cp * parallel.tp
     data_ranks = parallel.data_ranks
     width = model.moe.ffn_hidden_size if model.moe else 0
+    kv_width = 0 if model.mla else 2 * model.num_kv_heads * model.head_dim
     refuse_first(
+        (
+            kv_width % parallel.tp,
+            "tp",
+            parallel.tp,
+            f"a divisor of the rows of keys and values ({kv_width})",
+        ),
         (
             model.attention_bias and not model.linear_bias,
             "attention_bias",
@@ -309,6 +331,24 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             "seq-len",
             model.seq_len,
             f"a multiple of cp x tp ({shared})",
+        ),
+        (
+            settings.tp_comm_overlap and not plan.sequence_parallel,
+            "tp_comm_overlap",
+            True,
+            "only with sequence_parallel and tp > 1",
+        ),
+        (
+            settings.tp_comm_overlap and model.mla,
+            "tp_comm_overlap",
+            True,
+            "false with latent attention, whose products TransformerEngine has no buffers for",
+        ),
+        (
+            settings.tp_comm_overlap and model.hidden_size % 4,
+            "tp_comm_overlap",
+            True,
+            f"only with a hidden size that 4 divides, not {model.hidden_size}",
         ),
         (
             parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
@@ -330,6 +370,19 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         ),
     )
     return plan
+
+
+def _with_chunks(settings: Megatron, pp: int) -> Megatron:
+    """Return the settings with the vpp of the layout, as arguments.py derives it."""
+    layout = settings.pipeline_model_parallel_layout
+    if not layout:
+        return settings
+    name = "virtual_pipeline_model_parallel_size"
+    chunks = num_chunks(layout, pp)
+    given = settings.virtual_pipeline_model_parallel_size
+    if given not in (1, chunks):
+        raise ConfigError(name, given, f"left out, or the layout's ({chunks})")
+    return replace(settings, virtual_pipeline_model_parallel_size=chunks)
 
 
 def groups(job: Job, settings: Megatron) -> dict[str, Group]:
