@@ -46,8 +46,8 @@ _UP_PROJECTIONS = ("attention.q_up", "attention.kv_up")
 class Extras:
     """Tensors of a framework that divides a model as Megatron-LM does, beyond Megatron-LM's.
 
-    unfused: activations keep what fused ones compute again. Bytes of a logit while the loss is
-    computed, and of a parameter in a backward pass.
+    unfused: activations keep what fused ones compute again. logit_bytes: of a logit while the
+    loss is computed. grad_bytes: of a parameter, its gradient before it is added to the sum.
     """
 
     unfused: bool = False
@@ -79,7 +79,9 @@ def _stage(
     plan = layers.plan
     held = _held(plan, layers, chunks)
     gathered = layers.gathered + (0 if plan.job.parallel.pp == 1 else 2 * layers.rows)
-    gathered += layers.extras.grad_bytes * held["weights_bytes"] // plan.job.dtype.itemsize
+    held["gradients_bytes"] += (
+        layers.extras.grad_bytes * held["weights_bytes"] // plan.job.dtype.itemsize
+    )
     passes = list(_passes(pipeline, stage))
     peak = fullest(passes, [layers.chunk(chunk) for chunk in chunks])
     return RankMemory(
