@@ -64,8 +64,8 @@ def stage_memories(
     pipeline = Pipeline(
         num_stages=job.parallel.pp,
         num_microbatches=job.num_microbatches,
-        num_chunks=settings.virtual_pipeline_model_parallel_size,
-        overlap=settings.overlap_p2p_comm,
+        num_chunks=plan.settings.virtual_pipeline_model_parallel_size,
+        overlap=plan.settings.overlap_p2p_comm,
     )
     layers = _Layers(plan, extras or Extras())
     return [
@@ -232,9 +232,11 @@ def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
     param = next(iter(leaf.params), None)
     is_own = leaf.role in _UP_PROJECTIONS or (param is not None and param.is_partial)
     rows = plan.own_tokens if is_own else part
-    if leaf.role == "attention.core":  # keys and values of other ranks are not kept
+    if leaf.role == "attention.core":
+        # Keys and values of other ranks of cp are not kept; tp ranks share heads they repeat.
         others = plan.job.parallel.cp - 1
-        divided -= others * model.num_kv_heads * (model.d_qk + model.d_v)
+        repeated = 0 if model.mla else max(0, plan.tp - model.num_kv_heads)
+        divided -= (others * model.num_kv_heads - repeated) * (model.d_qk + model.d_v)
     elif param is not None and param.is_expert:
         assert model.moe is not None
         rows = plan.expert_rows * plan.etp / model.moe.top_k
