@@ -21,6 +21,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step.layout import model_as
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
@@ -239,6 +240,8 @@ def _megatron(row: Row) -> dict[str, Any]:
     if source == "nanotron":
         settings["overlap_grad_reduce"] = True
         settings["use_distributed_optimizer"] = row["zero"] == "1"
+        if int(row["pp"]) > 1:
+            settings["pipeline_model_parallel_layout"] = written(_nanotron_split(row))
     elif not source and not row["gpu_type"].startswith("A100"):
         # NVIDIA's recipes (NeMo, Megatron-Bridge): distributed optimizer with both overlaps.
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
@@ -248,6 +251,27 @@ def _megatron(row: Row) -> dict[str, Any]:
     if row["recompute"] in ("full", "selective"):
         settings["recompute_granularity"] = Granularity(row["recompute"])
     return settings
+
+
+def _nanotron_split(row: Row) -> list[int]:
+    """Return the layers of each stage by their computation, in which the head counts.
+
+    A block goes to the next stage once those before exceed the share of the stages so far
+    (huggingface/nanotron 2411b022, models/base.py: build_model; models/llama.py:
+    get_block_compute_costs). nanotron may leave stages behind the head empty; here the head is
+    on the last one.
+    """
+    hidden = int(row["hidden"])
+    layer = 4 * hidden * hidden + 3 * int(row["ffn"]) * hidden
+    costs = [0, *[layer] * int(row["layers"]), 0, int(row["vocab"]) * hidden]
+    sizes = [0] * int(row["pp"])
+    stage = done = 0
+    for block, cost in enumerate(costs):
+        sizes[stage] += 1 <= block <= int(row["layers"])
+        done += cost
+        if done > sum(costs) * (stage + 1) / len(sizes):
+            stage += 1
+    return sizes
 
 
 def _fsdp(row: Row) -> dict[str, Any]:
