@@ -91,6 +91,8 @@ def attempts(framework: str, name: str) -> Iterator[Workload | None]:
             except ConfigError:
                 continue
             before = job(framework, index, name if name in flags else "")
+            if before is not None and workload.settings == before.settings:
+                continue  # the default of this job
             changed = before is None or not is_same(workload, before)
             if not changed and RULES[framework].has_job:
                 notes = [note for note in workload.notes if note.startswith("no effect on ")]

@@ -1,7 +1,9 @@
 """A training job: a model, its ranks and its batches. All rules start from it."""
 
+from collections.abc import Container, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any
 
 from stepmark.cases.message import RECV, SEND
@@ -24,12 +26,19 @@ DUAL = {
 }
 
 
-def setting(default: Any, meaning: str, *, common: bool = False) -> Any:
+def setting(
+    default: Any,
+    meaning: str,
+    *,
+    common: bool = False,
+    only: Mapping[str, Container[object]] = MappingProxyType({}),
+) -> Any:
     """Return a field of a framework's settings with its help.
 
-    common: the first page of help lists it, and not only --help-all.
+    common: the first page of help lists it, and not only --help-all. only: values of other
+    settings, by name, with which it has an effect.
     """
-    return field(default=default, metadata={"help": meaning, "common": common})
+    return field(default=default, metadata={"help": meaning, "common": common, "only": only})
 
 
 def plain_settings(settings: Any) -> dict[str, str | int | float | bool | None]:

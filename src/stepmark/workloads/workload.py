@@ -3,7 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from stepmark.ground.dtypes import DType, parse_dtype
@@ -15,7 +15,7 @@ from stepmark.step.workload import Workload
 from stepmark.workloads import workload_files, workload_flags, workload_model
 from stepmark.workloads.architecture import AnyJob, Batch, OwnJob
 from stepmark.workloads.job import Job, Spread, near_multiples
-from stepmark.workloads.rules import RULES, Rule, find_rule
+from stepmark.workloads.rules import RULES, Rule, find_rule, idle_with
 from stepmark.workloads.workload_files import StageFlag, Target, stage_flag
 from stepmark.workloads.workload_options import (
     ConvertOptions,
@@ -127,26 +127,42 @@ def generate(options: GenerateOptions) -> Workload:
         )
         return rule.workload(settings, options.world_size or 1)
     job, notes = _job(options, framework, settings)
+    settings = rule.resolved(settings, job.parallel)
+    _check_effect(rule, settings, options)
     workload = rule.workload(job, settings)
     idle = _idle_notes(options, rule, workload, job, settings)
     notes = (*notes, *_script_notes(options, rule), *workload.notes, *idle)
     return replace(workload, notes=notes)
 
 
+def _check_effect(rule: Rule, settings: Any, options: GenerateOptions) -> None:
+    """Raise ConfigError for an option that another setting leaves without effect."""
+    values = asdict(settings)
+    for name, field in rule.fields().items():
+        given = getattr(options, name, None)
+        other = idle_with(field, values)
+        if other is not None and given is not None:
+            words = f"it has no effect with {dashed(other)} {values[other]}"
+            raise ConfigError(f"--{dashed(name)}", given, words)
+
+
 def _idle_notes(
     options: GenerateOptions, rule: Rule, workload: Workload, job: AnyJob, settings: Any
 ) -> tuple[str, ...]:
     """Note the settings that are given and without which the step would be the same."""
-    own = [field for name, field in rule.fields().items() if name not in _SHARED]
-    given = [field for field in own if getattr(options, field.name, None) is not None]
+    own = [name for name in rule.fields() if name not in _SHARED]
+    given = [name for name in own if getattr(options, name, None) is not None]
+    defaults = rule.make()
     idle = []
-    for field in given:
-        if getattr(settings, field.name) == field.default:
-            continue
+    for name in given:
         with contextlib.suppress(ConfigError):  # it would be refused, so the setting matters
-            other = rule.workload(job, replace(settings, **{field.name: field.default}))
+            changed = replace(settings, **{name: getattr(defaults, name)})
+            changed = rule.resolved(changed, job.parallel)
+            if changed == settings:
+                continue
+            other = rule.workload(job, changed)
             if all(getattr(other, part) == getattr(workload, part) for part in _PROGRAM):
-                idle.append(f"--{dashed(field.name)}")
+                idle.append(f"--{dashed(name)}")
     return (f"no effect on this job: {', '.join(idle)}",) if idle else ()
 
 
@@ -154,7 +170,7 @@ def _job(
     options: GenerateOptions, framework: str, settings: Any
 ) -> tuple[AnyJob, tuple[str, ...]]:
     """Return the job to train, and notes on defaults."""
-    parallel = parallel_of(options, RULES[framework])
+    parallel = parallel_of(options, getattr(settings, "data_axis", "dp_shard"))
     mbs = 1 if options.mbs is None else options.mbs
     gbs = options.gbs
     if gbs is None and parallel.pp > 1 and hasattr(settings, "pp_schedule"):
@@ -203,8 +219,11 @@ def _translated(options: GenerateOptions, rule: Rule) -> GenerateOptions:
     return replace(options, **changes)
 
 
-def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
-    """Return the layout; its data ranks are what the world size leaves. Raises ConfigError."""
+def parallel_of(options: GenerateOptions, data_axis: str) -> ParallelConfig:
+    """Return the layout; its data ranks are what the world size leaves. Raises ConfigError.
+
+    data_axis: theirs by default; "": there is one data rank.
+    """
     values = {
         name: getattr(options, name)
         for name in (*_MODEL_AXES, "ep", *_DATA_AXES)
@@ -217,7 +236,7 @@ def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
     if not 1 <= world <= 2**24:
         raise ConfigError("world-size", world, "from 1 to 16777216")
     free = [name for name in _DATA_AXES if name not in values]
-    axis = rule.data_axis if rule.data_axis in ("", *free) else (free[0] if free else "")
+    axis = data_axis if data_axis in ("", *free) else (free[0] if free else "")
     sizes = {name: getattr(parallel, name) for name in (*_MODEL_AXES, *_DATA_AXES)}
     unit = parallel.world_size
     if world % unit or (not axis and world != unit):
@@ -231,7 +250,7 @@ def parallel_of(options: GenerateOptions, rule: Rule) -> ParallelConfig:
         if not axis:
             allowed = f"the product of {words or 1} ({unit})"
             near = str(unit)
-            near += "" if rule.data_axis else "; --framework fsdp has data ranks, too"
+            near += "" if data_axis else "; --framework pytorch has data ranks, too"
         raise ConfigError("world-size", world, f"{allowed}, e.g. {near}")
     return replace(parallel, **{axis: world // unit}) if axis else parallel
 
@@ -244,4 +263,4 @@ def settings_of(framework: str, options: GenerateOptions) -> Any:
         for name, field in rule.fields().items()
         if (value := getattr(options, name, None)) is not None
     }
-    return rule.settings_class()(**values)
+    return rule.make(**values)

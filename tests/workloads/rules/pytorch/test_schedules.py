@@ -7,15 +7,14 @@ import pytest
 from stepmark.ground.errors import ConfigError
 from stepmark.model.parallel import StageSplit, stage_layers
 from stepmark.workloads.pipeline import WITH_MICROBATCH, Act, Action
-from stepmark.workloads.rules.pytorch.fsdp import Fsdp
-from stepmark.workloads.rules.pytorch.fsdp import workload as fsdp_workload
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import (
     Order,
     Schedule,
     spans,
 )
 
-from .jobs import make
+from .jobs import FSDP, make
 
 
 def actions(order: Order, rank: int) -> Iterator[tuple[Act, int]]:
@@ -78,10 +77,10 @@ def test_layers_are_split_as_torchtitan_does(layers: int, stages: int) -> None:
 
 def test_stages_of_fsdp_have_torchtitans_layers_and_say_so() -> None:
     """Of 8 layers over 4 stages the ends have fewer; over 2 stages all are equal."""
-    workload = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp())
+    workload = rule.workload(make(dp_shard=2, pp=4, microbatches=4), FSDP())
     assert [len(stage.layers) for stage in workload.stages] == [2, 3, 2, 1]
     (note,) = workload.notes
     assert note.startswith("layers of the 4 pipeline stages: 2, 3, 2, 1: embedding and head")
-    even = fsdp_workload(make(dp_shard=2, pp=4, microbatches=4), Fsdp(pp_split=StageSplit.EVEN))
+    even = rule.workload(make(dp_shard=2, pp=4, microbatches=4), FSDP(pp_split=StageSplit.EVEN))
     assert [len(stage.layers) for stage in even.stages] == [2, 2, 2, 2]
-    assert even.notes == fsdp_workload(make(pp=2, microbatches=2), Fsdp()).notes == ()
+    assert even.notes == rule.workload(make(pp=2, microbatches=2), FSDP()).notes == ()

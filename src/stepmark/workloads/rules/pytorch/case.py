@@ -1,8 +1,7 @@
 """The workload of a training case, from the PyTorch rule and settings that describe it."""
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import TypeVar
 
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
@@ -11,11 +10,10 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Gemm, Scaling
 from stepmark.step.workload import ComputeOp, Item, Workload
 from stepmark.workloads.job import Job, refuse_first
-from stepmark.workloads.rules.pytorch import ddp, fsdp, plain
+from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import Schedule
+from stepmark.workloads.rules.pytorch.settings import PyTorch
 
-T = TypeVar("T")
-Settings = fsdp.Fsdp | ddp.Ddp | plain.Pp | plain.Tp
 _COMPILED = "compiled: kernels are fused, communication is that of eager code"
 
 
@@ -48,10 +46,7 @@ def of_case(case: TrainCase) -> Workload:
             "amp with fsdp: its shards are fp32",
         ),
     )
-    kind: type[Settings] = plain.Pp if case.parallel.pp > 1 else plain.Tp
-    if case.data_parallel is not DataParallel.NONE:
-        kind = fsdp.Fsdp if is_sharded else ddp.Ddp
-    workload = _workload(job_of(case), settings_of(case, kind))
+    workload = _workload(job_of(case), settings_of(case))
     if case.compile is not CompileScope.NONE:
         workload = replace(workload, notes=(*workload.notes, _COMPILED))
     return workload if case.fp8 is Fp8.NONE else _in_fp8(workload, case)
@@ -74,14 +69,8 @@ def _in_fp8(workload: Workload, case: TrainCase) -> Workload:
 
 
 @lru_cache(maxsize=8)  # several options make no difference to it
-def _workload(job: Job, settings: Settings) -> Workload:
-    match settings:
-        case fsdp.Fsdp():
-            return fsdp.workload(job, settings)
-        case ddp.Ddp():
-            return ddp.workload(job, settings)
-        case _:
-            return plain.workload(job, settings)
+def _workload(job: Job, settings: PyTorch) -> Workload:
+    return rule.workload(job, settings)
 
 
 def job_of(case: TrainCase) -> Job:
@@ -99,37 +88,35 @@ def job_of(case: TrainCase) -> Job:
     )
 
 
-def settings_of(case: TrainCase, kind: type[T]) -> T:
-    """Return a rule's settings, as `stepmark train` runs the case."""
+def settings_of(case: TrainCase) -> PyTorch:
+    """Return the settings with which `stepmark train` runs the case."""
     is_amp = case.precision is Precision.AMP
     is_half = case.precision in (Precision.BF16, Precision.MASTER)
     weight_dtype = DType.BF16 if is_half else DType.FP32
-    is_sharded = kind is fsdp.Fsdp
+    is_sharded = case.data_parallel is DataParallel.FSDP
     halved = case.reduce_dtype is not DType.FP32
-    values = {
-        "param_dtype": DType.BF16 if is_amp and is_sharded else weight_dtype,
-        "reduce_dtype": case.reduce_dtype,
-        "shard_dtype": weight_dtype,
-        "reshard_after_forward": case.reshard,
-        "prefetch": case.prefetch,
-        "blocks_per_group": case.blocks_per_group,
-        "ends": fsdp.StageEnds.APART,
-        "embedding_in_backward": case.embedding_in_backward,
-        "tp_plan": case.tp_plan,
-        "autocast": is_amp,
-        "masters": case.precision is Precision.MASTER,
-        "compress_bf16": halved and case.precision in (Precision.AMP, Precision.FP32),
-        "bucket_cap_mb": 0 if case.small_first_bucket else case.bucket_mb,
-        "gradient_as_bucket_view": case.bucket_view,
-        "init_sync": False,
-        "grad_sync": case.grad_sync,
-        "clip": case.clip > 0,
-        "recompute": case.recompute,
-        "recompute_some": case.recompute_blocks[0],
-        "recompute_every": case.recompute_blocks[1],
-        "pp_schedule": Schedule(case.pp_schedule),
-        "pp_microbatches": case.num_microbatches,
-        "pp_split": case.pp_split,
-    }
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{name: value for name, value in values.items() if name in names})
+    return PyTorch(
+        data_parallel=case.data_parallel,
+        param_dtype=DType.BF16 if is_amp and is_sharded else weight_dtype,
+        reduce_dtype=case.reduce_dtype,
+        shard_dtype=weight_dtype,
+        reshard_after_forward=case.reshard,
+        prefetch=case.prefetch,
+        blocks_per_group=case.blocks_per_group,
+        embedding_in_backward=case.embedding_in_backward,
+        tp_plan=case.tp_plan,
+        autocast=is_amp,
+        masters=case.precision is Precision.MASTER,
+        compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),
+        bucket_cap_mb=0 if case.small_first_bucket else case.bucket_mb,
+        gradient_as_bucket_view=case.bucket_view,
+        init_sync=False,
+        grad_sync=case.grad_sync,
+        clip=case.clip > 0,
+        recompute=case.recompute,
+        recompute_some=case.recompute_blocks[0],
+        recompute_every=case.recompute_blocks[1],
+        pp_schedule=Schedule(case.pp_schedule),
+        pp_microbatches=case.num_microbatches,
+        pp_split=case.pp_split,
+    )

@@ -21,7 +21,7 @@ from stepmark.step.layout import FUSED
 from stepmark.step.module import Param
 from stepmark.step.workload import Block, ComputeOp, Item, Kernel, Run, Stage, Workload
 from stepmark.workloads.architecture import AnyJob, OwnJob, Unit
-from stepmark.workloads.job import Comms, Job, check_trained, plain_settings
+from stepmark.workloads.job import Comms, Job, check_trained
 from stepmark.workloads.pipeline import (
     COMPUTE_DONE,
     FORWARD_TRANSFERS,
@@ -214,30 +214,23 @@ def _add(runs: list[Run], run: Run) -> None:
     runs.append(run)
 
 
-SOURCE = "PyTorch 2.13.0"
-
-
-def build(
-    job: AnyJob, technique: Technique, name: str, source: str, settings: object
-) -> Workload:
+def build(job: AnyJob, technique: Technique) -> Workload:
     """Return the workload of a job. Raises ConfigError for a job that is not supported."""
     check_trained("dtype", job.dtype)
     if job.config is not None:
         job.parallel.check(job.config)
     groups = dict(technique.sharding.comms.groups if technique.sharding else groups_of(job))
     if job.parallel.ep > 1 and technique.sharding is None:
-        raise ConfigError("ep", job.parallel.ep, "1, or the fsdp rule, which shards experts")
+        raise ConfigError("ep", job.parallel.ep, "1, or fsdp, which shards experts")
     blocks: Blocks = {}
     stages = tuple(_stages(job, technique, Comms(groups=groups, dtype=job.dtype), blocks))
     used_groups = _prune(blocks, stages)
     return Workload(
         name=job.name,
-        rules=name,
-        source=source,
+        rules="pytorch",
         world_size=job.parallel.world_size,
         num_microbatches=job.num_microbatches,
         model=job.config,
-        settings=plain_settings(settings),
         groups={name: group for name, group in groups.items() if name in used_groups},
         blocks=blocks,
         stages=stages,
