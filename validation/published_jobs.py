@@ -5,7 +5,6 @@ default of the framework, or what this module says with its source.
 """
 
 import csv
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -117,7 +116,7 @@ def job_of(row: Row, dtype: DType | None = None) -> PublishedJob:
         if not row.get(name):
             raise UnstatedError(name, None, "stated by the source")
     framework = _framework(row)
-    parallel = _parallel(row, framework)
+    parallel = _parallel(row)
     # Megatron-LM pads the vocabulary, which then divides by tp.
     model = _model(row)
     job = Job(
@@ -160,10 +159,9 @@ def _framework(row: Row) -> str:
     return "megatron"
 
 
-def _parallel(row: Row, framework: str) -> ParallelConfig:
+def _parallel(row: Row) -> ParallelConfig:
     sizes = {name: int(row[name]) for name in ("tp", "pp", "cp", "ep")}
-    axis = RULES[framework].data_axis
-    parallel = ParallelConfig(**sizes, **{axis: int(row["dp"])})
+    parallel = ParallelConfig(**sizes, dp_shard=int(row["dp"]))
     if parallel.world_size != int(row["gpus"]):
         raise UnstatedError("gpus", row["gpus"], f"tp x pp x dp x cp ({parallel.world_size})")
     return parallel
@@ -294,8 +292,7 @@ def _deepspeed(_row: Row) -> dict[str, Any]:
 
 def _settings(framework: str, values: Mapping[str, Any]) -> Any:
     """Return the settings of a framework. Raises ConfigError for one that its rules lack."""
-    cls = RULES[framework].settings_class()
-    lacking = values.keys() - {field.name for field in dataclasses.fields(cls)}
+    lacking = values.keys() - RULES[framework].fields().keys()
     for name in lacking:
         raise UnstatedError(name, values[name], f"a setting of the rules of {framework}")
-    return cls(**values)
+    return RULES[framework].make(**values)

@@ -28,8 +28,9 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
     if memory:
         yield f"  memory: {memory}"
     yield ""
-    yield from memory_lines(document)
     yield from ledger_lines(document)
+    if table := list(memory_lines(document)):
+        yield from ("", *table, "")
     yield from (f"note: {note}" for note in document["notes"])
 
 
@@ -152,4 +153,3 @@ def memory_lines(document: Mapping[str, Any]) -> Iterator[str]:
     yield from Table(rows, [_STAGE, *columns] if len(rows) > 1 else columns).text()
     if len(memory["stages"]) > len(rows):
         yield f"memory of {len(rows)} of {len(memory['stages'])} stages; --json has all"
-    yield ""
