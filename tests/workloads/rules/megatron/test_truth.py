@@ -174,5 +174,7 @@ def test_all_ways_to_train_are_there() -> None:
     assert unseen == {
         "cp_comm_type",
         "ddp_average_in_collective",  # gloo does not average
+        "lora_rank",  # Megatron-Bridge's
+        "lora_targets",
         "make_vocab_size_divisible_by",
     }

@@ -20,6 +20,7 @@ from stepmark.workloads.rules.megatron import gradients
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
 from stepmark.workloads.rules.megatron.layer import attention, embedding, experts, head, mlp
 from stepmark.workloads.rules.megatron.layer import data as data_of
+from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.settings import Granularity, Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 from stepmark.workloads.rules.megatron.steps import (
@@ -255,7 +256,8 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
     outside = ("mlp.norm", "mlp.residual")
     has_router = any(step.module == "mlp.router" for step in steps)
     for word in plan.settings.modules:
-        for name in (step.module for step in steps):
+        for module in (step.module for step in steps):
+            name = adapted(module)
             inside = {
                 "core_attn": name == "attention.core",
                 "layernorm": name in ("attention.norm", "mlp.norm"),
@@ -266,7 +268,7 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
                 "shared_experts": name.startswith("mlp.shared_"),
             }[word]
             if inside:
-                groups[name] = f"{word}.{name}" if word == "layernorm" else word
+                groups[module] = f"{word}.{name}" if word == "layernorm" else word
     return groups
 
 

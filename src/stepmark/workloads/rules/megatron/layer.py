@@ -33,7 +33,7 @@ from stepmark.model.ops import Attention, Phase
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Kernel, Operation
 from stepmark.workloads.job import DUAL
-from stepmark.workloads.rules.megatron import userbuffers
+from stepmark.workloads.rules.megatron import lora, userbuffers
 from stepmark.workloads.rules.megatron.settings import Balancing, CpComm, Dispatcher, Plan
 from stepmark.workloads.rules.megatron.steps import Step, of_leaf
 
@@ -44,17 +44,18 @@ def leaves(plan: Plan, *, moe: bool) -> dict[str, Module]:
 
 
 def mlp(plan: Plan) -> tuple[Step, ...]:
-    """Return norm, up, activation, down, residual of a dense layer."""
-    norm, up, activation, down, residual = (
-        leaf for role, leaf in leaves(plan, moe=False).items() if role.startswith("mlp.")
-    )
+    """Return norm, up, activation, down, residual of a dense layer, with adapters beside."""
+    parts = leaves(plan, moe=False)
     hidden = plan.model.hidden_size
+    up = "mlp.gate_up" if "mlp.gate_up" in parts else "mlp.up"
     return (
-        of_leaf(norm),
-        column(plan, up, hidden),
-        of_leaf(activation),
-        row(plan, down, hidden),
-        of_leaf(residual),
+        of_leaf(parts["mlp.norm"]),
+        column(plan, parts[up], hidden),
+        *lora.adapters(plan, parts, up, is_column=True),
+        of_leaf(parts["mlp.activation"]),
+        row(plan, parts["mlp.down"], hidden),
+        *lora.adapters(plan, parts, "mlp.down", is_column=False),
+        of_leaf(parts["mlp.residual"]),
     )
 
 
@@ -63,6 +64,7 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
 
     Under sequence parallelism the input is gathered, again for the weight gradient during the
     input gradient, which is scattered during the weight gradient; else it is all-reduced there.
+    A frozen weight has no gradient, so its input is not gathered again.
     """
     if plan.size("tp") == 1:
         return of_leaf(leaf)
@@ -89,11 +91,14 @@ def column(plan: Plan, leaf: Module, width: int) -> Step:
     forward: tuple[Operation, ...] = (*send(Collective.ALL_GATHER, phase=Phase.FWD), *leaf.fwd)
     if userbuffers.gathers_by_ring(plan, leaf, is_column=True):
         forward = userbuffers.ring_gather(plan, leaf, leaf.fwd, rows, Phase.FWD)
+    again: tuple[CommOp, ...] = ()
+    if weight_grads:
+        again = send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather)
     return Step(
         module=module,
         fwd=forward,
         bwd=(
-            *send(Collective.ALL_GATHER, phase=Phase.WGRAD, stream="tp", name=gather),
+            *again,
             *input_grads,
             *send(Collective.REDUCE_SCATTER, phase=Phase.DGRAD, stream="tp", name=scatter),
             *(replace(op, after=(gather,)) for op in weight_grads),
@@ -138,7 +143,8 @@ def embedding(plan: Plan) -> Step:
     """
     leaf = plan.tree.embedding().inside[0]
     rows = plan.tokens * plan.model.hidden_size
-    return _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
+    step = _summed(plan, leaf, rows, layer=None, scatters=not plan.model.max_positions)
+    return step if leaf.bwd else replace(step, bwd=())
 
 
 def head(plan: Plan) -> tuple[Step, ...]:
@@ -204,10 +210,12 @@ def attention(plan: Plan) -> tuple[Step, ...]:
         role.removeprefix("attention."): leaf
         for role, leaf in leaves(plan, moe=plan.model.num_dense_layers == 0).items()
     }
+    beside = partial(lora.adapters, plan, {leaf.role: leaf for leaf in parts.values()})
     hidden = plan.model.hidden_size
     steps = [of_leaf(parts["norm"])]
     if plan.model.mla is None:
         steps.append(column(plan, parts["qkv"], hidden))
+        steps += beside("attention.qkv", is_column=True)
         if plan.model.num_kv_heads < plan.tp:
             steps.append(_shared_kv_heads(plan, "attention.qkv"))
         steps += [of_leaf(parts[name]) for name in ("q_norm", "k_norm") if name in parts]
@@ -217,6 +225,7 @@ def attention(plan: Plan) -> tuple[Step, ...]:
         steps.append(of_leaf(parts["rope"]))
     steps.append(_core(plan, parts["core"]))
     steps.append(row(plan, parts["out"], hidden))
+    steps += beside("attention.out", is_column=False)
     steps.append(of_leaf(parts["residual"]))
     return tuple(steps)
 
