@@ -141,6 +141,9 @@ class Megatron:
         None, "tokens per expert / its even share; below 0: all [dropless]"
     )
     moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    moe_shared_expert_overlap: bool = setting(
+        False, "shared experts run beside the exchanges of the routed ones"
+    )
     moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
     moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
     moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
@@ -312,6 +315,10 @@ class Plan:
         return self.comms.groups[group].size
 
     @property
+    def has_shared_experts(self) -> bool:
+        return self.model.moe is not None and self.model.moe.num_shared_experts > 0
+
+    @property
     def gradient_dtype(self) -> DType:
         if self.settings.grad_reduce_in_bf16:
             return self.job.dtype
@@ -381,6 +388,21 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             "tp_comm_overlap",
             True,
             f"only with a hidden size that 4 divides, not {model.hidden_size}",
+        ),
+        (
+            settings.moe_shared_expert_overlap
+            and settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL,
+            "moe_shared_expert_overlap",
+            True,
+            "only with moe_token_dispatcher_type alltoall",
+        ),
+        (
+            settings.moe_shared_expert_overlap
+            and plan.has_shared_experts
+            and "shared_experts" in settings.modules,
+            "moe_shared_expert_overlap",
+            True,
+            "only without shared_experts in recompute_modules",
         ),
         (
             parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
