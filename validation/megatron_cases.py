@@ -320,6 +320,11 @@ CASES: dict[str, Case] = {
             "recompute_modules": "mla_up_proj,shared_experts",
         },
     ),
+    "latent-shared-overlap": Case(
+        model=LATENT,
+        mesh={"tp": 2, **EP2},
+        settings={**SP, **SHARDED, "moe_shared_expert_overlap": True},
+    ),
     "latent-pp2-dense": Case(
         model=deep(LATENT, 2), mesh={"pp": 2, **EP2}, microbatches=2, settings=SHARDED
     ),

@@ -142,6 +142,7 @@ def _experts(job: Job, settings: Megatron) -> dict[str, Any]:
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
         "moe_token_dispatcher_type": str(settings.moe_token_dispatcher_type),
         "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
         "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,

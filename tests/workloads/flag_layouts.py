@@ -43,6 +43,8 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE
         | {"world_size": 8, "tp": 2}
         | {"sequence_parallel": True, "tp_comm_overlap": True},
+        DENSE | {"world_size": 8, "tp": 2, "lora_rank": 4},
+        EXPERTS | {"world_size": 8, "ep": 4, "shared_experts": 1},
         EXPERTS | {"world_size": 8, "ep": 4, "moe_expert_capacity_factor": 1.5},
         EXPERTS
         | {"world_size": 8, "ep": 4, "tp": 2, "sequence_parallel": True}
@@ -102,6 +104,8 @@ JOBS: dict[str, list[dict[str, Any]]] = {
 }
 # Values to try of settings whose type does not tell them.
 VALUES: dict[str, tuple[Any, ...]] = {
+    "lora_rank": (4,),
+    "lora_targets": ("linear_qkv",),
     "pipeline_model_parallel_layout": ("Et*2|t*2|t*2|t*2L",),
     "stage": (0, 1, 2),
     "expert_tensor_parallel_size": (1,),

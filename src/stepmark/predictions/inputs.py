@@ -106,7 +106,8 @@ class Inputs:
         again = sum(
             count * (op.flops or 0) for (op, reruns), count in self.products.items() if reruns
         )
-        return of_model(model, again * ranks / self.tokens)
+        is_frozen = bool(self.workload.settings.get("lora_rank"))
+        return of_model(model, again * ranks / self.tokens, is_frozen=is_frozen)
 
     @cached_property
     def products(self) -> Mapping[tuple[_Product, bool], int]:

@@ -20,6 +20,7 @@ from stepmark.workloads.rules.megatron import gradients
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
 from stepmark.workloads.rules.megatron.layer import attention, embedding, experts, head, mlp
 from stepmark.workloads.rules.megatron.layer import data as data_of
+from stepmark.workloads.rules.megatron.lora import adapted
 from stepmark.workloads.rules.megatron.settings import Granularity, Plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk
 from stepmark.workloads.rules.megatron.steps import (
@@ -258,7 +259,8 @@ def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:
     outside = ("mlp.norm", "mlp.residual")
     has_router = "mlp.router" in modules
     for word in plan.settings.modules:
-        for name in modules:
+        for module in modules:
+            name = adapted(module)
             inside = {
                 "core_attn": name == "attention.core",
                 "layernorm": name in ("attention.norm", "mlp.norm"),
@@ -269,7 +271,7 @@ def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:
                 "shared_experts": name.startswith("mlp.shared_"),
             }[word]
             if inside:
-                groups[name] = f"{word}.{name}" if word == "layernorm" else word
+                groups[module] = f"{word}.{name}" if word == "layernorm" else word
     return groups
 
 

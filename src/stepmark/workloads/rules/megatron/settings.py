@@ -3,6 +3,7 @@
 Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -12,6 +13,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.step.layout import model_as
+from stepmark.step.lora import Lora
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import CommOp, Group
 from stepmark.workloads.job import (
@@ -75,6 +77,13 @@ RECOMPUTE_MODULES = (
     "moe_act",
     "shared_experts",
 )
+# Linear layers by Megatron-Bridge's names, and what step/lora.py calls them.
+LORA_TARGETS = {
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": ("out",),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": ("down",),
+}
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -132,6 +141,9 @@ class Megatron:
         None, "tokens per expert / its even share; below 0: all [dropless]"
     )
     moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    moe_shared_expert_overlap: bool = setting(
+        False, "shared experts run beside the exchanges of the routed ones"
+    )
     moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
     moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
     moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
@@ -149,6 +161,12 @@ class Megatron:
     calculate_per_token_loss: bool = setting(False, "divide gradients by the number of tokens")
     create_attention_mask_in_dataloader: bool = setting(
         True, "broadcast each attention mask over tp"
+    )
+    lora_rank: int | None = setting(
+        None, "train adapters of this rank and freeze the model (Megatron-Bridge's dim)"
+    )
+    lora_targets: str = setting(
+        ",".join(LORA_TARGETS), "layers with adapters (Megatron-Bridge's target_modules)"
     )
     make_vocab_size_divisible_by: int = setting(128, "pad the vocabulary to this x tp")
 
@@ -197,6 +215,9 @@ class Megatron:
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
+        for word in self.adapted_layers:
+            if word not in LORA_TARGETS:
+                raise not_one_of("lora_targets", word, tuple(LORA_TARGETS))
         uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
@@ -211,6 +232,11 @@ class Megatron:
         if self.recompute_granularity is not Granularity.SELECTIVE:
             return ()
         return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
+
+    @property
+    def adapted_layers(self) -> tuple[str, ...]:
+        """Linear layers that lora_targets names."""
+        return tuple(word.strip() for word in self.lora_targets.split(",") if word.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,9 +293,18 @@ class Plan:
         """Factory of this rank's modules."""
         sequence = self.sequence_parallel
         etp = self.etp
-        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
+        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp, lora=self.lora)
         inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
         return replace(tree, inputs=inputs)
+
+    @property
+    def lora(self) -> Lora | None:
+        """Adapters, which are trained in place of the model; None: the model is."""
+        settings = self.settings
+        if settings.lora_rank is None:
+            return None
+        names = (LORA_TARGETS[word] for word in settings.adapted_layers)
+        return Lora(rank=settings.lora_rank, targets=frozenset(itertools.chain(*names)))
 
     @property
     def inside(self) -> "partial[tuple[CommOp, ...]]":
@@ -278,6 +313,10 @@ class Plan:
 
     def size(self, group: str) -> int:
         return self.comms.groups[group].size
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return self.model.moe is not None and self.model.moe.num_shared_experts > 0
 
     @property
     def gradient_dtype(self) -> DType:
@@ -351,6 +390,21 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             f"only with a hidden size that 4 divides, not {model.hidden_size}",
         ),
         (
+            settings.moe_shared_expert_overlap
+            and settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL,
+            "moe_shared_expert_overlap",
+            True,
+            "only with moe_token_dispatcher_type alltoall",
+        ),
+        (
+            settings.moe_shared_expert_overlap
+            and plan.has_shared_experts
+            and "shared_experts" in settings.modules,
+            "moe_shared_expert_overlap",
+            True,
+            "only without shared_experts in recompute_modules",
+        ),
+        (
             parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
             "dp-replicate",
             parallel.dp_replicate,
@@ -362,6 +416,7 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             plan.etp,
             f"a divisor of the experts' width ({width})",
         ),
+        *_lora_refusals(plan),
         (
             settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16,
             "grad_reduce_in_bf16",
@@ -370,6 +425,23 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         ),
     )
     return plan
+
+
+def _lora_refusals(plan: Plan) -> tuple[tuple[object, str, object, str], ...]:
+    lora = plan.lora
+    if lora is None:
+        return ()
+    return (
+        (lora.rank % plan.tp, "lora_rank", lora.rank, f"a multiple of tp ({plan.tp})"),
+        (plan.model.moe, "lora_rank", lora.rank, "left out for a model with experts"),
+        (plan.model.mla, "lora_rank", lora.rank, "left out for latent attention"),
+        (
+            plan.settings.tp_comm_overlap,
+            "tp_comm_overlap",
+            True,
+            "false with lora_rank: adapters need the gathered input",
+        ),
+    )
 
 
 def _with_chunks(settings: Megatron, pp: int) -> Megatron:

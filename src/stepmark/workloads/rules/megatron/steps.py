@@ -7,9 +7,10 @@ before it, as NCCL's streams do; operations that need it wait for its name.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from stepmark.model.ops import Phase
 from stepmark.step.module import Module
-from stepmark.step.workload import COMPUTE, Operation
-from stepmark.workloads.pipeline import COMPUTE_DONE
+from stepmark.step.workload import COMPUTE, ComputeOp, Operation
+from stepmark.workloads.pipeline import COMPUTE_DONE, wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +21,11 @@ class Step:
     fwd: tuple[Operation, ...]
     bwd: tuple[Operation, ...]
     pending: str = ""
+
+
+def awaiting(name: str, phase: Phase, module: str) -> ComputeOp:
+    """Return an operation inside a layer that only waits for a collective."""
+    return replace(wait((name,), phase, module), layer=0, microbatch=0)
 
 
 def of_leaf(leaf: Module) -> Step:

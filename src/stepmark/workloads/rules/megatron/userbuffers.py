@@ -23,8 +23,8 @@ from stepmark.model.collectives import Collective
 from stepmark.model.ops import Gemm, Phase
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Operation
-from stepmark.workloads.pipeline import wait
 from stepmark.workloads.rules.megatron.settings import Plan
+from stepmark.workloads.rules.megatron.steps import awaiting
 
 NUM_SPLITS = 4  # num_splits of the method pipeline
 
@@ -86,8 +86,7 @@ def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operatio
             stream="tp",
             name=name,
         )
-    end = wait((name,), Phase.FWD, leaf.role)
-    return (*ops, replace(end, layer=0, microbatch=0))
+    return (*ops, awaiting(name, Phase.FWD, leaf.role))
 
 
 def _of_rows(op: ComputeOp, parts: int, after: tuple[str, ...]) -> ComputeOp:
