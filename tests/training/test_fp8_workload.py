@@ -10,6 +10,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import Fp8
 from stepmark.model.model import find_model
 from stepmark.model.ops import Gemm, Phase
+from stepmark.step.layout import is_cast
 from stepmark.step.workload import ComputeOp
 from stepmark.training import precision
 from stepmark.workloads.rules.pytorch.case import of_case
@@ -51,17 +52,26 @@ def test_products_in_fp8_are_those_of_converted_layers(name: str, head: bool) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_only_the_types_of_products_change(name: str) -> None:
+def test_only_the_types_of_products_change_and_casts_are_added(name: str) -> None:
     case = make_case(name)
-    low, plain = of_case(case), of_case(replace(case, fp8=Fp8.NONE))
+    low = of_case(case)
+    plain = of_case(replace(case, fp8=Fp8.NONE))
     assert low.groups == plain.groups
-    pairs = list(zip(low.expand(), plain.expand(), strict=True))
-    assert any(a != b for a, b in pairs)
-    for a, b in pairs:
+    without_casts = [
+        op for op in low.expand() if not (isinstance(op, ComputeOp) and is_cast(op))
+    ]
+    num_casts = sum(1 for _ in low.expand()) - len(without_casts)
+    num_narrow = 0
+    for a, b in zip(without_casts, plain.expand(), strict=True):
         if a != b:
             assert isinstance(a, ComputeOp)
             assert isinstance(b, ComputeOp)
             assert isinstance(a.op, Gemm)
             assert isinstance(b.op, Gemm)
             assert a.op.flops == b.op.flops
+            assert a.op.dtype.is_fp8
             assert replace(a, op=b.op) == b
+            num_narrow += 1
+    # Of three products of a layer, input and weight are cast before the first, the output's
+    # gradient before the second.
+    assert 3 * num_casts == 2 * num_narrow > 0

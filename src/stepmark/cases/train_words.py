@@ -28,7 +28,9 @@ def calibrates(case: TrainCase) -> str:
 def techniques(case: TrainCase) -> str:
     """Return the precision, and every technique that is on or differs from its default."""
     words = [case.precision.value]
-    words += [] if case.fp8 is Fp8.NONE else [f"fp8 {fp8_text(case)}"]
+    if case.fp8 is not Fp8.NONE:
+        is_block_format = case.dtype.is_block_format
+        words.append(fp8_text(case) if is_block_format else f"fp8 {fp8_text(case)}")
     words += [] if case.compile is CompileScope.NONE else [f"compile {compile_text(case)}"]
     if case.recompute is not Recompute.NONE:
         is_selective = case.recompute is Recompute.OPS

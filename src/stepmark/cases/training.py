@@ -26,12 +26,14 @@ class Precision(StrEnum):
 
 
 class Fp8(StrEnum):
-    """Recipe of the linear layers' products."""
+    """Recipe of the linear layers' products in FP8 and narrower types."""
 
     NONE = "none"
     TENSORWISE = "tensorwise"  # torchao, one dynamic scale per tensor
     ROWWISE = "rowwise"  # torchao, one dynamic scale per row
     TE = "te"  # TransformerEngine, delayed scaling
+    MXFP8 = "mxfp8"  # torchao, one power of two per 32 elements
+    NVFP4 = "nvfp4"  # TransformerEngine, one e4m3 factor per 16 elements
 
 
 class CompileScope(StrEnum):

@@ -13,6 +13,7 @@ from stepmark.model.collectives import FACTS, Collective, RedOp, num_parts
 from stepmark.model.model import ModelConfig
 from stepmark.model.ops import Phase
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import ProductPrecision
 from stepmark.step.layout import FUSED, Inputs, ShardLayout
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import COMPUTE, CommOp, Group
@@ -94,9 +95,12 @@ class Spread:
     mbs: int = 1
     gbs: int | None = None  # None: one micro-batch per data rank
     dtype: DType = DType.BF16  # of weights and activations
+    products: ProductPrecision | None = None  # of linear layers, where it is another
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "mbs", "gbs")
+        if self.products is not None and self.dtype is not DType.BF16:
+            raise ConfigError("dtype", self.dtype, f"bf16 with {self.products.dtype} products")
         at_once = self.mbs * self.parallel.data_ranks
         if self.gbs is not None and self.gbs % at_once:
             raise ConfigError(
@@ -156,7 +160,12 @@ class Job(Spread):
 
     def tree(self, framework: str, **changes: Any) -> TreeBuilder:
         """Return the builder of one rank's units, for a framework of FUSED."""
-        inputs = Inputs(mbs=self.mbs, seq_len=self.model.seq_len, dtype=self.dtype)
+        inputs = Inputs(
+            mbs=self.mbs,
+            seq_len=self.model.seq_len,
+            dtype=self.dtype,
+            products=self.products,
+        )
         layout = ShardLayout(axes=self.parallel, fused=FUSED[framework])
         return TreeBuilder(model=self.model, layout=replace(layout, **changes), inputs=inputs)
 

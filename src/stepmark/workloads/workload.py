@@ -11,11 +11,13 @@ from stepmark.ground.errors import ConfigError
 from stepmark.ground.options import dashed
 from stepmark.ground.waiting import Waiting
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
 from stepmark.step.workload import Workload
 from stepmark.workloads import workload_files, workload_flags, workload_model
 from stepmark.workloads.architecture import AnyJob, Batch, OwnJob
 from stepmark.workloads.job import Job, Spread, near_multiples
 from stepmark.workloads.rules import RULES, Rule, find_rule, idle_with
+from stepmark.workloads.rules.megatron.narrow import BY_PRECISION
 from stepmark.workloads.workload_files import StageFlag, Target, stage_flag
 from stepmark.workloads.workload_options import (
     ConvertOptions,
@@ -115,7 +117,7 @@ def generate(options: GenerateOptions) -> Workload:
     """Generate the workload of the flags, with notes on defaults. Raises ConfigError."""
     framework = find_rule(options.framework or "megatron")
     rule = RULES[framework]
-    options = _translated(options, rule)
+    options = _with_precision(_translated(options, rule), rule)
     settings = settings_of(framework, options)
     if not rule.has_job:
         # Generate the workload of no transformer, for which options of one are refused.
@@ -183,13 +185,19 @@ def _job(
         "mbs": mbs,
         "gbs": gbs,
         "dtype": parse_dtype(options.dtype) if options.dtype else DType.BF16,
+        "products": _products(options, framework),
     }
     if not workload_model.is_own(options.model):
         model, notes = workload_model.choose(options, framework, options.tp or 1)
         return Job(model=model, **spread), notes
     Spread(**spread)  # validates batches before the user's function gets them
     seq_len = workload_model.own_seq_len(options)
-    batch = Batch(mbs=spread["mbs"], seq_len=seq_len, dtype=spread["dtype"])
+    batch = Batch(
+        mbs=spread["mbs"],
+        seq_len=seq_len,
+        dtype=spread["dtype"],
+        products=spread["products"],
+    )
     architecture, notes = workload_model.choose_own(options, framework, batch)
     if options.model_name:
         architecture = replace(architecture, name=options.model_name)
@@ -217,6 +225,40 @@ def _translated(options: GenerateOptions, rule: Rule) -> GenerateOptions:
         return options
     changes: dict[str, Any] = {name: "selective"}
     return replace(options, **changes)
+
+
+def _with_precision(options: GenerateOptions, rule: Rule) -> GenerateOptions:
+    """Set the framework's settings that --precision stands for, where it has such.
+
+    Raises ConfigError for settings that contradict it.
+    """
+    if options.precision is None or "fp8_format" not in rule.fields():
+        return options
+    changes: dict[str, Any] = {}
+    for name, value in BY_PRECISION[options.precision].items():
+        given = getattr(options, name)
+        if given is None:
+            changes[name] = value
+        elif "none" in (given, value) and given != value:
+            raise ConfigError(name, given, f"{value} with --precision {options.precision}")
+    recipe = getattr(options, "fp8_recipe", None)
+    if recipe is not None and (recipe == "mxfp8") != (options.precision == "mxfp8"):
+        raise ConfigError("precision", options.precision, f"another with --fp8-recipe {recipe}")
+    return replace(options, **changes)
+
+
+def _products(options: GenerateOptions, framework: str) -> ProductPrecision | None:
+    """Return the products of linear layers, as torchao makes them, in a PyTorch framework.
+
+    Raises ConfigError for a framework without. Megatron-LM's are among its settings.
+    """
+    name = options.precision
+    if name in (None, "bf16") or "fp8_format" in RULES[framework].fields():
+        return None
+    if framework == "deepspeed":
+        allowed = "bf16 with DeepSpeed, whose rules have no narrower products"
+        raise ConfigError("precision", name, allowed)
+    return by_recipe(Recipe.TENSORWISE if name == "fp8" else Recipe(name))
 
 
 def parallel_of(options: GenerateOptions, data_axis: str) -> ParallelConfig:

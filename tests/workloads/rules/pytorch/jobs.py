@@ -82,6 +82,7 @@ def jobs(draw: st.DrawFn) -> tuple[Job, PyTorch]:
             st.sampled_from(GradSync if mesh.get("pp", 1) == 1 else [GradSync.EVERY])
         ),
         recompute=draw(st.sampled_from(Recompute)),
+        async_tp=draw(st.booleans()),
         pp_schedule=schedule,
         pp_microbatches=draw(st.sampled_from((0, count))),
         pp_split=draw(st.sampled_from(StageSplit)),

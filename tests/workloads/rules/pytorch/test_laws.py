@@ -360,6 +360,21 @@ def test_data_parallelism_follows_from_the_axes_as_in_torchtitan(
     assert older.settings.items() <= chosen.settings.items()
 
 
+@pytest.mark.parametrize(("model", "ep"), [(DENSE, 1), (EXPERTS, 2), (EXPERTS, 4)])
+def test_weights_are_sharded_over_data_and_context_ranks(model: ModelConfig, ep: int) -> None:
+    """parallel_dims: dp_shard_cp is the mesh of fully_shard; experts have 1 / ep of it."""
+
+    def sent(**mesh: int) -> Counter[tuple[str, int, str]]:
+        made = generated(make(model, ep=ep, **mesh))
+        return Counter(
+            (op.collective, op.count, op.group)
+            for op in comms(made)
+            if op.group in ("fsdp", "expert_fsdp")
+        )
+
+    assert sent(dp_shard=4, cp=2) == sent(dp_shard=8)
+
+
 def items(made: Workload) -> int:
     return sum(map(len, made.blocks.values()))
 

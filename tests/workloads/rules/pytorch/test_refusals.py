@@ -229,7 +229,6 @@ def test_types_of_activations_that_are_not_modelled(settings: Any, dtype: DType)
             {"fp8": Fp8.TENSORWISE, "fp8_all_gather": True},
             "fp8-all-gather is invalid: it must be off.*add --no-fp8-all-gather",
         ),
-        ({"async_tp": True}, "async-tp"),
         ({"loss_chunks": 4}, "loss-chunks 4"),
         (
             {"precision": Precision.MASTER, "data_parallel": DataParallel.FSDP},

@@ -15,12 +15,14 @@ comm_gemm_overlap.cpp (CommOverlapP2PBase::split_overlap_ag, CommOverlapBase::sp
 megatron-core 0.16.1, extensions/transformer_engine.py. Only read.
 """
 
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from stepmark.cases.message import RECV, SEND
 from stepmark.model.collectives import Collective
 from stepmark.model.ops import Gemm, Phase
+from stepmark.step.layout import is_cast
 from stepmark.step.module import Module
 from stepmark.step.workload import CommOp, ComputeOp, Operation
 from stepmark.workloads.rules.megatron.settings import Plan
@@ -50,15 +52,17 @@ def scatters_in_parts(plan: Plan) -> bool:
 
 
 def ring_gather(
-    plan: Plan, leaf: Module, ops: Iterable[ComputeOp], elements: int, phase: Phase
+    plan: Plan, leaf: Module, ops: Sequence[ComputeOp], sent: Mapping[str, Any], phase: Phase
 ) -> tuple[Operation, ...]:
-    """Return products of rows that go round the ring. elements: of all rows.
+    """Return products of rows that go round the ring, after casts of the rank's own rows.
 
-    A piece of rows is sent on when it has come, whatever the products do.
+    sent: elements of all rows, and their type. A piece of rows is sent on when it has come,
+    whatever the products do.
     """
     tp = plan.tp
     name = f"{leaf.role}.ring"
-    message = (elements // tp, "tp", phase, leaf.role)
+    message = (sent["elements"] // tp, "tp", phase, leaf.role, sent.get("dtype"))
+    casts = [op for op in ops if is_cast(op)]
     moves: list[CommOp] = []
     for _ in range(tp - 1):
         moves += plan.inside(SEND, *message, peer=1, stream="tp")
@@ -67,16 +71,16 @@ def ring_gather(
     for index in range(tp):
         # The first product has the rank's own rows.
         received = (f"{name}~{tp - 1 - index}",) if index else ()
-        products += [_of_rows(op, tp, received) for op in ops]
-    return (*moves, *products)
+        products += [_of_rows(op, tp, received) for op in ops if not is_cast(op)]
+    return (*casts, *moves, *products)
 
 
 def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operation, ...]:
     """Return the products of parts of a layer's output, and the scatter of each."""
     name = f"{leaf.role}.scatter"
-    ops: list[Operation] = []
+    ops: list[Operation] = [op for op in leaf.fwd if is_cast(op)]
     for _ in range(NUM_SPLITS):
-        ops += [_of_features(op) for op in leaf.fwd]
+        ops += [_of_features(op) for op in leaf.fwd if not is_cast(op)]
         ops += plan.inside(
             Collective.REDUCE_SCATTER,
             elements // NUM_SPLITS,

@@ -7,8 +7,8 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.ops import Gemm, Scaling
-from stepmark.step.workload import ComputeOp, Item, Workload
+from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
+from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.schedules import Schedule
@@ -28,12 +28,6 @@ def of_case(case: TrainCase) -> Workload:
             "off, since gathers of fp8 are not derived: add --no-fp8-all-gather",
         ),
         (
-            case.async_tp,
-            "async-tp",
-            "yes",
-            "it must be off: its pieces are not derived, capture them",
-        ),
-        (
             case.loss_chunks > 1,
             "loss-chunks",
             case.loss_chunks,
@@ -49,23 +43,7 @@ def of_case(case: TrainCase) -> Workload:
     workload = _workload(job_of(case), settings_of(case))
     if case.compile is not CompileScope.NONE:
         workload = replace(workload, notes=(*workload.notes, _COMPILED))
-    return workload if case.fp8 is Fp8.NONE else _in_fp8(workload, case)
-
-
-def _in_fp8(workload: Workload, case: TrainCase) -> Workload:
-    """Return the step with its linear layers in fp8, whose casts are no operations."""
-    scaling = Scaling.ROWWISE if case.fp8 is Fp8.ROWWISE else Scaling.TENSORWISE
-    kept = ("router", *(() if case.fp8_head else ("head",)))
-
-    def lowered(item: Item) -> Item:
-        if isinstance(item, ComputeOp) and not item.module.endswith(kept):
-            op = item.op  # experts' grouped products stay in bf16
-            if isinstance(op, Gemm) and op.n % 16 == op.k % 16 == 0:
-                return replace(item, op=replace(op, dtype=DType.FP8_E4M3, scaling=scaling))
-        return item
-
-    blocks = {name: tuple(map(lowered, items)) for name, items in workload.blocks.items()}
-    return replace(workload, blocks=blocks)
+    return workload
 
 
 @lru_cache(maxsize=8)  # several options make no difference to it
@@ -85,7 +63,24 @@ def job_of(case: TrainCase) -> Job:
         mbs=case.mbs // parts,
         gbs=case.mbs * case.parallel.data_ranks * case.grad_accum,
         dtype=DType.FP32 if case.precision is Precision.FP32 else DType.BF16,
+        products=products_of(case),
     )
+
+
+_RECIPES = {
+    Fp8.TENSORWISE: Recipe.TENSORWISE,
+    Fp8.ROWWISE: Recipe.ROWWISE,
+    Fp8.TE: Recipe.DELAYED,
+    Fp8.MXFP8: Recipe.MXFP8,
+    Fp8.NVFP4: Recipe.NVFP4,
+}
+
+
+def products_of(case: TrainCase) -> ProductPrecision | None:
+    """Return the products of linear layers that are not in bf16; experts' stay in it."""
+    if case.fp8 is Fp8.NONE:
+        return None
+    return by_recipe(_RECIPES[case.fp8], has_head=case.fp8_head, has_experts=False)
 
 
 def settings_of(case: TrainCase) -> PyTorch:
@@ -105,6 +100,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         blocks_per_group=case.blocks_per_group,
         embedding_in_backward=case.embedding_in_backward,
         tp_plan=case.tp_plan,
+        async_tp=case.async_tp,
         autocast=is_amp,
         masters=case.precision is Precision.MASTER,
         compress_bf16=halved and case.precision in (Precision.AMP, Precision.FP32),

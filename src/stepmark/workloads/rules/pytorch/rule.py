@@ -33,6 +33,8 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     settings = settings.resolved(job.parallel)
     kind = settings.data_parallel
     technique = _technique(settings)
+    if settings.async_tp:
+        technique = replace(technique, tp_pieces=job.parallel.tp)
     if kind is DataParallel.FSDP:
         followed = "fsdp"
         technique = replace(technique, sharding=sharding_of(job, settings))

@@ -85,6 +85,9 @@ class PyTorch:
     tp_plan: TpPlan = setting(
         TpPlan.TORCHTITAN, "embedding and loss: torchtitan or whole", only=_DIVIDED
     )
+    async_tp: bool = setting(
+        False, "blocks are compiled, with products of tp in pieces that are sent", only=_DIVIDED
+    )
     fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     grad_sync: GradSync = setting(
         GradSync.EVERY, "reduce every micro-batch or the last one", only=_REDUCED

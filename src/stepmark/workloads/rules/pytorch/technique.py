@@ -25,8 +25,9 @@ class Technique:
     root_has_ends: embedding and output belong to the root module. regathers_table: the
     embedding's table is gathered for its backward pass, too. names_ends: the ends of passes
     have a name, for operations that overlap with computation. pp_microbatches: of one pass; 0:
-    all of a step. pp_stages: of a rank, where they are interleaved. backward: DDP's backward
-    pass of a chunk. setup: its messages before the first step.
+    all of a step. pp_stages: of a rank, where they are interleaved. tp_pieces: of products that
+    run while they are communicated. backward: DDP's backward pass of a chunk. setup: its
+    messages before the first step.
     """
 
     weights: DType = DType.FP32
@@ -42,6 +43,7 @@ class Technique:
     syncs_last: bool = False  # gradients are reduced with the last micro-batch only
     clips: bool = True
     fuse_qkv: bool = True
+    tp_pieces: int = 1
     schedule: Schedule = Schedule.ONE_F_ONE_B
     pp_microbatches: int = 0
     pp_stages: int = 2

@@ -32,6 +32,11 @@ def groups_of(job: AnyJob) -> dict[str, Group]:
     if isinstance(job, Job) and axes.tp > 1 and (job.model.moe or job.model.mla):
         what = "experts" if job.model.moe else "latent attention"
         raise ConfigError("tp", axes.tp, f"1, since {job.model.name} has {what}")
+    if isinstance(job, Job) and job.model.num_kv_heads % axes.tp:
+        # ColwiseParallel divides rows evenly, so a rank would have a part of a head, which the
+        # view over heads refuses (torchtitan b5bcd76, models/llama3/model/model.py).
+        allowed = f"a divisor of {job.model.name}'s kv_heads ({job.model.num_kv_heads})"
+        raise ConfigError("tp", axes.tp, allowed)
     if isinstance(job, Job) and job.model.seq_len // axes.cp % axes.tp:
         product = f"{axes.cp} x {axes.tp}" if axes.cp > 1 else str(axes.tp)
         raise ConfigError("seq-len", job.model.seq_len, f"a multiple of cp x tp ({product})")
