@@ -76,6 +76,14 @@ def outcome_of(job: PublishedJob) -> Outcome:
     return Outcome(step_s=prediction.step_s, flops=_flops(prediction))
 
 
+@cache
+def inputs_are_known(job: PublishedJob) -> bool:
+    """Return True where a job has a workload and a network. Raises ConfigError."""
+    workload = RULES[job.framework].workload(job.job, job.settings)
+    inputs_of(PredictOptions(device=job.device), workload)
+    return True
+
+
 def _flops(prediction: Prediction) -> float | None:
     """Return the FLOPs of a step that are executed, those of recomputation included."""
     per_token = prediction.inputs.token_flops
@@ -113,20 +121,33 @@ class Scored:
 
 
 def score(row: Row) -> Scored:
-    """Return a row with its prediction. A precision that is refused is tried in bf16."""
+    """Return a row with its prediction, or with the reason of its refusal."""
     try:
         return Scored(row, outcome_of(job_of(row)))
+    except ConfigError:
+        return Scored(row, None, refusal_of(row))
+
+
+def refusal_in_bf16(row: Row) -> str:
+    """Return why a row cannot be said although its products are bf16; "": it can."""
+    try:
+        inputs_are_known(job_of(row, DType.BF16))
+    except ConfigError as error:
+        return _reason(error)
+    return ""
+
+
+def refusal_of(row: Row) -> str:
+    """Return why a row cannot be said, without the minutes that predicting all takes."""
+    try:
+        inputs_are_known(job_of(row))
     except UnstatedError as error:
         if error.field != "precision":
-            return Scored(row, None, _reason(error))
-        refusal = f"precision {error.value}"
+            return _reason(error)
+        return refusal_in_bf16(row) or f"{IN_BF16}precision {error.value}"
     except ConfigError as error:
-        return Scored(row, None, _reason(error))
-    try:
-        outcome_of(job_of(row, DType.BF16))
-    except ConfigError as error:
-        return Scored(row, None, _reason(error))
-    return Scored(row, None, IN_BF16 + refusal)
+        return _reason(error)
+    return ""
 
 
 def _reason(error: ConfigError) -> str:
@@ -160,12 +181,13 @@ def grouped(rows: Iterable[Scored], key: Callable[[Row], str]) -> dict[str, list
     return groups
 
 
-def print_said(rows: Sequence[Scored]) -> None:
+def print_said(rows: Iterable[Row]) -> None:
     """Print how many rows can be predicted, and why the others cannot."""
-    said = sum(each.outcome is not None for each in rows)
-    in_bf16 = sum(each.refusal.startswith(IN_BF16) for each in rows)
-    print(f"said: {said} of {len(rows)}; with every precision as bf16: {said + in_bf16}")
-    for refusal, count in Counter(each.refusal for each in rows).most_common():
+    refusals = [refusal_of(row) for row in rows]
+    said = refusals.count("")
+    in_bf16 = sum(refusal.startswith(IN_BF16) for refusal in refusals)
+    print(f"said: {said} of {len(refusals)}; with every precision as bf16: {said + in_bf16}")
+    for refusal, count in Counter(refusals).most_common():
         if refusal:
             print(f"  {count:4} {refusal}")
 
@@ -306,10 +328,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     wanted = [options.score] if options.score else ["said", "steps", "playbook", "memory"]
     steps: list[Scored] = []
     playbook: list[Scored] = []
-    if "said" in wanted or "steps" in wanted:
-        steps = [score(row) for row in read_rows(options.steps)]
     if "said" in wanted:
-        print_said([*(score(row) for row in read_rows(options.layouts)), *steps])
+        print_said([*read_rows(options.layouts), *read_rows(options.steps)])
+    if "steps" in wanted:
+        steps = [score(row) for row in read_rows(options.steps)]
     if "playbook" in wanted or "steps" in wanted:
         playbook = [score(playbook_row(row)) for row in read_rows(options.playbook)]
     if "steps" in wanted:

@@ -206,6 +206,34 @@ def test_a_domain_of_nvlink_may_have_many_hosts() -> None:
     assert net.placement(range(72)).num_units == (1, 1)
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "shown"),
+    [
+        ("nics", 2, "--nics 2 "),
+        ("nic", 25e9, "--nic 200G "),
+        ("latency", 1e-6, "--latency 1e-06s "),
+        ("oversubscription", 2.0, "--oversubscription 2.0 "),
+    ],
+)
+def test_links_between_hosts_are_refused_for_one_host(
+    option: str, value: float, shown: str
+) -> None:
+    choice = NetworkChoice(**{option: value})  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="NVLink 4 joins all 8 GPUs of the job") as error:
+        network_of(H100, 8, choice)
+    assert shown in str(error.value) or shown.strip("- ") in str(error.value)
+    assert network_of(H100, 512, choice) is not None
+
+
+def test_oversubscription_above_a_leaf_is_refused_below_it() -> None:
+    choice = NetworkChoice(network="dgx-h100", oversubscription=2.0)
+    with pytest.raises(ConfigError, match="256 GPUs are below one leaf switch"):
+        network_of(H100, 256, choice)
+    assert network_of(H100, 257, choice) is not None
+    # p5 has no leaves: its NICs are oversubscribed.
+    assert network_of(H100, 16, replace(choice, network="p5")) is not None
+
+
 def test_ranks_outside_of_all_tiers_are_refused() -> None:
     alone = network_of(H100, 8)
     assert alone is not None

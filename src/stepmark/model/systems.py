@@ -16,7 +16,8 @@ from stepmark.model.network import Law, Network, Reduction, Tier
 from stepmark.model.network_options import NetworkChoice, NetworkOptions, parse_bits
 
 IN_HOST = 8  # GPUs
-_CHANGES = ("gpus_per_host", "nics", "nic", "latency", "oversubscription")
+_OUTSIDE = ("nics", "nic", "latency", "oversubscription")  # of links between hosts
+_CHANGES = ("gpus_per_host", *_OUTSIDE)
 
 
 # Whole numbers but for the last one, from 1 on.
@@ -117,7 +118,7 @@ def find_system(name: str) -> NamedSystem:
     if name.endswith(".toml") or Path(name).is_file():
         return NamedSystem(system=_read(name), name=name)
     others = [alias for system in load_systems().values() for alias in system.aliases]
-    raise not_one_of("network", name, [*load_systems()], "or a TOML file", others)
+    raise not_one_of("network", name, [*load_systems()], " or a TOML file", others)
 
 
 def _read(name: str) -> System:
@@ -165,6 +166,7 @@ def network_of(
     system = _changed(named.system, given)
     if not device.link_domain:
         inside = replace(inside, num_gpus=system.gpus_per_host)
+    _refuse_unused(system, inside, num_gpus, given)
     return Network(
         name=named.name,
         tiers=(inside, *_outside(system)),
@@ -172,6 +174,22 @@ def network_of(
         reduction=reduction,
         about=f"{named.name}: {_figures(system)}{named.about}",
     )
+
+
+def _refuse_unused(system: System, inside: Tier, num_gpus: int, given: NetworkOptions) -> None:
+    """Raise ConfigError for an option of links that no message of the job crosses."""
+    joined = num_gpus <= (inside.num_gpus or 0)
+    for name in _OUTSIDE:
+        if getattr(given, name) is not None and joined:
+            allowed = (
+                f"left out: {inside.name} joins all {num_gpus} GPUs of the job, which send "
+                "nothing between hosts"
+            )
+            raise ConfigError(name, getattr(system, name), allowed)
+    leaf = system.leaf_gpus
+    if given.oversubscription is not None and leaf and num_gpus <= leaf:
+        allowed = f"left out: the job's {num_gpus} GPUs are below one leaf switch, of {leaf}"
+        raise ConfigError("oversubscription", f"{given.oversubscription:g}", allowed)
 
 
 def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> NamedSystem | None:
@@ -194,7 +212,8 @@ def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> Name
 
 def _figures(system: System) -> str:
     """Return what a host has, in words."""
-    text = f"{system.gpus_per_host} GPUs and {system.nics} x {system.nic} a host"
+    gpus = "1 GPU" if system.gpus_per_host == 1 else f"{system.gpus_per_host} GPUs"
+    text = f"{gpus} and {system.nics} x {system.nic} a host"
     if system.oversubscription > 1:
         above = " above a leaf" if system.leaf_gpus else ""
         text += f", oversubscribed {system.oversubscription:g} times{above}"
