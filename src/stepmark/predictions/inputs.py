@@ -90,9 +90,12 @@ class Inputs:
 
     @property
     def narrow_dtypes(self) -> tuple[DType, ...]:
-        """Types of products that are narrower than 16 bits, in the order of DType."""
-        dtypes = {op.dtype for op, _ in self.products}
-        return tuple(dtype for dtype in DType if dtype in dtypes and dtype.is_narrow)
+        """Types of products that are narrower than 16 bits, each once."""
+        dtypes: dict[DType, None] = {}
+        for op, _ in self.products:
+            if op.dtype.is_narrow:
+                dtypes[op.dtype] = None
+        return tuple(dtypes)
 
     def check_products(self) -> None:
         """Raise ConfigError for products of a type that the device does not multiply."""

@@ -81,10 +81,14 @@ def _take_rows(module: Any, *, fuses_bias: bool) -> None:
     module.forward = forward
 
 
-def _torchao() -> Any:
-    """Import torchao without the errors that it logs for kernels that we do not use."""
+def _quiet_torchao() -> None:
+    """Leave out the errors that torchao logs for kernels that we do not use, on its import."""
     logging.getLogger("torchao").setLevel(logging.CRITICAL)
     logging.getLogger("torch.utils._pytree").setLevel(logging.ERROR)  # it uses an old name
+
+
+def _torchao() -> Any:
+    _quiet_torchao()
     import torchao.float8.float8_ops  # noqa: PLC0415
 
     lay_out(torchao.float8.float8_ops)
@@ -96,6 +100,7 @@ def _apply_mxfp8(model: nn.Module, case: TrainCase) -> None:
 
     The convenience function of torchao's mxfp8_linear.py casts both operands of each product.
     """
+    _quiet_torchao()
     from torchao.prototype.moe_training import mxfp8_linear  # noqa: PLC0415
 
     on_cpu = case.device == "cpu"

@@ -179,7 +179,7 @@ class GenerateOptions(FrameworkChoice, Model, Experts, Layout, Rows):
     to: str | None = flag("of the file [native]", "--format", "--to", names="format")
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
-        "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
     comp_filepath: str | None = flag(
         "AICB's --compute-from FILE; what that has not gets 1 ns, AICB's filler", rare=True
@@ -219,7 +219,7 @@ class ConvertOptions(NewFile):
 
     out: str | None = flag("file to write, - = stdout; a folder/: all ranks", "-o", "--out")
     compute_from: str | None = flag(
-        "times of computation: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
+        "compute times: a run, an AIOB file, roofline:DEVICE, fixed:1ns"
     )
 
 

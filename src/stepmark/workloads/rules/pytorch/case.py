@@ -7,7 +7,7 @@ from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
-from stepmark.model.product_precision import ProductPrecision, Recipe, by_recipe
+from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step.workload import Workload
 from stepmark.workloads.job import Job, refuse_first
 from stepmark.workloads.rules.pytorch import rule
@@ -51,22 +51,6 @@ def _workload(job: Job, settings: PyTorch) -> Workload:
     return rule.workload(job, settings)
 
 
-def job_of(case: TrainCase) -> Job:
-    """Return the job of a case, whose micro-batches a pipeline divides further."""
-    parts = case.num_microbatches
-    if case.mbs % parts:
-        rule = f"a multiple of {parts}, because it counts all microbatches of a pipeline"
-        raise ConfigError("mbs", case.mbs, rule)
-    return Job(
-        model=case.model,
-        parallel=case.parallel,
-        mbs=case.mbs // parts,
-        gbs=case.mbs * case.parallel.data_ranks * case.grad_accum,
-        dtype=DType.FP32 if case.precision is Precision.FP32 else DType.BF16,
-        products=products_of(case),
-    )
-
-
 _RECIPES = {
     Fp8.TENSORWISE: Recipe.TENSORWISE,
     Fp8.ROWWISE: Recipe.ROWWISE,
@@ -76,11 +60,25 @@ _RECIPES = {
 }
 
 
-def products_of(case: TrainCase) -> ProductPrecision | None:
-    """Return the products of linear layers that are not in bf16; experts' stay in it."""
-    if case.fp8 is Fp8.NONE:
-        return None
-    return by_recipe(_RECIPES[case.fp8], has_head=case.fp8_head, has_experts=False)
+def job_of(case: TrainCase) -> Job:
+    """Return the job of a case, whose micro-batches a pipeline divides further."""
+    parts = case.num_microbatches
+    if case.mbs % parts:
+        rule = f"a multiple of {parts}, because it counts all microbatches of a pipeline"
+        raise ConfigError("mbs", case.mbs, rule)
+    products = None
+    if case.fp8 is not Fp8.NONE:
+        # `train` leaves experts in bf16.
+        recipe = _RECIPES[case.fp8]
+        products = by_recipe(recipe, has_head=case.fp8_head, has_experts=False)
+    return Job(
+        model=case.model,
+        parallel=case.parallel,
+        mbs=case.mbs // parts,
+        gbs=case.mbs * case.parallel.data_ranks * case.grad_accum,
+        dtype=DType.FP32 if case.precision is Precision.FP32 else DType.BF16,
+        products=products,
+    )
 
 
 def settings_of(case: TrainCase) -> PyTorch:
