@@ -13,6 +13,7 @@ from stepmark.model.model import ModelConfig, find_model
 from stepmark.model.parallel import ParallelConfig
 from stepmark.step_memory.megatron_memory import stage_memories
 from stepmark.workloads.job import Job
+from stepmark.workloads.rules.megatron.narrow import Fp8Format
 from stepmark.workloads.rules.megatron.settings import Granularity, Megatron
 
 GPT = ModelConfig(
@@ -96,6 +97,34 @@ def test_interleaved_stages_keep_more() -> None:
     interleaved = stage_memories(job(pp=4, count=16), settings)[0]
     ratio = interleaved.activations_bytes / plain.activations_bytes
     assert ratio == pytest.approx(1 + 3 / 8, rel=0.01)
+
+
+def test_narrow_products_keep_narrow_inputs_and_two_copies_of_weights() -> None:
+    wide, narrow = (
+        stage_memories(job(dp_shard=4), Megatron(**settings))[0]
+        for settings in ({}, {"fp8_format": Fp8Format.HYBRID})
+    )
+    products = GPT.num_layers * 12 * 4096**2
+    assert narrow.weights_bytes - wide.weights_bytes == 2 * products
+    # Inputs of qkv and of both products of the MLP have half the bytes; attention's output is
+    # kept in bf16 for itself.
+    less = (1 + 1 + 4 - 1) * SBH * GPT.num_layers
+    assert wide.activations_bytes - narrow.activations_bytes == less
+    assert narrow.optimizer_bytes == wide.optimizer_bytes
+
+
+def test_adapters_leave_weights_without_gradients() -> None:
+    model = find_model("llama-3.1-8b")
+    full, lora = (
+        stage_memories(job(model), Megatron(**settings))[0]
+        for settings in ({}, {"lora_rank": 16})
+    )
+    adapters = lora.optimizer_bytes / 12
+    # One beside qkv, out, gate_up and down each.
+    widths = (4096 + 6144) + (4096 + 4096) + (4096 + 2 * 14336) + (14336 + 4096)
+    assert adapters == 32 * 16 * widths
+    assert lora.weights_bytes == full.weights_bytes + 2 * adapters
+    assert lora.gradients_bytes == 4 * adapters
 
 
 def test_modules_that_are_recomputed_keep_their_input_only() -> None:

@@ -7,7 +7,9 @@ and, on their owner, fp32 weights and two moments, thus 18 bytes a parameter, or
 input of a column-parallel layer is kept divided and gathered again, into one buffer
 (utils.py, GlobalMemoryBuffer). tensor_parallel/cross_entropy.py: logits, and a copy in fp32
 that becomes their softmax and then their gradient. fusions/fused_bias_swiglu.py keeps the input
-of the activation. tensor_parallel/random.py: a checkpoint keeps its input; one without output
+of the activation. TransformerEngine 2.11, pytorch/module/base.py (get_weight_workspace): narrow
+weights stay in both layouts from a step's first micro-batch on; pytorch/module/linear.py keeps
+narrow inputs. tensor_parallel/random.py: a checkpoint keeps its input; one without output
 (CheckpointWithoutOutput) keeps it, too, and frees its output. Attention is flash attention: the
 scores are not kept. Dropout is off.
 
@@ -17,7 +19,7 @@ equation 4, with the scores recomputed) less the masks of dropout.
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -31,8 +33,13 @@ from stepmark.step_memory.rank_memory import (
 )
 from stepmark.workloads.job import Job
 from stepmark.workloads.pipeline import Act, Pipeline, schedule
-from stepmark.workloads.rules.megatron import gradients
-from stepmark.workloads.rules.megatron.chunk import is_moe, selected
+from stepmark.workloads.rules.megatron import gradients, narrow
+from stepmark.workloads.rules.megatron.chunk import (
+    has_experts,
+    kind_of,
+    plan_of,
+    selected,
+)
 from stepmark.workloads.rules.megatron.settings import Granularity, Megatron, Plan, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
 
@@ -100,9 +107,9 @@ def _held(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, i
     of_state = (_MOMENTS + (plan.job.dtype is not DType.FP32)) * _FP32  # and fp32 weights
     weights = states = grads = 0
     for chunk in chunks:
-        kinds = [is_moe(plan, layer) for layer in chunk.layers]
-        params = gradients.chunk_params(plan, chunk, kinds, layers.params)
-        weights += of_weight * sum(param.count for param in params)
+        params = layers.params_of(chunk)
+        numel = sum(param.count for param in params) + layers.num_frozen(chunk)
+        weights += of_weight * numel + _narrow_copies(plan, params)
         for bucket in gradients.buckets(plan, params, split=False):
             grads += plan.gradient_dtype.itemsize * bucket.padded
             ranks = 1
@@ -110,6 +117,16 @@ def _held(plan: Plan, layers: "_Layers", chunks: Sequence[Chunk]) -> dict[str, i
                 ranks = plan.size("intra_expt_dp" if bucket.expert else "intra_dp_cp")
             states += of_state * bucket.padded // ranks
     return {"weights_bytes": weights, "gradients_bytes": grads, "optimizer_bytes": states}
+
+
+def _narrow_copies(plan: Plan, params: Iterable[gradients.Param]) -> int:
+    """Return the bytes of narrow weights in both layouts, beside or in place of 16 bits."""
+    products = plan.job.products
+    count = sum(param.count for param in params if param.is_narrow)
+    if products is None or not count:
+        return 0
+    copies = 2 * products.gathered_bytes(count)
+    return copies - (plan.job.dtype.itemsize * count if narrow.gathers_fp8(plan) else 0)
 
 
 def _passes(pipeline: Pipeline, stage: int) -> Iterator[tuple[int, bool]]:
@@ -128,18 +145,42 @@ class _Layers:
     extras: Extras
 
     @cached_property
-    def params(self) -> dict[bool, tuple[gradients.Param, ...]]:
-        """Parameters of a dense layer and of one with experts."""
-        last = self.plan.model.num_layers - 1
-        kinds = {is_moe(self.plan, layer) for layer in (0, last)}
-        return {moe: gradients.layer_params(self.plan, moe=moe) for moe in kinds}
+    def params(self) -> dict[str, tuple[gradients.Param, ...]]:
+        """Trained parameters of a layer by kind."""
+        plan = self.plan
+        kinds = {kind_of(plan, layer) for layer in range(plan.model.num_layers)}
+        return {
+            kind: gradients.layer_params(plan_of(plan, kind), moe=has_experts(kind))
+            for kind in kinds
+        }
 
     @cached_property
-    def layers(self) -> dict[bool, "_Layer"]:
-        """What one layer of each kind keeps."""
+    def layers(self) -> dict[str, "_Layer"]:
+        """What a layer keeps by kind."""
+        unfused = self.extras.unfused
         return {
-            moe: _layer(self.plan, moe=moe, unfused=self.extras.unfused) for moe in self.params
+            kind: _layer(plan_of(self.plan, kind), moe=has_experts(kind), unfused=unfused)
+            for kind in self.params
         }
+
+    def params_of(self, chunk: Chunk) -> tuple[gradients.Param, ...]:
+        kinds = [kind_of(self.plan, layer) for layer in chunk.layers]
+        return gradients.chunk_params(self.plan, chunk, kinds, self.params)
+
+    def num_frozen(self, chunk: Chunk) -> int:
+        """Return the elements of weights beside adapters, which are not trained."""
+        if self.plan.lora is None:
+            return 0
+        tree = self.plan.tree
+        kinds = [has_experts(kind_of(self.plan, layer)) for layer in chunk.layers]
+        units = [tree.block(moe=moe) for moe in kinds]
+        units += [tree.embedding()] if chunk.has_embedding else []
+        ends = tree.output().inside if chunk.has_head else ()
+        is_shared = self.plan.model.tied_embeddings and chunk.has_embedding
+        units += ends[:1] if is_shared else ends
+        return sum(
+            param.numel for unit in units for param in unit.all_params if not param.is_trained
+        )
 
     @property
     def rows(self) -> int:
@@ -155,7 +196,7 @@ class _Layers:
         plan = self.plan
         settings = plan.settings
         size = plan.job.dtype.itemsize
-        kinds = [self.layers[is_moe(plan, layer)] for layer in chunk.layers]
+        kinds = [self.layers[kind_of(plan, layer)] for layer in chunk.layers]
         kept = 0
         again = max((kind.recomputed for kind in kinds), default=0)
         if settings.recompute_granularity is Granularity.FULL:
@@ -189,7 +230,7 @@ class _Layer:
 
 
 def _layer(plan: Plan, *, moe: bool, unfused: bool) -> _Layer:
-    leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if not leaf.inside]
+    leaves = [leaf for leaf in plan.tree.block(moe=moe).walk() if leaf.work]
     groups = selected(plan, [leaf.role for leaf in leaves])
     kept = dropped = 0
     before = ""  # group of the module before
@@ -224,9 +265,14 @@ _WITHOUT_OUTPUT = ("layernorm", "moe_act", "mla_up_proj")
 
 
 def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
-    """Return the bytes that a module keeps of a micro-batch."""
+    """Return the bytes that a module keeps of a micro-batch.
+
+    A product keeps its input for the gradient of its weight, in its own type; attention keeps
+    its output for itself, too. A frozen one without an adapter keeps nothing.
+    """
     model = plan.model
     keeps = leaf.keeps
+    itemsize = plan.job.dtype.itemsize
     part = plan.tokens / plan.tp
     divided = keeps.divided + (keeps.eager if unfused else 0)
     param = next(iter(leaf.params), None)
@@ -237,7 +283,7 @@ def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
         others = plan.job.parallel.cp - 1
         repeated = 0 if model.mla else max(0, plan.tp - model.num_kv_heads)
         divided -= (others * model.num_kv_heads - repeated) * (model.d_qk + model.d_v)
-    elif param is not None and param.is_expert:
+    elif param is not None and param.is_expert and divided:
         assert model.moe is not None
         rows = plan.expert_rows * plan.etp / model.moe.top_k
         divided = model.moe.top_k * model.hidden_size
@@ -246,6 +292,13 @@ def _kept(plan: Plan, leaf: Module, *, unfused: bool) -> int:
     elif leaf.role == "mlp.experts_activation":
         assert model.moe is not None
         rows = plan.expert_rows / model.moe.top_k
-    statistics = keeps.statistics * (plan.own_tokens if is_own else part)
-    size = keeps.whole * plan.own_tokens + divided * rows
-    return int(plan.job.dtype.itemsize * size + _FP32 * statistics)
+    statistics = int(_FP32 * keeps.statistics * (plan.own_tokens if is_own else part))
+    numel = int(keeps.whole * plan.own_tokens + divided * rows)
+    if not (leaf.is_linear or (param is not None and param.is_expert)):
+        return itemsize * numel + statistics
+    output = itemsize * numel if leaf.role == "attention.out" else 0
+    if not (leaf.inside or any(each.is_trained for each in leaf.params)):
+        return output
+    if plan.job.products is not None and narrow.is_narrow(leaf):
+        return output + plan.job.products.gathered_bytes(numel)
+    return itemsize * numel

@@ -1,8 +1,9 @@
 """Memory of ranks that run PyTorch's rules: that of the same case of `stepmark train`."""
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import DataParallel, Precision
+from stepmark.cases.training import DataParallel, Fp8, Precision
 from stepmark.ground.dtypes import DType
+from stepmark.model.ops import Scaling
 from stepmark.step_memory import memory
 from stepmark.step_memory.rank_memory import RankMemory
 from stepmark.workloads.job import Job
@@ -40,12 +41,23 @@ def case_of(job: Job, settings: PyTorch) -> TrainCase:
         grad_sync=settings.grad_sync,
         tp_plan=settings.tp_plan,
         bucket_view=settings.gradient_as_bucket_view,
+        bucket_mb=settings.bucket_cap_mb or 25,
         small_first_bucket=not has_buckets,
+        async_tp=settings.async_tp,
+        fp8=_fp8(job),
         pp_schedule=settings.pp_schedule.value,
         pp_microbatches=parts if axes.pp > 1 else 0,
         pp_split=settings.pp_split,
-        **({"bucket_mb": settings.bucket_cap_mb} if has_buckets else {}),
     )
+
+
+def _fp8(job: Job) -> Fp8:
+    """Return the recipe of products with the sizes of the job's."""
+    if job.products is None:
+        return Fp8.NONE
+    by_type = {DType.MXFP8: Fp8.MXFP8, DType.NVFP4: Fp8.NVFP4}
+    of_rows = Fp8.ROWWISE if job.products.scaling is Scaling.ROWWISE else Fp8.TENSORWISE
+    return by_type.get(job.products.dtype, of_rows)
 
 
 def _precision(job: Job, settings: PyTorch) -> Precision:

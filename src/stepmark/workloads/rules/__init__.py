@@ -16,8 +16,9 @@ import msgspec
 
 from stepmark.cases.training import DataParallel
 from stepmark.ground.errors import ConfigError, not_one_of
-from stepmark.model.ops import Norm
+from stepmark.model.ops import Gemm, Norm
 from stepmark.model.parallel import ParallelConfig
+from stepmark.model.product_precision import of_operators
 from stepmark.step.workload import ComputeOp, Workload
 from stepmark.workloads.job import Job
 
@@ -90,13 +91,14 @@ class Rule:
         Raises ConfigError for a file whose settings are not those of this version.
         """
         model = workload.model
-        norms = (
-            item.op.dtype
+        computed = [
+            item.op
             for block in workload.blocks.values()
             for item in block
-            if isinstance(item, ComputeOp) and isinstance(item.op, Norm)
-        )
-        dtype = next(norms, None)
+            if isinstance(item, ComputeOp)
+        ]
+        dtype = next((op.dtype for op in computed if isinstance(op, Norm)), None)
+        narrow = (op for op in computed if isinstance(op, Gemm) and op.dtype.is_narrow)
         if model is None or dtype is None or not self.has_job:
             return None
         given = workload.settings
@@ -107,8 +109,14 @@ class Rule:
         try:
             others = ParallelConfig(**axes, dp_shard=axes["ep"]).world_size // axes["ep"]
             axes["dp_shard"] = workload.world_size // others
-            batches = {"mbs": workload.micro_batch or 1, "gbs": workload.num_sequences}
-            job = Job(model=model, parallel=ParallelConfig(**axes), **batches, dtype=dtype)
+            job = Job(
+                model=model,
+                parallel=ParallelConfig(**axes),
+                mbs=workload.micro_batch or 1,
+                gbs=workload.num_sequences,
+                dtype=dtype,
+                products=next((of_operators(op.dtype, op.scaling) for op in narrow), None),
+            )
             if job.num_microbatches != workload.num_microbatches:  # on a part of its ranks
                 return None
             return job, msgspec.convert({**self.fixed, **own}, type=self._class(), strict=True)

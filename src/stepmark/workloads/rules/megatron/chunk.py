@@ -74,9 +74,9 @@ class Library:
         plan = self.plan
         for kind in {kind_of(plan, layer) for layer in range(plan.model.num_layers)}:
             steps = _layer(plan, kind)
-            own = _plan_of(plan, kind)
-            self.of_layer[kind] = gradients.layer_params(own, moe=kind.startswith(_MOE))
-            block = own.tree.block(moe=kind.startswith(_MOE))
+            own = plan_of(plan, kind)
+            self.of_layer[kind] = gradients.layer_params(own, moe=has_experts(kind))
+            block = own.tree.block(moe=has_experts(kind))
             self.num_products[kind] = narrow.num_products(block.walk())
             self.add(f"{kind}.forward", forward(steps))
             self.add(f"{kind}.again", forward(steps, again=True))
@@ -187,7 +187,12 @@ def kind_of(plan: Plan, layer: int) -> str:
     return f"{kind}.bf16" if stays else kind
 
 
-def _plan_of(plan: Plan, kind: str) -> Plan:
+def has_experts(kind: str) -> bool:
+    return kind.startswith(_MOE)
+
+
+def plan_of(plan: Plan, kind: str) -> Plan:
+    """Return the plan of a layer of this kind."""
     return plan.in_bf16 if kind.endswith(".bf16") else plan
 
 
@@ -273,7 +278,7 @@ def _together(library: Library, kinds: Sequence[str]) -> str:
 
 
 def _layer(plan: Plan, kind: str) -> tuple[Step, ...]:
-    own = _plan_of(plan, kind)
+    own = plan_of(plan, kind)
     return (*attention(own), *(experts(own) if kind.startswith(_MOE) else mlp(own)))
 
 
