@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from tests.ranks_pool import Pool
 from tests.selected import parameters, slowly
-from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_ROOT
+from tests.training.workload_cases import CASES, DDP, GPIPE, WITH_LORA, WITH_ROOT
 from tests.training.workload_on_ranks import sent_by_all
 from torch.distributed.pipelining import ScheduleInterleaved1F1B
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -53,6 +53,9 @@ def recorded(request: pytest.FixtureRequest) -> dict[int, Recorded]:
 def generated(case: TrainCase, name: str = "") -> Workload:
     if name in DDP:
         made = rule.workload(job_of(case), replace(settings_of(case), **DDP[name]))
+    elif name in WITH_LORA:
+        settings = replace(settings_of(case), lora_rank=WITH_LORA[name])
+        made = rule.workload(job_of(case), settings)
     elif name in WITH_ROOT:
         made = rule.workload(job_of(case), replace(settings_of(case), ends=StageEnds.ROOT))
     else:

@@ -65,11 +65,13 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         SHALLOW | {"world_size": 4, "stage": 1, "gradient_clipping": 0.0},
     ],
     "pytorch": [
+        DENSE | {"world_size": 8, "lora_rank": 8},
         DENSE | {"world_size": 8, "gbs": 32},
         DENSE | {"world_size": 8, "tp": 2, "dp_replicate": 2, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 4, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 2, "gbs": 32, "pp_schedule": "interleaved"},
         DENSE | {"world_size": 8} | BLOCKS,
+        DENSE | {"world_size": 8, "precision": "fp8"},
         DENSE | {"dp_replicate": 8, "gbs": 32},
         DENSE | {"dp_replicate": 8, "param_dtype": "bf16"},
         {"model": "gpt2-124m", "dp_replicate": 8},
@@ -81,6 +83,7 @@ JOBS: dict[str, list[dict[str, Any]]] = {
         DENSE | {"world_size": 8, "pp": 4, "gbs": 32},
         DENSE | {"world_size": 8, "pp": 2, "gbs": 32, "pp_schedule": "interleaved"},
         DENSE | {"world_size": 8, "ends": "apart"},
+        DENSE | {"world_size": 8, "precision": "fp8"},
         DENSE | {"world_size": 8} | BLOCKS,
     ],
     "ddp": [

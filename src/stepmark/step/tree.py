@@ -412,6 +412,8 @@ class TreeBuilder:
         weight = Param(name=f"{linear.name}.weight", shape=(out, width), part=role)
         weight = replace(weight, is_partial=not linear.split)
         bias = replace(weight, name=f"{linear.name}.bias", shape=(out,))
+        is_narrow = narrow is not None and narrow.fits(out, width)
+        weight = replace(weight, is_narrow=is_narrow)
         bias = replace(bias, is_partial=linear.split != "out")
         return Module(
             name=linear.name,

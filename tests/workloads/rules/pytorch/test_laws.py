@@ -18,9 +18,10 @@ from stepmark.cases.message import RECV, SEND
 from stepmark.cases.train_case import TrainCase
 from stepmark.cases.training import DataParallel, GradSync, Recompute
 from stepmark.ground.dtypes import DType
-from stepmark.model.collectives import Collective
+from stepmark.model.collectives import Collective, RedOp
 from stepmark.model.model import ModelConfig, find_model, load_models
 from stepmark.model.ops import Attention, Gemm, GroupedGemm, Optimizer, Phase
+from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.step import native
 from stepmark.step.workload import CommOp, ComputeOp, Group, Kernel, Run, Workload
 from stepmark.workloads.job import Job
@@ -373,6 +374,63 @@ def test_weights_are_sharded_over_data_and_context_ranks(model: ModelConfig, ep:
         )
 
     assert sent(dp_shard=4, cp=2) == sent(dp_shard=8)
+
+
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_shard": 2, "tp": 2}])
+def test_gathers_in_fp8_have_a_byte_for_each_narrow_weight(mesh: dict[str, int]) -> None:
+    """Products of a block are narrow; its norms, the table and the head are not."""
+    job = replace(make(**mesh), products=by_recipe(Recipe.TENSORWISE))
+    plain, low = (generated(job, fp8_all_gather=is_low) for is_low in (False, True))
+    gathers = [
+        [op.count * op.dtype.itemsize for op in comms(made) if op.collective == "all_gather"]
+        for made in (plain, low)
+    ]
+    tp = mesh.get("tp", 1)
+    narrow = DENSE.layer_matmul_params() // tp // mesh["dp_shard"]
+    saved = [before - after for before, after in zip(*gathers, strict=True)]
+    assert sorted(set(saved)) == [0, narrow]
+    assert saved.count(narrow) == 2 * DENSE.num_layers
+    scales = [op for op in comms(low) if op.module == "scales"]
+    assert [op.count for op in scales] == [5 * DENSE.num_layers] * len(mesh)
+    assert all(op.redop is RedOp.MAX for op in scales)
+
+
+@pytest.mark.parametrize("model", [DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.mark.parametrize("mesh", [{"dp_shard": 4}, {"dp_shard": 2, "pp": 2, "microbatches": 4}])
+def test_only_adapters_are_reduced_and_updated(
+    model: ModelConfig, mesh: dict[str, int]
+) -> None:
+    """Frozen weights are gathered as before."""
+    job = make(model, **mesh)
+    full, low = (generated(job, lora_rank=rank) for rank in (None, 4))
+    for stage, layers in enumerate(low.stages):
+        sent, before = (
+            {
+                kind: sum(
+                    op.count * op.dtype.itemsize
+                    for op in comms(made, stage)
+                    if op.collective == kind and op.module in ("blocks", "embedding", "output")
+                )
+                for kind in ("all_gather", "reduce_scatter")
+            }
+            for made in (low, full)
+        )
+        adapters = sum(
+            4 * (linear.width + linear.out)
+            for layer in layers.layers
+            for linear in model.linears(moe=layer >= model.num_dense_layers)
+            if linear.name != "ffn.router" and not linear.is_routed
+        )
+        assert sent["reduce_scatter"] == 4 * adapters // mesh["dp_shard"] * (
+            job.num_microbatches if len(low.stages) == 1 else 1
+        )
+        assert sent["all_gather"] > before["all_gather"]
+        (updated,) = (
+            op.op.num_params
+            for op in low.expand(stage)
+            if isinstance(op, ComputeOp) and isinstance(op.op, Optimizer)
+        )
+        assert updated == adapters // mesh["dp_shard"]
 
 
 def items(made: Workload) -> int:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from stepmark.cases.train_case import TrainCase
-from stepmark.cases.training import CompileScope, DataParallel, Fp8, Precision
+from stepmark.cases.training import CompileScope, DataParallel, Precision
 from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.model.model import find_model
+from stepmark.model.product_precision import Recipe, by_recipe
 from stepmark.workloads.rules import RULES
 from stepmark.workloads.rules.pytorch import rule
 from stepmark.workloads.rules.pytorch.case import of_case
@@ -98,6 +99,24 @@ CASES: list[tuple[Any, dict[str, int], Any, str]] = [
         {"tp": 2, "dp_shard": 2},
         DENSE,
         "dp-shard 2 is invalid: it must be 1 without data parallelism",
+    ),
+    (
+        ALONE(lora_rank=4),
+        {"tp": 2},
+        DENSE,
+        "tp 2 is invalid: it must be 1 with lora_rank: DTensor's plans divide no adapters",
+    ),
+    (
+        FSDP(lora_rank=4, lora_targets="q,v"),
+        {"dp_shard": 2},
+        DENSE,
+        "lora_targets 'q, v' is invalid: it must be all or none of q, k, v",
+    ),
+    (
+        FSDP(lora_rank=4, lora_targets="q,k,v,mlp"),
+        {"dp_shard": 2},
+        DENSE,
+        "lora_targets mlp is invalid: it must be some of q, k, v, out",
     ),
     (
         ALONE(),
@@ -222,13 +241,16 @@ def test_types_of_activations_that_are_not_modelled(settings: Any, dtype: DType)
         rule.workload(replace(make(), dtype=dtype), settings)
 
 
+@pytest.mark.parametrize("products", [None, by_recipe(Recipe.ROWWISE), by_recipe(Recipe.MXFP8)])
+def test_weights_are_gathered_in_fp8_where_they_have_one_scale(products: Any) -> None:
+    job = replace(make(dp_shard=2), products=products)
+    with pytest.raises(ConfigError, match=r"fp8_all_gather .* it works only with fp8"):
+        rule.workload(job, FSDP(fp8_all_gather=True))
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        (
-            {"fp8": Fp8.TENSORWISE, "fp8_all_gather": True},
-            "fp8-all-gather is invalid: it must be off.*add --no-fp8-all-gather",
-        ),
         ({"loss_chunks": 4}, "loss-chunks 4"),
         (
             {"precision": Precision.MASTER, "data_parallel": DataParallel.FSDP},

@@ -22,12 +22,6 @@ def of_case(case: TrainCase) -> Workload:
     is_sharded = case.data_parallel is DataParallel.FSDP
     refuse_first(
         (
-            case.fp8_all_gather,
-            "fp8-all-gather",
-            "yes",
-            "off, since gathers of fp8 are not derived: add --no-fp8-all-gather",
-        ),
-        (
             case.loss_chunks > 1,
             "loss-chunks",
             case.loss_chunks,
@@ -96,6 +90,7 @@ def settings_of(case: TrainCase) -> PyTorch:
         reshard_after_forward=case.reshard,
         prefetch=case.prefetch,
         blocks_per_group=case.blocks_per_group,
+        fp8_all_gather=case.fp8_all_gather,
         embedding_in_backward=case.embedding_in_backward,
         tp_plan=case.tp_plan,
         async_tp=case.async_tp,

@@ -173,8 +173,10 @@ class Chunk:
             passes = tuple(self._passes(members, "bwd", leave))
             leave(group)
             segments.append(((*passes, *recorder.drain(base)), base))
-        order.pre_backward(groups.embedding)
-        if self.embedding:
+        has_grad = self.embedding is not None and any(self.embedding.bwd)
+        if has_grad:  # no hook of a frozen table's output runs
+            order.pre_backward(groups.embedding)
+        if self.embedding and has_grad:
             segments.append(((*recorder.drain(), _run(self.embedding, "bwd")), 0))
         leave(groups.embedding)
         leave(groups.root)
@@ -216,7 +218,7 @@ class Chunk:
             ways["rest"] = (unit.bwd[0][skipped:], *unit.bwd[1:])
         biased = {param.part for param in unit.params if param.name.endswith(".bias")}
         for way, pieces in ways.items():
-            for index, ops in enumerate(pieces):
+            for index, ops in enumerate(pieces if any(pieces) else ()):
                 piece = in_pieces(ops, tp_pieces, biased) if tp_pieces > 1 else ops
                 is_end = (
                     self._technique.names_ends and way != "again" and index + 1 == len(pieces)

@@ -112,6 +112,8 @@ class Reducer:
         for number, (unit, layer, is_checkpointed) in reversed(list(enumerate(self._units))):
             items: list[Item] = [Run(block=f"{unit.name}.again")] if is_checkpointed else []
             body = unit.bwd[0]
+            if not body:
+                continue
             skipped = before_recompute(unit) if is_checkpointed else 0
             done = skipped
             for param, elements in full.get(number, ()):

@@ -8,6 +8,9 @@ training/model_parallel.py's (torch/distributed/tensor/parallel/style.py).
 from dataclasses import replace
 
 from stepmark.cases.training import DataParallel, GradSync
+from stepmark.ground.dtypes import DType
+from stepmark.ground.errors import ConfigError
+from stepmark.model.ops import Scaling
 from stepmark.step.workload import Workload
 from stepmark.workloads.architecture import AnyJob
 from stepmark.workloads.job import Comms, Job, check_single, plain_settings
@@ -19,6 +22,7 @@ from stepmark.workloads.rules.pytorch.technique import Technique
 from stepmark.workloads.rules.pytorch.units import groups_of
 
 _VERSION = "PyTorch 2.13.0"
+_BY_TENSOR = (DType.FP8_E4M3, Scaling.TENSORWISE)
 # What is followed, by the rule's older names.
 _FILES = {
     "fsdp": "torch/distributed/fsdp/_fully_shard",
@@ -31,8 +35,12 @@ _FILES = {
 def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     """Return a step of the job, for one of the rule's names. Raises ConfigError."""
     settings = settings.resolved(job.parallel)
+    if settings.fp8_all_gather:
+        job = _with_cast_weights(job)
     kind = settings.data_parallel
     technique = _technique(settings)
+    if technique.lora:
+        _check_adapters(job)
     if settings.async_tp:
         technique = replace(technique, tp_pieces=job.parallel.tp)
     if kind is DataParallel.FSDP:
@@ -65,6 +73,16 @@ def workload(job: AnyJob, settings: PyTorch, alias: str = "") -> Workload:
     )
 
 
+def _with_cast_weights(job: AnyJob) -> AnyJob:
+    """Return the job whose weights are cast before they are gathered. Raises ConfigError."""
+    products = job.products
+    if products is None or (products.dtype, products.scaling) != _BY_TENSOR:
+        # torchao 0.18, float8/config.py: Float8LinearConfig.__post_init__.
+        allowed = "it works only with fp8 products with a scale per tensor (--precision fp8)"
+        raise ConfigError("fp8_all_gather", "yes", allowed)
+    return replace(job, products=replace(products, casts_weights=False))
+
+
 def _technique(settings: PyTorch) -> Technique:
     is_reduced = settings.data_parallel is not DataParallel.NONE
     return Technique(
@@ -83,4 +101,14 @@ def _technique(settings: PyTorch) -> Technique:
         pp_microbatches=settings.pp_microbatches,
         pp_stages=settings.pp_stages,
         pp_split=settings.pp_split,
+        lora=settings.lora,
     )
+
+
+def _check_adapters(job: AnyJob) -> None:
+    """Raise ConfigError for a job whose layers cannot have adapters."""
+    if not isinstance(job, Job):
+        raise ConfigError("lora_rank", job.name, "left out for a model of one's own")
+    # A style of DTensor registers a layer's parameters by name, and an adapter's have a dot
+    # (torch/distributed/tensor/parallel/style.py, ColwiseParallel._partition_linear_fn).
+    check_single(job.parallel, ("tp",), "1 with lora_rank: DTensor's plans divide no adapters")

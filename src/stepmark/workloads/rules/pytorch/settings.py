@@ -12,6 +12,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError
 from stepmark.ground.units import MIB
 from stepmark.model.parallel import ParallelConfig, StageSplit, TpPlan
+from stepmark.step.lora import ADAPTABLE, Lora
 from stepmark.workloads.job import check_at_least, check_trained, setting
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
@@ -62,6 +63,11 @@ class PyTorch:
     ends: StageEnds = setting(
         StageEnds.APART, "who wraps embedding and output: apart or root", only=_SHARDED
     )
+    fp8_all_gather: bool = setting(
+        False,
+        "weights of fp8 products are gathered in fp8, with scales of a step (torchao)",
+        only=_SHARDED,
+    )
     embedding_in_backward: bool = setting(
         True, "with --ends apart: set_unshard_in_backward of the embedding", only=_SHARDED
     )
@@ -91,6 +97,12 @@ class PyTorch:
     fuse_qkv: bool = setting(True, "q, k and v are one product, as in `stepmark train`")
     grad_sync: GradSync = setting(
         GradSync.EVERY, "reduce every micro-batch or the last one", only=_REDUCED
+    )
+    lora_rank: int | None = setting(
+        None, "weights are frozen, with adapters of this rank beside linear layers"
+    )
+    lora_targets: str = setting(
+        ",".join(ADAPTABLE[:-1]), f"layers with adapters: some of {','.join(ADAPTABLE)}"
     )
     clip: bool = setting(True, "clip gradients by their norm")
     recompute: Recompute = setting(Recompute.NONE, "checkpointing: none, full, blocks or ops")
@@ -140,6 +152,14 @@ class PyTorch:
         return replace(
             self, data_parallel=DataParallel.DDP if is_replicated else DataParallel.NONE
         )
+
+    @property
+    def lora(self) -> Lora | None:
+        """Adapters, if anything is frozen. Raises ConfigError."""
+        if self.lora_rank is None:
+            return None
+        names = (name.strip() for name in self.lora_targets.split(","))
+        return Lora(rank=self.lora_rank, targets=frozenset(filter(None, names)))
 
     @property
     def data_axis(self) -> str:

@@ -9,6 +9,7 @@ from stepmark.cases.training import Recompute
 from stepmark.ground.dtypes import DType
 from stepmark.model.ops import Activation, Attention, CrossEntropy, Gemm, GroupedGemm, Norm
 from stepmark.model.parallel import StageSplit, TpPlan
+from stepmark.step.lora import Lora
 from stepmark.step.workload import Block, ComputeOp, Operation
 from stepmark.workloads.architecture import Unit
 from stepmark.workloads.rules.pytorch.fsdp_recorder import Sharding
@@ -50,6 +51,7 @@ class Technique:
     pp_split: StageSplit = StageSplit.EVEN
     backward: "Callable[[Chunk], Block] | None" = None
     setup: "Callable[[Chunk], Block] | None" = None
+    lora: Lora | None = None
 
     @property
     def has_masters(self) -> bool:
