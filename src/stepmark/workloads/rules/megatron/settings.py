@@ -141,6 +141,12 @@ class Megatron:
         None, "tokens per expert / its even share; below 0: all [dropless]"
     )
     moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    overlap_moe_expert_parallel_comm: bool = setting(
+        False, "run a forward and a backward pass in turns, exchanges of one beside the other"
+    )
+    delay_wgrad_compute: bool = setting(
+        False, "with it: weight gradients after what exchanges need"
+    )
     moe_shared_expert_overlap: bool = setting(
         False, "shared experts run beside the exchanges of the routed ones"
     )
@@ -417,6 +423,7 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             f"a divisor of the experts' width ({width})",
         ),
         *_lora_refusals(plan),
+        *_combined_refusals(plan),
         (
             settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16,
             "grad_reduce_in_bf16",
@@ -440,6 +447,34 @@ def _lora_refusals(plan: Plan) -> tuple[tuple[object, str, object, str], ...]:
             "tp_comm_overlap",
             True,
             "false with lora_rank: adapters need the gathered input",
+        ),
+    )
+
+
+def _combined_refusals(plan: Plan) -> tuple[tuple[object, str, object, str], ...]:
+    """Return what TransformerConfig refuses with overlap_moe_expert_parallel_comm."""
+    name = "overlap_moe_expert_parallel_comm"
+    settings = plan.settings
+    parallel = plan.job.parallel
+    if not settings.overlap_moe_expert_parallel_comm:
+        delays = settings.delay_wgrad_compute
+        return ((delays, "delay_wgrad_compute", True, f"only with {name}"),)
+    one_chunk = settings.virtual_pipeline_model_parallel_size == 1
+    is_full = settings.recompute_granularity is Granularity.FULL
+    has_other = settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL
+    return (
+        (parallel.ep == 1, name, True, "only with ep > 1"),
+        (parallel.pp > 1 and one_chunk, name, True, "only with vpp > 1 where pp > 1"),
+        (has_other, name, True, "only with moe_token_dispatcher_type alltoall"),
+        (is_full, name, True, "only without full recompute"),
+        # The pieces do not call MoELayer.forward, which would recompute.
+        ("moe" in settings.modules, name, True, "only without moe in recompute_modules"),
+        (plan.job.dtype is DType.FP32, name, True, "only with bf16 or fp16"),
+        (
+            settings.moe_shared_expert_overlap,
+            name,
+            True,
+            "only without moe_shared_expert_overlap",
         ),
     )
 
