@@ -422,6 +422,12 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             plan.etp,
             f"a divisor of the experts' width ({width})",
         ),
+        (
+            "mla_up_proj" in settings.modules and model.mla is None,
+            "recompute_modules",
+            "mla_up_proj",
+            "left out for a model without latent attention",
+        ),
         *_lora_refusals(plan),
         *_combined_refusals(plan),
         (
