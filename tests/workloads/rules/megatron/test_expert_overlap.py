@@ -60,6 +60,8 @@ def in_turns(model: ModelConfig, *, pp: int, **more: Any) -> tuple[Workload, Wor
     """A job whose passes run in turns, and the same one after the other."""
     job = make(model, tp=2, dp_shard=4, ep=4, pp=pp, microbatches=4)
     chunks = VPP2 if pp > 1 else SP
+    if model.mla is None and "recompute_modules" in more:
+        more["recompute_modules"] = more["recompute_modules"].replace("mla_up_proj,", "")
     selective = {name: more.pop(name) for name in SELECTIVE if name in more}
     plain = workload(job, Megatron(**{**chunks, **selective}))
     program = workload(job, Megatron(**{**chunks, **TURNS, **selective, **more}))

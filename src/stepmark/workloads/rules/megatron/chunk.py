@@ -96,7 +96,7 @@ class Library:
             attention_steps,
             mlp_steps,
             _selected(plan, (*attention_steps, *mlp_steps)),
-            is_moe=kind == _MOE,
+            is_moe=kind.startswith(_MOE),
             delays=plan.settings.delay_wgrad_compute,
         )
         for number, piece in enumerate(parts.forward):

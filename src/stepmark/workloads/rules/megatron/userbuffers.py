@@ -63,20 +63,22 @@ def ring_gather(
     for _ in range(tp - 1):
         moves += plan.inside(SEND, *message, peer=1, stream="tp")
         moves += plan.inside(RECV, *message, peer=-1, stream="tp", name=name, fused=True)
+    whole, divided = _with_products_apart(ops)
     products: list[ComputeOp] = []
     for index in range(tp):
         # The first product has the rank's own rows.
         received = (f"{name}~{tp - 1 - index}",) if index else ()
-        products += [_of_rows(op, tp, received) for op in ops]
-    return (*moves, *products)
+        products += [_of_rows(op, tp, received) for op in divided]
+    return (*whole, *moves, *products)
 
 
 def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operation, ...]:
     """Return the products of parts of a layer's output, and the scatter of each."""
     name = f"{leaf.role}.scatter"
-    ops: list[Operation] = []
+    whole, divided = _with_products_apart(leaf.fwd)
+    ops: list[Operation] = [*whole]
     for _ in range(NUM_SPLITS):
-        ops += [_of_features(op) for op in leaf.fwd]
+        ops += [_of_features(op) for op in divided]
         ops += plan.inside(
             Collective.REDUCE_SCATTER,
             elements // NUM_SPLITS,
@@ -87,6 +89,17 @@ def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operatio
             name=name,
         )
     return (*ops, awaiting(name, Phase.FWD, leaf.role))
+
+
+def _with_products_apart(
+    ops: Iterable[ComputeOp],
+) -> tuple[list[ComputeOp], list[ComputeOp]]:
+    """Return what comes before products, such as casts, and the products."""
+    whole: list[ComputeOp] = []
+    divided: list[ComputeOp] = []
+    for op in ops:
+        (divided if isinstance(op.op, Gemm) else whole).append(op)
+    return whole, divided
 
 
 def _of_rows(op: ComputeOp, parts: int, after: tuple[str, ...]) -> ComputeOp:
