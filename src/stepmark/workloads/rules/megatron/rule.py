@@ -37,6 +37,7 @@ from stepmark.workloads.rules.megatron.chunk import (
     Library,
     Segment,
     backward_segments,
+    combined_runs,
     first_forward,
     forward_segments,
     is_moe,
@@ -82,7 +83,7 @@ def notes_of(job: Job, plan: Plan) -> Iterator[str]:
         )
 
 
-_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.WAIT)
+_COMPUTES = (Act.FORWARD, Act.BACKWARD, Act.COMBINED, Act.WAIT)
 
 
 def with_async_deps(
@@ -142,6 +143,7 @@ def workload(job: Job, settings: Megatron) -> Workload:
         num_microbatches=plan.job.num_microbatches,
         num_chunks=settings.virtual_pipeline_model_parallel_size,
         overlap=settings.overlap_p2p_comm,
+        combines=settings.overlap_moe_expert_parallel_comm,
     )
     blocks: dict[str, Block] = {}
     library = Library(plan, blocks)
@@ -269,6 +271,13 @@ class _StageBuilder:
         match action.act:
             case Act.FORWARD | Act.BACKWARD:
                 return self.run(action)
+            case Act.COMBINED:
+                return combined_runs(
+                    self.library,
+                    self.chunks[action.chunk],
+                    self.chunks[action.backward_chunk],
+                    (action.microbatch, action.backward_microbatch),
+                )
             case Act.WAIT:
                 return (wait(action.after, Phase.FWD, "pipeline"),)
             case Act.REDUCE:
