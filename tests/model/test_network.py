@@ -294,6 +294,29 @@ def test_ranks_outside_of_all_tiers_are_refused() -> None:
         alone.placement(range(16))
 
 
+@pytest.mark.parametrize(
+    ("choice", "device", "expected"),
+    [
+        ({"gpus_per_host": 6}, "h100-sxm", None),
+        ({"gpus_per_host": 3}, "h100-nvl", r"gpus_per_host \(3\) .* the 2 GPUs"),
+        ({"gpus_per_host": 2}, "h200-nvl", None),  # a bridge of two
+    ],
+)
+def test_a_unit_of_a_tier_has_whole_units_of_the_one_below(
+    choice: dict[str, int], device: str, expected: str | None
+) -> None:
+    given = NetworkChoice(network="dgx-h100", **choice)  # type: ignore[arg-type]
+    if expected:
+        with pytest.raises(ConfigError, match=f"network dgx-h100 .* {expected}"):
+            network_of(load_devices()[device], 1024, given)
+        return
+    found = network_of(load_devices()[device], 1024, given)
+    assert found is not None
+    sizes = [tier.num_gpus for tier in found.tiers if tier.num_gpus]
+    assert sizes[-1] == 32 * choice["gpus_per_host"]  # hosts below a leaf
+    assert all(upper % lower == 0 for lower, upper in pairwise(sizes))
+
+
 # Systems and files
 
 
@@ -342,6 +365,8 @@ def test_a_file_describes_a_network(tmp_path: Path) -> None:
         ('nics = 8\nnic = "400G"\nspeed = 3', "unknown field speed"),
         ('nics = 8\nnic = "400G"\nlatency = "fast"', "latency fast .* duration"),
         ("nics = 8\nnic = 400", "nic 400 is not a text"),
+        ('nics = 8\nnic = "0G"', "nic 0G is invalid: .*400G"),
+        ('nics = 8\nnic = "400G"\nleaf_gpus = 12', r"leaf_gpus \(12\) is a multiple of the 8"),
         ('nics = true\nnic = "400G"', "nics True is not a number"),
         ("nics = ", "a TOML file"),
     ],
