@@ -118,6 +118,7 @@ def _mesh(job: Job, settings: Megatron) -> dict[str, Any]:
             settings.account_for_embedding_in_pipeline_split
         ),
         "account_for_loss_in_pipeline_split": settings.account_for_loss_in_pipeline_split,
+        "pipeline_model_parallel_layout": settings.pipeline_model_parallel_layout or None,
     }
 
 
@@ -141,6 +142,7 @@ def _experts(job: Job, settings: Megatron) -> dict[str, Any]:
         "moe_router_topk": moe.top_k,
         "moe_ffn_hidden_size": moe.ffn_hidden_size,
         "moe_shared_expert_intermediate_size": moe.shared_ffn_hidden_size or None,
+        "moe_shared_expert_overlap": settings.moe_shared_expert_overlap,
         "moe_token_dispatcher_type": str(settings.moe_token_dispatcher_type),
         "moe_expert_capacity_factor": settings.moe_expert_capacity_factor,
         "moe_pad_expert_input_to_capacity": settings.moe_pad_expert_input_to_capacity,

@@ -5,7 +5,6 @@ default of the framework, or what this module says with its source.
 """
 
 import csv
-import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,6 +20,7 @@ from stepmark.model.parallel import ParallelConfig
 from stepmark.step.layout import model_as
 from stepmark.workloads.job import Job
 from stepmark.workloads.rules import RULES
+from stepmark.workloads.rules.megatron.pipeline_layout import written
 from stepmark.workloads.rules.megatron.settings import Granularity
 from stepmark.workloads.rules.pytorch.schedules import Schedule
 
@@ -116,7 +116,7 @@ def job_of(row: Row, dtype: DType | None = None) -> PublishedJob:
         if not row.get(name):
             raise UnstatedError(name, None, "stated by the source")
     framework = _framework(row)
-    parallel = _parallel(row, framework)
+    parallel = _parallel(row)
     # Megatron-LM pads the vocabulary, which then divides by tp.
     model = _model(row)
     job = Job(
@@ -159,10 +159,9 @@ def _framework(row: Row) -> str:
     return "megatron"
 
 
-def _parallel(row: Row, framework: str) -> ParallelConfig:
+def _parallel(row: Row) -> ParallelConfig:
     sizes = {name: int(row[name]) for name in ("tp", "pp", "cp", "ep")}
-    axis = RULES[framework].data_axis
-    parallel = ParallelConfig(**sizes, **{axis: int(row["dp"])})
+    parallel = ParallelConfig(**sizes, dp_shard=int(row["dp"]))
     if parallel.world_size != int(row["gpus"]):
         raise UnstatedError("gpus", row["gpus"], f"tp x pp x dp x cp ({parallel.world_size})")
     return parallel
@@ -239,6 +238,8 @@ def _megatron(row: Row) -> dict[str, Any]:
     if source == "nanotron":
         settings["overlap_grad_reduce"] = True
         settings["use_distributed_optimizer"] = row["zero"] == "1"
+        if int(row["pp"]) > 1:
+            settings["pipeline_model_parallel_layout"] = written(_nanotron_split(row))
     elif not source and not row["gpu_type"].startswith("A100"):
         # NVIDIA's recipes (NeMo, Megatron-Bridge): distributed optimizer with both overlaps.
         names = ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
@@ -248,6 +249,27 @@ def _megatron(row: Row) -> dict[str, Any]:
     if row["recompute"] in ("full", "selective"):
         settings["recompute_granularity"] = Granularity(row["recompute"])
     return settings
+
+
+def _nanotron_split(row: Row) -> list[int]:
+    """Return the layers of each stage by their computation, in which the head counts.
+
+    A block goes to the next stage once those before exceed the share of the stages so far
+    (huggingface/nanotron 2411b022, models/base.py: build_model; models/llama.py:
+    get_block_compute_costs). nanotron may leave stages behind the head empty; here the head is
+    on the last one.
+    """
+    hidden = int(row["hidden"])
+    layer = 4 * hidden * hidden + 3 * int(row["ffn"]) * hidden
+    costs = [0, *[layer] * int(row["layers"]), 0, int(row["vocab"]) * hidden]
+    sizes = [0] * int(row["pp"])
+    stage = done = 0
+    for block, cost in enumerate(costs):
+        sizes[stage] += 1 <= block <= int(row["layers"])
+        done += cost
+        if done > sum(costs) * (stage + 1) / len(sizes):
+            stage += 1
+    return sizes
 
 
 def _fsdp(row: Row) -> dict[str, Any]:
@@ -270,8 +292,7 @@ def _deepspeed(_row: Row) -> dict[str, Any]:
 
 def _settings(framework: str, values: Mapping[str, Any]) -> Any:
     """Return the settings of a framework. Raises ConfigError for one that its rules lack."""
-    cls = RULES[framework].settings_class()
-    lacking = values.keys() - {field.name for field in dataclasses.fields(cls)}
+    lacking = values.keys() - RULES[framework].fields().keys()
     for name in lacking:
         raise UnstatedError(name, values[name], f"a setting of the rules of {framework}")
-    return cls(**values)
+    return RULES[framework].make(**values)

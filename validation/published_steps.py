@@ -3,7 +3,10 @@
     python validation/published_steps.py said      which layouts can be said; why others not
     python validation/published_steps.py steps     error of step times by source and device
     python validation/published_steps.py playbook  order of the playbook's layouts by group
-    python validation/published_steps.py           all three, five minutes on a core
+    python validation/published_steps.py memory    memory of the playbook and of llm-foundry
+    python validation/published_steps.py           all, five minutes on a core
+
+llm-foundry's losses are fused, which has the memory of a compiled head.
 
 Files are those of validation/data, or those of --steps, --layouts and --playbook with the same
 columns. -v prints every row that has a published time. Nothing is fitted to what is scored.
@@ -15,7 +18,7 @@ import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import correlation, mean, median
@@ -32,14 +35,23 @@ from published_jobs import (  # noqa: E402
     read_rows,
 )
 
+from stepmark.cases.training import CompileScope  # noqa: E402
 from stepmark.ground.dtypes import DType  # noqa: E402
 from stepmark.ground.errors import ConfigError  # noqa: E402
+from stepmark.model.device import find_device_by_alias  # noqa: E402
 from stepmark.predictions.predict import predict  # noqa: E402
 from stepmark.predictions.predict_inputs import inputs_of  # noqa: E402
 from stepmark.predictions.predict_options import PredictOptions  # noqa: E402
-from stepmark.predictions.prediction import Prediction, StepMemory  # noqa: E402
+from stepmark.predictions.prediction import Prediction  # noqa: E402
+from stepmark.step_memory import memory, pytorch_memory  # noqa: E402
+from stepmark.step_memory.megatron_memory import Extras, stage_memories  # noqa: E402
+from stepmark.step_memory.workload_memory import OUTSIDE_BYTES  # noqa: E402
 from stepmark.workloads.rules import RULES  # noqa: E402
 
+# Beyond Megatron-LM (huggingface/nanotron 2411b022): models/llama.py keeps SiLU's result;
+# parallel/tensor_parallel/functional.py subtracts the maximum of logits out of place;
+# optim/gradient_accumulator.py adds gradients in 16 bits after a whole backward pass.
+NANOTRON = Extras(unfused=True, logit_bytes=4, grad_bytes=2)
 NAMES = {
     "steps": "published-steps.csv",
     "layouts": "published-layouts.csv",
@@ -55,7 +67,6 @@ class Outcome:
 
     step_s: float
     flops: float | None
-    memory: StepMemory | None
 
 
 @cache
@@ -63,7 +74,7 @@ def outcome_of(job: PublishedJob) -> Outcome:
     """Predict a job once. Raises ConfigError."""
     workload = RULES[job.framework].workload(job.job, job.settings)
     prediction = predict(inputs_of(PredictOptions(device=job.device), workload))
-    return Outcome(step_s=prediction.step_s, flops=_flops(prediction), memory=prediction.memory)
+    return Outcome(step_s=prediction.step_s, flops=_flops(prediction))
 
 
 @cache
@@ -258,20 +269,50 @@ def print_playbook(rows: Sequence[Scored]) -> None:
     print(f"median Spearman {median(values):.3f}, roomy {median(roomy_values):.3f}")
 
 
-def print_memory(rows: Sequence[Scored]) -> None:
-    """Print errors of memory, and calls of out of memory for layouts that ran."""
-    known = [each for each in rows if each.outcome and each.outcome.memory]
-    for name, own in sorted(grouped(known, lambda row: row["source"]).items()):
-        ran = [each for each in own if each.row.get("ran", "1") == "1"]
-        wrong = sum("out of memory" in each.outcome.memory.verdict for each in ran)  # type: ignore[union-attr]
-        print(f"{name}: {wrong} of {len(ran)} layouts that ran are called out of memory")
-        errors = [
-            each.outcome.memory.reserved_bytes / (float(each.row["memory_gib"]) * 2**30) - 1  # type: ignore[union-attr]
-            for each in ran
-            if each.row.get("memory_gib")
-        ]
+def print_memory(rows: Sequence[Row]) -> None:
+    """Print errors of memory, and which layouts are called out of memory."""
+    for name in ("llm-foundry", "nanotron"):  # others do not say how losses are computed
+        called = Counter[str]()
+        counts = Counter[str]()
+        errors = list[float]()
+        for row in rows:
+            if row["source"] != name or row.get("not_memory", "0") == "1":
+                continue
+            if (found := memory_of(row)) is None:
+                continue
+            what = "ran" if row.get("ran", "1") == "1" else "failed"
+            needed, is_called = found
+            counts[what] += 1
+            called[what] += is_called
+            if what == "ran" and row.get("memory_gib"):
+                errors.append(needed / (float(row["memory_gib"]) * 2**30) - 1)
+        for what, count in counts.items():
+            print(f"{name}: {called[what]} of {count} that {what} are called out of memory")
         if errors:
-            print(f"  memory {_figures(errors)}")
+            print(f"  reserved bytes of the first stage: {_figures(errors)}")
+
+
+def memory_of(row: Row) -> tuple[int, bool] | None:
+    """Return reserved bytes of the first stage, and whether the job does not fit.
+
+    nanotron prints those of its first rank. None: the layout cannot be said.
+    """
+    try:
+        job = job_of(row, DType.BF16)
+    except ConfigError:
+        return None
+    device = find_device_by_alias(job.device)
+    assert device
+    assert device.hbm_bytes
+    if row["source"] == "nanotron":
+        stages = stage_memories(job.job, job.settings, NANOTRON)
+        needed = max(stage.reserved_bytes for stage in stages) + OUTSIDE_BYTES
+        return stages[0].reserved_bytes, needed > device.hbm_bytes
+    case = replace(pytorch_memory.case_of(job.job, job.settings), compile=CompileScope.LOSS)
+    found = memory.estimate(case)
+    size = 40 * 2**30 if row["gpu_type"].endswith("40GB") else device.hbm_bytes
+    verdict = memory.verdict(case, found.allocated_bytes, found.reserved_bytes, size)
+    return found.reserved_bytes, verdict == memory.NO_FIT
 
 
 def print_rows(rows: Iterable[Scored]) -> None:
@@ -289,12 +330,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("score", nargs="?", choices=("said", "steps", "playbook"))
+    parser.add_argument("score", nargs="?", choices=("said", "steps", "playbook", "memory"))
     for name, file in NAMES.items():
         parser.add_argument(f"--{name}", type=Path, default=file, metavar="CSV")
     parser.add_argument("-v", action="store_true", dest="is_verbose", help="print every row")
     options = parser.parse_args(argv)
-    wanted = [options.score] if options.score else ["said", "steps", "playbook"]
+    wanted = [options.score] if options.score else ["said", "steps", "playbook", "memory"]
     steps: list[Scored] = []
     playbook: list[Scored] = []
     if "said" in wanted:
@@ -307,7 +348,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         print_steps([*steps, *(each for each in playbook if each.row["ran"] == "1")])
     if "playbook" in wanted:
         print_playbook(playbook)
-    print_memory([*steps, *playbook])
+    if "memory" in wanted:
+        rows = [*read_rows(options.steps), *map(playbook_row, read_rows(options.playbook))]
+        print_memory(rows)
     if options.is_verbose:
         print_rows([*steps, *(each for each in playbook if each.row["ran"] == "1")])
 

@@ -1,7 +1,8 @@
 """Floating-point operations of one token trained, in named conventions. Pure arithmetic.
 
 A multiply and an add are two; only matrix products count. The backward pass of a product has
-twice its FLOPs (of the data, of the weight). Sources:
+twice its FLOPs (of the data, of the weight); that of a frozen weight (LoRA) as many, and the
+products of adapters do not count. Sources:
 causal      products of the model once forward and backward; of attention's scores the half
             under the diagonal: T^2 / 2 pairs per head and sequence, so a token sees T / 2 keys
             (not (T + 1) / 2), as model/ops/attention.py and Megatron-Bridge do. That a fused
@@ -38,9 +39,14 @@ def per_token(case: TrainCase) -> TokenFlops:
     return of_model(case.model, recomputed(case))
 
 
-def of_model(model: ModelConfig, again: float) -> TokenFlops:
-    """Return the FLOPs of one token. again: those of products that checkpointing reruns."""
+def of_model(model: ModelConfig, again: float, *, is_frozen: bool = False) -> TokenFlops:
+    """Return the FLOPs of one token. again: those of products that checkpointing reruns.
+
+    is_frozen: the model's weights are; torchtitan's and PaLM's conventions count them all.
+    """
     causal = 3 * forward(model)
+    if is_frozen:
+        causal -= 2 * model.num_active_matmul_params
     return TokenFlops(
         causal=causal,
         torchtitan=torchtitan(model),

@@ -96,6 +96,8 @@ def of_training(
         device_name=device_name,
         compute=sources(device),
     )
+    if run is None:
+        inputs.check_products()
     inputs = calibrated(inputs, run, force=force) if run else inputs
     if options is None:
         with contextlib.suppress(ConfigError):  # of a device without a usual network
@@ -233,6 +235,8 @@ def _of_workload(options: PredictOptions, workload: Workload | None, name: str) 
         host_is_known=is_timed and file.has_host,
     )
     if path is None:
+        if not is_timed:
+            inputs.check_products()
         return _with_network(inputs, options)
     inputs = _with_network(calibrated(inputs, path, force=options.force), options)
     return replace(inputs, notes=(*inputs.notes, *_origin_notes(path, here)))

@@ -30,10 +30,12 @@ from stepmark.model.parallel import ParallelConfig, stage_layers
 from stepmark.step.layout import (
     Inputs,
     ShardLayout,
+    grouped_products,
     linear_products,
     table_lookup,
     tensor_sum,
 )
+from stepmark.step.lora import frozen, scaled_sum
 from stepmark.step.module import Module, Param, SavedTensors, between, both, role_of, work_of
 from stepmark.step.workload import Kernel
 
@@ -97,8 +99,18 @@ class TreeBuilder:
         return self.tokens // self.layout.row_parts or 1
 
     @property
+    def kv_heads(self) -> int:
+        """KV heads of one rank; tp ranks beyond the model's KV heads share them."""
+        return max(1, self.model.num_kv_heads // self._tp)
+
+    @property
     def own_replicas(self) -> int:
         return self._tp // self.layout.row_parts
+
+    @property
+    def without_products(self) -> "TreeBuilder":
+        """The builder whose linear layers have the type of everything else."""
+        return replace(self, inputs=replace(self.inputs, products=None))
 
     def embedding(self) -> Module:
         """Return the tables of tokens and, if learned, of positions."""
@@ -117,7 +129,7 @@ class TreeBuilder:
                 name=name, role="embedding", work=work, params=(param,), has_input_grad=False
             )
             leaves.append(leaf)
-        return Module(name="embedding", inside=tuple(leaves))
+        return self._trained(Module(name="embedding", inside=tuple(leaves)))
 
     def output(self) -> Module:
         """Return the last norm, the head and the loss."""
@@ -125,41 +137,36 @@ class TreeBuilder:
         width = self.model.hidden_size
         vocab = model.vocab_size // (1 if self.layout.whole_loss else self._tp)
         loss = CrossEntropy(tokens=self.tokens, vocab=vocab, dtype=self.inputs.plain_dtype)
-        head = self.linear(Linear("head", model.vocab_size, width, "out"), "head")
+        narrow = self.inputs.products
+        has_narrow_head = narrow is not None and narrow.has_head
+        builder = self if has_narrow_head else self.without_products
+        head = builder.linear(Linear("head", model.vocab_size, width, "out"), "head")
         norm = self._residual_norm("norm", "head.norm")
         inside = (
             replace(norm, keeps=SavedTensors(whole=width)),
             replace(head, keeps=SavedTensors(whole=width)),
             between("loss", *both(loss)),
         )
-        outside = tuple(
-            replace(
-                leaf,
-                work=tuple(replace(op, layer=None) for op in leaf.work),
-                params=tuple(
-                    replace(param, name=f"output.{param.name}") for param in leaf.params
-                ),
-            )
-            for leaf in inside
-        )
-        return Module(name="output", inside=outside)
+        return self._trained(Module(name="output", inside=tuple(map(_in_output, inside))))
 
     def block(self, *, moe: bool) -> Module:
         """Return attention and MLP or experts, each with its norm and its residual sum."""
         linears = list(self._fused(self.model.linears(moe)))
         attention = [linear for linear in linears if linear.name.startswith("attention.")]
         rest = linears[len(attention) :]
-        return Module(
-            name="block",
-            inside=(
-                self._residual_norm("attention_norm", "attention.norm"),
-                Module(name="attention", inside=tuple(self._attention(attention))),
-                self._residual("attention.residual"),
-                self._residual_norm("ffn_norm", "mlp.norm"),
-                self._experts(rest) if moe else Module(name="ffn", inside=self._mlp(rest)),
-                self._residual("mlp.residual"),
-            ),
+        inside = (
+            self._residual_norm("attention_norm", "attention.norm"),
+            Module(name="attention", inside=tuple(self._attention(attention))),
+            self._residual("attention.residual"),
+            self._residual_norm("ffn_norm", "mlp.norm"),
+            self._experts(rest) if moe else Module(name="ffn", inside=self._mlp(rest)),
+            self._residual("mlp.residual"),
         )
+        return self._trained(Module(name="block", inside=inside))
+
+    def _trained(self, unit: Module) -> Module:
+        """Return the unit with its weights frozen where only adapters are trained."""
+        return frozen(unit) if self.layout.lora else unit
 
     def _fused(self, linears: Iterable[Linear]) -> Iterator[Linear]:
         """Yield the products as the framework fuses them."""
@@ -210,9 +217,9 @@ class TreeBuilder:
 
     def _qk_norms(self) -> Iterator[Module]:
         model = self.model
-        heads = {"q_norm": model.num_heads, "k_norm": model.num_kv_heads}
+        heads = {"q_norm": model.num_heads // self._tp, "k_norm": self.kv_heads}
         for name in heads if model.qk_norm else ():
-            rows = self.tokens * heads[name] // self._tp
+            rows = self.tokens * heads[name]
             path = f"attention.{name}"
             yield replace(self._norm(path, path, model.head_dim, rows), keeps=SavedTensors())
 
@@ -227,7 +234,7 @@ class TreeBuilder:
         inputs = self.inputs
         cp = self.layout.axes.cp
         heads = model.num_heads // self._tp
-        kv_heads = model.num_kv_heads // self._tp
+        kv_heads = self.kv_heads
         local_seq = inputs.seq_len // cp
         if not model.max_positions:
             mla = model.mla
@@ -239,7 +246,7 @@ class TreeBuilder:
                 head_dim=mla.qk_rope_head_dim if mla else model.head_dim,
                 dtype=inputs.plain_dtype,
             )
-            rope_width = (model.num_heads + model.num_kv_heads) * model.d_qk
+            rope_width = (model.num_heads + kv_heads * self._tp) * model.d_qk
             rope_width = model.num_heads * mla.qk_nope_head_dim if mla else rope_width
             yield replace(
                 between("attention.rope", *both(rope)), keeps=SavedTensors(divided=rope_width)
@@ -256,7 +263,7 @@ class TreeBuilder:
             dtype=inputs.plain_dtype,
         )
         # Keys and values of all ranks of cp.
-        keys = cp * model.num_kv_heads * (model.d_qk + model.d_v)
+        keys = cp * kv_heads * self._tp * (model.d_qk + model.d_v)
         keeps = SavedTensors(
             divided=model.num_heads * model.d_qk + keys, statistics=model.num_heads
         )
@@ -302,7 +309,7 @@ class TreeBuilder:
             replace(down, keeps=SavedTensors(divided=inner + copies)),
         )
         inside = [
-            replace(self.linear(router, "mlp.router"), keeps=keeps),
+            replace(self.without_products.linear(router, "mlp.router"), keeps=keeps),
             Module(name="ffn.held", inside=expert_modules),
         ]
         if shared := rest[len(routed) :]:
@@ -332,40 +339,86 @@ class TreeBuilder:
         count = linear.copies // ep
         role = role_of(linear.name)
         rows = self.expert_rows
-        dtype = inputs.plain_dtype
-        ops: list[Op | Kernel]
-        phases = (Phase.FWD, Phase.DGRAD, Phase.WGRAD)
-        if dtype is DType.FP64:  # no operator: experts one by one
-            ops = [Kernel(name="experts", flops=2 * rows * out * width)] * 3
+        ops: tuple[tuple[Phase, Op | Kernel], ...]
+        if inputs.dtype is DType.FP64:  # no operator: experts one by one
+            kernel = Kernel(name="experts", flops=2 * rows * out * width)
+            ops = tuple((phase, kernel) for phase in (Phase.FWD, Phase.DGRAD, Phase.WGRAD))
         else:
             product = GroupedGemm(
-                num_groups=count, tokens=rows, n=out, k=width, skew=inputs.skew, dtype=dtype
+                num_groups=count,
+                tokens=rows,
+                n=out,
+                k=width,
+                skew=inputs.skew,
+                dtype=inputs.plain_dtype,
             )
-            ops = [replace(product, phase=phase) for phase in phases]
+            ops = tuple(grouped_products(inputs, product))
         # Without sequence parallelism every tp rank has all rows; ranks of another part of the
         # width do other work.
         num_replicas = max(1, self.own_replicas // etp)
         param = Param(name=linear.name, shape=(count, out, width), part=role, is_expert=True)
-        work = work_of(role, *zip(phases, ops, strict=True))
+        work = work_of(role, *ops)
         return Module(
             name=linear.name, role=role, work=work, params=(param,), num_replicas=num_replicas
         )
 
     def linear(self, linear: Linear, role: str) -> Module:
+        """Return a linear layer, with its adapter inside where it has one."""
+        lora = self.layout.lora
+        base = self._product(linear, role, self.inputs)
+        if lora is None or not lora.adapts(role):
+            return base
+        down, up = (
+            self._product(part, f"{role}.{part.name.rpartition('.')[2]}", self.plain_inputs)
+            for part in lora.layers_of(linear)
+        )
+        rows = self.tokens if linear.split == "out" else self.own_tokens
+        out = linear.out // self._tp if linear.split == "out" else linear.out
+        added, scaled = work_of(
+            up.role, *scaled_sum(rows * out * self.inputs.plain_dtype.itemsize)
+        )
+        up = replace(
+            up,
+            work=(*up.fwd, added, scaled, *up.bwd),
+            keeps=SavedTensors(whole=lora.rank),
+        )
+        # Gradients of the input of both are added up after the weight's, which come last.
+        size = down.params[0].shape[1] * self.tokens * self.inputs.plain_dtype.itemsize
+        work = (*base.work, *tensor_sum(role, size).bwd)
+        return replace(base, work=work, inside=(down, up))
+
+    @property
+    def plain_inputs(self) -> Inputs:
+        """Inputs of products that are never lowered."""
+        return replace(self.inputs, dtype=self.inputs.plain_dtype, products=None)
+
+    def _product(self, linear: Linear, role: str, inputs: Inputs) -> Module:
         """Return y [m, n] = x [m, k] w [n, k].T; dx = dy w; dw = dy.T x."""
         out = linear.out // self._tp if linear.split == "out" else linear.out
         width = linear.width // self._tp if linear.split == "in" else linear.width
         rows, num_replicas = (
             (self.tokens, 1) if linear.split else (self.own_tokens, self.own_replicas)
         )
+        narrow = inputs.products
+        is_gathered = narrow is not None and narrow.casts_shards and self.own_tokens < rows
+        products = linear_products(
+            inputs,
+            rows,
+            out,
+            width,
+            x_rows=self.own_tokens if is_gathered and linear.split == "out" else None,
+            dy_rows=self.own_tokens if is_gathered and linear.split == "in" else None,
+        )
         weight = Param(name=f"{linear.name}.weight", shape=(out, width), part=role)
         weight = replace(weight, is_partial=not linear.split)
         bias = replace(weight, name=f"{linear.name}.bias", shape=(out,))
+        is_narrow = narrow is not None and narrow.fits(out, width)
+        weight = replace(weight, is_narrow=is_narrow)
         bias = replace(bias, is_partial=linear.split != "out")
         return Module(
             name=linear.name,
             role=role,
-            work=work_of(role, *linear_products(self.inputs, rows, out, width)),
+            work=work_of(role, *products),
             params=(weight, bias) if linear.has_bias else (weight,),
             num_replicas=num_replicas,
             is_linear=True,
@@ -420,3 +473,13 @@ class TreeBuilder:
             return ups
         gate, up = ups
         return [replace(gate, work=(*gate.work, *self._sum(gate.role, rows).bwd)), up]
+
+
+def _in_output(leaf: Module) -> Module:
+    """Return a module as part of the output, outside of all layers."""
+    return replace(
+        leaf,
+        work=tuple(replace(op, layer=None) for op in leaf.work),
+        params=tuple(replace(param, name=f"output.{param.name}") for param in leaf.params),
+        inside=tuple(map(_in_output, leaf.inside)),
+    )

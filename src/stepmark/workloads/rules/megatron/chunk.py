@@ -16,23 +16,20 @@ from stepmark.ground.errors import ConfigError
 from stepmark.model.ops import Phase
 from stepmark.step.workload import COMPUTE, Block, CommOp, Operation, Run
 from stepmark.workloads.pipeline import COMPUTE_DONE, in_layer
-from stepmark.workloads.rules.megatron import gradients
+from stepmark.workloads.rules.megatron import gradients, narrow
 from stepmark.workloads.rules.megatron.gradients import EMBEDDING, HEAD, Bucket, Param
-from stepmark.workloads.rules.megatron.layer import (
+from stepmark.workloads.rules.megatron.layer import attention, embedding, experts, head, mlp
+from stepmark.workloads.rules.megatron.layer import data as data_of
+from stepmark.workloads.rules.megatron.lora import adapted
+from stepmark.workloads.rules.megatron.settings import Granularity, Plan
+from stepmark.workloads.rules.megatron.stage_partition import Chunk
+from stepmark.workloads.rules.megatron.steps import (
     Step,
-    attention,
     backward,
-    embedding,
-    experts,
     forward,
-    head,
-    mlp,
     with_compute_done,
     with_deps,
 )
-from stepmark.workloads.rules.megatron.layer import data as data_of
-from stepmark.workloads.rules.megatron.settings import Granularity, Plan
-from stepmark.workloads.rules.megatron.stage_partition import Chunk
 
 _DENSE = "dense"
 _MOE = "moe"
@@ -64,7 +61,8 @@ class Library:
     plan: Plan
     blocks: dict[str, Block]
     operations: dict[str, tuple[Operation, ...]] = field(default_factory=dict)
-    of_layer: dict[bool, tuple[Param, ...]] = field(default_factory=dict)  # by is_moe
+    of_layer: dict[str, tuple[Param, ...]] = field(default_factory=dict)  # by kind
+    num_products: dict[str, int] = field(default_factory=dict)  # narrow ones, by kind
     _changed: dict[tuple[str, tuple[tuple[int, Change], ...], tuple[str, ...]], str] = field(
         default_factory=dict
     )
@@ -74,12 +72,18 @@ class Library:
 
     def __post_init__(self) -> None:
         plan = self.plan
-        for kind in {_kind(plan, layer) for layer in (0, plan.model.num_layers - 1)}:
+        for kind in {kind_of(plan, layer) for layer in range(plan.model.num_layers)}:
             steps = _layer(plan, kind)
-            self.of_layer[kind == _MOE] = gradients.layer_params(plan, moe=kind == _MOE)
+            own = plan_of(plan, kind)
+            self.of_layer[kind] = gradients.layer_params(own, moe=has_experts(kind))
+            block = own.tree.block(moe=has_experts(kind))
+            self.num_products[kind] = narrow.num_products(block.walk())
             self.add(f"{kind}.forward", forward(steps))
             self.add(f"{kind}.again", forward(steps, again=True))
-            self.add(f"{kind}.backward", backward(steps, _selected(plan, steps)))
+            self.add(
+                f"{kind}.backward",
+                backward(steps, selected(plan, [step.module for step in steps])),
+            )
             self.add(f"{kind}.full", (*self.operations[f"{kind}.again"], *backward(steps)))
         self.add("embedding.forward", forward([embedding(plan)]))
         self.add("embedding.backward", backward([embedding(plan)]))
@@ -118,7 +122,7 @@ class Library:
                 key = (op.module, op.layer)
                 if last and not op.recompute and op.phase in (Phase.WGRAD, Phase.BWD):
                     places[key] = index
-                elif not last:
+                elif not last and op.stream == COMPUTE:
                     places.setdefault(key, index)
             self._places[block, last] = places
         return places[param.module, offset]
@@ -128,12 +132,14 @@ class Library:
         operations = self.operations[block]
         module = operations[index].module
         layer = operations[index].layer
-        return tuple(
+        names = (
             op.name
             for op in operations
             if (op.module, op.layer, op.phase) == (module, layer, Phase.DGRAD)
             and op.stream != COMPUTE
+            and op.name
         )
+        return tuple(dict.fromkeys(names))
 
     def changed(
         self,
@@ -174,8 +180,20 @@ def is_moe(plan: Plan, layer: int) -> bool:
     return plan.model.moe is not None and layer >= plan.model.moe.first_dense_layers
 
 
-def _kind(plan: Plan, layer: int) -> str:
-    return _MOE if is_moe(plan, layer) else _DENSE
+def kind_of(plan: Plan, layer: int) -> str:
+    """Return dense or moe, with .bf16 of a layer that stays so among narrow ones."""
+    kind = _MOE if is_moe(plan, layer) else _DENSE
+    stays = narrow.is_bf16_layer(plan.settings, layer, plan.model.num_layers)
+    return f"{kind}.bf16" if stays else kind
+
+
+def has_experts(kind: str) -> bool:
+    return kind.startswith(_MOE)
+
+
+def plan_of(plan: Plan, kind: str) -> Plan:
+    """Return the plan of a layer of this kind."""
+    return plan.in_bf16 if kind.endswith(".bf16") else plan
 
 
 def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
@@ -191,8 +209,9 @@ def forward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.forward", places=(EMBEDDING,)))
     for place, layer in enumerate(chunk.layers):
-        name = f"{_kind(plan, layer)}.forward"
+        name = f"{kind_of(plan, layer)}.forward"
         segments.append(Segment(block=name, layer=layer, places=(place,)))
+    segments += _amax(library, chunk, Phase.FWD)
     if chunk.has_head:
         segments.append(Segment(block="head.forward", places=(HEAD,)))
     return segments
@@ -204,15 +223,26 @@ def backward_segments(library: Library, chunk: Chunk) -> list[Segment]:
     if chunk.has_head:
         segments.append(Segment(block="head.backward", places=(HEAD,)))
     segments += reversed(_checkpoints(library, chunk))
+    segments += _amax(library, chunk, Phase.BWD)
     if chunk.has_embedding:
         segments.append(Segment(block="embedding.backward", places=(EMBEDDING,)))
     return segments
 
 
+def _amax(library: Library, chunk: Chunk, phase: Phase) -> list[Segment]:
+    """Return the reduction of delayed scaling; the rank's chunks count as equally long."""
+    plan = library.plan
+    of_chunk = sum(library.num_products[kind_of(plan, layer)] for layer in chunk.layers)
+    count = of_chunk * plan.settings.virtual_pipeline_model_parallel_size
+    if not (reduced := narrow.amax(plan, count, phase)):
+        return []
+    return [Segment(block=library.add(f"amax.{phase}.{count}", reduced))]
+
+
 def _checkpoints(library: Library, chunk: Chunk) -> list[Segment]:
     """Return layers in forward order; layers with a common checkpoint are one segment."""
     settings = library.plan.settings
-    kinds = [_kind(library.plan, layer) for layer in chunk.layers]
+    kinds = [kind_of(library.plan, layer) for layer in chunk.layers]
     full = settings.recompute_granularity is Granularity.FULL
     uniform = full and settings.recompute_method == "uniform"
     size = settings.recompute_num_layers
@@ -248,16 +278,18 @@ def _together(library: Library, kinds: Sequence[str]) -> str:
 
 
 def _layer(plan: Plan, kind: str) -> tuple[Step, ...]:
-    return (*attention(plan), *(experts(plan) if kind == _MOE else mlp(plan)))
+    own = plan_of(plan, kind)
+    return (*attention(own), *(experts(own) if kind.startswith(_MOE) else mlp(own)))
 
 
-def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
-    """Return the modules of selective recompute, and the group that recomputes each."""
+def selected(plan: Plan, modules: Sequence[str]) -> dict[str, str]:
+    """Return those of a layer's modules that selective recompute names, with their group."""
     groups: dict[str, str] = {}
     outside = ("mlp.norm", "mlp.residual")
-    has_router = any(step.module == "mlp.router" for step in steps)
+    has_router = "mlp.router" in modules
     for word in plan.settings.modules:
-        for name in (step.module for step in steps):
+        for module in modules:
+            name = adapted(module)
             inside = {
                 "core_attn": name == "attention.core",
                 "layernorm": name in ("attention.norm", "mlp.norm"),
@@ -268,7 +300,7 @@ def _selected(plan: Plan, steps: Sequence[Step]) -> dict[str, str]:
                 "shared_experts": name.startswith("mlp.shared_"),
             }[word]
             if inside:
-                groups[name] = f"{word}.{name}" if word == "layernorm" else word
+                groups[module] = f"{word}.{name}" if word == "layernorm" else word
     return groups
 
 

@@ -40,12 +40,13 @@ from stepmark.workloads.rules.megatron.chunk import (
     first_forward,
     forward_segments,
     is_moe,
+    kind_of,
     last_backward,
 )
 from stepmark.workloads.rules.megatron.gradients import StageParams
-from stepmark.workloads.rules.megatron.layer import with_deps
 from stepmark.workloads.rules.megatron.settings import Megatron, Plan, make_plan
 from stepmark.workloads.rules.megatron.stage_partition import Chunk, partition
+from stepmark.workloads.rules.megatron.steps import with_deps
 
 __all__ = ["Megatron", "workload"]
 
@@ -133,6 +134,7 @@ _SOURCE = (
 def workload(job: Job, settings: Megatron) -> Workload:
     """Return one training step. Raises ConfigError for jobs that Megatron-LM refuses."""
     plan = make_plan(job, settings)
+    settings = plan.settings
     parallel = plan.job.parallel
     chunks_by_stage, notes = partition(plan)
     pipeline = Pipeline(
@@ -184,7 +186,7 @@ class _StageBuilder:
         self.chunks = chunks
         self.plan = plan = library.plan
         self.blocks = library.blocks
-        kinds = [[is_moe(plan, layer) for layer in chunk.layers] for chunk in chunks]
+        kinds = [[kind_of(plan, layer) for layer in chunk.layers] for chunk in chunks]
         params = tuple(
             gradients.chunk_params(plan, chunk, kind, library.of_layer)
             for chunk, kind in zip(chunks, kinds, strict=True)
@@ -197,7 +199,7 @@ class _StageBuilder:
             ),
             is_first=index == 0,
             is_last=index == pipeline.num_stages - 1,
-            moe_layers=sum(map(sum, kinds)),
+            moe_layers=sum(is_moe(plan, layer) for chunk in chunks for layer in chunk.layers),
         )
 
     def build(self) -> Stage:

@@ -3,6 +3,7 @@
 Names and defaults are those of megatron/training/arguments.py of core_v0.16.1.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -12,6 +13,7 @@ from stepmark.ground.dtypes import DType
 from stepmark.ground.errors import ConfigError, not_one_of
 from stepmark.model.model import ModelConfig
 from stepmark.step.layout import model_as
+from stepmark.step.lora import Lora
 from stepmark.step.tree import TreeBuilder
 from stepmark.step.workload import CommOp, Group
 from stepmark.workloads.job import (
@@ -24,6 +26,9 @@ from stepmark.workloads.job import (
     refuse_first,
     setting,
 )
+from stepmark.workloads.rules.megatron import narrow
+from stepmark.workloads.rules.megatron.narrow import Fp4Format, Fp4Recipe, Fp8Format, Fp8Recipe
+from stepmark.workloads.rules.megatron.pipeline_layout import num_chunks
 
 
 class Dispatcher(StrEnum):
@@ -74,6 +79,13 @@ RECOMPUTE_MODULES = (
     "moe_act",
     "shared_experts",
 )
+# Linear layers by Megatron-Bridge's names, and what step/lora.py calls them.
+LORA_TARGETS = {
+    "linear_qkv": ("q", "k", "v"),
+    "linear_proj": ("out",),
+    "linear_fc1": ("gate", "up"),
+    "linear_fc2": ("down",),
+}
 _UNEVEN = ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers")
 _ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
 
@@ -85,6 +97,13 @@ class Megatron:
     sequence_parallel: bool = setting(
         False, "norms and residuals on 1/tp of each sequence", common=True
     )
+    tp_comm_overlap: bool = setting(
+        False, "overlap collectives of tp with products, piece by piece (userbuffers)"
+    )
+    tp_comm_overlap_ag: bool = setting(True, "with tp-comm-overlap: gathers")
+    tp_comm_overlap_rs: bool = setting(True, "with tp-comm-overlap: scatters of outputs")
+    tp_comm_overlap_disable_qkv: bool = setting(False, "not the gather before q, k and v")
+    tp_comm_overlap_disable_fc1: bool = setting(False, "not the gather before an MLP")
     use_distributed_optimizer: bool = setting(
         False, "shard optimizer states over data ranks", common=True
     )
@@ -110,6 +129,9 @@ class Megatron:
         False, "embedding counts as a layer"
     )
     account_for_loss_in_pipeline_split: bool = setting(False, "head counts as a layer")
+    pipeline_model_parallel_layout: str = setting(
+        "", "layers of each chunk, such as 'Et*4|(t*4|)*14,tL'; gives vpp, too"
+    )
     cp_comm_type: CpComm = setting(CpComm.P2P, "keys and values: p2p (ring) or all_gather")
     expert_tensor_parallel_size: int | None = setting(
         None, "tensor parallelism of experts [tp]"
@@ -121,6 +143,9 @@ class Megatron:
         None, "tokens per expert / its even share; below 0: all [dropless]"
     )
     moe_pad_expert_input_to_capacity: bool = setting(False, "pad experts' inputs to capacity")
+    moe_shared_expert_overlap: bool = setting(
+        False, "shared experts run beside the exchanges of the routed ones"
+    )
     moe_router_dtype: RouterDtype = setting(RouterDtype.MODEL, "router's: model, fp32 or fp64")
     moe_router_load_balancing_type: Balancing = setting(Balancing.AUX_LOSS, "auxiliary loss")
     moe_aux_loss_coeff: float = setting(0.0, "weight of the auxiliary loss; 0: none")
@@ -139,7 +164,26 @@ class Megatron:
     create_attention_mask_in_dataloader: bool = setting(
         True, "broadcast each attention mask over tp"
     )
+    lora_rank: int | None = setting(
+        None, "train adapters of this rank and freeze the model (Megatron-Bridge's dim)"
+    )
+    lora_targets: str = setting(
+        ",".join(LORA_TARGETS), "layers with adapters (Megatron-Bridge's target_modules)"
+    )
     make_vocab_size_divisible_by: int = setting(128, "pad the vocabulary to this x tp")
+    fp8_format: Fp8Format = setting(
+        Fp8Format.NONE, "products in FP8: e4m3, or hybrid with gradients in e5m2"
+    )
+    fp8_recipe: Fp8Recipe = setting(Fp8Recipe.DELAYED, "scaling of FP8")
+    fp8_param_gather: bool = setting(False, "gather parameters in FP8 (mxfp8: in bf16)")
+    fp4_format: Fp4Format = setting(Fp4Format.NONE, "products in FP4: e2m1")
+    fp4_recipe: Fp4Recipe = setting(Fp4Recipe.NVFP4, "scaling of FP4")
+    tp_only_amax_red: bool = setting(
+        False, "delayed scaling: maxima over tp and cp, not over data ranks, too"
+    )
+    first_last_layers_bf16: bool = setting(False, "first and last layers stay in bf16")
+    num_layers_at_start_in_bf16: int = setting(1, "with first_last_layers_bf16: first layers")
+    num_layers_at_end_in_bf16: int = setting(1, "with first_last_layers_bf16: last layers")
 
     def __post_init__(self) -> None:
         sizes = ("expert_tensor_parallel_size", "recompute_num_layers", "ddp_bucket_size")
@@ -186,10 +230,17 @@ class Megatron:
         for word in self.modules:
             if word not in RECOMPUTE_MODULES:
                 raise not_one_of("recompute_modules", word, RECOMPUTE_MODULES)
+        for word in self.adapted_layers:
+            if word not in LORA_TARGETS:
+                raise not_one_of("lora_targets", word, tuple(LORA_TARGETS))
+        narrow.check(self)
         uneven = [name for name in _UNEVEN if getattr(self, name) is not None]
         accounts = [name for name in _ACCOUNTS if getattr(self, name)]
         if uneven and accounts:
             raise ConfigError(accounts[0], True, f"only without {uneven[0]}")
+        if (layout := self.pipeline_model_parallel_layout) and (uneven or accounts):
+            rule = f"only without {(*uneven, *accounts)[0]}"
+            raise ConfigError("pipeline_model_parallel_layout", layout, rule)
 
     @property
     def modules(self) -> tuple[str, ...]:
@@ -197,6 +248,11 @@ class Megatron:
         if self.recompute_granularity is not Granularity.SELECTIVE:
             return ()
         return tuple(word.strip() for word in self.recompute_modules.split(",") if word.strip())
+
+    @property
+    def adapted_layers(self) -> tuple[str, ...]:
+        """Linear layers that lora_targets names."""
+        return tuple(word.strip() for word in self.lora_targets.split(",") if word.strip())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,17 +309,35 @@ class Plan:
         """Factory of this rank's modules."""
         sequence = self.sequence_parallel
         etp = self.etp
-        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp)
+        tree = self.job.tree("megatron", sequence_parallel=sequence, etp=etp, lora=self.lora)
         inputs = replace(tree.inputs, expert_rows=self.expert_rows * etp)
         return replace(tree, inputs=inputs)
+
+    @property
+    def lora(self) -> Lora | None:
+        """Adapters, which are trained in place of the model; None: the model is."""
+        settings = self.settings
+        if settings.lora_rank is None:
+            return None
+        names = (LORA_TARGETS[word] for word in settings.adapted_layers)
+        return Lora(rank=settings.lora_rank, targets=frozenset(itertools.chain(*names)))
 
     @property
     def inside(self) -> "partial[tuple[CommOp, ...]]":
         """Communication inside a layer."""
         return partial(self.comms, layer=0, microbatch=0)
 
+    @property
+    def in_bf16(self) -> "Plan":
+        """The plan of layers that stay in bf16 among narrow ones."""
+        return replace(self, job=replace(self.job, products=None))
+
     def size(self, group: str) -> int:
         return self.comms.groups[group].size
+
+    @property
+    def has_shared_experts(self) -> bool:
+        return self.model.moe is not None and self.model.moe.num_shared_experts > 0
 
     @property
     def gradient_dtype(self) -> DType:
@@ -280,9 +354,11 @@ class Plan:
 def make_plan(job: Job, settings: Megatron) -> Plan:
     """Return the plan. Raises ConfigError for a type or job that Megatron-LM refuses."""
     check_trained("dtype", job.dtype)
+    settings = _with_chunks(settings, job.parallel.pp)
     multiple = settings.make_vocab_size_divisible_by
     model = model_as("megatron", job.model, job.parallel.tp, multiple)
-    job = replace(job, model=model)
+    narrow.check_layers(settings, model.num_layers, job.parallel.pp)
+    job = replace(job, model=model, products=narrow.products_of(settings))
     parallel = job.parallel
     plan = Plan(
         job=job, settings=settings, comms=Comms(groups=groups(job, settings), dtype=job.dtype)
@@ -290,7 +366,14 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
     shared = parallel.cp * parallel.tp
     data_ranks = parallel.data_ranks
     width = model.moe.ffn_hidden_size if model.moe else 0
+    kv_width = 0 if model.mla else 2 * model.num_kv_heads * model.head_dim
     refuse_first(
+        (
+            kv_width % parallel.tp,
+            "tp",
+            parallel.tp,
+            f"a divisor of the rows of keys and values ({kv_width})",
+        ),
         (
             model.attention_bias and not model.linear_bias,
             "attention_bias",
@@ -311,6 +394,39 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             f"a multiple of cp x tp ({shared})",
         ),
         (
+            settings.tp_comm_overlap and not plan.sequence_parallel,
+            "tp_comm_overlap",
+            True,
+            "only with sequence_parallel and tp > 1",
+        ),
+        (
+            settings.tp_comm_overlap and model.mla,
+            "tp_comm_overlap",
+            True,
+            "false with latent attention, whose products TransformerEngine has no buffers for",
+        ),
+        (
+            settings.tp_comm_overlap and model.hidden_size % 4,
+            "tp_comm_overlap",
+            True,
+            f"only with a hidden size that 4 divides, not {model.hidden_size}",
+        ),
+        (
+            settings.moe_shared_expert_overlap
+            and settings.moe_token_dispatcher_type is not Dispatcher.ALLTOALL,
+            "moe_shared_expert_overlap",
+            True,
+            "only with moe_token_dispatcher_type alltoall",
+        ),
+        (
+            settings.moe_shared_expert_overlap
+            and plan.has_shared_experts
+            and "shared_experts" in settings.modules,
+            "moe_shared_expert_overlap",
+            True,
+            "only without shared_experts in recompute_modules",
+        ),
+        (
             parallel.dp_replicate > 1 and not settings.use_distributed_optimizer,
             "dp-replicate",
             parallel.dp_replicate,
@@ -322,6 +438,7 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
             plan.etp,
             f"a divisor of the experts' width ({width})",
         ),
+        *_lora_refusals(plan),
         (
             settings.grad_reduce_in_bf16 and job.dtype is not DType.BF16,
             "grad_reduce_in_bf16",
@@ -330,6 +447,36 @@ def make_plan(job: Job, settings: Megatron) -> Plan:
         ),
     )
     return plan
+
+
+def _lora_refusals(plan: Plan) -> tuple[tuple[object, str, object, str], ...]:
+    lora = plan.lora
+    if lora is None:
+        return ()
+    return (
+        (lora.rank % plan.tp, "lora_rank", lora.rank, f"a multiple of tp ({plan.tp})"),
+        (plan.model.moe, "lora_rank", lora.rank, "left out for a model with experts"),
+        (plan.model.mla, "lora_rank", lora.rank, "left out for latent attention"),
+        (
+            plan.settings.tp_comm_overlap,
+            "tp_comm_overlap",
+            True,
+            "false with lora_rank: adapters need the gathered input",
+        ),
+    )
+
+
+def _with_chunks(settings: Megatron, pp: int) -> Megatron:
+    """Return the settings with the vpp of the layout, as arguments.py derives it."""
+    layout = settings.pipeline_model_parallel_layout
+    if not layout:
+        return settings
+    name = "virtual_pipeline_model_parallel_size"
+    chunks = num_chunks(layout, pp)
+    given = settings.virtual_pipeline_model_parallel_size
+    if given not in (1, chunks):
+        raise ConfigError(name, given, f"left out, or the layout's ({chunks})")
+    return replace(settings, virtual_pipeline_model_parallel_size=chunks)
 
 
 def groups(job: Job, settings: Megatron) -> dict[str, Group]:
