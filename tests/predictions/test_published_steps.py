@@ -1,5 +1,6 @@
 """Scores of published steps: jobs by their rows, rank correlation, and figures of papers."""
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -70,3 +71,20 @@ def test_refusals_name_a_field() -> None:
     scored = published_steps.score({**STEPS[0], "precision": "FP3"})
     assert scored.outcome is None
     assert scored.refusal == published_steps.IN_BF16 + "precision FP3"
+
+
+def test_weak_scaling_costs_little() -> None:
+    """70B in bf16 by NVIDIA's layout without chunks, 512 to 2,048 H100, 2 sequences a GPU.
+
+    Published steps grow by 0.3 to 1.1 % with each doubling. Slow ranks are not modelled
+    (docs/network.md), so the upper bound alone has to hold.
+    """
+    row = row_of(LAYOUTS, model="Llama-3.1-70B", gpus="512", precision="BF16", vpp="5")
+    steps_s = []
+    for doublings in range(3):
+        dp = int(row["dp"]) * 2**doublings
+        sizes = {"gpus": 512 * 2**doublings, "dp": dp, "gbs": 64 * dp, "vpp": 1}
+        scaled = {**row, **{name: str(size) for name, size in sizes.items()}}
+        steps_s.append(published_steps.outcome_of(published_jobs.job_of(scaled)).step_s)
+    growth = [later / earlier - 1 for earlier, later in itertools.pairwise(steps_s)]
+    assert all(0 < each < 0.011 for each in growth)

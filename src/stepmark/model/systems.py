@@ -1,10 +1,11 @@
 """Systems of hosts and their networks: those of data/networks.toml, and files of users."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stepmark.model.network import Law, Network, Reduction, Tier
 from stepmark.model.network_options import NetworkChoice, NetworkOptions, parse_bits
 
 IN_HOST = 8  # GPUs
+_LEAF = "leaf"
 _OUTSIDE = ("nics", "nic", "latency", "oversubscription")  # of links between hosts
 _CHANGES = ("gpus_per_host", *_OUTSIDE)
 
@@ -146,34 +148,68 @@ def network_of(
         if given.network:
             raise ConfigError("device", device.key, "a device whose links are known")
         return None
-    inside = Tier(
-        name=device.link_kind or "links",
-        num_gpus=device.link_domain or IN_HOST,
-        bytes_per_s=device.link_bytes_per_s,
-        law=law_of_links(device),
-    )
+    inner = _inner(device, IN_HOST)
     reduction = given.reduction
     if reduction is None:
-        reduction = Reduction.NVLS if "nvls" in inside.law.shares else Reduction.NONE
+        reduction = Reduction.NVLS if "nvls" in inner[0].law.shares else Reduction.NONE
+    bridges = ""
+    if device.pcie_bytes_per_s:
+        bridges = f"bridges that join {device.link_domain} GPUs each are assumed, PCIe beyond"
     named = _system_of(device, num_gpus, given)
     if named is None:
         return Network(
             name=device.key,
-            tiers=(inside,),
-            gpus_per_host=inside.num_gpus or IN_HOST,
+            tiers=inner,
+            gpus_per_host=inner[-1].num_gpus or IN_HOST,
             reduction=reduction,
+            num_inner=len(inner),
+            about=f"{device.key}: {bridges}" if bridges else "",
         )
     system = _changed(named.system, given)
-    if not device.link_domain:
-        inside = replace(inside, num_gpus=system.gpus_per_host)
-    _refuse_unused(system, inside, num_gpus, given)
+    inner = _inner(device, system.gpus_per_host)
+    _refuse_unused(system, inner[-1], num_gpus, given)
+    tiers = (*inner, *_outside(system))
+    _check_sizes(tiers, named.name)
+    about = f"{named.name}: {_figures(system)}{named.about}"
     return Network(
         name=named.name,
-        tiers=(inside, *_outside(system)),
+        tiers=tiers,
         gpus_per_host=system.gpus_per_host,
         reduction=reduction,
-        about=f"{named.name}: {_figures(system)}{named.about}",
+        num_inner=len(inner),
+        about=f"{about}; {bridges}" if bridges else about,
     )
+
+
+def _inner(device: DeviceSpec, gpus_per_host: int) -> tuple[Tier, ...]:
+    """Return the links inside a host or domain: the device's, and beyond bridges PCIe."""
+    assert device.link_bytes_per_s
+    links = Tier(
+        name=device.link_kind or "links",
+        num_gpus=device.link_domain or gpus_per_host,
+        bytes_per_s=device.link_bytes_per_s,
+        law=law_of_links(device),
+    )
+    if device.pcie_bytes_per_s is None:
+        return (links,)
+    pcie = replace(
+        links,
+        name="PCIe",
+        num_gpus=gpus_per_host,
+        bytes_per_s=device.pcie_bytes_per_s,
+        law=load_laws()["pcie-bridged"],
+    )
+    return replace(links, num_gpus=min(device.link_domain or 1, gpus_per_host)), pcie
+
+
+def _check_sizes(tiers: Sequence[Tier], name: str) -> None:
+    """Raise ConfigError where units of a tier do not divide those of the next one."""
+    for lower, upper in pairwise(tiers):
+        if lower.num_gpus and upper.num_gpus and upper.num_gpus % lower.num_gpus:
+            size = "leaf_gpus" if upper.name == _LEAF else "gpus_per_host"
+            allowed = f"one whose {size} ({upper.num_gpus}) is a multiple of the"
+            allowed += f" {lower.num_gpus} GPUs that {lower.name} joins"
+            raise ConfigError("network", name, allowed)
 
 
 def _refuse_unused(system: System, inside: Tier, num_gpus: int, given: NetworkOptions) -> None:
@@ -197,7 +233,7 @@ def _system_of(device: DeviceSpec, num_gpus: int, given: NetworkOptions) -> Name
     if given.network:
         return find_system(given.network)
     is_changed = any(getattr(given, name) is not None for name in _CHANGES)
-    if num_gpus <= (device.link_domain or IN_HOST) and not is_changed:
+    if num_gpus <= (_inner(device, IN_HOST)[-1].num_gpus or IN_HOST) and not is_changed:
         return None
     for name, system in load_systems().items():
         if system.device == device.key:
@@ -227,6 +263,9 @@ def _changed(system: System, given: NetworkOptions) -> System:
         changes["nic"] = f"{8 * given.nic / 1e9:g}G"
     if given.latency is not None:
         changes["latency"] = f"{given.latency!r}s"
+    if given.gpus_per_host and system.leaf_gpus:  # a leaf has ports for as many hosts
+        hosts = system.leaf_gpus // system.gpus_per_host
+        changes["leaf_gpus"] = hosts * given.gpus_per_host
     known = {name: value for name, value in changes.items() if value is not None}
     return replace(system, **known)
 
@@ -244,5 +283,5 @@ def _outside(system: System) -> tuple[Tier, ...]:
     )
     if system.leaf_gpus is None:
         return (whole,)
-    leaf = replace(whole, name="leaf", num_gpus=system.leaf_gpus, bytes_per_s=rate)
+    leaf = replace(whole, name=_LEAF, num_gpus=system.leaf_gpus, bytes_per_s=rate)
     return leaf, replace(whole, name="spine")
