@@ -94,7 +94,7 @@ def pipelined_scatter(plan: Plan, leaf: Module, elements: int) -> tuple[Operatio
 
 
 def _with_products_apart(
-    ops: Iterable[ComputeOp],
+    ops: Sequence[ComputeOp],
 ) -> tuple[list[ComputeOp], list[ComputeOp]]:
     """Return what comes before products, such as casts, and the products."""
     whole: list[ComputeOp] = []
